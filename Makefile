@@ -1,0 +1,80 @@
+# Every target does its own set-up in .venv and may be run again at any time.
+#
+#   make quickstart    train and look inside a small mixture of experts
+#   make test          the whole suite on JAX, TensorFlow and PyTorch
+#   make lint          formatting and static checks
+#   make clean         forget .venv, caches and built packages
+#
+# ARGS is passed on: make test ARGS="-k routing"
+# BACKENDS narrows the suite: make test BACKENDS=torch
+
+KERAS_BACKEND ?= jax
+BACKENDS ?= jax tensorflow torch
+
+# The first interpreter that is new enough; PYTHON=... overrides.
+IS_SUPPORTED := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && echo $$p && break; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
+
+# An open range may pick a newer build that brings gigabytes of CUDA, so PyTorch is
+# installed first, at the version that the suite is checked with.
+TORCH ?= torch==2.13.0
+
+# One stamp per set of packages: a set is installed again when pyproject.toml changes.
+CREATED := $(VENV)/.created
+TORCH_READY := $(VENV)/.installed-torch
+ALL := $(VENV)/.installed-all
+QUICKSTART := $(VENV)/.installed-quickstart-$(KERAS_BACKEND)
+
+.NOTPARALLEL:
+.PHONY: help quickstart test lint clean
+
+help:
+	@sed -n 's/^#   make/make/p' Makefile
+
+quickstart: $(QUICKSTART)
+	@KERAS_BACKEND=$(KERAS_BACKEND) TF_CPP_MIN_LOG_LEVEL=3 \
+		$(BIN)/python tools/quickstart.py $(ARGS)
+
+test: $(ALL)
+	@$(BIN)/python tools/run_tests.py --backends $(BACKENDS) -- $(ARGS)
+
+lint: $(ALL)
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m ruff check .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(CREATED):
+	@$(or $(PYTHON),false) -c '$(IS_SUPPORTED)' 2>/dev/null || { \
+		echo "keras_moe needs Python >= 3.11; found none that runs as" \
+			"'$(or $(PYTHON),python3)'. Try: make PYTHON=/path/to/python" >&2; \
+		exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(TORCH_READY): $(CREATED)
+	@echo "Installing $(TORCH)"
+	@$(PIP) "$(TORCH)"
+	@touch $@
+
+$(ALL): $(TORCH_READY) pyproject.toml
+	@echo "Installing keras_moe, three backends and the test tools (minutes, once)"
+	@$(PIP) --editable ".[all]"
+	@touch $@
+
+# Only the backend that is asked for, and PyTorch's own rule where that is torch.
+$(QUICKSTART): $(CREATED) $(if $(filter torch,$(KERAS_BACKEND)),$(TORCH_READY)) pyproject.toml
+	@case "$(KERAS_BACKEND)" in jax|tensorflow|torch) ;; *) \
+		echo "Expected KERAS_BACKEND to be jax, tensorflow or torch;" \
+			"received: KERAS_BACKEND=$(KERAS_BACKEND)" >&2; exit 1;; esac
+	@echo "Installing keras_moe for $(KERAS_BACKEND) (minutes, once)"
+	@$(PIP) --editable ".[$(KERAS_BACKEND),digits,plots]"
+	@touch $@

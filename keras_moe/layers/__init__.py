@@ -1,0 +1,37 @@
+"""Layers: experts, the MoE layer, encoder blocks, embeddings and pooling."""
+
+from keras_moe.layers.activations import gelu_tanh
+from keras_moe.layers.block_plan import resolve_moe_layers
+from keras_moe.layers.class_token import ClassToken
+from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
+from keras_moe.layers.experts import Experts
+from keras_moe.layers.initializers import PerExpert
+from keras_moe.layers.mlp import MLP
+from keras_moe.layers.moe import MoE
+from keras_moe.layers.normalization import LayerNorm
+from keras_moe.layers.patch_embedding import PatchEmbedding
+from keras_moe.layers.pooling import AttentionPooling, TokenPooling
+from keras_moe.layers.position_embedding import (
+    PositionEmbedding,
+    resize_positions,
+    sincos_table,
+)
+
+__all__ = [
+    "MLP",
+    "AttentionPooling",
+    "ClassToken",
+    "EncoderBlock",
+    "Experts",
+    "LayerNorm",
+    "MoE",
+    "MoEEncoderBlock",
+    "PatchEmbedding",
+    "PerExpert",
+    "PositionEmbedding",
+    "TokenPooling",
+    "gelu_tanh",
+    "resize_positions",
+    "resolve_moe_layers",
+    "sincos_table",
+]

@@ -1,0 +1,40 @@
+"""Activations by name, with the tanh form of GELU that Keras has no name for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+def gelu_tanh(x: Any) -> Any:
+    """GELU in its tanh form, which the JAX models use; `"gelu"` is the erf form.
+
+    Args:
+        x: a float tensor of any shape.
+
+    Returns:
+        A tensor of the same shape and dtype.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import gelu_tanh
+    >>> float(gelu_tanh(np.zeros(1, "float32"))[0])
+    0.0
+    """
+    return keras.activations.gelu(x, approximate=True)
+
+
+def get(identifier: Any) -> Callable:
+    """The activation of this name: `"gelu_tanh"` or any that Keras knows."""
+    if identifier == "gelu_tanh":
+        return gelu_tanh
+    return keras.activations.get(identifier)
+
+
+def serialize(activation: Callable) -> Any:
+    """The name or config from which `get` makes the activation again."""
+    if activation is gelu_tanh:
+        return "gelu_tanh"
+    return keras.activations.serialize(activation)

@@ -1,0 +1,142 @@
+"""The experts: E two-layer MLPs, each one batched matmul.
+
+Axes: G groups, E experts, C capacity, D hidden, H mlp.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.layers import activations
+from keras_moe.layers.initializers import PerExpert
+from keras_moe.layers.mlp import check_dropout
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class Experts(keras.layers.Layer):
+    """E MLPs side by side, each with its own slots.
+
+    Args:
+        num_experts: E.
+        mlp_dim: H.
+        activation: `"gelu_tanh"` (the JAX models'), or any that Keras knows.
+        dropout: after each of the two layers (V-MoE's expert dropout).
+        shared_initialization: start all experts from the same values, as V-MoE does.
+        seed: of the dropout.
+        **kwargs: see `keras.layers.Layer`.
+
+    Input shape:
+        (G, E, C, D).
+
+    Output shape:
+        (G, E, C, D).
+
+    Raises:
+        ValueError: if an argument is out of range, or the input has another number
+            of experts.
+
+    Reference:
+        *Routers in Vision Mixture of Experts*, equation 1.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import Experts
+    >>> experts = Experts(num_experts=4, mlp_dim=16)
+    >>> tuple(experts(np.ones((1, 4, 3, 8), "float32")).shape)
+    (1, 4, 3, 8)
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        mlp_dim: int,
+        activation: Any = "gelu_tanh",
+        dropout: float = 0.0,
+        shared_initialization: bool = True,
+        seed: int | None = None,
+        **kwargs,
+    ):
+        if not isinstance(num_experts, int) or num_experts < 1:
+            raise ValueError(
+                f"Expected num_experts >= 1; received: num_experts={num_experts}"
+            )
+        if mlp_dim < 1:
+            raise ValueError(f"Expected mlp_dim >= 1; received: mlp_dim={mlp_dim}")
+        super().__init__(**kwargs)
+        self.num_experts = num_experts
+        self.mlp_dim = mlp_dim
+        self.activation = activations.get(activation)
+        self.dropout = check_dropout("dropout", dropout)
+        self.shared_initialization = shared_initialization
+        self.seed = seed
+        self.dropout_layer = keras.layers.Dropout(
+            dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
+        )
+
+    def build(self, input_shape):
+        if len(input_shape) != 4 or input_shape[1] != self.num_experts:
+            raise ValueError(
+                f"Expected inputs (groups, num_experts={self.num_experts}, capacity, "
+                f"dim); received: shape={tuple(input_shape)}"
+            )
+        dim = input_shape[-1]
+        kernel = PerExpert("glorot_uniform", self.shared_initialization)
+        bias = PerExpert(
+            keras.initializers.RandomNormal(stddev=1e-6), self.shared_initialization
+        )
+        sizes = (self.num_experts, dim, self.mlp_dim)
+        self.hidden_kernel = self.add_weight(
+            name="hidden_kernel", shape=sizes, initializer=kernel
+        )
+        self.hidden_bias = self.add_weight(
+            name="hidden_bias", shape=(self.num_experts, self.mlp_dim), initializer=bias
+        )
+        self.output_kernel = self.add_weight(
+            name="output_kernel",
+            shape=(self.num_experts, self.mlp_dim, dim),
+            initializer=kernel,
+        )
+        self.output_bias = self.add_weight(
+            name="output_bias", shape=(self.num_experts, dim), initializer=bias
+        )
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        num_groups, num_experts, capacity, dim = ops.shape(inputs)
+        # One matmul per layer and expert over the slots of all groups.
+        x = ops.transpose(inputs, (1, 0, 2, 3))
+        x = ops.reshape(x, (num_experts, num_groups * capacity, dim))
+        x = ops.matmul(x, self.hidden_kernel) + self.hidden_bias[:, None]
+        x = self.dropout_layer(self.activation(x), training=training)
+        x = ops.matmul(x, self.output_kernel) + self.output_bias[:, None]
+        x = self.dropout_layer(x, training=training)
+        x = ops.reshape(x, (num_experts, num_groups, capacity, dim))
+        return ops.transpose(x, (1, 0, 2, 3))
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def parameters(self, dim: int) -> int:
+        """The number of parameters of all experts for tokens of size `dim`."""
+        return self.num_experts * self.expert_parameters(dim)
+
+    def expert_parameters(self, dim: int) -> int:
+        """The number of parameters of one expert."""
+        return 2 * dim * self.mlp_dim + self.mlp_dim + dim
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations of `num_tokens` slots (2 per multiply-add)."""
+        return 4 * num_tokens * dim * self.mlp_dim
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            num_experts=self.num_experts,
+            mlp_dim=self.mlp_dim,
+            activation=activations.serialize(self.activation),
+            dropout=self.dropout,
+            shared_initialization=self.shared_initialization,
+            seed=self.seed,
+        )
+        return config

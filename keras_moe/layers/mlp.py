@@ -1,0 +1,109 @@
+"""The dense feed-forward layer of a transformer.
+
+Axes: D hidden, H mlp.
+"""
+
+from typing import Any
+
+import keras
+
+from keras_moe.layers import activations
+
+
+def check_dropout(name: str, rate: float) -> float:
+    """`rate`, if it is one that drops something but not everything."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"Expected {name} in [0, 1); received: {name}={rate}")
+    return rate
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class MLP(keras.layers.Layer):
+    """Two dense layers: D to H, activation, H to D.
+
+    Args:
+        mlp_dim: H.
+        activation: `"gelu_tanh"` (the JAX models'), or any that Keras knows.
+        dropout: after each of the two layers.
+        seed: of the dropout.
+        **kwargs: see `keras.layers.Layer`.
+
+    Input shape:
+        (..., D).
+
+    Output shape:
+        (..., D).
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import MLP
+    >>> tuple(MLP(mlp_dim=16)(np.ones((2, 4, 8), "float32")).shape)
+    (2, 4, 8)
+    """
+
+    def __init__(
+        self,
+        mlp_dim: int,
+        activation: Any = "gelu_tanh",
+        dropout: float = 0.0,
+        seed: int | None = None,
+        **kwargs,
+    ):
+        if mlp_dim < 1:
+            raise ValueError(f"Expected mlp_dim >= 1; received: mlp_dim={mlp_dim}")
+        super().__init__(**kwargs)
+        self.mlp_dim = mlp_dim
+        self.activation = activations.get(activation)
+        self.dropout = check_dropout("dropout", dropout)
+        self.seed = seed
+        self.dropout_layer = keras.layers.Dropout(
+            dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
+        )
+
+    def build(self, input_shape):
+        kernels = {
+            "kernel_initializer": "glorot_uniform",
+            "bias_initializer": keras.initializers.RandomNormal(stddev=1e-6),
+            "dtype": self.dtype_policy,
+        }
+        self.hidden = keras.layers.Dense(self.mlp_dim, name="hidden", **kernels)
+        self.hidden.build(input_shape)
+        self.output_dense = keras.layers.Dense(
+            input_shape[-1], name="output", **kernels
+        )
+        self.output_dense.build((*input_shape[:-1], self.mlp_dim))
+
+    def call(self, tokens: Any, training: bool | None = None) -> Any:
+        x = self.activation(self.hidden(tokens))
+        x = self.dropout_layer(x, training=training)
+        x = self.output_dense(x)
+        return self.dropout_layer(x, training=training)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def parameters(self, dim: int) -> int:
+        """The number of parameters for tokens of size `dim`."""
+        return 2 * dim * self.mlp_dim + self.mlp_dim + dim
+
+    def active_parameters(self, dim: int) -> int:
+        """The number of parameters that one token meets."""
+        return self.parameters(dim)
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations (2 per multiply-add)."""
+        return 4 * num_tokens * dim * self.mlp_dim
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            mlp_dim=self.mlp_dim,
+            activation=activations.serialize(self.activation),
+            dropout=self.dropout,
+            seed=self.seed,
+        )
+        return config

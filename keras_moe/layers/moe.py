@@ -1,0 +1,209 @@
+"""The mixture-of-experts layer: route, dispatch, experts, combine.
+
+Axes: B batch, N tokens of an image, G groups, S group_size, E experts, C capacity,
+D hidden.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from keras_moe import losses
+from keras_moe.layers.nested import layer_argument
+from keras_moe.ops.dispatch import (
+    combine,
+    combine_einsum,
+    dispatch,
+    dispatch_einsum,
+)
+from keras_moe.ops.routing import Routing
+
+DISPATCHERS = {
+    "index": (dispatch, combine),
+    "einsum": (dispatch_einsum, combine_einsum),
+}
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class MoE(keras.layers.Layer):
+    """Sends each token to its experts and brings their outputs home.
+
+    While training, the tokens of the batch are cut into groups of `group_size`,
+    within which they compete for the experts' capacity. The last group is filled
+    with padding that is not routed, so any batch size works. At inference, where
+    the router serves every token, each image is its own group and its result does
+    not depend on the batch. A token that every expert dropped gets zeros: in a
+    transformer the residual carries it.
+
+    Args:
+        router: a router layer such as `TokenChoiceRouter`.
+        experts: an `Experts` layer with the router's number of experts.
+        group_size: S, tokens per group; None makes one group of the whole batch.
+        auxiliary_losses: a dict from name to weight such as
+            `{"importance": 0.005, "load": 0.005}`, or a list of `AuxiliaryLoss`.
+            They are added, averaged over groups, in training only, so that
+            `evaluate` reports the task's loss.
+        dispatcher: `"index"` (gathers; memory linear in tokens) or `"einsum"` (dense
+            one-hot tensors; for small groups on TPUs).
+        **kwargs: see `keras.layers.Layer`.
+
+    Call arguments:
+        tokens: (B, N, D).
+        mask: boolean (B, N), False for tokens that are not routed; they get zeros.
+        training: whether capacity, noise and auxiliary losses apply.
+
+    Output shape:
+        `(tokens, Routing)`: tokens (B, N, D), and the routing record with
+        float32 arrays (B, N, E).
+
+    Raises:
+        ValueError: if an argument is out of range or the parts do not fit.
+
+    Reference:
+        *Routers in Vision Mixture of Experts*, equation 2.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import Experts, MoE
+    >>> from keras_moe.routers import TokenChoiceRouter
+    >>> moe = MoE(
+    ...     router=TokenChoiceRouter(num_experts=4, num_selected_experts=1),
+    ...     experts=Experts(num_experts=4, mlp_dim=16),
+    ... )
+    >>> tokens, routing = moe(np.ones((2, 6, 8), "float32"))
+    >>> tuple(tokens.shape), tuple(routing.gates.shape)
+    ((2, 6, 8), (2, 6, 4))
+    """
+
+    def __init__(
+        self,
+        router: Any,
+        experts: Any,
+        group_size: int | None = None,
+        auxiliary_losses: Any = None,
+        dispatcher: str = "index",
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        if group_size is not None and group_size < 1:
+            raise ValueError(
+                "Expected group_size to be None or >= 1; "
+                f"received: group_size={group_size}"
+            )
+        if dispatcher not in DISPATCHERS:
+            raise ValueError(
+                f"Expected dispatcher to be one of {sorted(DISPATCHERS)}; "
+                f"received: dispatcher={dispatcher!r}"
+            )
+        self.router = layer_argument(router, "router")
+        self.experts = layer_argument(experts, "experts")
+        if self.router.num_experts != self.experts.num_experts:
+            raise ValueError(
+                "Expected router and experts of one num_experts; received: "
+                f"router.num_experts={self.router.num_experts}, "
+                f"experts.num_experts={self.experts.num_experts}"
+            )
+        self.group_size = group_size
+        self.auxiliary_losses = losses.get(auxiliary_losses)
+        for loss in self.auxiliary_losses:
+            loss.check_router(self.router)
+        self.dispatcher = dispatcher
+
+    def build(self, input_shape):
+        if len(input_shape) != 3 or input_shape[-1] is None:
+            raise ValueError(
+                "Expected tokens of shape (batch, tokens, dim); "
+                f"received: shape={tuple(input_shape)}"
+            )
+        dim = input_shape[-1]
+        self.router.build((None, None, dim))
+        self.experts.build((None, self.experts.num_experts, None, dim))
+
+    def call(
+        self, tokens: Any, mask: Any = None, training: bool | None = None
+    ) -> tuple[Any, Routing]:
+        dispatch_tokens, combine_outputs = DISPATCHERS[self.dispatcher]
+        grouped, group_mask = self._group(tokens, mask, training)
+        plan, routing = self.router(grouped, mask=group_mask, training=training)
+        if training:
+            self._add_losses(routing, group_mask)
+        outputs = self.experts(dispatch_tokens(grouped, plan), training=training)
+        outputs = combine_outputs(outputs, plan)
+        return tree.map_structure(
+            lambda x: self._ungroup(x, tokens), (outputs, routing)
+        )
+
+    def compute_output_spec(self, tokens, mask=None, training=None):
+        shape = (*tokens.shape[:2], self.router.num_experts)
+        return (
+            keras.KerasTensor(tokens.shape, self.compute_dtype),
+            Routing(*(keras.KerasTensor(shape, "float32") for _ in Routing._fields)),
+        )
+
+    def _group(self, tokens, mask, training):
+        """Cuts (B, N, D) into (G, S, D), padded, and says which tokens are real."""
+        if self.router.serves_every_token(training):
+            return tokens, mask
+        batch, length, dim = ops.shape(tokens)
+        num_tokens = batch * length
+        tokens = ops.reshape(tokens, (num_tokens, dim))
+        if mask is not None:
+            mask = ops.reshape(mask, (num_tokens,))
+        if self.group_size is None:
+            size, padding = num_tokens, 0
+        elif isinstance(num_tokens, int):
+            size = min(self.group_size, num_tokens)
+            padding = -num_tokens % size
+        else:
+            # The batch size is unknown while TensorFlow traces: pad as needed then.
+            size = ops.minimum(self.group_size, num_tokens)
+            padding = -num_tokens % size
+        if not isinstance(padding, int) or padding > 0:
+            if mask is None:
+                mask = ops.ones((num_tokens,), "bool")
+            tokens = ops.concatenate(
+                [tokens, ops.zeros((padding, dim), tokens.dtype)], axis=0
+            )
+            mask = ops.concatenate([mask, ops.zeros((padding,), "bool")], axis=0)
+        if mask is not None:
+            mask = ops.reshape(mask, (-1, size))
+        return ops.reshape(tokens, (-1, size, dim)), mask
+
+    def _ungroup(self, x, tokens):
+        """Takes the padding off (G, S, X) and returns (B, N, X)."""
+        batch, length, _ = ops.shape(tokens)
+        x = ops.reshape(x, (-1, x.shape[-1]))
+        return ops.reshape(x[: batch * length], (batch, length, x.shape[-1]))
+
+    def _add_losses(self, routing, mask):
+        for loss in self.auxiliary_losses:
+            self.add_loss(ops.mean(loss(routing, self.router, mask)))
+
+    def parameters(self, dim: int) -> int:
+        """The number of parameters for tokens of size `dim`."""
+        return self.router.parameters(dim) + self.experts.parameters(dim)
+
+    def active_parameters(self, dim: int) -> int:
+        """The number of parameters that one token meets: router and K experts."""
+        return (
+            self.router.parameters(dim)
+            + self.router.num_selected_experts * self.experts.expert_parameters(dim)
+        )
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations if no token is dropped (2 per multiply-add)."""
+        num_slots = num_tokens * self.router.num_selected_experts
+        return self.router.flops(num_tokens, dim) + self.experts.flops(num_slots, dim)
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            router=keras.saving.serialize_keras_object(self.router),
+            experts=keras.saving.serialize_keras_object(self.experts),
+            group_size=self.group_size,
+            auxiliary_losses=losses.serialize(self.auxiliary_losses),
+            dispatcher=self.dispatcher,
+        )
+        return config

@@ -1,0 +1,14 @@
+"""Layers as arguments of layers."""
+
+from typing import Any
+
+import keras
+
+
+def layer_argument(value: Any, name: str) -> keras.layers.Layer:
+    """`value` as a layer, made from its serialised config where it is one."""
+    if isinstance(value, dict):
+        value = keras.saving.deserialize_keras_object(value)
+    if not isinstance(value, keras.layers.Layer):
+        raise ValueError(f"Expected {name} to be a layer; received: {name}={value!r}")
+    return value

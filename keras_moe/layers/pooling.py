@@ -1,0 +1,160 @@
+"""From tokens to one vector per image.
+
+Axes: B batch, N tokens, D hidden.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.layers.encoder_block import self_attention
+from keras_moe.layers.mlp import MLP
+from keras_moe.layers.normalization import LayerNorm
+
+POOLINGS = ("class_token", "average", "map")
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class TokenPooling(keras.layers.Layer):
+    """Takes the class token, or the average of all tokens.
+
+    Args:
+        pooling: `"class_token"` (the first token) or `"average"`.
+        **kwargs: see `keras.layers.Layer`.
+
+    Input shape:
+        (B, N, D).
+
+    Output shape:
+        (B, D).
+
+    Raises:
+        ValueError: if `pooling` is unknown.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import TokenPooling
+    >>> tokens = np.array([[[1.0], [3.0]]], "float32")
+    >>> float(TokenPooling("average")(tokens)[0, 0])
+    2.0
+    """
+
+    def __init__(self, pooling: str, **kwargs):
+        if pooling not in POOLINGS[:2]:
+            raise ValueError(
+                f"Expected pooling to be one of {POOLINGS[:2]}; "
+                f"received: pooling={pooling!r}"
+            )
+        super().__init__(**kwargs)
+        self.pooling = pooling
+
+    def call(self, tokens: Any) -> Any:
+        if self.pooling == "class_token":
+            return tokens[:, 0]
+        return ops.mean(tokens, axis=1)
+
+    def compute_output_shape(self, input_shape):
+        return (input_shape[0], input_shape[-1])
+
+    def parameters(self, dim: int) -> int:
+        """The number of parameters for tokens of size `dim`."""
+        return 0
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations of the matmuls (2 per multiply-add)."""
+        return 0
+
+    def get_config(self):
+        return {**super().get_config(), "pooling": self.pooling}
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class AttentionPooling(keras.layers.Layer):
+    """Multihead attention pooling ("MAP"): a learned probe reads the tokens.
+
+    The probe attends to the tokens, and an MLP with a residual follows.
+
+    Args:
+        num_heads: attention heads; divides D.
+        mlp_dim: of the MLP.
+        activation: of the MLP.
+        layer_norm_epsilon: of the normalisation before the MLP.
+        **kwargs: see `keras.layers.Layer`.
+
+    Input shape:
+        (B, N, D).
+
+    Output shape:
+        (B, D).
+
+    Raises:
+        ValueError: if `num_heads` does not divide D.
+
+    Reference:
+        *Scaling Vision Transformers*, section 3.2 (the MAP head).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import AttentionPooling
+    >>> layer = AttentionPooling(num_heads=2, mlp_dim=16)
+    >>> tuple(layer(np.ones((2, 4, 8), "float32")).shape)
+    (2, 8)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        mlp_dim: int,
+        activation: Any = "gelu_tanh",
+        layer_norm_epsilon: float = 1e-6,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.layer_norm_epsilon = layer_norm_epsilon
+        self.mlp = MLP(mlp_dim, activation, dtype=self.dtype_policy, name="mlp")
+        self.norm = LayerNorm(layer_norm_epsilon, dtype=self.dtype_policy, name="norm")
+
+    def build(self, input_shape):
+        dim = input_shape[-1]
+        self.probe = self.add_weight(
+            name="probe", shape=(1, 1, dim), initializer="glorot_uniform"
+        )
+        self.attention = self_attention(
+            input_shape, self.num_heads, dtype=self.dtype_policy
+        )
+        self.norm.build((None, 1, dim))
+        self.mlp.build((None, 1, dim))
+
+    def call(self, tokens: Any) -> Any:
+        batch, _, dim = ops.shape(tokens)
+        probe = ops.broadcast_to(self.probe, (batch, 1, dim))
+        x = self.attention(probe, tokens)
+        x = x + self.mlp(self.norm(x))
+        return x[:, 0]
+
+    def compute_output_shape(self, input_shape):
+        return (input_shape[0], input_shape[-1])
+
+    def parameters(self, dim: int) -> int:
+        """The number of parameters for tokens of size `dim`."""
+        return dim + 4 * (dim + 1) * dim + 2 * dim + self.mlp.parameters(dim)
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations of the matmuls (2 per multiply-add)."""
+        projections = 4 * (num_tokens + 1) * dim * dim
+        return projections + 4 * num_tokens * dim + self.mlp.flops(1, dim)
+
+    def get_config(self):
+        config = super().get_config()
+        mlp = self.mlp.get_config()
+        config.update(
+            num_heads=self.num_heads,
+            mlp_dim=mlp["mlp_dim"],
+            activation=mlp["activation"],
+            layer_norm_epsilon=self.layer_norm_epsilon,
+        )
+        return config

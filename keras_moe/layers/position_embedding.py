@@ -1,0 +1,188 @@
+"""Where a token stands in its image.
+
+Axes: B batch, N tokens, D hidden.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_moe.layers.patch_embedding import pair
+
+KINDS = ("learned", "sincos")
+
+
+def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
+    """Fixed sine and cosine features of the column and the row.
+
+    Args:
+        grid: the number of patches down and across.
+        dim: D, a multiple of 4.
+
+    Returns:
+        float32 (rows x columns, D): `[sin x, cos x, sin y, cos y]` with x the column
+        and frequencies `10000^(-i / (D/4 - 1))`.
+
+    Raises:
+        ValueError: if `dim` is not a multiple of 4, or below 8.
+
+    Example:
+
+    >>> from keras_moe.layers import sincos_table
+    >>> sincos_table((2, 3), 8).shape
+    (6, 8)
+    """
+    if dim % 4 or dim < 8:
+        raise ValueError(
+            "Expected a multiple of 4 of at least 8 for sine-cosine embeddings; "
+            f"received: dim={dim}"
+        )
+    quarter = dim // 4
+    omega = 1.0 / 10000 ** (np.arange(quarter) / (quarter - 1))
+    y, x = np.mgrid[: grid[0], : grid[1]]
+    x, y = np.outer(x.ravel(), omega), np.outer(y.ravel(), omega)
+    table = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1)
+    return table.astype("float32")
+
+
+def resize_positions(
+    table: np.ndarray, old_grid: tuple[int, int], new_grid: tuple[int, int]
+) -> np.ndarray:
+    """Resizes learned position embeddings to another grid of patches.
+
+    Bilinear with aligned corners, as the ViT and V-MoE releases do it. Rows before
+    the grid's (the class token's) are copied.
+
+    Args:
+        table: (1, N, D), N at least rows x columns of `old_grid`.
+        old_grid: patches down and across of `table`.
+        new_grid: patches down and across wanted.
+
+    Returns:
+        An array (1, N', D) of the dtype of `table`.
+
+    Raises:
+        ValueError: if `table` is smaller than its grid.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import resize_positions
+    >>> table = np.array([[[0.0], [2.0], [4.0], [6.0]]])
+    >>> resize_positions(table, (2, 2), (2, 3))[0, :, 0].tolist()
+    [0.0, 1.0, 2.0, 4.0, 5.0, 6.0]
+    """
+    num_extra = table.shape[1] - old_grid[0] * old_grid[1]
+    if table.ndim != 3 or num_extra < 0:
+        raise ValueError(
+            f"Expected a table (1, N, D) with N >= {old_grid[0] * old_grid[1]}; "
+            f"received: table.shape={table.shape}"
+        )
+    values = table[0, num_extra:].astype("float64").reshape(*old_grid, -1)
+    for axis in (0, 1):
+        values = _interpolate(values, new_grid[axis], axis)
+    values = values.reshape(1, new_grid[0] * new_grid[1], -1).astype(table.dtype)
+    return np.concatenate([table[:, :num_extra], values], axis=1)
+
+
+def _interpolate(values, size, axis):
+    last = values.shape[axis] - 1
+    place = np.linspace(0.0, last, size)
+    low = np.minimum(place.astype(int), max(last - 1, 0))
+    high = np.minimum(low + 1, last)
+    share = (place - low).reshape([-1 if a == axis else 1 for a in range(values.ndim)])
+    return np.take(values, low, axis) * (1 - share) + np.take(values, high, axis) * (
+        share
+    )
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class PositionEmbedding(keras.layers.Layer):
+    """Adds a learned or a sine-cosine embedding to each token.
+
+    Learned embeddings loaded from weights of another resolution are resized to this
+    layer's grid.
+
+    Args:
+        grid: the number of patches down and across.
+        kind: `"learned"` or `"sincos"`.
+        **kwargs: see `keras.layers.Layer`.
+
+    Input shape:
+        (B, N, D), N the number of patches, or one more with a class token before
+        them (to which the sine-cosine form adds nothing).
+
+    Output shape:
+        (B, N, D).
+
+    Raises:
+        ValueError: if `kind` is unknown, or N does not fit the grid.
+
+    Reference:
+        *An Image is Worth 16x16 Words*, equation 1 and appendix D.4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import PositionEmbedding
+    >>> layer = PositionEmbedding((2, 2), kind="sincos")
+    >>> tuple(layer(np.zeros((1, 5, 8), "float32")).shape)
+    (1, 5, 8)
+    """
+
+    def __init__(self, grid: Any, kind: str = "learned", **kwargs):
+        if kind not in KINDS:
+            raise ValueError(
+                f"Expected kind to be one of {KINDS}; received: kind={kind!r}"
+            )
+        super().__init__(**kwargs)
+        self.grid = pair(grid, "grid")
+        self.kind = kind
+
+    def build(self, input_shape):
+        num_patches = self.grid[0] * self.grid[1]
+        if input_shape[1] not in (num_patches, num_patches + 1):
+            raise ValueError(
+                f"Expected {num_patches} tokens for grid={self.grid}, or one more for "
+                f"a class token; received: shape={tuple(input_shape)}"
+            )
+        if self.kind == "learned":
+            self.embedding = self.add_weight(
+                name="embedding",
+                shape=(1, *input_shape[1:]),
+                initializer=keras.initializers.RandomNormal(stddev=0.02),
+            )
+        else:
+            table = sincos_table(self.grid, input_shape[-1])
+            table = np.pad(table, ((input_shape[1] - num_patches, 0), (0, 0)))
+            self.embedding = table[None]
+
+    def call(self, tokens: Any) -> Any:
+        return tokens + keras.ops.cast(self.embedding, tokens.dtype)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        if self.kind == "learned":
+            # A grid that is not square cannot be told from the number of tokens.
+            store["grid"] = np.array(self.grid)
+
+    def load_own_variables(self, store):
+        if self.kind != "learned":
+            return super().load_own_variables(store)
+        value = np.array(store["0"])
+        old_grid = tuple(int(size) for size in np.array(store["grid"]))
+        if old_grid != self.grid:
+            value = resize_positions(value, old_grid, self.grid)
+        if value.shape != tuple(self.embedding.shape):
+            raise ValueError(
+                f"Expected position embeddings of shape {tuple(self.embedding.shape)} "
+                f"for '{self.path}'; received: {value.shape}"
+            )
+        self.embedding.assign(value)
+
+    def get_config(self):
+        return {**super().get_config(), "grid": self.grid, "kind": self.kind}

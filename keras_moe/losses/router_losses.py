@@ -1,0 +1,161 @@
+"""Auxiliary losses of routers, as pure functions: one value per group.
+
+Axes: G groups, S group_size, E experts, K selected experts.
+"""
+
+import math
+from typing import Any
+
+from keras import ops
+
+from keras_moe.ops.token_choice import largest
+
+
+def importance_loss(logits: Any, mask: Any = None) -> Any:
+    """Squared coefficient of variation of the experts' summed gates.
+
+    Args:
+        logits: float32 (G, S, E), without noise.
+        mask: boolean (G, S), False for tokens that do not count.
+
+    Returns:
+        float32 (G,): `(std / mean)^2` over experts (population std) of
+        `sum_s softmax(logits)`.
+
+    Reference:
+        *Routers in Vision Mixture of Experts*, appendix A.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.losses import importance_loss
+    >>> float(importance_loss(np.zeros((1, 4, 2), "float32"))[0])
+    0.0
+    """
+    return _squared_variation(_token_sum(ops.softmax(logits, axis=-1), mask))
+
+
+def load_loss(
+    logits: Any,
+    noisy_logits: Any,
+    noise_std: float,
+    num_selected_experts: int,
+    mask: Any = None,
+) -> Any:
+    """Squared coefficient of variation of the experts' expected loads.
+
+    The load of an expert is the mean probability that it would be among a token's
+    K experts if its own noise were drawn anew: `1 - Phi((t - logit) / noise_std)`
+    with t the token's K-th largest noisy logit.
+
+    Args:
+        logits: float32 (G, S, E), without noise.
+        noisy_logits: float32 (G, S, E), with the noise that routed the tokens.
+        noise_std: the standard deviation of that noise.
+        num_selected_experts: K, experts per token.
+        mask: boolean (G, S), False for tokens that do not count.
+
+    Returns:
+        float32 (G,).
+
+    Raises:
+        ValueError: if `noise_std` is not positive: the loss is defined by the noise.
+
+    Reference:
+        *Routers in Vision Mixture of Experts*, appendix A.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.losses import load_loss
+    >>> logits = np.zeros((1, 4, 2), "float32")
+    >>> float(load_loss(logits, logits, noise_std=0.5, num_selected_experts=1)[0])
+    0.0
+    """
+    if not noise_std > 0:
+        raise ValueError(
+            "Expected noise_std > 0, since the router's noise defines the load; "
+            f"received: noise_std={noise_std}"
+        )
+    noisy_logits = ops.convert_to_tensor(noisy_logits)
+    _, kept = largest(noisy_logits, noisy_logits, num_selected_experts)
+    threshold = kept[..., -1:]
+    # 1 - Phi(x) = erfc(x / sqrt(2)) / 2: no cancellation for large x.
+    load = 0.5 * ops.erfc((threshold - logits) / (noise_std * math.sqrt(2.0)))
+    return _squared_variation(_token_sum(load, mask))
+
+
+def load_balance_loss(gates: Any, mask: Any = None) -> Any:
+    """The balance loss of GShard and Switch: `E * sum_e f_e P_e`.
+
+    Args:
+        gates: float32 (G, S, E), the softmax that routed the tokens.
+        mask: boolean (G, S), False for tokens that do not count.
+
+    Returns:
+        float32 (G,): with f_e the share of tokens whose first choice is e (no
+        gradient) and P_e the mean gate of e. It is 1 for a balanced load.
+
+    Reference:
+        *GShard*, section 2.2; *Switch Transformers*, equation 4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.losses import load_balance_loss
+    >>> float(load_balance_loss(np.array([[[1.0, 0.0], [1.0, 0.0]]], "float32"))[0])
+    2.0
+    """
+    gates = ops.convert_to_tensor(gates)
+    num_experts = gates.shape[-1]
+    first = ops.one_hot(ops.argmax(gates, axis=-1), num_experts, dtype="float32")
+    share = _token_mean(ops.stop_gradient(first), mask)
+    mean_gate = _token_mean(gates, mask)
+    return num_experts * ops.sum(share * mean_gate, axis=-1)
+
+
+def z_loss(logits: Any, mask: Any = None) -> Any:
+    """Mean squared log-partition of the logits, which keeps them small.
+
+    Args:
+        logits: float32 (G, S, E).
+        mask: boolean (G, S), False for tokens that do not count.
+
+    Returns:
+        float32 (G,): the mean over tokens of `logsumexp(logits)^2`.
+
+    Reference:
+        *ST-MoE*, equation 5; *LIMoE*, appendix B; *CLIP-UP*, section 3.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.losses import z_loss
+    >>> round(float(z_loss(np.zeros((1, 3, 2), "float32"))[0]), 4)
+    0.4805
+    """
+    squared = ops.square(ops.logsumexp(logits, axis=-1, keepdims=True))
+    return ops.squeeze(_token_mean(squared, mask), axis=-1)
+
+
+def _squared_variation(per_expert):
+    mean = ops.mean(per_expert, axis=-1, keepdims=True)
+    variance = ops.mean(ops.square(per_expert - mean), axis=-1)
+    mean = ops.squeeze(mean, axis=-1)
+    # A group of masked tokens alone has no mean, and no loss.
+    empty = mean <= 0
+    return ops.where(empty, 0.0, variance / ops.square(ops.where(empty, 1.0, mean)))
+
+
+def _token_sum(values, mask):
+    """Sums (G, S, X) over the tokens that count."""
+    if mask is not None:
+        values = ops.where(ops.expand_dims(mask, -1), values, 0.0)
+    return ops.sum(values, axis=1)
+
+
+def _token_mean(values, mask):
+    if mask is None:
+        return ops.mean(values, axis=1)
+    count = ops.sum(ops.cast(mask, "float32"), axis=1, keepdims=True)
+    return _token_sum(values, mask) / ops.maximum(count, 1.0)

@@ -1,0 +1,192 @@
+"""Token choice: every token takes its K experts, first come, first served.
+
+Axes: G groups, S group_size, E experts, C capacity, K selected experts.
+"""
+
+from typing import Any
+
+from keras import ops
+
+from keras_moe.ops.routing import RoutingPlan
+
+PRIORITIES = ("first_come", "max_gate", "sum_gates")
+INT32_MAX = 2**31 - 1
+
+
+def token_choice(
+    affinity: Any,
+    gates: Any,
+    num_selected_experts: int,
+    capacity: Any,
+    priority: str = "first_come",
+    mask: Any = None,
+) -> RoutingPlan:
+    """Allocates slots to each token's K experts of largest affinity.
+
+    Algorithm 1 of *Routers in Vision Mixture of Experts*: all first choices are
+    served before all second choices, and so on. A choice that finds its expert
+    full is dropped; the token's other choices stand. Ties take the lowest expert.
+
+    Args:
+        affinity: float32 (G, S, E). Decides which experts a token takes.
+        gates: float32 (G, S, E). The combine weights, not renormalised over the
+            K choices. Gradients flow through these alone.
+        num_selected_experts: K, experts per token.
+        capacity: C, slots per expert and group.
+        priority: the order in which the tokens of a group are served:
+            `"first_come"` as they stand, `"max_gate"` by decreasing largest
+            gate (batch priority routing of V-MoE), `"sum_gates"` by decreasing sum
+            of the K chosen gates (*LIMoE*, appendix E.1). Ties keep their order.
+        mask: boolean (G, S), False for tokens (padding) that are not routed and
+            use no capacity; None routes every token.
+
+    Returns:
+        A `RoutingPlan`. No tensor of size S x E x C is built.
+
+    Raises:
+        ValueError: if an argument is out of range, or shapes do not fit.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops import token_choice
+    >>> gates = np.array([[[0.6, 0.4], [0.9, 0.1]]], "float32")
+    >>> plan = token_choice(gates, gates, 1, capacity=1, priority="max_gate")
+    >>> np.array(plan.slot_tokens).tolist()  # token 1 goes first
+    [[[1], [-1]]]
+    """
+    affinity = ops.convert_to_tensor(affinity)
+    gates = ops.convert_to_tensor(gates)
+    _check(affinity, gates, num_selected_experts, capacity, priority, mask)
+    num_groups, num_tokens, num_experts = ops.shape(affinity)
+
+    experts, weights = largest(affinity, gates, num_selected_experts)
+    if mask is not None:
+        # Masked tokens queue at an expert behind the last, which has no slots.
+        mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
+        experts = ops.where(mask, experts, num_experts)
+
+    # One integer says it all: (group, expert, choice, place in the queue). Sorting
+    # these serves every queue at once; a position is a rank minus the queue's start.
+    order = None
+    if priority != "first_come":
+        reduce = ops.max if priority == "max_gate" else ops.sum
+        order = ops.cast(ops.argsort(-reduce(weights, axis=-1), axis=-1), "int32")
+        experts_in_order = ops.take_along_axis(
+            experts, ops.expand_dims(order, -1), axis=1
+        )
+    else:
+        experts_in_order = experts
+    queue_size = num_selected_experts * num_tokens
+    num_queues = num_experts + 1
+    _check_range(num_groups, num_queues, queue_size)
+    group = ops.reshape(ops.arange(num_groups, dtype="int32"), (-1, 1, 1))
+    choice = ops.arange(num_selected_experts, dtype="int32")
+    place = ops.reshape(ops.arange(num_tokens, dtype="int32"), (1, -1, 1))
+    queue = group * num_queues + experts_in_order
+    keys = queue * queue_size + choice * num_tokens + place
+    keys = ops.sort(ops.reshape(keys, (-1,)))
+    starts = ops.cast(
+        ops.searchsorted(
+            keys, ops.arange(num_groups * num_queues, dtype="int32") * queue_size
+        ),
+        "int32",
+    )
+
+    # From slots to tokens: the c-th key after the start of the expert's queue.
+    bounds = ops.reshape(starts, (num_groups, num_queues))
+    rank = bounds[:, :-1, None] + ops.arange(capacity, dtype="int32")
+    filled = rank < bounds[:, 1:, None]
+    key = ops.take(keys, ops.minimum(rank, num_groups * queue_size - 1))
+    token = key % num_tokens
+    if order is not None:
+        token = _at(order, token)
+    slot_tokens = ops.where(filled, token, -1)
+
+    # From tokens to slots: every key writes its slot at its token and choice.
+    queue = ops.floor_divide(keys, queue_size)
+    position = ops.arange(num_groups * queue_size, dtype="int32") - ops.take(
+        starts, queue
+    )
+    expert = queue % num_queues
+    kept = (position < capacity) & (expert < num_experts)
+    slot = ops.where(kept, expert * capacity + position, -1)
+    group = ops.floor_divide(queue, num_queues)
+    token = keys % num_tokens
+    if order is not None:
+        token = ops.take(ops.reshape(order, (-1,)), group * num_tokens + token)
+    choice = ops.floor_divide(keys, num_tokens) % num_selected_experts
+    target = (group * num_tokens + token) * num_selected_experts + choice
+    token_slots = ops.scatter_update(
+        ops.zeros_like(slot), ops.expand_dims(target, -1), slot
+    )
+    token_slots = ops.reshape(token_slots, ops.shape(experts))
+    combine_weights = ops.where(token_slots >= 0, weights, 0.0)
+    return RoutingPlan(slot_tokens, token_slots, combine_weights)
+
+
+def largest(affinity, gates, num_selected_experts):
+    """The K experts of largest affinity, ties to the lowest, and their gates.
+
+    `affinity` and `gates` are (G, S, E); returns int32 and float32 (G, S, K).
+    """
+    # K passes of argmax: `top_k` orders ties differently on each backend.
+    index = ops.arange(ops.shape(affinity)[-1], dtype="int32")
+    # An expert already taken gets -inf, so that no other may have it.
+    rest = ops.maximum(ops.stop_gradient(affinity), -3e38)
+    experts, weights = [], []
+    for k in range(num_selected_experts):
+        expert = ops.cast(ops.argmax(rest, axis=-1, keepdims=True), "int32")
+        taken = expert == index
+        experts.append(expert)
+        weights.append(ops.sum(ops.where(taken, gates, 0.0), axis=-1, keepdims=True))
+        if k + 1 < num_selected_experts:
+            rest = ops.where(taken, -float("inf"), rest)
+    return ops.concatenate(experts, axis=-1), ops.concatenate(weights, axis=-1)
+
+
+def _at(order, places):
+    """`order[g, places[g, e, c]]`."""
+    flat = ops.reshape(places, (ops.shape(places)[0], -1))
+    return ops.reshape(ops.take_along_axis(order, flat, axis=1), ops.shape(places))
+
+
+def _check(affinity, gates, num_selected_experts, capacity, priority, mask):
+    if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):
+        raise ValueError(
+            "Expected affinity and gates of one shape (groups, tokens, experts); "
+            f"received: affinity.shape={tuple(affinity.shape)}, "
+            f"gates.shape={tuple(gates.shape)}"
+        )
+    num_experts = affinity.shape[-1]
+    if not 1 <= num_selected_experts <= num_experts:
+        raise ValueError(
+            f"Expected num_selected_experts between 1 and num_experts={num_experts}; "
+            f"received: num_selected_experts={num_selected_experts}"
+        )
+    if isinstance(capacity, int) and capacity < 1:
+        raise ValueError(
+            f"Expected a capacity of at least 1; received: capacity={capacity}"
+        )
+    if priority not in PRIORITIES:
+        raise ValueError(
+            f"Expected priority to be one of {PRIORITIES}; "
+            f"received: priority={priority!r}"
+        )
+    if mask is not None and tuple(mask.shape) != tuple(affinity.shape[:2]):
+        raise ValueError(
+            f"Expected a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}; "
+            f"received: mask.shape={tuple(mask.shape)}"
+        )
+
+
+def _check_range(num_groups, num_queues, queue_size):
+    sizes = (num_groups, num_queues, queue_size)
+    if not all(isinstance(size, int) for size in sizes):
+        return
+    if num_groups * num_queues * queue_size > INT32_MAX:
+        raise ValueError(
+            "Expected tokens x (experts + 1) x selected experts below 2**31, the "
+            "range of the sorting key; received: "
+            f"{num_groups * num_queues * queue_size}. Use fewer tokens per call."
+        )

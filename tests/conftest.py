@@ -1,0 +1,61 @@
+"""One backend, on the CPU, quiet and repeatable, whatever the machine."""
+
+import os
+
+# Before Keras is imported. What is set outside wins: CUDA_VISIBLE_DEVICES=0 and
+# KERAS_TORCH_DEVICE=cuda run the suite on a GPU.
+for name, value in {
+    "KERAS_BACKEND": "jax",
+    "CUDA_VISIBLE_DEVICES": "",
+    "JAX_PLATFORMS": "cpu",
+    "KERAS_TORCH_DEVICE": "cpu",
+    "MPLBACKEND": "Agg",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+}.items():
+    os.environ.setdefault(name, value)
+
+import keras  # noqa: E402
+import pytest  # noqa: E402
+
+# A user's keras.json may say otherwise.
+keras.config.set_floatx("float32")
+keras.config.set_image_data_format("channels_last")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--skip-backend-free",
+        action="store_true",
+        help="deselect the tests marked backend_free: another backend's run has them",
+    )
+
+
+# Last, so that -k and -m have deselected what they do.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--skip-backend-free"):
+        return
+    free = [item for item in items if item.get_closest_marker("backend_free")]
+    kept = [item for item in items if not item.get_closest_marker("backend_free")]
+    config.hook.pytest_deselected(items=free)
+    config.stash[_NOTHING_LEFT] = bool(free) and not kept
+    items[:] = kept
+
+
+_NOTHING_LEFT = pytest.StashKey[bool]()
+
+
+def pytest_sessionfinish(session, exitstatus):
+    # `-k lint` picks tests that have all run with the first backend: no failure.
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash.get(
+        _NOTHING_LEFT, False
+    ):
+        session.exitstatus = pytest.ExitCode.OK
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    """Every test starts with the same seed and the float32 policy."""
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy("float32")

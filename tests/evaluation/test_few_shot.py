@@ -1,0 +1,396 @@
+import io
+import json
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from keras_moe.evaluation import (
+    best_l2,
+    few_shot,
+    few_shot_accuracies,
+    few_shot_from_model,
+    ridge_regression,
+    sample_shots,
+)
+from tests import golden
+
+backend_free = pytest.mark.backend_free
+
+
+def clusters(examples=60, num_classes=3, dim=4, spread=0.1, seed=0):
+    """Features that gather around one centre per class, and their labels."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(examples) % num_classes
+    centres = np.random.default_rng(99).normal(size=(num_classes, dim))
+    features = centres[labels] + spread * rng.normal(size=(examples, dim))
+    return features, labels
+
+
+@backend_free
+@pytest.mark.parametrize("case", ["n_gt_d", "n_lt_d"])
+def test_ridge_matches_the_reference(case):
+    arrays, config = golden.load(f"13_fewshot/{case}")
+    train = arrays["inputs/x_train"], arrays["inputs/y_train"]
+    test = arrays["inputs/x_test"], arrays["inputs/y_test"]
+    l2s = arrays["inputs/l2_regs"]
+
+    ridge = ridge_regression(*train, config["num_classes"], l2s)
+    np.testing.assert_allclose(
+        ridge.weights, arrays["outputs/weights_float64"], rtol=1e-6, atol=1e-9
+    )
+    np.testing.assert_allclose(
+        ridge.scores(test[0]), arrays["outputs/scores_float64"], rtol=1e-6, atol=1e-8
+    )
+    accuracies = few_shot_accuracies(*train, *test, config["num_classes"], l2s)
+    np.testing.assert_array_equal(accuracies, arrays["outputs/accuracy_float64"])
+
+
+@backend_free
+def test_best_l2_matches_the_reference():
+    arrays, config = golden.load("13_fewshot/best_l2_selection")
+    chosen = best_l2(arrays["inputs/accuracy"], config["l2"])
+    np.testing.assert_array_equal(chosen, arrays["outputs/best_l2"])
+
+
+@backend_free
+def test_best_l2_resolves_ties_as_described():
+    # Equal accuracies: the earlier l2 ranks higher.
+    np.testing.assert_array_equal(best_l2([[[0.1, 0.5, 0.5]]], [1, 2, 4]), [2])
+    # Ranks (0, 1, 2) and (2, 1, 0) have equal means: the first wins.
+    ranked = [[[0.1, 0.2, 0.3]], [[0.3, 0.2, 0.1]]]
+    np.testing.assert_array_equal(best_l2(ranked, [1, 2, 4]), [1])
+
+
+@backend_free
+def test_ridge_by_hand():
+    # Features -1 and 1 have mean 0 and std 1 (+ 1e-5), so X = [[-1, 100], [1, 100]]
+    # and X^T X = diag(2, 20000). Class 1 has targets (-1, 1), so X^T y = (2, 0);
+    # both classes' targets cancel in the bias.
+    ridge = ridge_regression([[-1.0], [1.0]], [0, 1], num_classes=2, l2=2.0)
+    np.testing.assert_allclose(ridge.mean, [0])
+    np.testing.assert_allclose(ridge.std, [1 + 1e-5])
+    np.testing.assert_allclose(ridge.weights, [[-0.5, 0.5], [0, 0]], rtol=2e-5)
+    np.testing.assert_allclose(ridge.scores([[4.0]]), [[-2, 2]], rtol=4e-5)
+
+
+@backend_free
+def test_the_bias_is_penalised_too():
+    # One class more than the examples show: its targets are all -1, and only the
+    # constant feature explains them: w = -20000 / (20000 + l2).
+    ridge = ridge_regression([[-1.0], [1.0]], [0, 1], num_classes=3, l2=20000.0)
+    np.testing.assert_allclose(100 * ridge.weights[-1, 2], -0.5)
+
+
+@backend_free
+@given(
+    examples=st.integers(4, 12),
+    dim=st.integers(1, 12),
+    num_classes=st.integers(2, 4),
+    l2=st.floats(1e-2, 1e3),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_weights_solve_the_normal_equations(examples, dim, num_classes, l2, seed):
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(examples, dim))
+    labels = rng.integers(num_classes, size=examples)
+    ridge = ridge_regression(features, labels, num_classes, l2)
+    x = (features - features.mean(0)) / (features.std(0) + 1e-5)
+    x = np.concatenate([x, np.full((examples, 1), 100.0)], axis=1)
+    y = 2 * np.eye(num_classes)[labels] - 1
+    gradient = x.T @ (x @ ridge.weights - y) + l2 * ridge.weights
+    np.testing.assert_allclose(gradient, 0, atol=1e-6 * examples)
+
+
+@backend_free
+@given(seed=st.integers(0, 2**16), l2=st.sampled_from([2.0**-10, 1.0, 2.0**19]))
+@settings(max_examples=20, deadline=None)
+def test_accuracy_is_blind_to_scale_shift_and_order(seed, l2):
+    rng = np.random.default_rng(seed)
+    train, test = clusters(24, seed=seed), clusters(18, seed=seed + 1)
+    expected = few_shot_accuracies(*train, *test, 3, [l2])
+    order = rng.permutation(24)
+    # Well-separated classes, so that rounding decides nothing.
+    moved = few_shot_accuracies(
+        50 * train[0][order] - 7, train[1][order], 50 * test[0] - 7, test[1], 3, [l2]
+    )
+    np.testing.assert_array_equal(moved, expected)
+
+
+@backend_free
+@given(
+    counts=st.lists(st.integers(3, 9), min_size=1, max_size=5),
+    shots=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_draws_are_balanced_distinct_nested_and_repeatable(counts, shots, seed):
+    labels = np.random.default_rng(seed).permutation(
+        np.repeat(np.arange(len(counts)), counts)
+    )
+    drawn = sample_shots(labels, shots, len(counts), seed)
+    assert len(set(drawn.tolist())) == len(drawn)
+    np.testing.assert_array_equal(labels[drawn], np.repeat(range(len(counts)), shots))
+    np.testing.assert_array_equal(drawn, sample_shots(labels, shots, len(counts), seed))
+    assert set(drawn) <= set(sample_shots(labels, 3, len(counts), seed))
+
+
+@backend_free
+def test_draws_differ_between_seeds():
+    labels = np.arange(100) % 2
+    assert set(sample_shots(labels, 5, 2, 0)) != set(sample_shots(labels, 5, 2, 1))
+
+
+@backend_free
+def test_few_shot_sweeps_shots_seeds_and_penalties():
+    train, test = clusters(spread=0.6), clusters(seed=1, spread=0.6)
+    result = few_shot(*train, *test, shots=(1, 10), l2s=(0.1, 10.0), seeds=(0, 1, 5))
+    assert result.accuracies.shape == (2, 3, 2)
+    drawn = sample_shots(train[1], 10, 3, seed=5)
+    np.testing.assert_array_equal(
+        result.accuracies[1, 2],
+        few_shot_accuracies(
+            train[0][drawn], train[1][drawn], *test, 3, l2s=(0.1, 10.0)
+        ),
+    )
+    best = [result.l2s.index(l2) for l2 in result.best_l2]
+    at_best = np.stack([result.accuracies[i, :, b] for i, b in enumerate(best)])
+    np.testing.assert_allclose(result.mean, at_best.mean(axis=1))
+    np.testing.assert_allclose(result.std, at_best.std(axis=1, ddof=1))
+    assert result.mean[1] > result.mean[0]
+
+
+@backend_free
+def test_the_usual_grid_and_one_seed():
+    data = clusters()
+    result = few_shot(*data, *data, shots=(2,), seeds=(7,))
+    np.testing.assert_array_equal(result.l2s, 2.0 ** np.arange(-10, 20))
+    assert result.std.tolist() == [0]
+
+
+@backend_free
+def test_result_can_be_printed_and_stored():
+    data = clusters()
+    result = few_shot(*data, *data, shots=(1, 5), l2s=(0.5, 8.0))
+    console = Console(width=60, file=io.StringIO())
+    console.print(result.table("digits"))
+    text = console.file.getvalue()
+    assert "digits" in text
+    assert "100.00%" in text
+    stored = json.loads(json.dumps(result.to_dict()))
+    assert stored["shots"] == [1, 5]
+    np.testing.assert_array_equal(stored["accuracies"], result.accuracies)
+
+
+@backend_free
+def test_accuracies_in_chunks(monkeypatch):
+    # The package's attribute of this name is the function.
+    module = sys.modules["keras_moe.evaluation.few_shot"]
+    train, test = clusters(spread=1.0), clusters(seed=1, spread=1.0)
+    expected = few_shot_accuracies(*train, *test, 3)
+    monkeypatch.setattr(module, "_CHUNK", 7)
+    np.testing.assert_array_equal(few_shot_accuracies(*train, *test, 3), expected)
+
+
+def images_of_clusters(**kwargs):
+    features, labels = clusters(**kwargs)
+    return features.reshape(-1, 2, 2, 1).astype("float32"), labels.astype("int32")
+
+
+def flattening_model():
+    return keras.Sequential([keras.Input((2, 2, 1)), keras.layers.Flatten()])
+
+
+@pytest.mark.parametrize("kind", ["model", "layer", "numpy function"])
+def test_features_of_a_model(kind):
+    model = {
+        "model": flattening_model,
+        "layer": keras.layers.Flatten,
+        "numpy function": lambda: lambda images: images.reshape(len(images), -1),
+    }[kind]()
+    train, test = images_of_clusters(spread=0.5), images_of_clusters(seed=1)
+    # 60 images in batches of 25: the last one is partial.
+    found = few_shot_from_model(
+        model, train, test, shots=(1, 5), batch_size=25, verbose=0
+    )
+    expected = few_shot(
+        train[0].reshape(60, 4), train[1], test[0].reshape(60, 4), test[1], (1, 5)
+    )
+    np.testing.assert_allclose(found.accuracies, expected.accuracies, atol=1e-12)
+
+
+def batches_of(data, kind):
+    if kind == "tf.data":
+        tf = pytest.importorskip("tensorflow")
+        return tf.data.Dataset.from_tensor_slices(data).batch(16)
+    if kind == "generator":
+        return ((data[0][i : i + 16], data[1][i : i + 16]) for i in range(0, 60, 16))
+    if kind == "list":
+        return list(batches_of(data, "generator"))
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return data[0][16 * i : 16 * i + 16], data[1][16 * i : 16 * i + 16]
+
+    return Batches()
+
+
+@pytest.mark.parametrize("kind", ["tf.data", "generator", "list", "PyDataset"])
+def test_batched_data_gives_the_same_result(kind, capsys):
+    train, test = images_of_clusters(spread=0.5), images_of_clusters(seed=1)
+    model = flattening_model()
+    options = {"shots": (2,), "l2s": (1.0,)}
+    expected = few_shot_from_model(model, train, test, **options, verbose=0)
+    assert not capsys.readouterr().out
+    found = few_shot_from_model(
+        model, batches_of(train, kind), batches_of(test, kind), **options
+    )
+    # A generator does not say how many batches it has.
+    assert ("4/Unknown" if kind == "generator" else "4/4") in capsys.readouterr().out
+    np.testing.assert_array_equal(found.accuracies, expected.accuracies)
+
+
+def test_features_in_bfloat16():
+    model = keras.Sequential(
+        [keras.Input((2, 2, 1)), keras.layers.Flatten(dtype="bfloat16")]
+    )
+    data = images_of_clusters(spread=0.01)
+    result = few_shot_from_model(model, data, data, shots=(5,), verbose=0)
+    assert result.mean.tolist() == [1]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_bad_images_are_counted_and_named(value):
+    train, test = images_of_clusters(), images_of_clusters()
+    for index in (3, 20, 21, 33, 34, 59):
+        test[0][index, 1, 1] = value
+    with pytest.raises(
+        ValueError, match=r"test_data.*6 of 60 images.*\[3, 20, 21, 33, 34\]"
+    ):
+        few_shot_from_model(
+            flattening_model(), train, test, batch_size=16, verbose=0, shots=(1,)
+        )
+
+
+def test_bad_features_are_counted_and_named():
+    data = images_of_clusters()
+
+    def broken(images):
+        features = images.reshape(len(images), -1)
+        return np.where(np.arange(len(images))[:, None] == 2, np.nan, features)
+
+    with pytest.raises(ValueError, match=r"features of train_data.*3 of 60.*2, 27, 52"):
+        few_shot_from_model(broken, data, data, batch_size=25, verbose=0, shots=(1,))
+
+
+@pytest.mark.parametrize(
+    ("output", "received"),
+    [
+        (lambda images: images, r"shape=\(60, 2, 2, 1\)"),
+        (lambda images: images[:5].reshape(5, -1), r"shape=\(5, 4\)"),
+        (lambda images: {"features": images}, "dict"),
+    ],
+)
+def test_features_of_another_rank_are_refused(output, received):
+    data = images_of_clusters()
+    with pytest.raises(ValueError, match=rf"\(batch, dim\).*received: {received}"):
+        few_shot_from_model(output, data, data, verbose=0, shots=(1,))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_data": 7}, "train_data to be a tuple .*received: int"),
+        ({"train_data": []}, "at least one image in train_data"),
+        ({"train_data": [np.ones((2, 2, 2, 1))]}, "batches .*received: ndarray"),
+        (
+            {"test_data": [(np.ones((2, 2, 2, 1)), np.eye(2))]},
+            r"one integer label .*labels.shape=\(2, 2\)",
+        ),
+        ({"test_data": (np.ones((2, 2)), np.ones(3))}, r"labels.shape=\(3,\)"),
+        ({"model": None}, "model=None"),
+        ({"batch_size": 0}, "batch_size=0"),
+    ],
+)
+def test_bad_data_for_the_driver(change, message):
+    data = images_of_clusters()
+    arguments = {"model": flattening_model(), "train_data": data, "test_data": data}
+    with pytest.raises(ValueError, match=message):
+        few_shot_from_model(**{**arguments, "shots": (1,), "verbose": 0, **change})
+
+
+def test_endless_data_is_refused():
+    tf = pytest.importorskip("tensorflow")
+    data = images_of_clusters()
+    endless = tf.data.Dataset.from_tensor_slices(data).batch(4).repeat()
+    with pytest.raises(ValueError, match="train_data to end"):
+        few_shot_from_model(flattening_model(), endless, data, verbose=0)
+
+
+@backend_free
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_labels": np.full(60, 3)}, r"train_labels in \[0, 3\); received: 3"),
+        ({"test_labels": np.full(60, 3)}, r"test_labels in \[0, 3\); received: 3"),
+        ({"test_labels": np.full(60, -1)}, r"test_labels >= 0; received: -1"),
+        ({"train_labels": np.zeros(59, int)}, r"for 60 examples.*shape=\(59,\)"),
+        ({"train_labels": np.zeros(60)}, "integers; received.*dtype=float64"),
+        ({"train_labels": np.eye(3)[np.arange(60) % 3]}, r"shape=\(60, 3\)"),
+        ({"train_features": np.ones(60)}, r"train_features of shape.*\(60,\)"),
+        ({"test_features": np.ones((60, 5))}, r"4 features.*shape=\(60, 5\)"),
+        ({"test_features": np.ones((0, 4))}, r"shape=\(0, 4\)"),
+        ({"train_features": np.full((60, 4), np.nan)}, r"60 of 60 rows.*\[0, 1, 2"),
+        ({"shots": (1, 21)}, "shots=21 examples of every class; received: 20 of class"),
+        ({"num_classes": 4}, "received: 0 of class 3"),
+        ({"shots": ()}, r"shots=\(\)"),
+        ({"shots": (0,)}, "shots=0"),
+        ({"shots": (1.5,)}, "shots=1.5"),
+        ({"seeds": ()}, r"seeds=\(\)"),
+        ({"l2s": ()}, r"l2s=\(\)"),
+        ({"l2s": (0.0, 1.0)}, r"l2s=\(0.0, 1.0\)"),
+        ({"l2s": (np.nan,)}, r"l2s=\(nan,\)"),
+    ],
+)
+def test_bad_input(change, message):
+    features, labels = clusters()
+    arguments = {
+        "train_features": features,
+        "train_labels": labels,
+        "test_features": features,
+        "test_labels": labels,
+        "num_classes": 3,
+        "shots": (1,),
+    }
+    with pytest.raises(ValueError, match=message):
+        few_shot(**{**arguments, **change})
+
+
+@backend_free
+def test_bad_shapes_for_best_l2():
+    with pytest.raises(ValueError, match=r"accuracies.shape=\(2, 3\)"):
+        best_l2(np.ones((2, 3)), [1, 2, 3])
+    with pytest.raises(ValueError, match=r"l2s.shape=\(2,\)"):
+        best_l2(np.ones((1, 2, 3)), [1, 2])
+
+
+def test_importing_it_loads_no_other_library():
+    probe = (
+        "import sys, keras; before = set(sys.modules); import keras_moe.evaluation;"
+        "new = set(sys.modules) - before;"
+        "print([m for m in ('tensorflow', 'torch', 'jax', 'keras_hub',"
+        "'keras_moe.models', 'keras_moe.training', 'keras_moe.layers') if m in new])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,40 @@
+"""Token choice written the slow and obvious way, one token at a time."""
+
+import numpy as np
+
+
+def token_choice(
+    affinity, gates, num_selected_experts, capacity, priority="first_come", mask=None
+):
+    """Returns slot_tokens, token_slots and combine_weights, like `RoutingPlan`.
+
+    All first choices are served before any second choice. Ties go to the lowest
+    expert and to the earliest token.
+    """
+    groups, tokens, experts = affinity.shape
+    mask = np.ones((groups, tokens), bool) if mask is None else mask
+    slot_tokens = np.full((groups, experts, capacity), -1, "int32")
+    token_slots = np.full((groups, tokens, num_selected_experts), -1, "int32")
+    weights = np.zeros((groups, tokens, num_selected_experts), "float32")
+    for g in range(groups):
+        chosen = {
+            s: sorted(range(experts), key=lambda e, row=affinity[g, s]: (-row[e], e))[
+                :num_selected_experts
+            ]
+            for s in range(tokens)
+        }
+        queue = [s for s in range(tokens) if mask[g, s]]
+        if priority == "max_gate":
+            queue.sort(key=lambda s: -affinity[g, s].max())
+        elif priority == "sum_gates":
+            queue.sort(key=lambda s: -affinity[g, s, chosen[s]].sum())
+        load = [0] * experts
+        for k in range(num_selected_experts):
+            for s in queue:
+                e = chosen[s][k]
+                if load[e] < capacity:
+                    slot_tokens[g, e, load[e]] = s
+                    token_slots[g, s, k] = e * capacity + load[e]
+                    weights[g, s, k] = gates[g, s, e]
+                load[e] += 1
+    return slot_tokens, token_slots, weights

@@ -1,0 +1,283 @@
+"""Dispatch and combine: golden data, both forms, precision, and what is never read.
+
+Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.ops import (
+    combine,
+    combine_einsum,
+    dense_combine,
+    dense_dispatch,
+    dispatch,
+    dispatch_einsum,
+    token_choice,
+)
+from tests import golden
+from tests.gradients import compiled, gradient, one_program
+
+FORMS = {
+    "gather": (one_program(dispatch), one_program(combine)),
+    "einsum": (one_program(dispatch_einsum), one_program(combine_einsum)),
+}
+each_form = pytest.mark.parametrize("form", FORMS)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def plan_for(gates, selected, capacity, **options):
+    gates = keras.ops.convert_to_tensor(gates)
+    return one_program(
+        lambda gates: token_choice(gates, gates, selected, capacity, **options)
+    )(gates)
+
+
+def random_plan(selected=2, capacity=2, **options):
+    """A plan for 2 groups of 7 tokens and 4 experts."""
+    logits = normal(5, 2, 7, 4)
+    gates = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    return plan_for(gates, selected, capacity, **options)
+
+
+def to_numpy(x):
+    return keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
+
+
+@each_form
+@pytest.mark.parametrize(
+    "case", golden.cases("01_token_choice/k*") + golden.cases("01_token_choice/groups*")
+)
+def test_golden_layer(case, form):
+    arrays, config = golden.load(case)
+    grouped = config["G"] is not None
+    batch = (lambda x: x) if grouped else (lambda x: x[None])
+    gates, x = batch(arrays["inputs/gates"]), batch(arrays["inputs/x"])
+    kernel, bias = arrays["inputs/expert_kernel"], arrays["inputs/expert_bias"]
+    cotangent = keras.ops.convert_to_tensor(batch(arrays["inputs/cotangent"]))
+    to_slots, to_tokens = FORMS[form]
+    priority = "max_gate" if config["batch_priority"] else "first_come"
+
+    def layer(gates, x, kernel, bias):
+        plan = token_choice(
+            keras.ops.stop_gradient(gates),
+            gates,
+            config["K"],
+            config["actual_capacity"],
+            priority,
+        )
+        buffers = to_slots(x, plan)
+        # An expert with a bias puts it into empty slots too; nobody reads it there.
+        outputs = keras.ops.matmul(buffers, kernel) + bias[:, None]
+        return buffers, to_tokens(outputs, plan)
+
+    buffers, combined = layer(
+        *map(keras.ops.convert_to_tensor, (gates, x, kernel, bias))
+    )
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(
+        to_numpy(buffers), batch(arrays["outputs/buffers"]), **close
+    )
+    np.testing.assert_allclose(
+        to_numpy(combined), batch(arrays["outputs/combined"]), **close
+    )
+    found = gradient(
+        lambda *inputs: keras.ops.sum(layer(*inputs)[1] * cotangent),
+        gates,
+        x,
+        kernel,
+        bias,
+    )
+    for name, ours in zip(("gates", "x", "expert_kernel", "expert_bias"), found):
+        np.testing.assert_allclose(
+            ours,
+            arrays[f"grads/{name}"].reshape(ours.shape),
+            rtol=1e-4,
+            atol=1e-6,
+            err_msg=name,
+        )
+
+
+@each_form
+def test_by_hand(form):
+    to_slots, to_tokens = FORMS[form]
+    # Tokens 0 and 2 go to expert 0, token 1 to expert 1; token 3 is dropped.
+    gates = np.array([[[0.5, 0.1], [0.2, 0.7], [0.4, 0.3], [0.3, 0.2]]], "float32")
+    plan = plan_for(gates, 1, 2)
+    tokens = np.array([[[1, 10], [2, 20], [3, 30], [4, 40]]], "float32")
+    slots = to_numpy(to_slots(tokens, plan))
+    assert slots.tolist() == [[[[1, 10], [3, 30]], [[2, 20], [0, 0]]]]
+    back = to_numpy(to_tokens(slots, plan))
+    expected = [[[0.5, 5], [1.4, 14], [1.2, 12], [0, 0]]]
+    np.testing.assert_allclose(back, expected, rtol=1e-6)
+
+
+def test_einsum_masks_are_equation_2():
+    plan = random_plan()
+    tokens = normal(0, 2, 7, 3)
+    d, c = to_numpy(dense_dispatch(plan)), to_numpy(dense_combine(plan))
+    slots = np.einsum("gsd,gsec->gecd", tokens, d)
+    np.testing.assert_allclose(to_numpy(dispatch(tokens, plan)), slots, atol=1e-6)
+    np.testing.assert_allclose(
+        to_numpy(combine(slots, plan)), np.einsum("gecd,gsec->gsd", slots, c), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("priority", ["first_come", "max_gate"])
+@pytest.mark.parametrize(("selected", "capacity"), [(1, 3), (2, 1), (4, 9)])
+def test_both_forms_agree(selected, capacity, priority):
+    mask = np.arange(14).reshape(2, 7) % 5 > 0
+    plan = random_plan(
+        selected=selected, capacity=capacity, priority=priority, mask=mask
+    )
+    tokens, outputs = normal(0, 2, 7, 3), normal(1, 2, 4, capacity, 6)
+    np.testing.assert_allclose(
+        to_numpy(dispatch(tokens, plan)), to_numpy(dispatch_einsum(tokens, plan))
+    )
+    np.testing.assert_allclose(
+        to_numpy(combine(outputs, plan)),
+        to_numpy(combine_einsum(outputs, plan)),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_both_forms_have_the_same_gradients():
+    gates, tokens, outputs = (
+        normal(0, 2, 7, 4),
+        normal(1, 2, 7, 3),
+        normal(2, 2, 4, 2, 6),
+    )
+    toward_slots, toward_tokens = map(
+        keras.ops.convert_to_tensor, (normal(3, 2, 4, 2, 3), normal(4, 2, 7, 6))
+    )
+
+    def found(form):
+        to_slots, to_tokens = FORMS[form]
+
+        def scalar(gates, tokens, outputs):
+            affinity = keras.ops.stop_gradient(gates)
+            plan = token_choice(affinity, gates, 2, 2, "max_gate")
+            slots = keras.ops.sum(to_slots(tokens, plan) * toward_slots)
+            return slots + keras.ops.sum(to_tokens(outputs, plan) * toward_tokens)
+
+        return gradient(scalar, gates, tokens, outputs)
+
+    for ours, theirs in zip(found("gather"), found("einsum")):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@each_form
+def test_compiled(form):
+    to_slots, to_tokens = FORMS[form]
+    gates, tokens = normal(0, 2, 7, 4), normal(1, 2, 7, 3)
+
+    def there_and_back(gates, tokens):
+        plan = token_choice(gates, gates, 2, 2, "max_gate")
+        return to_tokens(to_slots(tokens, plan), plan)
+
+    arguments = [keras.ops.convert_to_tensor(x) for x in (gates, tokens)]
+    np.testing.assert_allclose(
+        to_numpy(compiled(there_and_back)(*arguments)),
+        to_numpy(there_and_back(*arguments)),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@each_form
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype_is_kept(form, dtype):
+    to_slots, to_tokens = FORMS[form]
+    plan = random_plan()
+    tokens = keras.ops.cast(normal(0, 2, 7, 3), dtype)
+    slots = to_slots(tokens, plan)
+    back = to_tokens(slots, plan)
+    assert keras.backend.standardize_dtype(slots.dtype) == dtype
+    assert keras.backend.standardize_dtype(back.dtype) == dtype
+    # Moving a token rounds nothing.
+    assert set(np.unique(to_numpy(slots))) <= set(np.unique(to_numpy(tokens))) | {0.0}
+
+
+@each_form
+def test_combine_adds_up_in_float32(form):
+    # In bfloat16 256 + 1 is 256, so adding there would lose all four ones.
+    ones = np.ones((1, 1, 5), "float32")
+    plan = token_choice(ones, ones, 5, 1)
+    outputs = keras.ops.cast(
+        [[[[256.0]], [[1.0]], [[1.0]], [[1.0]], [[1.0]]]], "bfloat16"
+    )
+    assert to_numpy(FORMS[form][1](outputs, plan)).item() == 260.0
+
+
+def test_combine_does_not_round_the_gates():
+    # 0.75 + 2**-12 rounds to 0.75 in bfloat16; 4096 times the difference is 1.
+    gates = np.array([[[0.75 + 2**-12, 0.75]]], "float32")
+    plan = plan_for(gates, 2, 1)
+    outputs = keras.ops.cast([[[[4096.0]], [[-4096.0]]]], "bfloat16")
+    assert to_numpy(combine(outputs, plan)).item() == 1.0
+
+
+@pytest.mark.parametrize("place", [0, 6])
+def test_a_token_without_a_slot_is_never_read(place):
+    # The first and the last: where a gather with index 0 or -1 would look.
+    mask = np.ones((2, 7), bool)
+    mask[:, place] = False
+    plan = random_plan(mask=mask, capacity=5)
+    tokens = normal(0, 2, 7, 3)
+    tokens[:, place] = np.nan
+    assert np.any(keras.ops.convert_to_numpy(plan.slot_tokens) == -1)
+    slots = to_numpy(dispatch(tokens, plan))
+    assert np.all(np.isfinite(slots))
+    empty = keras.ops.convert_to_numpy(plan.slot_tokens) == -1
+    np.testing.assert_array_equal(slots[empty], 0)
+
+
+def test_an_empty_slot_is_never_read():
+    plan = random_plan(selected=1, capacity=6)
+    slot_tokens = keras.ops.convert_to_numpy(plan.slot_tokens)
+    outputs = normal(0, 2, 4, 6, 3)
+    outputs[slot_tokens == -1] = np.nan
+    assert np.all(np.isfinite(to_numpy(combine(outputs, plan))))
+
+
+def test_a_dropped_token_gets_exactly_zero():
+    gates = np.ones((1, 4, 1), "float32")
+    plan = plan_for(gates, 1, 1)
+    outputs = np.full((1, 1, 1, 2), 5, "float32")
+    back = to_numpy(combine(outputs, plan))
+    np.testing.assert_array_equal(back[0, 0], 5)
+    np.testing.assert_array_equal(back[0, 1:], 0)
+
+
+@each_form
+def test_groups_do_not_mix(form):
+    to_slots, to_tokens = FORMS[form]
+    gates, tokens = normal(0, 3, 6, 4), normal(1, 3, 6, 2)
+    plan = plan_for(gates, 2, 2)
+    together = to_numpy(to_tokens(to_slots(tokens, plan), plan))
+    for g in range(3):
+        plan = plan_for(gates[g : g + 1], 2, 2)
+        alone = to_numpy(to_tokens(to_slots(tokens[g : g + 1], plan), plan))
+        np.testing.assert_allclose(together[g], alone[0], rtol=1e-6, atol=1e-6)
+
+
+@each_form
+def test_bad_shapes(form):
+    to_slots, to_tokens = FORMS[form]
+    plan = random_plan()
+    expected = r"Expected (.|\n)*received: "
+    for shape in [(2, 8, 3), (3, 7, 3), (7, 3)]:
+        with pytest.raises(ValueError, match=expected) as caught:
+            to_slots(np.zeros(shape, "float32"), plan)
+        assert "tokens" in str(caught.value)
+        assert str(shape) in str(caught.value)
+    for shape in [(2, 4, 3, 5), (2, 5, 2, 5), (2, 8, 5)]:
+        with pytest.raises(ValueError, match=expected) as caught:
+            to_tokens(np.zeros(shape, "float32"), plan)
+        assert "outputs" in str(caught.value)
+        assert str(shape) in str(caught.value)

@@ -1,0 +1,458 @@
+"""Token choice: golden data, cases to check by hand, and what must always hold.
+
+Axes: G groups, S group_size, E experts, C capacity, K selected experts.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_moe.ops import (
+    RoutingPlan,
+    dense_combine,
+    dense_dispatch,
+    token_choice,
+)
+from tests import golden
+from tests.gradients import compiled, gradient, one_program
+from tests.ops import reference
+
+PRIORITIES = ("first_come", "max_gate", "sum_gates")
+# Few shapes, so that few programs are compiled: (G, S, E, K, C).
+SHAPES = [(2, 6, 4, 2, 2), (1, 5, 3, 1, 2), (2, 4, 6, 3, 1), (1, 7, 2, 2, 7)]
+
+some = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+
+
+def to_numpy(plan):
+    return RoutingPlan(*(keras.ops.convert_to_numpy(field) for field in plan))
+
+
+@functools.cache
+def _program(num_selected_experts, capacity, priority):
+    def program(affinity, gates, mask):
+        plan = token_choice(
+            affinity, gates, num_selected_experts, capacity, priority, mask=mask
+        )
+        return plan, dense_dispatch(plan), dense_combine(plan)
+
+    return compiled(program)
+
+
+def route_densely(
+    affinity, gates, num_selected_experts, capacity, priority="first_come", mask=None
+):
+    """The plan and both dense masks in NumPy, computed as in training."""
+    mask = np.ones(affinity.shape[:2], bool) if mask is None else mask
+    plan, *dense = _program(num_selected_experts, capacity, priority)(
+        *map(keras.ops.convert_to_tensor, (affinity, gates, mask))
+    )
+    return to_numpy(plan), *map(keras.ops.convert_to_numpy, dense)
+
+
+def route(affinity, *arguments, **options):
+    """The plan in NumPy where the gates are the affinity."""
+    return route_densely(affinity, affinity, *arguments, **options)[0]
+
+
+def softmax(logits):
+    exp = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return (exp / exp.sum(axis=-1, keepdims=True)).astype("float32")
+
+
+def random_gates(seed, shape, ties=False):
+    generator = np.random.default_rng(seed)
+    if ties:  # Eighths: exact in float32, equal values are frequent.
+        return generator.integers(0, 4, shape).astype("float32") / 8
+    return softmax(generator.normal(size=shape))
+
+
+def assert_same_plan(plan, expected):
+    for name, ours, theirs in zip(RoutingPlan._fields, plan, expected):
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
+# Golden data
+
+
+@pytest.mark.parametrize(
+    "case", golden.cases("01_token_choice/k*") + golden.cases("01_token_choice/groups*")
+)
+def test_golden_plan(case):
+    arrays, config = golden.load(case)
+    grouped = config["G"] is not None
+    batch = (lambda x: x) if grouped else (lambda x: x[None])
+    gates = batch(arrays["inputs/gates"])
+    capacity = config["actual_capacity"]
+    priority = "max_gate" if config["batch_priority"] else "first_come"
+    plan, d, c = route_densely(gates, gates, config["K"], capacity, priority)
+    np.testing.assert_array_equal(d, batch(arrays["outputs/dispatch_mask"]))
+    np.testing.assert_allclose(
+        c, batch(arrays["outputs/combine_weights"]), rtol=1e-5, atol=1e-6
+    )
+    expert, position = np.moveaxis(
+        batch(arrays["outputs/indices_expert_buffer"]), -1, 0
+    )
+    kept = position < capacity
+    np.testing.assert_array_equal(
+        plan.token_slots, np.where(kept, expert * capacity + position, -1)
+    )
+    np.testing.assert_allclose(
+        plan.combine_weights,
+        np.where(kept, batch(arrays["outputs/indices_combine_weights"]), 0),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("name", ["kl_token_k1", "ksparse_token_k2"])
+def test_golden_affinity_decides_where_and_gates_how_much(name):
+    # The transport plan routes, batch priority included; the softmax combines.
+    arrays, config = golden.load(f"04_ot_routers/{name}")
+    assert config["dispatcher"]["batch_priority"]
+    expected = arrays["outputs/dispatch_mask"]
+    _, d, c = route_densely(
+        arrays["outputs/plan"],
+        arrays["outputs/gates_softmax"],
+        config["K"],
+        expected.shape[-1],
+        priority="max_gate",
+    )
+    np.testing.assert_array_equal(d, expected)
+    np.testing.assert_allclose(
+        c, arrays["outputs/combine_weights"], rtol=1e-5, atol=1e-6
+    )
+
+
+# By hand
+
+# Tokens 0, 1 and 2 want expert 0 first; token 2 is the surest, then token 0.
+GATES = np.array([[[0.6, 0.3, 0.1], [0.5, 0.1, 0.4], [0.8, 0.2, 0.0]]], "float32")
+
+
+def test_first_come():
+    plan = route(GATES, 1, 2)
+    assert plan.slot_tokens.tolist() == [[[0, 1], [-1, -1], [-1, -1]]]
+    assert plan.token_slots.tolist() == [[[0], [1], [-1]]]
+    np.testing.assert_array_equal(
+        plan.combine_weights, np.float32([[[0.6], [0.5], [0]]])
+    )
+
+
+def test_max_gate():
+    plan = route(GATES, 1, 2, "max_gate")
+    assert plan.slot_tokens.tolist() == [[[2, 0], [-1, -1], [-1, -1]]]
+    assert plan.token_slots.tolist() == [[[1], [-1], [0]]]
+    np.testing.assert_array_equal(
+        plan.combine_weights, np.float32([[[0.6], [0], [0.8]]])
+    )
+
+
+def test_sum_gates():
+    # The two largest gates add up to 0.9, 0.9 and 1.0; token 1 here gets 0.95.
+    gates = GATES.copy()
+    gates[0, 1] = [0.5, 0.05, 0.45]
+    plan = route(gates, 2, 2, "sum_gates")
+    # First choices, in the order 2, 1, 0: all expert 0. Then second choices.
+    assert plan.slot_tokens.tolist() == [[[2, 1], [2, 0], [1, -1]]]
+    assert plan.token_slots.tolist() == [[[-1, 3], [1, 4], [0, 2]]]
+
+
+def test_first_choices_go_before_second_choices():
+    # Token 0 has expert 1 second, token 1 has it first: token 1 gets its only slot.
+    gates = np.array([[[0.9, 0.1], [0.2, 0.8]]], "float32")
+    plan = route(gates, 2, 1, "max_gate")
+    assert plan.slot_tokens.tolist() == [[[0], [1]]]
+    assert plan.token_slots.tolist() == [[[0, -1], [1, -1]]]
+
+
+def test_a_dropped_first_choice_frees_nothing():
+    # Token 1 loses expert 0, and its second choice still queues among the seconds.
+    gates = np.array([[[0.6, 0.4, 0], [0.7, 0.3, 0], [0, 0.9, 0.1]]], "float32")
+    plan = route(gates, 2, 1)
+    assert plan.slot_tokens.tolist() == [[[0], [2], [2]]]
+    assert plan.token_slots.tolist() == [[[0, -1], [-1, -1], [1, 2]]]
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_equal_tokens_and_experts_go_lowest_first(priority):
+    plan = route(np.full((2, 5, 4), 0.25, "float32"), 2, 3, priority)
+    expected = [[0, 1, 2], [0, 1, 2], [-1, -1, -1], [-1, -1, -1]]
+    assert plan.slot_tokens.tolist() == [expected, expected]
+
+
+def test_a_zero_gate_takes_a_slot():
+    # As in the V-MoE code: the slot is used, and its output is combined with 0.
+    gates = np.array([[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]], "float32")
+    _, d, c = route_densely(gates, gates, 2, 2)
+    assert d[0, :, 1].tolist() == [[True, False], [False, True]]
+    assert c[0, :, 1].tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_gates_do_not_decide_where(priority):
+    affinity = random_gates(0, (2, 9, 4))
+    plan, other = (
+        route_densely(affinity, random_gates(seed, (2, 9, 4)), 2, 3, priority)[0]
+        for seed in (1, 2)
+    )
+    np.testing.assert_array_equal(plan.slot_tokens, other.slot_tokens)
+    np.testing.assert_array_equal(plan.token_slots, other.token_slots)
+    assert np.any(plan.combine_weights != other.combine_weights)
+
+
+def test_shapes_and_dtypes():
+    gates = keras.ops.convert_to_tensor(random_gates(0, (2, 6, 4)))
+    plan = one_program(lambda gates: token_choice(gates, gates, 2, 3))(gates)
+    assert RoutingPlan._fields == ("slot_tokens", "token_slots", "combine_weights")
+    assert [tuple(field.shape) for field in plan] == [(2, 4, 3), (2, 6, 2), (2, 6, 2)]
+    dtypes = [keras.backend.standardize_dtype(field.dtype) for field in plan]
+    assert dtypes == ["int32", "int32", "float32"]
+    dense = dense_dispatch(plan), dense_combine(plan)
+    assert [tuple(field.shape) for field in dense] == [(2, 6, 4, 3)] * 2
+    dtypes = [keras.backend.standardize_dtype(field.dtype) for field in dense]
+    assert dtypes == ["bool", "float32"]
+
+
+def test_only_kept_gates_have_a_gradient():
+    affinity, gates = random_gates(0, (2, 6, 4)), random_gates(1, (2, 6, 4))
+    cotangent = np.random.default_rng(2).normal(size=(2, 6, 2)).astype("float32")
+    weight = keras.ops.convert_to_tensor(cotangent)
+
+    def weighted(affinity, gates):
+        plan = token_choice(affinity, gates, 2, 2, "max_gate")
+        return keras.ops.sum(plan.combine_weights * weight)
+
+    of_affinity, of_gates = gradient(weighted, affinity, gates)
+    np.testing.assert_array_equal(of_affinity, np.zeros_like(affinity))
+    slots = route_densely(affinity, gates, 2, 2, "max_gate")[0].token_slots
+    expected = np.zeros_like(gates)
+    for g, s, k in np.argwhere(slots >= 0):
+        expected[g, s, slots[g, s, k] // 2] = cotangent[g, s, k]
+    np.testing.assert_array_equal(of_gates, expected)
+
+
+# What must always hold
+
+
+def routing_problems(ties=None):
+    return st.tuples(
+        st.sampled_from(SHAPES),
+        st.integers(0, 2**16),
+        st.booleans() if ties is None else st.just(ties),
+        st.sampled_from(PRIORITIES),
+    )
+
+
+@some
+@given(routing_problems(), st.sampled_from([0.0, 0.3, 1.0]))
+def test_agrees_with_the_obvious_algorithm(problem, masked_share):
+    (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
+    gates = random_gates(seed, (groups, tokens, experts), ties)
+    mask = np.random.default_rng(seed).random((groups, tokens)) >= masked_share
+    plan = route(gates, selected, capacity, priority, mask)
+    expected = reference.token_choice(gates, gates, selected, capacity, priority, mask)
+    if priority == "sum_gates" and not ties:
+        # Sums in another order may differ in the last bit; eighths are exact.
+        loads = [(slots >= 0).sum(axis=-1) for slots in (plan.slot_tokens, expected[0])]
+        np.testing.assert_array_equal(*loads)
+    else:
+        assert_same_plan(plan, expected)
+
+
+@some
+@given(routing_problems())
+def test_invariants(problem):
+    (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
+    gates = random_gates(seed, (groups, tokens, experts), ties)
+    plan = route(gates, selected, capacity, priority)
+    for g in range(groups):
+        used = plan.token_slots[g][plan.token_slots[g] >= 0]
+        assert len(set(used)) == len(used), "a slot is used twice"
+        assert used.size == 0 or used.max() < experts * capacity
+        # Both index forms tell the same story.
+        there = {
+            (int(slot) // capacity, int(slot) % capacity, s)
+            for s, slots in enumerate(plan.token_slots[g])
+            for slot in slots[slots >= 0]
+        }
+        back = {
+            (e, c, int(plan.slot_tokens[g, e, c]))
+            for e, c in np.argwhere(plan.slot_tokens[g] >= 0)
+        }
+        assert there == back
+        # Slots fill from the front.
+        filled = plan.slot_tokens[g] >= 0
+        assert np.all(filled[:, :-1] >= filled[:, 1:])
+        for s, k in np.ndindex(tokens, selected):
+            slot = plan.token_slots[g, s, k]
+            if slot < 0:
+                assert plan.combine_weights[g, s, k] == 0
+                continue
+            assert plan.combine_weights[g, s, k] == gates[g, s, slot // capacity]
+        # Nobody's second choice holds a slot of an expert that turned a first away.
+        choice = np.argsort(-gates[g], axis=-1, kind="stable")[:, :selected]
+        for s, k in np.argwhere(plan.token_slots[g] < 0):
+            held = plan.slot_tokens[g, choice[s, k]]
+            assert np.all(held >= 0), "dropped although the expert has a free slot"
+            for other in held:
+                (rank,) = np.flatnonzero(choice[other] == choice[s, k])
+                assert rank <= k, "a later choice went before an earlier one"
+
+
+@some
+@given(routing_problems(ties=False), st.sampled_from(["max_gate", "sum_gates"]))
+def test_permuting_tokens_of_distinct_priority_permutes_the_plan(problem, priority):
+    (groups, tokens, experts, selected, capacity), seed, _, _ = problem
+    generator = np.random.default_rng(seed)
+    # Gates whose maxima and sums are 1/256 apart at least: exact in float32.
+    gates = generator.permuted(
+        np.arange(groups * tokens * experts) ** 2 % 251 / 256.0
+    ).reshape(groups, tokens, experts)
+    rank = generator.permuted(np.tile(np.arange(tokens), (groups, 1)), axis=1)
+    gates = (gates / 16 + rank[..., None] * 4).astype("float32")
+    order = generator.permutation(tokens)
+    plan = route(gates, selected, capacity, priority)
+    moved = route(gates[:, order], selected, capacity, priority)
+    np.testing.assert_array_equal(moved.token_slots, plan.token_slots[:, order])
+    np.testing.assert_array_equal(moved.combine_weights, plan.combine_weights[:, order])
+    back = np.where(moved.slot_tokens >= 0, order[moved.slot_tokens], -1)
+    np.testing.assert_array_equal(back, plan.slot_tokens)
+
+
+@some
+@given(routing_problems())
+def test_permuting_tokens_keeps_expert_loads(problem):
+    # Whoever gets the slots, an expert serves as many tokens of each choice.
+    (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
+    gates = random_gates(seed, (groups, tokens, experts), ties)
+    order = np.random.default_rng(seed).permutation(tokens)
+
+    def served(plan):
+        expert = plan.token_slots // capacity
+        return [[(expert[..., k] == e).sum(axis=1) for e in range(experts)]
+                for k in range(selected)]  # fmt: skip
+
+    plan = route(gates, selected, capacity, priority)
+    moved = route(gates[:, order], selected, capacity, priority)
+    np.testing.assert_array_equal(served(plan), served(moved))
+
+
+@some
+@given(routing_problems(), st.sampled_from([0.0, 1e4, -1e4, np.inf]))
+def test_a_masked_token_changes_nothing(problem, value):
+    (groups, tokens, experts, selected, capacity), seed, ties, priority = problem
+    gates = random_gates(seed, (groups, tokens, experts), ties)
+    place = seed % tokens
+    mask = np.ones((groups, tokens), bool)
+    mask[:, place] = False
+    gates[:, place] = value
+    plan = route(gates, selected, capacity, priority, mask)
+    assert np.all(plan.token_slots[:, place] == -1)
+    np.testing.assert_array_equal(plan.combine_weights[:, place], 0)
+    without = reference.token_choice(
+        np.delete(gates, place, axis=1),
+        np.delete(gates, place, axis=1),
+        selected,
+        capacity,
+        priority,
+    )
+    if priority == "sum_gates" and not ties:
+        return
+    slot_tokens = plan.slot_tokens - (plan.slot_tokens > place)
+    np.testing.assert_array_equal(slot_tokens, without[0])
+    np.testing.assert_array_equal(
+        np.delete(plan.token_slots, place, axis=1), without[1]
+    )
+
+
+# Extremes
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+@pytest.mark.parametrize(
+    ("shape", "selected", "capacity"),
+    [
+        pytest.param((2, 5, 1), 1, 3, id="one expert"),
+        pytest.param((2, 5, 3), 3, 2, id="all experts selected"),
+        pytest.param((1, 6, 3), 2, 1, id="capacity 1"),
+        pytest.param((1, 6, 3), 2, 50, id="more capacity than tokens"),
+        pytest.param((3, 1, 4), 2, 1, id="one token"),
+        pytest.param((1, 3, 16), 2, 2, id="more experts than tokens"),
+    ],
+)
+def test_extreme_shapes(shape, selected, capacity, priority):
+    gates = random_gates(0, shape, ties=True)
+    plan = route(gates, selected, capacity, priority)
+    expected = reference.token_choice(gates, gates, selected, capacity, priority)
+    assert_same_plan(plan, expected)
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_huge_affinities(priority):
+    # Distinct in float32, up to 1e4 of either sign.
+    generator = np.random.default_rng(0)
+    affinity = generator.permuted(np.linspace(-1e4, 1e4, 24).astype("float32"))
+    affinity = np.round(affinity).reshape(1, 6, 4)
+    plan = route(affinity, 2, 2, priority)
+    expected = reference.token_choice(affinity, affinity, 2, 2, priority)
+    assert_same_plan(plan, expected)
+
+
+@pytest.mark.parametrize("selected", [1, 2])
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_minus_infinity_everywhere_but_once(priority, selected):
+    affinity = np.full((1, 5, 4), -np.inf, "float32")
+    best = [2, 0, 2, 3, 1]
+    affinity[0, range(5), best] = [1, 2, 3, 4, 5]
+    gates = np.where(np.isfinite(affinity), np.float32(1), np.float32(0))
+    plan, _, _ = route_densely(affinity, gates, selected, 2, priority)
+    assert (plan.token_slots[0, :, 0] // 2).tolist() == best
+    assert np.all(np.isfinite(plan.combine_weights))
+    np.testing.assert_array_equal(plan.combine_weights.sum(axis=-1), np.ones((1, 5)))
+
+
+def test_all_tokens_masked():
+    gates = random_gates(0, (2, 5, 3))
+    plan = route(gates, 2, 2, "max_gate", np.zeros((2, 5), bool))
+    assert np.all(plan.slot_tokens == -1)
+    assert np.all(plan.token_slots == -1)
+    assert np.all(plan.combine_weights == 0)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("changed", "received"),
+    [
+        ({"num_selected_experts": 5}, "num_selected_experts=5"),
+        ({"num_selected_experts": 0}, "num_selected_experts=0"),
+        ({"capacity": 0}, "capacity=0"),
+        ({"capacity": -3}, "capacity=-3"),
+        ({"priority": "loudest"}, "priority='loudest'"),
+        ({"affinity": np.zeros((6, 4), "float32")}, "(6, 4)"),
+        ({"gates": np.zeros((2, 6, 3), "float32")}, "(2, 6, 3)"),
+        ({"mask": np.ones((2, 5), bool)}, "(2, 5)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_bad_input(changed, received):
+    gates = np.zeros((2, 6, 4), "float32")
+    arguments = {
+        "affinity": gates,
+        "gates": gates,
+        "num_selected_experts": 2,
+        "capacity": 3,
+        "priority": "first_come",
+        "mask": None,
+    }
+    with pytest.raises(ValueError, match=r"Expected (.|\n)*[;.,] received: ") as caught:
+        token_choice(**{**arguments, **changed})
+    message = str(caught.value)
+    assert next(iter(changed)) in message
+    assert received in message

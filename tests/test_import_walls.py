@@ -1,0 +1,250 @@
+"""Imports point one way: the picture in CONTRIBUTING.md, enforced."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "keras_moe"
+
+pytestmark = pytest.mark.backend_free
+
+# What the modules of a folder may import of keras_moe, besides their own folder.
+CORE = ("ops", "losses", "routers", "layers")
+ALLOWED = {
+    "ops": (),
+    "losses": ("ops",),
+    "routers": ("ops", "losses"),
+    "layers": ("ops", "losses", "routers"),
+    "models": CORE,
+    "distribution": (*CORE, "models"),
+    "data": (),
+    # Routing records, the input of analysis, are defined beside the routing ops.
+    "evaluation": ("ops",),
+    "analysis": ("ops",),
+    "training": (*CORE, "models", "distribution", "data", "evaluation", "analysis"),
+}
+# The only places, below keras_moe, that may import a library.
+ONLY_IN = {
+    "jax": ("data/", "ops/kernels/"),
+    "tensorflow": ("data/", "ops/kernels/"),
+    "torch": ("data/", "ops/kernels/"),
+    "keras_hub": ("models/",),
+    "matplotlib": ("analysis/plots.py",),
+    "tools": (),
+    "guides": (),
+}
+CORE_LIBRARIES = {"keras", "numpy", PACKAGE, *sys.stdlib_module_names}
+
+
+def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
+    """Yields the line and the absolute name of everything a module imports.
+
+    `from a import b` yields both `a` and `a.b`: b may be a module. Imports inside
+    functions count, and so do `importlib.import_module("a")` and `__import__("a")`.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            parts = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*parts, *([node.module] if node.module else [])])
+            yield node.lineno, base
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and node.args:
+            called = node.func
+            name = getattr(called, "attr", getattr(called, "id", None))
+            target = node.args[0]
+            if name in ("import_module", "__import__") and isinstance(
+                target, ast.Constant
+            ):
+                yield node.lineno, str(target.value)
+
+
+def find_violations(package: Path) -> list[str]:
+    """Returns one line for every import below a package that crosses a wall."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package)
+        folder = place.parts[0] if len(place.parts) > 1 else None
+        if folder is not None and folder not in ALLOWED:
+            found[f"{place}: the folder {folder} has no entry in ALLOWED"] = None
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        parents = [package.name, *place.parts[:-1]]
+        for line, name in imported_modules(tree, parents):
+            if reason := why_forbidden(package, place, folder, name):
+                found[f"{place}:{line}: {reason}"] = None
+    return list(found)
+
+
+def why_forbidden(
+    package: Path, place: Path, folder: str | None, name: str
+) -> str | None:
+    """Returns why a module must not import a name, or None if it may."""
+    library, *rest = name.split(".")
+    if library in ONLY_IN and not place.as_posix().startswith(
+        tuple(ONLY_IN[library]) or ("/",)
+    ):
+        allowed = " and ".join(ONLY_IN[library]) or "nothing"
+        return f"{library} may be imported by {allowed} only"
+    in_kernels = place.parts[:2] == ("ops", "kernels")
+    if (
+        folder in (*CORE, None)
+        and not in_kernels
+        and library not in CORE_LIBRARIES
+        and library not in ONLY_IN
+    ):
+        return f"imports {library}; only keras and numpy are allowed here"
+
+    # Of keras_moe itself: the root ties the folders together and may see them all.
+    if library != package.name or not rest or folder is None:
+        return None
+    target = rest[0]
+    if (
+        (package / target).is_dir()
+        and target != folder
+        and target not in ALLOWED[folder]
+    ):
+        return f"{folder} must not import {target}"
+    if folder == target == "models" and len(rest) > 1 and len(place.parts) > 2:
+        mine, other = place.parts[1], rest[1]
+        if other != mine and (package / "models" / other).is_dir():
+            return f"models/{mine} must not import models/{other}"
+    return None
+
+
+def test_imports_point_one_way():
+    assert find_violations(ROOT / PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "expected"),
+    [
+        ("ops/a.py", "from keras_moe.layers import MoE", "ops must not import layers"),
+        ("ops/a.py", "from ..layers import MoE", "ops must not import layers"),
+        ("ops/a.py", "from .. import layers", "ops must not import layers"),
+        ("ops/deep/a.py", "from ...routers import b", "ops must not import routers"),
+        ("layers/a.py", "import keras_moe.models", "layers must not import models"),
+        (
+            "layers/a.py",
+            "from keras_moe import distribution",
+            "layers must not import distribution",
+        ),
+        (
+            "analysis/a.py",
+            "from keras_moe import training",
+            "analysis must not import training",
+        ),
+        ("layers/a.py", "def f():\n    import torch", "torch may be imported by"),
+        ("ops/a.py", "import jax.numpy as jnp", "jax may be imported by"),
+        ("models/a.py", "import tensorflow as tf", "tensorflow may be imported by"),
+        ("ops/a.py", "__import__('torch')", "torch may be imported by"),
+        ("ops/a.py", "importlib.import_module('jax')", "jax may be imported by"),
+        ("layers/a.py", "import keras_hub", "keras_hub may be imported by models/"),
+        ("analysis/a.py", "import matplotlib.pyplot", "matplotlib may be imported by"),
+        ("losses/a.py", "import scipy", "imports scipy; only keras and numpy"),
+        ("__init__.py", "import scipy", "imports scipy; only keras and numpy"),
+        (
+            "training/a.py",
+            "from tools import train",
+            "tools may be imported by nothing",
+        ),
+        ("training/a.py", "import guides", "guides may be imported by nothing"),
+        (
+            "models/vit/a.py",
+            "from keras_moe.models.mixer import b",
+            "models/vit must not import models/mixer",
+        ),
+        (
+            "models/vit/a.py",
+            "from .. import mixer",
+            "models/vit must not import models/mixer",
+        ),
+        ("unknown/a.py", "import keras", "the folder unknown has no entry"),
+    ],
+)
+def test_the_checker_sees_a_planted_violation(tmp_path, place, source, expected):
+    package = _plant(tmp_path, {place: source})
+    (violation,) = find_violations(package)
+    assert expected in violation
+    assert violation.startswith(place)
+
+
+def test_the_checker_accepts_what_is_allowed(tmp_path):
+    package = _plant(
+        tmp_path,
+        {
+            "__init__.py": "from keras_moe import layers\nfrom ._version import v",
+            "ops/a.py": "import math\nimport numpy\nfrom . import b\nimport keras",
+            "ops/kernels/a.py": "import torch\nimport triton",
+            "layers/a.py": "from keras_moe.ops import combine\nfrom .. import losses",
+            "models/a.py": "import keras_hub\nfrom .vit import c",
+            "models/vit/a.py": "from .b import c\nfrom ..shared import d",
+            "data/a.py": "import tensorflow as tf",
+            "analysis/plots.py": "import matplotlib.pyplot as plt\nimport pandas",
+            "training/a.py": "from ..evaluation import few_shot",
+        },
+    )
+    assert find_violations(package) == []
+
+
+def _plant(tmp_path: Path, sources: dict[str, str]) -> Path:
+    package = tmp_path / PACKAGE
+    for folder in (*ALLOWED, "models/vit", "models/mixer"):
+        (package / folder).mkdir(parents=True)
+    for place, source in sources.items():
+        path = package / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    return package
+
+
+IMPORT_PROBE = """
+import json, sys, time
+import keras
+
+before = set(sys.modules)
+start = time.perf_counter()
+import keras_moe
+seconds = time.perf_counter() - start
+import keras_moe.layers, keras_moe.routers, keras_moe.ops, keras_moe.losses
+new = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+print(json.dumps({"seconds": seconds, "new": new}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imports():
+    """What importing the core adds to `import keras`, in one process per backend."""
+    found = {}
+    for backend in ("jax", "tensorflow", "torch"):
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORT_PROBE],
+            cwd=ROOT,
+            env={**os.environ, "KERAS_BACKEND": backend},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        found[backend] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_core_imports_no_heavy_library(imports):
+    heavy = {"jax", "tensorflow", "torch", "keras_hub", "matplotlib"}
+    added = {backend: heavy & set(found["new"]) for backend, found in imports.items()}
+    assert added == {"jax": set(), "tensorflow": set(), "torch": set()}
+
+
+def test_importing_keras_moe_is_quick(imports):
+    # The quickest of three: a busy machine slows any single one.
+    assert min(found["seconds"] for found in imports.values()) < 0.2

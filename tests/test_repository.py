@@ -1,0 +1,66 @@
+"""What is in the repository, apart from what the code does."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MEBIBYTE = 2**20
+
+pytestmark = pytest.mark.backend_free
+
+
+def repository_files() -> list[Path]:
+    """Returns the files that git tracks, or would track if they were added."""
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [path for path in paths if path.is_file()]
+
+
+def test_no_stray_files():
+    stray_suffixes = (".pyc", ".pyo", ".orig", ".rej", ".swp", ".DS_Store", ".whl")
+    stray_folders = ("__pycache__", ".venv", "build", "dist", "node_modules")
+    stray = [
+        str(path.relative_to(ROOT))
+        for path in repository_files()
+        if path.name.endswith(stray_suffixes)
+        or any(
+            part in stray_folders or part.endswith(".egg-info")
+            for part in path.relative_to(ROOT).parts
+        )
+    ]
+    assert stray == []
+
+
+def test_no_big_files():
+    big = {
+        str(path.relative_to(ROOT)): path.stat().st_size
+        for path in repository_files()
+        if path.stat().st_size > MEBIBYTE
+    }
+    assert big == {}
+
+
+def test_presets_parse():
+    for path in sorted((ROOT / "presets").rglob("*.json")):
+        try:
+            preset = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            pytest.fail(f"{path.name}: {error}")
+        assert isinstance(preset, dict), path.name
+
+
+@pytest.mark.parametrize("command", ["make quickstart", "make test"])
+def test_readme_has_the_commands(command):
+    assert command in (ROOT / "README.md").read_text(encoding="utf-8")

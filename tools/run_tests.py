@@ -1,0 +1,130 @@
+"""Runs the test suite once per backend and adds up what happened.
+
+    python tools/run_tests.py [--backends jax tensorflow torch] [-- PYTEST ARGS]
+
+A process can use one Keras backend only, so every backend gets a pytest of its own,
+one after another. Tests that do not depend on the backend (marked `backend_free`) run
+with the first one. The last line has the form of pytest's closing line and counts
+every backend; the exit status is 0 only if every backend passed.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKENDS = ("jax", "tensorflow", "torch")
+# pytest's order in its closing line.
+OUTCOMES = (
+    "failed",
+    "passed",
+    "skipped",
+    "deselected",
+    "xfailed",
+    "xpassed",
+    "warnings",
+    "errors",
+)
+CLOSING_LINE = re.compile(
+    r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+|no tests ran) in [\d.]+s.*$"
+)
+
+
+class Outcome(NamedTuple):
+    """What one backend's run of the suite came to."""
+
+    backend: str
+    returncode: int
+    counts: Counter[str]
+    seconds: float
+
+
+def count_outcomes(closing_line: str) -> Counter[str] | None:
+    """Returns the counts in pytest's closing line, None for any other line."""
+    match = CLOSING_LINE.match(closing_line.strip())
+    if not match:
+        return None
+    counts = Counter()
+    for number, word in re.findall(r"(\d+) ([a-z]+)", match.group(1)):
+        singular = {"warning": "warnings", "error": "errors"}
+        counts[singular.get(word, word)] += int(number)
+    return counts
+
+
+def run_backend(backend: str, pytest_args: list[str]) -> Outcome:
+    """Runs pytest with one backend, showing its output as it comes."""
+    command = [sys.executable, "-m", "pytest", "--color=no", *pytest_args]
+    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONUNBUFFERED": "1"}
+    counts = None
+    start = time.monotonic()
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            counts = count_outcomes(line) or counts
+    seconds = time.monotonic() - start
+    counts = counts or Counter()
+    # A backend that dies before pytest closes must not count as nothing wrong.
+    if process.returncode and not counts["failed"] + counts["errors"]:
+        counts["errors"] += 1
+    return Outcome(backend, process.returncode, counts, seconds)
+
+
+def describe(counts: Counter[str]) -> str:
+    """Returns counts in the words of pytest's closing line."""
+    parts = []
+    for outcome in OUTCOMES:
+        if number := counts[outcome]:
+            one = number == 1 and outcome in ("warnings", "errors")
+            parts.append(f"{number} {outcome[:-1] if one else outcome}")
+    return ", ".join(parts) or "no tests ran"
+
+
+def closing_line(outcomes: list[Outcome]) -> str:
+    """Returns one line like pytest's own, for all backends together."""
+    total = sum((outcome.counts for outcome in outcomes), Counter())
+    # Deselected on one backend means that it ran on another.
+    del total["deselected"]
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    line = f"{describe(total)} in {seconds:.2f}s"
+    if seconds >= 60:
+        minutes, rest = divmod(int(seconds), 60)
+        line += f" ({minutes // 60}:{minutes % 60:02d}:{rest:02d})"
+    return line
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument("pytest_args", nargs="*", metavar="-- PYTEST ARGS")
+    args = parser.parse_args(argv)
+
+    outcomes = []
+    for backend in args.backends:
+        print(f"\n===== {backend} =====", flush=True)
+        once = ["--skip-backend-free"] if outcomes else []
+        outcomes.append(run_backend(backend, [*once, *args.pytest_args]))
+
+    print("\n===== all backends =====")
+    for backend, returncode, counts, seconds in outcomes:
+        verdict = f"FAILED (exit status {returncode})" if returncode else "ok"
+        print(f"{backend:<12}{verdict:<26}{describe(counts)} in {seconds:.2f}s")
+    print(closing_line(outcomes))
+    return int(any(outcome.returncode for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
