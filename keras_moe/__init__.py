@@ -1,0 +1,22 @@
+"""Vision mixture-of-experts for Keras 3, on JAX, TensorFlow and PyTorch."""
+
+import importlib
+
+from keras_moe import layers, losses, ops, routers
+from keras_moe._version import __version__
+
+# These need more than Keras (KerasHub, tf.data, matplotlib), so they are imported
+# when they are first used.
+_LAZY = ("analysis", "data", "evaluation", "models")
+
+__all__ = [*_LAZY, "__version__", "layers", "losses", "ops", "routers"]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return importlib.import_module(f"keras_moe.{name}")
+    raise AttributeError(f"module 'keras_moe' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted(__all__)

@@ -15,6 +15,7 @@ class SigmoidCrossentropy(keras.losses.Loss):
     makes it a thousand times smaller than the auxiliary losses beside it.
 
     Args:
+        from_logits: whether predictions are logits; otherwise probabilities.
         label_smoothing: s; targets become `y (1 - s) + s / 2`.
         reduction: see `keras.losses.Loss`.
         name: the loss's name.
@@ -22,7 +23,7 @@ class SigmoidCrossentropy(keras.losses.Loss):
 
     Call arguments:
         y_true: (batch, classes), targets in [0, 1].
-        y_pred: (batch, classes), logits.
+        y_pred: (batch, classes), logits or probabilities.
 
     Raises:
         ValueError: if `label_smoothing` is not in [0, 1).
@@ -38,6 +39,7 @@ class SigmoidCrossentropy(keras.losses.Loss):
 
     def __init__(
         self,
+        from_logits: bool = True,
         label_smoothing: float = 0.0,
         reduction: str = "sum_over_batch_size",
         name: str = "sigmoid_crossentropy",
@@ -49,6 +51,7 @@ class SigmoidCrossentropy(keras.losses.Loss):
                 f"received: label_smoothing={label_smoothing}"
             )
         super().__init__(name=name, reduction=reduction, dtype=dtype)
+        self.from_logits = from_logits
         self.label_smoothing = label_smoothing
 
     def call(self, y_true, y_pred):
@@ -60,8 +63,19 @@ class SigmoidCrossentropy(keras.losses.Loss):
             )
         s = self.label_smoothing
         y_true = y_true * (1.0 - s) + 0.5 * s
+        if not self.from_logits:
+            tiny = keras.config.epsilon()
+            y_pred = ops.clip(y_pred, tiny, 1.0 - tiny)
+            return -ops.sum(
+                y_true * ops.log(y_pred) + (1.0 - y_true) * ops.log(1.0 - y_pred),
+                axis=-1,
+            )
         # softplus(x) - x y is -y log sigmoid(x) - (1 - y) log(1 - sigmoid(x)).
         return ops.sum(ops.softplus(y_pred) - y_pred * y_true, axis=-1)
 
     def get_config(self):
-        return {**super().get_config(), "label_smoothing": self.label_smoothing}
+        config = super().get_config()
+        config.update(
+            from_logits=self.from_logits, label_smoothing=self.label_smoothing
+        )
+        return config

@@ -75,7 +75,7 @@ def test_golden_layer(case, form):
         outputs = keras.ops.matmul(buffers, kernel) + bias[:, None]
         return buffers, to_tokens(outputs, plan)
 
-    buffers, combined = layer(
+    buffers, combined = one_program(layer)(
         *map(keras.ops.convert_to_tensor, (gates, x, kernel, bias))
     )
     close = {"rtol": 1e-5, "atol": 1e-6}

@@ -1,0 +1,116 @@
+"""The handwritten digits that scikit-learn carries: real images without a download.
+
+1797 images of 8x8 pixels in 10 classes, from the UCI repository.
+"""
+
+import numpy as np
+
+NUM_CLASSES = 10
+SPLITS = ("train", "test", "all")
+TEST_FRACTION = 0.25
+
+
+def load_digits(
+    split: str,
+    image_shape: tuple[int, int, int] = (32, 32, 3),
+    test_fraction: float = TEST_FRACTION,
+    seed: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Loads the handwritten digits as arrays.
+
+    The split keeps the proportions of the classes. Images are resized bilinearly
+    and repeated over the channels.
+
+    Args:
+        split: `"train"`, `"test"` or `"all"`.
+        image_shape: (height, width, channels).
+        test_fraction: share of the images in `"test"`.
+        seed: of the split: the same seed for "train" and "test" keeps them disjoint.
+
+    Returns:
+        Images (N, height, width, channels), float32 in [-1, 1], and labels (N,),
+        int32 in [0, 10).
+
+    Raises:
+        ValueError: if an argument is out of range.
+        ImportError: if scikit-learn is not installed.
+
+    Example:
+
+    >>> from keras_moe.data import load_digits
+    >>> images, labels = load_digits("test", image_shape=(16, 16, 1))
+    >>> images.shape, labels.shape
+    ((450, 16, 16, 1), (450,))
+    """
+    height, width, channels = check_image_shape(image_shape)
+    pixels, labels = read_pixels(split, test_fraction, seed)
+    rows, columns = (
+        _bilinear(pixels.shape[1], height),
+        _bilinear(pixels.shape[2], width),
+    )
+    # (height, 8) @ (N, 8, 8) @ (8, width)
+    images = rows @ pixels[..., 0] @ columns.T
+    images = (images / 127.5 - 1.0).astype("float32")
+    return np.repeat(images[..., None], channels, axis=-1), labels
+
+
+def read_pixels(
+    split: str, test_fraction: float = TEST_FRACTION, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """The images as they are, (N, 8, 8, 1) in [0, 255], and the labels."""
+    if split not in SPLITS:
+        raise ValueError(
+            f"Expected one of {SPLITS} for the digits; received: split={split!r}"
+        )
+    if not 0 < test_fraction < 1:
+        raise ValueError(
+            "Expected a share strictly between 0 and 1; "
+            f"received: test_fraction={test_fraction!r}"
+        )
+    try:
+        from sklearn import datasets, model_selection
+    except ImportError as error:
+        raise ImportError(
+            'The digits are scikit-learn\'s: pip install "keras-moe[digits]"'
+        ) from error
+
+    digits = datasets.load_digits()
+    # Ink is counted from 0 to 16.
+    pixels = (digits.images * (255.0 / 16.0)).astype("float32")[..., None]
+    labels = digits.target.astype("int32")
+    if split == "all":
+        return pixels, labels
+    train, test = model_selection.train_test_split(
+        np.arange(len(labels)),
+        test_size=test_fraction,
+        random_state=seed,
+        stratify=labels,
+    )
+    chosen = train if split == "train" else test
+    return pixels[chosen], labels[chosen]
+
+
+def check_image_shape(image_shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Returns the shape as a tuple of ints, or raises."""
+    if (
+        not isinstance(image_shape, (tuple, list))
+        or len(image_shape) != 3
+        or not all(isinstance(n, (int, np.integer)) and n > 0 for n in image_shape)
+    ):
+        raise ValueError(
+            "Expected (height, width, channels), positive integers; "
+            f"received: image_shape={image_shape!r}"
+        )
+    return tuple(int(n) for n in image_shape)
+
+
+def _bilinear(size: int, new_size: int) -> np.ndarray:
+    """The matrix (new_size, size) of bilinear resizing, pixel centres at a half.
+
+    The same as `tf.image.resize` and `keras.ops.image.resize` without antialiasing.
+    """
+    at = np.clip((np.arange(new_size) + 0.5) * size / new_size - 0.5, 0, size - 1)
+    low = np.floor(at).astype(int)
+    high, share = np.minimum(low + 1, size - 1), at - low
+    identity = np.eye(size)
+    return (1 - share)[:, None] * identity[low] + share[:, None] * identity[high]

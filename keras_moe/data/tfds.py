@@ -1,0 +1,108 @@
+"""Classification data sets of TensorFlow Datasets: an image and one class label."""
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Examples(NamedTuple):
+    """What a source gives to the pipeline.
+
+    Fields:
+        dataset: `tf.data.Dataset` of (stored, label), whatever `decode` reads.
+        decode: from what is stored to pixels (height, width, channels).
+        count: number of examples.
+    """
+
+    dataset: Any
+    decode: Callable[[Any], Any]
+    count: int
+
+
+def read_examples(
+    name: str, split: str, data_dir: str | None, shuffle: bool, seed: int
+) -> Examples:
+    """Opens a split, downloading and preparing the data set if it is not there.
+
+    Images stay encoded until `decode`, so that shuffling holds bytes, not pixels.
+    """
+    import tensorflow_datasets as tfds
+
+    builder = _open(name, data_dir)
+    image, label = _features(name, builder.info)
+    builder.download_and_prepare()
+    try:
+        count = builder.info.splits[split].num_examples
+    except (KeyError, ValueError, AssertionError) as error:
+        raise ValueError(
+            f"Expected a split of tfds:{name}, one of {sorted(builder.info.splits)}, "
+            "or a slice or sum of them such as 'train[:90%]'; "
+            f"received: split={split!r}"
+        ) from error
+    if not count:
+        raise ValueError(
+            f"Expected a split of tfds:{name} with examples; received: split={split!r}"
+        )
+    dataset = builder.as_dataset(
+        split=split,
+        shuffle_files=shuffle,
+        decoders={image: tfds.decode.SkipDecoding()},
+        read_config=tfds.ReadConfig(shuffle_seed=seed),
+    )
+    dataset = dataset.map(lambda example: (example[image], example[label]))
+    return Examples(dataset, builder.info.features[image].decode_example, count)
+
+
+def count_classes(name: str, data_dir: str | None) -> int:
+    """Number of classes, without downloading the data."""
+    info = _open(name, data_dir).info
+    return info.features[_features(name, info)[1]].num_classes
+
+
+def _open(name: str, data_dir: str | None) -> Any:
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise ImportError(
+            'tfds: sources need TensorFlow Datasets: pip install "keras-moe[data]"'
+        ) from error
+    try:
+        return tfds.builder(name, data_dir=data_dir)
+    except tfds.core.DatasetNotFoundError as error:
+        known = tfds.list_builders(with_community_datasets=False)
+        if data_dir is not None and Path(data_dir).is_dir():
+            known += [path.name for path in Path(data_dir).iterdir() if path.is_dir()]
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        hint = f"; the nearest are {', '.join('tfds:' + c for c in close)}"
+        raise ValueError(
+            "Expected the name of a TensorFlow Datasets data set; "
+            f"received: source='tfds:{name}'{hint if close else ''}"
+        ) from error
+
+
+def _features(name: str, info: Any) -> tuple[str, str]:
+    """The keys of the image and of the label, or an error that says what is there."""
+    import tensorflow_datasets as tfds
+
+    features = info.features
+    keys = info.supervised_keys
+    if not (isinstance(keys, tuple) and all(isinstance(key, str) for key in keys)):
+        keys = None
+    image, label = keys if keys and len(keys) == 2 else ("image", "label")
+    is_dict = isinstance(features, tfds.features.FeaturesDict)
+    pixels = features[image] if is_dict and image in features else None
+    classes = features[label] if is_dict and label in features else None
+    if (
+        isinstance(pixels, tfds.features.Image)
+        and isinstance(classes, tfds.features.ClassLabel)
+        and pixels.shape[-1] in (1, 3)
+        and pixels.np_dtype == "uint8"
+        and classes.num_classes
+    ):
+        return image, label
+    raise ValueError(
+        f"Expected tfds:{name} to have an image (1 or 3 channels, uint8) and one class "
+        f"label per example; received: features={features}, "
+        f"supervised_keys={info.supervised_keys}"
+    )

@@ -1,0 +1,36 @@
+"""The presets that ship with the library: one JSON file each."""
+
+import difflib
+import functools
+import json
+from pathlib import Path
+
+from keras_moe.models.variants import VARIANTS
+
+# Inside the wheel the files lie in the package, in a checkout beside it.
+_PACKAGE = Path(__file__).resolve().parent.parent
+_FOLDERS = (_PACKAGE / "presets", _PACKAGE.parent / "presets")
+
+
+@functools.cache
+def builtin_presets() -> dict[str, dict]:
+    """Every built-in preset by name.
+
+    Each is a dict with `description`, `source`, the class names `backbone` and
+    `task`, and their arguments `config` (the variant's sizes included) and
+    `task_config`.
+    """
+    folder = next(folder for folder in _FOLDERS if folder.is_dir())
+    presets = {}
+    for path in sorted(folder.glob("*.json")):
+        preset = json.loads(path.read_text())
+        sizes = VARIANTS[preset["variant"]].config()
+        preset["config"] = {**sizes, **preset["config"]}
+        presets[path.stem] = preset
+    return presets
+
+
+def nearest(name: str, names) -> str:
+    """A clause that names what `name` may have meant, or all there is."""
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"nearest: {', '.join(close)}" if close else f"known: {', '.join(names)}"

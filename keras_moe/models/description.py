@@ -1,0 +1,90 @@
+"""What a model costs: parameters, active parameters and FLOPs, part by part."""
+
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Part(NamedTuple):
+    """One part of a model.
+
+    Attributes:
+        name: the part's name.
+        kind: what it is.
+        parameters: all its parameters.
+        active_parameters: those that one token meets.
+        flops: forward floating-point operations per image, 2 per multiply-add,
+            of matmuls only.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    active_parameters: int
+    flops: int
+
+
+class Description(NamedTuple):
+    """What a model costs.
+
+    Attributes:
+        name: the preset.
+        num_tokens: tokens per image, the class token included.
+        parts: its parts in order.
+    """
+
+    name: str
+    num_tokens: int
+    parts: list[Part]
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return sum(part.parameters for part in self.parts)
+
+    @property
+    def active_parameters(self) -> int:
+        """The parameters that one token meets."""
+        return sum(part.active_parameters for part in self.parts)
+
+    @property
+    def gflops(self) -> float:
+        """Forward 1e9 floating-point operations per image, 2 per multiply-add."""
+        return sum(part.flops for part in self.parts) / 1e9
+
+    def to_dict(self) -> dict:
+        """A JSON-serialisable dict."""
+        return {
+            "name": self.name,
+            "num_tokens": self.num_tokens,
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "gflops": self.gflops,
+            "parts": [part._asdict() for part in self.parts],
+        }
+
+    def print(self, console: Console | None = None) -> None:
+        """Prints the parts and their sums as a table."""
+        table = Table(title=f"{self.name}: {self.num_tokens} tokens per image")
+        table.add_column("part")
+        table.add_column("kind")
+        for column in ("parameters", "active per token", "GFLOPs per image"):
+            table.add_column(column, justify="right")
+        for part in self.parts:
+            table.add_row(
+                part.name,
+                part.kind,
+                f"{part.parameters:,}",
+                f"{part.active_parameters:,}",
+                f"{part.flops / 1e9:.3f}",
+            )
+        table.add_section()
+        table.add_row(
+            "total",
+            "",
+            f"{self.parameters:,}",
+            f"{self.active_parameters:,}",
+            f"{self.gflops:.3f}",
+        )
+        (console or Console()).print(table)

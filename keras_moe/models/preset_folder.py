@@ -1,0 +1,162 @@
+"""Preset folders on disk: written whole or not at all, and checked when read."""
+
+import contextlib
+import contextvars
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+
+# What a preset folder consists of; other files in it are the user's.
+PRESET_FILES = (
+    "config.json",
+    "metadata.json",
+    "task.json",
+    "preprocessor.json",
+    "image_converter.json",
+    "model.weights.json",
+)
+WEIGHTS_SUFFIX = ".weights.h5"
+
+_writing = contextvars.ContextVar("writing", default=False)
+
+
+def is_staging() -> bool:
+    """True inside `staged`: files may be written one by one."""
+    return _writing.get()
+
+
+@contextlib.contextmanager
+def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
+    """A folder to write a preset to, which takes its place when all is written.
+
+    If writing fails or is interrupted, what was at `preset_dir` stays as it was.
+
+    Args:
+        preset_dir: where the preset goes; a new folder, an empty one, or an older
+            preset, of which files that are not the preset's own are kept.
+
+    Raises:
+        ValueError: if `preset_dir` is a file, or a folder of something else.
+    """
+    target = Path(preset_dir).expanduser().resolve()
+    recover(target)
+    if target.exists():
+        if not target.is_dir():
+            raise ValueError(f"Expected a folder; received a file: {preset_dir}")
+        if any(target.iterdir()) and not (target / "config.json").is_file():
+            raise ValueError(
+                "Expected a new folder, an empty one or an older preset, since saving "
+                f"replaces the folder; received: {preset_dir}"
+            )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(
+        tempfile.mkdtemp(
+            prefix=f".{target.name}.", suffix=".partial", dir=target.parent
+        )
+    )
+    token = _writing.set(True)
+    try:
+        staging.chmod(0o755)
+        yield str(staging)
+        _keep_foreign(target, staging)
+        _swap(staging, target)
+    finally:
+        _writing.reset(token)
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _previous(target):
+    return target.with_name(f".{target.name}.previous")
+
+
+def _swap(staging, target):
+    if not target.exists():
+        os.rename(staging, target)
+        return
+    previous = _previous(target)
+    os.rename(target, previous)
+    try:
+        os.rename(staging, target)
+    except BaseException:
+        os.rename(previous, target)
+        raise
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def recover(preset_dir: str | os.PathLike) -> None:
+    """Finishes a save that was killed between its two renames."""
+    target = Path(preset_dir).expanduser().resolve()
+    previous = _previous(target)
+    if previous.is_dir() and not target.exists():
+        os.rename(previous, target)
+    elif previous.is_dir():
+        shutil.rmtree(previous, ignore_errors=True)
+
+
+def _keep_foreign(target, staging):
+    if not target.is_dir():
+        return
+    for path in target.iterdir():
+        own = path.name in PRESET_FILES or path.name.endswith(WEIGHTS_SUFFIX)
+        if own or path.name == "assets" or (staging / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, staging / path.name, symlinks=True)
+        else:
+            shutil.copy2(path, staging / path.name, follow_symlinks=False)
+
+
+def check_folder(folder: str | os.PathLike) -> None:
+    """Checks that a local preset folder has its files, and that they are whole.
+
+    Args:
+        folder: an existing folder.
+
+    Raises:
+        ValueError: naming the file that is missing, truncated or of another kind.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"Expected a preset folder with a config.json; received: {folder}, which "
+            f"has {sorted(path.name for path in folder.iterdir())}"
+        )
+    for name in PRESET_FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"Expected whole JSON in {path}; received: {error}. "
+                "The file is truncated or of another kind."
+            ) from error
+        if name in ("config.json", "task.json") and (
+            not isinstance(content, dict)
+            or "registered_name" not in content
+            or not isinstance(content.get("config"), dict)
+        ):
+            raise ValueError(
+                f"Expected a serialised Keras object in {path}; received a file of "
+                "another kind"
+            )
+    weights = sorted(folder.glob(f"*{WEIGHTS_SUFFIX}"))
+    if not any(path.name.startswith("model") for path in weights):
+        raise ValueError(
+            f"Expected a model.weights.h5 in the preset folder {folder}; "
+            f"received: {sorted(path.name for path in folder.iterdir())}"
+        )
+    for path in weights:
+        try:
+            h5py.File(path, "r").close()
+        except OSError as error:
+            raise ValueError(
+                f"Expected a whole HDF5 file at {path}; received: {error}. "
+                "The file is truncated or of another kind."
+            ) from error

@@ -1,0 +1,185 @@
+"""`from_preset`, `save_to_preset` and `presets` for this library's classes.
+
+KerasHub's loader does the work for folders, `hf://`, `kaggle://` and `gs://`; the
+built-in presets are ours, since KerasHub has no registry for those of others.
+"""
+
+import contextlib
+import inspect
+import os
+from typing import Any
+
+import keras_hub
+
+from keras_moe.models.builtin import builtin_presets, nearest
+from keras_moe.models.preset_folder import check_folder, is_staging, recover, staged
+
+
+class _ClassProperty:
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, _, owner):
+        return self.function(owner)
+
+
+class PresetMixin:
+    """Adds built-in presets, overrides of any argument, and saving in one piece."""
+
+    @_ClassProperty
+    def presets(cls):
+        """The built-in presets of this class: name -> {"metadata": {...}}."""
+        return {
+            name: {
+                "metadata": {
+                    "description": preset["description"],
+                    "source": preset["source"],
+                }
+            }
+            for name, preset in builtin_presets().items()
+            if cls.__name__ in (preset["backbone"], preset["task"])
+        }
+
+    @classmethod
+    def from_preset(cls, preset: str, load_weights: bool = True, **kwargs) -> Any:
+        """Makes a model from a preset.
+
+        Args:
+            preset: the name of a built-in preset (an architecture without weights), a
+                local folder, or an `hf://`, `kaggle://` or `gs://` handle.
+            load_weights: load the preset's weights, if it has any.
+            **kwargs: override any argument of the backbone or the task. Weights
+                must fit, except that position embeddings are resized to another
+                `image_shape`.
+
+        Returns:
+            The model. With `num_classes` a task gets a new head.
+
+        Raises:
+            ValueError: if the preset is unknown (the nearest names are listed), is
+                of another class, is not whole, or an argument is unknown.
+        """
+        backbone_kwargs, kwargs = split_arguments(cls, kwargs)
+        is_task = issubclass(cls, keras_hub.models.Task)
+        if preset in builtin_presets():
+            spec = builtin_presets()[preset]
+            if cls.__name__ not in (spec["backbone"], spec["task"]):
+                raise ValueError(
+                    f"Expected a preset of {cls.__name__}; received: preset={preset!r} "
+                    f"of {spec['backbone']}"
+                )
+            backbone_cls = cls.backbone_cls if is_task else cls
+            own = kwargs if not is_task else {}
+            backbone = backbone_cls(**{**spec["config"], **backbone_kwargs, **own})
+            if not is_task:
+                return backbone
+            if "num_classes" not in kwargs:
+                raise ValueError(
+                    f"Expected num_classes, since {preset!r} carries no trained task; "
+                    "received: num_classes=None"
+                )
+            return cls(backbone, **{**spec["task_config"], **kwargs})
+        check_preset(preset)
+        with explained(preset):
+            if not is_task:
+                return super().from_preset(
+                    preset, load_weights=load_weights, **backbone_kwargs, **kwargs
+                )
+            if backbone_kwargs and "backbone" not in kwargs:
+                # KerasHub passes on no other argument than dtype and image_shape.
+                kwargs["backbone"] = cls.backbone_cls.from_preset(
+                    preset, load_weights=load_weights, **backbone_kwargs
+                )
+            return super().from_preset(preset, load_weights=load_weights, **kwargs)
+
+    def save_to_preset(
+        self, preset_dir: str | os.PathLike, max_shard_size: float | None = 10
+    ) -> None:
+        """Saves config and weights to a preset folder, whole or not at all.
+
+        Args:
+            preset_dir: a new folder, or one with an older preset, which is replaced
+                only when all files of the new one are written.
+            max_shard_size: largest size of one weights file in GB.
+
+        Raises:
+            ValueError: if `preset_dir` holds something else than a preset.
+        """
+        if is_staging():
+            # A task that is being saved writes its backbone to the same folder.
+            super().save_to_preset(preset_dir, max_shard_size=max_shard_size)
+            return
+        with staged(preset_dir) as folder:
+            super().save_to_preset(folder, max_shard_size=max_shard_size)
+
+
+def check_preset(preset: str) -> None:
+    """Raises ValueError if `preset` is no folder and no handle, or is not whole."""
+    if not isinstance(preset, (str, os.PathLike)):
+        raise ValueError(f"Expected the name of a preset; received: {preset!r}")
+    if "://" in str(preset):
+        return
+    recover(preset)
+    if not os.path.isdir(preset):
+        raise ValueError(
+            "Expected a built-in preset, a folder or a handle such as hf://user/name; "
+            f"received: preset={str(preset)!r} "
+            f"({nearest(str(preset), list(builtin_presets()))})"
+        )
+    check_folder(preset)
+
+
+@contextlib.contextmanager
+def explained(preset: str):
+    """Says which preset an error comes from: Keras's own do not."""
+    try:
+        yield
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        if str(preset) in str(error):
+            raise
+        raise ValueError(
+            "Expected a preset whose files fit together and fit the arguments; "
+            f"received: preset={str(preset)!r}, which failed with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def argument_names(cls: type) -> list[str]:
+    """The names of a constructor's own arguments."""
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name != "self"
+    ]
+
+
+def split_arguments(cls: type, kwargs: dict) -> tuple[dict, dict]:
+    """Splits overrides into those of the backbone and those of the class itself.
+
+    Args:
+        cls: a task or a backbone class.
+        kwargs: the overrides.
+
+    Returns:
+        `(backbone_kwargs, own_kwargs)`; of a backbone all are its own.
+
+    Raises:
+        ValueError: if an argument belongs to neither.
+    """
+    common = ["name", "trainable", "compile"]
+    own = [*argument_names(cls), *common]
+    backbone = []
+    if issubclass(cls, keras_hub.models.Task):
+        backbone = argument_names(cls.backbone_cls)
+    unknown = [name for name in kwargs if name not in own and name not in backbone]
+    if unknown:
+        raise ValueError(
+            f"Expected arguments of {cls.__name__}; "
+            f"received: {unknown[0]}={kwargs[unknown[0]]!r} "
+            f"({nearest(unknown[0], sorted({*own, *backbone}))})"
+        )
+    return (
+        {name: value for name, value in kwargs.items() if name not in own},
+        {name: value for name, value in kwargs.items() if name in own},
+    )

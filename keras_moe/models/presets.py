@@ -1,0 +1,163 @@
+"""The front door: models by name."""
+
+import os
+from typing import Any
+
+import keras_hub
+from keras_hub.src.utils.preset_utils import check_file_exists, get_preset_loader
+
+from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.description import Description
+from keras_moe.models.preset_loading import check_preset, explained, split_arguments
+from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
+
+BACKBONES = {cls.__name__: cls for cls in (ViTBackbone,)}
+IMAGE_CLASSIFIERS = {cls.__name__: cls for cls in (ViTImageClassifier,)}
+TASKS = ("backbone", "image_classifier")
+
+
+def list_presets() -> dict[str, str]:
+    """The built-in presets: their names, with a line about each.
+
+    Returns:
+        A dict from name to description.
+
+    Example:
+
+    >>> from keras_moe import models
+    >>> "vmoe_b32" in models.list_presets()
+    True
+    """
+    return {name: preset["description"] for name, preset in builtin_presets().items()}
+
+
+def from_preset(
+    preset: str,
+    num_classes: int | None = None,
+    task: str | None = None,
+    load_weights: bool = True,
+    **overrides,
+) -> Any:
+    """Makes a model from a preset, ready for `fit`.
+
+    With `num_classes` it is an image classifier with a new head. Without, a preset
+    that carries a trained task gives that task, and any other its backbone.
+
+    Args:
+        preset: the name of a built-in preset (see `list_presets`; an architecture
+            without weights), a local folder, or an `hf://`, `kaggle://` or
+            `gs://` handle.
+        num_classes: classes of a new head.
+        task: `"backbone"` or `"image_classifier"` to say it outright.
+        load_weights: load the preset's weights, if it has any.
+        **overrides: any argument of the backbone or the task, such as
+            `image_shape=(384, 384, 3)`, `num_experts=8`, `capacity_factor=2.0`.
+
+    Returns:
+        A compiled task, or a backbone.
+
+    Raises:
+        ValueError: if the preset is unknown or not whole, an argument is unknown, or
+            the arguments contradict each other.
+
+    Example:
+
+    >>> from keras_moe import models
+    >>> model = models.from_preset("vmoe_digits", num_classes=10, num_experts=4)
+    >>> model.output_shape
+    (None, 10)
+    """
+    if task is not None and task not in TASKS:
+        raise ValueError(
+            f"Expected task to be None or one of {TASKS}; received: task={task!r}"
+        )
+    if task == "backbone" and num_classes is not None:
+        raise ValueError(
+            "Expected no num_classes for task='backbone'; "
+            f"received: num_classes={num_classes}"
+        )
+    if num_classes is not None:
+        overrides["num_classes"] = num_classes
+    builtin = builtin_presets().get(preset) if isinstance(preset, str) else None
+    if builtin:
+        backbone_cls, classifier_cls = _classes(builtin)
+        has_task = False
+    else:
+        check_preset(preset)
+        with explained(preset):
+            backbone_cls = get_preset_loader(os.fspath(preset)).check_backbone_class()
+            has_task = check_file_exists(os.fspath(preset), "task.json")
+        classifier_cls = keras_hub.models.ImageClassifier
+        for cls in IMAGE_CLASSIFIERS.values():
+            if cls.backbone_cls is backbone_cls:
+                classifier_cls = cls
+    if task is None:
+        wants_task = num_classes is not None or has_task
+        task = "image_classifier" if wants_task else "backbone"
+    cls = backbone_cls if task == "backbone" else classifier_cls
+    return cls.from_preset(preset, load_weights=load_weights, **overrides)
+
+
+def describe(
+    preset: str, num_classes: int | None = None, **overrides
+) -> Description:
+    """What a preset's model costs, computed without allocating a weight.
+
+    FLOPs count 2 per multiply-add of every matmul of one image's forward pass with
+    no token dropped; normalisations, activations and softmaxes are left out.
+
+    Args:
+        preset: as for `from_preset`.
+        num_classes: count the head too.
+        **overrides: any argument of the backbone or the task.
+
+    Returns:
+        A `Description`: `parameters`, `active_parameters` (those that one token
+        meets), `gflops` per image, and the same for each of its `parts`.
+
+    Raises:
+        ValueError: as `from_preset`.
+
+    Example:
+
+    >>> from keras_moe import models
+    >>> description = models.describe("vmoe_h14")
+    >>> description.parameters > 5 * description.active_parameters
+    True
+    """
+    builtin = builtin_presets().get(preset) if isinstance(preset, str) else None
+    task_config = {}
+    if builtin:
+        backbone_cls, classifier_cls = _classes(builtin)
+        config, task_config = dict(builtin["config"]), builtin["task_config"]
+    else:
+        check_preset(preset)
+        loader = get_preset_loader(os.fspath(preset))
+        backbone_cls = loader.check_backbone_class()
+        if backbone_cls not in BACKBONES.values():
+            raise ValueError(
+                f"Expected a preset of one of {sorted(BACKBONES)}; "
+                f"received: {backbone_cls.__name__}"
+            )
+        classifier_cls = next(
+            cls for cls in IMAGE_CLASSIFIERS.values() if cls.backbone_cls is backbone_cls
+        )
+        config = dict(loader.config["config"])
+    for name in ("name", "trainable", "dtype"):
+        config.pop(name, None)
+    backbone_overrides, task_overrides = split_arguments(classifier_cls, overrides)
+    config.update(backbone_overrides)
+    parts, num_tokens, dim = backbone_cls.describe_parts(**config)
+    if num_classes is not None:
+        parts += classifier_cls.describe_parts(
+            config,
+            num_tokens,
+            dim,
+            num_classes=num_classes,
+            **{**task_config, **task_overrides},
+        )
+    return Description(str(preset), num_tokens, parts)
+
+
+def _classes(builtin):
+    return BACKBONES[builtin["backbone"]], IMAGE_CLASSIFIERS[builtin["task"]]

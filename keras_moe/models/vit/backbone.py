@@ -1,0 +1,369 @@
+"""ViT and V-MoE: one backbone, whose blocks are dense or mixtures of experts.
+
+Axes: B batch, N tokens, D hidden, H mlp, E experts.
+"""
+
+import inspect
+from typing import Any
+
+import keras
+import keras_hub
+
+from keras_moe import losses
+from keras_moe.layers import (
+    MLP,
+    ClassToken,
+    EncoderBlock,
+    Experts,
+    LayerNorm,
+    MoE,
+    MoEEncoderBlock,
+    PatchEmbedding,
+    PositionEmbedding,
+    activations,
+    resolve_moe_layers,
+)
+from keras_moe.models.description import Part
+from keras_moe.models.preset_loading import PresetMixin
+from keras_moe.routers import TokenChoiceRouter
+
+VMOE_LOSSES = {"importance": 0.005, "load": 0.005}
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
+    """A vision transformer whose feed-forward layers are dense or mixtures of experts.
+
+    With `moe_layers=None` it is a ViT; with `moe_layers="every_2"` a V-MoE. Images
+    are in [-1, 1].
+
+    `backbone.routing` holds the symbolic routing record of each MoE block, so
+    `keras.Model(backbone.input, backbone.routing).predict(images)` returns what the
+    routers did.
+
+    Args:
+        image_shape: (height, width, channels).
+        patch_size: an int or (height, width); divides the image.
+        hidden_dim: D.
+        num_layers: blocks.
+        num_heads: attention heads; divides D.
+        mlp_dim: H.
+        class_token: put a learned token before the patches.
+        position_embedding: `"learned"` or `"sincos"`.
+        activation: of the feed-forward layers.
+        dropout_rate: on embeddings, attention outputs and dense feed-forward layers.
+        attention_dropout: on attention weights.
+        layer_norm_epsilon: of all normalisations.
+        moe_layers: which blocks are MoE: None, indices, `"every_2"`, `"last_2"`; see
+            `keras_moe.layers.resolve_moe_layers`.
+        num_experts: E.
+        num_selected_experts: K, experts per token.
+        expert_mlp_dim: H of each expert; None takes `mlp_dim`.
+        capacity_factor: of the experts while training.
+        eval_capacity_factor: at inference; None serves every token, and makes the
+            result of an image independent of the batch.
+        capacity_rounding: `"ceil"` or `"round"`.
+        capacity_multiple_of: round capacities up to a multiple of this.
+        priority: who is served first when experts are full: `"first_come"`,
+            `"max_gate"` (batch priority routing) or `"sum_gates"`.
+        noise_std: of the routers' training noise, times E.
+        images_per_group: how many images compete for an expert's capacity; None
+            takes the whole batch.
+        auxiliary_losses: a dict from name to weight; see `keras_moe.layers.MoE`.
+        expert_dropout: inside the experts.
+        shared_expert_initialization: start all experts of a layer from one draw.
+        dispatcher: `"index"` or `"einsum"`.
+        seed: of noise and dropout; weights draw from Keras's global seed.
+        dtype: dtype policy; routing is float32 under each.
+        **kwargs: see `keras_hub.models.Backbone`.
+
+    Input shape:
+        (B, height, width, channels).
+
+    Output shape:
+        (B, N, D): the normalised tokens, the class token first if there is one.
+
+    Raises:
+        ValueError: if an argument is out of range or arguments do not fit together.
+
+    Reference:
+        *An Image is Worth 16x16 Words*; *Scaling Vision with Sparse Mixture of
+        Experts*.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.models import ViTBackbone
+    >>> backbone = ViTBackbone(
+    ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2,
+    ...     num_heads=2, mlp_dim=16, moe_layers="every_2", num_experts=4,
+    ... )
+    >>> tuple(backbone(np.zeros((1, 8, 8, 3), "float32")).shape)
+    (1, 5, 8)
+    >>> list(backbone.routing)
+    ['block_1']
+    """
+
+    def __init__(
+        self,
+        image_shape: tuple = (224, 224, 3),
+        patch_size: Any = 32,
+        hidden_dim: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        mlp_dim: int = 3072,
+        class_token: bool = True,
+        position_embedding: str = "learned",
+        activation: Any = "gelu_tanh",
+        dropout_rate: float = 0.0,
+        attention_dropout: float = 0.0,
+        layer_norm_epsilon: float = 1e-6,
+        moe_layers: Any = None,
+        num_experts: int = 32,
+        num_selected_experts: int = 2,
+        expert_mlp_dim: int | None = None,
+        capacity_factor: float = 1.05,
+        eval_capacity_factor: float | None = None,
+        capacity_rounding: str = "ceil",
+        capacity_multiple_of: int | None = 4,
+        priority: str = "first_come",
+        noise_std: float = 1.0,
+        images_per_group: int | None = 8,
+        auxiliary_losses: Any = VMOE_LOSSES,
+        expert_dropout: float = 0.0,
+        shared_expert_initialization: bool = True,
+        dispatcher: str = "index",
+        seed: int | None = None,
+        dtype: Any = None,
+        **kwargs,
+    ):
+        config = dict(locals())
+        for name in ("self", "__class__", "dtype", "kwargs"):
+            config.pop(name, None)
+
+        # === Layers ===
+        layers = _layers(dtype=dtype, **config)
+        inputs = keras.Input(shape=tuple(image_shape), name="images")
+        x = layers["patch_embedding"](inputs)
+        if class_token:
+            x = layers["class_token"](x)
+        x = layers["position_embedding"](x)
+        x = layers["embedding_dropout"](x)
+
+        # === Functional model ===
+        routing = {}
+        for block in layers["blocks"]:
+            if isinstance(block, MoEEncoderBlock):
+                x, routing[block.name] = block(x)
+            else:
+                x = block(x)
+        outputs = layers["final_norm"](x)
+        super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
+        # Plain attributes: Keras would wrap the dict of symbolic records.
+        object.__setattr__(self, "_routing", routing)
+
+        # === Config ===
+        config["image_shape"] = tuple(image_shape)
+        config["activation"] = activations.serialize(activations.get(activation))
+        if not isinstance(auxiliary_losses, dict):
+            config["auxiliary_losses"] = losses.serialize(losses.get(auxiliary_losses))
+        object.__setattr__(self, "_config", config)
+
+    @property
+    def routing(self) -> dict:
+        """The symbolic `Routing` of each MoE block, by the block's name."""
+        return dict(self._routing)
+
+    @property
+    def image_shape(self) -> tuple:
+        """(height, width, channels)."""
+        return self._config["image_shape"]
+
+    @property
+    def hidden_dim(self) -> int:
+        """D."""
+        return self._config["hidden_dim"]
+
+    @property
+    def class_token(self) -> bool:
+        """Whether the first token is a class token."""
+        return self._config["class_token"]
+
+    def get_config(self):
+        return {**super().get_config(), **self._config}
+
+    @staticmethod
+    def describe_parts(**config) -> tuple[list[Part], int, int]:
+        """The parts with their costs, the number of tokens N, and D.
+
+        Args:
+            **config: the arguments of the constructor. No weight is allocated.
+        """
+        layers = _layers(dtype="float32", **{**_defaults(), **config})
+        dim = layers["patch_embedding"].hidden_dim
+        image_shape = {**_defaults(), **config}["image_shape"]
+        rows, columns = layers["patch_embedding"].grid(tuple(image_shape))
+        num_patches, channels = rows * columns, image_shape[-1]
+        num_tokens = num_patches + ("class_token" in layers)
+        embedding = layers["patch_embedding"].parameters(channels)
+        if "class_token" in layers:
+            embedding += dim
+        if layers["position_embedding"].kind == "learned":
+            embedding += num_tokens * dim
+        parts = [
+            Part(
+                "embedding",
+                "patches",
+                embedding,
+                embedding,
+                layers["patch_embedding"].flops(num_patches, channels),
+            )
+        ]
+        for block in layers["blocks"]:
+            kind = "dense"
+            if isinstance(block, MoEEncoderBlock):
+                router = block.feed_forward.router
+                kind = f"MoE {router.num_experts}, K={router.num_selected_experts}"
+            parts.append(
+                Part(
+                    block.name,
+                    kind,
+                    block.parameters(dim),
+                    block.active_parameters(dim),
+                    block.flops(num_tokens, dim),
+                )
+            )
+        parts.append(Part("final_norm", "norm", 2 * dim, 2 * dim, 0))
+        return parts, num_tokens, dim
+
+
+def _defaults():
+    parameters = inspect.signature(ViTBackbone.__init__).parameters
+    return {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.default is not parameter.empty and name != "dtype"
+    }
+
+
+def _layers(
+    image_shape,
+    patch_size,
+    hidden_dim,
+    num_layers,
+    num_heads,
+    mlp_dim,
+    class_token,
+    position_embedding,
+    activation,
+    dropout_rate,
+    attention_dropout,
+    layer_norm_epsilon,
+    moe_layers,
+    num_experts,
+    num_selected_experts,
+    expert_mlp_dim,
+    capacity_factor,
+    eval_capacity_factor,
+    capacity_rounding,
+    capacity_multiple_of,
+    priority,
+    noise_std,
+    images_per_group,
+    auxiliary_losses,
+    expert_dropout,
+    shared_expert_initialization,
+    dispatcher,
+    seed,
+    dtype,
+):
+    """The backbone's layers, not built: nothing is allocated."""
+    if len(image_shape) != 3 or not all(
+        isinstance(size, int) and size > 0 for size in image_shape
+    ):
+        raise ValueError(
+            "Expected image_shape (height, width, channels) of positive integers; "
+            f"received: image_shape={image_shape}"
+        )
+    if num_layers < 1:
+        raise ValueError(f"Expected num_layers >= 1; received: num_layers={num_layers}")
+    if images_per_group is not None and images_per_group < 1:
+        raise ValueError(
+            "Expected images_per_group to be None or >= 1; "
+            f"received: images_per_group={images_per_group}"
+        )
+    if hidden_dim % num_heads:
+        raise ValueError(
+            "Expected num_heads to divide hidden_dim; received: "
+            f"num_heads={num_heads}, hidden_dim={hidden_dim}"
+        )
+    moe_indices = resolve_moe_layers(moe_layers, num_layers)
+    patch_embedding = PatchEmbedding(
+        hidden_dim, patch_size, dtype=dtype, name="patch_embedding"
+    )
+    grid = patch_embedding.grid(tuple(image_shape))
+    layers = {"patch_embedding": patch_embedding}
+    if class_token:
+        layers["class_token"] = ClassToken(dtype=dtype, name="class_token")
+    layers["position_embedding"] = PositionEmbedding(
+        grid, position_embedding, dtype=dtype, name="position_embedding"
+    )
+    layers["embedding_dropout"] = keras.layers.Dropout(
+        dropout_rate, seed=seed, dtype=dtype, name="embedding_dropout"
+    )
+    num_tokens = grid[0] * grid[1] + int(class_token)
+    layers["blocks"] = []
+    for index in range(num_layers):
+        # Each layer draws numbers of its own, all following from one seed.
+        layer_seed = None if seed is None else seed + index + 1
+        if index in moe_indices:
+            block_class = MoEEncoderBlock
+            feed_forward = MoE(
+                TokenChoiceRouter(
+                    num_experts,
+                    num_selected_experts,
+                    capacity_factor=capacity_factor,
+                    eval_capacity_factor=eval_capacity_factor,
+                    capacity_rounding=capacity_rounding,
+                    capacity_multiple_of=capacity_multiple_of,
+                    priority=priority,
+                    noise_std=noise_std,
+                    seed=layer_seed,
+                ),
+                Experts(
+                    num_experts,
+                    expert_mlp_dim or mlp_dim,
+                    activation=activation,
+                    dropout=expert_dropout,
+                    shared_initialization=shared_expert_initialization,
+                    seed=layer_seed,
+                    dtype=dtype,
+                    name="experts",
+                ),
+                group_size=images_per_group and images_per_group * num_tokens,
+                auxiliary_losses=auxiliary_losses,
+                dispatcher=dispatcher,
+                dtype=dtype,
+                name="moe",
+            )
+        else:
+            block_class = EncoderBlock
+            feed_forward = MLP(
+                mlp_dim, activation, dropout_rate, layer_seed, dtype=dtype, name="mlp"
+            )
+        layers["blocks"].append(
+            block_class(
+                num_heads,
+                feed_forward,
+                dropout=dropout_rate,
+                attention_dropout=attention_dropout,
+                layer_norm_epsilon=layer_norm_epsilon,
+                seed=layer_seed,
+                dtype=dtype,
+                name=f"block_{index}",
+            )
+        )
+    layers["final_norm"] = LayerNorm(
+        layer_norm_epsilon, dtype=dtype, name="final_norm"
+    )
+    return layers

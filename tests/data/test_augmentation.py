@@ -1,0 +1,208 @@
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.data import RandAugment, RandomResizedCrop
+from keras_moe.data.augmentation import _rand_augment_layers, call_with_seed
+
+tf = pytest.importorskip("tensorflow")
+
+backend_free = pytest.mark.backend_free
+
+
+def in_pipeline(function, images, seed=0):
+    """Applies function(image, seed) to each image inside tf.data."""
+    dataset = tf.data.Dataset.from_tensor_slices(images).enumerate()
+    dataset = dataset.map(
+        lambda i, image: function(image, tf.stack([tf.cast(i, "int32"), seed]))
+    )
+    return np.stack(list(dataset.as_numpy_iterator()))
+
+
+def photographs(count=4, size=(12, 10), channels=3, low=0, high=256):
+    rng = np.random.default_rng(0)
+    return rng.integers(low, high, (count, *size, channels)).astype("float32")
+
+
+def ramps(height, width):
+    """The coordinates of each pixel, as an image of two channels."""
+    rows, columns = np.mgrid[:height, :width]
+    return np.stack([rows, columns], axis=-1).astype("float32")
+
+
+@backend_free
+def test_the_whole_image_is_resized_as_tensorflow_does():
+    images = photographs(size=(16, 16))
+    crop = RandomResizedCrop(9, 23, scale=(1, 1), ratio=(1, 1))
+    np.testing.assert_allclose(
+        crop(images, (0, 1)), tf.image.resize(images, (9, 23)), atol=1e-3
+    )
+
+
+@backend_free
+@pytest.mark.parametrize("size", [(40, 40), (60, 30)])
+def test_crops_have_the_area_the_shape_and_the_pixels_they_should(size):
+    crop = RandomResizedCrop(200, 200, scale=(0.2, 0.6), ratio=(0.5, 2.0))
+    images = np.repeat(ramps(*size)[None], 200, axis=0)
+    top, left, height, width = (
+        part.numpy() for part in crop._draw(tf, tf.shape(images), (0, 1))
+    )
+    # Rounding to whole pixels moves the bounds a little.
+    share = height * width / (size[0] * size[1])
+    assert share.min() > 0.18
+    assert share.max() < 0.64
+    assert share.std() > 0.05
+    assert (width / height).min() > 0.45
+    assert (width / height).max() < 2.2
+    assert min(top.min(), left.min()) == 0
+    assert (top + height).max() == size[0]
+    assert (left + width).max() == size[1]
+
+    output = crop(images, (0, 1)).numpy()
+    centre = top + height / 2 - 0.5, left + width / 2 - 0.5
+    inner = output[:, 50:150, 50:150].mean((1, 2))
+    np.testing.assert_allclose(inner, np.stack(centre, -1), atol=0.02)
+    # From the middle of one output pixel to that of another.
+    steps = output[:, 150, 150] - output[:, 50, 50]
+    np.testing.assert_allclose(steps, np.stack([height, width], -1) / 2, atol=0.02)
+
+
+@backend_free
+def test_images_of_a_batch_are_cropped_differently_and_repeatably():
+    images = np.repeat(photographs(1), 3, axis=0)
+    crop = RandomResizedCrop(8, 8)
+    output = crop(images, (0, 1)).numpy()
+    assert not np.array_equal(output[0], output[1])
+    np.testing.assert_array_equal(output, crop(images, (0, 1)))
+    assert not np.array_equal(output, crop(images, (0, 2)))
+    assert crop(images[0], (0, 1)).shape == (8, 8, 3)
+
+
+@backend_free
+def test_a_shape_that_does_not_fit_falls_back_to_the_centre():
+    # Nothing of the whole area of a tall image is wide.
+    crop = RandomResizedCrop(10, 10, scale=(1, 1), ratio=(1, 2))
+    images = ramps(30, 10)[None]
+    drawn = [float(part[0]) for part in crop._draw(tf, tf.shape(images), (0, 1))]
+    assert drawn == [10, 0, 10, 10]
+    np.testing.assert_allclose(crop(images, (0, 1))[0], images[0, 10:20], atol=1e-4)
+
+
+LAYERS = [
+    "shear x",
+    "shear y",
+    "translate x",
+    "translate y",
+    "rotate",
+    "brightness",
+    "contrast",
+    "colour",
+    "sharpness",
+    "posterise",
+    "solarise",
+    "autocontrast",
+    "equalise",
+]
+
+
+def transformed(name, magnitude, images):
+    layer = _rand_augment_layers(magnitude)[LAYERS.index(name)]
+    return in_pipeline(lambda image, seed: call_with_seed(layer, image, seed), images)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_transformations_keep_the_range_of_pixels(name):
+    images = np.concatenate(
+        [photographs(), np.zeros((1, 12, 10, 3)), np.full((1, 12, 10, 3), 255.0)]
+    ).astype("float32")
+    output = transformed(name, 1.0, images)
+    assert output.shape == images.shape
+    assert np.isfinite(output).all()
+    assert output.min() >= 0
+    assert output.max() <= 255
+    if name != "equalise":  # noise has an equal histogram already
+        assert not np.array_equal(output[:4], images[:4])
+
+
+@pytest.mark.parametrize("name", LAYERS[:-2])
+def test_no_magnitude_is_no_change(name):
+    images = photographs()
+    np.testing.assert_allclose(transformed(name, 0.0, images), images, atol=0.01)
+
+
+# Each of these goes wrong if the layer takes the pixels to be in another range.
+def test_range_of_posterise():
+    output = transformed("posterise", 1.0, photographs())
+    np.testing.assert_array_equal(output, photographs() // 16 * 16)
+
+
+def test_range_of_solarise():
+    images = photographs(40)
+    output = transformed("solarise", 1.0, images)
+    inverted = output == 255 - images
+    assert ((output == images) | inverted).all()
+    share = inverted.mean((1, 2, 3))
+    assert share.min() < 0.2
+    assert share.max() > 0.8
+    # Weaker: only bright pixels.
+    weak = transformed("solarise", 0.25, images)
+    np.testing.assert_array_equal(weak[images < 190], images[images < 190])
+    assert (weak != images).any()
+
+
+def test_range_of_brightness():
+    images = np.full((60, 12, 10, 3), 128.0, "float32")
+    change = (transformed("brightness", 0.25, images) - images).mean((1, 2, 3))
+    # Up to 0.9 / 4 of 255.
+    assert 40 < np.abs(change).max() < 58
+    assert change.min() < -30
+    assert change.max() > 30
+
+
+@pytest.mark.parametrize("name", ["autocontrast", "equalise"])
+def test_range_of_stretching(name):
+    output = transformed(name, 1.0, photographs(low=100, high=150))
+    np.testing.assert_allclose(output.min((1, 2)), 0, atol=1e-3)
+    np.testing.assert_allclose(output.max((1, 2)), 255, atol=1e-3)
+
+
+def test_signs_are_drawn():
+    dots = np.zeros((40, 21, 21, 1), "float32")
+    dots[:, 10, 10] = 255
+    for name in LAYERS[2:4]:
+        moved = transformed(name, 0.5, dots)
+        axis = {"translate x": 1, "translate y": 0}[name]
+        # Grey comes from outside; the dot is what is brighter.
+        at = [np.argwhere(image[..., 0] > 129).mean(0)[axis] for image in moved]
+        assert min(at) < 9
+        assert max(at) > 11
+
+
+def test_equalising_is_that_of_keras():
+    images = photographs(2, (6, 5), 1, high=60)
+    expected = keras.layers.Equalization(data_format="channels_last")(images)
+    np.testing.assert_allclose(
+        transformed("equalise", 1.0, images),
+        keras.ops.convert_to_numpy(expected),
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_rand_augment_draws_for_each_image(channels):
+    augment = RandAugment(num_ops=2)
+    images = np.repeat(photographs(1, channels=channels), 40, axis=0)
+    output = in_pipeline(augment, images)
+    assert output.shape == images.shape
+    different = {image.tobytes() for image in output.round(3)}
+    assert len(different) > 25
+    np.testing.assert_array_equal(output, in_pipeline(augment, images))
+    assert not np.array_equal(output, in_pipeline(augment, images, seed=1))
+
+
+def test_rand_augment_of_a_batch():
+    images = np.repeat(photographs(1), 20, axis=0)
+    augment = RandAugment(num_ops=1)
+    (output,) = in_pipeline(augment, images[None])
+    assert output.shape == images.shape
+    assert len({image.tobytes() for image in output}) > 10

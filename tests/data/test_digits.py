@@ -1,0 +1,109 @@
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.data import load_digits
+from keras_moe.data.digits import read_pixels
+
+pytestmark = pytest.mark.backend_free
+
+
+def rows(images):
+    return {image.tobytes() for image in images}
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 1), (32, 32, 3), (20, 12, 5)])
+def test_shapes_and_range(shape):
+    images, labels = load_digits("all", shape)
+    assert images.shape == (1797, *shape)
+    assert images.dtype == "float32"
+    assert labels.dtype == "int32"
+    assert images.min() == -1
+    assert images.max() <= 1
+    np.testing.assert_array_equal(images, np.repeat(images[..., :1], shape[2], -1))
+    assert set(labels) == set(range(10))
+
+
+def test_ink_is_one_and_paper_is_minus_one():
+    from sklearn.datasets import load_digits as of_sklearn
+
+    images, labels = load_digits("all", (8, 8, 1))
+    np.testing.assert_allclose(images[..., 0], of_sklearn().images / 8 - 1, atol=1e-6)
+    np.testing.assert_array_equal(labels, of_sklearn().target)
+
+
+def test_splits_are_stratified_disjoint_and_complete():
+    train, test = load_digits("train", (8, 8, 1)), load_digits("test", (8, 8, 1))
+    assert len(train[0]) == 1347
+    assert len(test[0]) == 450
+    everything = rows(load_digits("all", (8, 8, 1))[0])
+    assert not rows(train[0]) & rows(test[0])
+    assert rows(train[0]) | rows(test[0]) == everything
+    share = np.bincount(test[1]) / np.bincount(load_digits("all")[1])
+    np.testing.assert_allclose(share, 0.25, atol=0.01)
+
+
+def test_the_seed_decides_the_split():
+    first, again, other = (load_digits("test", seed=seed)[1] for seed in (3, 3, 4))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert len(load_digits("test", test_fraction=0.5)[0]) == 899
+
+
+def test_images_are_labelled_correctly_in_every_split():
+    # Each digit is nearer to its class's mean over everything than chance allows.
+    everything, all_labels = load_digits("all", (8, 8, 1))
+    means = np.stack([everything[all_labels == c].mean(0) for c in range(10)])
+    for split in ("train", "test"):
+        images, labels = load_digits(split, (8, 8, 1))
+        distance = np.square(images[:, None] - means).sum((2, 3, 4))
+        assert (distance.argmin(1) == labels).mean() > 0.85
+
+
+@pytest.mark.parametrize("size", [(8, 8), (32, 32), (5, 13), (3, 40)])
+def test_resizing_is_that_of_keras(size):
+    pixels, _ = read_pixels("test")
+    expected = keras.ops.image.resize(
+        pixels[:20], size, "bilinear", antialias=False, data_format="channels_last"
+    )
+    images, _ = load_digits("test", (*size, 1))
+    np.testing.assert_allclose(
+        images[:20], keras.ops.convert_to_numpy(expected) / 127.5 - 1, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split": "validation"}, "split='validation'"),
+        ({"image_shape": (32, 32)}, r"image_shape=\(32, 32\)"),
+        ({"image_shape": (32, 32, 0)}, r"image_shape=\(32, 32, 0\)"),
+        ({"image_shape": 32}, "image_shape=32"),
+        ({"test_fraction": 1.0}, "test_fraction=1.0"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=f"Expected.*received: {message}"):
+        load_digits(**{"split": "train", **arguments})
+
+
+def test_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ImportError, match=r"keras-moe\[digits\]"):
+        load_digits("train")
+
+
+def test_importing_the_folder_loads_no_tensorflow():
+    probe = (
+        "import os; os.environ['KERAS_BACKEND'] = 'jax'; import keras, sys;"
+        "before = set(sys.modules); import keras_moe.data;"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
+        "print(new & {'tensorflow', 'tensorflow_datasets', 'torch', 'keras_cv'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,356 @@
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.data import (
+    RandAugment,
+    RandomResizedCrop,
+    load,
+    load_digits,
+    num_classes,
+)
+
+tf = pytest.importorskip("tensorflow")
+
+SHAPE = (16, 16, 3)
+backend_free = pytest.mark.backend_free
+
+
+def arrays(dataset):
+    """All batches of one pass, joined."""
+    images, labels = zip(*dataset.as_numpy_iterator())
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def same(first, second):
+    return all(np.array_equal(a, b) for a, b in zip(first, second))
+
+
+@backend_free
+@pytest.mark.parametrize("shape", [(16, 16, 3), (8, 8, 1), (20, 12, 1)])
+def test_digits_are_those_of_load_digits(shape):
+    images, labels = arrays(load("digits", "test", shape))
+    expected, expected_labels = load_digits("test", shape)
+    np.testing.assert_allclose(images, expected, atol=1e-6)
+    np.testing.assert_array_equal(labels, expected_labels)
+    assert images.dtype == "float32"
+    assert labels.dtype == "int32"
+
+
+@backend_free
+def test_batches():
+    dataset = load("digits", "test", SHAPE, batch_size=64)
+    assert len(dataset) == 8
+    assert [len(labels) for _, labels in dataset] == [64] * 7 + [2]
+    assert dataset.element_spec[0].shape == (None, *SHAPE)
+    full = load("digits", "test", SHAPE, batch_size=64, drop_remainder=True)
+    assert len(full) == 7
+    assert full.element_spec[0].shape == (64, *SHAPE)
+
+
+@backend_free
+def test_one_hot():
+    plain, hot = (
+        load("digits", "test", SHAPE),
+        load("digits", "test", SHAPE, one_hot=True),
+    )
+    np.testing.assert_array_equal(arrays(hot)[1], np.eye(10)[arrays(plain)[1]])
+    assert arrays(hot)[1].dtype == "float32"
+
+
+@backend_free
+def test_training_data_is_shuffled_by_seed_and_pass():
+    dataset = load("digits", "train", SHAPE)
+    first, second = arrays(dataset), arrays(dataset)
+    assert not same(first, second)
+    assert same(first, arrays(load("digits", "train", SHAPE)))
+    assert not same(first, arrays(load("digits", "train", SHAPE, seed=1)))
+    ordered = arrays(load("digits", "train", SHAPE, shuffle=False))
+    np.testing.assert_array_equal(ordered[1], load_digits("train")[1])
+    # The same images, whatever the seed: the split does not depend on it.
+    for labels in (first[1], arrays(load("digits", "train", SHAPE, seed=1))[1]):
+        np.testing.assert_array_equal(np.bincount(labels), np.bincount(ordered[1]))
+
+
+@backend_free
+def test_other_splits_keep_their_order():
+    assert same(*[arrays(load("digits", "test", SHAPE)) for _ in range(2)])
+    shuffled = load("digits", "test", SHAPE, shuffle=True)
+    assert not same(arrays(shuffled), arrays(load("digits", "test", SHAPE)))
+
+
+AUGMENTATIONS = [
+    "flip",
+    "random_resized_crop",
+    "randaugment",
+    "mixup",
+    "cutmix",
+    ("random_resized_crop", "randaugment", "mixup", "flip", "cutmix"),
+]
+
+
+@pytest.mark.parametrize("augment", AUGMENTATIONS, ids=str)
+def test_every_name_works_with_every_backend(augment):
+    def make(seed):
+        # Of the middle, where a batch that is not full is included.
+        return load("digits", "test", SHAPE, augment=augment, seed=seed, batch_size=100)
+
+    dataset = make(0)
+    first, second = arrays(dataset), arrays(dataset)
+    assert first[0].shape == (450, *SHAPE)
+    assert first[0].dtype == "float32"
+    assert np.isfinite(first[0]).all()
+    assert first[0].min() >= -1
+    assert first[0].max() <= 1
+    # Something happens, and neither everything turns black nor white.
+    plain = arrays(load("digits", "test", SHAPE))[0]
+    assert np.abs(first[0] - plain).mean() > 0.005
+    assert abs(first[0].mean() - plain.mean()) < 0.3
+    # Another pass and another seed give other images; the same seed gives the same.
+    assert not same(first, second)
+    assert not same(first, arrays(make(1)))
+    again = make(0)
+    assert same(first, arrays(again))
+    assert same(second, arrays(again))
+
+
+def test_flip_mirrors_about_half_of_the_images():
+    plain = arrays(load("digits", "test", SHAPE))[0]
+    flipped = arrays(load("digits", "test", SHAPE, augment="flip"))[0]
+    kept = np.isclose(flipped, plain, atol=1e-6).all((1, 2, 3))
+    mirrored = np.isclose(flipped, plain[:, :, ::-1], atol=1e-6).all((1, 2, 3))
+    assert (kept | mirrored).all()
+    assert 0.4 < mirrored.mean() < 0.6
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("augment", ["flip", "mixup"])
+def test_pixels_stay_float32_under_any_policy(policy, augment):
+    expected = arrays(load("digits", "test", SHAPE, augment=augment))
+    keras.config.set_dtype_policy(policy)
+    assert same(expected, arrays(load("digits", "test", SHAPE, augment=augment)))
+
+
+def value_of(labels):
+    # Images of one value per class, such that mixtures of labels foretell the pixels.
+    return labels @ np.linspace(-1, 1, 10)
+
+
+def by_class(images, labels):
+    """Replaces the images by one value per class."""
+    value = tf.cast(tf.argmax(labels, -1), "float32") * (255 / 9)
+    return tf.zeros_like(images) + value[:, None, None, None]
+
+
+def paint(data):
+    return {**data, "images": by_class(data["images"], data["labels"])}
+
+
+def painter():
+    # Plain functions may carry the attribute.
+    def function(data):
+        return paint(data)
+
+    function.mixes_labels = True
+    return function
+
+
+def test_mixup_mixes_labels_like_images():
+    images, labels = arrays(
+        load("digits", "test", SHAPE, augment=[painter(), "mixup"], batch_size=90)
+    )
+    np.testing.assert_allclose(labels.sum(1), 1, atol=1e-6)
+    assert (np.count_nonzero(labels > 1e-3, axis=1) == 2).mean() > 0.2
+    np.testing.assert_allclose(
+        images,
+        np.broadcast_to(value_of(labels)[:, None, None, None], images.shape),
+        atol=1e-5,
+    )
+
+
+def test_cutmix_mixes_labels_like_areas():
+    images, labels = arrays(
+        load("digits", "test", SHAPE, augment=[painter(), "cutmix"], batch_size=90)
+    )
+    np.testing.assert_allclose(labels.sum(1), 1, atol=1e-5)
+    # A box has whole pixels: at most one row and one column more or less.
+    np.testing.assert_allclose(
+        images.mean((1, 2, 3)), value_of(labels), atol=2 * 2 / 16
+    )
+    assert np.abs(images.mean((1, 2, 3)) - value_of(labels)).mean() < 0.05
+    mixed = [len(np.unique(image.round(4))) for image in images]
+    assert set(mixed) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: keras.layers.RandomRotation(0.1, seed=1),
+        lambda: keras.layers.RandomZoom(0.2, seed=1),
+        lambda: keras.layers.RandomErasing(seed=1),
+        lambda: keras.layers.AutoContrast(),
+        lambda: keras.layers.Pipeline(
+            [
+                keras.layers.RandomFlip(seed=1),
+                keras.layers.RandomBrightness(0.2, seed=2),
+            ]
+        ),
+        lambda: keras.layers.Pipeline(
+            [keras.layers.RandomFlip(seed=1), keras.layers.MixUp(seed=2)]
+        ),
+    ],
+    ids=["rotation", "zoom", "erasing", "contrast", "pipeline", "mixing pipeline"],
+)
+def test_layers_of_keras(layer):
+    made = [arrays(load("digits", "test", SHAPE, augment=layer())) for _ in range(2)]
+    assert same(*made)
+    assert made[0][0].shape == (450, *SHAPE)
+    plain = arrays(load("digits", "test", SHAPE))
+    assert not np.array_equal(made[0][0], plain[0])
+
+
+def test_a_layer_that_is_used_again_starts_again():
+    layer = keras.layers.RandomRotation(0.1, seed=1)
+    made = [arrays(load("digits", "test", SHAPE, augment=layer)) for _ in range(2)]
+    assert same(*made)
+    # And outside the pipeline it has its own generator as before.
+    image = np.random.default_rng(0).uniform(size=(1, 8, 8, 1)).astype("float32")
+    one, other = (keras.ops.convert_to_numpy(layer(image, training=True)) for _ in "ab")
+    assert not np.array_equal(one, other)
+
+
+def test_functions_see_pixels():
+    plain = arrays(load("digits", "test", SHAPE))[0]
+    seen = []
+
+    def invert(images):
+        seen.append(images.shape)
+        return 255.0 - images
+
+    inverted = arrays(load("digits", "test", SHAPE, augment=invert))[0]
+    np.testing.assert_allclose(inverted, -plain, atol=1e-5)
+    assert seen[0] == SHAPE
+    # After a layer that mixes labels, in batches.
+    seen.clear()
+    load("digits", "test", SHAPE, augment=["mixup", invert])
+    assert seen[0].rank == 4
+
+
+def test_functions_may_take_a_seed():
+    def noise(images, seed):
+        return images + tf.random.stateless_uniform(tf.shape(images), seed, 0, 100)
+
+    first, again = (load("digits", "test", SHAPE, augment=noise) for _ in range(2))
+    assert same(arrays(first), arrays(again))
+    assert not same(arrays(first), arrays(load("digits", "test", SHAPE)))
+
+
+def test_what_leaves_the_range_is_clipped():
+    images, _ = arrays(load("digits", "test", SHAPE, augment=lambda x: 3 * x - 100))
+    assert images.min() == -1
+    assert images.max() == 1
+
+
+def test_layers_may_change_the_size():
+    crop = keras.layers.RandomCrop(8, 12, seed=0)
+    assert arrays(load("digits", "test", SHAPE, augment=crop))[0].shape[1:] == (
+        8,
+        12,
+        3,
+    )
+
+
+def test_a_leading_crop_reads_the_full_size():
+    sizes = []
+
+    class Spy(RandomResizedCrop):
+        def __call__(self, images, seed):
+            sizes.append(tuple(images.shape))
+            return super().__call__(images, seed)
+
+    load("digits", "test", SHAPE, augment=[Spy(16, 16), "flip"])
+    load("digits", "test", SHAPE, augment=["flip", Spy(16, 16)])
+    assert sizes[0] == (8, 8, 3)
+    assert sizes[-1] == SHAPE
+    # Of another size than the images, which is then made right.
+    images = arrays(load("digits", "test", SHAPE, augment=Spy(9, 9)))[0]
+    assert images.shape[1:] == SHAPE
+
+
+def test_fit_takes_the_pipeline():
+    model = keras.Sequential(
+        [keras.Input(SHAPE), keras.layers.Flatten(), keras.layers.Dense(10)]
+    )
+    model.compile(
+        "adam", keras.losses.CategoricalCrossentropy(from_logits=True), ["accuracy"]
+    )
+    train = load("digits", "train", SHAPE, augment=["flip", "mixup"])
+    test = load("digits", "test", SHAPE, one_hot=True)
+    history = model.fit(train, validation_data=test, epochs=2, verbose=0).history
+    assert history["val_accuracy"][-1] > 0.3
+
+
+def test_keras_cv_layers():
+    # Skipped only where KerasCV cannot be imported.
+    keras_cv = pytest.importorskip("keras_cv")
+    layers = [
+        keras_cv.layers.RandomFlip("horizontal", seed=1),
+        keras_cv.layers.RandomBrightness(factor=0.2, value_range=(0, 255), seed=2),
+        keras_cv.layers.MixUp(seed=3),
+    ]
+    images, labels = arrays(load("digits", "test", SHAPE, augment=layers))
+    plain = arrays(load("digits", "test", SHAPE))[0]
+    assert images.shape == plain.shape
+    assert images.dtype == labels.dtype == "float32"
+    assert np.abs(images - plain).mean() > 0.01
+    assert abs(images.mean() - plain.mean()) < 0.2
+    np.testing.assert_allclose(labels.sum(1), 1, atol=1e-5)
+    assert (labels.max(1) < 1).any()
+
+
+@backend_free
+def test_num_classes():
+    assert num_classes("digits") == 10
+
+
+@backend_free
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"source": "digit"}, "source='digit'; did you mean 'digits' or 'tfds:digit'"),
+        ({"source": "cifar10"}, "source='cifar10'; did you mean 'tfds:cifar10'"),
+        ({"source": "tdfs:mnist"}, "did you mean 'tfds:mnist'"),
+        ({"source": "tfds:"}, "source='tfds:'"),
+        ({"source": 3}, "source=3"),
+        ({"split": "foo"}, "split='foo'"),
+        ({"split": 0}, "split=0"),
+        ({"image_shape": (0, 8, 3)}, r"image_shape=\(0, 8, 3\)"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 2.0}, "batch_size=2.0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"augment": "mixupp"}, "augment='mixupp'; did you mean 'mixup'"),
+        ({"augment": ["flip", "blur"]}, "augment='blur'"),
+        ({"augment": 3}, "augment=3"),
+        ({"augment": ["flip", 3]}, "3"),
+        ({"augment": keras.layers.RandomFlip}, "RandomFlip"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=f"Expected.*received: .*{message}"):
+        load(**{"source": "digits", "split": "test", **arguments})
+
+
+@backend_free
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (lambda: RandomResizedCrop(0, 8), "height=0, width=8"),
+        (lambda: RandomResizedCrop(8, 8, scale=(0.5, 1.5)), r"scale=\(0.5, 1.5\)"),
+        (lambda: RandomResizedCrop(8, 8, ratio=(2, 1)), r"ratio=\(2, 1\)"),
+        (lambda: RandAugment(num_ops=0), "num_ops=0"),
+        (lambda: RandAugment(magnitude=2), "magnitude=2"),
+    ],
+)
+def test_bad_layers(layer, message):
+    with pytest.raises(ValueError, match=message):
+        layer()
