@@ -12,6 +12,8 @@ for name, value in {
     "MPLBACKEND": "Agg",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
+    # On JAX a small test is mostly compilation, and this takes a quarter off it.
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }.items():
     os.environ.setdefault(name, value)
 

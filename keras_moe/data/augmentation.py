@@ -17,8 +17,8 @@ import numpy as np
 VALUE_RANGE = (0, 255)
 # Keras's, and those of KerasCV besides.
 LABEL_MIXERS = {"MixUp", "CutMix", "FourierMix"}
-# What is said of a layer here does not follow the user's policies for models: bfloat16
-# cannot even hold the integers up to 255 and a fraction.
+# The layers made here do not follow the policy and the data format of the models:
+# bfloat16 has 8 bits, too few for fractions of a pixel value.
 _PLAIN = {"dtype": "float32"}
 _CHANNELS_LAST = {"data_format": "channels_last"}
 
@@ -124,10 +124,8 @@ class RandomResizedCrop:
         area = (low + (high - low) * uniform[0]) * height * width
         log_low, log_high = np.log(self.ratio)
         ratio = tf.exp(log_low + (log_high - log_low) * uniform[1])
-        widths, heights = (
-            tf.round(tf.sqrt(area * ratio)),
-            tf.round(tf.sqrt(area / ratio)),
-        )
+        widths = tf.round(tf.sqrt(area * ratio))
+        heights = tf.round(tf.sqrt(area / ratio))
         fits = (heights >= 1) & (heights <= height) & (widths >= 1) & (widths <= width)
         # Falling numbers, as argmax promises nothing about equal ones.
         order = tf.range(self._NUM_DRAWS, 0, -1)
@@ -155,9 +153,10 @@ class RandomResizedCrop:
 class RandAugment:
     """Applies a few of Keras's transformations, drawn anew for every image.
 
-    The list and the ranges are the paper's. `keras.layers.RandAugment` may be used
-    instead; it computes all of its transformations for every image and keeps the
-    result of those it drew, which takes many times as long.
+    The list and the ranges are the paper's, except that colour only fades.
+    `keras.layers.RandAugment` may be used instead; it computes all of its
+    transformations for every image and keeps the result of those it drew, which takes
+    many times as long, and its default strength turns images by up to 180 degrees.
 
     Args:
         num_ops: how many are drawn and applied one after the other.
@@ -217,19 +216,21 @@ class RandAugment:
         chosen = tf.random.stateless_uniform(
             [self.num_ops], seed, 0, len(layers) + 1, "int32"
         )
-        for i in range(self.num_ops):
+
+        def apply(i, images):
             strength = tf.random.experimental.stateless_fold_in(seed, i + 1)
-            # The one more is the identity.
-            branches = [lambda images=images: images]
-            for layer in layers:
-                branches.append(
-                    lambda layer=layer, images=images, seed=strength: tf.ensure_shape(
-                        call_with_seed(layer, images, seed), shape
-                    )
+
+            def branch(layer):
+                return lambda: tf.ensure_shape(
+                    call_with_seed(layer, images, strength), shape
                 )
-            # Only the branch that was drawn is computed.
-            images = tf.switch_case(chosen[i], branches)
-        return images
+
+            # Only the branch that was drawn is computed. The one more is the identity.
+            branches = [lambda: images, *map(branch, layers)]
+            return i + 1, tf.switch_case(chosen[i], branches)
+
+        # A loop in the graph, whose making would else take several times as long.
+        return tf.while_loop(lambda i, _: i < self.num_ops, apply, (0, images))[1]
 
 
 class Step(NamedTuple):
@@ -399,7 +400,7 @@ def _has_argument(function: Callable, name: str) -> bool:
         return False
 
 
-class _Equalization(keras.layers.Equalization):
+class CountedEqualization(keras.layers.Equalization):
     """Counts a histogram with one operation.
 
     Keras chooses how to count by the backend of the models, not of the pipeline: with
@@ -419,7 +420,7 @@ class _Equalization(keras.layers.Equalization):
         )
 
 
-class _Solarization(keras.layers.Solarization):
+class ScaledSolarization(keras.layers.Solarization):
     """Inverts the pixels from a threshold on, which is at least 256 (1 - magnitude).
 
     Keras's own lower bound is not on the scale of its upper bound.
@@ -443,7 +444,9 @@ def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
     geometric = {**plain, "fill_mode": "constant", "fill_value": 128.0}
     colour = {**plain, "value_range": VALUE_RANGE}
     shear, shift, blend = 0.3 * magnitude, 100 / 224 * magnitude, 0.9 * magnitude
-    # (0, shear): Keras draws the sign besides.
+    bits = 8 - round(4 * magnitude)
+    # What one number means differs from layer to layer, hence the pairs. Of shear,
+    # Keras draws the sign besides; contrast is in [1 - first, 1 + second].
     return [
         layers.RandomShear(x_factor=(0.0, shear), y_factor=0.0, **geometric),
         layers.RandomShear(x_factor=0.0, y_factor=(0.0, shear), **geometric),
@@ -451,12 +454,12 @@ def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
         layers.RandomTranslation(height_factor=shift, width_factor=0.0, **geometric),
         layers.RandomRotation(factor=30 / 360 * magnitude, **geometric),
         layers.RandomBrightness(factor=blend, **colour),
-        layers.RandomContrast(factor=blend, **colour),
+        layers.RandomContrast(factor=(blend, blend), **colour),
         layers.RandomColorDegeneration(factor=blend, **colour),
         # One half leaves the image as it is.
         layers.RandomSharpness(factor=(0.5 - blend / 2, 0.5 + blend / 2), **colour),
-        layers.RandomPosterization(factor=8 - round(4 * magnitude), **colour),
-        _Solarization(magnitude, **colour),
+        layers.RandomPosterization(factor=(bits, bits), **colour),
+        ScaledSolarization(magnitude, **colour),
         layers.AutoContrast(**colour),
-        _Equalization(**colour),
+        CountedEqualization(**colour),
     ]

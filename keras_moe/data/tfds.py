@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class Examples(NamedTuple):
     """What a source gives to the pipeline.
@@ -97,7 +99,7 @@ def _features(name: str, info: Any) -> tuple[str, str]:
         isinstance(pixels, tfds.features.Image)
         and isinstance(classes, tfds.features.ClassLabel)
         and pixels.shape[-1] in (1, 3)
-        and pixels.np_dtype == "uint8"
+        and np.dtype(pixels.np_dtype) == "uint8"
         and classes.num_classes
     ):
         return image, label

@@ -550,13 +550,9 @@ def _non_finite(array: np.ndarray) -> np.ndarray:
     """Indices along the first axis at which something is NaN or infinite."""
     if array.dtype.kind in "biu":
         return np.array([], "int64")
-    # np.isfinite knows float32 and float64, not every bfloat16.
-    finite = np.isfinite(array.astype(np.promote_types("float32", _real(array.dtype))))
-    return np.flatnonzero(~finite.reshape(len(array), -1).all(axis=1))
-
-
-def _real(dtype: np.dtype) -> np.dtype:
-    return dtype if dtype.kind == "f" else np.dtype("float32")
+    # np.isfinite does not know bfloat16.
+    values = array if array.dtype.kind == "f" else array.astype("float32")
+    return np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
 
 
 def _check_features(name: str, features: Any, dim: int | None = None) -> np.ndarray:

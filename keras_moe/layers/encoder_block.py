@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_moe.layers.mlp import check_dropout
-from keras_moe.layers.nested import layer_argument
+from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
 
 
@@ -90,7 +90,7 @@ class EncoderBlock(keras.layers.Layer):
         )
         self.attention_norm.build(input_shape)
         self.feed_forward_norm.build(input_shape)
-        self.feed_forward.build(input_shape)
+        build_once(self.feed_forward, input_shape)
 
     def _attend(self, tokens, training):
         x = self.attention_norm(tokens)

@@ -10,7 +10,7 @@ import keras
 from keras import ops, tree
 
 from keras_moe import losses
-from keras_moe.layers.nested import layer_argument
+from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.ops.dispatch import (
     combine,
     combine_einsum,
@@ -118,8 +118,8 @@ class MoE(keras.layers.Layer):
                 f"received: shape={tuple(input_shape)}"
             )
         dim = input_shape[-1]
-        self.router.build((None, None, dim))
-        self.experts.build((None, self.experts.num_experts, None, dim))
+        build_once(self.router, (None, None, dim))
+        build_once(self.experts, (None, self.experts.num_experts, None, dim))
 
     def call(
         self, tokens: Any, mask: Any = None, training: bool | None = None

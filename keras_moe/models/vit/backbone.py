@@ -180,6 +180,11 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
         return self._config["image_shape"]
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """The number of patches down and across."""
+        return self.get_layer("patch_embedding").grid(self.image_shape)
+
+    @property
     def hidden_dim(self) -> int:
         """D."""
         return self._config["hidden_dim"]

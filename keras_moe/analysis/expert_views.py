@@ -1,0 +1,70 @@
+"""Which patches each expert works on.
+
+Axes: B batch, N tokens, E experts.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class ExpertView(NamedTuple):
+    """What one expert works on.
+
+    Attributes:
+        position_shares: (rows, columns). At each place of the grid, the share of
+            images of which the patch there went to this expert.
+        images: indices of the images in which it works most.
+        patches: boolean (len(images), rows, columns): its patches in these.
+    """
+
+    position_shares: np.ndarray
+    images: np.ndarray
+    patches: np.ndarray
+
+
+def expert_views(
+    routing: Any, grid: tuple[int, int], images_per_expert: int = 8
+) -> list[ExpertView]:
+    """For each expert, where it works and in which images it works most.
+
+    Images are ranked by the sum of the expert's combine weights over their patches.
+
+    Args:
+        routing: a `Routing` of arrays (B, N, E), N the patches of the grid, with or
+            without a class token before them.
+        grid: patches down and across.
+        images_per_expert: how many images to pick for each expert.
+
+    Returns:
+        A list with an `ExpertView` for each expert.
+
+    Raises:
+        ValueError: if the tokens do not fit the grid.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import expert_views
+    >>> from keras_moe.ops import Routing
+    >>> weights = np.array([[[0.9, 0.0], [0.0, 0.6]], [[0.0, 0.7], [0.0, 0.8]]])
+    >>> routing = Routing(*[weights] * 3, dispatched=weights > 0, combined=weights)
+    >>> view = expert_views(routing, grid=(1, 2), images_per_expert=1)[1]
+    >>> view.images.tolist(), view.position_shares.tolist()
+    ([1], [[0.5, 1.0]])
+    """
+    combined = np.asarray(routing.combined)
+    num_patches = grid[0] * grid[1]
+    if combined.ndim != 3 or combined.shape[1] not in (num_patches, num_patches + 1):
+        raise ValueError(
+            f"Expected routing arrays (batch, {num_patches} or {num_patches + 1} "
+            f"tokens, experts) for grid={grid}; received: shape={combined.shape}"
+        )
+    dispatched = np.asarray(routing.dispatched)[:, -num_patches:] > 0
+    weight = combined[:, -num_patches:].sum(axis=1)
+    views = []
+    for expert in range(combined.shape[-1]):
+        order = np.argsort(-weight[:, expert], kind="stable")[:images_per_expert]
+        patches = dispatched[..., expert].reshape(-1, *grid)
+        views.append(ExpertView(patches.mean(axis=0), order, patches[order]))
+    return views

@@ -1,0 +1,119 @@
+"""What the routers did, as functions of routing records.
+
+Axes: B batch, N tokens, E experts, K selected experts.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+
+class RoutingStatistics(NamedTuple):
+    """What one MoE layer did with its tokens.
+
+    Attributes:
+        expert_shares: (E,). Each expert's share of all assignments served; sums to 1.
+        dropped_tokens: the share of tokens that no expert served.
+        dropped_choices: the share of the tokens' K choices that were dropped.
+        load_entropy: entropy of `expert_shares` over log E: 1 is a balanced load.
+        mean_max_gate: the mean over tokens of the largest gate.
+    """
+
+    expert_shares: np.ndarray
+    dropped_tokens: float
+    dropped_choices: float
+    load_entropy: float
+    mean_max_gate: float
+
+    def to_dict(self) -> dict:
+        """A JSON-serialisable dict."""
+        return {**self._asdict(), "expert_shares": self.expert_shares.tolist()}
+
+
+def routing_statistics(
+    routing: Any, num_selected_experts: int, mask: Any = None
+) -> RoutingStatistics:
+    """Load, drops and confidence of a router.
+
+    Args:
+        routing: a `Routing` of arrays (B, N, E), as
+            `keras.Model(backbone.input, backbone.routing).predict(images)` returns
+            for each block.
+        num_selected_experts: K.
+        mask: boolean (B, N), False for tokens that do not count.
+
+    Returns:
+        `RoutingStatistics`.
+
+    Raises:
+        ValueError: if the arrays are not (B, N, E), or no token counts.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import routing_statistics
+    >>> from keras_moe.ops import Routing
+    >>> served = np.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])
+    >>> statistics = routing_statistics(Routing(*[served] * 5), 1)
+    >>> statistics.expert_shares.tolist(), round(statistics.dropped_tokens, 3)
+    ([1.0, 0.0], 0.333)
+    """
+    dispatched = np.asarray(routing.dispatched, "float64")
+    gates = np.asarray(routing.gates, "float64")
+    if dispatched.ndim != 3:
+        raise ValueError(
+            "Expected routing arrays of shape (batch, tokens, experts); "
+            f"received: shape={dispatched.shape}"
+        )
+    counts = np.ones(dispatched.shape[:2], bool) if mask is None else np.asarray(mask)
+    if not counts.any():
+        raise ValueError("Expected at least one token; received: none that counts")
+    dispatched, gates = dispatched[counts], gates[counts]
+    num_experts = dispatched.shape[-1]
+    loads = dispatched.sum(axis=0)
+    shares = loads / max(loads.sum(), 1.0)
+    positive = shares[shares > 0]
+    entropy = -(positive * np.log(positive)).sum() + 0.0
+    return RoutingStatistics(
+        expert_shares=shares,
+        dropped_tokens=float((dispatched.sum(axis=-1) == 0).mean()),
+        dropped_choices=float(
+            1.0 - dispatched.sum() / (len(dispatched) * num_selected_experts)
+        ),
+        load_entropy=float(entropy / np.log(num_experts)) if num_experts > 1 else 1.0,
+        mean_max_gate=float(gates.max(axis=-1).mean()),
+    )
+
+
+def print_statistics(
+    statistics: dict[str, RoutingStatistics], console: Console | None = None
+) -> None:
+    """Prints a table with a row for each MoE block.
+
+    Args:
+        statistics: `RoutingStatistics` by the name of the block.
+        console: a rich console; None takes the terminal.
+
+    Example:
+
+    >>> from keras_moe.analysis import print_statistics
+    >>> from rich.console import Console
+    >>> print_statistics({}, console=Console(quiet=True))
+    """
+    table = Table(title="Routing")
+    table.add_column("block")
+    table.add_column("share of tokens per expert")
+    for column in ("no expert", "choices dropped", "load entropy", "mean max gate"):
+        table.add_column(column, justify="right")
+    for name, row in statistics.items():
+        table.add_row(
+            name,
+            " ".join(f"{share:.0%}" for share in row.expert_shares),
+            f"{row.dropped_tokens:.1%}",
+            f"{row.dropped_choices:.1%}",
+            f"{row.load_entropy:.3f}",
+            f"{row.mean_max_gate:.3f}",
+        )
+    (console or Console()).print(table)

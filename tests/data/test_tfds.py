@@ -1,0 +1,264 @@
+"""Reads data sets that the tests write in the format of TensorFlow Datasets."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.data import load, num_classes
+
+tfds = pytest.importorskip("tensorflow_datasets")
+
+pytestmark = pytest.mark.backend_free
+
+LABELS = ["ant", "bee", "cat", "dog"]
+COUNTS = {"train": 30, "test": 9}
+
+
+def example(index, channels):
+    """An image of its own size and content, and the number of its class."""
+    rng = np.random.default_rng(index)
+    size = (6 + index % 5, 8, channels)
+    return rng.integers(0, 256, size, dtype="uint8"), index % len(LABELS)
+
+
+def make_builder(
+    name, data_dir, features, encode, supervised_keys=("image", "label"), splits=COUNTS
+):
+    """Writes a data set below data_dir: no code of it is needed to read it."""
+
+    class Written(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+        pkg_dir_path = data_dir
+        # As in a notebook: there is no file of code to look for checksums beside.
+        __module__ = "notebook"
+
+        def _info(self):
+            return tfds.core.DatasetInfo(
+                builder=self,
+                features=tfds.features.FeaturesDict(features),
+                supervised_keys=supervised_keys,
+            )
+
+        def _split_generators(self, dl_manager):
+            offset = {"train": 0, "test": 1000}
+            return {
+                split: self._generate(offset[split], splits[split]) for split in splits
+            }
+
+        def _generate(self, offset, count):
+            for index in range(offset, offset + count):
+                yield index, encode(index)
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    Written.name = name
+    config = tfds.download.DownloadConfig(try_download_gcs=False)
+    Written(data_dir=str(data_dir)).download_and_prepare(download_config=config)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tfds")
+    label = tfds.features.ClassLabel(names=LABELS)
+    for name, channels in (("insects", 3), ("grey_insects", 1)):
+        make_builder(
+            name,
+            folder,
+            {
+                "image": tfds.features.Image(
+                    shape=(None, None, channels), encoding_format="png"
+                ),
+                "label": label,
+                "id": np.int64,
+            },
+            lambda index, channels=channels: {
+                **dict(zip(("image", "label"), example(index, channels))),
+                "id": index,
+            },
+        )
+    return str(folder)
+
+
+def arrays(dataset):
+    images, labels = zip(*dataset.as_numpy_iterator())
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def resized(index, size, channels=3):
+    pixels = example(index, channels)[0].astype("float32")
+    image = keras.ops.image.resize(pixels, size, data_format="channels_last")
+    return keras.ops.convert_to_numpy(image) / 127.5 - 1
+
+
+def same(first, second):
+    return all(np.array_equal(a, b) for a, b in zip(first, second))
+
+
+def contents(images):
+    return sorted(image.tobytes() for image in images)
+
+
+def test_images_and_labels(data_dir):
+    images, labels = arrays(
+        load("tfds:insects", "test", (7, 8, 3), shuffle=False, data_dir=data_dir)
+    )
+    assert images.shape == (9, 7, 8, 3)
+    assert images.dtype == "float32"
+    assert labels.dtype == "int32"
+    # The writer shuffles, so compare as sets.
+    expected = [(resized(1000 + i, (7, 8)), i % 4) for i in range(9)]
+    for image, label in zip(images, labels):
+        near = [np.allclose(image, e, atol=1e-4) and label == c for e, c in expected]
+        assert sum(near) == 1
+
+
+def test_slices_and_sums_of_splits(data_dir):
+    def read(split):
+        return arrays(
+            load("tfds:insects", split, (6, 6, 3), shuffle=False, data_dir=data_dir)
+        )[0]
+
+    first, last = read("train[:90%]"), read("train[90%:]")
+    assert (len(first), len(last)) == (27, 3)
+    assert contents([*first, *last]) == contents(read("train"))
+    assert len(read("train[2:4]")) == 2
+    assert len(read("test+train")) == 39
+
+
+def test_order(data_dir):
+    def make(split, **kwargs):
+        return load("tfds:insects", split, (6, 6, 3), data_dir=data_dir, **kwargs)
+
+    dataset = make("train[:20]")
+    first, second = arrays(dataset), arrays(dataset)
+    assert same(first, arrays(make("train[:20]")))
+    assert not same(first, second)
+    assert contents(first[0]) == contents(second[0])
+    assert not same(first, arrays(make("train[:20]", seed=1)))
+    assert same(arrays(make("test")), arrays(make("test")))
+    assert not same(first, arrays(make("train[:20]", shuffle=False)))
+
+
+def test_grey_and_colour(data_dir):
+    def read(name, channels):
+        return arrays(load(name, "test", (6, 6, channels), data_dir=data_dir))[0]
+
+    grey = read("tfds:grey_insects", 1)
+    repeated = read("tfds:grey_insects", 3)
+    np.testing.assert_array_equal(repeated, np.repeat(grey, 3, axis=-1))
+    luminance = read("tfds:insects", 3) @ np.array([[0.2989], [0.587], [0.114]])
+    np.testing.assert_allclose(read("tfds:insects", 1), luminance, atol=1e-3)
+    with pytest.raises(ValueError, match="2 channels for images with 3"):
+        read("tfds:insects", 2)
+
+
+def test_augmentation_and_batches(data_dir):
+    def make():
+        return load(
+            "tfds:insects",
+            "train",
+            (6, 6, 3),
+            batch_size=8,
+            augment=["random_resized_crop", "flip", "mixup"],
+            drop_remainder=True,
+            data_dir=data_dir,
+        )
+
+    images, labels = arrays(make())
+    assert images.shape == (24, 6, 6, 3)
+    assert labels.shape == (24, 4)
+    np.testing.assert_allclose(labels.sum(1), 1, atol=1e-6)
+    assert same((images, labels), arrays(make()))
+
+
+def test_num_classes(data_dir):
+    assert num_classes("tfds:insects", data_dir=data_dir) == 4
+    # Known without the data.
+    assert num_classes("tfds:cifar100", data_dir=data_dir) == 100
+    assert num_classes("tfds:imagenet2012", data_dir=data_dir) == 1000
+
+
+def test_unknown_names_and_splits(data_dir):
+    with pytest.raises(ValueError, match=r"'tfds:insect'; the nearest are .*:insects"):
+        load("tfds:insect", "train", data_dir=data_dir)
+    with pytest.raises(ValueError, match=r"nearest are .*tfds:cifar10"):
+        num_classes("tfds:ciffar10", data_dir=data_dir)
+    for split in ("validation", "train[:x]", ""):
+        with pytest.raises(ValueError, match=r"\['test', 'train'\].*received: split="):
+            load("tfds:insects", split, data_dir=data_dir)
+    with pytest.raises(ValueError, match=r"with examples; received: split='train.:0.'"):
+        load("tfds:insects", "train[:0]", data_dir=data_dir)
+
+
+IMAGE = tfds.features.Image(shape=(4, 4, 3))
+CLASS = tfds.features.ClassLabel(num_classes=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "values"),
+    [
+        (
+            "many_labels",
+            {"image": IMAGE, "label": tfds.features.Sequence(CLASS)},
+            {"image": np.zeros((4, 4, 3), "uint8"), "label": [0, 2]},
+        ),
+        ("no_label", {"image": IMAGE}, {"image": np.zeros((4, 4, 3), "uint8")}),
+        (
+            "no_image",
+            {"text": tfds.features.Text(), "label": CLASS},
+            {"text": "ant", "label": 1},
+        ),
+        (
+            "numbers",
+            {"image": IMAGE, "label": np.int64},
+            {"image": np.zeros((4, 4, 3), "uint8"), "label": 7},
+        ),
+        (
+            "with_alpha",
+            {"image": tfds.features.Image(shape=(4, 4, 4)), "label": CLASS},
+            {"image": np.zeros((4, 4, 4), "uint8"), "label": 1},
+        ),
+    ],
+)
+def test_other_tasks_are_refused(tmp_path, name, features, values):
+    make_builder(
+        name,
+        tmp_path,
+        features,
+        lambda _: values,
+        supervised_keys=None,
+        splits={"train": 2},
+    )
+    with pytest.raises(
+        ValueError, match=rf"tfds:{name} to have an image .*received: fe"
+    ):
+        load(f"tfds:{name}", "train", data_dir=str(tmp_path))
+    with pytest.raises(
+        ValueError, match=rf"tfds:{name} to have an image .*received: fe"
+    ):
+        num_classes(f"tfds:{name}", data_dir=str(tmp_path))
+
+
+def test_supervised_keys_name_the_features(tmp_path):
+    make_builder(
+        "named_otherwise",
+        tmp_path,
+        {"photo": IMAGE, "kind": CLASS},
+        lambda index: {"photo": np.full((4, 4, 3), 9, "uint8"), "kind": index % 3},
+        supervised_keys=("photo", "kind"),
+        splits={"test": 3},
+    )
+    images, labels = arrays(
+        load("tfds:named_otherwise", "test", (4, 4, 3), data_dir=str(tmp_path))
+    )
+    np.testing.assert_allclose(images, 9 / 127.5 - 1, atol=1e-6)
+    assert sorted(labels) == [0, 1, 2]
+
+
+def test_without_tensorflow_datasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(ImportError, match=r"keras-moe\[data\]"):
+        load("tfds:mnist", "train")

@@ -1,0 +1,113 @@
+"""One call that checks what every layer of the library must do."""
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+import numpy as np
+from keras import tree
+
+from tests.training_gradients import training_gradients
+
+POLICIES = ("float32", "mixed_bfloat16", "bfloat16")
+
+
+def check_layer(
+    make: Callable[..., keras.layers.Layer],
+    inputs: np.ndarray,
+    folder: Path,
+    float32_weights: tuple[str, ...] = (),
+    no_gradient: tuple[str, ...] = (),
+) -> None:
+    """Checks build, shapes, dtypes, config, saving, gradients and compilation.
+
+    Args:
+        make: makes the layer; takes `dtype` and the layer's other base arguments. Its
+            own arguments should all have values that are not the defaults.
+        inputs: a batch.
+        folder: where to save to.
+        float32_weights: names of weights that stay float32 under each policy.
+        no_gradient: names of weights that may have no gradient.
+    """
+    keras.utils.set_random_seed(1)
+    check_config(make())
+    check_shapes_and_saving(make, inputs, folder)
+    for policy in POLICIES:
+        check_policy(make, inputs, policy, float32_weights)
+    check_gradients(make(), inputs, no_gradient)
+
+
+def check_config(layer: keras.layers.Layer) -> None:
+    """Every constructor argument is in the config, and the config makes it again."""
+    config = layer.get_config()
+    for cls in type(layer).__mro__:
+        if not cls.__module__.startswith("keras_moe"):
+            break
+        for name, parameter in inspect.signature(cls.__init__).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD and name != "self":
+                assert name in config, f"get_config of {cls.__name__} lacks {name}"
+    config = json.loads(json.dumps(config))
+    again = type(layer).from_config(config).get_config()
+    assert json.loads(json.dumps(again)) == config
+    assert keras.saving.get_registered_name(type(layer)).startswith("keras_moe>")
+
+
+def check_shapes_and_saving(make, inputs, folder):
+    """An unknown batch size; what is saved predicts the same; compiled is eager."""
+    symbol = keras.Input(inputs.shape[1:])
+    layer = make()
+    symbolic = layer(symbol)
+    model = keras.Model(symbol, symbolic)
+    eager = layer(inputs)
+    predicted = model.predict(inputs, batch_size=len(inputs) - 1, verbose=0)
+    for spec, value, compiled in zip(
+        tree.flatten(symbolic), tree.flatten(eager), tree.flatten(predicted)
+    ):
+        known = [a for a, b in zip(value.shape, spec.shape) if b is not None]
+        assert known == [b for b in spec.shape if b is not None]
+        assert keras.backend.standardize_dtype(value.dtype) == spec.dtype
+        if spec.shape[0] is None:
+            np.testing.assert_allclose(
+                keras.ops.convert_to_numpy(value), compiled, rtol=1e-4, atol=1e-5
+            )
+    path = folder / "model.keras"
+    model.save(path)
+    loaded = keras.saving.load_model(path, safe_mode=True)
+    again = loaded.predict(inputs, batch_size=len(inputs) - 1, verbose=0)
+    for a, b in zip(tree.flatten(predicted), tree.flatten(again)):
+        np.testing.assert_array_equal(a, b)
+
+
+def check_policy(make, inputs, policy, float32_weights):
+    """The output has the compute dtype, weights the variable dtype, all finite."""
+    dtype = keras.dtype_policies.get(policy)
+    layer = make(dtype=policy)
+    outputs = layer(inputs.astype("float32"))
+    main = tree.flatten(outputs)[0]
+    expected = dtype.compute_dtype
+    if layer.dtype_policy.name == "float32":
+        # Routers are float32 under every policy.
+        expected = None
+    if expected:
+        assert keras.backend.standardize_dtype(main.dtype) == expected
+    for value in tree.flatten(outputs):
+        value = keras.ops.convert_to_numpy(keras.ops.cast(value, "float32"))
+        assert np.isfinite(value).all()
+    for weight in layer.trainable_weights:
+        wanted = dtype.variable_dtype
+        if layer.dtype_policy.name == "float32" or weight.name in float32_weights:
+            wanted = "float32"
+        assert weight.dtype == wanted, weight.path
+
+
+def check_gradients(layer, inputs, no_gradient):
+    """Every trainable weight gets a finite gradient that is not zero."""
+    layer.build(inputs.shape)
+    gradients = training_gradients(layer, inputs)
+    assert len(gradients) == len(layer.trainable_weights)
+    for weight, value in zip(layer.trainable_weights, gradients):
+        assert np.isfinite(value).all(), weight.path
+        if weight.name not in no_gradient:
+            assert np.abs(value).max() > 0, weight.path

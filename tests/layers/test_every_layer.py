@@ -1,0 +1,190 @@
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import layers, routers
+from keras_moe.layers import (
+    MLP,
+    AttentionPooling,
+    ClassToken,
+    EncoderBlock,
+    Experts,
+    LayerNorm,
+    MoE,
+    MoEEncoderBlock,
+    PatchEmbedding,
+    PositionEmbedding,
+    TokenPooling,
+)
+from keras_moe.routers import TokenChoiceRouter
+from tests.layer_check import check_layer
+
+B, N, D, E = 3, 6, 8, 4
+
+
+def router(**kwargs):
+    return TokenChoiceRouter(
+        E,
+        num_selected_experts=3,
+        capacity_factor=1.5,
+        eval_capacity_factor=2.0,
+        capacity_rounding="round",
+        capacity_multiple_of=2,
+        priority="sum_gates",
+        noise_std=0.5,
+        kernel_initializer="glorot_normal",
+        seed=7,
+        **kwargs,
+    )
+
+
+def experts(**kwargs):
+    return Experts(
+        E,
+        mlp_dim=16,
+        activation="relu",
+        dropout=0.1,
+        shared_initialization=False,
+        seed=3,
+        **kwargs,
+    )
+
+
+def moe(**kwargs):
+    # Whole-image groups and room for all: the checks split the batch as they like.
+    return MoE(
+        TokenChoiceRouter(E, 2, capacity_factor=4.0, noise_std=0.1, seed=1),
+        Experts(E, mlp_dim=16, dtype=kwargs.get("dtype")),
+        group_size=N,
+        auxiliary_losses={"importance": 0.1, "load": 0.2, "z": 0.3},
+        dispatcher="einsum",
+        **kwargs,
+    )
+
+
+def mlp(**kwargs):
+    return MLP(mlp_dim=16, activation="relu", dropout=0.1, seed=2, **kwargs)
+
+
+BLOCK = {
+    "num_heads": 2,
+    "dropout": 0.1,
+    "attention_dropout": 0.2,
+    "layer_norm_epsilon": 1e-5,
+    "seed": 5,
+}
+# LayerNorm keeps its weights as its policy says; routing is always float32.
+MAKERS = {
+    "MLP": mlp,
+    "AttentionPooling": lambda **kw: AttentionPooling(
+        2, 16, activation="relu", layer_norm_epsilon=1e-5, **kw
+    ),
+    "ClassToken": ClassToken,
+    "EncoderBlock": lambda **kw: EncoderBlock(
+        feed_forward=mlp(dtype=kw.get("dtype")), **BLOCK, **kw
+    ),
+    "Experts": experts,
+    "LayerNorm": lambda **kw: LayerNorm(epsilon=1e-3, **kw),
+    "MoE": moe,
+    "MoEEncoderBlock": lambda **kw: MoEEncoderBlock(
+        feed_forward=moe(dtype=kw.get("dtype")), **BLOCK, **kw
+    ),
+    "PatchEmbedding": lambda **kw: PatchEmbedding(
+        D, (2, 4), kernel_initializer="glorot_normal", **kw
+    ),
+    "PositionEmbedding": lambda **kw: PositionEmbedding((2, 3), kind="learned", **kw),
+    "TokenPooling": lambda **kw: TokenPooling("average", **kw),
+    "TokenChoiceRouter": router,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_layer(name, tmp_path):
+    generator = np.random.default_rng(0)
+    shape = {"Experts": (B, E, 5, D), "PatchEmbedding": (B, 8, 8, 3)}.get(
+        name, (B, N, D)
+    )
+    inputs = generator.normal(size=shape).astype("float32")
+    # A query's bias shifts all of a head's scores alike, and one probe has one query;
+    # a key's bias shifts all keys of a query alike: softmax sees neither.
+    check_layer(
+        MAKERS[name],
+        inputs,
+        tmp_path,
+        float32_weights=("kernel",) if "MoE" in name else (),
+        no_gradient=("bias",) if name == "AttentionPooling" else (),
+    )
+
+
+def test_every_public_layer_is_checked():
+    public = {
+        name
+        for module in (layers, routers)
+        for name in module.__all__
+        if isinstance(getattr(module, name), type)
+        and issubclass(getattr(module, name), keras.layers.Layer)
+    }
+    assert public - {"Router"} == set(MAKERS)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Experts(0, 16), "num_experts=0"),
+        (lambda: Experts(4, 0), "mlp_dim=0"),
+        (lambda: Experts(4, 16, dropout=1.0), "dropout=1.0"),
+        (lambda: TokenChoiceRouter(0), "num_experts=0"),
+        (lambda: TokenChoiceRouter(4, 5), "num_selected_experts=5"),
+        (lambda: TokenChoiceRouter(4, 0), "num_selected_experts=0"),
+        (lambda: TokenChoiceRouter(4, capacity_factor=0.0), "capacity_factor=0.0"),
+        (lambda: TokenChoiceRouter(4, capacity_factor=-1), "capacity_factor=-1"),
+        (lambda: TokenChoiceRouter(4, capacity=2, capacity_factor=1.0), "not both"),
+        (lambda: TokenChoiceRouter(4, capacity=0), "capacity=0"),
+        (lambda: TokenChoiceRouter(4, eval_capacity_factor=0), "eval_capacity_factor"),
+        (lambda: TokenChoiceRouter(4, priority="best"), "priority='best'"),
+        (lambda: TokenChoiceRouter(4, noise_std=-1.0), "noise_std=-1.0"),
+        (lambda: TokenChoiceRouter(4, capacity_rounding="up"), "capacity_rounding"),
+        (lambda: TokenChoiceRouter(4, capacity_multiple_of=0), "capacity_multiple_of"),
+        (lambda: MoE(TokenChoiceRouter(4), Experts(2, 8)), "experts.num_experts=2"),
+        (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), group_size=0), "group_size"),
+        (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), dispatcher="x"), "'x'"),
+        (lambda: MoE("softmax", Experts(2, 8)), "router='softmax'"),
+        (
+            lambda: MoE(
+                TokenChoiceRouter(2, noise_std=0.0),
+                Experts(2, 8),
+                auxiliary_losses={"load": 1.0},
+            ),
+            "noise_std=0.0",
+        ),
+        (
+            lambda: MoE(
+                TokenChoiceRouter(2), Experts(2, 8), auxiliary_losses={"loda": 1.0}
+            ),
+            "'loda'",
+        ),
+        (
+            lambda: MoE(
+                TokenChoiceRouter(2), Experts(2, 8), auxiliary_losses={"z": -1.0}
+            ),
+            "weight=-1.0",
+        ),
+        (lambda: PatchEmbedding(8, 3)(np.zeros((1, 8, 8, 3))), "patch_size=\\(3, 3\\)"),
+        (lambda: PatchEmbedding(8, 0), "patch_size=0"),
+        (lambda: PositionEmbedding((2, 2), "fixed"), "kind='fixed'"),
+        (lambda: PositionEmbedding((2, 2))(np.zeros((1, 7, 8))), "\\(1, 7, 8\\)"),
+        (lambda: TokenPooling("max"), "pooling='max'"),
+        (lambda: LayerNorm(0.0), "epsilon=0.0"),
+        (
+            lambda: EncoderBlock(3, MLP(8))(np.zeros((1, 4, 8), "float32")),
+            "num_heads=3",
+        ),
+        (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8)).build((2, 8)), "\\(2, 8\\)"),
+        (lambda: Experts(2, 8).build((1, 3, 4, 8)), "num_experts=2"),
+    ],
+)
+def test_bad_arguments_are_refused_with_their_values(make, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "Expected" in str(error.value)
+    assert "received" in str(error.value)
