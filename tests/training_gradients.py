@@ -40,7 +40,8 @@ def _random_loss(outputs):
     for value in tree.flatten(outputs):
         if "int" not in keras.backend.standardize_dtype(value.dtype):
             weights = generator.normal(size=tuple(value.shape)).astype("float32")
-            total = total + keras.ops.sum(keras.ops.cast(value, "float32") * weights)
+            value = keras.ops.cast(value, "float32")
+            total = total + keras.ops.sum(keras.ops.multiply(value, weights))
     return total
 
 

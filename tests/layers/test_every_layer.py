@@ -111,7 +111,6 @@ def test_layer(name, tmp_path):
         MAKERS[name],
         inputs,
         tmp_path,
-        float32_weights=("kernel",) if "MoE" in name else (),
         no_gradient=("bias",) if name == "AttentionPooling" else (),
     )
 

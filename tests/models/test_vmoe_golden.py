@@ -1,0 +1,129 @@
+"""Whole ViT and V-MoE models against the numbers of the reference implementation."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.models import ViTBackbone, ViTImageClassifier
+from tests import golden
+from tests.flax_weights import assign_flax_weights, flax_name
+from tests.training_gradients import training_gradients
+
+CASES = golden.cases("06_vmoe_models/*")
+POOLINGS = {"token": "class_token", "gap": "average", "map": "map"}
+
+
+def build(case, auxiliary_losses, dispatcher="index", noise_std=0.0):
+    arrays, config = golden.load(case)
+    model = config["model"]
+    encoder = model["encoder"]
+    moe = encoder.get("moe")
+    kwargs = {}
+    if moe:
+        router = moe["router"]
+        num_tokens = 16 + (model["classifier"] == "token")
+        capacity_factor = router["dispatcher"]["capacity_factor"]
+        kwargs = {
+            "moe_layers": moe["layers"],
+            "num_experts": moe["num_experts"],
+            "num_selected_experts": router["num_selected_experts"],
+            "images_per_group": moe["group_size"] // num_tokens,
+            "capacity_factor": capacity_factor,
+            "eval_capacity_factor": capacity_factor,
+            "capacity_multiple_of": 4,
+            "noise_std": noise_std,
+            "priority": (
+                "max_gate" if router["dispatcher"]["batch_priority"] else "first_come"
+            ),
+            "dispatcher": dispatcher,
+        }
+    backbone = ViTBackbone(
+        image_shape=(32, 32, 3),
+        patch_size=tuple(model["patch_size"]),
+        hidden_dim=model["hidden_size"],
+        num_layers=encoder["num_layers"],
+        num_heads=encoder["num_heads"],
+        mlp_dim=encoder["mlp_dim"],
+        class_token=model["classifier"] == "token",
+        auxiliary_losses=auxiliary_losses,
+        **kwargs,
+    )
+    classifier = ViTImageClassifier(
+        backbone, model["num_classes"], pooling=POOLINGS[model["classifier"]]
+    )
+    assign_flax_weights(classifier, arrays)
+    return classifier, arrays, config
+
+
+@pytest.mark.parametrize("dispatcher", ["index", "einsum"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_tokens_and_routing(case, dispatcher):
+    classifier, arrays, config = build(case, None, dispatcher)
+    backbone = classifier.backbone
+    assert classifier.count_params() == config["param_count"]
+    images = arrays["inputs/images"]
+    outputs = keras.Model(
+        classifier.input,
+        {"logits": classifier.output, "encoded": backbone.output, **backbone.routing},
+    ).predict(images, verbose=0)
+    np.testing.assert_allclose(
+        outputs["logits"], arrays["outputs/logits"], rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        outputs["encoded"], arrays["outputs/encoded"], rtol=1e-4, atol=2e-5
+    )
+    for name in backbone.routing:
+        index = name.removeprefix("block_")
+        mask = arrays[f"outputs/router/{index}/dispatch_mask"]
+        expected = mask.any(axis=-1).reshape(outputs[name].dispatched.shape)
+        np.testing.assert_array_equal(outputs[name].dispatched > 0, expected)
+        np.testing.assert_allclose(
+            outputs[name].logits.ravel(),
+            arrays[f"outputs/router/{index}/logits"].ravel(),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+
+
+@pytest.mark.parametrize("objective", ["softmax_xent", "total_loss"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(case, objective):
+    # The reference's forward pass is deterministic: no noise, hence no load loss.
+    auxiliary = {"importance": 0.005} if objective == "total_loss" else None
+    classifier, arrays, _ = build(case, auxiliary)
+    labels = arrays["inputs/labels"]
+
+    def cross_entropy(logits):
+        return keras.ops.mean(
+            keras.losses.sparse_categorical_crossentropy(
+                labels, logits, from_logits=True
+            )
+        )
+
+    gradients = training_gradients(classifier, arrays["inputs/images"], cross_entropy)
+    ours = {
+        flax_name(weight.path): gradient
+        for weight, gradient in zip(classifier.trainable_weights, gradients)
+    }
+    prefix = f"grads/{objective}/params/"
+    expected = {
+        name.removeprefix(prefix): value
+        for name, value in arrays.items()
+        if name.startswith(prefix)
+    }
+    assert expected or objective == "total_loss"
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            ours[name], value, rtol=1e-3, atol=1e-5, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "dense" not in case])
+def test_auxiliary_loss_is_added_in_training_alone(case):
+    classifier, arrays, _ = build(case, {"importance": 0.005})
+    images, labels = arrays["inputs/images"], arrays["inputs/labels"]
+    classifier.compile(optimizer=keras.optimizers.SGD(0.0))
+    trained = classifier.train_on_batch(images, labels, return_dict=True)["loss"]
+    tested = classifier.test_on_batch(images, labels, return_dict=True)["loss"]
+    np.testing.assert_allclose(trained, arrays["outputs/total_loss"], rtol=1e-4)
+    np.testing.assert_allclose(tested, arrays["outputs/softmax_xent"], rtol=1e-4)
