@@ -97,7 +97,9 @@ def check_policy(make, inputs, policy, float32_weights):
         assert np.isfinite(value).all()
     for weight in layer.trainable_weights:
         wanted = dtype.variable_dtype
-        if layer.dtype_policy.name == "float32" or weight.path.endswith(float32_weights):
+        if layer.dtype_policy.name == "float32" or weight.path.endswith(
+            float32_weights
+        ):
             wanted = "float32"
         assert weight.dtype == wanted, weight.path
 

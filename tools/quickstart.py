@@ -56,7 +56,9 @@ def main() -> None:
     model.save_to_preset(folder)
     loaded = models.from_preset(str(folder))
     if not np.array_equal(predictions, loaded.predict(test_images, verbose=0)):
-        raise SystemExit("The loaded preset predicts something else than the saved one.")
+        raise SystemExit(
+            "The loaded preset predicts something else than the saved one."
+        )
 
     # At inference no token is dropped; these are the drops at the training capacity.
     config = model.backbone.get_config()
@@ -120,7 +122,9 @@ def train(model: keras.Model, image_shape: tuple, args: argparse.Namespace) -> N
         warmup_steps=steps // 10,
     )
     model.compile(
-        optimizer=keras.optimizers.AdamW(schedule, weight_decay=0.05, global_clipnorm=1.0)
+        optimizer=keras.optimizers.AdamW(
+            schedule, weight_decay=0.05, global_clipnorm=1.0
+        )
     )
     model.fit(batches, epochs=args.epochs, verbose="auto")
 

@@ -87,7 +87,9 @@ def plot_expert_views(
             f"expert {row}", rotation=0, ha="right", va="center", fontsize=9
         )
         for axis, index, patches in zip(expert_axes[1:], view.images, view.patches):
-            axis.imshow(_faded(images[index], np.kron(patches, np.ones((height, width)))))
+            axis.imshow(
+                _faded(images[index], np.kron(patches, np.ones((height, width))))
+            )
     axes[0, 0].set_title("where", fontsize=9)
     if columns > 1:
         axes[0, 1].set_title("images where it works most", fontsize=9, loc="left")

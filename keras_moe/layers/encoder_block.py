@@ -48,7 +48,6 @@ class EncoderBlock(keras.layers.Layer):
     (1, 4, 8)
     """
 
-
     def __init__(
         self,
         num_heads: int,

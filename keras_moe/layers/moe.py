@@ -110,6 +110,7 @@ class MoE(keras.layers.Layer):
         for loss in self.auxiliary_losses:
             loss.check_router(self.router)
         self.dispatcher = dispatcher
+        self.supports_masking = True
 
     def build(self, input_shape):
         if len(input_shape) != 3 or input_shape[-1] is None:
@@ -187,10 +188,9 @@ class MoE(keras.layers.Layer):
 
     def active_parameters(self, dim: int) -> int:
         """The number of parameters that one token meets: router and K experts."""
-        return (
-            self.router.parameters(dim)
-            + self.router.num_selected_experts * self.experts.expert_parameters(dim)
-        )
+        return self.router.parameters(
+            dim
+        ) + self.router.num_selected_experts * self.experts.expert_parameters(dim)
 
     def flops(self, num_tokens: int, dim: int) -> int:
         """Floating-point operations if no token is dropped (2 per multiply-add)."""

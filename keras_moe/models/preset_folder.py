@@ -160,3 +160,33 @@ def check_folder(folder: str | os.PathLike) -> None:
                 f"Expected a whole HDF5 file at {path}; received: {error}. "
                 "The file is truncated or of another kind."
             ) from error
+
+
+def check_nothing_left(weights_path: str | os.PathLike, num_weights: int) -> None:
+    """Checks that a weights file holds no more weights than the model took.
+
+    Keras ignores what no layer asks for, such as the blocks beyond a smaller
+    `num_layers`.
+
+    Args:
+        weights_path: a `.weights.h5` file.
+        num_weights: the number of the model's weights.
+
+    Raises:
+        ValueError: if the file holds another number.
+    """
+    stored = []
+
+    def visit(path, item):
+        *_, group, name = ["", *path.split("/")]
+        is_weight = isinstance(item, h5py.Dataset) and group == "vars"
+        if is_weight and name.isdigit() and "seed_generator" not in path:
+            stored.append(path)
+
+    with h5py.File(weights_path, "r") as file:
+        file.visititems(visit)
+    if len(stored) != num_weights:
+        raise ValueError(
+            f"Expected {num_weights} weights, as the model has with these arguments; "
+            f"received: {len(stored)} in {weights_path}"
+        )

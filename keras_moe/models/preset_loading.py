@@ -9,10 +9,22 @@ import inspect
 import os
 from typing import Any
 
+import keras
 import keras_hub
+from keras_hub.src.utils.preset_utils import (
+    MODEL_WEIGHTS_FILE,
+    check_file_exists,
+    get_file,
+)
 
 from keras_moe.models.builtin import builtin_presets, nearest
-from keras_moe.models.preset_folder import check_folder, is_staging, recover, staged
+from keras_moe.models.preset_folder import (
+    check_folder,
+    check_nothing_left,
+    is_staging,
+    recover,
+    staged,
+)
 
 
 class _ClassProperty:
@@ -21,6 +33,26 @@ class _ClassProperty:
 
     def __get__(self, _, owner):
         return self.function(owner)
+
+
+class TaskWeightsMixin:
+    """Keeps the optimizer out of a task's preset.
+
+    KerasHub would store the optimizer's state beside the head's weights: three times
+    the size, and a warning when it is loaded.
+    """
+
+    def save_task_weights(self, filepath: str) -> None:
+        """Saves the weights of the head alone."""
+        keras.saving.save_weights(self, filepath, objects_to_skip=self._not_the_head())
+
+    def load_task_weights(self, filepath: str) -> None:
+        """Loads the weights of the head alone."""
+        keras.saving.load_weights(self, filepath, objects_to_skip=self._not_the_head())
+
+    def _not_the_head(self):
+        skipped = list(self.backbone._flatten_layers())
+        return [*skipped, self.optimizer] if self.optimizer is not None else skipped
 
 
 class PresetMixin:
@@ -80,11 +112,16 @@ class PresetMixin:
                 )
             return cls(backbone, **{**spec["task_config"], **kwargs})
         check_preset(preset)
+        preset = os.fspath(preset)
         with explained(preset):
             if not is_task:
-                return super().from_preset(
+                backbone = super().from_preset(
                     preset, load_weights=load_weights, **backbone_kwargs, **kwargs
                 )
+                if load_weights and check_file_exists(preset, MODEL_WEIGHTS_FILE):
+                    weights_path = get_file(preset, MODEL_WEIGHTS_FILE)
+                    check_nothing_left(weights_path, len(backbone.weights))
+                return backbone
             if backbone_kwargs and "backbone" not in kwargs:
                 # KerasHub passes on no other argument than dtype and image_shape.
                 kwargs["backbone"] = cls.backbone_cls.from_preset(

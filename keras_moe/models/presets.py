@@ -98,9 +98,7 @@ def from_preset(
     return cls.from_preset(preset, load_weights=load_weights, **overrides)
 
 
-def describe(
-    preset: str, num_classes: int | None = None, **overrides
-) -> Description:
+def describe(preset: str, num_classes: int | None = None, **overrides) -> Description:
     """What a preset's model costs, computed without allocating a weight.
 
     FLOPs count 2 per multiply-add of every matmul of one image's forward pass with
@@ -140,7 +138,9 @@ def describe(
                 f"received: {backbone_cls.__name__}"
             )
         classifier_cls = next(
-            cls for cls in IMAGE_CLASSIFIERS.values() if cls.backbone_cls is backbone_cls
+            cls
+            for cls in IMAGE_CLASSIFIERS.values()
+            if cls.backbone_cls is backbone_cls
         )
         config = dict(loader.config["config"])
     for name in ("name", "trainable", "dtype"):

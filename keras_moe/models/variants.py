@@ -22,7 +22,9 @@ class Variant(NamedTuple):
 
     def config(self) -> dict:
         """The row as arguments of a backbone."""
-        return {name: value for name, value in self._asdict().items() if name != "source"}
+        return {
+            name: value for name, value in self._asdict().items() if name != "source"
+        }
 
 
 _SCALING = "Scaling Vision Transformers, Table 2; big_vision models/vit.py"

@@ -66,6 +66,7 @@ class Router(keras.layers.Layer):
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed)
+        self.supports_masking = True
 
     def build(self, input_shape):
         if len(input_shape) != 3 or input_shape[-1] is None:
@@ -94,6 +95,10 @@ class Router(keras.layers.Layer):
                 seed=self.seed_generator,
             )
         return self.allocate(logits, noisy_logits, mask=mask, training=training)
+
+    def compute_mask(self, inputs, previous_mask=None):
+        # Plans and records are not sequences of tokens to mask.
+        return None
 
     def allocate(
         self,

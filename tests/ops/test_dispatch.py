@@ -3,6 +3,8 @@
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -31,11 +33,19 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
-def plan_for(gates, selected, capacity, **options):
-    gates = keras.ops.convert_to_tensor(gates)
+@functools.cache
+def _program(selected, capacity, priority):
     return one_program(
-        lambda gates: token_choice(gates, gates, selected, capacity, **options)
-    )(gates)
+        lambda gates, mask: token_choice(
+            gates, gates, selected, capacity, priority, mask=mask
+        )
+    )
+
+
+def plan_for(gates, selected, capacity, priority="first_come", mask=None):
+    mask = np.ones(gates.shape[:2], bool) if mask is None else mask
+    arguments = map(keras.ops.convert_to_tensor, (gates, mask))
+    return _program(selected, capacity, priority)(*arguments)
 
 
 def random_plan(selected=2, capacity=2, **options):
@@ -186,9 +196,11 @@ def test_compiled(form):
         return to_tokens(to_slots(tokens, plan), plan)
 
     arguments = [keras.ops.convert_to_tensor(x) for x in (gates, tokens)]
+    # Piece by piece: eagerly on TensorFlow and PyTorch.
+    plan = plan_for(gates, 2, 2, "max_gate")
     np.testing.assert_allclose(
         to_numpy(compiled(there_and_back)(*arguments)),
-        to_numpy(there_and_back(*arguments)),
+        to_numpy(to_tokens(to_slots(tokens, plan), plan)),
         rtol=1e-5,
         atol=1e-6,
     )

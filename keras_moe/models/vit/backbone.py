@@ -368,7 +368,5 @@ def _layers(
                 name=f"block_{index}",
             )
         )
-    layers["final_norm"] = LayerNorm(
-        layer_norm_epsilon, dtype=dtype, name="final_norm"
-    )
+    layers["final_norm"] = LayerNorm(layer_norm_epsilon, dtype=dtype, name="final_norm")
     return layers

@@ -13,14 +13,16 @@ from keras_moe.layers import AttentionPooling, TokenPooling
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.losses import SigmoidCrossentropy
 from keras_moe.models.description import Part
-from keras_moe.models.preset_loading import PresetMixin
+from keras_moe.models.preset_loading import PresetMixin, TaskWeightsMixin
 from keras_moe.models.vit.backbone import ViTBackbone
 
 ACTIVATIONS = (None, "softmax", "sigmoid")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class ViTImageClassifier(PresetMixin, keras_hub.models.ImageClassifier):
+class ViTImageClassifier(
+    PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClassifier
+):
     """A `ViTBackbone` (ViT or V-MoE) with pooling and a classification head.
 
     It is compiled with defaults for its kind of labels: integer classes, or with
@@ -192,7 +194,9 @@ class ViTImageClassifier(PresetMixin, keras_hub.models.ImageClassifier):
         elif loss == "auto":
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
         if metrics == "auto" and self.multi_label:
-            metrics = [keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")]
+            metrics = [
+                keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")
+            ]
         elif metrics == "auto":
             metrics = [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
         keras_hub.models.Task.compile(

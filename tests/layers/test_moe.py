@@ -1,0 +1,289 @@
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.layers import Experts, MoE
+from keras_moe.ops import expert_capacity, token_choice
+from keras_moe.routers import TokenChoiceRouter
+from tests.training_gradients import training_gradients
+
+to_numpy = ops.convert_to_numpy
+
+
+def make(num_experts=4, selected=2, group_size=None, dim=8, **router):
+    moe = MoE(
+        TokenChoiceRouter(num_experts, selected, **{"noise_std": 0.0, **router}),
+        Experts(num_experts, mlp_dim=16, shared_initialization=False),
+        group_size=group_size,
+    )
+    moe.build((None, None, dim))
+    moe.router.kernel.assign(
+        np.random.default_rng(5).normal(size=(dim, num_experts)).astype("float32")
+    )
+    return moe
+
+
+def images(batch=5, tokens=6, dim=8):
+    return np.random.default_rng(0).normal(size=(batch, tokens, dim)).astype("float32")
+
+
+def expert_output(moe, expert, token):
+    """One expert on one token, by its definition."""
+    hidden = token @ to_numpy(moe.experts.hidden_kernel[expert])
+    hidden = to_numpy(moe.experts.activation(ops.convert_to_tensor(hidden)))
+    return hidden @ to_numpy(moe.experts.output_kernel[expert])
+
+
+def test_every_token_gets_its_experts_weighted_by_its_gates():
+    moe, tokens = make(), images()
+    outputs, routing = moe(tokens)
+    gates = to_numpy(routing.gates)
+    for image in range(2):
+        for token in range(tokens.shape[1]):
+            chosen = np.argsort(-gates[image, token], kind="stable")[:2]
+            expected = sum(
+                gates[image, token, expert]
+                * expert_output(moe, expert, tokens[image, token])
+                for expert in chosen
+            )
+            np.testing.assert_allclose(
+                to_numpy(outputs)[image, token], expected, rtol=1e-4, atol=1e-5
+            )
+
+
+def test_identity_experts_by_hand():
+    # relu(x) - relu(-x) = x, so each expert returns its scale times the token.
+    moe = MoE(
+        TokenChoiceRouter(2, 1, capacity=1, noise_std=0.0),
+        Experts(2, mlp_dim=2, activation="relu"),
+    )
+    moe.build((None, None, 1))
+    moe.router.kernel.assign([[1.0, 0.0]])
+    moe.experts.hidden_kernel.assign([[[1.0, -1.0]], [[1.0, -1.0]]])
+    moe.experts.output_kernel.assign([[[10.0], [-10.0]], [[100.0], [-100.0]]])
+    moe.experts.hidden_bias.assign(np.zeros((2, 2)))
+    moe.experts.output_bias.assign(np.zeros((2, 1)))
+    tokens = np.array([[[2.0], [1.0], [-1.0]]], "float32")
+    outputs, routing = moe(tokens, training=True)
+    gate = 1 / (1 + np.exp([-2.0, -1.0, -1.0]))
+    # Tokens 0 and 1 want expert 0, which has one slot; token 2 wants expert 1.
+    np.testing.assert_allclose(
+        to_numpy(outputs)[0, :, 0], [20 * gate[0], 0, -100 * gate[2]], rtol=1e-5
+    )
+    np.testing.assert_array_equal(
+        to_numpy(routing.dispatched)[0], [[1, 0], [0, 0], [0, 1]]
+    )
+    np.testing.assert_allclose(
+        to_numpy(routing.combined)[0], [[gate[0], 0], [0, 0], [0, gate[2]]], rtol=1e-6
+    )
+
+
+def test_an_image_gives_the_same_alone_in_any_batch_and_at_any_place():
+    # Capacity 1 would drop nearly everything, were it applied at inference.
+    moe, tokens = make(capacity_factor=0.5, group_size=12), images(batch=7)
+    together = to_numpy(moe(tokens)[0])
+    for index in range(7):
+        alone = to_numpy(moe(tokens[index : index + 1])[0])[0]
+        np.testing.assert_allclose(together[index], alone, rtol=1e-5, atol=1e-6)
+    shuffled = to_numpy(moe(tokens[::-1])[0])
+    np.testing.assert_allclose(shuffled[::-1], together, rtol=1e-5, atol=1e-6)
+
+
+def test_training_limits_capacity_within_groups():
+    moe, tokens = make(capacity_factor=0.5, group_size=12), images(batch=6)
+    _, routing = moe(tokens, training=True)
+    loads = to_numpy(routing.dispatched).reshape(3, 12, 4).sum(axis=1)
+    capacity = expert_capacity(12, 4, 0.5, num_selected_experts=2)
+    assert capacity == 3
+    assert loads.max() == capacity
+    _, routing = moe(tokens, training=False)
+    assert to_numpy(routing.dispatched).sum() == 6 * 6 * 2
+
+
+def test_groups_are_independent():
+    moe, tokens = make(capacity_factor=0.5, group_size=12), images(batch=6)
+    whole, _ = moe(tokens, training=True)
+    parts = [moe(tokens[i : i + 2], training=True)[0] for i in (0, 2, 4)]
+    np.testing.assert_allclose(
+        to_numpy(whole), np.concatenate([to_numpy(part) for part in parts]), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 7])
+def test_a_last_group_that_is_not_full_is_padded(batch):
+    """As if the real tokens stood in groups of their own capacity."""
+    moe, tokens = make(capacity_factor=0.5, group_size=12), images(batch=batch)
+    outputs, routing = moe(tokens, training=True)
+    flat = tokens.reshape(-1, 8)
+    size = min(12, len(flat))
+    capacity = moe.router.group_capacity(size, training=True)
+    gates = to_numpy(routing.gates).reshape(-1, 4)
+    dispatched = to_numpy(routing.dispatched).reshape(-1, 4)
+    assert to_numpy(outputs).shape == tokens.shape
+    for start in range(0, len(flat), size):
+        part = gates[None, start : start + size]
+        plan = token_choice(part, part, 2, capacity)
+        slots = to_numpy(plan.slot_tokens)[0]
+        for expert in range(4):
+            served = np.flatnonzero(dispatched[start : start + size, expert])
+            np.testing.assert_array_equal(
+                served, np.sort(slots[expert][slots[expert] >= 0])
+            )
+
+
+def test_capacity_limited_evaluation_is_an_argument():
+    moe = make(capacity_factor=4.0, eval_capacity_factor=0.5, group_size=12)
+    _, routing = moe(images(batch=6), training=False)
+    loads = to_numpy(routing.dispatched).reshape(3, 12, 4).sum(axis=1)
+    assert loads.max() == 3
+
+
+@pytest.mark.parametrize("group_size", [None, 9, 12])
+def test_einsum_and_index_dispatch_agree(group_size):
+    tokens = images()
+    results = []
+    for dispatcher in ("index", "einsum"):
+        moe = make(capacity_factor=0.7, group_size=group_size)
+        moe.dispatcher = dispatcher
+        keras.utils.set_random_seed(3)
+        for weight in moe.experts.weights:
+            weight.assign(keras.random.normal(weight.shape, seed=len(weight.path)))
+        results.append(
+            (
+                to_numpy(moe(tokens, training=True)[0]),
+                training_gradients(
+                    moe, tokens, lambda out: ops.sum(ops.square(out[0]))
+                ),
+            )
+        )
+    (a, grads_a), (b, grads_b) = results
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    for x, y in zip(grads_a, grads_b):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_masked_tokens_change_nothing(training):
+    moe, tokens = make(group_size=12, capacity_factor=0.8), images(batch=4)
+    mask = np.random.default_rng(1).random(tokens.shape[:2]) > 0.4
+    other = np.where(mask[..., None], tokens, 99.0).astype("float32")
+    a, routing = moe(tokens, mask=mask, training=training)
+    b, _ = moe(other, mask=mask, training=training)
+    np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
+    assert np.abs(to_numpy(a)[~mask]).max() == 0
+    assert to_numpy(routing.dispatched)[~mask].max() == 0
+    assert to_numpy(routing.dispatched)[mask].max() == 1
+
+
+def test_losses_are_added_in_training_alone_and_skip_padding():
+    tokens = images(batch=3)
+
+    def loss(layer, tokens):
+        layer(tokens, training=True)
+        return sum(float(value) for value in layer.losses)
+
+    layers = []
+    for group_size in (18, 12):
+        moe = make(group_size=group_size)
+        layer = MoE(
+            moe.router,
+            moe.experts,
+            group_size=group_size,
+            auxiliary_losses={"importance": 1.0, "z": 0.5, "load_balance": 2.0},
+        )
+        layers.append(layer)
+        layer(tokens, training=False)
+        assert not layer.losses
+    for weight, value in zip(layers[1].weights, layers[0].weights):
+        weight.assign(value)
+    # Two groups, the second of which is half padding, are averaged.
+    expected = (loss(layers[0], tokens[:2]) + loss(layers[0], tokens[2:])) / 2
+    np.testing.assert_allclose(loss(layers[1], tokens), expected, rtol=1e-5)
+
+
+def test_noise_is_seeded_and_for_training_alone():
+    tokens = images()
+
+    def noisy(seed, training):
+        moe = make(noise_std=1.0, seed=seed)
+        routing = moe(tokens, training=training)[1]
+        return to_numpy(routing.noisy_logits) - to_numpy(routing.logits)
+
+    assert np.abs(noisy(0, training=False)).max() == 0
+    noise = noisy(0, training=True)
+    np.testing.assert_array_equal(noise, noisy(0, training=True))
+    assert np.abs(noise - noisy(1, training=True)).max() > 0
+    # 120 draws of standard deviation 1 / E = 0.25.
+    assert 0.2 < noise.std() < 0.3
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
+def test_routing_is_float32_under_every_policy(policy):
+    tokens = images()
+    reference = make()
+    moe = MoE(
+        TokenChoiceRouter(4, 2, noise_std=0.0, dtype=policy),
+        Experts(4, mlp_dim=16, dtype=policy),
+        dtype=policy,
+    )
+    moe.build((None, None, 8))
+    moe.router.kernel.assign(reference.router.kernel)
+    half = ops.cast(tokens, moe.compute_dtype)
+    _, routing = moe(half)
+    _, expected = reference(ops.cast(half, "float32"))
+    for value, wanted in zip(routing, expected):
+        assert keras.backend.standardize_dtype(value.dtype) == "float32"
+        np.testing.assert_allclose(to_numpy(value), to_numpy(wanted), rtol=1e-5)
+    # The kernel is exact: rounded to bfloat16 it would move the logits by 1e-3.
+    assert moe.router.kernel.dtype == "float32"
+
+
+def test_experts_start_equal_or_each_by_itself():
+    shared, own = Experts(4, 16), Experts(4, 16, shared_initialization=False)
+    for layer in (shared, own):
+        layer.build((1, 4, 2, 8))
+    kernel = to_numpy(shared.hidden_kernel)
+    assert np.ptp(kernel, axis=0).max() == 0
+    assert np.ptp(to_numpy(own.hidden_kernel), axis=0).min() > 0
+    # Glorot over one expert's own matrix, whatever the number of experts.
+    limit = np.sqrt(6 / (8 + 16))
+    assert 0.9 * limit < np.abs(kernel).max() <= limit
+
+
+def test_a_tiny_fit_lowers_the_loss_with_uneven_batches():
+    keras.utils.set_random_seed(0)
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(22, 6, 8)).astype("float32")
+    y = np.tanh(x[:, :, ::-1])
+    inputs = keras.Input((6, 8))
+    moe = MoE(
+        TokenChoiceRouter(4, 2, seed=0),
+        Experts(4, mlp_dim=32),
+        group_size=12,
+        auxiliary_losses={"importance": 0.01, "load": 0.01},
+    )
+    model = keras.Model(inputs, moe(inputs)[0])
+    model.compile(optimizer=keras.optimizers.Adam(1e-2), loss="mse")
+    history = model.fit(x, y, batch_size=8, epochs=15, verbose=0).history["loss"]
+    assert history[-1] < 0.6 * history[0]
+
+
+def test_an_unknown_batch_size_compiles():
+    moe = make(group_size=8, capacity_factor=1.0, eval_capacity_factor=1.0)
+    symbol = keras.Input((6, 8))
+    model = keras.Model(symbol, moe(symbol)[0])
+    assert model.output_shape == (None, 6, 8)
+    tokens = images(batch=5)
+    predicted = model.predict(tokens, batch_size=5, verbose=0)
+    np.testing.assert_allclose(
+        predicted, to_numpy(moe(tokens)[0]), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_nan_tokens_are_not_hidden():
+    moe, tokens = make(), images(batch=2)
+    tokens[0, 0, 0] = np.nan
+    outputs = to_numpy(moe(tokens)[0])
+    assert np.isnan(outputs[0, 0]).any()
+    assert np.isfinite(outputs[1]).all()

@@ -1,0 +1,506 @@
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.models import VARIANTS, ViTBackbone, ViTImageClassifier
+from keras_moe.models.builtin import builtin_presets
+
+BACKENDS = ("jax", "tensorflow", "torch")
+NAMES = sorted(builtin_presets())
+
+
+def images(size=16, batch=3):
+    shape = (batch, size, size, 1)
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+def digits_model(**overrides):
+    model = models.from_preset("vmoe_digits", num_classes=10, **overrides)
+    # The head starts at zero: give it something to say.
+    kernel = model.output_dense.kernel
+    kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("presets") / "digits"
+    keras.utils.set_random_seed(0)
+    model = digits_model()
+    model.save_to_preset(folder)
+    return folder, model.predict(images(), verbose=0)
+
+
+# Built-in presets
+
+
+@pytest.mark.backend_free
+def test_the_zoo_is_complete():
+    wanted = {f"{family}_{size}" for family in ("vit", "vmoe") for size in (
+        "s32", "s16", "b32", "b16", "l32", "l16", "h14"
+    )}  # fmt: skip
+    assert wanted < set(models.list_presets())
+    assert {"vmoe_s32_last2_e8", "vmoe_b16_every2_e8", "vmoe_digits"} < set(NAMES)
+    for name, line in models.list_presets().items():
+        assert line
+        assert "\n" not in line
+        assert builtin_presets()[name]["source"]
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("preset", "sizes"),
+    [
+        # LIMoE's and V-MoE's S is not ViT's S.
+        ("vit_s16", (384, 12, 6, 1536)),
+        ("vmoe_s32", (512, 8, 8, 2048)),
+        ("vmoe_b16", (768, 12, 12, 3072)),
+        ("vit_l32", (1024, 24, 16, 4096)),
+        ("vmoe_h14", (1280, 32, 16, 5120)),
+    ],
+)
+def test_sizes(preset, sizes):
+    config = builtin_presets()[preset]["config"]
+    names = ("hidden_dim", "num_layers", "num_heads", "mlp_dim")
+    assert tuple(config[name] for name in names) == sizes
+
+
+@pytest.mark.backend_free
+def test_every_variant_names_its_source():
+    assert all(variant.source for variant in VARIANTS.values())
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("preset", "moe_layers", "experts"),
+    [
+        ("vit_b16", [], None),
+        ("vmoe_b32", [1, 3, 5, 7, 9, 11], 32),
+        ("vmoe_s32_last2_e8", [5, 7], 8),
+        ("vmoe_b16_every2_e8", [1, 3, 5, 7, 9, 11], 8),
+    ],
+)
+def test_which_blocks_are_moe(preset, moe_layers, experts):
+    parts = models.describe(preset).parts
+    kinds = {part.name: part.kind for part in parts if part.name.startswith("block")}
+    found = [int(name[6:]) for name, kind in kinds.items() if kind.startswith("MoE")]
+    assert found == moe_layers
+    if experts:
+        assert kinds[f"block_{moe_layers[0]}"] == f"MoE {experts}, K=2"
+
+
+# describe
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("preset", "overrides"),
+    [
+        ("vmoe_digits", {}),
+        ("vmoe_digits", {"class_token": False, "pooling": "map"}),
+        ("vmoe_digits", {"position_embedding": "sincos", "representation_dim": 24}),
+        ("vmoe_digits", {"expert_mlp_dim": 32, "num_experts": 3, "patch_size": 8}),
+        ("vit_s32", {}),
+        ("vmoe_s32", {"num_experts": 4}),
+        ("vmoe_s32_last2_e8", {}),
+    ],
+)
+def test_describe_counts_what_the_model_has(preset, overrides):
+    model = models.from_preset(preset, num_classes=10, **overrides)
+    description = models.describe(preset, num_classes=10, **overrides)
+    assert description.parameters == model.count_params()
+    for part in description.parts[1:]:
+        layer = next(
+            layer for layer in model._flatten_layers() if layer.name == part.name
+        )
+        counted = sum(int(np.prod(w.shape)) for w in layer.trainable_weights)
+        assert part.parameters == counted, part
+
+
+@pytest.mark.backend_free
+def test_describe_by_hand():
+    description = models.describe(
+        "vit_s32", image_shape=(64, 32, 3), hidden_dim=4, num_layers=1, num_heads=1,
+        mlp_dim=8, num_classes=2,
+    )  # fmt: skip
+    assert description.num_tokens == 3
+    embedding, block, norm, head = description.parts
+    assert embedding.parameters == 32 * 32 * 3 * 4 + 4 + 4 + 3 * 4
+    assert embedding.flops == 2 * 2 * 32 * 32 * 3 * 4
+    attention, mlp = 4 * (4 * 4 + 4), (4 * 8 + 8) + (8 * 4 + 4)
+    assert block.parameters == attention + mlp + 4 * 4
+    assert block.flops == 2 * 3 * 4 * (4 * 4) + 2 * 2 * 3 * 3 * 4 + 2 * 3 * 2 * 4 * 8
+    assert (norm.parameters, head.parameters, head.flops) == (8, 10, 16)
+    assert description.active_parameters == description.parameters
+
+
+@pytest.mark.backend_free
+def test_describe_moe_by_hand():
+    dense, sparse = (
+        models.describe("vit_s32", moe_layers=moe, num_experts=8, num_layers=2)
+        for moe in (None, "every_2")
+    )
+    mlp = 2 * 384 * 1536 + 1536 + 384
+    router = 384 * 8
+    assert sparse.parameters - dense.parameters == 7 * mlp + router
+    assert sparse.active_parameters - dense.active_parameters == mlp + router
+    extra = 1e9 * (sparse.gflops - dense.gflops)
+    assert round(extra) == 2 * 50 * router + 4 * 50 * 384 * 1536
+
+
+@pytest.mark.backend_free
+def test_describe_h14_is_quick_and_allocates_nothing():
+    program = """
+import resource, time
+import keras
+from keras_moe import models
+start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+description = models.describe("vmoe_h14", num_classes=1000)
+print(time.perf_counter() - start)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
+print(description.parameters)
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    seconds, gibibytes, parameters = (float(line) for line in output[-3:])
+    assert seconds < 5
+    assert gibibytes < 1
+    assert parameters > 7e9
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("preset", NAMES)
+def test_every_preset_is_described(preset):
+    description = models.describe(preset, num_classes=1000)
+    assert 0 < description.active_parameters <= description.parameters
+    assert json.loads(json.dumps(description.to_dict()))["gflops"] > 0
+
+
+# from_preset
+
+
+def test_a_classifier_is_ready_for_fit():
+    model = models.from_preset("vmoe_digits", num_classes=10)
+    assert isinstance(model, ViTImageClassifier)
+    history = model.fit(images(), np.array([0, 1, 9]), verbose=0)
+    assert np.isfinite(history.history["loss"][0])
+    assert "accuracy" in history.history
+
+
+def test_without_classes_an_architecture_gives_its_backbone():
+    assert isinstance(models.from_preset("vmoe_digits"), ViTBackbone)
+    assert isinstance(models.from_preset("vmoe_digits", task="backbone"), ViTBackbone)
+
+
+def test_any_argument_can_be_overridden():
+    model = models.from_preset(
+        "vmoe_digits", num_classes=5, image_shape=(32, 16, 3), num_experts=4,
+        capacity_factor=2.0, moe_layers=[0], pooling="average", dropout=0.1,
+        dtype="mixed_bfloat16", name="mine",
+    )  # fmt: skip
+    config = model.backbone.get_config()
+    assert config["image_shape"] == (32, 16, 3)
+    assert (config["num_experts"], config["capacity_factor"]) == (4, 2.0)
+    assert list(model.routing) == ["block_0"]
+    assert (model.pooling, model.dropout, model.name) == ("average", 0.1, "mine")
+    assert model.backbone.dtype_policy.name == "mixed_bfloat16"
+    assert model.output_shape == (None, 5)
+
+
+def test_a_saved_task_comes_back_whole(saved):
+    folder, expected = saved
+    model = models.from_preset(str(folder))
+    assert isinstance(model, ViTImageClassifier)
+    np.testing.assert_array_equal(model.predict(images(), verbose=0), expected)
+    backbone = models.from_preset(str(folder), task="backbone")
+    assert isinstance(backbone, ViTBackbone)
+
+
+def test_loading_and_saving_is_quiet(saved, tmp_path, recwarn):
+    model = models.from_preset(str(saved[0]))
+    model.fit(images(), np.zeros(3), verbose=0)
+    model.save_to_preset(tmp_path / "again")
+    models.from_preset(str(tmp_path / "again"))
+    ours = [w for w in recwarn if issubclass(w.category, UserWarning)]
+    assert not [w for w in ours if "optimizer" in str(w.message)]
+    # The head alone: 64 x 10 weights and biases, no optimizer.
+    assert os.path.getsize(tmp_path / "again" / "task.weights.h5") < 50_000
+
+
+def test_the_classes_load_too(saved):
+    folder, expected = saved
+    for cls in (ViTImageClassifier, keras_hub.models.ImageClassifier):
+        model = cls.from_preset(str(folder))
+        np.testing.assert_array_equal(model.predict(images(), verbose=0), expected)
+    assert isinstance(keras_hub.models.Backbone.from_preset(str(folder)), ViTBackbone)
+    assert "vmoe_b32" in ViTBackbone.presets
+    assert "vmoe_b32" in ViTImageClassifier.presets
+
+
+def test_a_new_head_keeps_the_backbone(saved):
+    folder, _ = saved
+    model = models.from_preset(str(folder), num_classes=3)
+    old = models.from_preset(str(folder), task="backbone")
+    assert model.output_shape == (None, 3)
+    np.testing.assert_array_equal(
+        model.backbone.predict(images(), verbose=0), old.predict(images(), verbose=0)
+    )
+
+
+def test_overrides_of_a_saved_task_keep_its_weights(saved):
+    folder, expected = saved
+    model = models.from_preset(str(folder), capacity_factor=3.0, priority="sum_gates")
+    assert model.backbone.get_config()["capacity_factor"] == 3.0
+    np.testing.assert_array_equal(model.predict(images(), verbose=0), expected)
+
+
+def test_random_weights_on_demand(saved):
+    folder, expected = saved
+    model = models.from_preset(str(folder), load_weights=False)
+    assert np.abs(model.predict(images(), verbose=0) - expected).max() > 1e-3
+
+
+def test_another_image_size_resizes_the_positions(saved):
+    folder, _ = saved
+    old = models.from_preset(str(folder), task="backbone")
+    new = models.from_preset(str(folder), task="backbone", image_shape=(32, 24, 1))
+    get = keras.ops.convert_to_numpy
+    old = get(old.get_layer("position_embedding").embedding)
+    new = get(new.get_layer("position_embedding").embedding)
+    assert new.shape == (1, 1 + 8 * 6, 64)
+    np.testing.assert_array_equal(new[:, 0], old[:, 0])
+    # Corners are aligned.
+    np.testing.assert_allclose(new[:, [1, 6, 43, 48]], old[:, [1, 4, 13, 16]])
+    model = models.from_preset(str(folder), image_shape=(32, 24, 1))
+    assert model.predict(np.zeros((2, 32, 24, 1)), verbose=0).shape == (2, 10)
+
+
+def test_a_grid_that_is_not_square_is_remembered(tmp_path):
+    backbone = models.from_preset("vmoe_digits", image_shape=(8, 32, 1))
+    backbone.save_to_preset(tmp_path / "wide")
+    loaded = models.from_preset(str(tmp_path / "wide"), image_shape=(16, 16, 1))
+    embedding = keras.ops.convert_to_numpy(
+        loaded.get_layer("position_embedding").embedding
+    )
+    table = keras.ops.convert_to_numpy(
+        backbone.get_layer("position_embedding").embedding
+    )
+    np.testing.assert_allclose(embedding[:, [1, 4, 13, 16]], table[:, [1, 8, 9, 16]])
+
+
+def test_keras_files_and_weights_round_trip(saved, tmp_path):
+    model = models.from_preset(str(saved[0]))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", safe_mode=True)
+    np.testing.assert_array_equal(loaded.predict(images(), verbose=0), saved[1])
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = digits_model()
+    other.load_weights(tmp_path / "model.weights.h5")
+    np.testing.assert_array_equal(other.predict(images(), verbose=0), saved[1])
+
+
+@pytest.mark.parametrize("other", BACKENDS)
+def test_saved_here_loads_on_every_backend(saved, other, tmp_path):
+    if other == keras.backend.backend():
+        other = BACKENDS[0] if other != BACKENDS[0] else BACKENDS[1]
+    folder, expected = saved
+    np.save(tmp_path / "images.npy", images())
+    program = f"""
+import keras, numpy as np
+from keras_moe import models
+assert keras.backend.backend() == {other!r}
+model = models.from_preset({str(folder)!r})
+images = np.load({str(tmp_path / "images.npy")!r}, allow_pickle=False)
+np.save({str(tmp_path / "logits.npy")!r}, model.predict(images, verbose=0))
+"""
+    environment = {**os.environ, "KERAS_BACKEND": other}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    logits = np.load(tmp_path / "logits.npy", allow_pickle=False)
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"preset": "vmoe_b23"}, "nearest: vmoe_b"),
+        ({"preset": "resnet"}, "known: .*vmoe_b32"),
+        ({"preset": 3}, "received: 3"),
+        ({"num_expert": 8}, "num_expert=8 .nearest: num_experts"),
+        ({"task": "segmenter"}, "task='segmenter'"),
+        ({"task": "image_classifier"}, "num_classes=None"),
+        ({"task": "backbone", "num_classes": 10}, "num_classes=10"),
+        ({"num_classes": 0}, "num_classes=0"),
+        ({"num_classes": 10, "pooling": "max"}, "pooling='max'"),
+        (
+            {"num_classes": 10, "pooling": "class_token", "class_token": False},
+            "class_token=False",
+        ),
+        ({"num_classes": 10, "head_bias": "log"}, "head_bias='log'"),
+        ({"num_classes": 10, "activation": "relu"}, "activation='relu'"),
+        ({"num_classes": 10, "activation": "sigmoid"}, "multi_label=False"),
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"num_experts": 2, "num_selected_experts": 3}, "num_selected_experts=3"),
+        ({"capacity_factor": 0}, "capacity_factor=0"),
+        ({"patch_size": 5}, "patch_size=\\(5, 5\\)"),
+        ({"moe_layers": [4]}, "moe_layers=\\[4\\]"),
+        ({"moe_layers": [-1]}, "moe_layers=\\[-1\\]"),
+        ({"moe_layers": [1, 1]}, "moe_layers=\\[1, 1\\]"),
+        ({"moe_layers": "every_9"}, "'every_9'"),
+        ({"moe_layers": "last_3"}, "'last_3'"),
+        ({"moe_layers": "some"}, "'some'"),
+        ({"num_heads": 3}, "num_heads=3"),
+        ({"image_shape": (16, 16)}, "image_shape=\\(16, 16\\)"),
+        ({"images_per_group": 0}, "images_per_group=0"),
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"position_embedding": "rotary"}, "kind='rotary'"),
+        ({"dropout_rate": 1.5}, "=1.5"),
+    ],
+)
+def test_bad_arguments_are_refused_with_their_values(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        models.from_preset(**{"preset": "vmoe_digits", **kwargs})
+
+
+def broken(folder, tmp_path):
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(folder), str(copy)], check=True)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.weights.h5"])
+def test_a_missing_file_is_named(saved, tmp_path, name):
+    folder = broken(saved[0], tmp_path)
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=name):
+        models.from_preset(str(folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "task.json", "model.weights.h5", "task.weights.h5"]
+)
+def test_a_truncated_file_is_named(saved, tmp_path, name):
+    folder = broken(saved[0], tmp_path)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=f"{name}.*[Tt]runcated|[Tt]runcated.*{name}"):
+        models.from_preset(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b'{"architecture": 3}', "config.json"),
+        ("config.json", b"[1, 2]", "config.json"),
+        ("config.json", b"\xff\xfe\x00", "config.json"),
+        ("model.weights.h5", b"PK\x03\x04 not HDF5", "model.weights.h5"),
+    ],
+)
+def test_a_foreign_file_is_named(saved, tmp_path, name, content, message):
+    folder = broken(saved[0], tmp_path)
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        models.from_preset(str(folder))
+
+
+def test_an_unknown_class_is_refused(saved, tmp_path):
+    folder = broken(saved[0], tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["registered_name"] = "elsewhere>Backbone"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="elsewhere>Backbone"):
+        models.from_preset(str(folder))
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"hidden_dim": 32}, {"num_experts": 4}, {"num_layers": 2}]
+)
+def test_weights_of_another_shape_are_refused(saved, overrides):
+    with pytest.raises(ValueError, match="preset=|shape|layers"):
+        models.from_preset(str(saved[0]), **overrides)
+
+
+def test_a_folder_that_is_no_preset_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        models.from_preset(str(tmp_path))
+
+
+# Saving
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("at", ["save_weights", "rename"])
+def test_an_interrupted_save_leaves_the_old_preset_whole(tmp_path, monkeypatch, at):
+    folder = tmp_path / "preset"
+    model = digits_model()
+    model.save_to_preset(folder)
+    expected = model.predict(images(), verbose=0)
+    other = digits_model()
+
+    if at == "save_weights":
+
+        def fail(self, path, *args, **kwargs):
+            with open(path, "wb") as file:
+                file.write(b"half")
+            raise Interrupted
+
+        monkeypatch.setattr(ViTBackbone, "save_weights", fail)
+    else:
+        rename = os.rename
+
+        def fail(source, target):
+            if str(source).endswith(".partial"):
+                raise Interrupted
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(Interrupted):
+        other.save_to_preset(folder)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["preset"]
+    loaded = models.from_preset(str(folder))
+    np.testing.assert_array_equal(loaded.predict(images(), verbose=0), expected)
+
+
+def test_a_save_killed_between_its_renames_is_recovered(tmp_path):
+    folder = tmp_path / "preset"
+    model = digits_model()
+    model.save_to_preset(folder)
+    os.rename(folder, tmp_path / ".preset.previous")
+    loaded = models.from_preset(str(folder))
+    np.testing.assert_array_equal(
+        loaded.predict(images(), verbose=0), model.predict(images(), verbose=0)
+    )
+
+
+def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
+    folder = tmp_path / "preset"
+    digits_model().save_to_preset(folder)
+    (folder / "README.md").write_text("mine")
+    models.from_preset("vmoe_digits").save_to_preset(folder)
+    assert (folder / "README.md").read_text() == "mine"
+    # The old task would not fit the new backbone.
+    assert not (folder / "task.json").exists()
+    assert isinstance(models.from_preset(str(folder)), ViTBackbone)
+
+
+def test_saving_over_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="older preset"):
+        models.from_preset("vmoe_digits").save_to_preset(tmp_path)
+    with pytest.raises(ValueError, match="file"):
+        models.from_preset("vmoe_digits").save_to_preset(tmp_path / "thesis.txt")
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
