@@ -10,6 +10,8 @@ for name, value in {
     "JAX_PLATFORMS": "cpu",
     "KERAS_TORCH_DEVICE": "cpu",
     "MPLBACKEND": "Agg",
+    # PyTorch's idle threads would spin, and stand still beside other work.
+    "OMP_WAIT_POLICY": "PASSIVE",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
     # On JAX a small test is mostly compilation, and this takes a quarter off it.

@@ -15,30 +15,47 @@ def gradient(fn: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
         fn: takes one tensor per array and returns a scalar tensor.
         *arrays: where the gradient is taken.
     """
+    return gradient_and_outputs(lambda *tensors: (fn(*tensors), ()), *arrays)[0]
+
+
+def gradient_and_outputs(
+    fn: Callable, *arrays: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Like `gradient`, of a function that has more to show than the scalar.
+
+    One program on JAX, where a second one would be most of a small test's time.
+
+    Args:
+        fn: takes one tensor per array and returns a scalar tensor and a sequence of
+            further tensors.
+        *arrays: where the gradient is taken.
+    """
     backend = keras.backend.backend()
     if backend == "jax":
         import jax
 
         tensors = [keras.ops.convert_to_tensor(array) for array in arrays]
         argnums = tuple(range(len(tensors)))
-        found = jax.jit(jax.grad(fn, argnums=argnums))(*tensors)
+        found, outputs = jax.jit(jax.grad(fn, argnums=argnums, has_aux=True))(*tensors)
     elif backend == "tensorflow":
         import tensorflow as tf
 
         tensors = [tf.convert_to_tensor(array) for array in arrays]
         with tf.GradientTape() as tape:
             tape.watch(tensors)
-            value = fn(*tensors)
+            value, outputs = fn(*tensors)
         found = tape.gradient(value, tensors)
     else:
         import torch
 
         tensors = [torch.tensor(array, requires_grad=True) for array in arrays]
-        found = torch.autograd.grad(fn(*tensors), tensors, allow_unused=True)
-    return [
+        value, outputs = fn(*tensors)
+        found = torch.autograd.grad(value, tensors, allow_unused=True)
+    gradients = [
         np.zeros_like(array) if grad is None else keras.ops.convert_to_numpy(grad)
         for grad, array in zip(found, arrays)
     ]
+    return gradients, [keras.ops.convert_to_numpy(output) for output in outputs]
 
 
 def compiled(fn: Callable) -> Callable:

@@ -28,7 +28,7 @@ def check_layer(
             own arguments should all have values that are not the defaults.
         inputs: a batch.
         folder: where to save to.
-        float32_weights: ends of the paths of weights that stay float32 under each policy.
+        float32_weights: ends of the paths of weights that are always float32.
         no_gradient: names of weights that may have no gradient.
     """
     keras.utils.set_random_seed(1)

@@ -9,6 +9,8 @@ It needs no download: the scans come with scikit-learn. Everything is written to
 import os
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
+# PyTorch's idle threads would spin, and stand still on a machine with other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
 import json

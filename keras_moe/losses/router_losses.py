@@ -59,7 +59,8 @@ def load_loss(
         float32 (G,).
 
     Raises:
-        ValueError: if `noise_std` is not positive: the loss is defined by the noise.
+        ValueError: if `noise_std` is not positive (the loss is defined by the noise),
+            or `num_selected_experts` is out of range.
 
     Reference:
         *Routers in Vision Mixture of Experts*, appendix A.
@@ -78,6 +79,12 @@ def load_loss(
             f"received: noise_std={noise_std}"
         )
     noisy_logits = ops.convert_to_tensor(noisy_logits)
+    num_experts = noisy_logits.shape[-1]
+    if not 1 <= num_selected_experts <= num_experts:
+        raise ValueError(
+            f"Expected num_selected_experts between 1 and num_experts={num_experts}; "
+            f"received: num_selected_experts={num_selected_experts}"
+        )
     _, kept = largest(noisy_logits, noisy_logits, num_selected_experts)
     threshold = kept[..., -1:]
     # 1 - Phi(x) = erfc(x / sqrt(2)) / 2: no cancellation for large x.

@@ -4,6 +4,7 @@ Axes: G groups, S group_size, E experts, C capacity, K selected experts.
 """
 
 import math
+import numbers
 from typing import Any
 
 from keras import ops
@@ -70,7 +71,7 @@ def expert_capacity(
             f"received: multiple_of={multiple_of}"
         )
     on_host, on_tensor = ROUNDINGS[rounding]
-    if not isinstance(num_tokens, int):
+    if not isinstance(num_tokens, numbers.Integral):
         assignments = ops.cast(num_tokens * num_selected_experts, "float64")
         capacity = ops.cast(
             on_tensor(assignments * capacity_factor / num_experts), "int32"
@@ -81,7 +82,7 @@ def expert_capacity(
             capacity = (capacity + multiple_of - 1) // multiple_of * multiple_of
         return capacity
     capacity = on_host(
-        num_tokens * num_selected_experts * capacity_factor / num_experts
+        int(num_tokens) * num_selected_experts * capacity_factor / num_experts
     )
     if capacity < 1:
         raise ValueError(

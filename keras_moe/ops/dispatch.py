@@ -10,6 +10,36 @@ from keras import ops
 from keras_moe.ops.routing import RoutingPlan, dense_combine, dense_dispatch
 
 
+def _tokens_of(plan, tokens):
+    """`tokens` as a tensor, if its shape is that of the plan's tokens."""
+    tokens = ops.convert_to_tensor(tokens)
+    expected = tuple(plan.token_slots.shape[:2])
+    if len(tokens.shape) != 3 or not _fits(tokens.shape[:2], expected):
+        raise ValueError(
+            f"Expected tokens of shape (groups, tokens, dim) with {expected} first, as "
+            f"in the plan; received: tokens.shape={tuple(tokens.shape)}"
+        )
+    return tokens
+
+
+def _outputs_of(plan, outputs):
+    """`outputs` as a tensor, if its shape is that of the plan's slots."""
+    outputs = ops.convert_to_tensor(outputs)
+    expected = tuple(plan.slot_tokens.shape)
+    if len(outputs.shape) != 4 or not _fits(outputs.shape[:3], expected):
+        raise ValueError(
+            "Expected outputs of shape (groups, experts, capacity, dim) with "
+            f"{expected} first, as in the plan; "
+            f"received: outputs.shape={tuple(outputs.shape)}"
+        )
+    return outputs
+
+
+def _fits(shape, expected):
+    # Sizes that TensorFlow does not know while it traces fit any other.
+    return all(a == b or None in (a, b) for a, b in zip(shape, expected))
+
+
 def dispatch(tokens: Any, plan: RoutingPlan) -> Any:
     """Gathers each slot's token: `X^T D` of equation 2 in index form.
 
@@ -20,6 +50,9 @@ def dispatch(tokens: Any, plan: RoutingPlan) -> Any:
     Returns:
         The experts' inputs (G, E, C, D) in the dtype of `tokens`; empty slots
         hold zeros.
+
+    Raises:
+        ValueError: if the shape of `tokens` is not that of the plan.
 
     Reference:
         *Routers in Vision Mixture of Experts*, equation 2.
@@ -34,7 +67,7 @@ def dispatch(tokens: Any, plan: RoutingPlan) -> Any:
     >>> np.array(ops.dispatch(tokens, plan))[0, :, :, 0].tolist()
     [[1.0, 0.0], [2.0, 0.0]]
     """
-    tokens = ops.convert_to_tensor(tokens)
+    tokens = _tokens_of(plan, tokens)
     num_groups, num_tokens, dim = ops.shape(tokens)
     filled = plan.slot_tokens >= 0
     first = ops.arange(num_groups, dtype="int32") * num_tokens
@@ -54,6 +87,9 @@ def combine(outputs: Any, plan: RoutingPlan) -> Any:
         Tokens (G, S, D) in the dtype of `outputs`, summed in float32; a token
         of which every choice was dropped gets zeros.
 
+    Raises:
+        ValueError: if the shape of `outputs` is not that of the plan.
+
     Reference:
         *Routers in Vision Mixture of Experts*, equation 2.
 
@@ -67,16 +103,18 @@ def combine(outputs: Any, plan: RoutingPlan) -> Any:
     >>> np.array(ops.combine(outputs, plan))[0, :, 0].tolist()
     [5.0, 7.0]
     """
-    outputs = ops.convert_to_tensor(outputs)
+    outputs = _outputs_of(plan, outputs)
     num_groups, num_experts, capacity, dim = ops.shape(outputs)
     first = ops.arange(num_groups, dtype="int32") * (num_experts * capacity)
-    # A dropped choice reads some row of its own group, with weight zero.
-    rows = ops.maximum(plan.token_slots, 0) + first[:, None, None]
+    kept = plan.token_slots >= 0
+    rows = ops.where(kept, plan.token_slots, 0) + first[:, None, None]
     flat = ops.reshape(outputs, (-1, dim))
     # An unrolled sum over K is much cheaper than a (G, S, K, D) tensor and its sum.
     total = 0.0
     for k in range(plan.token_slots.shape[-1]):
         chosen = ops.cast(ops.take(flat, rows[..., k], axis=0), "float32")
+        # A dropped choice has read another token's slot, which may not be finite.
+        chosen = ops.where(kept[..., k : k + 1], chosen, 0.0)
         total = total + plan.combine_weights[..., k : k + 1] * chosen
     return ops.cast(total, outputs.dtype)
 
@@ -101,7 +139,7 @@ def dispatch_einsum(tokens: Any, plan: RoutingPlan) -> Any:
     >>> np.array(ops.dispatch_einsum(tokens, plan))[0, :, :, 0].tolist()
     [[1.0], [2.0]]
     """
-    tokens = ops.convert_to_tensor(tokens)
+    tokens = _tokens_of(plan, tokens)
     one_hot = ops.cast(dense_dispatch(plan), tokens.dtype)
     return ops.einsum("gsd,gsec->gecd", tokens, one_hot)
 
@@ -126,6 +164,9 @@ def combine_einsum(outputs: Any, plan: RoutingPlan) -> Any:
     >>> np.array(ops.combine_einsum(outputs, plan))[0, :, 0].tolist()
     [5.0, 7.0]
     """
-    outputs = ops.convert_to_tensor(outputs)
-    weights = ops.cast(dense_combine(plan), outputs.dtype)
-    return ops.einsum("gecd,gsec->gsd", outputs, weights)
+    outputs = _outputs_of(plan, outputs)
+    # In float32: bfloat16 sums over all slots would lose the small weights.
+    total = ops.einsum(
+        "gecd,gsec->gsd", ops.cast(outputs, "float32"), dense_combine(plan)
+    )
+    return ops.cast(total, outputs.dtype)

@@ -142,7 +142,7 @@ def dense_combine(plan: RoutingPlan) -> Any:
     >>> from keras_moe import ops
     >>> gates = np.array([[[0.9, 0.1], [0.8, 0.2]]], "float32")
     >>> plan = ops.token_choice(gates, gates, num_selected_experts=1, capacity=1)
-    >>> round(float(ops.sum(ops.dense_combine(plan))), 3)
+    >>> round(float(np.array(ops.dense_combine(plan)).sum()), 3)
     0.9
     """
     _, num_experts, capacity = ops.shape(plan.slot_tokens)

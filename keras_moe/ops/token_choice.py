@@ -28,15 +28,16 @@ def token_choice(
     full is dropped; the token's other choices stand. Ties take the lowest expert.
 
     Args:
-        affinity: float32 (G, S, E). Decides which experts a token takes.
+        affinity: float32 (G, S, E). Decides which experts a token takes, and who
+            goes first; the gates themselves in V-MoE.
         gates: float32 (G, S, E). The combine weights, not renormalised over the
             K choices. Gradients flow through these alone.
         num_selected_experts: K, experts per token.
         capacity: C, slots per expert and group.
         priority: the order in which the tokens of a group are served:
             `"first_come"` as they stand, `"max_gate"` by decreasing largest
-            gate (batch priority routing of V-MoE), `"sum_gates"` by decreasing sum
-            of the K chosen gates (*LIMoE*, appendix E.1). Ties keep their order.
+            affinity (batch priority routing of V-MoE), `"sum_gates"` by decreasing
+            sum of the K largest (*LIMoE*, appendix E.1). Ties keep their order.
         mask: boolean (G, S), False for tokens (padding) that are not routed and
             use no capacity; None routes every token.
 
@@ -70,8 +71,14 @@ def token_choice(
     # these serves every queue at once; a position is a rank minus the queue's start.
     order = None
     if priority != "first_come":
-        reduce = ops.max if priority == "max_gate" else ops.sum
-        order = ops.cast(ops.argsort(-reduce(weights, axis=-1), axis=-1), "int32")
+        # The affinity allocates; the gates only weigh what was allocated.
+        if priority == "max_gate":
+            rank = ops.max(affinity, axis=-1)
+        else:
+            _, chosen = largest(affinity, affinity, num_selected_experts)
+            rank = ops.sum(chosen, axis=-1)
+        rank = ops.stop_gradient(-rank)
+        order = ops.cast(ops.argsort(rank, axis=-1), "int32")
         experts_in_order = ops.take_along_axis(
             experts, ops.expand_dims(order, -1), axis=1
         )

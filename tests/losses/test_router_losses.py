@@ -17,7 +17,7 @@ from keras_moe.losses import (
 )
 from keras_moe.ops import dense_combine, dense_dispatch, token_choice
 from tests import golden
-from tests.gradients import gradient, one_program
+from tests.gradients import gradient, gradient_and_outputs, one_program
 
 LOSSES = ("importance", "load", "gshard_clean", "gshard_noisy", "z")
 
@@ -45,6 +45,17 @@ def compute(name, logits, noise=0.0, **options):
     return keras.ops.convert_to_numpy(program(logits))
 
 
+def with_gradient(name, logits, noise=0.0, **options):
+    """One loss, and the gradient of its sum over groups."""
+
+    def program(logits):
+        loss = value_of(name, logits, noise, **options)
+        return keras.ops.sum(loss), (loss,)
+
+    (found,), (loss,) = gradient_and_outputs(program, logits)
+    return loss, found
+
+
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "z"])
 @pytest.mark.parametrize("case", golden.cases("03_router_losses/losses*"))
 def test_golden_loss(case, name):
@@ -56,16 +67,9 @@ def test_golden_loss(case, name):
         "noise_std": config["noise_std"] / config["E"],
         "selected": config["K"],
     }
+    loss, found = with_gradient(name, logits, **options)
     rtol = 1e-4 if name == "load" else 1e-5
-    np.testing.assert_allclose(
-        compute(name, logits, **options),
-        arrays[f"outputs/{name}"],
-        rtol=rtol,
-        atol=1e-6,
-    )
-    (found,) = gradient(
-        lambda logits: keras.ops.sum(value_of(name, logits, **options)), logits
-    )
+    np.testing.assert_allclose(loss, arrays[f"outputs/{name}"], rtol=rtol, atol=1e-6)
     np.testing.assert_allclose(
         found, arrays[f"grads/{name}/logits"], rtol=1e-4, atol=1e-6
     )
@@ -219,13 +223,8 @@ def test_masked_tokens_do_not_count(name, value):
     without = compute(name, logits[:, 2:5])
     logits[:, [0, 1, 5]] = value
     mask = np.tile([False, False, True, True, True, False], (2, 1))
-    np.testing.assert_allclose(compute(name, logits, mask=mask), without, rtol=1e-5)
-    (found,) = gradient(
-        lambda logits: keras.ops.sum(
-            value_of(name, logits, mask=keras.ops.convert_to_tensor(mask))
-        ),
-        logits,
-    )
+    loss, found = with_gradient(name, logits, mask=keras.ops.convert_to_tensor(mask))
+    np.testing.assert_allclose(loss, without, rtol=1e-5)
     np.testing.assert_array_equal(found[:, [0, 1, 5]], 0)
     assert np.all(np.isfinite(found))
 
@@ -234,10 +233,8 @@ def test_masked_tokens_do_not_count(name, value):
 def test_a_group_without_real_tokens_is_finite(name):
     logits = normal(0, 2, 4, 3)
     mask = keras.ops.convert_to_tensor(np.array([[True] * 4, [False] * 4]))
-    assert np.all(np.isfinite(compute(name, logits, mask=mask)))
-    (found,) = gradient(
-        lambda logits: keras.ops.sum(value_of(name, logits, mask=mask)), logits
-    )
+    loss, found = with_gradient(name, logits, mask=mask)
+    assert np.all(np.isfinite(loss))
     assert np.all(np.isfinite(found))
     np.testing.assert_array_equal(found[1], 0)
 
@@ -255,8 +252,8 @@ def test_a_group_without_real_tokens_is_finite(name):
 )
 def test_extremes_are_finite(name, shape, scale):
     logits = np.float32(scale) * normal(0, *shape)
-    assert np.all(np.isfinite(compute(name, logits)))
-    (found,) = gradient(lambda logits: keras.ops.sum(value_of(name, logits)), logits)
+    loss, found = with_gradient(name, logits)
+    assert np.all(np.isfinite(loss))
     assert np.all(np.isfinite(found))
 
 
