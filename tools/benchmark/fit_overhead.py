@@ -1,0 +1,67 @@
+"""`model.fit`'s step over a hand-written jitted step, on JAX.
+
+    python tools/benchmark/fit_overhead.py
+"""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import argparse
+
+import keras
+import numpy as np
+from timing import interleaved, print_ratios
+from training_step import jitted_step
+
+from keras_moe import models
+
+# name -> preset, overrides, batch size, steps: an epoch's worth of small ones, so that
+# what `fit` does once per epoch is counted as it falls on a step.
+CASES = {
+    "vmoe_digits": ("vmoe_digits", {}, 64, 64),
+    "vmoe_s32": ("vmoe_s32_last2_e8", {"multi_label": False}, 16, 4),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    for case in args.cases:
+        preset, overrides, batch_size, steps = CASES[case]
+        fitted, stepped = (
+            models.from_preset(preset, num_classes=10, **overrides) for _ in range(2)
+        )
+        fitted.compile(
+            optimizer=keras.optimizers.Adam(1e-4),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=[],
+        )
+        generator = np.random.default_rng(0)
+        shape = (batch_size, *fitted.backbone.image_shape)
+        images = generator.normal(size=shape).astype("float32")
+        labels = generator.integers(10, size=batch_size)
+        step = jitted_step(stepped, images, labels)
+
+        x, y = np.tile(images, (steps, 1, 1, 1)), np.tile(labels, steps)
+
+        def fit(model=fitted, x=x, y=y, size=batch_size):
+            model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+
+        def hand(step=step, steps=steps):
+            for _ in range(steps):
+                loss = step()
+            return loss
+
+        seconds = interleaved({"fit": fit, "hand-written step": hand}, args.rounds)
+        print_ratios(
+            f"{case}, batch {batch_size}, {steps} steps",
+            seconds,
+            "hand-written step",
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Peak memory of an MoE layer's routing, beyond its tokens and expert buffers.
+
+    python tools/benchmark/routing_memory.py
+
+On JAX, from the compiler's own account of the compiled forward and backward pass. The
+experts are the identity, so that what is left is routing, dispatch and combine.
+"""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import argparse
+
+import jax
+import keras
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from keras_moe.layers import MoE
+from keras_moe.routers import TokenChoiceRouter
+
+MIB = 2**20
+
+
+class Identity(keras.layers.Layer):
+    """Experts that return their inputs."""
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        self.num_experts = num_experts
+
+    def build(self, shape):
+        pass
+
+    def call(self, inputs, training=None):
+        return inputs
+
+
+def temporary_bytes(dispatcher: str, args: argparse.Namespace) -> tuple[int, int]:
+    """The compiled step's temporary memory, and the size of one expert buffer."""
+    moe = MoE(
+        TokenChoiceRouter(args.experts, args.selected, priority="max_gate", seed=0),
+        Identity(args.experts),
+        auxiliary_losses={"importance": 0.005, "load": 0.005},
+        dispatcher=dispatcher,
+    )
+    shape = (1, args.tokens, args.dim)
+    moe.build(shape)
+
+    def loss(trainable, state, tokens, cotangent):
+        (outputs, _), state, losses = moe.stateless_call(
+            trainable, state, tokens, training=True, return_losses=True
+        )
+        return (outputs * cotangent).sum() + sum(losses), (outputs, state)
+
+    compiled = (
+        jax.jit(jax.value_and_grad(loss, argnums=(0, 2), has_aux=True))
+        .lower(
+            [v.value for v in moe.trainable_variables],
+            [v.value for v in moe.non_trainable_variables],
+            *[jax.ShapeDtypeStruct(shape, np.float32)] * 2,
+        )
+        .compile()
+    )
+    capacity = moe.router.group_capacity(args.tokens, training=True)
+    buffer = args.experts * capacity * args.dim * 4
+    return compiled.memory_analysis().temp_size_in_bytes, buffer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=12544)
+    parser.add_argument("--dim", type=int, default=384)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--selected", type=int, default=2)
+    args = parser.parse_args()
+
+    tokens = args.tokens * args.dim * 4
+    table = Table(
+        title=f"{args.tokens} tokens, D={args.dim}, E={args.experts}, "
+        f"K={args.selected}, forward and backward (jax)"
+    )
+    for column in ("dispatcher", "temporary MiB", "buffers held", "routing MiB"):
+        table.add_column(column, justify="right")
+    for dispatcher in ("index", "einsum"):
+        temporary, buffer = temporary_bytes(dispatcher, args)
+        # What any implementation holds at once in the backward pass: the experts'
+        # inputs or outputs, their gradient, and one copy of the tokens.
+        routing = temporary - 2 * buffer - tokens
+        table.add_row(
+            dispatcher,
+            f"{temporary / MIB:.1f}",
+            f"2 x {buffer / MIB:.1f} + {tokens / MIB:.1f}",
+            f"{routing / MIB:.1f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
