@@ -1,6 +1,6 @@
 """`model.fit`'s step over a hand-written jitted step, on JAX.
 
-    python tools/benchmark/fit_overhead.py
+python tools/benchmark/fit_overhead.py
 """
 
 import os

@@ -135,10 +135,12 @@ class ViTImageClassifier(
             )
             features = self.representation(features)
         outputs = self.output_dense(self.output_dropout(features))
-        # The parent's constructor would build its own head.
-        keras_hub.models.Task.__init__(
-            self, inputs=inputs, outputs=outputs, **self._hold(multi_label, kwargs)
-        )
+        # The parent's constructor would build its own head. The task's compiles, for
+        # which it must know the labels and outputs; Keras lets a model have plain
+        # attributes only after it.
+        for name, value in (("multi_label", multi_label), ("activation", activation)):
+            object.__setattr__(self, name, value)
+        keras_hub.models.Task.__init__(self, inputs=inputs, outputs=outputs, **kwargs)
         object.__setattr__(self, "_features", features)
 
         # === Config ===
@@ -146,14 +148,8 @@ class ViTImageClassifier(
         self.pooling = pooling
         self.representation_dim = representation_dim
         self.head_bias = head_bias
-        self.activation = activation
         self.dropout = dropout
         self.head_dtype = head_dtype
-
-    def _hold(self, multi_label, kwargs):
-        # `compile`, which the constructor calls, reads these.
-        object.__setattr__(self, "multi_label", multi_label)
-        return kwargs
 
     @property
     def features(self):
@@ -184,7 +180,7 @@ class ViTImageClassifier(
                 precision-recall curve of all decisions.
             **kwargs: see `keras.Model.compile`.
         """
-        from_logits = getattr(self, "activation", None) is None
+        from_logits = self.activation is None
         if optimizer == "auto":
             optimizer = keras.optimizers.AdamW(
                 3e-4, weight_decay=1e-4, global_clipnorm=1.0

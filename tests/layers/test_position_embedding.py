@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+
+from keras_moe.layers import resize_positions, sincos_table
+from tests import golden
+
+
+@pytest.mark.backend_free
+def test_resizing_is_that_of_the_releases():
+    arrays, config = golden.load("07_checkpoints/posemb_interpolation")
+    assert len(config["cases"]) == 4
+    for case in config["cases"]:
+        old, new = case["old_grid"], case["new_grid"]
+        resized = resize_positions(
+            arrays[f"inputs/{case['i']}/pos_embedding"], (old, old), (new, new)
+        )
+        np.testing.assert_allclose(
+            resized, arrays[f"outputs/{case['i']}/pos_embedding"], rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.backend_free
+def test_resizing_to_the_same_grid_and_to_one_patch():
+    table = np.arange(7, dtype="float32").reshape(1, 7, 1)
+    np.testing.assert_array_equal(resize_positions(table, (2, 3), (2, 3)), table)
+    one = resize_positions(table, (2, 3), (1, 1))[0, :, 0]
+    np.testing.assert_array_equal(one, [0, 1])
+    wide = resize_positions(np.full((1, 1, 2), 3.0), (1, 1), (2, 2))
+    np.testing.assert_array_equal(wide, np.full((1, 4, 2), 3.0))
+
+
+@pytest.mark.backend_free
+def test_a_table_smaller_than_its_grid_is_refused():
+    with pytest.raises(ValueError, match=r"table\.shape=\(1, 3, 2\)"):
+        resize_positions(np.zeros((1, 3, 2)), (2, 2), (4, 4))
+
+
+@pytest.mark.backend_free
+def test_sincos_by_hand():
+    table = sincos_table((2, 3), 8)
+    # Row 1, column 2: x = 2, y = 1, frequencies 1 and 1 / 10000.
+    x, y = np.array([2.0, 2e-4]), np.array([1.0, 1e-4])
+    expected = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)])
+    np.testing.assert_allclose(table[5], expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="dim=6"):
+        sincos_table((2, 2), 6)

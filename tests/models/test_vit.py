@@ -1,0 +1,276 @@
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import losses
+from keras_moe.models import ViTBackbone, ViTImageClassifier
+
+to_numpy = ops.convert_to_numpy
+
+SMALL = {
+    "image_shape": (16, 8, 2),
+    "patch_size": 4,
+    "hidden_dim": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mlp_dim": 32,
+    "moe_layers": "every_2",
+    "num_experts": 4,
+}
+NOT_DEFAULT = {
+    **SMALL,
+    "patch_size": (4, 2),
+    "class_token": False,
+    "position_embedding": "sincos",
+    "activation": "relu",
+    "dropout_rate": 0.1,
+    "attention_dropout": 0.2,
+    "layer_norm_epsilon": 1e-5,
+    "moe_layers": [0],
+    "num_selected_experts": 3,
+    "expert_mlp_dim": 24,
+    "capacity_factor": 1.5,
+    "eval_capacity_factor": 2.0,
+    "capacity_rounding": "round",
+    "capacity_multiple_of": 2,
+    "priority": "sum_gates",
+    "noise_std": 0.5,
+    "images_per_group": 2,
+    "auxiliary_losses": {"z": 0.1},
+    "expert_dropout": 0.3,
+    "shared_expert_initialization": False,
+    "dispatcher": "einsum",
+    "seed": 3,
+    "dtype": "mixed_bfloat16",
+    "name": "mine",
+    "trainable": False,
+}
+
+
+def images(batch=5, shape=SMALL["image_shape"]):
+    return np.random.default_rng(0).normal(size=(batch, *shape)).astype("float32")
+
+
+def classifier(num_classes=3, **kwargs):
+    names = ("pooling", "multi_label", "representation_dim", "head_bias", "activation")
+    head = {name: kwargs.pop(name) for name in names if name in kwargs}
+    return ViTImageClassifier(ViTBackbone(**{**SMALL, **kwargs}), num_classes, **head)
+
+
+def plain(config):
+    return json.loads(json.dumps(config))
+
+
+def test_every_argument_of_the_backbone_round_trips():
+    backbone = ViTBackbone(**NOT_DEFAULT)
+    config = backbone.get_config()
+    assert set(NOT_DEFAULT) == set(config)
+    for name, value in NOT_DEFAULT.items():
+        if name != "dtype":
+            assert plain(config)[name] == plain(value), name
+    again = ViTBackbone.from_config(plain(config))
+    assert plain(again.get_config()) == plain(config)
+    assert again.dtype_policy.name == "mixed_bfloat16"
+    moe = again.get_layer("block_0").feed_forward
+    assert (moe.router.seed, moe.router.priority, moe.group_size) == (
+        4,
+        "sum_gates",
+        32,
+    )
+
+
+def test_every_argument_of_the_classifier_round_trips():
+    model = ViTImageClassifier(
+        ViTBackbone(**SMALL),
+        num_classes=3,
+        preprocessor=keras.layers.Rescaling(2.0),
+        pooling="map",
+        multi_label=True,
+        representation_dim=5,
+        head_bias="prior",
+        activation="sigmoid",
+        dropout=0.3,
+        head_dtype="float32",
+        name="mine",
+    )
+    config = plain(model.get_config())
+    again = ViTImageClassifier.from_config(plain(config))
+    assert plain(again.get_config()) == config
+    assert config["pooling"] == "map"
+    assert config["multi_label"] is True
+    assert config["dropout"] == 0.3
+    assert again.name == "mine"
+
+
+def test_losses_may_be_given_as_objects():
+    backbone = ViTBackbone(**SMALL, auxiliary_losses=[losses.ZLoss(0.25)])
+    again = ViTBackbone.from_config(plain(backbone.get_config()))
+    (loss,) = again.get_layer("block_1").feed_forward.auxiliary_losses
+    assert isinstance(loss, losses.ZLoss)
+    assert loss.weight == 0.25
+
+
+def test_a_dense_vit_is_the_same_class():
+    backbone = ViTBackbone(**{**SMALL, "moe_layers": None})
+    assert backbone.routing == {}
+    assert not [w for w in backbone.weights if "router" in w.path]
+
+
+def test_weight_names_are_those_of_the_design():
+    paths = [w.path for w in ViTBackbone(**SMALL).weights]
+    for name in (
+        "patch_embedding/kernel",
+        "block_0/attention/query/kernel",
+        "block_0/mlp/hidden/kernel",
+        "block_1/moe/router/kernel",
+        "block_1/moe/experts/hidden_kernel",
+        "block_1/moe/experts/output_bias",
+        "final_norm/gamma",
+    ):
+        assert [path for path in paths if path.endswith(name)], name
+
+
+def test_an_image_gives_the_same_logits_in_any_batch():
+    model = classifier(capacity_factor=0.5)
+    kernel = model.output_dense.kernel
+    kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
+    x = images(batch=6)
+    together = model.predict(x, verbose=0)
+    for batch in (x[2:3], x[[5, 2]], x[[2, 0, 1, 3]]):
+        index = int(np.flatnonzero((batch == x[2]).all(axis=(1, 2, 3)))[0])
+        logits = model.predict(batch, verbose=0)[index]
+        np.testing.assert_allclose(logits, together[2], rtol=1e-5, atol=1e-5)
+
+
+def test_routing_records_come_out_of_predict_with_uneven_batches():
+    backbone = ViTBackbone(**{**SMALL, "moe_layers": "every_1"})
+    model = keras.Model(backbone.input, backbone.routing)
+    records = model.predict(images(batch=5), batch_size=2, verbose=0)
+    assert list(records) == ["block_0", "block_1"]
+    record = records["block_1"]
+    assert record.gates.shape == (5, 9, 4)
+    np.testing.assert_allclose(record.gates.sum(axis=-1), 1.0, rtol=1e-5)
+    np.testing.assert_array_equal(record.dispatched.sum(axis=-1), 2.0)
+    chosen = record.dispatched > 0
+    np.testing.assert_allclose(record.combined[chosen], record.gates[chosen])
+    assert record.combined[~chosen].max() == 0
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"eval_capacity_factor": 1.0, "images_per_group": 3},
+        {"images_per_group": None, "dispatcher": "einsum"},
+        {"class_token": False, "position_embedding": "sincos", "pooling": "average"},
+        {"pooling": "map", "representation_dim": 6},
+        {"dtype": "mixed_bfloat16"},
+        {"dtype": "bfloat16"},
+        {"dropout_rate": 0.1, "attention_dropout": 0.1, "expert_dropout": 0.1},
+    ],
+)
+def test_a_tiny_fit_lowers_the_loss(kwargs):
+    keras.utils.set_random_seed(0)
+    model = classifier(seed=0, **kwargs)
+    x = images(batch=21)
+    y = (x[:, :8].mean(axis=(1, 2, 3)) > x[:, 8:].mean(axis=(1, 2, 3))).astype("int32")
+    # Adam's 1 - 0.999^t is 0 in bfloat16, so there it would not move.
+    adam = kwargs.get("dtype") != "bfloat16"
+    optimizer = keras.optimizers.Adam(1e-2) if adam else keras.optimizers.SGD(0.3)
+    model.compile(optimizer=optimizer)
+    # 21 images in batches of 8: the last one is partial.
+    history = model.fit(x, y, batch_size=8, epochs=12, verbose=0).history["loss"]
+    assert history[-1] < 0.8 * history[0]
+    assert np.isfinite(model.evaluate(x, y, batch_size=8, verbose=0)).all()
+
+
+def test_multi_label_heads_train_on_vectors():
+    keras.utils.set_random_seed(0)
+    model = classifier(multi_label=True, head_bias="prior", num_classes=4)
+    x = images(batch=16)
+    y = (np.random.default_rng(0).random((16, 4)) > 0.5).astype("float32")
+    np.testing.assert_allclose(model.predict(x, verbose=0), -np.log(4), rtol=1e-5)
+    expected = (np.log1p(np.exp(-np.log(4))) + np.log(4) * y).sum(axis=-1).mean()
+    loss, auc = model.evaluate(x, y, verbose=0)
+    np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    assert 0 <= auc <= 1
+    model.compile(optimizer=keras.optimizers.Adam(1e-2))
+    history = model.fit(x, y, batch_size=8, epochs=10, verbose=0).history["loss"]
+    assert history[-1] < 0.9 * history[0]
+    with pytest.raises(ValueError, match=r"y_true\.shape"):
+        model.fit(x, np.zeros((16, 3)), verbose=0)
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_outputs_may_be_probabilities(multi_label):
+    activation = "sigmoid" if multi_label else "softmax"
+    model = classifier(activation=activation, multi_label=multi_label, head_bias=1.0)
+    kernel = model.output_dense.kernel
+    kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
+    logits = classifier(multi_label=multi_label, head_bias=1.0)
+    x = images()
+    y = np.eye(3)[[0, 1, 2, 0, 1]] if multi_label else np.array([0, 1, 2, 0, 1])
+    for weight, value in zip(logits.weights, model.weights):
+        weight.assign(to_numpy(value))
+    assert 0 < model.predict(x, verbose=0).max() < 1
+    np.testing.assert_allclose(
+        model.evaluate(x, y, verbose=0)[0],
+        logits.evaluate(x, y, verbose=0)[0],
+        rtol=1e-4,
+    )
+
+
+def test_features_are_what_the_head_reads():
+    model = classifier(representation_dim=6)
+    features = keras.Model(model.input, model.features).predict(images(), verbose=0)
+    assert features.shape == (5, 6)
+    assert np.abs(features).max() <= 1
+    tokens = keras.Model(model.input, model.backbone.output).predict(
+        images(), verbose=0
+    )
+    dense = model.representation
+    expected = np.tanh(tokens[:, 0] @ to_numpy(dense.kernel) + to_numpy(dense.bias))
+    np.testing.assert_allclose(features, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_seed_trains_the_same_model():
+    def train():
+        keras.utils.set_random_seed(7)
+        model = classifier(seed=11, dropout_rate=0.1)
+        model.fit(images(), np.array([0, 1, 2, 0, 1]), epochs=2, verbose=0)
+        return [to_numpy(weight) for weight in model.trainable_weights]
+
+    for a, b in zip(train(), train()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_evaluate_reports_the_tasks_loss_alone():
+    model = classifier(auxiliary_losses={"z": 1e6})
+    x, y = images(), np.array([0, 1, 2, 0, 1])
+    np.testing.assert_allclose(model.evaluate(x, y, verbose=0)[0], np.log(3), rtol=1e-4)
+    assert model.train_on_batch(x, y)[0] > 1e3
+
+
+def test_a_backbone_works_inside_another_model():
+    backbone = ViTBackbone(**SMALL)
+    inputs = keras.Input((16, 8, 2))
+    outputs = keras.layers.GlobalAveragePooling1D()(backbone(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(outputs))
+    model.compile(optimizer="adam", loss="mse")
+    history = model.fit(images(), np.zeros(5), epochs=2, verbose=0).history["loss"]
+    assert np.isfinite(history).all()
+
+
+def test_nan_images_give_nan_for_themselves_alone():
+    model = classifier()
+    kernel = model.output_dense.kernel
+    kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
+    x = images()
+    clean = model.predict(x, verbose=0)
+    x[1, 0, 0, 0] = np.nan
+    logits = model.predict(x, verbose=0)
+    assert np.isnan(logits[1]).all()
+    np.testing.assert_allclose(logits[[0, 2, 3, 4]], clean[[0, 2, 3, 4]], rtol=1e-5)

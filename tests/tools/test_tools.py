@@ -1,0 +1,127 @@
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+from keras_moe import models
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "160", **environment},
+        check=False,
+    )
+
+
+def test_the_quickstart_runs_end_to_end(tmp_path):
+    backend = keras.backend.backend()
+    result = run(
+        "tools/quickstart.py", "--epochs", 2, "--output", tmp_path,
+        KERAS_BACKEND=backend,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "predictions are identical" in result.stdout
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["backend"] == backend
+    # Two epochs only: far above chance, which is 0.1.
+    assert results["test_accuracy"] > 0.3
+    assert set(results["routing"]) == {"block_1", "block_3"}
+    for statistics in results["routing"].values():
+        assert abs(sum(statistics["expert_shares"]) - 1) < 1e-6
+        assert 0 < statistics["dropped_choices"] < 0.5
+    assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
+    assert isinstance(
+        models.from_preset(str(tmp_path / "preset")), models.ViTImageClassifier
+    )
+
+
+@pytest.fixture
+def describe(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    tool = runpy.run_path(str(ROOT / "tools" / "describe.py"))
+
+    def run_tool(*arguments):
+        status = tool["main"]([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run_tool
+
+
+@pytest.mark.backend_free
+def test_describe_prints_what_the_function_says(describe):
+    status, output, _ = describe(
+        "vmoe_b32", "--num-classes", 10, "--json",
+        "--set", "num_experts=4", "image_shape=[64,64,3]",
+    )  # fmt: skip
+    expected = models.describe(
+        "vmoe_b32", num_classes=10, num_experts=4, image_shape=(64, 64, 3)
+    )
+    assert status == 0
+    assert json.loads(output) == expected.to_dict()
+    assert f"{models.describe('vmoe_b32').parameters:,}" in describe("vmoe_b32")[1]
+    assert "vmoe_h14" in describe("--list")[1]
+
+
+@pytest.mark.backend_free
+def test_describe_explains_errors(describe):
+    status, _, errors = describe("vmoe_b33")
+    assert status == 1
+    assert "nearest: vmoe_b32" in errors
+    assert "NAME=VALUE" in describe("vit_b16", "--set", "x")[2]
+
+
+@pytest.mark.backend_free
+def test_the_readme_table_is_true():
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.M)
+    )
+    assert set(rows) == set(models.list_presets())
+    for name, row in rows.items():
+        costs = models.describe(name)
+        assert row == (
+            f"{costs.parameters / 1e6:,.1f}M | {costs.active_parameters / 1e6:,.1f}M | "
+            f"{costs.gflops:,.2f}"
+        )
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        (
+            "moe_layer.py",
+            "--tokens 32 --dim 8 --mlp-dim 16 --experts 4 --selected 1 --rounds 1",
+        ),
+        ("routing_memory.py", "--tokens 64 --dim 8 --experts 4"),
+    ],
+)
+def test_benchmarks_run(script, arguments):
+    result = run(f"tools/benchmark/{script}", *arguments.split())
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "index" in result.stdout
+
+
+@pytest.mark.backend_free
+def test_the_runner_adds_up_pytests_closing_lines():
+    tool = runpy.run_path(str(ROOT / "tools" / "run_tests.py"))
+    count, outcome, closing = (
+        tool[name] for name in ("count_outcomes", "Outcome", "closing_line")
+    )
+    assert count("nothing of the kind") is None
+    first = count("== 1 failed, 20 passed, 2 warnings in 3.20s ==")
+    second = count("30 passed, 4 deselected in 61.00s (0:01:01)")
+    assert first["failed"] == 1
+    line = closing([outcome("jax", 1, first, 3.0), outcome("torch", 0, second, 62.0)])
+    assert line == "1 failed, 50 passed, 2 warnings in 65.00s (0:01:05)"
