@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,15 @@ def test_presets_parse():
 @pytest.mark.parametrize("command", ["make quickstart", "make test"])
 def test_readme_has_the_commands(command):
     assert command in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_wheel_carries_every_preset(tmp_path):
+    from hatchling.builders.wheel import WheelBuilder
+
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path))
+    packed = {
+        name.removeprefix("keras_moe/presets/")
+        for name in zipfile.ZipFile(wheel).namelist()
+        if name.startswith("keras_moe/presets/")
+    }
+    assert packed == {path.name for path in (ROOT / "presets").glob("*.json")}

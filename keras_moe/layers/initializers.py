@@ -34,28 +34,18 @@ class PerExpert(keras.initializers.Initializer):
         if self.shared:
             value = self.initializer(shape, dtype=dtype)
             return ops.tile(value[None], [num_experts] + [1] * len(shape))
-        config = self.initializer.get_config()
-        if "seed" not in config:
-            return ops.stack([self.initializer(shape, dtype)] * num_experts)
-        # An initializer repeats its values, so each expert gets one of its own,
-        # with seeds that follow from the given one.
-        seed = config["seed"]
-        if isinstance(seed, dict) or seed is None:
-            # A None is drawn from Keras's global seed; a SeedGenerator moves on.
-            return ops.stack(
-                [
-                    self.initializer.__class__.from_config(dict(config))(shape, dtype)
-                    for _ in range(num_experts)
-                ]
-            )
         return ops.stack(
-            [
-                self.initializer.__class__.from_config({**config, "seed": seed + i})(
-                    shape, dtype
-                )
-                for i in range(num_experts)
-            ]
+            [self._of_expert(index)(shape, dtype=dtype) for index in range(num_experts)]
         )
+
+    def _of_expert(self, index):
+        seed = getattr(self.initializer, "seed", None)
+        if not isinstance(seed, int):
+            # Constants have no seed, and a SeedGenerator moves on by itself.
+            return self.initializer
+        # An initializer repeats its values: each expert has a seed of its own.
+        config = {**self.initializer.get_config(), "seed": seed + index}
+        return type(self.initializer).from_config(config)
 
     def get_config(self):
         return {
