@@ -30,7 +30,14 @@ def get(identifier: Any) -> Callable:
     """The activation of this name: `"gelu_tanh"` or any that Keras knows."""
     if identifier == "gelu_tanh":
         return gelu_tanh
-    return keras.activations.get(identifier)
+    activation = keras.activations.get(identifier)
+    if getattr(activation, "__name__", "") == "<lambda>":
+        raise ValueError(
+            "Expected an activation that can be saved: a name, or a function that is "
+            "registered with keras.saving.register_keras_serializable; received: a "
+            "lambda"
+        )
+    return activation
 
 
 def serialize(activation: Callable) -> Any:

@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from keras_moe.ops.checks import check_integer
+
 
 def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
     """The indices of the blocks whose feed-forward layer is a mixture of experts.
@@ -51,7 +53,16 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
                 f"received: moe_layers={moe_layers!r}"
             )
         return indices
-    indices = tuple(sorted(int(index) for index in moe_layers))
+    try:
+        indices = [
+            check_integer("moe_layers", index, -num_layers) for index in moe_layers
+        ]
+    except TypeError:
+        raise ValueError(
+            "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "
+            f"received: moe_layers={moe_layers!r}"
+        ) from None
+    indices = tuple(sorted(indices))
     if len(set(indices)) < len(indices):
         raise ValueError(
             f"Expected each block once; received: moe_layers={list(moe_layers)}"

@@ -11,6 +11,7 @@ import keras
 from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
+from keras_moe.ops.checks import check_integer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -58,12 +59,8 @@ class EncoderBlock(keras.layers.Layer):
         seed: int | None = None,
         **kwargs,
     ):
-        if num_heads < 1:
-            raise ValueError(
-                f"Expected num_heads >= 1; received: num_heads={num_heads}"
-            )
         super().__init__(**kwargs)
-        self.num_heads = num_heads
+        self.num_heads = check_integer("num_heads", num_heads)
         self.feed_forward = layer_argument(feed_forward, "feed_forward")
         self.dropout = check_dropout("dropout", dropout)
         self.attention_dropout = check_dropout("attention_dropout", attention_dropout)
@@ -84,7 +81,8 @@ class EncoderBlock(keras.layers.Layer):
             input_shape,
             self.num_heads,
             dropout=self.attention_dropout,
-            seed=self.seed,
+            # A seed of its own: both dropouts would drop alike otherwise.
+            seed=None if self.seed is None else self.seed + 1,
             dtype=self.dtype_policy,
         )
         self.attention_norm.build(input_shape)

@@ -11,6 +11,7 @@ from keras import ops
 from keras_moe.layers import activations
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import check_dropout
+from keras_moe.ops.checks import check_integer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -58,15 +59,9 @@ class Experts(keras.layers.Layer):
         seed: int | None = None,
         **kwargs,
     ):
-        if not isinstance(num_experts, int) or num_experts < 1:
-            raise ValueError(
-                f"Expected num_experts >= 1; received: num_experts={num_experts}"
-            )
-        if mlp_dim < 1:
-            raise ValueError(f"Expected mlp_dim >= 1; received: mlp_dim={mlp_dim}")
         super().__init__(**kwargs)
-        self.num_experts = num_experts
-        self.mlp_dim = mlp_dim
+        self.num_experts = check_integer("num_experts", num_experts)
+        self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.activation = activations.get(activation)
         self.dropout = check_dropout("dropout", dropout)
         self.shared_initialization = shared_initialization

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_moe.layers import activations
+from keras_moe.ops.checks import check_integer
 
 
 def check_dropout(name: str, rate: float) -> float:
@@ -53,10 +54,8 @@ class MLP(keras.layers.Layer):
         seed: int | None = None,
         **kwargs,
     ):
-        if mlp_dim < 1:
-            raise ValueError(f"Expected mlp_dim >= 1; received: mlp_dim={mlp_dim}")
         super().__init__(**kwargs)
-        self.mlp_dim = mlp_dim
+        self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.activation = activations.get(activation)
         self.dropout = check_dropout("dropout", dropout)
         self.seed = seed

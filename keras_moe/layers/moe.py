@@ -11,6 +11,7 @@ from keras import ops, tree
 
 from keras_moe import losses
 from keras_moe.layers.nested import build_once, layer_argument
+from keras_moe.ops.checks import check_integer
 from keras_moe.ops.dispatch import (
     combine,
     combine_einsum,
@@ -43,7 +44,7 @@ class MoE(keras.layers.Layer):
         auxiliary_losses: a dict from name to weight such as
             `{"importance": 0.005, "load": 0.005}`, or a list of `AuxiliaryLoss`.
             They are added, averaged over groups, in training only, so that
-            `evaluate` reports the task's loss.
+            `evaluate` reports the task's loss, and not if the layer is frozen.
         dispatcher: `"index"` (gathers; memory linear in tokens) or `"einsum"` (dense
             one-hot tensors; for small groups on TPUs).
         **kwargs: see `keras.layers.Layer`.
@@ -87,11 +88,8 @@ class MoE(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        if group_size is not None and group_size < 1:
-            raise ValueError(
-                "Expected group_size to be None or >= 1; "
-                f"received: group_size={group_size}"
-            )
+        if group_size is not None:
+            group_size = check_integer("group_size", group_size)
         if dispatcher not in DISPATCHERS:
             raise ValueError(
                 f"Expected dispatcher to be one of {sorted(DISPATCHERS)}; "
@@ -128,7 +126,7 @@ class MoE(keras.layers.Layer):
         dispatch_tokens, combine_outputs = DISPATCHERS[self.dispatcher]
         grouped, group_mask = self._group(tokens, mask, training)
         plan, routing = self.router(grouped, mask=group_mask, training=training)
-        if training:
+        if training and self.trainable:
             self._add_losses(routing, group_mask)
         outputs = self.experts(dispatch_tokens(grouped, plan), training=training)
         outputs = combine_outputs(outputs, plan)
@@ -180,6 +178,8 @@ class MoE(keras.layers.Layer):
 
     def _add_losses(self, routing, mask):
         for loss in self.auxiliary_losses:
+            if loss.weight == 0:
+                continue
             self.add_loss(ops.mean(loss(routing, self.router, mask)))
 
     def parameters(self, dim: int) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops.checks import check_integer
+
 
 def pair(value: Any, name: str) -> tuple[int, int]:
     """`value` as two positive integers, for sizes given as one int or a pair."""
@@ -62,12 +64,8 @@ class PatchEmbedding(keras.layers.Layer):
         kernel_initializer: Any = "lecun_normal",
         **kwargs,
     ):
-        if hidden_dim < 1:
-            raise ValueError(
-                f"Expected hidden_dim >= 1; received: hidden_dim={hidden_dim}"
-            )
         super().__init__(**kwargs)
-        self.hidden_dim = hidden_dim
+        self.hidden_dim = check_integer("hidden_dim", hidden_dim)
         self.patch_size = pair(patch_size, "patch_size")
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
 

@@ -173,15 +173,18 @@ class PositionEmbedding(keras.layers.Layer):
     def load_own_variables(self, store):
         if self.kind != "learned":
             return super().load_own_variables(store)
-        value = np.array(store["0"])
         old_grid = tuple(int(size) for size in np.array(store["grid"]))
+        extra = self.embedding.shape[1] - self.grid[0] * self.grid[1]
+        expected = (1, old_grid[0] * old_grid[1] + extra, self.embedding.shape[2])
+        # Before anything is read: a file may declare a table of any size.
+        if tuple(store["0"].shape) != expected:
+            raise ValueError(
+                f"Expected position embeddings of shape {expected} for '{self.path}' "
+                f"with grid={old_grid}; received: {tuple(store['0'].shape)}"
+            )
+        value = np.array(store["0"])
         if old_grid != self.grid:
             value = resize_positions(value, old_grid, self.grid)
-        if value.shape != tuple(self.embedding.shape):
-            raise ValueError(
-                f"Expected position embeddings of shape {tuple(self.embedding.shape)} "
-                f"for '{self.path}'; received: {value.shape}"
-            )
         self.embedding.assign(value)
 
     def get_config(self):

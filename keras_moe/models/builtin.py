@@ -1,8 +1,10 @@
 """The presets that ship with the library: one JSON file each."""
 
+import copy
 import difflib
 import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from keras_moe.models.variants import VARIANTS
@@ -12,14 +14,18 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _FOLDERS = (_PACKAGE / "presets", _PACKAGE.parent / "presets")
 
 
-@functools.cache
 def builtin_presets() -> dict[str, dict]:
     """Every built-in preset by name.
 
     Each is a dict with `description`, `source`, the class names `backbone` and
     `task`, and their arguments `config` (the variant's sizes included) and
-    `task_config`.
+    `task_config`. The caller may change what it gets.
     """
+    return copy.deepcopy(_read_presets())
+
+
+@functools.cache
+def _read_presets():
     folder = next(folder for folder in _FOLDERS if folder.is_dir())
     presets = {}
     for path in sorted(folder.glob("*.json")):
@@ -28,6 +34,21 @@ def builtin_presets() -> dict[str, dict]:
         preset["config"] = {**sizes, **preset["config"]}
         presets[path.stem] = preset
     return presets
+
+
+def check_argument_names(
+    kwargs: dict, names: list[str], owner: str, also: Iterable[str] = ()
+) -> None:
+    """Raises ValueError if `kwargs` has a name that is not among `names`.
+
+    `also` are further names that a misspelt one may have meant.
+    """
+    for name, value in kwargs.items():
+        if name not in names:
+            raise ValueError(
+                f"Expected arguments of {owner}; received: {name}={value!r} "
+                f"({nearest(name, sorted({*names, *also}))})"
+            )
 
 
 def nearest(name: str, names) -> str:

@@ -20,7 +20,8 @@ PRESET_FILES = (
     "image_converter.json",
     "model.weights.json",
 )
-WEIGHTS_SUFFIX = ".weights.h5"
+# KerasHub's names: whole, one of several shards, and the head's.
+WEIGHTS_FILES = ("model.weights.h5", "model_*.weights.h5", "task.weights.h5")
 
 _writing = contextvars.ContextVar("writing", default=False)
 
@@ -44,7 +45,7 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
         ValueError: if `preset_dir` is a file, or a folder of something else.
     """
     target = Path(preset_dir).expanduser().resolve()
-    recover(target)
+    _recover(target)
     if target.exists():
         if not target.is_dir():
             raise ValueError(f"Expected a folder; received a file: {preset_dir}")
@@ -71,7 +72,7 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
 
 
 def _previous(target):
-    return target.with_name(f".{target.name}.previous")
+    return target.with_name(f".{target.name}.previous-preset")
 
 
 def _swap(staging, target):
@@ -88,9 +89,8 @@ def _swap(staging, target):
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def recover(preset_dir: str | os.PathLike) -> None:
-    """Finishes a save that was killed between its two renames."""
-    target = Path(preset_dir).expanduser().resolve()
+def _recover(target):
+    """Finishes a save that was killed between its two renames, or after them."""
     previous = _previous(target)
     if previous.is_dir() and not target.exists():
         os.rename(previous, target)
@@ -98,12 +98,28 @@ def recover(preset_dir: str | os.PathLike) -> None:
         shutil.rmtree(previous, ignore_errors=True)
 
 
+def readable(preset_dir: str | os.PathLike) -> Path:
+    """Where to read a preset from: of one that is just being replaced, the old one.
+
+    Reading changes nothing on disk.
+    """
+    target = Path(preset_dir).expanduser()
+    if target.is_dir() or not target.name:
+        return target
+    previous = _previous(target.resolve())
+    return previous if previous.is_dir() else target
+
+
+def _is_weights(path):
+    return any(path.match(pattern) for pattern in WEIGHTS_FILES)
+
+
 def _keep_foreign(target, staging):
     if not target.is_dir():
         return
     for path in target.iterdir():
-        own = path.name in PRESET_FILES or path.name.endswith(WEIGHTS_SUFFIX)
-        if own or path.name == "assets" or (staging / path.name).exists():
+        own = path.name in PRESET_FILES or _is_weights(path)
+        if own or (staging / path.name).exists():
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, staging / path.name, symlinks=True)
@@ -146,12 +162,21 @@ def check_folder(folder: str | os.PathLike) -> None:
                 f"Expected a serialised Keras object in {path}; received a file of "
                 "another kind"
             )
-    weights = sorted(folder.glob(f"*{WEIGHTS_SUFFIX}"))
+    weights = sorted(path for path in folder.iterdir() if _is_weights(path))
     if not any(path.name.startswith("model") for path in weights):
         raise ValueError(
             f"Expected a model.weights.h5 in the preset folder {folder}; "
             f"received: {sorted(path.name for path in folder.iterdir())}"
         )
+    for name, other in (
+        ("task.json", "task.weights.h5"),
+        ("task.weights.h5", "task.json"),
+    ):
+        if (folder / other).exists() and not (folder / name).exists():
+            raise ValueError(
+                f"Expected {name} beside {other} in the preset folder {folder}; "
+                f"received: {sorted(path.name for path in folder.iterdir())}"
+            )
     for path in weights:
         try:
             h5py.File(path, "r").close()
@@ -160,33 +185,3 @@ def check_folder(folder: str | os.PathLike) -> None:
                 f"Expected a whole HDF5 file at {path}; received: {error}. "
                 "The file is truncated or of another kind."
             ) from error
-
-
-def check_nothing_left(weights_path: str | os.PathLike, num_weights: int) -> None:
-    """Checks that a weights file holds no more weights than the model took.
-
-    Keras ignores what no layer asks for, such as the blocks beyond a smaller
-    `num_layers`.
-
-    Args:
-        weights_path: a `.weights.h5` file.
-        num_weights: the number of the model's weights.
-
-    Raises:
-        ValueError: if the file holds another number.
-    """
-    stored = []
-
-    def visit(path, item):
-        *_, group, name = ["", *path.split("/")]
-        is_weight = isinstance(item, h5py.Dataset) and group == "vars"
-        if is_weight and name.isdigit() and "seed_generator" not in path:
-            stored.append(path)
-
-    with h5py.File(weights_path, "r") as file:
-        file.visititems(visit)
-    if len(stored) != num_weights:
-        raise ValueError(
-            f"Expected {num_weights} weights, as the model has with these arguments; "
-            f"received: {len(stored)} in {weights_path}"
-        )

@@ -11,18 +11,13 @@ from typing import Any
 
 import keras
 import keras_hub
-from keras_hub.src.utils.preset_utils import (
-    MODEL_WEIGHTS_FILE,
-    check_file_exists,
-    get_file,
-)
+from keras_hub.src.utils.preset_utils import load_json
 
-from keras_moe.models.builtin import builtin_presets, nearest
+from keras_moe.models.builtin import builtin_presets, check_argument_names, nearest
 from keras_moe.models.preset_folder import (
     check_folder,
-    check_nothing_left,
     is_staging,
-    recover,
+    readable,
     staged,
 )
 
@@ -82,7 +77,7 @@ class PresetMixin:
             load_weights: load the preset's weights, if it has any.
             **kwargs: override any argument of the backbone or the task. Weights
                 must fit, except that position embeddings are resized to another
-                `image_shape`.
+                `image_shape`. The dtype policy is the saved one.
 
         Returns:
             The model. With `num_classes` a task gets a new head.
@@ -102,6 +97,11 @@ class PresetMixin:
                 )
             backbone_cls = cls.backbone_cls if is_task else cls
             own = kwargs if not is_task else {}
+            if "backbone" in kwargs:
+                raise ValueError(
+                    f"Expected no backbone=, since {preset!r} makes one; received: "
+                    f"backbone={kwargs['backbone']!r}"
+                )
             backbone = backbone_cls(**{**spec["config"], **backbone_kwargs, **own})
             if not is_task:
                 return backbone
@@ -111,23 +111,33 @@ class PresetMixin:
                     "received: num_classes=None"
                 )
             return cls(backbone, **{**spec["task_config"], **kwargs})
-        check_preset(preset)
-        preset = os.fspath(preset)
+        preset = check_preset(preset)
+        if backbone_kwargs and "backbone" in kwargs:
+            raise ValueError(
+                "Expected backbone= or arguments of one, not both; received: "
+                f"{next(iter(backbone_kwargs))}="
+            )
         with explained(preset):
+            if "dtype" not in {**backbone_kwargs, **kwargs}:
+                # KerasHub's loader knows no mixed policy, and would make the others
+                # the global one.
+                saved = load_json(preset)["config"].get("dtype")
+                if saved is not None:
+                    policy = keras.dtype_policies.get(saved)
+                    (backbone_kwargs if is_task else kwargs)["dtype"] = policy
             if not is_task:
-                backbone = super().from_preset(
+                return super().from_preset(
                     preset, load_weights=load_weights, **backbone_kwargs, **kwargs
                 )
-                if load_weights and check_file_exists(preset, MODEL_WEIGHTS_FILE):
-                    weights_path = get_file(preset, MODEL_WEIGHTS_FILE)
-                    check_nothing_left(weights_path, len(backbone.weights))
-                return backbone
-            if backbone_kwargs and "backbone" not in kwargs:
+            dtype = backbone_kwargs.get("dtype")
+            if "backbone" not in kwargs:
                 # KerasHub passes on no other argument than dtype and image_shape.
                 kwargs["backbone"] = cls.backbone_cls.from_preset(
                     preset, load_weights=load_weights, **backbone_kwargs
                 )
-            return super().from_preset(preset, load_weights=load_weights, **kwargs)
+            return super().from_preset(
+                preset, load_weights=load_weights, dtype=dtype, **kwargs
+            )
 
     def save_to_preset(
         self, preset_dir: str | os.PathLike, max_shard_size: float | None = 10
@@ -150,20 +160,25 @@ class PresetMixin:
             super().save_to_preset(folder, max_shard_size=max_shard_size)
 
 
-def check_preset(preset: str) -> None:
-    """Raises ValueError if `preset` is no folder and no handle, or is not whole."""
+def check_preset(preset: str) -> str:
+    """The handle, or the folder to read from.
+
+    Raises:
+        ValueError: if `preset` is neither, or the folder is not whole.
+    """
     if not isinstance(preset, (str, os.PathLike)):
         raise ValueError(f"Expected the name of a preset; received: {preset!r}")
     if "://" in str(preset):
-        return
-    recover(preset)
-    if not os.path.isdir(preset):
+        return str(preset)
+    folder = readable(preset)
+    if not folder.is_dir():
         raise ValueError(
             "Expected a built-in preset, a folder or a handle such as hf://user/name; "
             f"received: preset={str(preset)!r} "
             f"({nearest(str(preset), list(builtin_presets()))})"
         )
-    check_folder(preset)
+    check_folder(folder)
+    return str(folder)
 
 
 @contextlib.contextmanager
@@ -209,13 +224,7 @@ def split_arguments(cls: type, kwargs: dict) -> tuple[dict, dict]:
     backbone = []
     if issubclass(cls, keras_hub.models.Task):
         backbone = argument_names(cls.backbone_cls)
-    unknown = [name for name in kwargs if name not in own and name not in backbone]
-    if unknown:
-        raise ValueError(
-            f"Expected arguments of {cls.__name__}; "
-            f"received: {unknown[0]}={kwargs[unknown[0]]!r} "
-            f"({nearest(unknown[0], sorted({*own, *backbone}))})"
-        )
+    check_argument_names(kwargs, [*own, *backbone], cls.__name__)
     return (
         {name: value for name, value in kwargs.items() if name not in own},
         {name: value for name, value in kwargs.items() if name in own},

@@ -1,10 +1,13 @@
 """The front door: models by name."""
 
-import os
 from typing import Any
 
 import keras_hub
-from keras_hub.src.utils.preset_utils import check_file_exists, get_preset_loader
+from keras_hub.src.utils.preset_utils import (
+    check_file_exists,
+    get_preset_loader,
+    load_json,
+)
 
 from keras_moe.models.builtin import builtin_presets
 from keras_moe.models.description import Description
@@ -83,10 +86,10 @@ def from_preset(
         backbone_cls, classifier_cls = _classes(builtin)
         has_task = False
     else:
-        check_preset(preset)
+        preset = check_preset(preset)
         with explained(preset):
-            backbone_cls = get_preset_loader(os.fspath(preset)).check_backbone_class()
-            has_task = check_file_exists(os.fspath(preset), "task.json")
+            backbone_cls = get_preset_loader(preset).check_backbone_class()
+            has_task = check_file_exists(preset, "task.json")
         classifier_cls = keras_hub.models.ImageClassifier
         for cls in IMAGE_CLASSIFIERS.values():
             if cls.backbone_cls is backbone_cls:
@@ -129,8 +132,8 @@ def describe(preset: str, num_classes: int | None = None, **overrides) -> Descri
         backbone_cls, classifier_cls = _classes(builtin)
         config, task_config = dict(builtin["config"]), builtin["task_config"]
     else:
-        check_preset(preset)
-        loader = get_preset_loader(os.fspath(preset))
+        folder = check_preset(preset)
+        loader = get_preset_loader(folder)
         backbone_cls = loader.check_backbone_class()
         if backbone_cls not in BACKBONES.values():
             raise ValueError(
@@ -143,6 +146,11 @@ def describe(preset: str, num_classes: int | None = None, **overrides) -> Descri
             if cls.backbone_cls is backbone_cls
         )
         config = dict(loader.config["config"])
+        if check_file_exists(folder, "task.json"):
+            saved = load_json(folder, "task.json")["config"]
+            names = ("pooling", "representation_dim")
+            task_config = {name: saved[name] for name in names if name in saved}
+    overrides.pop("dtype", None)  # Counts are the same under each.
     for name in ("name", "trainable", "dtype"):
         config.pop(name, None)
     backbone_overrides, task_overrides = split_arguments(classifier_cls, overrides)

@@ -9,6 +9,8 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.ops.checks import check_integer, check_positive
+
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}
 
 
@@ -51,25 +53,15 @@ def expert_capacity(
     >>> expert_capacity(17, 4, 1.0, num_selected_experts=2, multiple_of=4)
     12
     """
-    if num_experts < 1:
-        raise ValueError(
-            f"Expected at least one expert; received: num_experts={num_experts}"
-        )
-    if not 0 < capacity_factor < math.inf:
-        raise ValueError(
-            "Expected a positive finite capacity_factor; "
-            f"received: capacity_factor={capacity_factor}"
-        )
+    check_integer("num_experts", num_experts)
+    check_positive("capacity_factor", capacity_factor)
     if rounding not in ROUNDINGS:
         raise ValueError(
             f"Expected rounding to be one of {sorted(ROUNDINGS)}; "
             f"received: rounding={rounding!r}"
         )
-    if multiple_of is not None and multiple_of < 1:
-        raise ValueError(
-            "Expected multiple_of to be None or a positive integer; "
-            f"received: multiple_of={multiple_of}"
-        )
+    if multiple_of is not None:
+        check_integer("multiple_of", multiple_of)
     on_host, on_tensor = ROUNDINGS[rounding]
     if not isinstance(num_tokens, numbers.Integral):
         assignments = ops.cast(num_tokens * num_selected_experts, "float64")

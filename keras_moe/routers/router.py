@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops.checks import check_integer
 from keras_moe.ops.routing import Routing, RoutingPlan
 
 
@@ -50,10 +51,7 @@ class Router(keras.layers.Layer):
         seed: int | None = None,
         **kwargs,
     ):
-        if not isinstance(num_experts, int) or num_experts < 1:
-            raise ValueError(
-                f"Expected num_experts >= 1; received: num_experts={num_experts}"
-            )
+        num_experts = check_integer("num_experts", num_experts)
         if not 0 <= noise_std < float("inf"):
             raise ValueError(
                 f"Expected a finite noise_std >= 0; received: noise_std={noise_std}"

@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
+from keras_moe.ops.checks import check_integer, check_positive
 from keras_moe.ops.routing import Routing, RoutingPlan, served
 from keras_moe.ops.token_choice import PRIORITIES, token_choice
 from keras_moe.routers.router import Router
@@ -87,7 +88,10 @@ class TokenChoiceRouter(Router):
             seed=seed,
             **kwargs,
         )
-        if not 1 <= num_selected_experts <= num_experts:
+        num_selected_experts = check_integer(
+            "num_selected_experts", num_selected_experts
+        )
+        if num_selected_experts > num_experts:
             raise ValueError(
                 "Expected num_selected_experts between 1 and "
                 f"num_experts={num_experts}; "
@@ -98,28 +102,23 @@ class TokenChoiceRouter(Router):
                 "Expected capacity or capacity_factor, not both; received: "
                 f"capacity={capacity}, capacity_factor={capacity_factor}"
             )
-        if capacity is not None and capacity < 1:
-            raise ValueError(f"Expected capacity >= 1; received: capacity={capacity}")
+        if capacity is not None:
+            capacity = check_integer("capacity", capacity)
         if capacity is None and capacity_factor is None:
             capacity_factor = DEFAULT_CAPACITY_FACTOR
         for name, factor in (
             ("capacity_factor", capacity_factor),
             ("eval_capacity_factor", eval_capacity_factor),
         ):
-            if factor is not None and not 0 < factor < float("inf"):
-                raise ValueError(
-                    f"Expected {name} > 0 and finite; received: {name}={factor}"
-                )
+            if factor is not None:
+                check_positive(name, factor)
         if capacity_rounding not in ROUNDINGS:
             raise ValueError(
                 f"Expected capacity_rounding to be one of {sorted(ROUNDINGS)}; "
                 f"received: capacity_rounding={capacity_rounding!r}"
             )
-        if capacity_multiple_of is not None and capacity_multiple_of < 1:
-            raise ValueError(
-                "Expected capacity_multiple_of to be None or >= 1; "
-                f"received: capacity_multiple_of={capacity_multiple_of}"
-            )
+        if capacity_multiple_of is not None:
+            check_integer("capacity_multiple_of", capacity_multiple_of)
         if priority not in PRIORITIES:
             raise ValueError(
                 f"Expected priority to be one of {PRIORITIES}; "

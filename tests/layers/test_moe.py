@@ -202,6 +202,16 @@ def test_losses_are_added_in_training_alone_and_skip_padding():
     np.testing.assert_allclose(loss(layers[1], tokens), expected, rtol=1e-5)
 
 
+def test_a_loss_of_weight_zero_is_left_out():
+    moe = MoE(
+        TokenChoiceRouter(4, 2, noise_std=0.0),
+        Experts(4, mlp_dim=16),
+        auxiliary_losses={"load": 0.0},
+    )
+    moe(images(), training=True)
+    assert not moe.losses
+
+
 def test_noise_is_seeded_and_for_training_alone():
     tokens = images()
 

@@ -365,11 +365,33 @@ np.save({str(tmp_path / "logits.npy")!r}, model.predict(images, verbose=0))
         ({"num_layers": 0}, "num_layers=0"),
         ({"position_embedding": "rotary"}, "kind='rotary'"),
         ({"dropout_rate": 1.5}, "=1.5"),
+        ({"num_heads": 0}, "num_heads=0"),
+        ({"moe_layers": 5}, "moe_layers=5"),
+        ({"moe_layers": [1.7]}, "moe_layers=1.7"),
+        ({"moe_layers": [True]}, "moe_layers=True"),
+        ({"num_selected_experts": 1.5}, "num_selected_experts=1.5"),
+        ({"images_per_group": 1.5}, "images_per_group=1.5"),
+        ({"capacity_multiple_of": 2.5}, "capacity_multiple_of=2.5"),
+        ({"capacity_factor": "1"}, "capacity_factor='1'"),
+        ({"hidden_dim": "64"}, "hidden_dim='64'"),
+        ({"moe_layers": None, "num_experts": 0}, "num_experts=0"),
+        ({"moe_layers": None, "auxiliary_losses": {"bogus": 1}}, "'bogus'"),
+        ({"activation": lambda x: x}, "lambda"),
+        ({"num_classes": 10, "dropout": -1.0}, "dropout=-1.0"),
+        ({"num_classes": 10, "backbone": "b16"}, "backbone='b16'"),
     ],
 )
 def test_bad_arguments_are_refused_with_their_values(kwargs, message):
     with pytest.raises(ValueError, match=message):
         models.from_preset(**{"preset": "vmoe_digits", **kwargs})
+
+
+def test_the_classes_refuse_misspelt_arguments_too():
+    with pytest.raises(ValueError, match=r"num_expert=8 \(nearest: num_experts"):
+        ViTBackbone(num_expert=8)
+    backbone = models.from_preset("vmoe_digits")
+    with pytest.raises(ValueError, match=r"poolin='map' \(nearest: pooling"):
+        ViTImageClassifier(backbone, 3, poolin="map")
 
 
 def broken(folder, tmp_path):
@@ -378,7 +400,9 @@ def broken(folder, tmp_path):
     return copy
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.weights.h5"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.weights.h5", "task.json", "task.weights.h5"]
+)
 def test_a_missing_file_is_named(saved, tmp_path, name):
     folder = broken(saved[0], tmp_path)
     (folder / name).unlink()
@@ -423,11 +447,82 @@ def test_an_unknown_class_is_refused(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"hidden_dim": 32}, {"num_experts": 4}, {"num_layers": 2}]
+    "overrides",
+    [
+        {"hidden_dim": 32},
+        {"num_experts": 4},
+        {"num_layers": 2},
+        {"moe_layers": [0, 2]},
+        {"num_layers": 2, "moe_layers": [1]},
+    ],
 )
-def test_weights_of_another_shape_are_refused(saved, overrides):
-    with pytest.raises(ValueError, match=r"preset|received: 72"):
+def test_weights_that_do_not_fit_are_refused(saved, tmp_path, overrides):
+    with pytest.raises(ValueError, match=r"preset"):
         models.from_preset(str(saved[0]), **overrides)
+    with pytest.raises(ValueError, match=r"received|shape|layers"):
+        keras_hub.models.Backbone.from_preset(str(saved[0]), **overrides)
+    backbone = models.from_preset(str(saved[0]), task="backbone")
+    backbone.save_weights(tmp_path / "all.weights.h5")
+    with pytest.raises(ValueError, match=r"received|shape|layers"):
+        models.from_preset("vmoe_digits", **overrides).load_weights(
+            tmp_path / "all.weights.h5"
+        )
+
+
+def test_sharded_weights_are_checked_too(tmp_path):
+    model = digits_model()
+    model.save_to_preset(tmp_path / "shards", max_shard_size=3e-4)
+    assert len(list((tmp_path / "shards").glob("model_*.weights.h5"))) > 1
+    loaded = models.from_preset(str(tmp_path / "shards"))
+    np.testing.assert_array_equal(
+        loaded.predict(images(), verbose=0), model.predict(images(), verbose=0)
+    )
+    with pytest.raises(ValueError, match="moe_layers"):
+        models.from_preset(str(tmp_path / "shards"), moe_layers=[0, 2])
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
+def test_the_dtype_policy_is_saved(tmp_path, policy):
+    model = digits_model(dtype=policy)
+    model.save_to_preset(tmp_path / "half")
+    for kwargs in (
+        {},
+        {"num_classes": 3},
+        {"task": "backbone"},
+        {"priority": "sum_gates"},
+    ):
+        loaded = models.from_preset(str(tmp_path / "half"), **kwargs)
+        assert loaded.dtype_policy.name == policy
+    loaded = models.from_preset(str(tmp_path / "half"))
+    np.testing.assert_array_equal(
+        loaded.predict(images(), verbose=0), model.predict(images(), verbose=0)
+    )
+    loaded = models.from_preset(str(tmp_path / "half"), dtype="float32")
+    assert loaded.dtype_policy.name == "float32"
+
+
+def test_what_a_caller_changes_stays_with_the_caller():
+    mine = {"z": 0.5}
+    backbone = models.from_preset("vmoe_digits", auxiliary_losses=mine)
+    mine["z"] = 7.0
+    backbone.get_config()["auxiliary_losses"]["z"] = 8.0
+    builtin_presets()["vmoe_digits"]["config"]["auxiliary_losses"].clear()
+    assert backbone.get_config()["auxiliary_losses"] == {"z": 0.5}
+    again = models.from_preset("vmoe_digits").get_config()
+    assert again["auxiliary_losses"] == {"importance": 0.005, "load": 0.005}
+
+
+@pytest.mark.backend_free
+def test_describe_reads_a_saved_task(tmp_path):
+    model = models.from_preset(
+        "vmoe_digits", num_classes=10, pooling="map", representation_dim=8
+    )
+    model.save_to_preset(tmp_path / "map")
+    description = models.describe(str(tmp_path / "map"), num_classes=10)
+    assert description.parameters == model.count_params()
+    assert models.describe("vmoe_digits", dtype="bfloat16").parameters > 0
+    with pytest.raises(ValueError, match="num_classes=-5"):
+        models.describe("vmoe_digits", num_classes=-5)
 
 
 def test_a_folder_that_is_no_preset_is_refused(tmp_path):
@@ -475,23 +570,43 @@ def test_an_interrupted_save_leaves_the_old_preset_whole(tmp_path, monkeypatch, 
     np.testing.assert_array_equal(loaded.predict(images(), verbose=0), expected)
 
 
-def test_a_save_killed_between_its_renames_is_recovered(tmp_path):
-    folder = tmp_path / "preset"
+def test_a_save_killed_between_its_renames_loses_nothing(tmp_path):
+    folder, previous = tmp_path / "preset", tmp_path / ".preset.previous-preset"
     model = digits_model()
     model.save_to_preset(folder)
-    os.rename(folder, tmp_path / ".preset.previous")
+    expected = model.predict(images(), verbose=0)
+    os.rename(folder, previous)
     loaded = models.from_preset(str(folder))
+    np.testing.assert_array_equal(loaded.predict(images(), verbose=0), expected)
+    # Reading changes nothing: a writer may be at work.
+    assert os.listdir(tmp_path) == [previous.name]
+    other = digits_model()
+    other.save_to_preset(folder)
+    assert os.listdir(tmp_path) == ["preset"]
     np.testing.assert_array_equal(
-        loaded.predict(images(), verbose=0), model.predict(images(), verbose=0)
+        models.from_preset(str(folder)).predict(images(), verbose=0),
+        other.predict(images(), verbose=0),
     )
+
+
+def test_reading_never_deletes(saved, tmp_path):
+    folder = broken(saved[0], tmp_path)
+    for name in (".copy.previous", ".copy.previous-preset"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    models.from_preset(str(folder))
+    assert (tmp_path / ".copy.previous" / "notes.txt").exists()
+    assert (tmp_path / ".copy.previous-preset" / "notes.txt").exists()
 
 
 def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
     folder = tmp_path / "preset"
     digits_model().save_to_preset(folder)
     (folder / "README.md").write_text("mine")
+    models.from_preset("vmoe_digits").save_weights(folder / "epoch_3.weights.h5")
     models.from_preset("vmoe_digits").save_to_preset(folder)
     assert (folder / "README.md").read_text() == "mine"
+    assert (folder / "epoch_3.weights.h5").exists()
     # The old task would not fit the new backbone.
     assert not (folder / "task.json").exists()
     assert isinstance(models.from_preset(str(folder)), ViTBackbone)

@@ -19,7 +19,7 @@ from keras_moe import models
 # name -> preset, overrides, batch size, steps: an epoch's worth of small ones, so that
 # what `fit` does once per epoch is counted as it falls on a step.
 CASES = {
-    "vmoe_digits": ("vmoe_digits", {}, 64, 64),
+    "vmoe_digits": ("vmoe_digits", {}, 16, 64),
     "vmoe_s32": ("vmoe_s32_last2_e8", {"multi_label": False}, 16, 4),
 }
 

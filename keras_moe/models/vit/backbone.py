@@ -3,11 +3,13 @@
 Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
+import copy
 import inspect
 from typing import Any
 
 import keras
 import keras_hub
+import numpy as np
 
 from keras_moe import losses
 from keras_moe.layers import (
@@ -23,8 +25,10 @@ from keras_moe.layers import (
     activations,
     resolve_moe_layers,
 )
+from keras_moe.models.builtin import check_argument_names
 from keras_moe.models.description import Part
 from keras_moe.models.preset_loading import PresetMixin
+from keras_moe.ops.checks import check_integer
 from keras_moe.routers import TokenChoiceRouter
 
 VMOE_LOSSES = {"importance": 0.005, "load": 0.005}
@@ -40,6 +44,9 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
     `backbone.routing` holds the symbolic routing record of each MoE block, so
     `keras.Model(backbone.input, backbone.routing).predict(images)` returns what the
     routers did.
+
+    On JAX a backbone that one model calls twice keeps the auxiliary losses of one call
+    only (Keras 3.15): concatenate the inputs, and call it once.
 
     Args:
         image_shape: (height, width, channels).
@@ -73,7 +80,8 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
         expert_dropout: inside the experts.
         shared_expert_initialization: start all experts of a layer from one draw.
         dispatcher: `"index"` or `"einsum"`.
-        seed: of noise and dropout; weights draw from Keras's global seed.
+        seed: of noise and dropout, each site with one of its own that follows from
+            it; weights draw from Keras's global seed.
         dtype: dtype policy; routing is float32 under each.
         **kwargs: see `keras_hub.models.Backbone`.
 
@@ -140,6 +148,15 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
         config = dict(locals())
         for name in ("self", "__class__", "dtype", "kwargs"):
             config.pop(name, None)
+        check_argument_names(kwargs, ["name", "trainable"], "ViTBackbone", config)
+        # Plain values of our own: the caller's may change, or not be JSON.
+        config["image_shape"] = tuple(image_shape)
+        config["activation"] = activations.serialize(activations.get(activation))
+        if moe_layers is not None and not isinstance(moe_layers, str):
+            config["moe_layers"] = list(resolve_moe_layers(moe_layers, num_layers))
+        if not isinstance(auxiliary_losses, dict):
+            config["auxiliary_losses"] = losses.serialize(losses.get(auxiliary_losses))
+        config = copy.deepcopy(config)
 
         # === Layers ===
         layers = _layers(dtype=dtype, **config)
@@ -163,10 +180,6 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
         object.__setattr__(self, "_routing", routing)
 
         # === Config ===
-        config["image_shape"] = tuple(image_shape)
-        config["activation"] = activations.serialize(activations.get(activation))
-        if not isinstance(auxiliary_losses, dict):
-            config["auxiliary_losses"] = losses.serialize(losses.get(auxiliary_losses))
         object.__setattr__(self, "_config", config)
 
     @property
@@ -195,7 +208,29 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
         return self._config["class_token"]
 
     def get_config(self):
-        return {**super().get_config(), **self._config}
+        return {**super().get_config(), **copy.deepcopy(self._config)}
+
+    def save_own_variables(self, store):
+        # Keras saves blocks by class and order, so a dense and an MoE block could
+        # change places on loading: the file says which is which.
+        store["moe_blocks"] = self._moe_blocks()
+
+    def load_own_variables(self, store):
+        if "moe_blocks" not in store.keys():  # noqa: SIM118
+            return
+        stored = np.array(store["moe_blocks"])
+        if not np.array_equal(stored, self._moe_blocks()):
+            raise ValueError(
+                "Expected weights of a model with the same blocks: "
+                f"num_layers={len(self._moe_blocks())}, "
+                f"moe_layers={np.flatnonzero(self._moe_blocks()).tolist()}; received: "
+                f"num_layers={len(stored)}, "
+                f"moe_layers={np.flatnonzero(stored).tolist()}"
+            )
+
+    def _moe_blocks(self):
+        num_layers = self._config["num_layers"]
+        return np.array([f"block_{i}" in self._routing for i in range(num_layers)])
 
     @staticmethod
     def describe_parts(**config) -> tuple[list[Part], int, int]:
@@ -290,19 +325,22 @@ def _layers(
             "Expected image_shape (height, width, channels) of positive integers; "
             f"received: image_shape={image_shape}"
         )
-    if num_layers < 1:
-        raise ValueError(f"Expected num_layers >= 1; received: num_layers={num_layers}")
-    if images_per_group is not None and images_per_group < 1:
-        raise ValueError(
-            "Expected images_per_group to be None or >= 1; "
-            f"received: images_per_group={images_per_group}"
-        )
+    check_integer("num_layers", num_layers)
+    check_integer("hidden_dim", hidden_dim)
+    check_integer("num_heads", num_heads)
+    if images_per_group is not None:
+        check_integer("images_per_group", images_per_group)
     if hidden_dim % num_heads:
         raise ValueError(
             "Expected num_heads to divide hidden_dim; received: "
             f"num_heads={num_heads}, hidden_dim={hidden_dim}"
         )
     moe_indices = resolve_moe_layers(moe_layers, num_layers)
+
+    def seeds(index, site):
+        # Every site that draws has a seed of its own; the head's is `seed + 1`.
+        return None if seed is None else seed + 4 * index + site
+
     patch_embedding = PatchEmbedding(
         hidden_dim, patch_size, dtype=dtype, name="patch_embedding"
     )
@@ -314,47 +352,55 @@ def _layers(
         grid, position_embedding, dtype=dtype, name="position_embedding"
     )
     layers["embedding_dropout"] = keras.layers.Dropout(
-        dropout_rate, seed=seed, dtype=dtype, name="embedding_dropout"
+        dropout_rate, seed=seeds(0, 0), dtype=dtype, name="embedding_dropout"
     )
     num_tokens = grid[0] * grid[1] + int(class_token)
+
+    def moe(index):
+        return MoE(
+            TokenChoiceRouter(
+                num_experts,
+                num_selected_experts,
+                capacity_factor=capacity_factor,
+                eval_capacity_factor=eval_capacity_factor,
+                capacity_rounding=capacity_rounding,
+                capacity_multiple_of=capacity_multiple_of,
+                priority=priority,
+                noise_std=noise_std,
+                seed=seeds(index, 3),
+            ),
+            Experts(
+                num_experts,
+                expert_mlp_dim or mlp_dim,
+                activation=activation,
+                dropout=expert_dropout,
+                shared_initialization=shared_expert_initialization,
+                seed=seeds(index, 2),
+                dtype=dtype,
+                name="experts",
+            ),
+            group_size=images_per_group and images_per_group * num_tokens,
+            auxiliary_losses=auxiliary_losses,
+            dispatcher=dispatcher,
+            dtype=dtype,
+            name="moe",
+        )
+
+    if not moe_indices:
+        moe(0)  # A dense model refuses the same arguments.
     layers["blocks"] = []
     for index in range(num_layers):
-        # Each layer draws numbers of its own, all following from one seed.
-        layer_seed = None if seed is None else seed + index + 1
         if index in moe_indices:
-            block_class = MoEEncoderBlock
-            feed_forward = MoE(
-                TokenChoiceRouter(
-                    num_experts,
-                    num_selected_experts,
-                    capacity_factor=capacity_factor,
-                    eval_capacity_factor=eval_capacity_factor,
-                    capacity_rounding=capacity_rounding,
-                    capacity_multiple_of=capacity_multiple_of,
-                    priority=priority,
-                    noise_std=noise_std,
-                    seed=layer_seed,
-                ),
-                Experts(
-                    num_experts,
-                    expert_mlp_dim or mlp_dim,
-                    activation=activation,
-                    dropout=expert_dropout,
-                    shared_initialization=shared_expert_initialization,
-                    seed=layer_seed,
-                    dtype=dtype,
-                    name="experts",
-                ),
-                group_size=images_per_group and images_per_group * num_tokens,
-                auxiliary_losses=auxiliary_losses,
-                dispatcher=dispatcher,
-                dtype=dtype,
-                name="moe",
-            )
+            block_class, feed_forward = MoEEncoderBlock, moe(index + 1)
         else:
             block_class = EncoderBlock
             feed_forward = MLP(
-                mlp_dim, activation, dropout_rate, layer_seed, dtype=dtype, name="mlp"
+                mlp_dim,
+                activation,
+                dropout_rate,
+                seeds(index + 1, 2),
+                dtype=dtype,
+                name="mlp",
             )
         layers["blocks"].append(
             block_class(
@@ -363,7 +409,7 @@ def _layers(
                 dropout=dropout_rate,
                 attention_dropout=attention_dropout,
                 layer_norm_epsilon=layer_norm_epsilon,
-                seed=layer_seed,
+                seed=seeds(index + 1, 0),
                 dtype=dtype,
                 name=f"block_{index}",
             )

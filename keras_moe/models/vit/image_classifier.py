@@ -10,11 +10,14 @@ import keras
 import keras_hub
 
 from keras_moe.layers import AttentionPooling, TokenPooling
+from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.losses import SigmoidCrossentropy
+from keras_moe.models.builtin import check_argument_names
 from keras_moe.models.description import Part
 from keras_moe.models.preset_loading import PresetMixin, TaskWeightsMixin
 from keras_moe.models.vit.backbone import ViTBackbone
+from keras_moe.ops.checks import check_integer
 
 ACTIVATIONS = (None, "softmax", "sigmoid")
 
@@ -88,10 +91,14 @@ class ViTImageClassifier(
         head_dtype: Any = None,
         **kwargs,
     ):
-        if not isinstance(num_classes, int) or num_classes < 1:
-            raise ValueError(
-                f"Expected num_classes >= 1; received: num_classes={num_classes}"
-            )
+        arguments = list(locals())
+        num_classes = check_integer("num_classes", num_classes)
+        if representation_dim is not None:
+            check_integer("representation_dim", representation_dim)
+        check_dropout("dropout", dropout)
+        check_argument_names(
+            kwargs, ["name", "trainable", "compile"], "ViTImageClassifier", arguments
+        )
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"Expected activation to be one of {ACTIVATIONS}; "
@@ -102,6 +109,7 @@ class ViTImageClassifier(
                 "Expected a sigmoid for multi_label=True and a softmax otherwise; "
                 f"received: activation={activation!r}, multi_label={multi_label}"
             )
+        seed = backbone.get_config()["seed"]
         policy = head_dtype or backbone.dtype_policy
         pooling = check_pooling(pooling, backbone.class_token)
 
@@ -111,7 +119,7 @@ class ViTImageClassifier(
         self.pooler = pooling_layer(backbone.get_config(), pooling, dtype=policy)
         self.output_dropout = keras.layers.Dropout(
             dropout,
-            seed=backbone.get_config()["seed"],
+            seed=None if seed is None else seed + 1,
             dtype=policy,
             name="output_dropout",
         )
@@ -173,7 +181,7 @@ class ViTImageClassifier(
 
         Args:
             optimizer: `"auto"` is AdamW at 3e-4 with weight decay 1e-4 and gradients
-                clipped to global norm 1.
+                clipped to global norm 1 (not with half-precision weights).
             loss: `"auto"` is softmax cross-entropy on integer labels, or
                 `SigmoidCrossentropy` with `multi_label`.
             metrics: `"auto"` is the accuracy, or with `multi_label` the area under the
@@ -182,8 +190,12 @@ class ViTImageClassifier(
         """
         from_logits = self.activation is None
         if optimizer == "auto":
+            # With bfloat16 weights beside float32 routers, TensorFlow cannot take the
+            # norm of all gradients together.
+            policy = self.backbone.dtype_policy
+            global_clipnorm = 1.0 if policy.variable_dtype == "float32" else None
             optimizer = keras.optimizers.AdamW(
-                3e-4, weight_decay=1e-4, global_clipnorm=1.0
+                3e-4, weight_decay=1e-4, global_clipnorm=global_clipnorm
             )
         if loss == "auto" and self.multi_label:
             loss = SigmoidCrossentropy(from_logits=from_logits)
@@ -227,6 +239,7 @@ class ViTImageClassifier(
         **_,
     ) -> list[Part]:
         """The parts that the task adds to its backbone, with their costs."""
+        check_integer("num_classes", num_classes)
         pooling = check_pooling(pooling, backbone_config.get("class_token", True))
         pooler = pooling_layer(backbone_config, pooling, dtype="float32")
         parts = []

@@ -1,0 +1,26 @@
+"""Checks of arguments, whose errors say what was expected and what came."""
+
+import numbers
+from typing import Any
+
+
+def check_integer(name: str, value: Any, minimum: int = 1) -> int:
+    """`value` as an int, if it is an integer of at least `minimum`."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or value < minimum:
+        raise ValueError(
+            f"Expected {name} to be an integer, {name} >= {minimum}; "
+            f"received: {name}={value!r}"
+        )
+    return int(value)
+
+
+def check_positive(name: str, value: Any) -> float:
+    """`value` as a float, if it is a positive finite number."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise ValueError(
+            f"Expected {name} to be a finite number, {name} > 0; "
+            f"received: {name}={value!r}"
+        )
+    return float(value)
