@@ -74,6 +74,10 @@ def main() -> None:
         for name, routing in predict_routing(limited, test_images).items()
     }
     analysis.print_statistics(statistics, console)
+    console.print(
+        "no expert: tokens that no expert served; dropped: the share of all choices, at "
+        "the training capacity; entropy: of the load, 1 is balanced"
+    )
 
     routing = predict_routing(model.backbone, test_images)
     picture = args.output / "experts.png"
@@ -128,7 +132,8 @@ def train(model: keras.Model, image_shape: tuple, args: argparse.Namespace) -> N
             schedule, weight_decay=0.05, global_clipnorm=1.0
         )
     )
-    model.fit(batches, epochs=args.epochs, verbose="auto")
+    # The batches come shuffled.
+    model.fit(batches, epochs=args.epochs, shuffle=False)
 
 
 def predict_routing(backbone: keras.Model, images: np.ndarray) -> dict:

@@ -104,13 +104,13 @@ def print_statistics(
     """
     table = Table(title="Routing")
     table.add_column("block")
-    table.add_column("share of tokens per expert")
-    for column in ("no expert", "choices dropped", "load entropy", "mean max gate"):
+    table.add_column("% of tokens per expert")
+    for column in ("no expert", "dropped", "entropy", "max gate"):
         table.add_column(column, justify="right")
     for name, row in statistics.items():
         table.add_row(
             name,
-            " ".join(f"{share:.0%}" for share in row.expert_shares),
+            " ".join(f"{100 * share:.0f}" for share in row.expert_shares),
             f"{row.dropped_tokens:.1%}",
             f"{row.dropped_choices:.1%}",
             f"{row.load_entropy:.3f}",

@@ -56,7 +56,7 @@ def test_the_table_names_each_block(capsys):
     print_statistics({"block_7": routing_statistics(record, 2)}, console)
     output = capsys.readouterr().out
     assert "block_7" in output
-    assert "50% 50%" in output
+    assert "50 50" in output
 
 
 def test_views_leave_the_class_token_out():
