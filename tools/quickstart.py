@@ -75,8 +75,8 @@ def main() -> None:
     }
     analysis.print_statistics(statistics, console)
     console.print(
-        "no expert: tokens that no expert served; dropped: the share of all choices, at "
-        "the training capacity; entropy: of the load, 1 is balanced"
+        "no expert: tokens that no expert served; dropped: the share of all choices, "
+        "at the training capacity; entropy: of the load, 1 is balanced"
     )
 
     routing = predict_routing(model.backbone, test_images)
