@@ -127,6 +127,30 @@ def _keep_foreign(target, staging):
             shutil.copy2(path, staging / path.name, follow_symlinks=False)
 
 
+def _check_shards(path, content):
+    """Refuses a list of shards that leads out of the preset's folder."""
+    try:
+        listed = content["weight_map"].values()
+        shards = [
+            x
+            for entry in listed
+            for x in (entry if isinstance(entry, list) else [entry])
+        ]
+        inside = all(
+            Path(shard).name == shard and _is_weights(Path(shard)) for shard in shards
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"Expected a weight_map of file names in {path}; received a file of "
+            "another kind"
+        ) from error
+    if not inside:
+        raise ValueError(
+            f"Expected shards model_*.weights.h5 of the same folder in {path}; "
+            f"received: {sorted(set(shards))}"
+        )
+
+
 def check_folder(folder: str | os.PathLike) -> None:
     """Checks that a local preset folder has its files, and that they are whole.
 
@@ -153,6 +177,8 @@ def check_folder(folder: str | os.PathLike) -> None:
                 f"Expected whole JSON in {path}; received: {error}. "
                 "The file is truncated or of another kind."
             ) from error
+        if name == "model.weights.json":
+            _check_shards(path, content)
         if name in ("config.json", "task.json") and (
             not isinstance(content, dict)
             or "registered_name" not in content

@@ -481,6 +481,25 @@ def test_sharded_weights_are_checked_too(tmp_path):
         models.from_preset(str(tmp_path / "shards"), moe_layers=[0, 2])
 
 
+@pytest.mark.backend_free
+def test_shards_outside_the_folder_are_refused(tmp_path):
+    folder = tmp_path / "shards"
+    digits_model().save_to_preset(folder, max_shard_size=3e-4)
+    models.from_preset(str(folder))
+    shards = (folder / "model.weights.json").read_text()
+    outside = tmp_path / "model_00000.weights.h5"
+    outside.write_bytes((folder / "model_00000.weights.h5").read_bytes())
+    for other in ("../model_00000.weights.h5", str(outside)):
+        (folder / "model.weights.json").write_text(
+            shards.replace("model_00000.weights.h5", other)
+        )
+        with pytest.raises(ValueError, match="same folder"):
+            models.from_preset(str(folder))
+    (folder / "model.weights.json").write_text('{"weight_map": 3}')
+    with pytest.raises(ValueError, match="weight_map"):
+        models.from_preset(str(folder))
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
 def test_the_dtype_policy_is_saved(tmp_path, policy):
     model = digits_model(dtype=policy)
