@@ -188,9 +188,9 @@ class MoE(keras.layers.Layer):
 
     def active_parameters(self, dim: int) -> int:
         """The number of parameters that one token meets: router and K experts."""
-        return self.router.parameters(
-            dim
-        ) + self.router.num_selected_experts * self.experts.expert_parameters(dim)
+        selected = self.router.num_selected_experts
+        experts = selected * self.experts.expert_parameters(dim)
+        return self.router.parameters(dim) + experts
 
     def flops(self, num_tokens: int, dim: int) -> int:
         """Floating-point operations if no token is dropped (2 per multiply-add)."""

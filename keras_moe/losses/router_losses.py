@@ -8,6 +8,8 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.losses.reductions import token_mean, token_sum
+from keras_moe.ops.checks import check_selected
 from keras_moe.ops.token_choice import largest
 
 
@@ -32,7 +34,7 @@ def importance_loss(logits: Any, mask: Any = None) -> Any:
     >>> float(importance_loss(np.zeros((1, 4, 2), "float32"))[0])
     0.0
     """
-    return _squared_variation(_token_sum(ops.softmax(logits, axis=-1), mask))
+    return _squared_variation(token_sum(ops.softmax(logits, axis=-1), mask))
 
 
 def load_loss(
@@ -79,17 +81,12 @@ def load_loss(
             f"received: noise_std={noise_std}"
         )
     noisy_logits = ops.convert_to_tensor(noisy_logits)
-    num_experts = noisy_logits.shape[-1]
-    if not 1 <= num_selected_experts <= num_experts:
-        raise ValueError(
-            f"Expected num_selected_experts between 1 and num_experts={num_experts}; "
-            f"received: num_selected_experts={num_selected_experts}"
-        )
+    check_selected(num_selected_experts, noisy_logits.shape[-1])
     _, kept = largest(noisy_logits, noisy_logits, num_selected_experts)
     threshold = kept[..., -1:]
     # 1 - Phi(x) = erfc(x / sqrt(2)) / 2: no cancellation for large x.
     load = 0.5 * ops.erfc((threshold - logits) / (noise_std * math.sqrt(2.0)))
-    return _squared_variation(_token_sum(load, mask))
+    return _squared_variation(token_sum(load, mask))
 
 
 def load_balance_loss(gates: Any, mask: Any = None) -> Any:
@@ -116,8 +113,8 @@ def load_balance_loss(gates: Any, mask: Any = None) -> Any:
     gates = ops.convert_to_tensor(gates)
     num_experts = gates.shape[-1]
     first = ops.one_hot(ops.argmax(gates, axis=-1), num_experts, dtype="float32")
-    share = _token_mean(ops.stop_gradient(first), mask)
-    mean_gate = _token_mean(gates, mask)
+    share = token_mean(ops.stop_gradient(first), mask)
+    mean_gate = token_mean(gates, mask)
     return num_experts * ops.sum(share * mean_gate, axis=-1)
 
 
@@ -142,7 +139,7 @@ def z_loss(logits: Any, mask: Any = None) -> Any:
     0.4805
     """
     squared = ops.square(ops.logsumexp(logits, axis=-1, keepdims=True))
-    return ops.squeeze(_token_mean(squared, mask), axis=-1)
+    return ops.squeeze(token_mean(squared, mask), axis=-1)
 
 
 def _squared_variation(per_expert):
@@ -152,17 +149,3 @@ def _squared_variation(per_expert):
     # A group of masked tokens alone has no mean, and no loss.
     empty = mean <= 0
     return ops.where(empty, 0.0, variance / ops.square(ops.where(empty, 1.0, mean)))
-
-
-def _token_sum(values, mask):
-    """Sums (G, S, X) over the tokens that count."""
-    if mask is not None:
-        values = ops.where(ops.expand_dims(mask, -1), values, 0.0)
-    return ops.sum(values, axis=1)
-
-
-def _token_mean(values, mask):
-    if mask is None:
-        return ops.mean(values, axis=1)
-    count = ops.sum(ops.cast(mask, "float32"), axis=1, keepdims=True)
-    return _token_sum(values, mask) / ops.maximum(count, 1.0)

@@ -88,8 +88,8 @@ class PresetMixin:
         """
         backbone_kwargs, kwargs = split_arguments(cls, kwargs)
         is_task = issubclass(cls, keras_hub.models.Task)
-        if preset in builtin_presets():
-            spec = builtin_presets()[preset]
+        spec = builtin_presets().get(preset)
+        if spec:
             if cls.__name__ not in (spec["backbone"], spec["task"]):
                 raise ValueError(
                     f"Expected a preset of {cls.__name__}; received: preset={preset!r} "
@@ -129,14 +129,14 @@ class PresetMixin:
                 return super().from_preset(
                     preset, load_weights=load_weights, **backbone_kwargs, **kwargs
                 )
-            dtype = backbone_kwargs.get("dtype")
-            if "backbone" not in kwargs:
-                # KerasHub passes on no other argument than dtype and image_shape.
+            if backbone_kwargs.keys() - {"dtype", "image_shape"}:
+                # KerasHub passes on no others.
                 kwargs["backbone"] = cls.backbone_cls.from_preset(
                     preset, load_weights=load_weights, **backbone_kwargs
                 )
+                backbone_kwargs = {"dtype": backbone_kwargs.get("dtype")}
             return super().from_preset(
-                preset, load_weights=load_weights, dtype=dtype, **kwargs
+                preset, load_weights=load_weights, **backbone_kwargs, **kwargs
             )
 
     def save_to_preset(

@@ -15,6 +15,17 @@ def check_integer(name: str, value: Any, minimum: int = 1) -> int:
     return int(value)
 
 
+def check_selected(num_selected_experts: Any, num_experts: int) -> int:
+    """`num_selected_experts` as an int, if it is between 1 and `num_experts`."""
+    selected = check_integer("num_selected_experts", num_selected_experts)
+    if selected > num_experts:
+        raise ValueError(
+            f"Expected num_selected_experts between 1 and num_experts={num_experts}; "
+            f"received: num_selected_experts={num_selected_experts}"
+        )
+    return selected
+
+
 def check_positive(name: str, value: Any) -> float:
     """`value` as a float, if it is a positive finite number."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

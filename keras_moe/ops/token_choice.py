@@ -7,6 +7,7 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.ops.checks import check_selected
 from keras_moe.ops.routing import RoutingPlan
 
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
@@ -165,12 +166,7 @@ def _check(affinity, gates, num_selected_experts, capacity, priority, mask):
             f"received: affinity.shape={tuple(affinity.shape)}, "
             f"gates.shape={tuple(gates.shape)}"
         )
-    num_experts = affinity.shape[-1]
-    if not 1 <= num_selected_experts <= num_experts:
-        raise ValueError(
-            f"Expected num_selected_experts between 1 and num_experts={num_experts}; "
-            f"received: num_selected_experts={num_selected_experts}"
-        )
+    check_selected(num_selected_experts, affinity.shape[-1])
     if isinstance(capacity, int) and capacity < 1:
         raise ValueError(
             f"Expected a capacity of at least 1; received: capacity={capacity}"

@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
-from keras_moe.ops.checks import check_integer, check_positive
+from keras_moe.ops.checks import check_integer, check_positive, check_selected
 from keras_moe.ops.routing import Routing, RoutingPlan, served
 from keras_moe.ops.token_choice import PRIORITIES, token_choice
 from keras_moe.routers.router import Router
@@ -88,15 +88,7 @@ class TokenChoiceRouter(Router):
             seed=seed,
             **kwargs,
         )
-        num_selected_experts = check_integer(
-            "num_selected_experts", num_selected_experts
-        )
-        if num_selected_experts > num_experts:
-            raise ValueError(
-                "Expected num_selected_experts between 1 and "
-                f"num_experts={num_experts}; "
-                f"received: num_selected_experts={num_selected_experts}"
-            )
+        num_selected_experts = check_selected(num_selected_experts, self.num_experts)
         if capacity is not None and capacity_factor is not None:
             raise ValueError(
                 "Expected capacity or capacity_factor, not both; received: "

@@ -239,9 +239,10 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
         Args:
             **config: the arguments of the constructor. No weight is allocated.
         """
-        layers = _layers(dtype="float32", **{**_defaults(), **config})
+        config = {**_defaults(), **config}
+        layers = _layers(dtype="float32", **config)
         dim = layers["patch_embedding"].hidden_dim
-        image_shape = {**_defaults(), **config}["image_shape"]
+        image_shape = config["image_shape"]
         rows, columns = layers["patch_embedding"].grid(tuple(image_shape))
         num_patches, channels = rows * columns, image_shape[-1]
         num_tokens = num_patches + ("class_token" in layers)

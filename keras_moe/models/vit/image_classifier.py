@@ -109,14 +109,15 @@ class ViTImageClassifier(
                 "Expected a sigmoid for multi_label=True and a softmax otherwise; "
                 f"received: activation={activation!r}, multi_label={multi_label}"
             )
-        seed = backbone.get_config()["seed"]
+        backbone_config = backbone.get_config()
+        seed = backbone_config["seed"]
         policy = head_dtype or backbone.dtype_policy
         pooling = check_pooling(pooling, backbone.class_token)
 
         # === Layers ===
         self.backbone = backbone
         self.preprocessor = preprocessor
-        self.pooler = pooling_layer(backbone.get_config(), pooling, dtype=policy)
+        self.pooler = pooling_layer(backbone_config, pooling, dtype=policy)
         self.output_dropout = keras.layers.Dropout(
             dropout,
             seed=None if seed is None else seed + 1,
