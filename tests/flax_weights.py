@@ -21,6 +21,8 @@ _NAMES = [
     ),
     (r"block_(\d+)/mlp/hidden/(\w+)", r"Encoder/encoderblock_\1/Mlp/Dense_0/\2"),
     (r"block_(\d+)/mlp/output/(\w+)", r"Encoder/encoderblock_\1/Mlp/Dense_1/\2"),
+    (r"block_(\d+)/moe/router/slots", r"Encoder/encoderblock_\1/Moe/Router/mu"),
+    (r"block_(\d+)/moe/router/scale", r"Encoder/encoderblock_\1/Moe/Router/scale"),
     (
         r"block_(\d+)/moe/router/kernel",
         r"Encoder/encoderblock_\1/Moe/Router/dense/kernel",

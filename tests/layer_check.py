@@ -18,7 +18,7 @@ def check_layer(
     make: Callable[..., keras.layers.Layer],
     inputs: np.ndarray,
     folder: Path,
-    float32_weights: tuple[str, ...] = ("router/kernel",),
+    float32_weights: tuple[str, ...] = ("router/kernel", "router/slots"),
     no_gradient: tuple[str, ...] = (),
 ) -> None:
     """Checks build, shapes, dtypes, config, saving, gradients and compilation.

@@ -14,6 +14,7 @@ def training_gradients(
     inputs: np.ndarray,
     loss: Callable[[Any], Any] | None = None,
     training: bool = True,
+    **kwargs: Any,
 ) -> list[np.ndarray]:
     """The gradients of a loss, with the layer's own losses added.
 
@@ -22,13 +23,13 @@ def training_gradients(
         inputs: its input.
         loss: from outputs to a scalar; None weighs every float output at random.
         training: passed to the layer.
+        **kwargs: passed to the layer.
 
     Returns:
         One array for each trainable weight.
     """
     if loss is None:
         loss = _random_loss
-    kwargs = {}
     if "training" in inspect.signature(layer.call).parameters:
         kwargs["training"] = training
     return _BACKENDS[keras.backend.backend()](layer, inputs, loss, kwargs)

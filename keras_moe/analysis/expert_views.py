@@ -48,7 +48,7 @@ def expert_views(
     >>> from keras_moe.analysis import expert_views
     >>> from keras_moe.ops import Routing
     >>> weights = np.array([[[0.9, 0.0], [0.0, 0.6]], [[0.0, 0.7], [0.0, 0.8]]])
-    >>> routing = Routing(*[weights] * 3, dispatched=weights > 0, combined=weights)
+    >>> routing = Routing(*[weights] * 4, dispatched=weights > 0, combined=weights)
     >>> view = expert_views(routing, grid=(1, 2), images_per_expert=1)[1]
     >>> view.images.tolist(), view.position_shares.tolist()
     ([1], [[0.5, 1.0]])

@@ -53,7 +53,7 @@ def plot_expert_views(
     >>> import numpy as np
     >>> from keras_moe.analysis import plots
     >>> from keras_moe.ops import Routing
-    >>> routing = Routing(*[np.ones((2, 4, 2))] * 5)
+    >>> routing = Routing(*[np.ones((2, 4, 2))] * 6)
     >>> path = os.path.join(tempfile.mkdtemp(), "experts.png")
     >>> plots.plot_expert_views(np.zeros((2, 8, 8, 1)), routing, (2, 2), path)
     >>> os.path.exists(path)

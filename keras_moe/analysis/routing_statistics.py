@@ -16,16 +16,21 @@ class RoutingStatistics(NamedTuple):
     Attributes:
         expert_shares: (E,). Each expert's share of all assignments served; sums to 1.
         dropped_tokens: the share of tokens that no expert served.
-        dropped_choices: the share of the tokens' K choices that were dropped.
+        dropped_choices: the share of the tokens' K choices that were dropped; None
+            where tokens do not choose.
         load_entropy: entropy of `expert_shares` over log E: 1 is a balanced load.
         mean_max_gate: the mean over tokens of the largest gate.
+        affinity_imbalance: how far an expert's mass in the affinity is from the mean of
+            all, at most and over that mean: 0 for a transport plan with exact
+            marginals.
     """
 
     expert_shares: np.ndarray
     dropped_tokens: float
-    dropped_choices: float
+    dropped_choices: float | None
     load_entropy: float
     mean_max_gate: float
+    affinity_imbalance: float
 
     def to_dict(self) -> dict:
         """A JSON-serialisable dict."""
@@ -33,7 +38,7 @@ class RoutingStatistics(NamedTuple):
 
 
 def routing_statistics(
-    routing: Any, num_selected_experts: int, mask: Any = None
+    routing: Any, num_selected_experts: int | None = None, mask: Any = None
 ) -> RoutingStatistics:
     """Load, drops and confidence of a router.
 
@@ -41,7 +46,7 @@ def routing_statistics(
         routing: a `Routing` of arrays (B, N, E), as
             `keras.Model(backbone.input, backbone.routing).predict(images)` returns
             for each block.
-        num_selected_experts: K.
+        num_selected_experts: K; None for expert choice and soft routing.
         mask: boolean (B, N), False for tokens that do not count.
 
     Returns:
@@ -56,12 +61,13 @@ def routing_statistics(
     >>> from keras_moe.analysis import routing_statistics
     >>> from keras_moe.ops import Routing
     >>> served = np.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])
-    >>> statistics = routing_statistics(Routing(*[served] * 5), 1)
+    >>> statistics = routing_statistics(Routing(*[served] * 6), 1)
     >>> statistics.expert_shares.tolist(), round(statistics.dropped_tokens, 3)
     ([1.0, 0.0], 0.333)
     """
     dispatched = np.asarray(routing.dispatched, "float64")
     gates = np.asarray(routing.gates, "float64")
+    affinity = np.asarray(routing.affinity, "float64")
     if dispatched.ndim != 3:
         raise ValueError(
             "Expected routing arrays of shape (batch, tokens, experts); "
@@ -70,7 +76,7 @@ def routing_statistics(
     counts = np.ones(dispatched.shape[:2], bool) if mask is None else np.asarray(mask)
     if not counts.any():
         raise ValueError("Expected at least one token; received: none that counts")
-    dispatched, gates = dispatched[counts], gates[counts]
+    dispatched, gates, affinity = (x[counts] for x in (dispatched, gates, affinity))
     num_experts = dispatched.shape[-1]
     loads = dispatched.sum(axis=0)
     shares = loads / max(loads.sum(), 1.0)
@@ -79,12 +85,18 @@ def routing_statistics(
     return RoutingStatistics(
         expert_shares=shares,
         dropped_tokens=float((dispatched.sum(axis=-1) == 0).mean()),
-        dropped_choices=float(
-            1.0 - dispatched.sum() / (len(dispatched) * num_selected_experts)
-        ),
+        dropped_choices=None
+        if num_selected_experts is None
+        else float(1.0 - loads.sum() / (len(dispatched) * num_selected_experts)),
         load_entropy=float(entropy / np.log(num_experts)) if num_experts > 1 else 1.0,
         mean_max_gate=float(gates.max(axis=-1).mean()),
+        affinity_imbalance=_imbalance(affinity.sum(axis=0)),
     )
+
+
+def _imbalance(masses):
+    mean = masses.mean()
+    return float(np.abs(masses / mean - 1.0).max()) if mean > 0 else 0.0
 
 
 def print_statistics(
@@ -112,7 +124,7 @@ def print_statistics(
             name,
             " ".join(f"{100 * share:.0f}" for share in row.expert_shares),
             f"{row.dropped_tokens:.1%}",
-            f"{row.dropped_choices:.1%}",
+            "-" if row.dropped_choices is None else f"{row.dropped_choices:.1%}",
             f"{row.load_entropy:.3f}",
             f"{row.mean_max_gate:.3f}",
         )

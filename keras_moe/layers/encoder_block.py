@@ -106,11 +106,10 @@ class EncoderBlock(keras.layers.Layer):
         """The number of parameters for tokens of size `dim`."""
         return self._attention_parameters(dim) + self.feed_forward.parameters(dim)
 
-    def active_parameters(self, dim: int) -> int:
-        """The number of parameters that one token meets."""
-        return self._attention_parameters(dim) + self.feed_forward.active_parameters(
-            dim
-        )
+    def active_parameters(self, num_tokens: int, dim: int) -> int:
+        """The number of parameters that one token of `num_tokens` meets."""
+        active = self.feed_forward.active_parameters(num_tokens, dim)
+        return self._attention_parameters(dim) + active
 
     def _attention_parameters(self, dim):
         # Two norms; queries, keys, values and output, each with a bias.

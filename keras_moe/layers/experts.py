@@ -1,6 +1,6 @@
 """The experts: E two-layer MLPs, each one batched matmul.
 
-Axes: G groups, E experts, C capacity, D hidden, H mlp.
+Axes: G groups, E experts, C capacity, R rows, D hidden, H mlp.
 """
 
 from typing import Any
@@ -12,11 +12,16 @@ from keras_moe.layers import activations
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import check_dropout
 from keras_moe.ops.checks import check_integer
+from keras_moe.ops.grouped_matmul import grouped_matmul
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class Experts(keras.layers.Layer):
-    """E MLPs side by side, each with its own slots.
+    """E MLPs side by side, each with its own slots or rows.
+
+    With slots, every expert has as many, and each of the two layers is one batched
+    matmul. With rows, sorted by expert, each expert has as many as `group_sizes` says,
+    and each layer is one grouped matmul.
 
     Args:
         num_experts: E.
@@ -27,11 +32,14 @@ class Experts(keras.layers.Layer):
         seed: of the dropout.
         **kwargs: see `keras.layers.Layer`.
 
-    Input shape:
-        (G, E, C, D).
+    Call arguments:
+        inputs: (G, E, C, D); or (R, D), sorted by expert.
+        group_sizes: None; or int32 (E,), each expert's number of rows. Rows beyond
+            their sum belong to nobody.
+        training: whether dropout applies.
 
     Output shape:
-        (G, E, C, D).
+        That of the inputs.
 
     Raises:
         ValueError: if an argument is out of range, or the input has another number
@@ -71,10 +79,12 @@ class Experts(keras.layers.Layer):
         )
 
     def build(self, input_shape):
-        if len(input_shape) != 4 or input_shape[1] != self.num_experts:
+        has_rows = len(input_shape) == 2
+        has_slots = len(input_shape) == 4 and input_shape[1] == self.num_experts
+        if not has_rows and not has_slots:
             raise ValueError(
                 f"Expected inputs (groups, num_experts={self.num_experts}, capacity, "
-                f"dim); received: shape={tuple(input_shape)}"
+                f"dim) or (rows, dim); received: shape={tuple(input_shape)}"
             )
         dim = input_shape[-1]
         kernel = PerExpert("glorot_uniform", self.shared_initialization)
@@ -97,7 +107,11 @@ class Experts(keras.layers.Layer):
             name="output_bias", shape=(self.num_experts, dim), initializer=bias
         )
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(
+        self, inputs: Any, group_sizes: Any = None, training: bool | None = None
+    ) -> Any:
+        if group_sizes is not None:
+            return self._call_rows(inputs, group_sizes, training)
         num_groups, num_experts, capacity, dim = ops.shape(inputs)
         # One matmul per layer and expert over the slots of all groups.
         x = ops.transpose(inputs, (1, 0, 2, 3))
@@ -109,8 +123,20 @@ class Experts(keras.layers.Layer):
         x = ops.reshape(x, (num_experts, num_groups, capacity, dim))
         return ops.transpose(x, (1, 0, 2, 3))
 
-    def compute_output_shape(self, input_shape):
-        return input_shape
+    def _call_rows(self, rows, group_sizes, training):
+        ends = ops.cumsum(group_sizes)
+        place = ops.arange(ops.shape(rows)[0], dtype="int32")
+        owner = ops.searchsorted(ends, place, side="right")
+        owner = ops.minimum(owner, self.num_experts - 1)
+        x = grouped_matmul(rows, ops.convert_to_tensor(self.hidden_kernel), group_sizes)
+        x = x + ops.take(self.hidden_bias, owner, axis=0)
+        x = self.dropout_layer(self.activation(x), training=training)
+        x = grouped_matmul(x, ops.convert_to_tensor(self.output_kernel), group_sizes)
+        x = x + ops.take(self.output_bias, owner, axis=0)
+        return self.dropout_layer(x, training=training)
+
+    def compute_output_spec(self, inputs, group_sizes=None, training=None):
+        return keras.KerasTensor(inputs.shape, self.compute_dtype)
 
     def parameters(self, dim: int) -> int:
         """The number of parameters of all experts for tokens of size `dim`."""

@@ -89,8 +89,8 @@ class MLP(keras.layers.Layer):
         """The number of parameters for tokens of size `dim`."""
         return 2 * dim * self.mlp_dim + self.mlp_dim + dim
 
-    def active_parameters(self, dim: int) -> int:
-        """The number of parameters that one token meets."""
+    def active_parameters(self, num_tokens: int, dim: int) -> int:
+        """The number of parameters that one token of `num_tokens` meets."""
         return self.parameters(dim)
 
     def flops(self, num_tokens: int, dim: int) -> int:

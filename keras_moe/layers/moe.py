@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops, tree
 
-from keras_moe import losses
+from keras_moe import losses, routers
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.ops.checks import check_integer
 from keras_moe.ops.dispatch import (
@@ -18,7 +18,7 @@ from keras_moe.ops.dispatch import (
     dispatch,
     dispatch_einsum,
 )
-from keras_moe.ops.routing import Routing
+from keras_moe.ops.routing import RaggedPlan, Routing
 
 DISPATCHERS = {
     "index": (dispatch, combine),
@@ -32,31 +32,36 @@ class MoE(keras.layers.Layer):
 
     While training, the tokens of the batch are cut into groups of `group_size`,
     within which they compete for the experts' capacity. The last group is filled
-    with padding that is not routed, so any batch size works. At inference, where
-    the router serves every token, each image is its own group and its result does
-    not depend on the batch. A token that every expert dropped gets zeros: in a
+    with padding that is not routed, so any batch size works. At inference each image
+    is its own group by default and its result does not depend on the batch; for a
+    `SoftRouter` it is always. A token that no expert serves gets zeros: in a
     transformer the residual carries it.
 
     Args:
-        router: a router layer such as `TokenChoiceRouter`.
+        router: the name of a router, such as `"softmax_token_choice"` or `"soft"` (see
+            `keras_moe.routers.get`), or a router layer such as `TokenChoiceRouter`.
         experts: an `Experts` layer with the router's number of experts.
         group_size: S, tokens per group; None makes one group of the whole batch.
+            Images stay whole groups where the router wants them so.
         auxiliary_losses: a dict from name to weight such as
             `{"importance": 0.005, "load": 0.005}`, or a list of `AuxiliaryLoss`.
             They are added, averaged over groups, in training only, so that
             `evaluate` reports the task's loss, and not if the layer is frozen.
-        dispatcher: `"index"` (gathers; memory linear in tokens) or `"einsum"` (dense
-            one-hot tensors; for small groups on TPUs).
+        dispatcher: how experts with a capacity get their tokens: `"index"` (gathers;
+            memory linear in tokens) or `"einsum"` (dense one-hot tensors; for small
+            groups on TPUs).
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
         mask: boolean (B, N), False for tokens that are not routed; they get zeros.
+        modality_ids: integers (B, N), for routers and losses that tell modalities
+            apart.
         training: whether capacity, noise and auxiliary losses apply.
 
     Output shape:
         `(tokens, Routing)`: tokens (B, N, D), and the routing record with
-        float32 arrays (B, N, E).
+        float32 arrays (B, N, E); a `SoftRouter`'s logits have a slot axis behind.
 
     Raises:
         ValueError: if an argument is out of range or the parts do not fit.
@@ -95,8 +100,10 @@ class MoE(keras.layers.Layer):
                 f"Expected dispatcher to be one of {sorted(DISPATCHERS)}; "
                 f"received: dispatcher={dispatcher!r}"
             )
-        self.router = layer_argument(router, "router")
         self.experts = layer_argument(experts, "experts")
+        if isinstance(router, str):
+            router = routers.get(router, self.experts.num_experts)
+        self.router = layer_argument(router, "router")
         if self.router.num_experts != self.experts.num_experts:
             raise ValueError(
                 "Expected router and experts of one num_experts; received: "
@@ -117,39 +124,52 @@ class MoE(keras.layers.Layer):
                 f"received: shape={tuple(input_shape)}"
             )
         dim = input_shape[-1]
-        build_once(self.router, (None, None, dim))
+        # A soft router's slots may depend on the tokens of an image.
+        length = input_shape[1] if self.router.groups_by_image(True) else None
+        build_once(self.router, (None, length, dim))
         build_once(self.experts, (None, self.experts.num_experts, None, dim))
 
     def call(
-        self, tokens: Any, mask: Any = None, training: bool | None = None
+        self,
+        tokens: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+        training: bool | None = None,
     ) -> tuple[Any, Routing]:
-        dispatch_tokens, combine_outputs = DISPATCHERS[self.dispatcher]
-        grouped, group_mask = self._group(tokens, mask, training)
-        plan, routing = self.router(grouped, mask=group_mask, training=training)
+        by_image = self.router.groups_by_image(training)
+        grouped, group_mask, group_ids = (
+            (tokens, mask, modality_ids)
+            if by_image
+            else self._group(tokens, mask, modality_ids)
+        )
+        plan, routing = self.router(
+            grouped, mask=group_mask, modality_ids=group_ids, training=training
+        )
         if training and self.trainable:
-            self._add_losses(routing, group_mask)
-        outputs = self.experts(dispatch_tokens(grouped, plan), training=training)
-        outputs = combine_outputs(outputs, plan)
+            self._add_losses(routing, group_mask, group_ids)
+        if isinstance(plan, RaggedPlan):
+            outputs = self.experts(
+                dispatch(grouped, plan), plan.group_sizes, training=training
+            )
+            outputs = combine(outputs, plan)
+        else:
+            dispatch_tokens, combine_outputs = DISPATCHERS[self.dispatcher]
+            outputs = self.experts(dispatch_tokens(grouped, plan), training=training)
+            outputs = combine_outputs(outputs, plan)
+        if by_image:
+            return outputs, routing
         return tree.map_structure(
             lambda x: self._ungroup(x, tokens), (outputs, routing)
         )
 
-    def compute_output_spec(self, tokens, mask=None, training=None):
-        shape = (*tokens.shape[:2], self.router.num_experts)
-        return (
-            keras.KerasTensor(tokens.shape, self.compute_dtype),
-            Routing(*(keras.KerasTensor(shape, "float32") for _ in Routing._fields)),
-        )
+    def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
+        _, routing = self.router.compute_output_spec(tokens, training=training)
+        return keras.KerasTensor(tokens.shape, self.compute_dtype), routing
 
-    def _group(self, tokens, mask, training):
+    def _group(self, tokens, mask, modality_ids):
         """Cuts (B, N, D) into (G, S, D), padded, and says which tokens are real."""
-        if self.router.serves_every_token(training):
-            return tokens, mask
         batch, length, dim = ops.shape(tokens)
         num_tokens = batch * length
-        tokens = ops.reshape(tokens, (num_tokens, dim))
-        if mask is not None:
-            mask = ops.reshape(mask, (num_tokens,))
         if self.group_size is None:
             size, padding = num_tokens, 0
         elif isinstance(num_tokens, int):
@@ -159,16 +179,20 @@ class MoE(keras.layers.Layer):
             # The batch size is unknown while TensorFlow traces: pad as needed then.
             size = ops.minimum(self.group_size, num_tokens)
             padding = -num_tokens % size
-        if not isinstance(padding, int) or padding > 0:
-            if mask is None:
-                mask = ops.ones((num_tokens,), "bool")
-            tokens = ops.concatenate(
-                [tokens, ops.zeros((padding, dim), tokens.dtype)], axis=0
-            )
-            mask = ops.concatenate([mask, ops.zeros((padding,), "bool")], axis=0)
-        if mask is not None:
-            mask = ops.reshape(mask, (-1, size))
-        return ops.reshape(tokens, (-1, size, dim)), mask
+        is_padded = not isinstance(padding, int) or padding > 0
+        if is_padded and mask is None:
+            mask = ops.ones((batch, length), "bool")
+
+        def group(x, *dim):
+            if x is None:
+                return None
+            x = ops.reshape(x, (num_tokens, *dim))
+            if is_padded:
+                zeros = ops.zeros((padding, *dim), x.dtype)
+                x = ops.concatenate([x, zeros], axis=0)
+            return ops.reshape(x, (-1, size, *dim))
+
+        return group(tokens, dim), group(mask), group(modality_ids)
 
     def _ungroup(self, x, tokens):
         """Takes the padding off (G, S, X) and returns (B, N, X)."""
@@ -176,25 +200,25 @@ class MoE(keras.layers.Layer):
         x = ops.reshape(x, (-1, x.shape[-1]))
         return ops.reshape(x[: batch * length], (batch, length, x.shape[-1]))
 
-    def _add_losses(self, routing, mask):
+    def _add_losses(self, routing, mask, modality_ids):
         for loss in self.auxiliary_losses:
             if loss.weight == 0:
                 continue
-            self.add_loss(ops.mean(loss(routing, self.router, mask)))
+            self.add_loss(ops.mean(loss(routing, self.router, mask, modality_ids)))
 
     def parameters(self, dim: int) -> int:
         """The number of parameters for tokens of size `dim`."""
         return self.router.parameters(dim) + self.experts.parameters(dim)
 
-    def active_parameters(self, dim: int) -> int:
-        """The number of parameters that one token meets: router and K experts."""
-        selected = self.router.num_selected_experts
-        experts = selected * self.experts.expert_parameters(dim)
+    def active_parameters(self, num_tokens: int, dim: int) -> int:
+        """The parameters that a token meets, on average: router and its experts."""
+        experts = self.router.experts_per_token(num_tokens)
+        experts = round(experts * self.experts.expert_parameters(dim))
         return self.router.parameters(dim) + experts
 
     def flops(self, num_tokens: int, dim: int) -> int:
         """Floating-point operations if no token is dropped (2 per multiply-add)."""
-        num_slots = num_tokens * self.router.num_selected_experts
+        num_slots = self.router.num_slots(num_tokens)
         return self.router.flops(num_tokens, dim) + self.experts.flops(num_slots, dim)
 
     def get_config(self):

@@ -1,15 +1,28 @@
 """Auxiliary losses of routers, and losses of classification heads."""
 
 from keras_moe.losses.auxiliary import (
+    AggregateLoss,
     AuxiliaryLoss,
+    GlobalEntropyLoss,
     ImportanceLoss,
     LoadBalanceLoss,
     LoadLoss,
+    LocalEntropyLoss,
+    MergedEntropyLoss,
+    MutualInformationLoss,
+    TargetEntropyLoss,
     ZLoss,
     get,
     serialize,
 )
 from keras_moe.losses.classification import SigmoidCrossentropy
+from keras_moe.losses.entropy_losses import (
+    global_entropy_loss,
+    local_entropy_loss,
+    merged_entropy_loss,
+    mutual_information_loss,
+    target_entropy_loss,
+)
 from keras_moe.losses.router_losses import (
     importance_loss,
     load_balance_loss,
@@ -18,16 +31,27 @@ from keras_moe.losses.router_losses import (
 )
 
 __all__ = [
+    "AggregateLoss",
     "AuxiliaryLoss",
+    "GlobalEntropyLoss",
     "ImportanceLoss",
     "LoadBalanceLoss",
     "LoadLoss",
+    "LocalEntropyLoss",
+    "MergedEntropyLoss",
+    "MutualInformationLoss",
     "SigmoidCrossentropy",
+    "TargetEntropyLoss",
     "ZLoss",
     "get",
+    "global_entropy_loss",
     "importance_loss",
     "load_balance_loss",
     "load_loss",
+    "local_entropy_loss",
+    "merged_entropy_loss",
+    "mutual_information_loss",
     "serialize",
+    "target_entropy_loss",
     "z_loss",
 ]

@@ -7,25 +7,42 @@ from keras_moe.ops.dispatch import (
     dispatch,
     dispatch_einsum,
 )
+from keras_moe.ops.expert_choice import expert_choice
+from keras_moe.ops.grouped_matmul import grouped_matmul
 from keras_moe.ops.routing import (
+    RaggedPlan,
     Routing,
     RoutingPlan,
+    SlotPlan,
+    SoftPlan,
     dense_combine,
     dense_dispatch,
     served,
 )
-from keras_moe.ops.token_choice import token_choice
+from keras_moe.ops.sinkhorn import sinkhorn
+from keras_moe.ops.sparse_transport import sparse_transport
+from keras_moe.ops.token_choice import dropless_token_choice, token_choice
+from keras_moe.ops.transport import Transport
 
 __all__ = [
+    "RaggedPlan",
     "Routing",
     "RoutingPlan",
+    "SlotPlan",
+    "SoftPlan",
+    "Transport",
     "combine",
     "combine_einsum",
     "dense_combine",
     "dense_dispatch",
     "dispatch",
     "dispatch_einsum",
+    "dropless_token_choice",
     "expert_capacity",
+    "expert_choice",
+    "grouped_matmul",
     "served",
+    "sinkhorn",
+    "sparse_transport",
     "token_choice",
 ]

@@ -35,3 +35,31 @@ def check_positive(name: str, value: Any) -> float:
             f"received: {name}={value!r}"
         )
     return float(value)
+
+
+def check_one_of(name: str, value: Any, allowed: Any) -> Any:
+    """`value`, if it is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(
+            f"Expected {name} to be one of {tuple(allowed)}; received: {name}={value!r}"
+        )
+    return value
+
+
+def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
+    """Checks the shapes of an allocation's arguments, and its capacity if static."""
+    if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):
+        raise ValueError(
+            "Expected affinity and gates of one shape (groups, tokens, experts); "
+            f"received: affinity.shape={tuple(affinity.shape)}, "
+            f"gates.shape={tuple(gates.shape)}"
+        )
+    if isinstance(capacity, int) and capacity < 1:
+        raise ValueError(
+            f"Expected a capacity of at least 1; received: capacity={capacity}"
+        )
+    if mask is not None and tuple(mask.shape) != tuple(affinity.shape[:2]):
+        raise ValueError(
+            f"Expected a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}; "
+            f"received: mask.shape={tuple(mask.shape)}"
+        )

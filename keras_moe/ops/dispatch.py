@@ -1,19 +1,26 @@
 """Moving tokens to slots and expert outputs back to tokens.
 
-Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
+Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden,
+R rows.
 """
 
 from typing import Any
 
 from keras import ops
 
-from keras_moe.ops.routing import RoutingPlan, dense_combine, dense_dispatch
+from keras_moe.ops.routing import (
+    RaggedPlan,
+    SlotPlan,
+    SoftPlan,
+    dense_combine,
+    dense_dispatch,
+)
 
 
 def _tokens_of(plan, tokens):
     """`tokens` as a tensor, if its shape is that of the plan's tokens."""
     tokens = ops.convert_to_tensor(tokens)
-    expected = tuple(plan.token_slots.shape[:2])
+    expected = tuple(_by_token(plan).shape[:2])
     if len(tokens.shape) != 3 or not _fits(tokens.shape[:2], expected):
         raise ValueError(
             f"Expected tokens of shape (groups, tokens, dim) with {expected} first, as "
@@ -22,10 +29,29 @@ def _tokens_of(plan, tokens):
     return tokens
 
 
+def _by_token(plan):
+    """A field of the plan that starts with (G, S)."""
+    if isinstance(plan, SoftPlan):
+        return plan.dispatch
+    return plan.token_rows if isinstance(plan, RaggedPlan) else plan.token_slots
+
+
 def _outputs_of(plan, outputs):
-    """`outputs` as a tensor, if its shape is that of the plan's slots."""
+    """`outputs` as a tensor, if its shape is that of the plan's slots or rows."""
     outputs = ops.convert_to_tensor(outputs)
-    expected = tuple(plan.slot_tokens.shape)
+    if isinstance(plan, RaggedPlan):
+        expected = tuple(plan.row_tokens.shape)
+        if len(outputs.shape) != 2 or not _fits(outputs.shape[:1], expected):
+            raise ValueError(
+                f"Expected outputs of shape (rows, dim) with {expected} first, as in "
+                f"the plan; received: outputs.shape={tuple(outputs.shape)}"
+            )
+        return outputs
+    if isinstance(plan, SoftPlan):
+        groups, _, *slots = plan.dispatch.shape
+        expected = (groups, *slots)
+    else:
+        expected = tuple(plan.slot_tokens.shape)
     if len(outputs.shape) != 4 or not _fits(outputs.shape[:3], expected):
         raise ValueError(
             "Expected outputs of shape (groups, experts, capacity, dim) with "
@@ -40,16 +66,18 @@ def _fits(shape, expected):
     return all(a == b or None in (a, b) for a, b in zip(shape, expected))
 
 
-def dispatch(tokens: Any, plan: RoutingPlan) -> Any:
-    """Gathers each slot's token: `X^T D` of equation 2 in index form.
+def dispatch(tokens: Any, plan: Any) -> Any:
+    """Fills the slots from the tokens: `X^T D` of equation 2.
+
+    Sparse plans gather each slot's token; a `SoftPlan` mixes tokens, in their dtype.
 
     Args:
         tokens: (G, S, D), any float dtype.
-        plan: the `RoutingPlan`.
+        plan: a `RoutingPlan`, `SlotPlan`, `SoftPlan` or `RaggedPlan`.
 
     Returns:
-        The experts' inputs (G, E, C, D) in the dtype of `tokens`; empty slots
-        hold zeros.
+        The experts' inputs (G, E, C, D) in the dtype of `tokens`, or rows (R, D)
+        sorted by expert for a `RaggedPlan`; empty slots and rows hold zeros.
 
     Raises:
         ValueError: if the shape of `tokens` is not that of the plan.
@@ -68,24 +96,33 @@ def dispatch(tokens: Any, plan: RoutingPlan) -> Any:
     [[1.0, 0.0], [2.0, 0.0]]
     """
     tokens = _tokens_of(plan, tokens)
+    if isinstance(plan, SoftPlan):
+        weights = ops.cast(plan.dispatch, tokens.dtype)
+        return ops.einsum("gsd,gsec->gecd", tokens, weights)
     num_groups, num_tokens, dim = ops.shape(tokens)
-    filled = plan.slot_tokens >= 0
-    first = ops.arange(num_groups, dtype="int32") * num_tokens
-    rows = ops.where(filled, plan.slot_tokens + first[:, None, None], 0)
-    inputs = ops.take(ops.reshape(tokens, (-1, dim)), rows, axis=0)
+    if isinstance(plan, RaggedPlan):
+        rows = plan.row_tokens
+        filled = rows >= 0
+    else:
+        first = ops.arange(num_groups, dtype="int32") * num_tokens
+        rows = plan.slot_tokens + first[:, None, None]
+        filled = plan.slot_tokens >= 0
+    flat = ops.reshape(tokens, (-1, dim))
+    inputs = ops.take(flat, ops.where(filled, rows, 0), axis=0)
     return ops.where(filled[..., None], inputs, ops.zeros_like(inputs))
 
 
-def combine(outputs: Any, plan: RoutingPlan) -> Any:
+def combine(outputs: Any, plan: Any) -> Any:
     """Sums each token's expert outputs by their combine weights.
 
     Args:
-        outputs: the experts' outputs (G, E, C, D), any float dtype.
-        plan: the `RoutingPlan`.
+        outputs: the experts' outputs (G, E, C, D), or (R, D) for a `RaggedPlan`, any
+            float dtype.
+        plan: a `RoutingPlan`, `SlotPlan`, `SoftPlan` or `RaggedPlan`.
 
     Returns:
-        Tokens (G, S, D) in the dtype of `outputs`, summed in float32; a token
-        of which every choice was dropped gets zeros.
+        Tokens (G, S, D) in the dtype of `outputs`; sparse plans sum in float32. A
+        token of which every choice was dropped gets zeros.
 
     Raises:
         ValueError: if the shape of `outputs` is not that of the plan.
@@ -104,14 +141,24 @@ def combine(outputs: Any, plan: RoutingPlan) -> Any:
     [5.0, 7.0]
     """
     outputs = _outputs_of(plan, outputs)
-    num_groups, num_experts, capacity, dim = ops.shape(outputs)
-    first = ops.arange(num_groups, dtype="int32") * (num_experts * capacity)
-    kept = plan.token_slots >= 0
-    rows = ops.where(kept, plan.token_slots, 0) + first[:, None, None]
-    flat = ops.reshape(outputs, (-1, dim))
+    if isinstance(plan, SoftPlan):
+        weights = ops.cast(plan.combine, outputs.dtype)
+        return ops.einsum("gecd,gsec->gsd", outputs, weights)
+    if isinstance(plan, SlotPlan):
+        return _combine_slots(outputs, plan)
+    if isinstance(plan, RaggedPlan):
+        flat = outputs
+        kept = plan.token_rows >= 0
+        rows = ops.where(kept, plan.token_rows, 0)
+    else:
+        num_groups, num_experts, capacity, dim = ops.shape(outputs)
+        flat = ops.reshape(outputs, (-1, dim))
+        first = ops.arange(num_groups, dtype="int32") * (num_experts * capacity)
+        kept = plan.token_slots >= 0
+        rows = ops.where(kept, plan.token_slots, 0) + first[:, None, None]
     # An unrolled sum over K is much cheaper than a (G, S, K, D) tensor and its sum.
     total = 0.0
-    for k in range(plan.token_slots.shape[-1]):
+    for k in range(rows.shape[-1]):
         chosen = ops.cast(ops.take(flat, rows[..., k], axis=0), "float32")
         # A dropped choice has read another token's slot, which may not be finite.
         chosen = ops.where(kept[..., k : k + 1], chosen, 0.0)
@@ -119,12 +166,35 @@ def combine(outputs: Any, plan: RoutingPlan) -> Any:
     return ops.cast(total, outputs.dtype)
 
 
-def dispatch_einsum(tokens: Any, plan: RoutingPlan) -> Any:
+def _combine_slots(outputs, plan):
+    """`combine` from the slots' side: a token has up to E of them, mostly none."""
+    num_groups, num_tokens, _ = ops.shape(plan.token_slots)
+    dim = outputs.shape[-1]
+    filled = plan.slot_tokens >= 0
+    weighted = ops.where(
+        filled[..., None],
+        plan.slot_weights[..., None] * ops.cast(outputs, "float32"),
+        0.0,
+    )
+    first = ops.arange(num_groups, dtype="int32") * num_tokens
+    rows = ops.where(filled, plan.slot_tokens + first[:, None, None], 0)
+    # PyTorch's `segment_sum` would cost ten times as much.
+    total = ops.scatter_update(
+        ops.zeros((num_groups * num_tokens, dim), "float32"),
+        ops.reshape(rows, (-1, 1)),
+        ops.reshape(weighted, (-1, dim)),
+        reduction="add",
+    )
+    total = ops.reshape(total, (num_groups, num_tokens, dim))
+    return ops.cast(total, outputs.dtype)
+
+
+def dispatch_einsum(tokens: Any, plan: Any) -> Any:
     """`dispatch` through the dense one-hot tensor, for small groups on TPUs.
 
     Args:
         tokens: (G, S, D), any float dtype.
-        plan: the `RoutingPlan`.
+        plan: a `RoutingPlan`, `SlotPlan` or `SoftPlan`.
 
     Returns:
         The experts' inputs (G, E, C, D), equal to those of `dispatch`.
@@ -144,12 +214,12 @@ def dispatch_einsum(tokens: Any, plan: RoutingPlan) -> Any:
     return ops.einsum("gsd,gsec->gecd", tokens, one_hot)
 
 
-def combine_einsum(outputs: Any, plan: RoutingPlan) -> Any:
+def combine_einsum(outputs: Any, plan: Any) -> Any:
     """`combine` through the dense combine tensor, for small groups on TPUs.
 
     Args:
         outputs: the experts' outputs (G, E, C, D), any float dtype.
-        plan: the `RoutingPlan`.
+        plan: a `RoutingPlan`, `SlotPlan` or `SoftPlan`.
 
     Returns:
         Tokens (G, S, D) in the dtype of `outputs`, equal to those of `combine`.

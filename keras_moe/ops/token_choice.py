@@ -1,15 +1,16 @@
 """Token choice: every token takes its K experts, first come, first served.
 
-Axes: G groups, S group_size, E experts, C capacity, K selected experts.
+Axes: G groups, S group_size, E experts, C capacity, K selected experts, R rows.
 """
 
 from typing import Any
 
 from keras import ops
 
-from keras_moe.ops.checks import check_selected
-from keras_moe.ops.routing import RoutingPlan
+from keras_moe.ops.checks import check_affinity, check_one_of, check_selected
+from keras_moe.ops.routing import RaggedPlan, RoutingPlan
 
+NORMALIZATIONS = (None, "before", "after")
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
 INT32_MAX = 2**31 - 1
 
@@ -21,6 +22,7 @@ def token_choice(
     capacity: Any,
     priority: str = "first_come",
     mask: Any = None,
+    normalize_gates: str | None = None,
 ) -> RoutingPlan:
     """Allocates slots to each token's K experts of largest affinity.
 
@@ -31,8 +33,8 @@ def token_choice(
     Args:
         affinity: float32 (G, S, E). Decides which experts a token takes, and who
             goes first; the gates themselves in V-MoE.
-        gates: float32 (G, S, E). The combine weights, not renormalised over the
-            K choices. Gradients flow through these alone.
+        gates: float32 (G, S, E). The combine weights. Gradients flow through these
+            alone.
         num_selected_experts: K, experts per token.
         capacity: C, slots per expert and group.
         priority: the order in which the tokens of a group are served:
@@ -41,6 +43,9 @@ def token_choice(
             sum of the K largest (*LIMoE*, appendix E.1). Ties keep their order.
         mask: boolean (G, S), False for tokens (padding) that are not routed and
             use no capacity; None routes every token.
+        normalize_gates: None leaves the gates as they are; `"before"` divides them by
+            the sum of the token's K, `"after"` by the sum of those that found room
+            (*CLIP-UP*, appendix B.3).
 
     Returns:
         A `RoutingPlan`. No tensor of size S x E x C is built.
@@ -59,7 +64,8 @@ def token_choice(
     """
     affinity = ops.convert_to_tensor(affinity)
     gates = ops.convert_to_tensor(gates)
-    _check(affinity, gates, num_selected_experts, capacity, priority, mask)
+    check_affinity(affinity, gates, capacity, mask)
+    _check(num_selected_experts, affinity.shape[-1], normalize_gates, priority)
     num_groups, num_tokens, num_experts = ops.shape(affinity)
 
     experts, weights = largest(affinity, gates, num_selected_experts)
@@ -129,8 +135,95 @@ def token_choice(
         ops.zeros_like(slot), ops.expand_dims(target, -1), slot
     )
     token_slots = ops.reshape(token_slots, ops.shape(experts))
-    combine_weights = ops.where(token_slots >= 0, weights, 0.0)
+    combine_weights = _weights(weights, token_slots >= 0, normalize_gates)
     return RoutingPlan(slot_tokens, token_slots, combine_weights)
+
+
+def dropless_token_choice(
+    affinity: Any,
+    gates: Any,
+    num_selected_experts: int,
+    mask: Any = None,
+    normalize_gates: str | None = None,
+) -> RaggedPlan:
+    """Gives each token its K experts of largest affinity; no expert is ever full.
+
+    The choices of all groups are sorted by expert into rows, so that memory grows with
+    the tokens and not with the load of the busiest expert. `token_choice` with room
+    for everybody gives the same outputs.
+
+    Args:
+        affinity: float32 (G, S, E). Decides which experts a token takes; ties take
+            the lowest expert.
+        gates: float32 (G, S, E). The combine weights. Gradients flow through these
+            alone.
+        num_selected_experts: K, experts per token.
+        mask: boolean (G, S), False for tokens (padding) that are not routed.
+        normalize_gates: `"before"` and `"after"` both divide a token's K gates by their
+            sum, since none is dropped; None leaves them as they are.
+
+    Returns:
+        A `RaggedPlan`.
+
+    Raises:
+        ValueError: if an argument is out of range, or shapes do not fit.
+
+    Reference:
+        *Routers in Vision Mixture of Experts*, equation 1.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import ops
+    >>> gates = np.array([[[0.6, 0.4], [0.9, 0.1]]], "float32")
+    >>> plan = ops.dropless_token_choice(gates, gates, num_selected_experts=1)
+    >>> np.array(plan.group_sizes).tolist()  # expert 0 serves both
+    [2, 0]
+    """
+    affinity = ops.convert_to_tensor(affinity)
+    gates = ops.convert_to_tensor(gates)
+    check_affinity(affinity, gates, None, mask)
+    num_groups, num_tokens, num_experts = ops.shape(affinity)
+    _check(num_selected_experts, affinity.shape[-1], normalize_gates)
+
+    experts, weights = largest(affinity, gates, num_selected_experts)
+    if mask is not None:
+        mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
+        experts = ops.where(mask, experts, num_experts)
+    num_rows = num_groups * num_tokens * num_selected_experts
+    _check_range(1, num_experts + 1, num_rows)
+    # One integer says (expert, choice): sorted, the choices stand by expert.
+    place = ops.arange(num_rows, dtype="int32")
+    keys = ops.sort(ops.reshape(experts, (-1,)) * num_rows + place)
+    bounds = ops.cast(
+        ops.searchsorted(keys, ops.arange(num_experts + 1, dtype="int32") * num_rows),
+        "int32",
+    )
+    group_sizes = bounds[1:] - bounds[:-1]
+    choice = keys % num_rows
+    row_tokens = ops.floor_divide(choice, num_selected_experts)
+    token_rows = ops.scatter_update(
+        ops.zeros_like(place), ops.expand_dims(choice, -1), place
+    )
+    token_rows = ops.reshape(token_rows, ops.shape(experts))
+    if mask is None:
+        combine_weights = _weights(weights, None, normalize_gates)
+    else:
+        row_tokens = ops.where(place < bounds[-1], row_tokens, -1)
+        token_rows = ops.where(mask, token_rows, -1)
+        combine_weights = _weights(weights, mask, normalize_gates)
+    return RaggedPlan(row_tokens, token_rows, combine_weights, experts, group_sizes)
+
+
+def _weights(gates, kept, normalize_gates):
+    """The combine weights of the choices (G, S, K)."""
+    weights = gates if kept is None else ops.where(kept, gates, 0.0)
+    if normalize_gates is None:
+        return weights
+    total = ops.sum(
+        gates if normalize_gates == "before" else weights, axis=-1, keepdims=True
+    )
+    return ops.where(total > 0, weights / ops.where(total > 0, total, 1.0), 0.0)
 
 
 def largest(affinity, gates, num_selected_experts):
@@ -159,28 +252,10 @@ def _at(order, places):
     return ops.reshape(ops.take_along_axis(order, flat, axis=1), ops.shape(places))
 
 
-def _check(affinity, gates, num_selected_experts, capacity, priority, mask):
-    if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):
-        raise ValueError(
-            "Expected affinity and gates of one shape (groups, tokens, experts); "
-            f"received: affinity.shape={tuple(affinity.shape)}, "
-            f"gates.shape={tuple(gates.shape)}"
-        )
-    check_selected(num_selected_experts, affinity.shape[-1])
-    if isinstance(capacity, int) and capacity < 1:
-        raise ValueError(
-            f"Expected a capacity of at least 1; received: capacity={capacity}"
-        )
-    if priority not in PRIORITIES:
-        raise ValueError(
-            f"Expected priority to be one of {PRIORITIES}; "
-            f"received: priority={priority!r}"
-        )
-    if mask is not None and tuple(mask.shape) != tuple(affinity.shape[:2]):
-        raise ValueError(
-            f"Expected a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}; "
-            f"received: mask.shape={tuple(mask.shape)}"
-        )
+def _check(num_selected_experts, num_experts, normalize_gates, priority=PRIORITIES[0]):
+    check_selected(num_selected_experts, num_experts)
+    check_one_of("priority", priority, PRIORITIES)
+    check_one_of("normalize_gates", normalize_gates, NORMALIZATIONS)
 
 
 def _check_range(num_groups, num_queues, queue_size):

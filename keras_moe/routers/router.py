@@ -1,6 +1,6 @@
-"""What every router has: a float32 kernel that turns tokens into logits.
+"""What every router is: tokens in, a plan and a record out, all in float32.
 
-Axes: G groups, S group_size, E experts, D hidden.
+Axes: G groups, S group_size, E experts, C capacity, D hidden.
 """
 
 from typing import Any
@@ -9,24 +9,22 @@ import keras
 from keras import ops
 
 from keras_moe.ops.checks import check_integer
-from keras_moe.ops.routing import Routing, RoutingPlan
+from keras_moe.ops.routing import Routing
 
 
 class Router(keras.layers.Layer):
-    """Base class of routers: tokens in, `(RoutingPlan, Routing)` out.
+    """Base class of routers: tokens in, `(plan, Routing)` out.
 
     The arithmetic is float32 under every dtype policy: the layer's own policy is
-    float32, and half-precision tokens are cast at its door. While training, noise
-    of standard deviation `noise_std / num_experts` is added to the logits.
+    float32, and half-precision tokens are cast at its door.
 
-    Subclasses implement `allocate`, and say by `serves_every_token` whether a
-    token's result can depend on the other tokens of its group.
+    Subclasses say how they group tokens (`groups_by_image`), how many slots they
+    fill (`num_slots`), and whether their logits are one per expert
+    (`has_expert_logits`), which auxiliary losses need.
 
     Args:
         num_experts: E.
-        noise_std: standard deviation of the training noise, times `num_experts`;
-            V-MoE uses 1.0, that is noise of 1 / E.
-        kernel_initializer: of the kernel (D, E).
+        noise_std: of the training noise; see the subclass.
         seed: of the noise; None draws one from Keras's global seed.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
@@ -38,16 +36,17 @@ class Router(keras.layers.Layer):
 
     Example:
 
-    >>> from keras_moe.routers import Router, TokenChoiceRouter
-    >>> issubclass(TokenChoiceRouter, Router)
+    >>> from keras_moe.routers import Router, SoftRouter
+    >>> issubclass(SoftRouter, Router)
     True
     """
+
+    has_expert_logits = True
 
     def __init__(
         self,
         num_experts: int,
-        noise_std: float = 1.0,
-        kernel_initializer: Any = "lecun_normal",
+        noise_std: float = 0.0,
         seed: int | None = None,
         **kwargs,
     ):
@@ -61,7 +60,6 @@ class Router(keras.layers.Layer):
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.noise_std = noise_std
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed)
         self.supports_masking = True
@@ -72,60 +70,49 @@ class Router(keras.layers.Layer):
                 "Expected tokens of shape (groups, tokens, dim); "
                 f"received: shape={tuple(input_shape)}"
             )
-        self.kernel = self.add_weight(
-            name="kernel",
-            shape=(input_shape[-1], self.num_experts),
-            initializer=self.kernel_initializer,
-            dtype="float32",
-            autocast=False,
-        )
 
-    def call(
-        self, tokens: Any, mask: Any = None, training: bool | None = None
-    ) -> tuple[RoutingPlan, Routing]:
-        logits = ops.matmul(tokens, self.kernel)
-        noisy_logits = logits
-        if training and self.noise_std > 0:
-            noisy_logits = logits + keras.random.normal(
-                ops.shape(logits),
-                stddev=self.noise_std / self.num_experts,
-                dtype="float32",
-                seed=self.seed_generator,
-            )
-        return self.allocate(logits, noisy_logits, mask=mask, training=training)
+    def add_noise(self, logits: Any, stddev: float, training: bool | None) -> Any:
+        """The logits with normal noise while training."""
+        if not training or stddev == 0:
+            return logits
+        return logits + keras.random.normal(
+            ops.shape(logits), stddev=stddev, dtype="float32", seed=self.seed_generator
+        )
 
     def compute_mask(self, inputs, previous_mask=None):
         # Plans and records are not sequences of tokens to mask.
         return None
 
-    def allocate(
-        self,
-        logits: Any,
-        noisy_logits: Any,
-        mask: Any = None,
-        training: bool | None = None,
-    ) -> tuple[RoutingPlan, Routing]:
-        """Fills the plan from the logits, both float32 (G, S, E)."""
+    def groups_by_image(self, training: bool | None) -> bool:
+        """True if each image must be a group; else `MoE.group_size` cuts the batch."""
         raise NotImplementedError
 
-    def serves_every_token(self, training: bool | None) -> bool:
-        """True if a token's result does not depend on the rest of its group."""
+    def num_slots(self, num_tokens: int) -> int:
+        """How many slots the experts fill for `num_tokens` tokens, if none drops."""
+        raise NotImplementedError
+
+    def experts_per_token(self, num_tokens: int) -> float:
+        """How many experts a token meets, on average, of a group of `num_tokens`."""
         raise NotImplementedError
 
     def parameters(self, dim: int) -> int:
         """The number of parameters for tokens of size `dim`."""
-        return dim * self.num_experts
+        raise NotImplementedError
 
     def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the logits (2 per multiply-add)."""
-        return 2 * num_tokens * dim * self.num_experts
+        """Floating-point operations of the router's matmuls (2 per multiply-add)."""
+        raise NotImplementedError
+
+    def routing_spec(self, num_groups, num_tokens, logits=None) -> Routing:
+        """The symbolic `Routing`; `logits` if they are more than one per expert."""
+        by_expert = (num_groups, num_tokens, self.num_experts)
+        logits = logits or by_expert
+        shapes = Routing(logits, logits, *[by_expert] * (len(Routing._fields) - 2))
+        return Routing(*(keras.KerasTensor(shape, "float32") for shape in shapes))
 
     def get_config(self):
         config = super().get_config()
         config.update(
-            num_experts=self.num_experts,
-            noise_std=self.noise_std,
-            kernel_initializer=keras.initializers.serialize(self.kernel_initializer),
-            seed=self.seed,
+            num_experts=self.num_experts, noise_std=self.noise_std, seed=self.seed
         )
         return config

@@ -1,4 +1,4 @@
-"""Token choice routing: the router of V-MoE.
+"""Token choice routing: each token takes its K experts.
 
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
 """
@@ -8,53 +8,70 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
-from keras_moe.ops.checks import check_integer, check_positive, check_selected
-from keras_moe.ops.routing import Routing, RoutingPlan, served
-from keras_moe.ops.token_choice import PRIORITIES, token_choice
-from keras_moe.routers.router import Router
+from keras_moe.ops.checks import check_one_of, check_positive, check_selected
+from keras_moe.ops.routing import RaggedPlan, RoutingPlan
+from keras_moe.ops.token_choice import (
+    NORMALIZATIONS,
+    PRIORITIES,
+    dropless_token_choice,
+    token_choice,
+)
+from keras_moe.routers.sparse_router import SparseRouter
 
 DEFAULT_CAPACITY_FACTOR = 1.05
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class TokenChoiceRouter(Router):
-    """Every token takes its K experts of largest gate, as in V-MoE.
+class TokenChoiceRouter(SparseRouter):
+    """Every token takes its K experts of largest affinity, as in V-MoE.
 
     While training an expert serves at most its capacity of tokens per group. At
-    inference every token is served by default, so that an image's result does not
-    depend on its neighbours in the batch; with `eval_capacity_factor` inference is
-    capacity-limited as in the paper's evaluation.
+    inference every token is served by default and each image is a group by itself, so
+    that its result does not depend on its neighbours in the batch; with
+    `eval_capacity_factor` inference is capacity-limited as in the paper's evaluation.
 
     Args:
         num_experts: E.
         num_selected_experts: K, experts per token.
-        capacity_factor: C = S K c / E while training; 1.05 if neither this nor
-            `capacity` is given.
+        affinity: `"softmax"`, `"sinkhorn"`, `"sparsity_constrained"`, or an affinity
+            with arguments of its own such as `SinkhornAffinity(iterations=50)`.
+        combine: `"softmax"`, or `"affinity"` to weigh outputs with the transport plan
+            itself, through which gradients then flow.
+        normalize_gates: None leaves the combine weights as they are (the papers'
+            default); `"before"` divides them by the sum of the token's K, `"after"` by
+            the sum of those that found room (*CLIP-UP*, appendix B.3).
+        capacity_factor: C = S K c / E while training; 1.05 if neither this, `capacity`
+            nor `dropless` is given.
         capacity: C itself, instead of `capacity_factor`.
         eval_capacity_factor: c at inference; None serves every token.
+        dropless: serve every token while training, too, whatever an expert's load.
         capacity_rounding: `"ceil"` or `"round"`.
         capacity_multiple_of: round the capacity up to a multiple of this.
         priority: who is served first: `"first_come"`, `"max_gate"` (batch priority
             routing) or `"sum_gates"`; see `keras_moe.ops.token_choice`.
         noise_std: standard deviation of the training noise, times `num_experts`.
-        kernel_initializer: of the kernel (D, E).
+        kernel_initializer: of the kernel (D, E), or (M, D, E).
+        num_modalities: M; each modality then has a kernel of its own over the shared
+            experts, and calls take `modality_ids`.
+        expert_pools: for each modality, the experts that its tokens may go to.
         seed: of the noise.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that are not routed.
+        modality_ids: integers (G, S) below M.
         training: adds noise and limits capacity.
 
     Output shape:
-        `(RoutingPlan, Routing)`; see their attributes.
+        `(RoutingPlan, Routing)`, or `(RaggedPlan, Routing)` where every token is
+        served; see their attributes.
 
     Raises:
         ValueError: if an argument is out of range.
 
     Reference:
-        *Routers in Vision Mixture of Experts*, section 2.2 and Algorithm 1.
+        *Routers in Vision Mixture of Experts*, sections 2.1 and 2.2, Algorithm 1.
 
     Example:
 
@@ -66,120 +83,145 @@ class TokenChoiceRouter(Router):
     (1, 6, 4)
     """
 
+    side = "token"
+    normalizations = NORMALIZATIONS
+
     def __init__(
         self,
         num_experts: int,
         num_selected_experts: int = 2,
+        affinity: Any = "softmax",
+        combine: str = "softmax",
+        normalize_gates: str | None = None,
         capacity_factor: float | None = None,
         capacity: int | None = None,
         eval_capacity_factor: float | None = None,
+        dropless: bool = False,
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
         priority: str = "first_come",
         noise_std: float = 1.0,
         kernel_initializer: Any = "lecun_normal",
+        num_modalities: int | None = None,
+        expert_pools: Any = None,
         seed: int | None = None,
         **kwargs,
     ):
+        if dropless and (capacity is not None or capacity_factor is not None):
+            raise ValueError(
+                "Expected neither capacity nor capacity_factor with dropless=True; "
+                f"received: capacity={capacity}, capacity_factor={capacity_factor}"
+            )
+        if capacity is None and capacity_factor is None and not dropless:
+            capacity_factor = DEFAULT_CAPACITY_FACTOR
         super().__init__(
             num_experts,
+            affinity=affinity,
+            combine=combine,
+            normalize_gates=normalize_gates,
+            capacity_factor=capacity_factor,
+            capacity=capacity,
+            capacity_rounding=capacity_rounding,
+            capacity_multiple_of=capacity_multiple_of,
             noise_std=noise_std,
             kernel_initializer=kernel_initializer,
+            num_modalities=num_modalities,
+            expert_pools=expert_pools,
             seed=seed,
             **kwargs,
         )
-        num_selected_experts = check_selected(num_selected_experts, self.num_experts)
-        if capacity is not None and capacity_factor is not None:
+        self.num_selected_experts = check_selected(
+            num_selected_experts, self.num_experts
+        )
+        smallest = min(map(len, self.expert_pools or [range(self.num_experts)]))
+        if self.num_selected_experts > smallest:
             raise ValueError(
-                "Expected capacity or capacity_factor, not both; received: "
-                f"capacity={capacity}, capacity_factor={capacity_factor}"
+                "Expected pools of at least num_selected_experts="
+                f"{num_selected_experts} experts; received: expert_pools={expert_pools}"
             )
-        if capacity is not None:
-            capacity = check_integer("capacity", capacity)
-        if capacity is None and capacity_factor is None:
-            capacity_factor = DEFAULT_CAPACITY_FACTOR
-        for name, factor in (
-            ("capacity_factor", capacity_factor),
-            ("eval_capacity_factor", eval_capacity_factor),
-        ):
-            if factor is not None:
-                check_positive(name, factor)
-        if capacity_rounding not in ROUNDINGS:
-            raise ValueError(
-                f"Expected capacity_rounding to be one of {sorted(ROUNDINGS)}; "
-                f"received: capacity_rounding={capacity_rounding!r}"
-            )
-        if capacity_multiple_of is not None:
-            check_integer("capacity_multiple_of", capacity_multiple_of)
-        if priority not in PRIORITIES:
-            raise ValueError(
-                f"Expected priority to be one of {PRIORITIES}; "
-                f"received: priority={priority!r}"
-            )
-        self.num_selected_experts = num_selected_experts
-        self.capacity_factor = capacity_factor
-        self.capacity = capacity
+        if eval_capacity_factor is not None:
+            check_positive("eval_capacity_factor", eval_capacity_factor)
         self.eval_capacity_factor = eval_capacity_factor
-        self.capacity_rounding = capacity_rounding
-        self.capacity_multiple_of = capacity_multiple_of
-        self.priority = priority
+        self.dropless = dropless
+        self.priority = check_one_of("priority", priority, PRIORITIES)
 
     def serves_every_token(self, training: bool | None) -> bool:
+        """True if no expert can be full."""
+        return self.dropless if training else self.eval_capacity_factor is None
+
+    def groups_by_image(self, training: bool | None) -> bool:
         return not training and self.eval_capacity_factor is None
 
     def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
-        """The capacity C for groups of `num_tokens` tokens."""
+        """The capacity C for groups of `num_tokens` tokens; None is unlimited."""
         if self.serves_every_token(training):
-            # A token takes an expert at most once.
-            return num_tokens
+            return None
         if training and self.capacity is not None:
             return self.capacity
-        return expert_capacity(
-            num_tokens,
-            self.num_experts,
-            self.capacity_factor if training else self.eval_capacity_factor,
-            num_selected_experts=self.num_selected_experts,
-            rounding=self.capacity_rounding,
-            multiple_of=self.capacity_multiple_of,
-        )
+        factor = self.capacity_factor if training else self.eval_capacity_factor
+        return self.capacity_of(num_tokens, factor, self.num_selected_experts)
 
-    def allocate(self, logits, noisy_logits, mask=None, training=None):
-        gates = ops.softmax(noisy_logits, axis=-1)
-        plan = token_choice(
-            gates,
+    def max_nonzeros(self, num_tokens, training):
+        return self.num_selected_experts
+
+    def allocate(self, affinity, gates, mask=None, training=None):
+        if self.serves_every_token(training):
+            return dropless_token_choice(
+                affinity, gates, self.num_selected_experts, mask, self.normalize_gates
+            )
+        return token_choice(
+            affinity,
             gates,
             self.num_selected_experts,
-            self.group_capacity(ops.shape(gates)[1], training),
+            self.group_capacity(ops.shape(affinity)[1], training),
             priority=self.priority,
             mask=mask,
+            normalize_gates=self.normalize_gates,
         )
-        return plan, Routing(logits, noisy_logits, gates, *served(plan))
 
-    def compute_output_spec(self, tokens, mask=None, training=None):
+    def num_slots(self, num_tokens: int) -> int:
+        return num_tokens * self.num_selected_experts
+
+    def experts_per_token(self, num_tokens: int) -> float:
+        return self.num_selected_experts
+
+    @property
+    def summary(self) -> str:
+        """The router's sparsity in a few characters."""
+        return f"K={self.num_selected_experts}"
+
+    def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
         num_groups, num_tokens, _ = tokens.shape
-        num_slots = num_tokens
-        if num_tokens is not None:
-            num_slots = self.group_capacity(num_tokens, training)
         by_choice = (num_groups, num_tokens, self.num_selected_experts)
-        by_expert = (num_groups, num_tokens, self.num_experts)
-        plan = (
-            keras.KerasTensor((num_groups, self.num_experts, num_slots), "int32"),
-            keras.KerasTensor(by_choice, "int32"),
-            keras.KerasTensor(by_choice, "float32"),
-        )
-        return RoutingPlan(*plan), Routing(
-            *(keras.KerasTensor(by_expert, "float32") for _ in Routing._fields)
-        )
+        if self.serves_every_token(training):
+            num_rows = None
+            if None not in by_choice:
+                num_rows = num_groups * num_tokens * self.num_selected_experts
+            plan = RaggedPlan(
+                keras.KerasTensor((num_rows,), "int32"),
+                keras.KerasTensor(by_choice, "int32"),
+                keras.KerasTensor(by_choice, "float32"),
+                keras.KerasTensor(by_choice, "int32"),
+                keras.KerasTensor((self.num_experts,), "int32"),
+            )
+        else:
+            capacity = None
+            if num_tokens is not None:
+                capacity = self.group_capacity(num_tokens, training)
+            slots = (num_groups, self.num_experts, capacity)
+            plan = RoutingPlan(
+                keras.KerasTensor(slots, "int32"),
+                keras.KerasTensor(by_choice, "int32"),
+                keras.KerasTensor(by_choice, "float32"),
+            )
+        return plan, self.routing_spec(num_groups, num_tokens)
 
     def get_config(self):
         config = super().get_config()
         config.update(
             num_selected_experts=self.num_selected_experts,
-            capacity_factor=self.capacity_factor,
-            capacity=self.capacity,
             eval_capacity_factor=self.eval_capacity_factor,
-            capacity_rounding=self.capacity_rounding,
-            capacity_multiple_of=self.capacity_multiple_of,
+            dropless=self.dropless,
             priority=self.priority,
         )
         return config

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.backend_free
 def routing(combined, gates=None):
     combined = np.asarray(combined, "float32")
     gates = combined if gates is None else np.asarray(gates, "float32")
-    return Routing(gates, gates, gates, (combined > 0).astype("float32"), combined)
+    served = (combined > 0).astype("float32")
+    return Routing(gates, gates, gates, gates, served, combined)
 
 
 def test_statistics_by_hand():
@@ -32,6 +33,9 @@ def test_statistics_by_hand():
     entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(4)
     np.testing.assert_allclose(statistics.load_entropy, entropy)
     np.testing.assert_allclose(statistics.mean_max_gate, (0.9 + 0.6 + 0 + 0.5) / 4)
+    # The experts' masses are 2.0, 0.4, 0 and 0, of mean 0.6.
+    np.testing.assert_allclose(statistics.affinity_imbalance, 2.0 / 0.6 - 1, rtol=1e-6)
+    assert routing_statistics(record).dropped_choices is None
     assert json.loads(json.dumps(statistics.to_dict()))["dropped_tokens"] == 0.25
 
 
@@ -42,7 +46,7 @@ def test_masked_tokens_do_not_count():
     with pytest.raises(ValueError, match="at least one token"):
         routing_statistics(record, 1, np.zeros((1, 2), bool))
     with pytest.raises(ValueError, match="shape=\\(2, 2\\)"):
-        routing_statistics(Routing(*[np.zeros((2, 2))] * 5), 1)
+        routing_statistics(Routing(*[np.zeros((2, 2))] * 6), 1)
 
 
 def test_balanced_and_single_experts():

@@ -16,7 +16,13 @@ from keras_moe.layers import (
     PositionEmbedding,
     TokenPooling,
 )
-from keras_moe.routers import TokenChoiceRouter
+from keras_moe.routers import (
+    ExpertChoiceRouter,
+    SinkhornAffinity,
+    SoftRouter,
+    SparsityConstrainedAffinity,
+    TokenChoiceRouter,
+)
 from tests.layer_check import check_layer
 
 B, N, D, E = 3, 6, 8, 4
@@ -26,6 +32,9 @@ def router(**kwargs):
     return TokenChoiceRouter(
         E,
         num_selected_experts=3,
+        affinity=SinkhornAffinity(iterations=3),
+        combine="affinity",
+        normalize_gates="before",
         capacity_factor=1.5,
         eval_capacity_factor=2.0,
         capacity_rounding="round",
@@ -33,6 +42,39 @@ def router(**kwargs):
         priority="sum_gates",
         noise_std=0.5,
         kernel_initializer="glorot_normal",
+        seed=7,
+        **kwargs,
+    )
+
+
+def expert_choice_router(**kwargs):
+    return ExpertChoiceRouter(
+        E,
+        affinity=SparsityConstrainedAffinity(
+            sparse=False, solver="adam", iterations=3, learning_rate=0.1
+        ),
+        combine="affinity",
+        normalize_gates="after",
+        capacity_factor=1.5,
+        eval_capacity_factor=2.0,
+        batch_invariant=False,
+        capacity_rounding="round",
+        capacity_multiple_of=2,
+        noise_std=0.5,
+        kernel_initializer="glorot_normal",
+        seed=7,
+        **kwargs,
+    )
+
+
+def soft_router(**kwargs):
+    return SoftRouter(
+        E,
+        capacity_factor=1.5,
+        capacity_rounding="ceil",
+        noise_std=0.5,
+        slot_initializer="glorot_normal",
+        scale_initializer=keras.initializers.Constant(2.0),
         seed=7,
         **kwargs,
     )
@@ -94,6 +136,8 @@ MAKERS = {
     ),
     "PositionEmbedding": lambda **kw: PositionEmbedding((2, 3), kind="learned", **kw),
     "TokenPooling": lambda **kw: TokenPooling("average", **kw),
+    "ExpertChoiceRouter": expert_choice_router,
+    "SoftRouter": soft_router,
     "TokenChoiceRouter": router,
 }
 
@@ -123,7 +167,7 @@ def test_every_public_layer_is_checked():
         if isinstance(getattr(module, name), type)
         and issubclass(getattr(module, name), keras.layers.Layer)
     }
-    assert public - {"Router"} == set(MAKERS)
+    assert public - {"Router", "SparseRouter"} == set(MAKERS)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +192,38 @@ def test_every_public_layer_is_checked():
         (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), group_size=0), "group_size"),
         (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), dispatcher="x"), "'x'"),
         (lambda: MoE("softmax", Experts(2, 8)), "router='softmax'"),
+        (lambda: TokenChoiceRouter(4, affinity="soft"), "affinity='soft'"),
+        (lambda: TokenChoiceRouter(4, combine="hard"), "combine='hard'"),
+        (lambda: TokenChoiceRouter(4, normalize_gates="x"), "normalize_gates='x'"),
+        (lambda: TokenChoiceRouter(4, dropless=True, capacity=2), "capacity=2"),
+        (lambda: TokenChoiceRouter(4, num_modalities=0), "num_modalities=0"),
+        (lambda: TokenChoiceRouter(4, expert_pools=[[0], [4]]), "\\[4\\]"),
+        (lambda: TokenChoiceRouter(4, 2, expert_pools=[[0], [1, 2]]), "\\[0\\]"),
+        (
+            lambda: TokenChoiceRouter(4, 1, num_modalities=3, expert_pools=[[0], [1]]),
+            "num_modalities=3",
+        ),
+        (
+            lambda: TokenChoiceRouter(
+                4, combine="affinity", affinity=SinkhornAffinity(tolerance=0.1)
+            ),
+            "tolerance=0.1",
+        ),
+        (lambda: SinkhornAffinity(iterations=0), "iterations=0"),
+        (lambda: SparsityConstrainedAffinity(solver="sgd"), "solver='sgd'"),
+        (lambda: SparsityConstrainedAffinity(iterations=0), "iterations=0"),
+        (lambda: SparsityConstrainedAffinity(learning_rate=0), "learning_rate=0"),
+        (lambda: ExpertChoiceRouter(4, capacity_factor=0.0), "capacity_factor=0.0"),
+        (lambda: ExpertChoiceRouter(4, normalize_gates="before"), "'before'"),
+        (lambda: ExpertChoiceRouter(4, eval_capacity_factor=0), "eval_capacity"),
+        (lambda: SoftRouter(4, num_slots=0), "num_slots=0"),
+        (lambda: SoftRouter(4, num_slots=1, capacity_factor=1.0), "not both"),
+        (lambda: SoftRouter(4, noise_std=float("nan")), "noise_std=nan"),
+        (lambda: SoftRouter(4).build((None, None, 8)), "num_tokens=None"),
+        (
+            lambda: MoE("soft", Experts(2, 8), auxiliary_losses={"z": 0.1}),
+            "SoftRouter",
+        ),
         (
             lambda: MoE(
                 TokenChoiceRouter(2, noise_std=0.0),

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_moe import losses
 from keras_moe.models import ViTBackbone, ViTImageClassifier
+from keras_moe.routers import ROUTERS, SinkhornAffinity
 
 to_numpy = ops.convert_to_numpy
 
@@ -30,10 +31,13 @@ NOT_DEFAULT = {
     "attention_dropout": 0.2,
     "layer_norm_epsilon": 1e-5,
     "moe_layers": [0],
+    "router": "sparsity_constrained_token_choice",
+    "router_options": {"combine": "affinity", "affinity": SinkhornAffinity(7)},
     "num_selected_experts": 3,
     "expert_mlp_dim": 24,
     "capacity_factor": 1.5,
     "eval_capacity_factor": 2.0,
+    "dropless": True,
     "capacity_rounding": "round",
     "capacity_multiple_of": 2,
     "priority": "sum_gates",
@@ -69,13 +73,15 @@ def test_every_argument_of_the_backbone_round_trips():
     config = backbone.get_config()
     assert set(NOT_DEFAULT) == set(config)
     for name, value in NOT_DEFAULT.items():
-        if name != "dtype":
+        if name not in ("dtype", "router_options"):
             assert plain(config)[name] == plain(value), name
     again = ViTBackbone.from_config(plain(config))
     assert plain(again.get_config()) == plain(config)
     assert again.dtype_policy.name == "mixed_bfloat16"
     moe = again.get_layer("block_0").feed_forward
     assert (moe.router.priority, moe.group_size) == ("sum_gates", 32)
+    assert (moe.router.combine, moe.router.affinity.iterations) == ("affinity", 7)
+    assert moe.router.dropless
 
 
 def test_every_argument_of_the_classifier_round_trips():
@@ -311,3 +317,80 @@ def test_nan_images_give_nan_for_themselves_alone():
     logits = model.predict(x, verbose=0)
     assert np.isnan(logits[1]).all()
     np.testing.assert_allclose(logits[[0, 2, 3, 4]], clean[[0, 2, 3, 4]], rtol=1e-5)
+
+
+# Routers
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_one_argument_switches_the_router(name, tmp_path):
+    """Builds, trains, predicts image by image, and loads again."""
+    model = classifier(router=name, seed=0)
+    labels = np.array([0, 1, 2, 0, 1])
+    model.compile(optimizer=keras.optimizers.Adam(1e-2), loss=model.loss)
+    losses = model.fit(images(), labels, batch_size=4, epochs=3, verbose=0).history
+    assert losses["loss"][-1] < losses["loss"][0]
+    predicted = model.predict(images(), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded.predict(images(), verbose=0), predicted)
+    alone = loaded.predict(images()[2:3], verbose=0)
+    np.testing.assert_allclose(alone, predicted[2:3], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.backend_free
+def test_all_routers_cost_alike():
+    slots = {}
+    for name in ROUTERS:
+        backbone = ViTBackbone(**SMALL, router=name, capacity_factor=2.0)
+        moe = backbone.get_layer("block_1").feed_forward
+        # 9 tokens, K = 2, c = 2, E = 4: 9 slots, and 12 as a multiple of 4; one image
+        # never gives an expert more than its tokens.
+        slots[name] = moe.router.group_capacity(9, training=True)
+    assert slots.pop("soft") == 12
+    for name, capacity in slots.items():
+        assert capacity == (9 if "expert" in name else 12), name
+
+
+def test_which_losses_auto_means():
+    def names(**kwargs):
+        moe = ViTBackbone(**SMALL, **kwargs).get_layer("block_1").feed_forward
+        return [type(loss).__name__ for loss in moe.auxiliary_losses]
+
+    assert names() == ["ImportanceLoss", "LoadLoss"]
+    assert names(noise_std=0.0) == ["ImportanceLoss"]
+    assert names(router="sinkhorn_token_choice") == []
+    assert names(router="soft") == []
+    assert names(router="softmax_expert_choice", auxiliary_losses={"z": 1.0}) == [
+        "ZLoss"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"router": "hash"}, "router='hash'"),
+        ({"router": "soft", "eval_capacity_factor": 1.0}, "eval_capacity_factor=1.0"),
+        ({"router": "soft", "dropless": True}, "router='soft'"),
+        ({"router": "soft", "auxiliary_losses": {"load": 0.1}}, "SoftRouter"),
+        ({"router_options": {"slots": 3}}, "slots=3"),
+        ({"router_options": 3}, "router_options=3"),
+        ({"auxiliary_losses": "all"}, "auxiliary_losses='all'"),
+    ],
+)
+def test_routers_refuse_what_they_cannot_do(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        ViTBackbone(**SMALL, **arguments)
+    assert "Expected" in str(error.value)
+
+
+def test_options_reach_the_router_and_round_trip():
+    options = {"affinity": SinkhornAffinity(9), "noise_std": 0.25}
+    backbone = ViTBackbone(
+        **SMALL, router="sinkhorn_expert_choice", router_options=options
+    )
+    again = ViTBackbone.from_config(plain(backbone.get_config()))
+    router = again.get_layer("block_1").feed_forward.router
+    assert (router.affinity.iterations, router.noise_std) == (9, 0.25)
+    soft = ViTBackbone(**SMALL, router="soft", router_options={"num_slots": 3})
+    assert soft.get_layer("block_1").feed_forward.router.slots.shape == (16, 4, 3)

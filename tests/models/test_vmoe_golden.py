@@ -10,7 +10,35 @@ from tests.flax_weights import assign_flax_weights, flax_name
 from tests.training_gradients import training_gradients
 
 CASES = golden.cases("06_vmoe_models/*")
+# The reference's auxiliary loss of these routers is zero.
+NO_LOSS = ("soft", "expert_choice")
 POOLINGS = {"token": "class_token", "gap": "average", "map": "map"}
+
+
+def router_arguments(router):
+    """The backbone's arguments for the reference's router."""
+    if "num_slots" in router:
+        slots = {"num_slots": router["num_slots"]}
+        return {"router": "soft", "router_options": slots}
+    capacity_factor = router["dispatcher"]["capacity_factor"]
+    arguments = {
+        "capacity_factor": capacity_factor,
+        "eval_capacity_factor": capacity_factor,
+        "capacity_multiple_of": 4,
+    }
+    if "num_selected_experts" not in router:
+        return {
+            **arguments,
+            "router": "softmax_expert_choice",
+            "num_selected_experts": 1,
+            "router_options": {"batch_invariant": False},
+        }
+    by_gate = router["dispatcher"]["batch_priority"]
+    return {
+        **arguments,
+        "num_selected_experts": router["num_selected_experts"],
+        "priority": "max_gate" if by_gate else "first_come",
+    }
 
 
 def build(case, auxiliary_losses, dispatcher="index", noise_std=0.0):
@@ -20,22 +48,14 @@ def build(case, auxiliary_losses, dispatcher="index", noise_std=0.0):
     moe = encoder.get("moe")
     kwargs = {}
     if moe:
-        router = moe["router"]
         num_tokens = 16 + (model["classifier"] == "token")
-        capacity_factor = router["dispatcher"]["capacity_factor"]
         kwargs = {
             "moe_layers": moe["layers"],
             "num_experts": moe["num_experts"],
-            "num_selected_experts": router["num_selected_experts"],
             "images_per_group": moe["group_size"] // num_tokens,
-            "capacity_factor": capacity_factor,
-            "eval_capacity_factor": capacity_factor,
-            "capacity_multiple_of": 4,
             "noise_std": noise_std,
-            "priority": (
-                "max_gate" if router["dispatcher"]["batch_priority"] else "first_come"
-            ),
             "dispatcher": dispatcher,
+            **router_arguments(moe["router"]),
         }
     backbone = ViTBackbone(
         image_shape=(32, 32, 3),
@@ -77,6 +97,12 @@ def test_logits_tokens_and_routing(case, dispatcher):
     )
     for name in backbone.routing:
         index = name.removeprefix("block_")
+        if "soft" in case:
+            for found, what in (("dispatched", "dispatch"), ("combined", "combine")):
+                weights = arrays[f"outputs/router/{index}/{what}_weights"].sum(axis=-1)
+                found = getattr(outputs[name], found)
+                np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-5)
+            continue
         mask = arrays[f"outputs/router/{index}/dispatch_mask"]
         expected = mask.any(axis=-1).reshape(outputs[name].dispatched.shape)
         np.testing.assert_array_equal(outputs[name].dispatched > 0, expected)
@@ -93,6 +119,8 @@ def test_logits_tokens_and_routing(case, dispatcher):
 def test_gradients(case, objective):
     # The reference's forward pass is deterministic: no noise, hence no load loss.
     auxiliary = {"importance": 0.005} if objective == "total_loss" else None
+    if any(name in case for name in NO_LOSS):
+        auxiliary = None
     classifier, arrays, _ = build(case, auxiliary)
     labels = arrays["inputs/labels"]
 
@@ -121,7 +149,9 @@ def test_gradients(case, objective):
         )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "dense" not in case])
+@pytest.mark.parametrize(
+    "case", [x for x in CASES if not any(name in x for name in ("dense", *NO_LOSS))]
+)
 def test_auxiliary_loss_is_added_in_training_alone(case):
     classifier, arrays, _ = build(case, {"importance": 0.005})
     images, labels = arrays["inputs/images"], arrays["inputs/labels"]

@@ -1,4 +1,4 @@
-"""Token choice written the slow and obvious way, one token at a time."""
+"""Token choice and expert choice written the slow and obvious way."""
 
 import numpy as np
 
@@ -37,4 +37,25 @@ def token_choice(
                     token_slots[g, s, k] = e * capacity + load[e]
                     weights[g, s, k] = gates[g, s, e]
                 load[e] += 1
+    return slot_tokens, token_slots, weights
+
+
+def expert_choice(affinity, gates, capacity, mask=None):
+    """Returns slot_tokens, token_slots and slot_weights, like `SlotPlan`.
+
+    Ties go to the lowest token.
+    """
+    groups, tokens, experts = affinity.shape
+    mask = np.ones((groups, tokens), bool) if mask is None else mask
+    slot_tokens = np.full((groups, experts, capacity), -1, "int32")
+    token_slots = np.full((groups, tokens, experts), -1, "int32")
+    weights = np.zeros((groups, experts, capacity), "float32")
+    for g in range(groups):
+        for e in range(experts):
+            queue = [s for s in range(tokens) if mask[g, s]]
+            queue.sort(key=lambda s, g=g, e=e: -affinity[g, s, e])
+            for c, s in enumerate(queue[:capacity]):
+                slot_tokens[g, e, c] = s
+                token_slots[g, s, e] = e * capacity + c
+                weights[g, e, c] = gates[g, s, e]
     return slot_tokens, token_slots, weights

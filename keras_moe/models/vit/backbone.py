@@ -28,10 +28,14 @@ from keras_moe.layers import (
 from keras_moe.models.builtin import check_argument_names
 from keras_moe.models.description import Part
 from keras_moe.models.preset_loading import PresetMixin
-from keras_moe.ops.checks import check_integer
-from keras_moe.routers import TokenChoiceRouter
-
-VMOE_LOSSES = {"importance": 0.005, "load": 0.005}
+from keras_moe.ops.capacity import expert_capacity
+from keras_moe.ops.checks import check_integer, check_one_of
+from keras_moe.routers import (
+    ROUTERS,
+    SoftmaxAffinity,
+    SoftRouter,
+    TokenChoiceRouter,
+)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -64,19 +68,33 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
         moe_layers: which blocks are MoE: None, indices, `"every_2"`, `"last_2"`; see
             `keras_moe.layers.resolve_moe_layers`.
         num_experts: E.
+        router: `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
+            `"softmax_expert_choice"`, `"sinkhorn_expert_choice"`,
+            `"sparsity_constrained_expert_choice"`, `"soft"`; see
+            `keras_moe.routers.get`.
+        router_options: further arguments of the router's class, such as
+            `{"affinity": SinkhornAffinity(iterations=50)}`; they go before those
+            that follow from the backbone's.
         num_selected_experts: K, experts per token.
         expert_mlp_dim: H of each expert; None takes `mlp_dim`.
-        capacity_factor: of the experts while training.
-        eval_capacity_factor: at inference; None serves every token, and makes the
-            result of an image independent of the batch.
+        capacity_factor: c. The experts' capacity is C = S K c / E for every router, so
+            that all cost alike: with expert choice and soft routing, too, a token has
+            K c slots on average.
+        eval_capacity_factor: c at inference. None makes the result of an image
+            independent of the batch: token choice serves every token, and expert choice
+            chooses within the image. Not for soft routing, which always does.
+        dropless: with token choice, serve every token while training, too.
         capacity_rounding: `"ceil"` or `"round"`.
         capacity_multiple_of: round capacities up to a multiple of this.
-        priority: who is served first when experts are full: `"first_come"`,
-            `"max_gate"` (batch priority routing) or `"sum_gates"`.
-        noise_std: of the routers' training noise, times E.
+        priority: with token choice, who is served first when experts are full:
+            `"first_come"`, `"max_gate"` (batch priority routing) or `"sum_gates"`.
+        noise_std: of the sparse routers' training noise, times E; soft routing has its
+            own in `router_options`.
         images_per_group: how many images compete for an expert's capacity; None
-            takes the whole batch.
+            takes the whole batch. With soft routing each image is by itself.
         auxiliary_losses: a dict from name to weight; see `keras_moe.layers.MoE`.
+            `"auto"` takes V-MoE's importance and load losses (load only with noise)
+            for softmax token choice; the other routers need none.
         expert_dropout: inside the experts.
         shared_expert_initialization: start all experts of a layer from one draw.
         dispatcher: `"index"` or `"einsum"`.
@@ -128,16 +146,19 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
         layer_norm_epsilon: float = 1e-6,
         moe_layers: Any = None,
         num_experts: int = 32,
+        router: str = "softmax_token_choice",
+        router_options: dict | None = None,
         num_selected_experts: int = 2,
         expert_mlp_dim: int | None = None,
         capacity_factor: float = 1.05,
         eval_capacity_factor: float | None = None,
+        dropless: bool = False,
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = 4,
         priority: str = "first_come",
         noise_std: float = 1.0,
         images_per_group: int | None = 8,
-        auxiliary_losses: Any = VMOE_LOSSES,
+        auxiliary_losses: Any = "auto",
         expert_dropout: float = 0.0,
         shared_expert_initialization: bool = True,
         dispatcher: str = "index",
@@ -154,8 +175,9 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
         config["activation"] = activations.serialize(activations.get(activation))
         if moe_layers is not None and not isinstance(moe_layers, str):
             config["moe_layers"] = list(resolve_moe_layers(moe_layers, num_layers))
-        if not isinstance(auxiliary_losses, dict):
+        if not isinstance(auxiliary_losses, (str, dict)):
             config["auxiliary_losses"] = losses.serialize(losses.get(auxiliary_losses))
+        config["router_options"] = _plain(router_options)
         config = copy.deepcopy(config)
 
         # === Layers ===
@@ -264,13 +286,13 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
             kind = "dense"
             if isinstance(block, MoEEncoderBlock):
                 router = block.feed_forward.router
-                kind = f"MoE {router.num_experts}, K={router.num_selected_experts}"
+                kind = f"MoE {router.num_experts}, {router.summary}"
             parts.append(
                 Part(
                     block.name,
                     kind,
                     block.parameters(dim),
-                    block.active_parameters(dim),
+                    block.active_parameters(num_tokens, dim),
                     block.flops(num_tokens, dim),
                 )
             )
@@ -284,6 +306,104 @@ def _defaults():
         name: parameter.default
         for name, parameter in parameters.items()
         if parameter.default is not parameter.empty and name != "dtype"
+    }
+
+
+def _router(
+    name,
+    num_tokens,
+    num_experts,
+    num_selected_experts,
+    capacity_factor,
+    eval_capacity_factor,
+    dropless,
+    capacity_rounding,
+    capacity_multiple_of,
+    priority,
+    noise_std,
+    seed,
+    given,
+):
+    """The router of that name; `given` arguments of its class go before ours."""
+    cls, arguments = ROUTERS[check_one_of("router", name, list(ROUTERS))]
+    names = [*inspect.signature(cls.__init__).parameters, *arguments]
+    check_argument_names(given, names, cls.__name__)
+    if cls is not TokenChoiceRouter and dropless:
+        raise ValueError(
+            "Expected a token choice router for dropless=True; "
+            f"received: router={name!r}"
+        )
+    if cls is SoftRouter:
+        if eval_capacity_factor is not None:
+            raise ValueError(
+                "Expected eval_capacity_factor=None for router='soft', which drops "
+                f"nothing; received: eval_capacity_factor={eval_capacity_factor}"
+            )
+        given = {"capacity_rounding": capacity_rounding, **given}
+        factor = given.pop("capacity_factor", None)
+        if given.get("num_slots") is None:
+            # A number of slots gives the weights a shape before they are built.
+            given["num_slots"] = expert_capacity(
+                num_tokens,
+                num_experts,
+                factor or capacity_factor,
+                1 if factor else num_selected_experts,
+                rounding=given["capacity_rounding"],
+                multiple_of=capacity_multiple_of,
+            )
+        return cls(num_experts, **{"seed": seed, **given})
+    if given.get("capacity") is not None or dropless:
+        capacity_factor = None
+    ours = {
+        "capacity_factor": capacity_factor,
+        "eval_capacity_factor": eval_capacity_factor,
+        "capacity_rounding": capacity_rounding,
+        "capacity_multiple_of": capacity_multiple_of,
+        "noise_std": noise_std,
+        "seed": seed,
+    }
+    if cls is TokenChoiceRouter:
+        ours.update(
+            num_selected_experts=num_selected_experts,
+            dropless=dropless,
+            priority=priority,
+        )
+    else:
+        for factor in ("capacity_factor", "eval_capacity_factor"):
+            if ours[factor] is not None:
+                ours[factor] *= num_selected_experts
+    return cls(num_experts, **{**arguments, **ours, **given})
+
+
+def _losses(auxiliary_losses, router):
+    """The auxiliary losses; `"auto"` is V-MoE's for the router that needs them."""
+    if not isinstance(auxiliary_losses, str):
+        return auxiliary_losses
+    check_one_of("auxiliary_losses", auxiliary_losses, ("auto",))
+    is_vmoe = isinstance(router, TokenChoiceRouter) and isinstance(
+        router.affinity, SoftmaxAffinity
+    )
+    if not is_vmoe:
+        return None
+    # The noise defines the load loss.
+    return {"importance": 0.005, **({"load": 0.005} if router.noise_std > 0 else {})}
+
+
+def _plain(options):
+    """Options of which each value is plain data, as a config needs them."""
+    if options is None:
+        return None
+    if not isinstance(options, dict):
+        raise ValueError(
+            "Expected router_options to be None or a dict of arguments; "
+            f"received: router_options={options!r}"
+        )
+    return {
+        name: value
+        if value is None
+        or isinstance(value, (bool, int, float, str, list, tuple, dict))
+        else keras.saving.serialize_keras_object(value)
+        for name, value in options.items()
     }
 
 
@@ -302,10 +422,13 @@ def _layers(
     layer_norm_epsilon,
     moe_layers,
     num_experts,
+    router,
+    router_options,
     num_selected_experts,
     expert_mlp_dim,
     capacity_factor,
     eval_capacity_factor,
+    dropless,
     capacity_rounding,
     capacity_multiple_of,
     priority,
@@ -358,18 +481,23 @@ def _layers(
     num_tokens = grid[0] * grid[1] + int(class_token)
 
     def moe(index):
+        router_layer = _router(
+            router,
+            num_tokens,
+            num_experts,
+            num_selected_experts,
+            capacity_factor,
+            eval_capacity_factor,
+            dropless,
+            capacity_rounding,
+            capacity_multiple_of,
+            priority,
+            noise_std,
+            seeds(index, 3),
+            given=dict(router_options or {}),
+        )
         return MoE(
-            TokenChoiceRouter(
-                num_experts,
-                num_selected_experts,
-                capacity_factor=capacity_factor,
-                eval_capacity_factor=eval_capacity_factor,
-                capacity_rounding=capacity_rounding,
-                capacity_multiple_of=capacity_multiple_of,
-                priority=priority,
-                noise_std=noise_std,
-                seed=seeds(index, 3),
-            ),
+            router_layer,
             Experts(
                 num_experts,
                 expert_mlp_dim or mlp_dim,
@@ -381,7 +509,7 @@ def _layers(
                 name="experts",
             ),
             group_size=images_per_group and images_per_group * num_tokens,
-            auxiliary_losses=auxiliary_losses,
+            auxiliary_losses=_losses(auxiliary_losses, router_layer),
             dispatcher=dispatcher,
             dtype=dtype,
             name="moe",

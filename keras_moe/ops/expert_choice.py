@@ -1,0 +1,105 @@
+"""Expert choice: every expert takes its C tokens of largest affinity.
+
+Axes: G groups, S group_size, E experts, C capacity.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.ops.checks import check_affinity, check_one_of
+from keras_moe.ops.routing import SlotPlan
+
+NORMALIZATIONS = (None, "after")
+
+
+def expert_choice(
+    affinity: Any,
+    gates: Any,
+    capacity: Any,
+    mask: Any = None,
+    normalize_gates: str | None = None,
+) -> SlotPlan:
+    """Fills each expert's slots with its C tokens of largest affinity.
+
+    Algorithm 2 of *Routers in Vision Mixture of Experts*: slot c holds the c-th best
+    token. Every expert serves as many tokens as any other; a token may be served by
+    several experts or by none. Ties take the lowest token.
+
+    Args:
+        affinity: float32 (G, S, E). Decides which tokens an expert takes; -inf
+            forbids a pair.
+        gates: float32 (G, S, E). The combine weights. Gradients flow through these
+            alone.
+        capacity: C, slots per expert and group; at most S.
+        mask: boolean (G, S), False for tokens (padding) that no expert takes: slots
+            stay empty where fewer than C tokens are left.
+        normalize_gates: None leaves the gates as they are; `"after"` divides them by
+            the sum over the experts that took the token (*CLIP-UP*, appendix B.3).
+
+    Returns:
+        A `SlotPlan`.
+
+    Raises:
+        ValueError: if `capacity` is out of range, or shapes do not fit.
+
+    Reference:
+        *Routers in Vision Mixture of Experts*, Algorithm 2.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops import expert_choice
+    >>> gates = np.array([[[0.6, 0.4], [0.9, 0.1], [0.2, 0.8]]], "float32")
+    >>> plan = expert_choice(gates, gates, capacity=2)
+    >>> np.array(plan.slot_tokens).tolist()  # token 0 has both experts
+    [[[1, 0], [2, 0]]]
+    """
+    affinity = ops.convert_to_tensor(affinity)
+    gates = ops.convert_to_tensor(gates)
+    check_affinity(affinity, gates, capacity, mask)
+    check_one_of("normalize_gates", normalize_gates, NORMALIZATIONS)
+    num_groups, num_tokens, num_experts = ops.shape(affinity)
+    is_static = isinstance(capacity, int) and isinstance(num_tokens, int)
+    if is_static and capacity > num_tokens:
+        raise ValueError(
+            f"Expected a capacity of at most {num_tokens}, the tokens of a group; "
+            f"received: capacity={capacity}"
+        )
+    affinity = ops.stop_gradient(affinity)
+    if mask is not None:
+        allowed = ops.expand_dims(ops.cast(mask, "bool"), -1)
+        affinity = ops.where(allowed, affinity, -float("inf"))
+    best, tokens = _largest_tokens(ops.transpose(affinity, (0, 2, 1)), capacity)
+    filled = best > -float("inf")
+    slot_tokens = ops.where(filled, tokens, -1)
+
+    # Every filled slot writes itself at its token and expert.
+    group = ops.reshape(ops.arange(num_groups, dtype="int32"), (-1, 1, 1))
+    expert = ops.reshape(ops.arange(num_experts, dtype="int32"), (1, -1, 1))
+    pair = (group * num_tokens + tokens) * num_experts + expert
+    slot = expert * capacity + ops.arange(capacity, dtype="int32")
+    slot = ops.where(filled, slot, -1)
+    token_slots = ops.scatter_update(
+        ops.full((num_groups * num_tokens * num_experts,), -1, dtype="int32"),
+        ops.reshape(pair, (-1, 1)),
+        ops.reshape(ops.broadcast_to(slot, ops.shape(pair)), (-1,)),
+    )
+    token_slots = ops.reshape(token_slots, (num_groups, num_tokens, num_experts))
+    if normalize_gates == "after":
+        gates = ops.where(token_slots >= 0, gates, 0.0)
+        total = ops.sum(gates, axis=-1, keepdims=True)
+        gates = ops.where(total > 0, gates / ops.where(total > 0, total, 1.0), 0.0)
+    weights = ops.take(ops.reshape(gates, (-1,)), pair)
+    return SlotPlan(slot_tokens, token_slots, ops.where(filled, weights, 0.0))
+
+
+def _largest_tokens(affinity, capacity):
+    """The C largest of (G, E, S) and where they are, ties to the lowest."""
+    if keras.backend.backend() == "torch":
+        # PyTorch's `topk` takes ties in any order.
+        tokens = ops.argsort(-affinity, axis=-1)[..., :capacity]
+        return ops.take_along_axis(affinity, tokens, axis=-1), ops.cast(tokens, "int32")
+    best, tokens = ops.top_k(affinity, capacity)
+    return best, ops.cast(tokens, "int32")

@@ -1,0 +1,202 @@
+"""Grouped matmuls as loops over blocks of rows, on `keras.ops`.
+
+Axes: R rows, E experts, D hidden, H mlp, N blocks.
+
+XLA wants static shapes, and no padding to the busiest expert is affordable. The rows
+stay where they are. Each expert's rows are cut into full blocks and one block for
+the rest, whose static size is the next one in a short table. For each size in the
+table one loop runs over the blocks of that size, as many as there happen to be, and
+updates the output in place. (One loop with a switch over the sizes copies its
+output in every step on CPUs.) A block that is longer than its rows reads its
+neighbours' rows too; what it makes of them is not written.
+"""
+
+import math
+from typing import Any
+
+from keras import ops
+
+# Block sizes over the mean number of rows of an expert. They are closest where
+# near-balanced loads lie: there 3% of the matmuls' rows are waste, at skewed loads up
+# to 9%. More sizes would waste less and take longer to compile.
+_FRACTIONS = (0.125, 0.25, 0.5, 0.75, 0.875, 0.95, 1.0, 1.05, 1.125, 1.25)
+# Where TensorFlow does not know the number of rows while it traces: few, for the
+# larger ones take longest to compile.
+_SIZES_FOR_UNKNOWN_ROWS = (64, 128, 256, 384, 512)
+
+
+def block_sizes(num_rows: int | None, num_experts: int) -> tuple[int, ...]:
+    """The static numbers of rows that a block may have, in increasing order.
+
+    Args:
+        num_rows: R, at least 1, or None if it is not known.
+        num_experts: E.
+    """
+    if num_rows is None:
+        return _SIZES_FOR_UNKNOWN_ROWS
+    mean = num_rows / num_experts
+    sizes = {8 * math.ceil(mean * fraction / 8) for fraction in _FRACTIONS}
+    return tuple(sorted({min(size, num_rows) for size in sizes}))
+
+
+def cut_into_blocks(
+    group_sizes: Any, sizes: tuple[int, ...], num_rows: Any
+) -> tuple[Any, Any]:
+    """Cuts every expert's rows into blocks, the longest possible ones first.
+
+    Args:
+        group_sizes: (E,) int32, the number of rows of each expert.
+        sizes: what `block_sizes` returns.
+        num_rows: R.
+
+    Returns:
+        The blocks, (N, 3) int32: the expert, the first row and the row after the
+        last; N is the largest number of blocks there can be. And (sizes + 1,) int32:
+        where the blocks of each size begin, for the blocks are sorted by size.
+    """
+    largest, num_experts = sizes[-1], group_sizes.shape[0]
+    max_blocks = num_rows // largest + num_experts
+    group_ends = ops.cumsum(group_sizes)
+    counts = (group_sizes + (largest - 1)) // largest
+    block_ends = ops.cumsum(counts)
+    index = ops.arange(max_blocks, dtype="int32")
+    before = ops.cast(block_ends[None, :] <= index[:, None], "int32")
+    # Past the last block there is no expert; any will do there.
+    expert = ops.minimum(ops.sum(before, axis=1), num_experts - 1)
+    place = index - ops.take(block_ends - counts, expert)
+    start = ops.take(group_ends - group_sizes, expert) + place * largest
+    end = ops.minimum(ops.take(group_ends, expert), start + largest)
+
+    longer = (end - start)[:, None] > ops.convert_to_tensor(sizes, "int32")[None, :]
+    size = ops.sum(ops.cast(longer, "int32"), axis=1)
+    size = ops.where(index < block_ends[-1], size, len(sizes))
+    # One sort of size and place, packed in one number, is cheaper than an argsort.
+    order = ops.sort(size * max_blocks + index) % max_blocks
+    smaller = size[None, :] < ops.arange(len(sizes) + 1, dtype="int32")[:, None]
+    blocks = ops.take(ops.stack([expert, start, end], axis=1), order, axis=0)
+    return blocks, ops.sum(ops.cast(smaller, "int32"), axis=1)
+
+
+def _for_each_block(group_sizes, sizes, num_rows, outputs, update):
+    """Runs `outputs = update(size, expert, at, own, *outputs)` for every block.
+
+    `at` is the first row of a slice of `size` rows, and `own` (size, 1) tells which
+    of them are the block's.
+    """
+    blocks, begins = cut_into_blocks(group_sizes, sizes, num_rows)
+    begins = ops.unstack(begins, num=len(sizes) + 1)
+    for place, size in enumerate(sizes):
+
+        def body(i, *outputs, size=size):
+            block = ops.reshape(ops.slice(blocks, (i, 0), (1, 3)), (3,))
+            expert, start, end = ops.unstack(block, num=3)
+            # A slice must not reach beyond the last row, so the last ones begin
+            # before their block.
+            at = ops.minimum(start, num_rows - size)
+            row = (at + ops.arange(size, dtype="int32"))[:, None]
+            own = ops.logical_and(row >= start, row < end)
+            return i + 1, *update(size, expert, at, own, *outputs)
+
+        def unfinished(i, *outputs, end=begins[place + 1]):
+            return i < end
+
+        _, *outputs = ops.while_loop(unfinished, body, (begins[place], *outputs))
+    return outputs
+
+
+def _padded(rows, sizes):
+    """`rows` with at least as many rows as the largest block, and their number."""
+    num_rows = rows.shape[0]
+    if num_rows is not None:
+        return rows, num_rows
+    missing = ops.maximum(sizes[-1] - ops.shape(rows)[0], 0)
+    rows = ops.pad(rows, [[0, missing], [0, 0]])
+    return rows, ops.shape(rows)[0]
+
+
+def _without_padding(rows, like):
+    return rows if like.shape[0] is not None else rows[: ops.shape(like)[0]]
+
+
+def _rows_at(rows, at, size):
+    return ops.slice(rows, (at, 0), (size, rows.shape[1]))
+
+
+def _kernel_of(kernels, expert):
+    _, *shape = kernels.shape
+    return ops.reshape(ops.slice(kernels, (expert, 0, 0), (1, *shape)), shape)
+
+
+def _write(outputs, at, own, values):
+    """Writes a block's own rows among `values`."""
+    old = _rows_at(outputs, at, values.shape[0])
+    return ops.slice_update(outputs, (at, 0), ops.where(own, values, old))
+
+
+def forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
+    """Each row times the kernel of its expert.
+
+    Args:
+        rows: (R, D), sorted by expert.
+        kernels: (E, D, H).
+        group_sizes: (E,) int32, the number of rows of each expert.
+
+    Returns:
+        (R, H) in the dtype of `rows`, zeros where a row has no expert.
+    """
+    num_experts, _, width = kernels.shape
+    sizes = block_sizes(rows.shape[0], num_experts)
+    inputs, num_rows = _padded(rows, sizes)
+
+    def update(size, expert, at, own, outputs):
+        values = ops.matmul(_rows_at(inputs, at, size), _kernel_of(kernels, expert))
+        return (_write(outputs, at, own, values),)
+
+    outputs = ops.zeros((num_rows, width), rows.dtype)
+    (outputs,) = _for_each_block(group_sizes, sizes, num_rows, [outputs], update)
+    return _without_padding(outputs, rows)
+
+
+def backward(
+    rows: Any, kernels: Any, group_sizes: Any, upstream: Any
+) -> tuple[Any, Any]:
+    """The gradient of `forward`.
+
+    Args:
+        rows: (R, D), sorted by expert.
+        kernels: (E, D, H).
+        group_sizes: (E,) int32, the number of rows of each expert.
+        upstream: (R, H), the gradient in the outputs.
+
+    Returns:
+        The gradients (R, D) in the rows and (E, D, H) in the kernels.
+    """
+    num_experts, dim, width = kernels.shape
+    sizes = block_sizes(rows.shape[0], num_experts)
+    inputs, num_rows = _padded(rows, sizes)
+    upstream, _ = _padded(upstream, sizes)
+
+    def update(size, expert, at, own, row_gradients, kernel_gradients):
+        x, dy = _rows_at(inputs, at, size), _rows_at(upstream, at, size)
+        dx = ops.einsum("rh,dh->rd", dy, _kernel_of(kernels, expert))
+        # Both: zero times what a neighbour holds need not be zero.
+        x, dy = (ops.where(own, z, ops.zeros((), z.dtype)) for z in (x, dy))
+        dk = ops.cast(ops.einsum("rd,rh->dh", x, dy), "float32")
+        # An expert with more rows than the largest block has several blocks.
+        old = ops.slice(kernel_gradients, (expert, 0, 0), (1, dim, width))
+        return (
+            _write(row_gradients, at, own, dx),
+            ops.slice_update(kernel_gradients, (expert, 0, 0), old + dk[None]),
+        )
+
+    gradients = [
+        ops.zeros((num_rows, dim), rows.dtype),
+        ops.zeros((num_experts, dim, width), "float32"),
+    ]
+    row_gradients, kernel_gradients = _for_each_block(
+        group_sizes, sizes, num_rows, gradients, update
+    )
+    return (
+        _without_padding(row_gradients, rows),
+        ops.cast(kernel_gradients, kernels.dtype),
+    )

@@ -1,0 +1,29 @@
+"""Grouped matmul on TensorFlow: block loops in graphs, which XLA compiles too."""
+
+import tensorflow as tf
+
+from keras_moe.ops.kernels import block_loops
+
+
+def grouped_matmul(rows, kernels, group_sizes):
+    """See `keras_moe.ops.grouped_matmul`."""
+    if tf.executing_eagerly():
+        return _eagerly(rows, kernels, group_sizes)
+    return _in_graph(rows, kernels, group_sizes)
+
+
+def _eagerly(rows, kernels, group_sizes):
+    # XLA refuses a split into sizes that it does not know.
+    rest = tf.shape(rows)[0] - tf.reduce_sum(group_sizes)
+    *groups, rest = tf.split(rows, tf.concat([group_sizes, [rest]], axis=0))
+    outputs = [tf.matmul(*pair) for pair in zip(groups, tf.unstack(kernels))]
+    zeros = tf.zeros((tf.shape(rest)[0], kernels.shape[2]), rows.dtype)
+    return tf.concat([*outputs, zeros], axis=0)
+
+
+@tf.custom_gradient
+def _in_graph(rows, kernels, group_sizes):
+    def gradient(upstream):
+        return *block_loops.backward(rows, kernels, group_sizes, upstream), None
+
+    return block_loops.forward(rows, kernels, group_sizes), gradient

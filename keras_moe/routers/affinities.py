@@ -1,0 +1,184 @@
+"""Affinities: what decides which token goes to which expert.
+
+Axes: G groups, S group_size, E experts.
+"""
+
+from typing import Any
+
+import keras
+
+from keras_moe.ops.checks import check_integer, check_one_of, check_positive
+from keras_moe.ops.sinkhorn import sinkhorn
+from keras_moe.ops.sparse_transport import SOLVERS, sparse_transport
+
+
+class Affinity:
+    """A function from a router's logits to the matrix that allocates slots.
+
+    Subclasses implement `__call__`, and `get_config` if they have arguments.
+
+    Example:
+
+    >>> from keras_moe.routers import Affinity, SinkhornAffinity
+    >>> issubclass(SinkhornAffinity, Affinity)
+    True
+    """
+
+    def __call__(
+        self, logits: Any, gates: Any, side: str, max_nonzeros: Any, mask: Any = None
+    ) -> Any:
+        """The affinity, float32 (G, S, E).
+
+        Args:
+            logits: float32 (G, S, E), with the noise that routes.
+            gates: their softmax over experts.
+            side: who chooses, `"token"` or `"expert"`.
+            max_nonzeros: how many pairs each of these may make.
+            mask: boolean (G, S), False for tokens that are not routed.
+        """
+        raise NotImplementedError
+
+    def check_differentiable(self) -> None:
+        """Raises ValueError if no gradient flows through the affinity."""
+
+    def get_config(self) -> dict:
+        return {}
+
+    @classmethod
+    def from_config(cls, config: dict) -> "Affinity":
+        return cls(**config)
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class SoftmaxAffinity(Affinity):
+    """The gates themselves: equation 6 of *Routers in Vision Mixture of Experts*.
+
+    Example:
+
+    >>> from keras_moe.routers import SoftmaxAffinity, TokenChoiceRouter
+    >>> router = TokenChoiceRouter(num_experts=4, affinity=SoftmaxAffinity())
+    """
+
+    def __call__(self, logits, gates, side, max_nonzeros, mask=None):
+        return gates
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class SinkhornAffinity(Affinity):
+    """The entropy-regularised transport plan: equation 8 of the same paper.
+
+    Args:
+        iterations: how many, or at most how many with a `tolerance`.
+        tolerance: stop when every expert's mass is within this share of S / E; see
+            `keras_moe.ops.sinkhorn`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+
+    >>> from keras_moe.routers import ExpertChoiceRouter, SinkhornAffinity
+    >>> affinity = SinkhornAffinity(iterations=100, tolerance=0.01)
+    >>> router = ExpertChoiceRouter(num_experts=4, affinity=affinity)
+    """
+
+    def __init__(self, iterations: int = 20, tolerance: float | None = None):
+        self.iterations = check_integer("iterations", iterations)
+        if tolerance is not None:
+            check_positive("tolerance", tolerance)
+        self.tolerance = tolerance
+
+    def __call__(self, logits, gates, side, max_nonzeros, mask=None):
+        return sinkhorn(logits, self.iterations, self.tolerance, mask).plan
+
+    def check_differentiable(self):
+        if self.tolerance is not None:
+            raise ValueError(
+                "Expected tolerance=None for combine='affinity', since no gradient "
+                "flows through an unknown number of iterations; "
+                f"received: tolerance={self.tolerance}"
+            )
+
+    def get_config(self):
+        return {"iterations": self.iterations, "tolerance": self.tolerance}
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class SparsityConstrainedAffinity(Affinity):
+    """The sparsity-constrained transport plan: equation 9 of the same paper.
+
+    Args:
+        sparse: bound the pairs that each expert (or token) makes by its capacity (or
+            K); False is the plain sparse projection.
+        solver: see `keras_moe.ops.sparse_transport`.
+        iterations: of the solver; None takes its default.
+        learning_rate: of `solver="adam"`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+
+    >>> from keras_moe.routers import ExpertChoiceRouter, SparsityConstrainedAffinity
+    >>> affinity = SparsityConstrainedAffinity(solver="adam", iterations=50)
+    >>> router = ExpertChoiceRouter(num_experts=4, affinity=affinity)
+    """
+
+    def __init__(
+        self,
+        sparse: bool = True,
+        solver: str = SOLVERS[0],
+        iterations: int | None = None,
+        learning_rate: float = 0.01,
+    ):
+        self.sparse = sparse
+        self.solver = check_one_of("solver", solver, SOLVERS)
+        if iterations is not None:
+            check_integer("iterations", iterations)
+        self.iterations = iterations
+        self.learning_rate = check_positive("learning_rate", learning_rate)
+
+    def __call__(self, logits, gates, side, max_nonzeros, mask=None):
+        return sparse_transport(
+            gates,
+            side=side,
+            max_nonzeros=max_nonzeros if self.sparse else None,
+            solver=self.solver,
+            iterations=self.iterations,
+            learning_rate=self.learning_rate,
+            mask=mask,
+        ).plan
+
+    def get_config(self):
+        return {
+            "sparse": self.sparse,
+            "solver": self.solver,
+            "iterations": self.iterations,
+            "learning_rate": self.learning_rate,
+        }
+
+
+BY_NAME = {
+    "softmax": SoftmaxAffinity,
+    "sinkhorn": SinkhornAffinity,
+    "sparsity_constrained": SparsityConstrainedAffinity,
+}
+
+
+def get(identifier: Any) -> Affinity:
+    """The affinity of a name, a serialised config, or itself."""
+    if isinstance(identifier, str) and identifier in BY_NAME:
+        return BY_NAME[identifier]()
+    if isinstance(identifier, dict):
+        identifier = keras.saving.deserialize_keras_object(identifier)
+    if not isinstance(identifier, Affinity):
+        raise ValueError(
+            f"Expected affinity to be one of {sorted(BY_NAME)} or an Affinity; "
+            f"received: affinity={identifier!r}"
+        )
+    return identifier
+
+
+def serialize(affinity: Affinity) -> dict:
+    """The config from which `get` makes the same affinity again."""
+    return keras.saving.serialize_keras_object(affinity)

@@ -1,0 +1,182 @@
+"""Expert choice routing: each expert takes its C tokens.
+
+Axes: G groups, S group_size, E experts, C capacity, D hidden.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.ops.checks import check_positive
+from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
+from keras_moe.ops.routing import SlotPlan
+from keras_moe.routers.sparse_router import SparseRouter
+
+DEFAULT_CAPACITY_FACTOR = 1.0
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class ExpertChoiceRouter(SparseRouter):
+    """Every expert takes its C tokens of largest affinity.
+
+    All experts serve alike, and no auxiliary loss is needed; a token may be served by
+    several experts or by none. Who is served depends on the other tokens of the group.
+    While training a group is `MoE.group_size` tokens of the batch; at inference each
+    image is one, so that its result does not depend on its neighbours in the batch.
+
+    Args:
+        num_experts: E.
+        affinity: `"softmax"`, `"sinkhorn"`, `"sparsity_constrained"`, or an affinity
+            with arguments of its own such as `SinkhornAffinity(iterations=50)`.
+        combine: `"softmax"`, or `"affinity"` to weigh outputs with the transport plan
+            itself, through which gradients then flow.
+        normalize_gates: None leaves the combine weights as they are (the papers'
+            default); `"after"` divides them by the sum over the experts that took the
+            token (*CLIP-UP*, appendix B.3).
+        capacity_factor: C = S c / E, so that a token meets c experts on average; 1.0 if
+            neither this nor `capacity` is given. C is never more than S.
+        capacity: C itself, instead of `capacity_factor`.
+        eval_capacity_factor: c at inference; None is as in training.
+        batch_invariant: make each image a group at inference; False groups as in
+            training.
+        capacity_rounding: `"ceil"` or `"round"`.
+        capacity_multiple_of: round the capacity up to a multiple of this.
+        noise_std: standard deviation of the training noise, times `num_experts`.
+        kernel_initializer: of the kernel (D, E), or (M, D, E).
+        num_modalities: M; each modality then has a kernel of its own over the shared
+            experts, and calls take `modality_ids`.
+        expert_pools: for each modality, the experts that its tokens may go to; an
+            expert whose pool has fewer than C tokens leaves slots empty.
+        seed: of the noise.
+        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+
+    Call arguments:
+        tokens: (G, S, D).
+        mask: boolean (G, S), False for tokens that are not routed.
+        modality_ids: integers (G, S) below M.
+        training: adds noise.
+
+    Output shape:
+        `(SlotPlan, Routing)`; see their attributes.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Reference:
+        *Routers in Vision Mixture of Experts*, sections 2.3 to 2.5, Algorithm 2.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.routers import ExpertChoiceRouter
+    >>> router = ExpertChoiceRouter(num_experts=4, capacity_factor=2.0)
+    >>> plan, routing = router(np.ones((1, 6, 8), "float32"))
+    >>> tuple(plan.slot_tokens.shape)
+    (1, 4, 3)
+    """
+
+    side = "expert"
+    normalizations = NORMALIZATIONS
+
+    def __init__(
+        self,
+        num_experts: int,
+        affinity: Any = "softmax",
+        combine: str = "softmax",
+        normalize_gates: str | None = None,
+        capacity_factor: float | None = None,
+        capacity: int | None = None,
+        eval_capacity_factor: float | None = None,
+        batch_invariant: bool = True,
+        capacity_rounding: str = "ceil",
+        capacity_multiple_of: int | None = None,
+        noise_std: float = 1.0,
+        kernel_initializer: Any = "lecun_normal",
+        num_modalities: int | None = None,
+        expert_pools: Any = None,
+        seed: int | None = None,
+        **kwargs,
+    ):
+        if capacity is None and capacity_factor is None:
+            capacity_factor = DEFAULT_CAPACITY_FACTOR
+        super().__init__(
+            num_experts,
+            affinity=affinity,
+            combine=combine,
+            normalize_gates=normalize_gates,
+            capacity_factor=capacity_factor,
+            capacity=capacity,
+            capacity_rounding=capacity_rounding,
+            capacity_multiple_of=capacity_multiple_of,
+            noise_std=noise_std,
+            kernel_initializer=kernel_initializer,
+            num_modalities=num_modalities,
+            expert_pools=expert_pools,
+            seed=seed,
+            **kwargs,
+        )
+        if eval_capacity_factor is not None:
+            check_positive("eval_capacity_factor", eval_capacity_factor)
+        self.eval_capacity_factor = eval_capacity_factor
+        self.batch_invariant = batch_invariant
+
+    def groups_by_image(self, training: bool | None) -> bool:
+        return not training and self.batch_invariant
+
+    def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
+        """The capacity C for groups of `num_tokens` tokens."""
+        factor = self.capacity_factor
+        if not training and self.eval_capacity_factor is not None:
+            factor = self.eval_capacity_factor
+        elif self.capacity is not None:
+            factor = None
+        capacity = self.capacity
+        if factor is not None:
+            capacity = self.capacity_of(num_tokens, factor, 1)
+        # An expert cannot take a token twice.
+        if isinstance(capacity, int) and isinstance(num_tokens, int):
+            return min(capacity, num_tokens)
+        return ops.minimum(capacity, num_tokens)
+
+    def max_nonzeros(self, num_tokens, training):
+        return self.group_capacity(num_tokens, training)
+
+    def allocate(self, affinity, gates, mask=None, training=None):
+        capacity = self.group_capacity(ops.shape(affinity)[1], training)
+        return expert_choice(affinity, gates, capacity, mask, self.normalize_gates)
+
+    def num_slots(self, num_tokens: int) -> int:
+        return self.num_experts * self.group_capacity(num_tokens, None)
+
+    def experts_per_token(self, num_tokens: int) -> float:
+        return self.num_slots(num_tokens) / num_tokens
+
+    @property
+    def summary(self) -> str:
+        """The router's sparsity in a few characters."""
+        if self.capacity is not None:
+            return f"C={self.capacity}"
+        return f"c={self.capacity_factor:g}"
+
+    def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
+        num_groups, num_tokens, _ = tokens.shape
+        capacity = None
+        if num_tokens is not None:
+            capacity = self.group_capacity(num_tokens, training)
+        slots = (num_groups, self.num_experts, capacity)
+        by_expert = (num_groups, num_tokens, self.num_experts)
+        plan = SlotPlan(
+            keras.KerasTensor(slots, "int32"),
+            keras.KerasTensor(by_expert, "int32"),
+            keras.KerasTensor(slots, "float32"),
+        )
+        return plan, self.routing_spec(num_groups, num_tokens)
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            eval_capacity_factor=self.eval_capacity_factor,
+            batch_invariant=self.batch_invariant,
+        )
+        return config

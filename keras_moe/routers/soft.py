@@ -1,0 +1,234 @@
+"""Soft routing: every slot gets a mixture of all tokens of its image.
+
+Axes: G groups (images), S tokens of an image, E experts, C slots per expert, D hidden.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
+from keras_moe.ops.checks import check_integer, check_one_of, check_positive
+from keras_moe.ops.routing import Routing, SoftPlan, served
+from keras_moe.routers.router import Router
+
+# As the released code has it.
+EPSILON = 1e-6
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class SoftRouter(Router):
+    """Soft MoE: slots are convex combinations of tokens, outputs of slots.
+
+    Nothing is dropped, nothing is discrete, and an image never meets another one: a
+    group is always an image. Each slot has a learned vector; its logits with the
+    tokens, in softmax over tokens, fill the slot, and in softmax over all slots bring
+    the experts' outputs home.
+
+    Args:
+        num_experts: E.
+        num_slots: C, slots per expert.
+        capacity_factor: C = S c / E, instead of `num_slots`; 1.0 if neither is given.
+            The router then serves that number of tokens only.
+        capacity_rounding: `"ceil"` or `"round"`, as the released code has it.
+        normalize: divide tokens and slot vectors by their norms, and multiply by a
+            learned scale. This keeps the softmaxes from collapsing in wide models.
+        noise_std: standard deviation of the training noise on the logits.
+        slot_initializer: of the slot vectors (D, E, C).
+        scale_initializer: of the scale.
+        seed: of the noise.
+        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+
+    Call arguments:
+        tokens: (G, S, D).
+        mask: boolean (G, S), False for tokens that no slot takes from; they get zeros.
+        training: adds noise.
+
+    Output shape:
+        `(SoftPlan, Routing)`; see their attributes.
+
+    Raises:
+        ValueError: if an argument is out of range, or the number of tokens is not
+            known while C depends on it.
+
+    Reference:
+        *Routers in Vision Mixture of Experts*, equations 10 and 11; *From Sparse to
+        Soft Mixtures of Experts*, section 2.3 (normalisation).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.routers import SoftRouter
+    >>> router = SoftRouter(num_experts=4, num_slots=2)
+    >>> plan, routing = router(np.ones((1, 6, 8), "float32"))
+    >>> tuple(plan.combine.shape)
+    (1, 6, 4, 2)
+    """
+
+    has_expert_logits = False
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_slots: int | None = None,
+        capacity_factor: float | None = None,
+        capacity_rounding: str = "round",
+        normalize: bool = True,
+        noise_std: float = 0.0,
+        slot_initializer: Any = "lecun_normal",
+        scale_initializer: Any = "ones",
+        seed: int | None = None,
+        **kwargs,
+    ):
+        super().__init__(num_experts, noise_std=noise_std, seed=seed, **kwargs)
+        if num_slots is not None:
+            num_slots = check_integer("num_slots", num_slots)
+            if capacity_factor is not None:
+                raise ValueError(
+                    "Expected num_slots or capacity_factor, not both; received: "
+                    f"num_slots={num_slots}, capacity_factor={capacity_factor}"
+                )
+        elif capacity_factor is None:
+            capacity_factor = 1.0
+        else:
+            check_positive("capacity_factor", capacity_factor)
+        self.slots_per_expert = num_slots
+        self.capacity_factor = capacity_factor
+        self.capacity_rounding = check_one_of(
+            "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
+        )
+        self.normalize = normalize
+        self.slot_initializer = keras.initializers.get(slot_initializer)
+        self.scale_initializer = keras.initializers.get(scale_initializer)
+
+    def group_capacity(self, num_tokens: int | None, training: bool | None = None):
+        """The slots per expert C for images of `num_tokens` tokens."""
+        if self.slots_per_expert is not None:
+            return self.slots_per_expert
+        if num_tokens is None:
+            raise ValueError(
+                "Expected a known number of tokens, on which the slots depend; "
+                "received: num_tokens=None, "
+                f"capacity_factor={self.capacity_factor}. Give num_slots instead."
+            )
+        return expert_capacity(
+            num_tokens,
+            self.num_experts,
+            self.capacity_factor,
+            rounding=self.capacity_rounding,
+        )
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        _, num_tokens, dim = input_shape
+        self.slots = self.add_weight(
+            name="slots",
+            shape=(dim, self.num_experts, self.group_capacity(num_tokens)),
+            initializer=self.slot_initializer,
+            dtype="float32",
+            autocast=False,
+        )
+        if self.normalize:
+            self.scale = self.add_weight(
+                name="scale",
+                shape=(),
+                initializer=self.scale_initializer,
+                dtype="float32",
+                autocast=False,
+            )
+
+    def call(
+        self,
+        tokens: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+        training: bool | None = None,
+    ) -> tuple[SoftPlan, Routing]:
+        if modality_ids is not None:
+            raise ValueError(
+                "Expected no modality_ids: soft routing mixes all tokens of an image; "
+                "received some"
+            )
+        slots = self.slots
+        num_groups, num_tokens, dim = ops.shape(tokens)
+        _, num_experts, capacity = slots.shape
+        if self.normalize:
+            tokens = _unit(tokens, axis=-1)
+            slots = self.scale * _unit(slots, axis=0)
+        slots = ops.reshape(slots, (dim, num_experts * capacity))
+        # All slots side by side: softmaxes over two axes, no transpose between.
+        logits = ops.matmul(tokens, slots)
+        noisy_logits = self.add_noise(logits, self.noise_std, training)
+        routed = noisy_logits
+        if mask is not None:
+            mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
+            routed = ops.where(mask, noisy_logits, -1e30)
+        dispatch = ops.softmax(routed, axis=1)
+        combine = ops.softmax(noisy_logits, axis=2)
+        if mask is not None:
+            dispatch = ops.where(mask, dispatch, 0.0)
+            combine = ops.where(mask, combine, 0.0)
+
+        def by_slot(x):
+            return ops.reshape(x, (num_groups, num_tokens, num_experts, capacity))
+
+        plan = SoftPlan(by_slot(dispatch), by_slot(combine))
+        dispatched, combined = served(plan)
+        return plan, Routing(
+            by_slot(logits),
+            by_slot(noisy_logits),
+            combined,
+            combined,
+            dispatched,
+            combined,
+        )
+
+    def groups_by_image(self, training: bool | None) -> bool:
+        return True
+
+    def num_slots(self, num_tokens: int) -> int:
+        return self.num_experts * self.group_capacity(num_tokens)
+
+    def experts_per_token(self, num_tokens: int) -> float:
+        return self.num_experts
+
+    @property
+    def summary(self) -> str:
+        """The router's slots in a few characters."""
+        if self.slots_per_expert is None:
+            return f"soft, c={self.capacity_factor:g}"
+        return f"soft, C={self.slots_per_expert}"
+
+    def parameters(self, dim: int) -> int:
+        """The number of parameters for tokens of size `dim`; needs `num_slots`."""
+        slots = self.num_experts * self.group_capacity(None)
+        return dim * slots + int(self.normalize)
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations of logits, dispatch and combine."""
+        return 6 * num_tokens * dim * self.num_slots(num_tokens)
+
+    def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
+        num_groups, num_tokens, _ = tokens.shape
+        capacity = self.group_capacity(num_tokens)
+        shape = (num_groups, num_tokens, self.num_experts, capacity)
+        plan = SoftPlan(*[keras.KerasTensor(shape, "float32") for _ in range(2)])
+        return plan, self.routing_spec(num_groups, num_tokens, logits=shape)
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            num_slots=self.slots_per_expert,
+            capacity_factor=self.capacity_factor,
+            capacity_rounding=self.capacity_rounding,
+            normalize=self.normalize,
+            slot_initializer=keras.initializers.serialize(self.slot_initializer),
+            scale_initializer=keras.initializers.serialize(self.scale_initializer),
+        )
+        return config
+
+
+def _unit(x, axis):
+    squared = ops.sum(ops.square(x), axis=axis, keepdims=True)
+    return x * ops.rsqrt(squared + EPSILON)

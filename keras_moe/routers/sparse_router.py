@@ -1,0 +1,270 @@
+"""What token choice and expert choice share: logits, affinity and combine weights.
+
+Axes: G groups, S group_size, E experts, D hidden, M modalities.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
+from keras_moe.ops.checks import (
+    check_integer,
+    check_one_of,
+    check_positive,
+)
+from keras_moe.ops.routing import Routing, served
+from keras_moe.routers import affinities
+from keras_moe.routers.router import Router
+
+COMBINES = ("softmax", "affinity")
+
+
+class SparseRouter(Router):
+    """Base class of routers that send whole tokens to experts.
+
+    A kernel turns tokens into logits. While training, noise of standard deviation
+    `noise_std / num_experts` is added to them. The affinity, a function of the logits,
+    fills the dispatch; the softmax of the logits fills the combine, so that no
+    gradient passes through a transport solver.
+
+    Subclasses implement `allocate`.
+
+    Args:
+        num_experts: E.
+        affinity: `"softmax"`, `"sinkhorn"`, `"sparsity_constrained"`, or an affinity
+            with arguments of its own such as `SinkhornAffinity(iterations=50)`.
+        combine: `"softmax"`, or `"affinity"` to weigh outputs with the transport plan
+            itself, through which gradients then flow (the ablation of section 3.4).
+        normalize_gates: see the subclass.
+        capacity_factor: c.
+        capacity: C itself, instead of `capacity_factor`.
+        capacity_rounding: `"ceil"` or `"round"`.
+        capacity_multiple_of: round the capacity up to a multiple of this.
+        noise_std: standard deviation of the training noise, times `num_experts`;
+            V-MoE uses 1.0, that is noise of 1 / E.
+        kernel_initializer: of the kernel (D, E), or (M, D, E).
+        num_modalities: M; each modality then has a kernel of its own over the shared
+            experts, and calls take `modality_ids`. None has one kernel for all.
+        expert_pools: for each modality, the experts that its tokens may go to; the
+            pools may be disjoint or not. None lets all go everywhere.
+        seed: of the noise.
+        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Reference:
+        *Routers in Vision Mixture of Experts*, sections 2.1 to 2.5; *LIMoE*, appendix
+        E.3, for `num_modalities` and `expert_pools`.
+
+    Example:
+
+    >>> from keras_moe.routers import SparseRouter, TokenChoiceRouter
+    >>> issubclass(TokenChoiceRouter, SparseRouter)
+    True
+    """
+
+    # The side that chooses: "token" or "expert".
+    side = None
+    normalizations = (None,)
+
+    def __init__(
+        self,
+        num_experts: int,
+        affinity: Any = "softmax",
+        combine: str = "softmax",
+        normalize_gates: str | None = None,
+        capacity_factor: float | None = None,
+        capacity: int | None = None,
+        capacity_rounding: str = "ceil",
+        capacity_multiple_of: int | None = None,
+        noise_std: float = 1.0,
+        kernel_initializer: Any = "lecun_normal",
+        num_modalities: int | None = None,
+        expert_pools: Any = None,
+        seed: int | None = None,
+        **kwargs,
+    ):
+        super().__init__(num_experts, noise_std=noise_std, seed=seed, **kwargs)
+        self.affinity = affinities.get(affinity)
+        self.combine = check_one_of("combine", combine, COMBINES)
+        if combine == "affinity":
+            self.affinity.check_differentiable()
+        self.normalize_gates = check_one_of(
+            "normalize_gates", normalize_gates, self.normalizations
+        )
+        if capacity is not None:
+            capacity = check_integer("capacity", capacity)
+            if capacity_factor is not None:
+                raise ValueError(
+                    "Expected capacity or capacity_factor, not both; received: "
+                    f"capacity={capacity}, capacity_factor={capacity_factor}"
+                )
+        elif capacity_factor is not None:
+            check_positive("capacity_factor", capacity_factor)
+        check_one_of("capacity_rounding", capacity_rounding, sorted(ROUNDINGS))
+        if capacity_multiple_of is not None:
+            check_integer("capacity_multiple_of", capacity_multiple_of)
+        if num_modalities is not None:
+            check_integer("num_modalities", num_modalities)
+        self.capacity_factor = capacity_factor
+        self.capacity = capacity
+        self.capacity_rounding = capacity_rounding
+        self.capacity_multiple_of = capacity_multiple_of
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.num_modalities = num_modalities
+        self.expert_pools = _check_pools(expert_pools, num_modalities, num_experts)
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        shape = (input_shape[-1], self.num_experts)
+        initializer = self.kernel_initializer
+        if self.num_modalities:
+            # Each kernel drawn as one: the fan-in is D, not M x D.
+            shape = (self.num_modalities, *shape)
+            initializer = _each(initializer)
+        self.kernel = self.add_weight(
+            name="kernel",
+            shape=shape,
+            initializer=initializer,
+            dtype="float32",
+            autocast=False,
+        )
+
+    def call(
+        self,
+        tokens: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+        training: bool | None = None,
+    ) -> tuple[Any, Routing]:
+        logits, allowed = self._logits(tokens, modality_ids)
+        noisy_logits = self.add_noise(
+            logits, self.noise_std / self.num_experts, training
+        )
+        gates = ops.softmax(noisy_logits, axis=-1)
+        differentiable = self.combine == "affinity"
+        affinity = self.affinity(
+            noisy_logits if differentiable else ops.stop_gradient(noisy_logits),
+            gates if differentiable else ops.stop_gradient(gates),
+            side=self.side,
+            max_nonzeros=self.max_nonzeros(ops.shape(gates)[1], training),
+            mask=mask,
+        )
+        allocating = affinity
+        if allowed is not None:
+            # A softmax may vanish within the pool, too: out of it is worse.
+            allocating = ops.where(allowed, affinity, -float("inf"))
+        plan = self.allocate(
+            allocating,
+            affinity if differentiable else gates,
+            mask=mask,
+            training=training,
+        )
+        return plan, Routing(logits, noisy_logits, affinity, gates, *self.served(plan))
+
+    def _logits(self, tokens, modality_ids):
+        """The logits, and which experts a token may go to (None: all)."""
+        if self.num_modalities is None and self.expert_pools is None:
+            return ops.matmul(tokens, self.kernel), None
+        if modality_ids is None:
+            raise ValueError(
+                "Expected modality_ids of shape (groups, tokens), since the router "
+                f"has num_modalities={self.num_modalities}, "
+                f"expert_pools={self.expert_pools}; received: modality_ids=None"
+            )
+        modality_ids = ops.cast(modality_ids, "int32")
+        if self.num_modalities is None:
+            logits = ops.matmul(tokens, self.kernel)
+        else:
+            logits = 0.0
+            for modality in range(self.num_modalities):
+                own = ops.matmul(tokens, self.kernel[modality])
+                is_own = ops.expand_dims(modality_ids == modality, -1)
+                logits = logits + ops.where(is_own, own, 0.0)
+        if self.expert_pools is None:
+            return logits, None
+        allowed = False
+        for modality, pool in enumerate(self.expert_pools):
+            in_pool = [expert in pool for expert in range(self.num_experts)]
+            is_own = ops.expand_dims(modality_ids == modality, -1)
+            own = ops.logical_and(is_own, ops.convert_to_tensor(in_pool, "bool"))
+            allowed = ops.logical_or(allowed, own)
+        return ops.where(allowed, logits, -float("inf")), allowed
+
+    def served(self, plan: Any) -> tuple[Any, Any]:
+        """Which expert served which token, and with what weight; see `ops.served`."""
+        return served(plan)
+
+    def allocate(
+        self, affinity: Any, gates: Any, mask: Any = None, training: bool | None = None
+    ) -> Any:
+        """The plan from affinity and combine weights, both float32 (G, S, E)."""
+        raise NotImplementedError
+
+    def max_nonzeros(self, num_tokens: Any, training: bool | None) -> Any:
+        """How many pairs the choosing side may make, for sparse affinities."""
+        raise NotImplementedError
+
+    def capacity_of(self, num_tokens: Any, factor: float | None, selected: int) -> Any:
+        """C for a group of `num_tokens` tokens that take `selected` experts each."""
+        return expert_capacity(
+            num_tokens,
+            self.num_experts,
+            factor,
+            num_selected_experts=selected,
+            rounding=self.capacity_rounding,
+            multiple_of=self.capacity_multiple_of,
+        )
+
+    def parameters(self, dim: int) -> int:
+        """The number of parameters for tokens of size `dim`."""
+        return (self.num_modalities or 1) * dim * self.num_experts
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations of the logits (2 per multiply-add)."""
+        return 2 * num_tokens * dim * self.num_experts * (self.num_modalities or 1)
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            affinity=affinities.serialize(self.affinity),
+            combine=self.combine,
+            normalize_gates=self.normalize_gates,
+            capacity_factor=self.capacity_factor,
+            capacity=self.capacity,
+            capacity_rounding=self.capacity_rounding,
+            capacity_multiple_of=self.capacity_multiple_of,
+            kernel_initializer=keras.initializers.serialize(self.kernel_initializer),
+            num_modalities=self.num_modalities,
+            expert_pools=self.expert_pools,
+        )
+        return config
+
+
+def _each(initializer):
+    def draw(shape, dtype=None):
+        return ops.stack([initializer(shape[1:], dtype) for _ in range(shape[0])])
+
+    return draw
+
+
+def _check_pools(expert_pools, num_modalities, num_experts):
+    if expert_pools is None:
+        return None
+    pools = [sorted({int(expert) for expert in pool}) for pool in expert_pools]
+    if num_modalities is not None and len(pools) != num_modalities:
+        raise ValueError(
+            f"Expected a pool for each of num_modalities={num_modalities}; "
+            f"received: expert_pools={expert_pools}"
+        )
+    if not pools or not all(
+        pool and 0 <= pool[0] <= pool[-1] < num_experts for pool in pools
+    ):
+        raise ValueError(
+            "Expected for each modality at least one expert between 0 and num_experts "
+            f"- 1 = {num_experts - 1}; received: expert_pools={expert_pools}"
+        )
+    return pools

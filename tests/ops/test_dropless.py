@@ -1,0 +1,116 @@
+"""Dropless token choice: what capacity-limited routing gives where there is room.
+
+Axes: G groups, S group_size, E experts, K selected experts, R rows, D hidden.
+"""
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_moe.ops import (
+    RaggedPlan,
+    combine,
+    dispatch,
+    dropless_token_choice,
+    served,
+    token_choice,
+)
+from tests.gradients import gradient_and_outputs, one_program
+
+some = settings(max_examples=15, deadline=None, derandomize=True, database=None)
+to_numpy = keras.ops.convert_to_numpy
+# (G, S, E, K), K up to E, and more experts than tokens.
+SHAPES = [(2, 6, 4, 2), (1, 5, 3, 3), (3, 1, 6, 1)]
+
+
+def ragged(gates, selected, mask=None, normalize_gates=None):
+    mask = np.ones(gates.shape[:2], bool) if mask is None else mask
+    program = one_program(
+        lambda gates, mask: dropless_token_choice(
+            gates, gates, selected, mask, normalize_gates
+        )
+    )
+    return program(*map(keras.ops.convert_to_tensor, (gates, mask)))
+
+
+@some
+@given(
+    shape=st.sampled_from(SHAPES),
+    seed=st.integers(0, 999),
+    ties=st.booleans(),
+    masked=st.sampled_from([0.0, 0.5, 1.0]),
+    normalize_gates=st.sampled_from([None, "before", "after"]),
+)
+def test_rows_stand_by_expert_and_serve_every_choice(
+    shape, seed, ties, masked, normalize_gates
+):
+    groups, tokens, experts, selected = shape
+    generator = np.random.default_rng(seed)
+    gates = generator.random((groups, tokens, experts)).astype("float32")
+    if ties:
+        gates = np.round(gates * 2) / 2
+    mask = generator.random((groups, tokens)) >= masked
+    plan = ragged(gates, selected, mask, normalize_gates)
+    limited = token_choice(
+        gates, gates, selected, tokens, mask=mask, normalize_gates=normalize_gates
+    )
+    for found, wanted in zip(served(plan), served(limited)):
+        np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), rtol=1e-6)
+    plan = RaggedPlan(*map(to_numpy, plan))
+    num_rows = int(mask.sum()) * selected
+    assert plan.group_sizes.sum() == num_rows
+    assert (plan.row_tokens[num_rows:] == -1).all()
+    owner = np.repeat(np.arange(experts), plan.group_sizes)
+    found = sorted(zip(owner, plan.row_tokens[:num_rows]))
+    dispatched = to_numpy(served(limited)[0]).reshape(-1, experts)
+    assert found == sorted(zip(*np.nonzero(dispatched.T)))
+    # Each choice finds its row again.
+    kept = plan.token_rows >= 0
+    np.testing.assert_array_equal(kept, np.broadcast_to(mask[..., None], kept.shape))
+    token = np.arange(groups * tokens).reshape(groups, tokens, 1)
+    token = np.broadcast_to(token, kept.shape)
+    np.testing.assert_array_equal(plan.row_tokens[plan.token_rows[kept]], token[kept])
+
+
+def test_outputs_and_gradients_are_those_of_room_for_everybody():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(2, 5, 3)).astype("float32")
+    logits = generator.normal(size=(2, 5, 4)).astype("float32")
+    cotangent = generator.normal(size=(2, 5, 3)).astype("float32")
+    mask = np.arange(10).reshape(2, 5) != 7
+
+    def layer(kind):
+        def run(x, logits):
+            gates = keras.ops.softmax(logits)
+            if kind == "dropless":
+                plan = dropless_token_choice(gates, gates, 2, mask)
+            else:
+                plan = token_choice(gates, gates, 2, 5, mask=mask)
+            # Identity experts: what is left are the gates.
+            outputs = combine(dispatch(x, plan), plan)
+            return keras.ops.sum(keras.ops.multiply(outputs, cotangent)), [outputs]
+
+        return gradient_and_outputs(run, x, logits)
+
+    for found, wanted in zip(layer("dropless"), layer("limited")):
+        for a, b in zip(found, wanted):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert (layer("dropless")[1][0][1, 2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_selected_experts": 3}, "num_selected_experts=3"),
+        ({"gates": np.ones((1, 3, 1))}, "gates.shape=\\(1, 3, 1\\)"),
+        ({"mask": np.ones((3, 1), bool)}, "mask.shape=\\(3, 1\\)"),
+        ({"normalize_gates": "later"}, "normalize_gates='later'"),
+    ],
+)
+def test_errors(arguments, message):
+    affinity = np.ones((1, 3, 2), "float32")
+    defaults = {"affinity": affinity, "gates": affinity, "num_selected_experts": 1}
+    with pytest.raises(ValueError, match=message):
+        dropless_token_choice(**{**defaults, **arguments})

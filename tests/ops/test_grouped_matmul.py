@@ -1,0 +1,358 @@
+"""Grouped matmul: the kernels of every backend against the reference.
+
+Axes: R rows, E experts, D hidden, H mlp.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_moe.ops.grouped_matmul import grouped_matmul, grouped_matmul_reference
+
+BACKEND = keras.backend.backend()
+D, H = 8, 16
+# How a program may run a function: as its backend's training loop does, and the
+# other ways that have code of their own.
+FORMS = {
+    "jax": ("compiled", "eager"),
+    "tensorflow": ("compiled", "eager", "graph", "unknown", "compiled_unknown"),
+    "torch": ("eager",),
+}[BACKEND]
+each_form = pytest.mark.parametrize("form", FORMS)
+# The reference where it is quick.
+REFERENCE_FORM = "compiled" if BACKEND == "jax" else "eager"
+# Two experts with several blocks, one with none, and rows of nobody.
+SIZES, ROWS = (75, 0, 3, 47, 1), 130
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def example(num_rows, num_experts):
+    """Rows, kernels and the gradient in the outputs."""
+    return (
+        normal(0, num_rows, D),
+        normal(1, num_experts, D, H),
+        normal(2, num_rows, H),
+    )
+
+
+@functools.cache
+def program(function, form=FORMS[0], dtype="float32"):
+    """A function's outputs and its gradients in rows and kernels, as NumPy arrays."""
+    if BACKEND == "jax":
+        run = _jax(function, form)
+    elif BACKEND == "tensorflow":
+        run = _tensorflow(function, form, dtype)
+    else:
+        run = _torch(function)
+
+    def outputs_and_gradients(rows, kernels, sizes, cotangent):
+        rows, kernels, cotangent = (
+            keras.ops.cast(x, dtype) for x in (rows, kernels, cotangent)
+        )
+        sizes = keras.ops.convert_to_tensor(np.array(sizes, "int32"))
+        found = run(rows, kernels, sizes, cotangent)
+        assert [keras.backend.standardize_dtype(x.dtype) for x in found] == [dtype] * 3
+        return [keras.ops.convert_to_numpy(keras.ops.cast(x, "float32")) for x in found]
+
+    return outputs_and_gradients
+
+
+def _jax(function, form):
+    import jax
+
+    def run(rows, kernels, sizes, cotangent):
+        outputs, pullback = jax.vjp(lambda x, k: function(x, k, sizes), rows, kernels)
+        return outputs, *pullback(cotangent)
+
+    return jax.jit(run) if form == "compiled" else run
+
+
+def _tensorflow(function, form, dtype):
+    import tensorflow as tf
+
+    def run(rows, kernels, sizes, cotangent):
+        with tf.GradientTape() as tape:
+            tape.watch([rows, kernels])
+            outputs = function(rows, kernels, sizes)
+        return outputs, *tape.gradient(outputs, [rows, kernels], cotangent)
+
+    if form == "eager":
+        return run
+    # One program for any number of rows.
+    unknown = [
+        tf.TensorSpec((None, D), dtype),
+        tf.TensorSpec((len(SIZES), D, H), dtype),
+        tf.TensorSpec((len(SIZES),), "int32"),
+        tf.TensorSpec((None, H), dtype),
+    ]
+    return tf.function(
+        run,
+        input_signature=unknown if "unknown" in form else None,
+        jit_compile="compiled" in form,
+    )
+
+
+def _torch(function):
+    import torch
+
+    def run(rows, kernels, sizes, cotangent):
+        rows.requires_grad_()
+        kernels.requires_grad_()
+        outputs = function(rows, kernels, sizes)
+        gradients = torch.autograd.grad(outputs, [rows, kernels], cotangent)
+        return outputs.detach(), *gradients
+
+    return run
+
+
+def reference():
+    return program(grouped_matmul_reference, REFERENCE_FORM)
+
+
+def assert_equal(found, expected, rtol=1e-5):
+    for name, x, y in zip(("outputs", "rows", "kernels"), found, expected):
+        # A sum of many terms may be much smaller than they are.
+        atol = rtol * max(np.abs(y).max(initial=0), 1)
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
+
+
+@each_form
+@pytest.mark.parametrize("sizes", [SIZES, (26, 26, 26, 26, 26)])
+def test_parity(form, sizes):
+    rows, kernels, cotangent = example(ROWS, len(sizes))
+    found = program(grouped_matmul, form)(rows, kernels, sizes, cotangent)
+    expected = reference()(rows, kernels, sizes, cotangent)
+    assert_equal(found, expected)
+    np.testing.assert_array_equal(found[0][sum(sizes) :], 0)
+
+
+def test_the_reference_is_a_matmul_per_expert():
+    rows, kernels, cotangent = example(10, 3)
+    found = reference()(rows, kernels, (4, 0, 5), cotangent)
+    first, last = slice(0, 4), slice(4, 9)
+    outputs, row_gradients = np.zeros((10, H)), np.zeros((10, D))
+    outputs[first] = rows[first] @ kernels[0]
+    outputs[last] = rows[last] @ kernels[2]
+    row_gradients[first] = cotangent[first] @ kernels[0].T
+    row_gradients[last] = cotangent[last] @ kernels[2].T
+    kernel_gradients = np.stack(
+        [
+            rows[first].T @ cotangent[first],
+            np.zeros((D, H)),
+            rows[last].T @ cotangent[last],
+        ]
+    )
+    assert_equal(found, (outputs, row_gradients, kernel_gradients))
+
+
+@st.composite
+def group_sizes(draw, num_rows, num_experts):
+    """Sizes that add up to the number of rows or less; zeros are frequent."""
+    rows = st.integers(0, num_rows)
+    total = draw(st.one_of(st.just(num_rows), rows))
+    cuts = st.one_of(st.integers(0, total), st.sampled_from([0, total]))
+    ends = sorted(draw(cuts) for _ in range(num_experts - 1))
+    return tuple(np.diff([0, *ends, total]).tolist())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts"), [(50, 3), (1, 1), (1, 3), (40, 1), (5, 9)]
+)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_any_group_sizes(num_rows, num_experts, data):
+    sizes = data.draw(group_sizes(num_rows, num_experts))
+    rows, kernels, cotangent = example(num_rows, num_experts)
+    # Quicker to trace than to compile, with the same code.
+    form = "graph" if "graph" in FORMS else FORMS[0]
+    found = program(grouped_matmul, form)(rows, kernels, sizes, cotangent)
+    expected = reference()(rows, kernels, sizes, cotangent)
+    assert_equal(found, expected)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="shapes are known elsewhere")
+@pytest.mark.parametrize("num_rows", [0, 3, 1100])
+def test_rows_unknown_while_tracing(num_rows):
+    # Fewer rows than the smallest block, and more than the largest, in one program.
+    rows, kernels, cotangent = example(num_rows, len(SIZES))
+    sizes = (0, num_rows // 2, 0, num_rows // 3, 0)
+    expected = reference()(rows, kernels, sizes, cotangent)
+    found = program(grouped_matmul, "unknown")(rows, kernels, sizes, cotangent)
+    assert_equal(found, expected)
+
+
+@each_form
+def test_rows_of_nobody_are_never_read(form):
+    rows, kernels, cotangent = example(ROWS, len(SIZES))
+    expected = program(grouped_matmul, form)(rows, kernels, SIZES, cotangent)
+    first = sum(SIZES)
+    rows[first:], cotangent[first:] = np.nan, np.inf
+    found = program(grouped_matmul, form)(rows, kernels, SIZES, cotangent)
+    assert_equal(found, expected, rtol=1e-6)
+    np.testing.assert_array_equal(found[0][first:], 0)
+    np.testing.assert_array_equal(found[1][first:], 0)
+
+
+@each_form
+def test_neighbours_do_not_mix(form):
+    # A block reads beyond its rows, and the rows there may not be finite.
+    rows, kernels, cotangent = example(ROWS, len(SIZES))
+    rows[75:78] = np.nan
+    outputs, row_gradients, kernel_gradients = program(grouped_matmul, form)(
+        rows, kernels, SIZES, cotangent
+    )
+    assert np.all(np.isfinite(np.delete(outputs, slice(75, 78), axis=0)))
+    assert np.all(np.isfinite(row_gradients))
+    assert np.all(np.isfinite(np.delete(kernel_gradients, 2, axis=0)))
+
+
+def test_bfloat16():
+    arrays = rows, kernels, cotangent = example(ROWS, len(SIZES))
+    found = program(grouped_matmul, dtype="bfloat16")(rows, kernels, SIZES, cotangent)
+    rounded = [
+        keras.ops.convert_to_numpy(
+            keras.ops.cast(keras.ops.cast(x, "bfloat16"), x.dtype)
+        )
+        for x in arrays
+    ]
+    rows, kernels, cotangent = rounded
+    expected = reference()(rows, kernels, SIZES, cotangent)
+    # From the same rounded inputs: a result has 8 bits, and TensorFlow's has been
+    # rounded once for each block of rows before they are added.
+    assert_equal(found, expected, rtol=2**-7)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="a kernel of JAX")
+def test_ragged_dot():
+    # What platforms other than CPUs take.
+    import jax
+
+    from keras_moe.ops.kernels import block_loops, grouped_matmul_jax
+
+    rows, kernels, cotangent = example(ROWS, len(SIZES))
+    sizes = np.array(SIZES, "int32")
+    found, expected = (
+        (
+            jax.jit(forward)(rows, kernels, sizes),
+            *jax.jit(backward)(rows, kernels, sizes, cotangent),
+        )
+        for forward, backward in (
+            (grouped_matmul_jax.ragged_forward, grouped_matmul_jax.ragged_backward),
+            (block_loops.forward, block_loops.backward),
+        )
+    )
+    assert_equal(found, expected)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
+@pytest.mark.parametrize("sizes", [SIZES, (26, 26, 26, 26, 26)])
+def test_grouped_mm(sizes):
+    import torch
+
+    from keras_moe.ops.kernels import grouped_matmul_torch
+
+    rows, kernels, cotangent = example(ROWS, len(SIZES))
+    if not grouped_matmul_torch.kernel_is_valid(
+        torch.tensor(rows), torch.tensor(kernels)
+    ):
+        pytest.skip("this PyTorch has no such kernel on CPUs")
+    found, expected = (
+        program(function)(rows, kernels, sizes, cotangent)
+        for function in (
+            grouped_matmul_torch.with_kernel,
+            grouped_matmul_torch.with_loop,
+        )
+    )
+    assert_equal(found, expected)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
+def test_cotangents_and_inputs_of_any_layout():
+    import torch
+
+    rows, kernels, cotangent = map(torch.tensor, example(7, 2))
+    sizes = torch.tensor([3, 4], dtype=torch.int32)
+    expected = reference()(rows, kernels, sizes, cotangent)
+    for layout in (lambda x: x.mT.contiguous().mT, lambda x: _shifted(x)):
+        found = program(grouped_matmul)(
+            layout(rows.detach()), layout(kernels.detach()), sizes, layout(cotangent)
+        )
+        assert_equal(found, expected)
+    found = program(grouped_matmul)(
+        rows.detach(), kernels.detach(), sizes, torch.ones(()).expand(7, H)
+    )
+    assert np.all(np.isfinite(found[1]))
+
+
+def _shifted(x):
+    """A copy that does not begin at a multiple of 16 bytes."""
+    import torch
+
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def test_an_odd_width():
+    # PyTorch's kernel takes multiples of 16 bytes only.
+    rows, kernels = normal(0, 6, 3), normal(1, 2, 3, 5)
+    sizes = np.array([2, 4], "int32")
+    outputs = keras.ops.convert_to_numpy(grouped_matmul(rows, kernels, sizes))
+    expected = np.concatenate([rows[:2] @ kernels[0], rows[2:] @ kernels[1]])
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_to_do():
+    for num_rows, width in ((0, H), (3, 0)):
+        rows, kernels = (
+            np.ones((num_rows, D), "float32"),
+            np.ones((2, D, width), "float32"),
+        )
+        outputs = grouped_matmul(rows, kernels, np.zeros(2, "int32"))
+        assert tuple(outputs.shape) == (num_rows, width)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="only there shapes are meta tensors")
+def test_shape_inference():
+    import torch
+
+    rows, kernels = torch.ones(6, D, device="meta"), torch.ones(2, D, H, device="meta")
+    sizes = torch.ones(2, dtype=torch.int32, device="meta")
+    from keras_moe.ops.kernels import grouped_matmul_torch
+
+    outputs = grouped_matmul_torch.grouped_matmul(rows, kernels, sizes)
+    assert outputs.is_meta
+    assert outputs.shape == (6, H)
+
+
+@pytest.mark.parametrize("function", [grouped_matmul, grouped_matmul_reference])
+def test_errors(function):
+    rows, kernels, sizes = (
+        np.ones((6, D), "float32"),
+        np.ones((2, D, H), "float32"),
+        np.array([3, 3], "int32"),
+    )
+    expected = r"Expected (.|\n)*received: "
+    for bad in (
+        (rows[None], kernels, sizes),
+        (rows[:, 1:], kernels, sizes),
+        (rows, kernels[0], sizes),
+        (rows, kernels, sizes[:1]),
+        (rows, kernels, sizes[None]),
+        (rows, kernels[:0], sizes[:0]),
+    ):
+        with pytest.raises(ValueError, match=expected) as caught:
+            function(*bad)
+        for x in bad:
+            assert str(x.shape) in str(caught.value)
+    with pytest.raises(ValueError, match=r"of one float dtype; received: .*int32"):
+        function(rows.astype("int32"), kernels, sizes)
+    with pytest.raises(ValueError, match=r"of one float dtype; received: .*float16"):
+        function(rows, kernels.astype("float16"), sizes)
+    with pytest.raises(ValueError, match=r"integer dtype; received: .*float32"):
+        function(rows, kernels, sizes.astype("float32"))

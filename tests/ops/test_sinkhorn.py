@@ -1,0 +1,178 @@
+"""Sinkhorn: golden plans and gradients, a float64 reference, and hard cases.
+
+Axes: G groups, S group_size, E experts.
+"""
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_moe.ops import sinkhorn
+from tests import golden
+from tests.gradients import gradient, one_program
+
+some = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+to_numpy = keras.ops.convert_to_numpy
+
+
+def solve(logits, iterations=20, tolerance=None, mask=None):
+    """The transport in NumPy, compiled as in training."""
+    mask = np.ones(logits.shape[:2], bool) if mask is None else mask
+    program = one_program(
+        lambda logits, mask: tuple(sinkhorn(logits, iterations, tolerance, mask))
+    )
+    arguments = map(keras.ops.convert_to_tensor, (logits.astype("float32"), mask))
+    return [to_numpy(x) for x in program(*arguments)]
+
+
+def reference(logits, iterations):
+    """The textbook's log form in float64, from potentials of zero."""
+    logits = np.asarray(logits, "float64")
+    _, tokens, experts = logits.shape
+    rows = np.zeros(logits.shape[:2])
+
+    def log_sum_exp(x, axis):
+        largest = x.max(axis=axis, keepdims=True)
+        return np.log(np.exp(x - largest).sum(axis=axis)) + largest.squeeze(axis)
+
+    for _ in range(iterations):
+        columns = np.log(tokens / experts) - log_sum_exp(logits + rows[..., None], 1)
+        rows = -log_sum_exp(logits + columns[:, None], 2)
+    return np.exp(logits + rows[..., None] + columns[:, None])
+
+
+@pytest.mark.parametrize("case", golden.cases("04_ot_routers/kl_*"))
+def test_golden_plan(case):
+    arrays, config = golden.load(case)
+    if config["use_lbfgs"]:
+        # Theirs is another solver, not fully converged; ours is here.
+        iterations, atol = 200, 2e-2
+    else:
+        iterations, atol = config["maxiter"] // 10 * 10, 2e-5
+    plan, rows, columns = solve(arrays["inputs/logits"], iterations)
+    np.testing.assert_allclose(plan, arrays["outputs/plan"], rtol=1e-4, atol=atol)
+    atol = max(atol, 1e-4)  # of a dozen entries each
+    np.testing.assert_allclose(rows, arrays["outputs/plan_row_sums"], atol=atol)
+    np.testing.assert_allclose(columns, arrays["outputs/plan_col_sums"], atol=5 * atol)
+
+
+@pytest.mark.parametrize(
+    "case", [x for x in golden.cases("04_ot_routers/kl_*") if "lbfgs" not in x]
+)
+def test_golden_gradient(case):
+    arrays, config = golden.load(case)
+    iterations = config["maxiter"] // 10 * 10
+
+    def scalar(logits):
+        plan = sinkhorn(logits, iterations).plan
+        return keras.ops.sum(keras.ops.multiply(plan, arrays["inputs/cotangent_plan"]))
+
+    (found,) = gradient(scalar, arrays["inputs/logits"])
+    expected = arrays["grads/unrolled_plan/logits"]
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e3, 1e4])
+@pytest.mark.parametrize("iterations", [1, 6, 20])
+def test_logits_of_any_size_follow_the_log_form(scale, iterations):
+    logits = np.random.default_rng(0).normal(size=(2, 24, 5)) * scale
+    # The same float32 numbers for both: at 1e4 one of their steps is 1e-3.
+    logits = logits.astype("float32")
+    plan, rows, _ = solve(logits, iterations)
+    # Potentials of the logits' size have the float32 spacing of that size.
+    atol = 2e-5 + 1e-6 * scale
+    np.testing.assert_allclose(plan, reference(logits, iterations), atol=atol)
+    np.testing.assert_allclose(rows, 1.0, rtol=1e-5)
+
+
+@some
+@given(
+    seed=st.integers(0, 99),
+    scale=st.floats(0.0, 5.0),
+    tolerance=st.sampled_from([0.1, 0.01]),
+)
+def test_marginals_are_within_the_tolerance(seed, scale, tolerance):
+    logits = np.random.default_rng(seed).normal(size=(2, 16, 4)) * scale
+    plan, rows, columns = solve(logits, iterations=1000, tolerance=tolerance)
+    np.testing.assert_allclose(rows, 1.0, rtol=1e-5)
+    assert np.abs(columns - 4.0).max() <= tolerance * 4.0 + 1e-5
+    np.testing.assert_allclose(plan.sum(axis=1), columns, rtol=1e-5)
+    assert (plan >= 0).all()
+
+
+def test_a_tolerance_stops_early_and_each_group_by_itself():
+    generator = np.random.default_rng(1)
+    easy, hard = (generator.normal(size=(1, 16, 4)) * s for s in (0.1, 4.0))
+    both = np.concatenate([easy, hard])
+    together = solve(both, iterations=500, tolerance=0.05)[0]
+    for index, alone in enumerate((easy, hard)):
+        np.testing.assert_allclose(
+            together[index], solve(alone, 500, 0.05)[0][0], atol=1e-6
+        )
+    # It stopped before the end, and the bound on iterations holds.
+    assert np.abs(together[1] - solve(hard, 500)[0][0]).max() > 1e-4
+    capped = solve(hard, iterations=6, tolerance=1e-6)[0]
+    np.testing.assert_allclose(capped, solve(hard, iterations=6)[0], atol=1e-6)
+
+
+def test_masked_tokens_have_no_mass_and_change_nothing():
+    generator = np.random.default_rng(2)
+    logits = generator.normal(size=(1, 9, 3)).astype("float32")
+    padded = np.concatenate([logits, np.full((1, 3, 3), 1e4)], axis=1)
+    padded[0, 10] = np.nan
+    mask = np.arange(12)[None] < 9
+    plan, rows, columns = solve(padded, mask=mask)
+    np.testing.assert_allclose(plan[:, :9], solve(logits)[0], atol=1e-6)
+    assert (plan[:, 9:] == 0).all()
+    assert (rows[:, 9:] == 0).all()
+    np.testing.assert_allclose(columns.sum(), 9.0, rtol=1e-5)
+    nobody = solve(logits, mask=np.zeros((1, 9), bool))
+    assert all((x == 0).all() for x in nobody)
+
+
+def test_by_hand():
+    # One iteration: columns to 1, then rows to 1.
+    logits = np.log([[[1.0, 3.0], [1.0, 1.0]]])
+    plan, *_ = solve(logits, iterations=1)
+    scaled = np.array([[0.5, 0.75], [0.5, 0.25]])
+    np.testing.assert_allclose(plan[0], scaled / scaled.sum(1, keepdims=True), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fill"),
+    [((1, 1, 1), 3.0), ((2, 5, 1), -1.0), ((1, 1, 4), 0.0), ((1, 2, 6), 7.0)],
+)
+def test_equal_logits_give_the_uniform_plan(shape, fill):
+    plan, *_ = solve(np.full(shape, fill))
+    np.testing.assert_allclose(plan, 1 / shape[-1], rtol=1e-5)
+
+
+def test_minus_infinity_forbids_a_pair():
+    logits = np.full((1, 6, 3), -np.inf)
+    logits[0, np.arange(6), np.arange(6) % 2] = 0.0  # nobody may go to expert 2
+    plan, rows, columns = solve(logits)
+    np.testing.assert_allclose(plan, np.isfinite(logits).astype(float), atol=1e-6)
+    np.testing.assert_allclose(rows, 1.0)
+    np.testing.assert_allclose(columns, [[3.0, 3.0, 0.0]])
+
+    def scalar(logits):
+        cotangent = np.arange(18, dtype="float32").reshape(1, 6, 3)
+        return keras.ops.sum(keras.ops.multiply(sinkhorn(logits).plan, cotangent))
+
+    (found,) = gradient(scalar, logits.astype("float32"))
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: sinkhorn(x, iterations=0), "iterations=0"),
+        (lambda x: sinkhorn(x, tolerance=0.0), "tolerance=0.0"),
+        (lambda x: sinkhorn(x[0]), "\\(4, 2\\)"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(np.zeros((1, 4, 2), "float32"))

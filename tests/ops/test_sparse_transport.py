@@ -1,0 +1,344 @@
+"""Sparsity-constrained transport: golden data, small cases, what must always hold.
+
+Axes: G groups, S group_size, E experts, C capacity, K selected experts.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_moe.ops import sparse_transport as module
+from keras_moe.ops.sparse_transport import sparse_transport
+from keras_moe.ops.transport import Transport
+from tests import golden
+from tests.gradients import compiled, gradient
+
+# The package may export the function under the module's name.
+if not hasattr(module, "semi_dual"):
+    import sys
+
+    module = sys.modules[sparse_transport.__module__]
+
+SOLVERS = ("newton", "adam")
+GOLDEN = ("ksparse_expert", "ksparse_token_k1", "ksparse_token_k2", "sparse_expert")
+# Few shapes, so that few programs are compiled: (G, S, E, bound).
+SHAPES = [(2, 8, 4, 2), (1, 3, 6, 1)]
+
+some = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+
+
+@functools.cache
+def _program(side, max_nonzeros, solver, iterations):
+    def program(utility, mask):
+        return sparse_transport(
+            utility, side, max_nonzeros, solver, iterations, mask=mask
+        )
+
+    return compiled(program)
+
+
+def transport(utility, side, max_nonzeros, solver="newton", iterations=None, mask=None):
+    """The transport in NumPy, computed as in training."""
+    mask = np.ones(utility.shape[:2], bool) if mask is None else mask
+    found = _program(side, max_nonzeros, solver, iterations)(
+        *map(keras.ops.convert_to_tensor, (utility, mask))
+    )
+    return Transport(*map(keras.ops.convert_to_numpy, found))
+
+
+def random_utility(seed, shape, std=1.0, ties=False):
+    generator = np.random.default_rng(seed)
+    if ties:  # Eighths: equal values are frequent.
+        return generator.integers(0, 3, shape).astype("float32") / 8
+    exp = np.exp(std * generator.normal(size=shape))
+    return (exp / exp.sum(axis=-1, keepdims=True)).astype("float32")
+
+
+def solve_with_objective(utility, side, max_nonzeros):
+    """The transport and the semi-dual objective (G,) of each solver, in NumPy."""
+    share = utility.shape[1] / utility.shape[2]
+
+    def program(utility, of_tokens, of_experts):
+        if side == "token":
+            values, mass, target = utility, of_tokens, of_experts
+        else:
+            values = keras.ops.swapaxes(utility, 1, 2)
+            mass, target = of_experts, keras.ops.swapaxes(of_tokens, 1, 2)
+        results = []
+        for solver in SOLVERS:
+            steps = module.ITERATIONS[solver]
+            problem = mass, target, side, max_nonzeros
+            found, _ = module.potentials(values, *problem, solver, steps)
+            worth = module.semi_dual(
+                found, values, values > -1.0, mass, target, max_nonzeros
+            )
+            results.append(
+                (sparse_transport(utility, side, max_nonzeros, solver), worth)
+            )
+        return results
+
+    arrays = (
+        utility,
+        np.ones((1, utility.shape[1], 1), "float32"),
+        np.full((1, 1, 1), share, "float32"),
+    )
+    results = compiled(program)(*map(keras.ops.convert_to_tensor, arrays))
+    to_numpy = keras.ops.convert_to_numpy
+    return [(Transport(*map(to_numpy, t)), to_numpy(worth)) for t, worth in results]
+
+
+# Golden data
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_plan(name):
+    arrays, config = golden.load(f"04_ot_routers/{name}")
+    bound = config["K"]
+    if name == "ksparse_expert":
+        bound = config["check"]["nnz_per_expert"]
+    logits = arrays["inputs/logits"]
+    exp = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    found = transport(
+        exp / exp.sum(axis=-1, keepdims=True),
+        config["side"],
+        bound,
+        "adam",
+        config["maxiter"],
+    )
+    np.testing.assert_allclose(found.plan, arrays["outputs/plan"], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(
+        found.row_marginals, arrays["outputs/plan_row_sums"], atol=1e-4
+    )
+    np.testing.assert_allclose(
+        found.column_marginals, arrays["outputs/plan_col_sums"], atol=1e-4
+    )
+
+
+# By hand
+
+
+@pytest.mark.parametrize("side", ["expert", "token"])
+def test_a_balanced_assignment(side):
+    # All prefer expert 0; the two that lose least go to expert 1.
+    utility = np.array([[[0.9, 0.1], [0.5, 0.5], [0.8, 0.2], [0.6, 0.4]]], "float32")
+    found = transport(utility, side, 2 if side == "expert" else 1)
+    expected = [[1, 0], [0, 1], [1, 0], [0, 1]]
+    np.testing.assert_allclose(found.plan[0], expected, atol=0.02)
+
+
+def test_one_step_of_adam_on_the_expert_side():
+    # At zero, expert 0 takes tokens 0 and 1 (mean 0.7), expert 1 takes 2 and 0: the
+    # rows sum to 2.05, 0.9, 1.05 and 0, and the first step has the gradient's sign.
+    utility = np.array([[[0.8, 0.2], [0.6, 0.1], [0.5, 0.3], [0.4, 0.0]]], "float32")
+    found = transport(utility, "expert", 2, "adam", 1)
+    values = utility[0] + 0.01 * np.array([[-1], [1], [-1], [1]])
+    expected = np.zeros((4, 2))
+    for e, kept in enumerate([[0, 1], [0, 2]]):
+        top = values[kept, e]
+        expected[kept, e] = top - top.mean() + 1
+    np.testing.assert_allclose(found.plan[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_one_expert_takes_all(solver):
+    found = transport(np.ones((1, 4, 1), "float32"), "expert", 4, solver)
+    np.testing.assert_allclose(found.plan, np.ones((1, 4, 1)), atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_equal_utilities_go_to_the_lowest(solver):
+    found = transport(np.full((1, 4, 2), 0.5, "float32"), "token", 1, solver, 1)
+    assert found.plan[0].tolist()[0] in ([1, 0], [0, 1])
+    first = transport(np.full((1, 6, 3), 0.5, "float32"), "expert", 2, solver, 1)
+    np.testing.assert_array_equal((first.plan[0] > 0).sum(axis=0), [2, 2, 2])
+
+
+# What must always hold
+
+
+@some
+@given(
+    st.sampled_from(SHAPES),
+    st.integers(0, 2**16),
+    st.sampled_from(["ties", "equal", "random"]),
+    st.sampled_from(["expert", "token"]),
+    st.sampled_from(SOLVERS),
+    st.sampled_from([0.0, 0.4]),
+)
+def test_bound_and_marginals(shape, seed, kind, side, solver, masked_share):
+    groups, tokens, experts, bound = shape
+    utility = random_utility(seed, (groups, tokens, experts), ties=kind == "ties")
+    if kind == "equal":
+        utility = np.full_like(utility, 0.25)
+    mask = np.random.default_rng(seed).random((groups, tokens)) >= masked_share
+    found = transport(utility, side, bound, solver, 3, mask)
+    assert np.all(np.isfinite(found.plan))
+    assert np.all(found.plan >= 0)
+    assert np.all(found.plan[~mask] == 0)
+    nonzeros = (found.plan > 0).sum(axis=1 if side == "expert" else 2)
+    assert nonzeros.max() <= bound
+    np.testing.assert_allclose(found.plan.sum(2), found.row_marginals, atol=1e-5)
+    np.testing.assert_allclose(found.plan.sum(1), found.column_marginals, atol=1e-5)
+    real = mask.sum(axis=1, keepdims=True)
+    if side == "expert":
+        np.testing.assert_allclose(
+            found.column_marginals, np.repeat(real / experts, experts, 1), atol=1e-4
+        )
+    else:
+        np.testing.assert_allclose(found.row_marginals, mask, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("side", "shape", "bound"),
+    [
+        ("expert", (128, 8), 16),
+        ("expert", (128, 8), 32),
+        ("expert", (1500, 4), 375),
+        ("expert", (1500, 4), 750),
+        ("token", (128, 8), 1),
+        ("token", (1500, 4), 2),
+    ],
+)
+def test_newton_is_no_worse_than_adam(side, shape, bound):
+    # One group for each size of the logits.
+    stds = (0.3, 1.0, 3.0)
+    utility = np.stack([random_utility(i, shape, std) for i, std in enumerate(stds)])
+    (newton, lower), (adam, upper) = solve_with_objective(utility, side, bound)
+    assert np.all(lower <= upper + 1e-6 * np.abs(upper))
+    errors = []
+    for found in (newton, adam):
+        own, other = found.column_marginals * shape[1] / shape[0], found.row_marginals
+        own, other = (own, other) if side == "expert" else (other, own)
+        np.testing.assert_allclose(own, np.ones_like(own), atol=1e-5)
+        errors.append(np.abs(other - 1).mean(axis=1))
+    assert np.all(errors[0] <= errors[1])
+
+
+def test_newton_balances_well():
+    utility = random_utility(1, (1, 1024, 8))
+    found = transport(utility, "expert", 128)
+    assert np.abs(found.row_marginals - 1).mean() < 0.03
+
+
+@pytest.mark.parametrize("side", ["expert", "token"])
+def test_without_a_bound_marginals_are_met(side):
+    utility = random_utility(0, (2, 40, 4))
+    found = transport(utility, side, None)
+    np.testing.assert_allclose(found.row_marginals, np.ones((2, 40)), atol=1e-3)
+    np.testing.assert_allclose(found.column_marginals, np.full((2, 4), 10), atol=1e-2)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(("side", "bound"), [("expert", 3), ("token", 2)])
+def test_masked_tokens_and_an_empty_group(side, bound, solver):
+    utility = random_utility(0, (2, 12, 4))
+    utility[0, 8:] = np.nan
+    mask = np.zeros((2, 12), bool)
+    mask[0, :8] = True
+    found = transport(utility, side, bound, solver, mask=mask)
+    assert np.all(found.plan[~mask] == 0)
+    assert np.all(np.isfinite(found.plan))
+    total = found.plan[0].sum()
+    np.testing.assert_allclose(total, 8, atol=1e-4)
+    if solver == "newton" and side == "expert":
+        without = transport(utility[:1, :8], side, bound)
+        np.testing.assert_allclose(found.plan[:1, :8], without.plan, atol=1e-3)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("side", ["expert", "token"])
+def test_forbidden_pairs(side, solver):
+    utility = random_utility(0, (2, 12, 4))
+    utility[0, 2:6, 1] = -np.inf
+    utility[0, 7] = -np.inf
+    found = transport(utility, side, 3 if side == "expert" else 2, solver)
+    assert np.all(np.isfinite(found.plan))
+    assert np.all(found.plan[np.isneginf(utility)] == 0)
+
+
+@pytest.mark.parametrize("side", ["expert", "token"])
+@pytest.mark.parametrize(
+    ("shape", "bound"),
+    [
+        pytest.param((1, 1, 3), 1, id="one token"),
+        pytest.param((1, 6, 3), 50, id="a bound beyond all"),
+        pytest.param((1, 3, 16), 1, id="more experts than tokens"),
+        pytest.param((1, 9, 2), 1, id="a bound that no plan meets"),
+    ],
+)
+def test_extreme_shapes(shape, bound, side):
+    plan = transport(random_utility(0, shape), side, bound).plan
+    assert np.all(np.isfinite(plan))
+    assert (plan > 0).sum(axis=1 if side == "expert" else 2).max() <= bound
+    np.testing.assert_allclose(plan.sum(), shape[1], rtol=1e-4)
+
+
+def test_eager_agrees_with_compiled():
+    side, bound = "expert", 3
+    utility = random_utility(0, (2, 12, 4))
+    found = sparse_transport(keras.ops.convert_to_tensor(utility), side, bound)
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(found.plan),
+        transport(utility, side, bound).plan,
+        atol=2e-3,
+    )
+
+
+def test_gradient_is_that_of_the_projection():
+    utility = random_utility(0, (1, 12, 4))
+    weight = np.random.default_rng(1).normal(size=utility.shape).astype("float32")
+    tensor = keras.ops.convert_to_tensor(weight)
+
+    def weighted(utility):
+        return keras.ops.sum(sparse_transport(utility, "expert", 3).plan * tensor)
+
+    (found,) = gradient(weighted, utility)
+    active = transport(utility, "expert", 3).plan > 0
+    mean = (weight * active).sum(1, keepdims=True) / active.sum(1, keepdims=True)
+    np.testing.assert_allclose(found, active * (weight - mean), atol=1e-5)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="tf.function")
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("side", ["expert", "token"])
+def test_unknown_sizes(side, solver):
+    import tensorflow as tf
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None, 4)), tf.TensorSpec((), "int32")])  # fmt: skip # noqa: E501
+    def program(utility, bound):
+        return sparse_transport(utility, side, bound, solver)
+
+    utility = random_utility(0, (2, 12, 4))
+    bound = 3 if side == "expert" else 2
+    found = program(utility, bound)
+    np.testing.assert_allclose(
+        found.plan, transport(utility, side, bound, solver).plan, atol=2e-3
+    )
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("changed", "received"),
+    [
+        ({"utility": np.zeros((6, 4), "float32")}, "(6, 4)"),
+        ({"side": "both"}, "side='both'"),
+        ({"max_nonzeros": 0}, "max_nonzeros=0"),
+        ({"max_nonzeros": 1.5}, "max_nonzeros=1.5"),
+        ({"solver": "sgd"}, "solver='sgd'"),
+        ({"iterations": 0}, "iterations=0"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0"),
+        ({"mask": np.ones((2, 5), bool)}, "(2, 5)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_bad_input(changed, received):
+    arguments = {"utility": np.zeros((2, 6, 4), "float32"), **changed}
+    with pytest.raises(ValueError, match=r"Expected (.|\n)*[;.] received: ") as caught:
+        sparse_transport(**arguments)
+    assert received in str(caught.value)

@@ -1,0 +1,400 @@
+"""The routers by name: golden data, groups, precision, modalities and extremes.
+
+Axes: G groups, S group_size, E experts, C capacity, D hidden.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import routers
+from keras_moe.layers import Experts, MoE
+from keras_moe.ops import RaggedPlan, dense_combine, dense_dispatch, served
+from keras_moe.routers import (
+    ROUTERS,
+    ExpertChoiceRouter,
+    SinkhornAffinity,
+    SparsityConstrainedAffinity,
+    TokenChoiceRouter,
+)
+from tests import golden
+from tests.training_gradients import training_gradients
+
+to_numpy = ops.convert_to_numpy
+NAMES = list(ROUTERS)
+SPARSE = [name for name in NAMES if name != "soft"]
+
+
+def set_noise(monkeypatch, noise):
+    """Makes the given unit noise the one that is drawn."""
+
+    def normal(shape, stddev, **kwargs):
+        assert tuple(shape) == noise.shape
+        return ops.convert_to_tensor(noise) * stddev
+
+    monkeypatch.setattr(keras.random, "normal", normal)
+
+
+@pytest.mark.parametrize("case", golden.cases("03_router_losses/router_expert_choice*"))
+def test_golden_expert_choice(case, monkeypatch):
+    arrays, config = golden.load(case)
+    training = not config["deterministic"]
+    dispatcher = config["dispatcher"]
+    router = ExpertChoiceRouter(
+        config["E"],
+        capacity=dispatcher.get("capacity"),
+        capacity_factor=dispatcher.get("capacity_factor"),
+        capacity_multiple_of=4 if "capacity" not in dispatcher else None,
+        noise_std=config["noise_std"],
+    )
+    tokens = arrays["inputs/x"]
+    router.build(tokens.shape)
+    router.kernel.assign(arrays["params/dense/kernel"])
+    if "inputs/noise_unit_normal" in arrays:
+        set_noise(monkeypatch, arrays["inputs/noise_unit_normal"])
+    plan, _ = router(tokens, training=training)
+    np.testing.assert_array_equal(
+        to_numpy(dense_dispatch(plan)), arrays["outputs/dispatch_mask"]
+    )
+    np.testing.assert_allclose(
+        to_numpy(dense_combine(plan)),
+        arrays["outputs/combine_weights"],
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+    def scalar(outputs):
+        cotangent = arrays["inputs/cotangent_combine"]
+        return ops.sum(ops.multiply(dense_combine(outputs[0]), cotangent))
+
+    (found,) = training_gradients(router, tokens, scalar, training)
+    expected = arrays["grads/sum_combine_cotangent/params/dense/kernel"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def transport_router(config):
+    """The router of a golden case of optimal transport."""
+    if config["algorithm"] == "kl":
+        # Theirs runs blocks of ten iterations; their other solver is converged.
+        iterations = 200 if config["use_lbfgs"] else config["maxiter"] // 10 * 10
+        affinity = SinkhornAffinity(iterations)
+    else:
+        affinity = SparsityConstrainedAffinity(
+            sparse=config["algorithm"] == "ksparse",
+            solver="adam",
+            iterations=config["maxiter"],
+            learning_rate=config["adam_lr"],
+        )
+    arguments = {
+        "affinity": affinity,
+        "combine": "softmax" if config["use_softmax_combine_weights"] else "affinity",
+        "capacity": config["actual_capacity"],
+        "kernel_initializer": "identity",
+        "noise_std": 0.0,
+    }
+    if config["side"] == "expert":
+        return ExpertChoiceRouter(config["E"], **arguments)
+    priority = config["dispatcher"]["batch_priority"]
+    return TokenChoiceRouter(
+        config["E"],
+        config["K"],
+        priority="max_gate" if priority else "first_come",
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize("case", golden.cases("04_ot_routers/*"))
+def test_golden_transport(case):
+    """The identity kernel makes the tokens the logits."""
+    arrays, config = golden.load(case)
+    router = transport_router(config)
+    plan, routing = router(arrays["inputs/logits"], training=True)
+    atol = 2e-2 if config.get("use_lbfgs") else 2e-5
+    np.testing.assert_allclose(
+        to_numpy(routing.affinity), arrays["outputs/plan"], rtol=1e-4, atol=atol
+    )
+    np.testing.assert_array_equal(
+        to_numpy(dense_dispatch(plan)), arrays["outputs/dispatch_mask"]
+    )
+    np.testing.assert_allclose(
+        to_numpy(dense_combine(plan)),
+        arrays["outputs/combine_weights"],
+        rtol=1e-5,
+        # Where the weights are the plan's own entries, these are as exact as it is.
+        atol=1e-6 if router.combine == "softmax" else 2e-5,
+    )
+
+
+@pytest.mark.parametrize("combine", ["softmax", "affinity"])
+@pytest.mark.parametrize("affinity", ["sinkhorn", "sparsity_constrained"])
+def test_gradients_pass_through_the_plan_only_where_asked(affinity, combine):
+    router = TokenChoiceRouter(3, 2, affinity=affinity, combine=combine, capacity=9)
+    generator = np.random.default_rng(0)
+    tokens = generator.normal(size=(1, 9, 5)).astype("float32")
+    cotangent = generator.normal(size=(1, 9, 3)).astype("float32")
+    router.build(tokens.shape)
+
+    def through_the_plan(outputs):
+        # With no weight on the gates, but a way to them: some backends want one.
+        unused = 0.0 * ops.sum(outputs[1].gates)
+        return unused + ops.sum(ops.multiply(outputs[1].affinity, cotangent))
+
+    (found,) = training_gradients(router, tokens, through_the_plan, training=False)
+    assert (np.abs(found).max() > 1e-3) == (combine == "affinity")
+
+
+def moe(name, num_experts=4, group_size=None, dtype=None, **options):
+    # Capacity by ceil: groups may be smaller than the experts are many.
+    if name == "soft":
+        options = {"capacity_rounding": "ceil", **options}
+    router = routers.get(name, num_experts, seed=0, **options)
+    experts = Experts(num_experts, mlp_dim=16, shared_initialization=False, dtype=dtype)
+    return MoE(router, experts, group_size=group_size, dtype=dtype)
+
+
+def images(batch=5, tokens=6, dim=8):
+    return np.random.default_rng(1).normal(size=(batch, tokens, dim)).astype("float32")
+
+
+def outputs_of(layer, tokens, **kwargs):
+    return to_numpy(layer(tokens, **kwargs)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_image_is_by_itself_at_inference(name):
+    layer, tokens = moe(name, group_size=12), images()
+    together = outputs_of(layer, tokens)
+    for index in (0, 4):
+        alone = outputs_of(layer, tokens[index : index + 1])
+        np.testing.assert_allclose(together[index], alone[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(outputs_of(layer, tokens), together)
+
+
+def test_expert_choice_may_choose_from_the_whole_batch():
+    tokens = images(batch=4)
+    plain = moe("softmax_expert_choice")
+    shared = moe("softmax_expert_choice", batch_invariant=False)
+    _, routing = plain(tokens)
+    np.testing.assert_array_equal(to_numpy(routing.dispatched).sum(axis=1), 2.0)
+    _, routing = shared(tokens)
+    dispatched = to_numpy(routing.dispatched)
+    np.testing.assert_array_equal(dispatched.sum(axis=(0, 1)), 6.0)
+    assert len(np.unique(dispatched.sum(axis=(1, 2)))) > 1
+    # The same kernel and experts trained in groups of two images.
+    _, routing = moe("softmax_expert_choice", group_size=12)(tokens, training=True)
+    by_group = to_numpy(routing.dispatched).reshape(2, 12, 4).sum(axis=1)
+    np.testing.assert_array_equal(by_group, 3.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_masked_token_changes_nothing(name, training):
+    tokens = images(batch=2)
+    mask = np.ones((2, 6), bool)
+    mask[0, 4:] = mask[1, 0] = False
+    layer = moe(name, group_size=6, noise_std=0.0)
+    outputs, routing = layer(tokens, mask=mask, training=training)
+    other = np.where(mask[..., None], tokens, 100.0).astype("float32")
+    np.testing.assert_allclose(
+        outputs_of(layer, other, mask=mask, training=training),
+        to_numpy(outputs),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    assert (to_numpy(outputs)[~mask] == 0).all()
+    assert (to_numpy(routing.dispatched)[~mask] == 0).all()
+    nobody = outputs_of(layer, tokens, mask=np.zeros((2, 6), bool), training=training)
+    np.testing.assert_array_equal(nobody, np.zeros_like(nobody))
+
+
+EXTREMES = {
+    "one expert": ({"num_experts": 1, "num_selected_experts": 1}, images()),
+    "all experts": ({"num_selected_experts": 4}, images()),
+    "one slot": ({"capacity": 1, "num_slots": 1}, images()),
+    "one token": ({}, images(batch=1, tokens=1)),
+    "more experts than tokens": ({"num_experts": 9}, images(batch=1, tokens=3)),
+    "equal tokens": ({}, np.ones((2, 6, 8), "float32")),
+    "zero tokens": ({}, np.zeros((2, 6, 8), "float32")),
+    "large logits": ({}, images() * 1e4),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_extremes_give_finite_outputs_and_gradients(name, extreme):
+    options, tokens = EXTREMES[extreme]
+    cls, _ = ROUTERS[name]
+    names = cls.__init__.__code__.co_varnames
+    layer = moe(name, **{k: v for k, v in options.items() if k in names})
+    layer.build(tokens.shape)
+    for gradient in training_gradients(layer, tokens):
+        assert np.isfinite(gradient).all()
+    for training in (False, True):
+        outputs, routing = layer(tokens, training=training)
+        assert np.isfinite(to_numpy(outputs)).all()
+        for field in routing:
+            assert np.isfinite(to_numpy(field)).all()
+    served_by = to_numpy(routing.dispatched).sum(axis=-1)
+    assert served_by.sum() > 0
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_one_finite_logit_decides(name):
+    """Logits of -inf on all other experts."""
+    router = routers.get(name, 3, kernel_initializer="identity", noise_std=0.0)
+    logits = np.full((1, 6, 3), -np.inf, "float32")
+    logits[0, np.arange(6), np.arange(6) % 3] = 1e4
+    router.build((None, None, 3))
+    gates = ops.softmax(logits, axis=-1)
+    affinity = router.affinity(
+        ops.convert_to_tensor(logits), gates, side=router.side, max_nonzeros=2
+    )
+    plan = router.allocate(affinity, gates, training=True)
+    dispatched, combined = map(to_numpy, served(plan))
+    assert np.isfinite(to_numpy(affinity)).all()
+    own = np.isfinite(logits)
+    np.testing.assert_array_equal(dispatched[own], 1.0)
+    np.testing.assert_allclose(combined, own, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float16"])
+def test_routing_is_float32_under_every_policy(name, policy):
+    tokens = images()
+    # As the half-precision layer sees them.
+    dtype = "float16" if policy == "float16" else "bfloat16"
+    tokens = to_numpy(ops.cast(ops.cast(tokens, dtype), "float32"))
+    half, full = moe(name, dtype=policy), moe(name)
+    for layer in (half, full):
+        layer.build(tokens.shape)
+    half.router.set_weights(full.router.get_weights())
+    outputs, routing = half(tokens)
+    assert keras.backend.standardize_dtype(outputs.dtype) == dtype
+    _, expected = full(tokens)
+    for found, wanted in zip(routing, expected):
+        assert keras.backend.standardize_dtype(found.dtype) == "float32"
+        np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_noise_is_seeded_and_for_training_alone(name):
+    options = {"noise_std": 2.0}
+    first, second = moe(name, **options), moe(name, **options)
+    tokens = images()
+    for layer in (first, second):
+        layer.build(tokens.shape)
+    second.set_weights(first.get_weights())
+    drawn = [
+        to_numpy(layer(tokens, training=True)[1].noisy_logits)
+        for layer in (first, second)
+    ]
+    np.testing.assert_array_equal(*drawn)
+    again = to_numpy(first(tokens, training=True)[1].noisy_logits)
+    assert np.abs(again - drawn[0]).max() > 0.01
+    _, routing = first(tokens)
+    np.testing.assert_array_equal(
+        to_numpy(routing.logits), to_numpy(routing.noisy_logits)
+    )
+
+
+def test_token_choice_is_dropless_at_inference_and_where_asked():
+    tokens = images()
+    layer = moe("softmax_token_choice", dropless=True, group_size=12)
+    for training in (False, True):
+        plan, _ = layer.router(tokens, training=training)
+        assert isinstance(plan, RaggedPlan)
+    _, routing = layer(tokens, training=True)
+    np.testing.assert_array_equal(to_numpy(routing.dispatched).sum(axis=-1), 2.0)
+    # As much room as anybody could need gives the same in training.
+    options = {"noise_std": 0.0, "num_selected_experts": 3}
+    dropless = moe("softmax_token_choice", dropless=True, **options)
+    roomy = moe("softmax_token_choice", capacity=30, **options)
+    for layer in (dropless, roomy):
+        layer.build(tokens.shape)
+    roomy.set_weights(dropless.get_weights())
+    np.testing.assert_allclose(
+        outputs_of(dropless, tokens, training=True),
+        outputs_of(roomy, tokens, training=True),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    for a, b in zip(*(training_gradients(x, tokens) for x in (dropless, roomy))):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_token_choice_normalises_gates(when):
+    tokens = images()
+    router = TokenChoiceRouter(
+        4, 2, normalize_gates=when, capacity=2, noise_std=0.0, seed=0
+    )
+    _, routing = router(tokens, training=True)
+    dispatched, combined, gates = (
+        to_numpy(x) for x in (routing.dispatched, routing.combined, routing.gates)
+    )
+    largest = np.sort(gates, axis=-1)[..., -2:].sum(axis=-1, keepdims=True)
+    kept = gates * dispatched
+    total = largest if when == "before" else kept.sum(axis=-1, keepdims=True)
+    assert (dispatched.sum(axis=-1) == 1).any()  # some choice was dropped
+    np.testing.assert_allclose(
+        combined, kept / np.where(total > 0, total, 1.0), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("cls", [TokenChoiceRouter, ExpertChoiceRouter])
+def test_each_modality_has_its_own_kernel(cls):
+    tokens = images(batch=1, tokens=8)
+    ids = np.array([[0, 1, 1, 0, 0, 1, 0, 0]])
+    router = cls(4, num_modalities=2, noise_std=0.0)
+    _, routing = router(tokens, modality_ids=ids)
+    assert tuple(router.kernel.shape) == (2, 8, 4)
+    kernel = to_numpy(router.kernel)
+    expected = np.stack([token @ kernel[i] for token, i in zip(tokens[0], ids[0])])
+    np.testing.assert_allclose(
+        to_numpy(routing.logits)[0], expected, rtol=1e-4, atol=1e-5
+    )
+    assert router.parameters(8) == 2 * 8 * 4
+    with pytest.raises(ValueError, match="modality_ids=None"):
+        router(tokens)
+    again = cls.from_config(router.get_config())
+    assert again.num_modalities == 2
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("training", [False, True])
+def test_tokens_stay_in_the_pool_of_their_modality(name, training):
+    tokens = images(batch=2, tokens=8)
+    ids = np.array([[0, 1, 1, 0, 0, 1, 0, 0], [0] * 8])
+    pools = [[0, 2], [1, 3]]
+    layer = moe(name, num_modalities=2, expert_pools=pools, group_size=8)
+    outputs, routing = layer(tokens, modality_ids=ids, training=training)
+    assert np.isfinite(to_numpy(outputs)).all()
+    dispatched = to_numpy(routing.dispatched)
+    for modality, pool in enumerate(pools):
+        others = [expert for expert in range(4) if expert not in pool]
+        assert (dispatched[ids == modality][:, others] == 0).all()
+        assert dispatched[ids == modality][:, pool].sum() > 0
+    again = type(layer.router).from_config(layer.router.get_config())
+    assert again.expert_pools == pools
+
+    def loss(outputs):
+        return ops.sum(ops.square(outputs[0]))
+
+    for gradient in training_gradients(layer, tokens, loss, training, modality_ids=ids):
+        assert np.isfinite(gradient).all()
+
+
+def test_k_may_be_all_experts_and_priority_the_sum_of_gates():
+    router = TokenChoiceRouter(4, 4, capacity=3, priority="sum_gates", noise_std=0.0)
+    _, routing = router(images(batch=1), training=True)
+    np.testing.assert_array_equal(to_numpy(routing.dispatched)[0].sum(axis=0), 3.0)
+
+
+def test_names():
+    assert len(NAMES) == 7
+    with pytest.raises(ValueError, match="router='hard'"):
+        routers.get("hard", 4)
+    layer = MoE("sinkhorn_token_choice", Experts(4, 8))
+    assert isinstance(layer.router.affinity, SinkhornAffinity)
+    assert layer.router.num_experts == 4

@@ -1,0 +1,144 @@
+"""Soft routing against the reference's, and what must always hold.
+
+Axes: G groups, S tokens of an image, E experts, C slots per expert, D hidden.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.layers import Experts, MoE
+from keras_moe.ops import dispatch
+from keras_moe.routers import SoftRouter
+from tests import golden
+from tests.training_gradients import training_gradients
+
+to_numpy = ops.convert_to_numpy
+CASES = golden.cases("05_soft_moe/*")
+NAMES = {
+    "slots": "Router/mu",
+    "scale": "Router/scale",
+    "hidden_kernel": "Mlp/Dense_0/kernel",
+    "hidden_bias": "Mlp/Dense_0/bias",
+    "output_kernel": "Mlp/Dense_1/kernel",
+    "output_bias": "Mlp/Dense_1/bias",
+}
+
+
+def build(case, dtype=None):
+    arrays, config = golden.load(case)
+    mlp_dim = arrays["params/Mlp/Dense_0/bias"].shape[1]
+    if config.get("capacity_factor") is not None:
+        slots = {"capacity_factor": config["capacity_factor"]}
+    else:
+        slots = {"num_slots": config["num_slots"]}
+    moe = MoE(
+        SoftRouter(config["num_experts"], **slots),
+        Experts(config["num_experts"], mlp_dim, dtype=dtype),
+        dtype=dtype,
+    )
+    moe.build(arrays["inputs/x"].shape)
+    for weight in moe.trainable_weights:
+        weight.assign(arrays[f"params/{golden_name(weight)}"])
+    return moe, arrays, config
+
+
+def golden_name(weight):
+    return NAMES[weight.name]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_layer(case):
+    moe, arrays, config = build(case)
+    plan, routing = moe.router(arrays["inputs/x"])
+    assert plan.combine.shape[-1] == config["num_slots"]
+    outputs, record = moe(arrays["inputs/x"], training=True)
+    for found, name in (
+        (plan.dispatch, "dispatch_weights"),
+        (plan.combine, "combine_weights"),
+        (dispatch(arrays["inputs/x"], plan), "slot_inputs"),
+        (outputs, "y"),
+    ):
+        expected = arrays[f"outputs/{name}"]
+        np.testing.assert_allclose(to_numpy(found), expected, rtol=1e-5, atol=1e-6)
+    for a, b in zip(routing, record):
+        np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
+    np.testing.assert_allclose(
+        to_numpy(record.combined), arrays["outputs/combine_weights"].sum(-1), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_gradients(case):
+    moe, arrays, _ = build(case)
+
+    def scalar(outputs):
+        return ops.sum(ops.multiply(outputs[0], arrays["inputs/cotangent"]))
+
+    gradients = training_gradients(moe, arrays["inputs/x"], scalar)
+    for weight, found in zip(moe.trainable_weights, gradients):
+        expected = arrays[f"grads/params/{golden_name(weight)}"]
+        np.testing.assert_allclose(
+            found, expected, rtol=1e-4, atol=1e-6, err_msg=weight.path
+        )
+
+
+def test_golden_half_precision():
+    """The reference casts to bfloat16 around dispatch and combine."""
+    moe, arrays, _ = build("05_soft_moe/slots2", dtype="mixed_bfloat16")
+    outputs = to_numpy(ops.cast(moe(arrays["inputs/x"])[0], "float32"))
+    expected = arrays["outputs/y_official_bfloat16_dispatch"]
+    # Theirs runs the experts in float32, ours in bfloat16, which has 8 bits.
+    np.testing.assert_allclose(outputs, expected, atol=3e-2)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_weights_are_convex(normalize, scale):
+    router = SoftRouter(3, num_slots=2, normalize=normalize)
+    tokens = np.random.default_rng(0).normal(size=(2, 7, 5)).astype("float32") * scale
+    plan, _ = router(tokens)
+    into, out_of = to_numpy(plan.dispatch), to_numpy(plan.combine)
+    assert (into >= 0).all()
+    assert (out_of >= 0).all()
+    np.testing.assert_allclose(into.sum(axis=1), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(out_of.sum(axis=(2, 3)), 1.0, rtol=1e-5)
+    assert router.parameters(5) == router.count_params() == 5 * 6 + normalize
+
+
+def test_permuted_tokens_permute_the_outputs():
+    moe, tokens = MoE("soft", Experts(4, mlp_dim=8)), np.random.default_rng(1)
+    tokens = tokens.normal(size=(2, 8, 6)).astype("float32")
+    order = np.random.default_rng(2).permutation(8)
+    outputs = to_numpy(moe(tokens)[0])
+    np.testing.assert_allclose(
+        to_numpy(moe(tokens[:, order])[0]), outputs[:, order], rtol=1e-4, atol=1e-6
+    )
+
+
+def test_masked_tokens_leave_the_rest_as_if_alone():
+    router = SoftRouter(3, num_slots=2)
+    tokens = np.random.default_rng(0).normal(size=(1, 7, 5)).astype("float32")
+    mask = np.arange(7)[None] < 4
+    plan, _ = router(tokens, mask=mask)
+    alone, _ = router(tokens[:, :4])
+    for found, expected in zip(plan, alone):
+        found = to_numpy(found)
+        np.testing.assert_allclose(found[:, :4], to_numpy(expected), rtol=1e-5)
+        assert (found[:, 4:] == 0).all()
+
+
+def test_a_number_of_slots_serves_any_number_of_tokens():
+    moe = MoE(SoftRouter(4, num_slots=1), Experts(4, mlp_dim=8))
+    symbol = keras.Input((None, 6))
+    model = keras.Model(symbol, moe(symbol)[0])
+    for length in (3, 9):
+        assert model(np.ones((2, length, 6), "float32")).shape == (2, length, 6)
+
+
+def test_modalities_are_refused():
+    with pytest.raises(ValueError, match="modality_ids"):
+        SoftRouter(2, num_slots=1)(
+            np.ones((1, 2, 3), "float32"), modality_ids=np.zeros((1, 2), "int32")
+        )
