@@ -231,8 +231,6 @@ def _newton_of_experts(values, mass, target, max_nonzeros, iterations):
             some_curved, some_mixed, some_stiffness = curved, mixed, stiffness
         curvature = _curvature(some_curved, some_mixed, slope, some_stiffness)
         change = -ops.solve(curvature / some_count, gradient)
-        # With unknown sizes TensorFlow forgets the rank.
-        change = ops.reshape(change, (-1, 2 * num_experts, 1))
         of_offset, of_level = change[:, :num_experts], change[:, num_experts:]
         # Adding one number to all of a and o changes nothing.
         of_offset = of_offset - ops.mean(of_offset, axis=1, keepdims=True)
@@ -341,8 +339,7 @@ def _newton_of_tokens(values, mass, target, max_nonzeros, iterations):
         change = -ops.solve(
             curvature + _diagonal(damping), ops.swapaxes(gradient, 1, 2)
         )
-        # With unknown sizes TensorFlow forgets the rank.
-        change = ops.reshape(change, (-1, 1, num_experts))
+        change = ops.swapaxes(change, 1, 2)
         change = change - ops.mean(change, axis=2, keepdims=True)
         largest = ops.max(ops.abs(change), axis=2, keepdims=True)
         scale = ops.minimum(2 * width / ops.maximum(largest, 1e-30), 1.0)

@@ -11,17 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_moe.ops import sparse_transport as module
-from keras_moe.ops.sparse_transport import sparse_transport
+from keras_moe.ops.sparse_transport import (
+    ITERATIONS,
+    potentials,
+    semi_dual,
+    sparse_transport,
+)
 from keras_moe.ops.transport import Transport
 from tests import golden
 from tests.gradients import compiled, gradient
-
-# The package may export the function under the module's name.
-if not hasattr(module, "semi_dual"):
-    import sys
-
-    module = sys.modules[sparse_transport.__module__]
 
 SOLVERS = ("newton", "adam")
 GOLDEN = ("ksparse_expert", "ksparse_token_k1", "ksparse_token_k2", "sparse_expert")
@@ -70,12 +68,10 @@ def solve_with_objective(utility, side, max_nonzeros):
             mass, target = of_experts, keras.ops.swapaxes(of_tokens, 1, 2)
         results = []
         for solver in SOLVERS:
-            steps = module.ITERATIONS[solver]
+            steps = ITERATIONS[solver]
             problem = mass, target, side, max_nonzeros
-            found, _ = module.potentials(values, *problem, solver, steps)
-            worth = module.semi_dual(
-                found, values, values > -1.0, mass, target, max_nonzeros
-            )
+            found, _ = potentials(values, *problem, solver, steps)
+            worth = semi_dual(found, values, values > -1.0, mass, target, max_nonzeros)
             results.append(
                 (sparse_transport(utility, side, max_nonzeros, solver), worth)
             )
@@ -196,11 +192,8 @@ def test_bound_and_marginals(shape, seed, kind, side, solver, masked_share):
     ("side", "shape", "bound"),
     [
         ("expert", (128, 8), 16),
-        ("expert", (128, 8), 32),
-        ("expert", (1500, 4), 375),
         ("expert", (1500, 4), 750),
         ("token", (128, 8), 1),
-        ("token", (1500, 4), 2),
     ],
 )
 def test_newton_is_no_worse_than_adam(side, shape, bound):

@@ -19,6 +19,7 @@ from keras_moe.routers import (
     TokenChoiceRouter,
 )
 from tests import golden
+from tests.calls import call
 from tests.training_gradients import training_gradients
 
 to_numpy = ops.convert_to_numpy
@@ -53,7 +54,7 @@ def test_golden_expert_choice(case, monkeypatch):
     router.kernel.assign(arrays["params/dense/kernel"])
     if "inputs/noise_unit_normal" in arrays:
         set_noise(monkeypatch, arrays["inputs/noise_unit_normal"])
-    plan, _ = router(tokens, training=training)
+    plan, _ = call(router, tokens, training=training)
     np.testing.assert_array_equal(
         to_numpy(dense_dispatch(plan)), arrays["outputs/dispatch_mask"]
     )
@@ -109,7 +110,7 @@ def test_golden_transport(case):
     """The identity kernel makes the tokens the logits."""
     arrays, config = golden.load(case)
     router = transport_router(config)
-    plan, routing = router(arrays["inputs/logits"], training=True)
+    plan, routing = call(router, arrays["inputs/logits"], training=True)
     atol = 2e-2 if config.get("use_lbfgs") else 2e-5
     np.testing.assert_allclose(
         to_numpy(routing.affinity), arrays["outputs/plan"], rtol=1e-4, atol=atol
@@ -158,7 +159,7 @@ def images(batch=5, tokens=6, dim=8):
 
 
 def outputs_of(layer, tokens, **kwargs):
-    return to_numpy(layer(tokens, **kwargs)[0])
+    return to_numpy(call(layer, tokens, **kwargs)[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -175,14 +176,16 @@ def test_expert_choice_may_choose_from_the_whole_batch():
     tokens = images(batch=4)
     plain = moe("softmax_expert_choice")
     shared = moe("softmax_expert_choice", batch_invariant=False)
-    _, routing = plain(tokens)
+    _, routing = call(plain, tokens)
     np.testing.assert_array_equal(to_numpy(routing.dispatched).sum(axis=1), 2.0)
-    _, routing = shared(tokens)
+    _, routing = call(shared, tokens)
     dispatched = to_numpy(routing.dispatched)
     np.testing.assert_array_equal(dispatched.sum(axis=(0, 1)), 6.0)
     assert len(np.unique(dispatched.sum(axis=(1, 2)))) > 1
     # The same kernel and experts trained in groups of two images.
-    _, routing = moe("softmax_expert_choice", group_size=12)(tokens, training=True)
+    _, routing = call(
+        moe("softmax_expert_choice", group_size=12), tokens, training=True
+    )
     by_group = to_numpy(routing.dispatched).reshape(2, 12, 4).sum(axis=1)
     np.testing.assert_array_equal(by_group, 3.0)
 
@@ -194,7 +197,7 @@ def test_a_masked_token_changes_nothing(name, training):
     mask = np.ones((2, 6), bool)
     mask[0, 4:] = mask[1, 0] = False
     layer = moe(name, group_size=6, noise_std=0.0)
-    outputs, routing = layer(tokens, mask=mask, training=training)
+    outputs, routing = call(layer, tokens, mask=mask, training=training)
     other = np.where(mask[..., None], tokens, 100.0).astype("float32")
     np.testing.assert_allclose(
         outputs_of(layer, other, mask=mask, training=training),
@@ -208,35 +211,48 @@ def test_a_masked_token_changes_nothing(name, training):
     np.testing.assert_array_equal(nobody, np.zeros_like(nobody))
 
 
+# Arguments, and the shape of the tokens.
 EXTREMES = {
-    "one expert": ({"num_experts": 1, "num_selected_experts": 1}, images()),
-    "all experts": ({"num_selected_experts": 4}, images()),
-    "one slot": ({"capacity": 1, "num_slots": 1}, images()),
-    "one token": ({}, images(batch=1, tokens=1)),
-    "more experts than tokens": ({"num_experts": 9}, images(batch=1, tokens=3)),
-    "equal tokens": ({}, np.ones((2, 6, 8), "float32")),
-    "zero tokens": ({}, np.zeros((2, 6, 8), "float32")),
-    "large logits": ({}, images() * 1e4),
+    "one expert": ({"num_experts": 1, "num_selected_experts": 1}, (2, 6, 8)),
+    "all experts, one slot": (
+        {"num_selected_experts": 4, "capacity": 1, "num_slots": 1},
+        (2, 6, 8),
+    ),
+    "one token": ({}, (1, 1, 8)),
+    "more experts than tokens": ({"num_experts": 9}, (1, 3, 8)),
+}
+VALUES = {
+    "random": images,
+    "equal": lambda *shape: np.ones(shape, "float32"),
+    "zero": lambda *shape: np.zeros(shape, "float32"),
+    "large": lambda *shape: images(*shape) * 1e4,
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("extreme", EXTREMES)
-def test_extremes_give_finite_outputs_and_gradients(name, extreme):
-    options, tokens = EXTREMES[extreme]
+def test_extremes_give_finite_outputs(name, extreme):
+    options, shape = EXTREMES[extreme]
     cls, _ = ROUTERS[name]
     names = cls.__init__.__code__.co_varnames
     layer = moe(name, **{k: v for k, v in options.items() if k in names})
+    for training in (False, True):
+        for tokens in VALUES.values():
+            outputs, routing = call(layer, tokens(*shape), training=training)
+            assert np.isfinite(to_numpy(outputs)).all()
+            for field in routing:
+                assert np.isfinite(to_numpy(field)).all()
+            assert to_numpy(routing.dispatched).sum() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("values", ["equal", "large"])
+def test_extremes_give_finite_gradients(name, values):
+    tokens = VALUES[values](2, 6, 8)
+    layer = moe(name)
     layer.build(tokens.shape)
     for gradient in training_gradients(layer, tokens):
         assert np.isfinite(gradient).all()
-    for training in (False, True):
-        outputs, routing = layer(tokens, training=training)
-        assert np.isfinite(to_numpy(outputs)).all()
-        for field in routing:
-            assert np.isfinite(to_numpy(field)).all()
-    served_by = to_numpy(routing.dispatched).sum(axis=-1)
-    assert served_by.sum() > 0
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -259,7 +275,7 @@ def test_one_finite_logit_decides(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float16"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float16"])
 def test_routing_is_float32_under_every_policy(name, policy):
     tokens = images()
     # As the half-precision layer sees them.
@@ -269,15 +285,17 @@ def test_routing_is_float32_under_every_policy(name, policy):
     for layer in (half, full):
         layer.build(tokens.shape)
     half.router.set_weights(full.router.get_weights())
-    outputs, routing = half(tokens)
+    outputs, routing = call(half, tokens)
     assert keras.backend.standardize_dtype(outputs.dtype) == dtype
-    _, expected = full(tokens)
+    _, expected = call(full, tokens)
     for found, wanted in zip(routing, expected):
         assert keras.backend.standardize_dtype(found.dtype) == "float32"
         np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["softmax_token_choice", "sinkhorn_expert_choice", "soft"]
+)
 def test_noise_is_seeded_and_for_training_alone(name):
     options = {"noise_std": 2.0}
     first, second = moe(name, **options), moe(name, **options)
@@ -286,13 +304,13 @@ def test_noise_is_seeded_and_for_training_alone(name):
         layer.build(tokens.shape)
     second.set_weights(first.get_weights())
     drawn = [
-        to_numpy(layer(tokens, training=True)[1].noisy_logits)
+        to_numpy(call(layer, tokens, training=True)[1].noisy_logits)
         for layer in (first, second)
     ]
     np.testing.assert_array_equal(*drawn)
-    again = to_numpy(first(tokens, training=True)[1].noisy_logits)
+    again = to_numpy(call(first, tokens, training=True)[1].noisy_logits)
     assert np.abs(again - drawn[0]).max() > 0.01
-    _, routing = first(tokens)
+    _, routing = call(first, tokens)
     np.testing.assert_array_equal(
         to_numpy(routing.logits), to_numpy(routing.noisy_logits)
     )
@@ -302,9 +320,9 @@ def test_token_choice_is_dropless_at_inference_and_where_asked():
     tokens = images()
     layer = moe("softmax_token_choice", dropless=True, group_size=12)
     for training in (False, True):
-        plan, _ = layer.router(tokens, training=training)
+        plan, _ = call(layer.router, tokens, training=training)
         assert isinstance(plan, RaggedPlan)
-    _, routing = layer(tokens, training=True)
+    _, routing = call(layer, tokens, training=True)
     np.testing.assert_array_equal(to_numpy(routing.dispatched).sum(axis=-1), 2.0)
     # As much room as anybody could need gives the same in training.
     options = {"noise_std": 0.0, "num_selected_experts": 3}
@@ -329,7 +347,7 @@ def test_token_choice_normalises_gates(when):
     router = TokenChoiceRouter(
         4, 2, normalize_gates=when, capacity=2, noise_std=0.0, seed=0
     )
-    _, routing = router(tokens, training=True)
+    _, routing = call(router, tokens, training=True)
     dispatched, combined, gates = (
         to_numpy(x) for x in (routing.dispatched, routing.combined, routing.gates)
     )
@@ -347,7 +365,7 @@ def test_each_modality_has_its_own_kernel(cls):
     tokens = images(batch=1, tokens=8)
     ids = np.array([[0, 1, 1, 0, 0, 1, 0, 0]])
     router = cls(4, num_modalities=2, noise_std=0.0)
-    _, routing = router(tokens, modality_ids=ids)
+    _, routing = call(router, tokens, modality_ids=ids)
     assert tuple(router.kernel.shape) == (2, 8, 4)
     kernel = to_numpy(router.kernel)
     expected = np.stack([token @ kernel[i] for token, i in zip(tokens[0], ids[0])])
@@ -368,7 +386,7 @@ def test_tokens_stay_in_the_pool_of_their_modality(name, training):
     ids = np.array([[0, 1, 1, 0, 0, 1, 0, 0], [0] * 8])
     pools = [[0, 2], [1, 3]]
     layer = moe(name, num_modalities=2, expert_pools=pools, group_size=8)
-    outputs, routing = layer(tokens, modality_ids=ids, training=training)
+    outputs, routing = call(layer, tokens, modality_ids=ids, training=training)
     assert np.isfinite(to_numpy(outputs)).all()
     dispatched = to_numpy(routing.dispatched)
     for modality, pool in enumerate(pools):
@@ -377,6 +395,8 @@ def test_tokens_stay_in_the_pool_of_their_modality(name, training):
         assert dispatched[ids == modality][:, pool].sum() > 0
     again = type(layer.router).from_config(layer.router.get_config())
     assert again.expert_pools == pools
+    if not training:
+        return
 
     def loss(outputs):
         return ops.sum(ops.square(outputs[0]))
@@ -387,7 +407,7 @@ def test_tokens_stay_in_the_pool_of_their_modality(name, training):
 
 def test_k_may_be_all_experts_and_priority_the_sum_of_gates():
     router = TokenChoiceRouter(4, 4, capacity=3, priority="sum_gates", noise_std=0.0)
-    _, routing = router(images(batch=1), training=True)
+    _, routing = call(router, images(batch=1), training=True)
     np.testing.assert_array_equal(to_numpy(routing.dispatched)[0].sum(axis=0), 3.0)
 
 

@@ -12,6 +12,7 @@ from keras_moe.layers import Experts, MoE
 from keras_moe.ops import dispatch
 from keras_moe.routers import SoftRouter
 from tests import golden
+from tests.calls import call
 from tests.training_gradients import training_gradients
 
 to_numpy = ops.convert_to_numpy
@@ -51,9 +52,9 @@ def golden_name(weight):
 @pytest.mark.parametrize("case", CASES)
 def test_golden_layer(case):
     moe, arrays, config = build(case)
-    plan, routing = moe.router(arrays["inputs/x"])
+    plan, routing = call(moe.router, arrays["inputs/x"])
     assert plan.combine.shape[-1] == config["num_slots"]
-    outputs, record = moe(arrays["inputs/x"], training=True)
+    outputs, record = call(moe, arrays["inputs/x"], training=True)
     for found, name in (
         (plan.dispatch, "dispatch_weights"),
         (plan.combine, "combine_weights"),
@@ -98,7 +99,7 @@ def test_golden_half_precision():
 def test_weights_are_convex(normalize, scale):
     router = SoftRouter(3, num_slots=2, normalize=normalize)
     tokens = np.random.default_rng(0).normal(size=(2, 7, 5)).astype("float32") * scale
-    plan, _ = router(tokens)
+    plan, _ = call(router, tokens)
     into, out_of = to_numpy(plan.dispatch), to_numpy(plan.combine)
     assert (into >= 0).all()
     assert (out_of >= 0).all()
@@ -111,9 +112,12 @@ def test_permuted_tokens_permute_the_outputs():
     moe, tokens = MoE("soft", Experts(4, mlp_dim=8)), np.random.default_rng(1)
     tokens = tokens.normal(size=(2, 8, 6)).astype("float32")
     order = np.random.default_rng(2).permutation(8)
-    outputs = to_numpy(moe(tokens)[0])
+    outputs = to_numpy(call(moe, tokens)[0])
     np.testing.assert_allclose(
-        to_numpy(moe(tokens[:, order])[0]), outputs[:, order], rtol=1e-4, atol=1e-6
+        to_numpy(call(moe, tokens[:, order])[0]),
+        outputs[:, order],
+        rtol=1e-4,
+        atol=1e-6,
     )
 
 
@@ -121,8 +125,8 @@ def test_masked_tokens_leave_the_rest_as_if_alone():
     router = SoftRouter(3, num_slots=2)
     tokens = np.random.default_rng(0).normal(size=(1, 7, 5)).astype("float32")
     mask = np.arange(7)[None] < 4
-    plan, _ = router(tokens, mask=mask)
-    alone, _ = router(tokens[:, :4])
+    plan, _ = call(router, tokens, mask=mask)
+    alone, _ = call(router, tokens[:, :4])
     for found, expected in zip(plan, alone):
         found = to_numpy(found)
         np.testing.assert_allclose(found[:, :4], to_numpy(expected), rtol=1e-5)

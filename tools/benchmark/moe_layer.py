@@ -1,13 +1,14 @@
-"""An MoE layer's forward and backward pass over that of its bare expert matmuls.
+"""An MoE layer's forward and backward pass, by router, over that of its bare experts.
 
     KERAS_BACKEND=jax python tools/benchmark/moe_layer.py
 
 The whole layer counts: routing, dispatch, experts, combine and auxiliary losses.
-`matmuls` are the experts' two batched matmuls alone; `experts` adds their biases
-and activation.
+`experts` are the experts alone on as many slots; `matmuls` are their two batched
+matmuls without bias and activation.
 """
 
 import argparse
+import itertools
 
 import keras
 import numpy as np
@@ -15,8 +16,9 @@ from gradients import forward_backward
 from keras import ops
 from timing import interleaved, print_ratios
 
+from keras_moe import routers
 from keras_moe.layers import Experts, MoE
-from keras_moe.routers import TokenChoiceRouter
+from keras_moe.ops import expert_capacity
 
 
 class Matmuls(keras.layers.Layer):
@@ -35,15 +37,56 @@ class Matmuls(keras.layers.Layer):
         return ops.matmul(ops.matmul(x[0], self.hidden), self.out)[None]
 
 
+def candidates_for(routers_asked, num_experts, selected, args) -> dict:
+    """Layers to time, by name; all but dropless have the same number of slots."""
+    factor = args.capacity_factor
+    losses = {"importance": 0.005, "load": 0.005}
+    candidates = {}
+    for name in routers_asked:
+        cls, _ = routers.ROUTERS[name]
+        if cls is routers.TokenChoiceRouter:
+            options = {"num_selected_experts": selected, "capacity_factor": factor}
+            options["priority"] = "max_gate"
+        else:
+            options = {"capacity_factor": factor * selected}
+        candidates[name] = (
+            routers.get(name, num_experts, seed=0, **options),
+            losses if name == "softmax_token_choice" else None,
+            "index",
+        )
+    if "dropless" in args.also:
+        router = routers.TokenChoiceRouter(num_experts, selected, dropless=True, seed=0)
+        candidates["dropless"] = (router, losses, "index")
+    if "einsum" in args.also:
+        router = routers.TokenChoiceRouter(
+            num_experts, selected, capacity_factor=factor, priority="max_gate", seed=0
+        )
+        candidates["einsum dispatch"] = (router, losses, "einsum")
+    return {
+        name: MoE(
+            router,
+            Experts(num_experts, args.mlp_dim),
+            auxiliary_losses=losses,
+            dispatcher=dispatcher,
+        )
+        for name, (router, losses, dispatcher) in candidates.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=3152)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[3152, 12544])
+    parser.add_argument("--experts", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--selected", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--mlp-dim", type=int, default=1536)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--selected", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--skip-einsum", action="store_true")
+    parser.add_argument("--capacity-factor", type=float, default=1.05)
+    sparse = [name for name in routers.ROUTERS if name != "soft"]
+    parser.add_argument("--routers", nargs="+", choices=sparse, default=sparse)
+    parser.add_argument(
+        "--also", nargs="*", choices=("dropless", "einsum"), default=["dropless"]
+    )
+    parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
 
     generator = np.random.default_rng(0)
@@ -51,33 +94,33 @@ def main() -> None:
     def normal(*shape):
         return generator.normal(size=shape).astype("float32")
 
-    tokens = normal(1, args.tokens, args.dim)
-    cotangent = normal(1, args.tokens, args.dim)
-    for selected in args.selected:
-        candidates = {}
-        for dispatcher in ("index",) if args.skip_einsum else ("index", "einsum"):
-            moe = MoE(
-                TokenChoiceRouter(args.experts, selected, priority="max_gate", seed=0),
-                Experts(args.experts, args.mlp_dim),
-                auxiliary_losses={"importance": 0.005, "load": 0.005},
-                dispatcher=dispatcher,
-            )
-            moe.build(tokens.shape)
-            candidates[f"MoE, {dispatcher}"] = forward_backward(moe, tokens, cotangent)
-        capacity = moe.router.group_capacity(args.tokens, training=True)
-        slots = (1, args.experts, capacity, args.dim)
+    sizes = itertools.product(args.tokens, args.experts, args.selected)
+    for num_tokens, num_experts, selected in sizes:
+        tokens, cotangent = (
+            normal(1, num_tokens, args.dim),
+            normal(1, num_tokens, args.dim),
+        )
+        layers = candidates_for(args.routers, num_experts, selected, args)
+        timed = {}
+        for name, layer in layers.items():
+            layer.build(tokens.shape)
+            timed[name] = forward_backward(layer, tokens, cotangent)
+        capacity = expert_capacity(
+            num_tokens, num_experts, args.capacity_factor, selected
+        )
+        slots = (1, num_experts, capacity, args.dim)
         inputs, slot_cotangent = normal(*slots), normal(*slots)
         for name, layer in (
-            ("experts", Experts(args.experts, args.mlp_dim)),
+            ("experts", Experts(num_experts, args.mlp_dim)),
             ("matmuls", Matmuls(args.mlp_dim)),
         ):
             layer.build(slots)
-            candidates[name] = forward_backward(layer, inputs, slot_cotangent)
+            timed[name] = forward_backward(layer, inputs, slot_cotangent)
         print_ratios(
-            f"{args.tokens} tokens, D={args.dim}, H={args.mlp_dim}, E={args.experts}, "
+            f"{num_tokens} tokens, D={args.dim}, H={args.mlp_dim}, E={num_experts}, "
             f"K={selected}, C={capacity}",
-            interleaved(candidates, args.rounds),
-            "matmuls",
+            interleaved(timed, args.rounds),
+            "experts",
         )
 
 

@@ -34,17 +34,20 @@ class Identity(keras.layers.Layer):
     def build(self, shape):
         pass
 
-    def call(self, inputs, training=None):
+    def call(self, inputs, group_sizes=None, training=None):
         return inputs
 
 
 def temporary_bytes(dispatcher: str, args: argparse.Namespace) -> tuple[int, int]:
     """The compiled step's temporary memory, and the size of one expert buffer."""
+    dropless = dispatcher == "dropless"
     moe = MoE(
-        TokenChoiceRouter(args.experts, args.selected, priority="max_gate", seed=0),
+        TokenChoiceRouter(
+            args.experts, args.selected, dropless=dropless, priority="max_gate", seed=0
+        ),
         Identity(args.experts),
         auxiliary_losses={"importance": 0.005, "load": 0.005},
-        dispatcher=dispatcher,
+        dispatcher="index" if dropless else dispatcher,
     )
     shape = (1, args.tokens, args.dim)
     moe.build(shape)
@@ -64,8 +67,10 @@ def temporary_bytes(dispatcher: str, args: argparse.Namespace) -> tuple[int, int
         )
         .compile()
     )
-    capacity = moe.router.group_capacity(args.tokens, training=True)
-    buffer = args.experts * capacity * args.dim * 4
+    num_slots = args.tokens * args.selected  # rows, if there is no capacity
+    if not dropless:
+        num_slots = args.experts * moe.router.group_capacity(args.tokens, True)
+    buffer = num_slots * args.dim * 4
     return compiled.memory_analysis().temp_size_in_bytes, buffer
 
 
@@ -84,7 +89,7 @@ def main() -> None:
     )
     for column in ("dispatcher", "temporary MiB", "buffers held", "routing MiB"):
         table.add_column(column, justify="right")
-    for dispatcher in ("index", "einsum"):
+    for dispatcher in ("index", "einsum", "dropless"):
         temporary, buffer = temporary_bytes(dispatcher, args)
         # What any implementation holds at once in the backward pass: the experts'
         # inputs or outputs, their gradient, and one copy of the tokens.

@@ -7,7 +7,6 @@ the projection does not meet by construction, relative to what they should be.
 """
 
 import argparse
-import sys
 
 import keras
 import numpy as np
@@ -16,10 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from timing import interleaved, print_ratios
 
-import keras_moe.ops.sparse_transport  # noqa: F401
-
-# The package may export the function under the module's name.
-transport = sys.modules["keras_moe.ops.sparse_transport"]
+from keras_moe.ops.sparse_transport import (
+    ITERATIONS,
+    SIDES,
+    SOLVERS,
+    potentials,
+    semi_dual,
+    sparse_transport,
+)
 
 
 def compiled(function):
@@ -46,11 +49,11 @@ def quality(utility, side, bound, solver):
         if side == "expert":
             values = ops.swapaxes(utility, 1, 2)
             own, others = share, ops.swapaxes(mass, 1, 2)
-        steps = transport.ITERATIONS[solver]
+        steps = ITERATIONS[solver]
         problem = own, others, side, bound
-        found, _ = transport.potentials(values, *problem, solver, steps)
-        worth = transport.semi_dual(found, values, values > -1, own, others, bound)
-        plan = transport.sparse_transport(utility, side, bound, solver)
+        found, _ = potentials(values, *problem, solver, steps)
+        worth = semi_dual(found, values, values > -1, own, others, bound)
+        plan = sparse_transport(utility, side, bound, solver)
         if side == "expert":
             return worth[0], ops.abs(plan.row_marginals - 1)
         return worth[0], ops.abs(plan.column_marginals * (experts / tokens) - 1)
@@ -63,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[400, 3136, 12544])
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--side", default="expert", choices=transport.SIDES)
+    parser.add_argument("--side", default="expert", choices=SIDES)
     parser.add_argument("--std", type=float, nargs="+", default=[0.3, 1.0, 3.0])
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
@@ -85,10 +88,10 @@ def compare(title, logits, bound, args) -> None:
     table = Table(title=title)
     for name in ("logits' std", "solver", "objective", "mean error", "max error"):
         table.add_column(name, justify="right")
-    for solver in transport.SOLVERS:
+    for solver in SOLVERS:
 
         def run(utility, solver=solver):
-            return transport.sparse_transport(utility, args.side, bound, solver).plan
+            return sparse_transport(utility, args.side, bound, solver).plan
 
         run = compiled(run)
         for std in args.std:

@@ -1,0 +1,43 @@
+"""Calls of layers as training does them: one program on JAX."""
+
+import weakref
+from typing import Any
+
+import keras
+
+_PROGRAMS = weakref.WeakKeyDictionary()
+
+
+def call(layer: keras.layers.Layer, *inputs: Any, training: bool = False, **kwargs):
+    """The layer's outputs. On JAX op by op would compile each op for each shape.
+
+    Args:
+        layer: built by the first call.
+        *inputs: arrays.
+        training: passed to the layer.
+        **kwargs: further arrays, passed by name.
+    """
+    if keras.backend.backend() != "jax":
+        return layer(*inputs, training=training, **kwargs)
+    import jax
+
+    if not layer.built:
+        layer.build(tuple(inputs[0].shape))
+    programs = _PROGRAMS.setdefault(layer, {})
+    if training not in programs:
+
+        def program(trainable, state, inputs, kwargs):
+            return layer.stateless_call(
+                trainable, state, *inputs, training=training, **kwargs
+            )
+
+        programs[training] = jax.jit(program)
+    outputs, state = programs[training](
+        [v.value for v in layer.trainable_variables],
+        [v.value for v in layer.non_trainable_variables],
+        inputs,
+        kwargs,
+    )
+    for variable, value in zip(layer.non_trainable_variables, state):
+        variable.assign(value)
+    return outputs

@@ -1,0 +1,152 @@
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+
+from keras_moe.analysis import plots
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUTERS = ["soft", "softmax_token_choice"]
+TINY = [
+    "--routers", *ROUTERS, "--selected", "1", "--seeds", "2", "--epochs", "1",
+    "--batch-size", "64", "--set", "num_layers=2", "hidden_dim=16", "num_heads=2",
+    "mlp_dim=16", "num_experts=4",
+]  # fmt: skip
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    tool = runpy.run_path(str(ROOT / "tools" / "router_study.py"))
+    monkeypatch.setitem(tool["main"].__globals__, "TIMING_ROUNDS", 1)
+    return tool
+
+
+def run(tool, capsys, output, *arguments):
+    status = tool["main"]([*TINY, "--output", str(output), *map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+def results_of(folder):
+    """The summary and the runs, without what is measured in seconds."""
+    results = json.loads((folder / "results.json").read_text())
+    for row in results["summary"]:
+        for key in ("step_seconds", "relative_step_time"):
+            assert row.pop(key) > 0
+    for record in results["runs"]:
+        assert record["result"].pop("seconds") > 0
+    return results["summary"], results["runs"]
+
+
+def test_a_study_goes_on_where_it_stopped(tool, capsys, tmp_path, monkeypatch):
+    whole = tmp_path / "whole"
+    status, output, errors = run(tool, capsys, whole)
+    assert status == 0, errors
+    assert "softmax token choice" in output
+    assert "finished before" not in output
+    assert (whole / "accuracy_over_cost.png").read_bytes().startswith(b"\x89PNG")
+    summary, runs = results_of(whole)
+    assert [row["router"] for row in summary] == ["softmax_token_choice", "soft"]
+    assert [record["seed"] for record in runs] == [0, 1, 0, 1]
+    assert runs[0]["result"]["test_accuracy"] != runs[1]["result"]["test_accuracy"]
+    for row in summary:
+        assert 0.1 < row["test_accuracy"]["mean"] <= 1
+        assert row["test_accuracy"]["std"] > 0
+        assert 0.1 < row["few_shot_accuracy"]["mean"] <= 1
+        assert row["step_time_over"] == "softmax_token_choice-1"
+    token_choice, soft = summary
+    assert 0 < token_choice["dropped_tokens"]["mean"] < 1
+    assert soft["dropped_tokens"]["mean"] == 0
+    assert soft["load_entropy"]["mean"] == pytest.approx(1)
+
+    # An interrupted study: runs that are missing, cut off, or of other settings.
+    part = tmp_path / "part"
+    shutil.copytree(whole / "runs", part / "runs")
+    first, second, third, fourth = (
+        next(part.glob(f"runs/{router}-1-seed{seed}-*.json"))
+        for router in ("softmax_token_choice", "soft")
+        for seed in (0, 1)
+    )
+    first.unlink()
+    third.write_text(second.read_text())
+    fourth.write_text(fourth.read_text()[:100])
+    status, output, errors = run(tool, capsys, part)
+    assert status == 0, errors
+    assert output.count("finished before") == 1
+    assert results_of(part) == (summary, runs)
+    assert not list(part.rglob("*.part"))
+
+    # Nothing is done twice, and an interruption has an exit status of its own.
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    for method in ("train", "time_steps"):
+        monkeypatch.setattr(tool["Configuration"], method, interrupt)
+    status, output, _ = run(tool, capsys, part)
+    assert status == 0
+    assert output.count("finished before") == 4
+    assert results_of(part) == (summary, runs)
+    status, _, errors = run(tool, capsys, part, "--learning-rate", 1e-3)
+    assert status == 130
+    assert "the same command goes on from here" in errors
+    assert run(tool, capsys, part, "--restart")[0] == 130
+    assert not list(part.glob("runs/*.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dataset", "digit"], "did you mean 'digits'"),
+        (["--preset", "vmoe_digit"], "nearest: vmoe_digits"),
+        (["--set", "hidden"], "Expected NAME=VALUE; received: hidden"),
+        (["--set", "hidden=16"], "hidden_dim"),
+        (["--set", "router=soft"], "an argument that the study does not set"),
+        (["--batch-size", 500], "1347 and 450 images, batch_size=500"),
+        (["--test-split", "validation"], "split='validation'"),
+    ],
+)
+def test_wrong_arguments_are_explained(tool, capsys, tmp_path, arguments, message):
+    status, _, errors = run(tool, capsys, tmp_path, *arguments)
+    assert status == 1
+    assert message in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--routers", "softmax"], "invalid choice: 'softmax'"),
+        (["--selected", 3], "invalid choice: 3"),
+        (["--seeds", 0], "expected more than 0; received: 0"),
+        (["--epochs", "many"], "invalid int value: 'many'"),
+        (["--learning-rate", "nan"], "expected more than 0; received: nan"),
+    ],
+)
+def test_the_parser_refuses(tool, capsys, tmp_path, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        run(tool, capsys, tmp_path, *arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_diverged_runs_are_not_kept(tool, capsys, tmp_path):
+    status, _, errors = run(tool, capsys, tmp_path, "--learning-rate", 1e30)
+    assert status == 1
+    assert "softmax_token_choice-1 with seed 0 diverged in epoch 1" in errors
+    assert not list(tmp_path.glob("runs/*.json"))
+
+
+def test_the_picture_needs_known_routers(tmp_path):
+    row = {
+        "router": "hard",
+        "selected": 1,
+        "relative_step_time": 1.0,
+        "test_accuracy": {"mean": 0.9, "std": 0.0},
+    }
+    with pytest.raises(ValueError, match="received: hard"):
+        plots.plot_router_study([row], tmp_path / "routers.png")
+    with pytest.raises(ValueError, match=r"received: rows=\[\]"):
+        plots.plot_router_study([], tmp_path / "routers.png")

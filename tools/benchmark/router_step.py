@@ -1,0 +1,50 @@
+"""A whole training step by router, over that of softmax token choice, on JAX.
+
+python tools/benchmark/router_step.py
+
+One router at a time beside softmax token choice: several models of `vmoe_s32` and their
+optimizers would not fit in memory.
+"""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import argparse
+
+import numpy as np
+from timing import interleaved, print_ratios
+from training_step import jitted_step
+
+from keras_moe import models, routers
+
+BASELINE = "softmax_token_choice"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="vmoe_s32")
+    parser.add_argument("--batch-size", type=int, default=16)
+    names = [name for name in routers.ROUTERS if name != BASELINE]
+    parser.add_argument("--routers", nargs="+", choices=names, default=names)
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+
+    generator = np.random.default_rng(0)
+    for name in args.routers:
+        steps = {}
+        for router in (BASELINE, name):
+            model = models.from_preset(args.preset, num_classes=10, router=router)
+            shape = (args.batch_size, *model.backbone.image_shape)
+            images = generator.normal(size=shape).astype("float32")
+            labels = generator.integers(10, size=args.batch_size)
+            steps[router] = jitted_step(model, images, labels)
+        print_ratios(
+            f"{args.preset}, batch {args.batch_size}",
+            interleaved(steps, args.rounds),
+            BASELINE,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""A Soft MoE layer's forward and backward pass over that of its bare einsums.
+
+    KERAS_BACKEND=jax python tools/benchmark/soft_layer.py
+
+`einsums` are dispatch, experts and combine with given weights; `einsums and logits`
+adds the matmul of tokens and slots from which the weights come.
+"""
+
+import argparse
+
+import keras
+import numpy as np
+from gradients import forward_backward
+from keras import ops
+from timing import interleaved, print_ratios
+
+from keras_moe.layers import Experts, MoE
+from keras_moe.ops import SoftPlan, combine, dispatch
+from keras_moe.routers import SoftRouter
+
+
+class Einsums(keras.layers.Layer):
+    """Dispatch, experts and combine with weights that are parameters."""
+
+    def __init__(self, num_experts: int, num_slots: int, mlp_dim: int, logits: bool):
+        super().__init__()
+        self.num_slots = num_slots
+        self.logits = logits
+        self.experts = Experts(num_experts, mlp_dim)
+
+    def build(self, shape):
+        num_images, num_tokens, dim = shape
+        slots = (self.experts.num_experts, self.num_slots)
+        self.weights_in, self.weights_out = (
+            self.add_weight(shape=(num_images, num_tokens, *slots)) for _ in range(2)
+        )
+        if self.logits:
+            self.slots = self.add_weight(shape=(dim, slots[0] * slots[1]))
+        self.experts.build((num_images, *slots, dim))
+
+    def call(self, tokens, training=None):
+        into = ops.convert_to_tensor(self.weights_in)
+        if self.logits:
+            logits = ops.matmul(tokens, self.slots)
+            into = into + ops.reshape(logits, into.shape)
+        plan = SoftPlan(into, ops.convert_to_tensor(self.weights_out))
+        return combine(self.experts(dispatch(tokens, plan)), plan)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=16)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[49, 196])
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--dim", type=int, default=384)
+    parser.add_argument("--mlp-dim", type=int, default=1536)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+
+    generator = np.random.default_rng(0)
+    for num_tokens in args.tokens:
+        num_slots = round(num_tokens / args.experts)
+        shape = (args.images, num_tokens, args.dim)
+        tokens, cotangent = generator.normal(size=(2, *shape)).astype("float32")
+        layers = {
+            "Soft MoE": MoE(
+                SoftRouter(args.experts, num_slots), Experts(args.experts, args.mlp_dim)
+            ),
+            "einsums and logits": Einsums(args.experts, num_slots, args.mlp_dim, True),
+            "einsums": Einsums(args.experts, num_slots, args.mlp_dim, False),
+        }
+        timed = {}
+        for name, layer in layers.items():
+            layer.build(shape)
+            timed[name] = forward_backward(layer, tokens, cotangent)
+        print_ratios(
+            f"{args.images} x {num_tokens} tokens, D={args.dim}, H={args.mlp_dim}, "
+            f"E={args.experts}, C={num_slots}",
+            interleaved(timed, args.rounds),
+            "einsums",
+        )
+
+
+if __name__ == "__main__":
+    main()
