@@ -109,8 +109,8 @@ def _faded(image, chosen):
     return np.where(chosen[..., None] > 0, image, 0.25 * image + 0.75 * blue)
 
 
-# Markers as in Figure 1 of *Routers in Vision Mixture of Experts*: token choice is
-# drawn by lines, the others by areas.
+# Label, marker and colour of each router; the markers are near those of Figure 1 of
+# *Routers in Vision Mixture of Experts*.
 _ROUTERS = {
     "softmax_token_choice": ("Softmax Token Choice", "x", "tab:red"),
     "sinkhorn_token_choice": ("Sinkhorn Token Choice", "P", "tab:orange"),
@@ -179,11 +179,12 @@ def plot_router_study(
     sizes = {}
     for row in rows:
         _, marker, colour = _ROUTERS[row["router"]]
-        sizes[row["selected"]] = 5.0 * row["selected"] ** 0.75
+        sizes[row["selected"]] = 6.0 * row["selected"] ** 0.75
         axis.errorbar(
             row["relative_step_time"],
             100 * row["test_accuracy"]["mean"],
-            yerr=100 * row["test_accuracy"]["std"],
+            # One seed has no spread.
+            yerr=100 * row["test_accuracy"]["std"] or None,
             elinewidth=1.0,
             capsize=3.0,
             alpha=0.85,

@@ -51,13 +51,21 @@ def wait(result: Any) -> None:
             torch.cuda.synchronize()
 
 
-def print_ratios(title: str, seconds: dict[str, float], baseline: str) -> None:
-    """A table of medians, and of ratios to the candidate `baseline`."""
+def print_ratios(
+    title: str, seconds: dict[str, float], baseline: str, flops: float | None = None
+) -> None:
+    """A table of medians, and of ratios to the candidate `baseline`.
+
+    With `flops`, the useful operations of each, also how many were achieved.
+    """
     table = Table(title=f"{title} ({keras.backend.backend()})")
     table.add_column("candidate")
     table.add_column("median ms", justify="right")
     table.add_column(f"over {baseline}", justify="right")
+    if flops is not None:
+        table.add_column("TFLOP/s", justify="right")
     for name, value in seconds.items():
         ratio = value / seconds[baseline]
-        table.add_row(name, f"{1e3 * value:.1f}", f"{ratio:.3f}")
+        achieved = [] if flops is None else [f"{flops / value / 1e12:.2f}"]
+        table.add_row(name, f"{1e3 * value:.1f}", f"{ratio:.3f}", *achieved)
     Console().print(table)
