@@ -361,6 +361,7 @@ class Configuration:
         self.labels = {"router": router, "selected": selected}
         self.name = f"{router}-{selected}"
         self.model = self.new_model(0)
+        self.has_fit = False
         self.inference = keras.Model(
             self.model.input,
             {"logits": self.model.output, "features": self.model.features},
@@ -412,8 +413,19 @@ class Configuration:
         model.optimizer.build(model.trainable_variables)
         return model
 
+    def warm_up(self) -> None:
+        """Compiles the training step.
+
+        A model's first `fit` looks at the data once more than others, and so would
+        see the images of another pass than a second seed's.
+        """
+        if not self.has_fit:
+            self.model.fit(self.study.load_augmented(0).take(1), verbose=0)
+            self.has_fit = True
+
     def start(self, seed: int) -> None:
         """Gives the model the weights, noise and optimizer of a new one."""
+        self.warm_up()
         fresh = self.new_model(seed)
         for variable, value in zip(all_variables(self.model), all_variables(fresh)):
             variable.assign(value)
@@ -490,6 +502,7 @@ class Configuration:
 
     def time_steps(self, batches: Any) -> float:
         """The mean seconds of a training step in one epoch of batches."""
+        self.warm_up()
         clock = Stopwatch()
         self.model.fit(batches, shuffle=False, verbose=0, callbacks=[clock])
         return clock.seconds / TIMING_STEPS

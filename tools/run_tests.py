@@ -1,11 +1,12 @@
 """Runs the test suite once per backend and adds up what happened.
 
-    python tools/run_tests.py [--backends jax tensorflow torch] [-- PYTEST ARGS]
+    python tools/run_tests.py [--backends jax tensorflow torch] [--jobs 2] [-- ARGS]
 
-A process can use one Keras backend only, so every backend gets a pytest of its own,
-one after another. Tests that do not depend on the backend (marked `backend_free`) run
-with the first one. The last line has the form of pytest's closing line and counts
-every backend; the exit status is 0 only if every backend passed.
+A process can use one Keras backend only, so every backend gets a pytest of its own, two
+at a time: most of the time goes into compiling, which takes one core. Tests that do not
+depend on the backend (marked `backend_free`) run with the first one. The last line has
+the form of pytest's closing line and counts every backend; the exit status is 0 only if
+every backend passed.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,7 +60,7 @@ def count_outcomes(closing_line: str) -> Counter[str] | None:
 
 
 def run_backend(backend: str, pytest_args: list[str]) -> Outcome:
-    """Runs pytest with one backend, showing its output as it comes."""
+    """Runs pytest with one backend, showing its output as it comes, by backend."""
     command = [sys.executable, "-m", "pytest", "--color=no", *pytest_args]
     environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONUNBUFFERED": "1"}
     counts = None
@@ -73,7 +75,7 @@ def run_backend(backend: str, pytest_args: list[str]) -> Outcome:
         errors="replace",
     ) as process:
         for line in process.stdout:
-            print(line, end="", flush=True)
+            print(f"[{backend}] {line}", end="", flush=True)
             counts = count_outcomes(line) or counts
     seconds = time.monotonic() - start
     counts = counts or Counter()
@@ -93,12 +95,11 @@ def describe(counts: Counter[str]) -> str:
     return ", ".join(parts) or "no tests ran"
 
 
-def closing_line(outcomes: list[Outcome]) -> str:
+def closing_line(outcomes: list[Outcome], seconds: float) -> str:
     """Returns one line like pytest's own, for all backends together."""
     total = sum((outcome.counts for outcome in outcomes), Counter())
     # Deselected on one backend means that it ran on another.
     del total["deselected"]
-    seconds = sum(outcome.seconds for outcome in outcomes)
     line = f"{describe(total)} in {seconds:.2f}s"
     if seconds >= 60:
         minutes, rest = divmod(int(seconds), 60)
@@ -109,20 +110,24 @@ def closing_line(outcomes: list[Outcome]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument("--jobs", type=int, default=2, help="backends at a time")
     parser.add_argument("pytest_args", nargs="*", metavar="-- PYTEST ARGS")
     args = parser.parse_args(argv)
 
-    outcomes = []
-    for backend in args.backends:
-        print(f"\n===== {backend} =====", flush=True)
-        once = ["--skip-backend-free"] if outcomes else []
-        outcomes.append(run_backend(backend, [*once, *args.pytest_args]))
+    start = time.monotonic()
+    with ThreadPoolExecutor(max(args.jobs, 1)) as pool:
+        running = []
+        for backend in args.backends:
+            once = ["--skip-backend-free"] if running else []
+            pytest_args = [*once, *args.pytest_args]
+            running.append(pool.submit(run_backend, backend, pytest_args))
+        outcomes = [future.result() for future in running]
 
     print("\n===== all backends =====")
     for backend, returncode, counts, seconds in outcomes:
         verdict = f"FAILED (exit status {returncode})" if returncode else "ok"
         print(f"{backend:<12}{verdict:<26}{describe(counts)} in {seconds:.2f}s")
-    print(closing_line(outcomes))
+    print(closing_line(outcomes, time.monotonic() - start))
     return int(any(outcome.returncode for outcome in outcomes))
 
 

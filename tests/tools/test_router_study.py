@@ -63,17 +63,14 @@ def test_a_study_goes_on_where_it_stopped(tool, capsys, tmp_path, monkeypatch):
     assert soft["dropped_tokens"]["mean"] == 0
     assert soft["load_entropy"]["mean"] == pytest.approx(1)
 
-    # An interrupted study: one run has another's file, one is cut off.
+    # An interrupted study: the second seed's file is cut off. Its run comes first now.
     part = tmp_path / "part"
     shutil.copytree(whole / "runs", part / "runs")
-    first, second = (
-        next(part.glob(f"runs/soft-1-seed{seed}-*.json")) for seed in (0, 1)
-    )
-    first.write_text(second.read_text())
-    second.write_text(second.read_text()[:100])
+    (cut,) = part.glob("runs/soft-1-seed1-*.json")
+    cut.write_text(cut.read_text()[:100])
     status, output, errors = run(tool, capsys, part)
     assert status == 0, errors
-    assert output.count("finished before") == 2
+    assert output.count("finished before") == 3
     assert results_of(part) == (summary, runs)
     assert not list(part.rglob("*.part"))
 
@@ -92,6 +89,25 @@ def test_a_study_goes_on_where_it_stopped(tool, capsys, tmp_path, monkeypatch):
     assert "the same command goes on from here" in errors
     assert run(tool, capsys, part, "--restart")[0] == 130
     assert not list(part.glob("runs/*.json"))
+
+
+def test_only_whole_results_of_the_same_settings_count(tool, tmp_path):
+    path = tmp_path / "run.json"
+    read, write = tool["read_result"], tool["write_json"]
+    assert read(path, {"seed": 0}) is None
+    write(path, {"settings": {"seed": 0}, "result": {"accuracy": 1.0}})
+    assert read(path, {"seed": 0}) == {"accuracy": 1.0}
+    assert read(path, {"seed": 1}) is None
+    for text in (
+        "",
+        "[]",
+        "3",
+        "{}",
+        '{"settings": {"seed": 0}}',
+        path.read_text()[:9],
+    ):
+        path.write_text(text)
+        assert read(path, {"seed": 0}) is None
 
 
 @pytest.mark.parametrize(

@@ -123,5 +123,6 @@ def test_the_runner_adds_up_pytests_closing_lines():
     first = count("== 1 failed, 20 passed, 2 warnings in 3.20s ==")
     second = count("30 passed, 4 deselected in 61.00s (0:01:01)")
     assert first["failed"] == 1
-    line = closing([outcome("jax", 1, first, 3.0), outcome("torch", 0, second, 62.0)])
+    both = [outcome("jax", 1, first, 3.0), outcome("torch", 0, second, 62.0)]
+    line = closing(both, 65.0)
     assert line == "1 failed, 50 passed, 2 warnings in 65.00s (0:01:05)"
