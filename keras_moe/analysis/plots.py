@@ -134,6 +134,7 @@ def plot_router_study(
     rows: list[dict],
     path: str | os.PathLike,
     title: str = "Accuracy and cost of the routers",
+    accuracy: str = "test_accuracy",
 ) -> None:
     """Draws the accuracy of routers against their cost, and saves the picture.
 
@@ -143,10 +144,11 @@ def plot_router_study(
     Args:
         rows: a dict for each configuration, with "router" (a name of
             `keras_moe.routers.get`), "selected" (k or c), "relative_step_time", and
-            "test_accuracy", a dict of "mean" and "std" in [0, 1]; other keys are left
+            the accuracy, a dict of "mean" and "std" in [0, 1]; other keys are left
             alone.
         path: where to save the picture; its suffix says the format.
         title: above the picture.
+        accuracy: the key of the accuracy.
 
     Raises:
         ValueError: if there are no rows, or a row has an unknown router.
@@ -182,9 +184,9 @@ def plot_router_study(
         sizes[row["selected"]] = 6.0 * row["selected"] ** 0.75
         axis.errorbar(
             row["relative_step_time"],
-            100 * row["test_accuracy"]["mean"],
+            100 * row[accuracy]["mean"],
             # One seed has no spread.
-            yerr=100 * row["test_accuracy"]["std"] or None,
+            yerr=100 * row[accuracy]["std"] or None,
             elinewidth=1.0,
             capsize=3.0,
             alpha=0.85,
