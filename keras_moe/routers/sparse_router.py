@@ -140,7 +140,9 @@ class SparseRouter(Router):
         modality_ids: Any = None,
         training: bool | None = None,
     ) -> tuple[Any, Routing]:
-        logits, allowed = self._logits(tokens, modality_ids)
+        logits, allowed, known = self._logits(tokens, modality_ids)
+        if known is not None:
+            mask = known if mask is None else ops.logical_and(mask, known)
         noisy_logits = self.add_noise(
             logits, self.noise_std / self.num_experts, training
         )
@@ -166,9 +168,12 @@ class SparseRouter(Router):
         return plan, Routing(logits, noisy_logits, affinity, gates, *self.served(plan))
 
     def _logits(self, tokens, modality_ids):
-        """The logits, and which experts a token may go to (None: all)."""
+        """The logits, which experts a token may go to, and whether it may at all.
+
+        Of the latter, None is all.
+        """
         if self.num_modalities is None and self.expert_pools is None:
-            return ops.matmul(tokens, self.kernel), None
+            return ops.matmul(tokens, self.kernel), None, None
         if modality_ids is None:
             raise ValueError(
                 "Expected modality_ids of shape (groups, tokens), since the router "
@@ -176,6 +181,9 @@ class SparseRouter(Router):
                 f"expert_pools={self.expert_pools}; received: modality_ids=None"
             )
         modality_ids = ops.cast(modality_ids, "int32")
+        count = self.num_modalities or len(self.expert_pools)
+        # A graph cannot raise for a modality that there is not: nobody serves it.
+        known = ops.logical_and(modality_ids >= 0, modality_ids < count)
         if self.num_modalities is None:
             logits = ops.matmul(tokens, self.kernel)
         else:
@@ -185,14 +193,15 @@ class SparseRouter(Router):
                 is_own = ops.expand_dims(modality_ids == modality, -1)
                 logits = logits + ops.where(is_own, own, 0.0)
         if self.expert_pools is None:
-            return logits, None
-        allowed = False
+            return logits, None, known
+        # Unknown ones keep their logits: with -inf alone there is no softmax.
+        allowed = ops.expand_dims(ops.logical_not(known), -1)
         for modality, pool in enumerate(self.expert_pools):
             in_pool = [expert in pool for expert in range(self.num_experts)]
             is_own = ops.expand_dims(modality_ids == modality, -1)
             own = ops.logical_and(is_own, ops.convert_to_tensor(in_pool, "bool"))
             allowed = ops.logical_or(allowed, own)
-        return ops.where(allowed, logits, -float("inf")), allowed
+        return ops.where(allowed, logits, -float("inf")), allowed, known
 
     def served(self, plan: Any) -> tuple[Any, Any]:
         """Which expert served which token, and with what weight; see `ops.served`."""

@@ -60,7 +60,8 @@ class TokenChoiceRouter(SparseRouter):
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S) below M.
+        modality_ids: integers (G, S); tokens of ids that are not in [0, M) are not
+            routed.
         training: adds noise and limits capacity.
 
     Output shape:

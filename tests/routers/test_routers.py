@@ -405,6 +405,25 @@ def test_tokens_stay_in_the_pool_of_their_modality(name, training):
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("cls", [TokenChoiceRouter, ExpertChoiceRouter])
+@pytest.mark.parametrize("pools", [None, [[0, 2], [1, 3]]])
+def test_tokens_of_an_unknown_modality_are_not_routed(cls, pools):
+    tokens = images(batch=1, tokens=6)
+    ids = np.array([[0, 1, -1, 0, 2, 1]])
+    options = {"num_modalities": 2, "expert_pools": pools, "noise_std": 0.0}
+    router = cls(4, seed=0, **options)
+    _, routing = call(router, tokens, modality_ids=ids)
+    dispatched = to_numpy(routing.dispatched)[0]
+    assert (dispatched[[2, 4]] == 0).all()
+    assert (dispatched.sum(axis=-1) > 0).sum() >= 2
+    assert np.isfinite(to_numpy(routing.gates)).all()
+    if cls is TokenChoiceRouter:
+        known = [0, 1, 3, 5]
+        _, alone = call(router, tokens[:, known], modality_ids=ids[:, known])
+        found = to_numpy(alone.dispatched)[0]
+        np.testing.assert_array_equal(dispatched[known], found)
+
+
 def test_k_may_be_all_experts_and_priority_the_sum_of_gates():
     router = TokenChoiceRouter(4, 4, capacity=3, priority="sum_gates", noise_std=0.0)
     _, routing = call(router, images(batch=1), training=True)
