@@ -136,6 +136,10 @@ class MoE(keras.layers.Layer):
         modality_ids: Any = None,
         training: bool | None = None,
     ) -> tuple[Any, Routing]:
+        if mask is not None:
+            # Padding may hold anything, and 0 times NaN is NaN.
+            real = ops.expand_dims(ops.cast(mask, "bool"), -1)
+            tokens = ops.where(real, tokens, ops.zeros_like(tokens))
         by_image = self.router.groups_by_image(training)
         grouped, group_mask, group_ids = (
             (tokens, mask, modality_ids)

@@ -87,6 +87,9 @@ class PresetMixin:
                 of another class, is not whole, or an argument is unknown.
         """
         backbone_kwargs, kwargs = split_arguments(cls, kwargs)
+        if "router" in backbone_kwargs:
+            # The saved options are another router's.
+            backbone_kwargs.setdefault("router_options", None)
         is_task = issubclass(cls, keras_hub.models.Task)
         spec = builtin_presets().get(preset)
         if spec:

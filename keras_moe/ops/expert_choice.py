@@ -20,6 +20,7 @@ def expert_choice(
     capacity: Any,
     mask: Any = None,
     normalize_gates: str | None = None,
+    filled_slots: Any = None,
 ) -> SlotPlan:
     """Fills each expert's slots with its C tokens of largest affinity.
 
@@ -37,6 +38,9 @@ def expert_choice(
             stay empty where fewer than C tokens are left.
         normalize_gates: None leaves the gates as they are; `"after"` divides them by
             the sum over the experts that took the token (*CLIP-UP*, appendix B.3).
+        filled_slots: integers (G,), how many of its C slots an expert may fill in each
+            group, where groups have fewer real tokens than C was made for; None
+            fills all.
 
     Returns:
         A `SlotPlan`.
@@ -73,6 +77,9 @@ def expert_choice(
         affinity = ops.where(allowed, affinity, -float("inf"))
     best, tokens = _largest_tokens(ops.transpose(affinity, (0, 2, 1)), capacity)
     filled = best > -float("inf")
+    if filled_slots is not None:
+        place = ops.arange(capacity, dtype="int32")
+        filled = filled & (place < ops.reshape(filled_slots, (-1, 1, 1)))
     slot_tokens = ops.where(filled, tokens, -1)
 
     # Every filled slot writes itself at its token and expert.

@@ -15,7 +15,7 @@ SOLVERS = ("newton", "adam")
 ITERATIONS = {"newton": 10, "adam": 20}
 # Utilities below are forbidden. Far enough that no potential makes up for it.
 FORBIDDEN = -1e4
-# Curvature is averaged over about this many tokens: E or 2E numbers need no more.
+# Curvature is averaged over this many tokens: E or 2E numbers need no more.
 SAMPLE = 1024
 # Width of the smoothing in units of the utility's spread: from 1 to this in the steps
 # on the sample, and on from there in so many steps with all tokens.
@@ -185,10 +185,11 @@ def _newton_of_experts(values, mass, target, max_nonzeros, iterations):
     # The size of a nonzero, roughly. t is in units of it, so that w, t and U compare.
     size = ops.maximum(mass, 1 / num_experts) / ops.maximum(bound, 1 / num_experts)
 
-    stride = _stride(num_tokens)
-    some = _every(values, stride, 2)
-    some_target = _every(ops.broadcast_to(target, ops.shape(values[:, :1])), stride, 2)
-    some_alive = _every(alive, stride, 2)
+    target_of_each = ops.broadcast_to(target, ops.shape(values[:, :1]))
+    places = _sample_places(target_of_each > 0, num_tokens, 2)
+    some = _sampled(values, places, 2)
+    some_target = _sampled(target_of_each, places, 2)
+    some_alive = _sampled(alive & (target_of_each > 0), places, 2)
     some_count = ops.maximum(ops.sum(some_target, axis=2, keepdims=True), 1.0)
 
     known = (some > FORBIDDEN) & some_alive
@@ -224,9 +225,9 @@ def _newton_of_experts(values, mass, target, max_nonzeros, iterations):
 
         if sampled is not None:
             _, _, some_curved, some_mixed, slope = smooth(
-                some, _every(potential, stride, 2), offset, level, width
+                some, _sampled(potential, places, 2), offset, level, width
             )
-            some_stiffness = _every(stiffness, stride, 2)
+            some_stiffness = _sampled(stiffness, places, 2)
         else:
             some_curved, some_mixed, some_stiffness = curved, mixed, stiffness
         curvature = _curvature(some_curved, some_mixed, slope, some_stiffness)
@@ -302,8 +303,8 @@ def _newton_of_tokens(values, mass, target, max_nonzeros, iterations):
     """
     num_tokens, num_experts = ops.shape(values)[1:]
     real = ops.broadcast_to(mass, ops.shape(values[:, :, :1]))
-    stride = _stride(num_tokens)
-    sample = _every(values, stride, 1), _every(real, stride, 1)
+    places = _sample_places(real > 0, num_tokens, 1)
+    sample = _sampled(values, places, 1), _sampled(real, places, 1)
     allowed = (sample[0] > FORBIDDEN) & (sample[1] > 0)
     bounded = max_nonzeros is not None
     if isinstance(max_nonzeros, int):
@@ -369,20 +370,29 @@ def _laplacian(weights):
     return _diagonal(ops.sum(weights, axis=1)) - outer
 
 
-def _stride(num_tokens):
-    """Every how many tokens the sample has one."""
-    if isinstance(num_tokens, int):
-        return max(num_tokens // SAMPLE, 1)
-    return ops.maximum(num_tokens // SAMPLE, 1)
+def _sample_places(real, num_tokens, axis):
+    """Where the sample's tokens are, or None if it is all of them.
+
+    `real` is (G, 1, S) or (G, S, 1), as the axis of the tokens says. Images lie in rows
+    and columns, so a stride might see one column alone: multiples of the golden ratio
+    fall evenly into every one. Padding comes last.
+    """
+    if isinstance(num_tokens, int) and num_tokens < 2 * SAMPLE:
+        return None
+    # 40503 / 2**16 is the golden ratio's fraction.
+    score = ops.arange(num_tokens, dtype="int32") * 40503 % 65536
+    score = ops.cast(score, "float32")
+    score = ops.where(ops.squeeze(real, 3 - axis), score, score + 65536.0)
+    size = SAMPLE if isinstance(num_tokens, int) else ops.minimum(SAMPLE, num_tokens)
+    _, places = ops.top_k(-score, size)
+    return ops.expand_dims(places, 3 - axis)
 
 
-def _every(values, stride, axis):
-    """`values[::stride]` along one axis."""
-    if isinstance(stride, int):
-        return values[:, ::stride] if axis == 1 else values[:, :, ::stride]
-    # TensorFlow forgets the rank of a slice whose step is a tensor.
-    places = ops.arange(0, ops.shape(values)[axis], stride, dtype="int32")
-    return ops.take(values, places, axis=axis)
+def _sampled(values, places, axis):
+    """The sample's part of values whose axis is that of the tokens."""
+    if places is None:
+        return values
+    return ops.take_along_axis(values, places, axis=axis)
 
 
 def _sum(values, axis):

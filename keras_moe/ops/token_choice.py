@@ -195,10 +195,10 @@ def dropless_token_choice(
     # One integer says (expert, choice): sorted, the choices stand by expert.
     place = ops.arange(num_rows, dtype="int32")
     keys = ops.sort(ops.reshape(experts, (-1,)) * num_rows + place)
-    bounds = ops.cast(
-        ops.searchsorted(keys, ops.arange(num_experts + 1, dtype="int32") * num_rows),
-        "int32",
-    )
+    # By counting: `searchsorted` wants a known number of rows, which an exported JAX
+    # model does not have.
+    first = ops.arange(num_experts + 1, dtype="int32") * num_rows
+    bounds = ops.sum(ops.cast(keys[None] < first[:, None], "int32"), axis=1)
     group_sizes = bounds[1:] - bounds[:-1]
     choice = keys % num_rows
     row_tokens = ops.floor_divide(choice, num_selected_experts)

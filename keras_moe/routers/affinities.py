@@ -109,7 +109,8 @@ class SparsityConstrainedAffinity(Affinity):
 
     Args:
         sparse: bound the pairs that each expert (or token) makes by its capacity (or
-            K); False is the plain sparse projection.
+            K); False is the plain sparse projection. The capacity is that of the whole
+            group, padding included.
         solver: see `keras_moe.ops.sparse_transport`.
         iterations: of the solver; None takes its default.
         learning_rate: of `solver="adam"`.

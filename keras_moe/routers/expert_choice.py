@@ -35,13 +35,16 @@ class ExpertChoiceRouter(SparseRouter):
             default); `"after"` divides them by the sum over the experts that took the
             token (*CLIP-UP*, appendix B.3).
         capacity_factor: C = S c / E, so that a token meets c experts on average; 1.0 if
-            neither this nor `capacity` is given. C is never more than S.
-        capacity: C itself, instead of `capacity_factor`.
+            neither this nor `capacity` is given. C is never more than S; masked
+            tokens do not count.
+        capacity: C itself, instead of `capacity_factor`; with `batch_invariant` also
+            give `eval_capacity_factor`, for an image is not as large as a group.
         eval_capacity_factor: c at inference; None is as in training.
         batch_invariant: make each image a group at inference; False groups as in
             training.
         capacity_rounding: `"ceil"` or `"round"`.
-        capacity_multiple_of: round the capacity up to a multiple of this.
+        capacity_multiple_of: round the capacity up to a multiple of this, not where
+            each image is a group.
         noise_std: standard deviation of the training noise, times `num_experts`.
         kernel_initializer: of the kernel (D, E), or (M, D, E).
         num_modalities: M; each modality then has a kernel of its own over the shared
@@ -119,6 +122,12 @@ class ExpertChoiceRouter(SparseRouter):
         )
         if eval_capacity_factor is not None:
             check_positive("eval_capacity_factor", eval_capacity_factor)
+        if capacity is not None and batch_invariant and eval_capacity_factor is None:
+            raise ValueError(
+                "Expected eval_capacity_factor or batch_invariant=False with capacity, "
+                "since images are smaller than the groups of training; received: "
+                f"capacity={capacity}, eval_capacity_factor=None"
+            )
         self.eval_capacity_factor = eval_capacity_factor
         self.batch_invariant = batch_invariant
 
@@ -130,11 +139,12 @@ class ExpertChoiceRouter(SparseRouter):
         factor = self.capacity_factor
         if not training and self.eval_capacity_factor is not None:
             factor = self.eval_capacity_factor
-        elif self.capacity is not None:
-            factor = None
         capacity = self.capacity
         if factor is not None:
-            capacity = self.capacity_of(num_tokens, factor, 1)
+            # Rounded up to a multiple, an image's few slots would be twice as many.
+            by_image = self.groups_by_image(training)
+            multiple_of = None if by_image else self.capacity_multiple_of
+            capacity = self.capacity_of(num_tokens, factor, 1, multiple_of)
         # An expert cannot take a token twice.
         if isinstance(capacity, int) and isinstance(num_tokens, int):
             return min(capacity, num_tokens)
@@ -145,7 +155,14 @@ class ExpertChoiceRouter(SparseRouter):
 
     def allocate(self, affinity, gates, mask=None, training=None):
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
-        return expert_choice(affinity, gates, capacity, mask, self.normalize_gates)
+        filled_slots = None
+        if mask is not None:
+            # As if the group had its real tokens alone.
+            real = ops.sum(ops.cast(mask, "int32"), axis=1)
+            filled_slots = self.group_capacity(real, training)
+        return expert_choice(
+            affinity, gates, capacity, mask, self.normalize_gates, filled_slots
+        )
 
     def num_slots(self, num_tokens: int) -> int:
         return self.num_experts * self.group_capacity(num_tokens, None)

@@ -30,7 +30,7 @@ class SoftRouter(Router):
         num_experts: E.
         num_slots: C, slots per expert.
         capacity_factor: C = S c / E, instead of `num_slots`; 1.0 if neither is given.
-            The router then serves that number of tokens only.
+            C then follows from the tokens with which the router is built.
         capacity_rounding: `"ceil"` or `"round"`, as the released code has it.
         normalize: divide tokens and slot vectors by their norms, and multiply by a
             learned scale. This keeps the softmaxes from collapsing in wide models.
@@ -106,6 +106,8 @@ class SoftRouter(Router):
         """The slots per expert C for images of `num_tokens` tokens."""
         if self.slots_per_expert is not None:
             return self.slots_per_expert
+        if self.built:
+            return self.slots.shape[-1]
         if num_tokens is None:
             raise ValueError(
                 "Expected a known number of tokens, on which the slots depend; "

@@ -217,7 +217,9 @@ class SparseRouter(Router):
         """How many pairs the choosing side may make, for sparse affinities."""
         raise NotImplementedError
 
-    def capacity_of(self, num_tokens: Any, factor: float | None, selected: int) -> Any:
+    def capacity_of(
+        self, num_tokens: Any, factor: float, selected: int, multiple_of: int | None
+    ) -> Any:
         """C for a group of `num_tokens` tokens that take `selected` experts each."""
         return expert_capacity(
             num_tokens,
@@ -225,7 +227,7 @@ class SparseRouter(Router):
             factor,
             num_selected_experts=selected,
             rounding=self.capacity_rounding,
-            multiple_of=self.capacity_multiple_of,
+            multiple_of=multiple_of,
         )
 
     def parameters(self, dim: int) -> int:

@@ -160,7 +160,9 @@ class TokenChoiceRouter(SparseRouter):
         if training and self.capacity is not None:
             return self.capacity
         factor = self.capacity_factor if training else self.eval_capacity_factor
-        return self.capacity_of(num_tokens, factor, self.num_selected_experts)
+        return self.capacity_of(
+            num_tokens, factor, self.num_selected_experts, self.capacity_multiple_of
+        )
 
     def max_nonzeros(self, num_tokens, training):
         return self.num_selected_experts

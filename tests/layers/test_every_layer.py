@@ -215,6 +215,7 @@ def test_every_public_layer_is_checked():
         (lambda: SparsityConstrainedAffinity(learning_rate=0), "learning_rate=0"),
         (lambda: ExpertChoiceRouter(4, capacity_factor=0.0), "capacity_factor=0.0"),
         (lambda: ExpertChoiceRouter(4, normalize_gates="before"), "'before'"),
+        (lambda: ExpertChoiceRouter(4, capacity=2), "capacity=2"),
         (lambda: ExpertChoiceRouter(4, eval_capacity_factor=0), "eval_capacity"),
         (lambda: SoftRouter(4, num_slots=0), "num_slots=0"),
         (lambda: SoftRouter(4, num_slots=1, capacity_factor=1.0), "not both"),

@@ -211,6 +211,28 @@ def test_newton_is_no_worse_than_adam(side, shape, bound):
     assert np.all(errors[0] <= errors[1])
 
 
+@pytest.mark.parametrize("side", ["expert", "token"])
+def test_tokens_in_image_order_are_sampled_fairly(side):
+    # 256 patches of 16 columns to an image; what a token likes follows its column.
+    generator = np.random.default_rng(0)
+    column = np.arange(2048) % 256 % 16
+    logits = 2 * generator.normal(size=(16, 8))[column]
+    logits = logits + 0.5 * generator.normal(size=(2048, 8))
+    exp = np.exp(logits)[None]
+    utility = (exp / exp.sum(axis=-1, keepdims=True)).astype("float32")
+    mask = np.ones((1, 2048), bool)
+    mask[:, ::2] = False
+    for real, capacity in ((None, 256), (mask, 128)):
+        bound = capacity if side == "expert" else 1
+        found = transport(utility, side, bound, mask=real)
+        rows, columns = found.row_marginals[0], found.column_marginals[0]
+        if real is not None:
+            rows = rows[real[0]]
+        error = np.abs(rows - 1).mean() if side == "expert" else 0.0
+        balance = np.abs(columns / columns.mean() - 1).mean()
+        assert max(error, balance) < 0.05, (error, balance)
+
+
 def test_newton_balances_well():
     utility = random_utility(1, (1, 1024, 8))
     found = transport(utility, "expert", 128)

@@ -80,12 +80,14 @@ class ViTBackbone(PresetMixin, keras_hub.models.Backbone):
         capacity_factor: c. The experts' capacity is C = S K c / E for every router, so
             that all cost alike: with expert choice and soft routing, too, a token has
             K c slots on average.
-        eval_capacity_factor: c at inference. None makes the result of an image
-            independent of the batch: token choice serves every token, and expert choice
-            chooses within the image. Not for soft routing, which always does.
+        eval_capacity_factor: c at inference, in the groups of training. None makes
+            the result of an image independent of the batch: token choice serves every
+            token, and expert choice chooses within the image. Not for soft routing,
+            which always does.
         dropless: with token choice, serve every token while training, too.
         capacity_rounding: `"ceil"` or `"round"`.
-        capacity_multiple_of: round capacities up to a multiple of this.
+        capacity_multiple_of: round capacities up to a multiple of this where groups
+            are larger than an image.
         priority: with token choice, who is served first when experts are full:
             `"first_come"`, `"max_gate"` (batch priority routing) or `"sum_gates"`.
         noise_std: of the sparse routers' training noise, times E; soft routing has its
@@ -326,8 +328,12 @@ def _router(
 ):
     """The router of that name; `given` arguments of its class go before ours."""
     cls, arguments = ROUTERS[check_one_of("router", name, list(ROUTERS))]
-    names = [*inspect.signature(cls.__init__).parameters, *arguments]
-    check_argument_names(given, names, cls.__name__)
+    names = inspect.signature(cls.__init__).parameters
+    # An image is one modality.
+    not_here = ("self", "kwargs", "num_experts", "num_modalities", "expert_pools")
+    names = [name for name in names if name not in not_here]
+    check_argument_names(given, names, f"{cls.__name__} in a ViTBackbone")
+    dropless = given.get("dropless", dropless)
     if cls is not TokenChoiceRouter and dropless:
         raise ValueError(
             "Expected a token choice router for dropless=True; "
@@ -349,7 +355,6 @@ def _router(
                 factor or capacity_factor,
                 1 if factor else num_selected_experts,
                 rounding=given["capacity_rounding"],
-                multiple_of=capacity_multiple_of,
             )
         return cls(num_experts, **{"seed": seed, **given})
     if given.get("capacity") is not None or dropless:
@@ -369,6 +374,8 @@ def _router(
             priority=priority,
         )
     else:
+        # The papers evaluate in the groups of training.
+        ours["batch_invariant"] = eval_capacity_factor is None
         for factor in ("capacity_factor", "eval_capacity_factor"):
             if ours[factor] is not None:
                 ours[factor] *= num_selected_experts
