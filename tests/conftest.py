@@ -1,5 +1,6 @@
 """One backend, on the CPU, quiet and repeatable, whatever the machine."""
 
+import gc
 import os
 
 # Before Keras is imported. What is set outside wins: CUDA_VISIBLE_DEVICES=0 and
@@ -63,3 +64,18 @@ def same_start():
     """Every test starts with the same seed and the float32 policy."""
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Frees JAX's compiled programs after each file.
+
+    Each holds mapped memory, of which a process may have so many pieces only: past
+    some thousand programs the compiler aborts.
+    """
+    yield
+    if os.environ.get("KERAS_BACKEND") == "jax":
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
