@@ -5,10 +5,10 @@ Axes: G groups, S group_size, E experts, C capacity.
 
 from typing import Any
 
-import keras
 from keras import ops
 
 from keras_moe.ops.checks import check_affinity, check_one_of
+from keras_moe.ops.largest import largest
 from keras_moe.ops.routing import SlotPlan
 
 NORMALIZATIONS = (None, "after")
@@ -75,7 +75,7 @@ def expert_choice(
     if mask is not None:
         allowed = ops.expand_dims(ops.cast(mask, "bool"), -1)
         affinity = ops.where(allowed, affinity, -float("inf"))
-    best, tokens = _largest_tokens(ops.transpose(affinity, (0, 2, 1)), capacity)
+    best, tokens = largest(ops.transpose(affinity, (0, 2, 1)), capacity)
     filled = best > -float("inf")
     if filled_slots is not None:
         place = ops.arange(capacity, dtype="int32")
@@ -100,13 +100,3 @@ def expert_choice(
         gates = ops.where(total > 0, gates / ops.where(total > 0, total, 1.0), 0.0)
     weights = ops.take(ops.reshape(gates, (-1,)), pair)
     return SlotPlan(slot_tokens, token_slots, ops.where(filled, weights, 0.0))
-
-
-def _largest_tokens(affinity, capacity):
-    """The C largest of (G, E, S) and where they are, ties to the lowest."""
-    if keras.backend.backend() == "torch":
-        # PyTorch's `topk` takes ties in any order.
-        tokens = ops.argsort(-affinity, axis=-1)[..., :capacity]
-        return ops.take_along_axis(affinity, tokens, axis=-1), ops.cast(tokens, "int32")
-    best, tokens = ops.top_k(affinity, capacity)
-    return best, ops.cast(tokens, "int32")

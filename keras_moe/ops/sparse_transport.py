@@ -8,6 +8,7 @@ from typing import Any
 from keras import ops
 
 from keras_moe.ops.checks import check_integer, check_positive
+from keras_moe.ops.largest import largest
 from keras_moe.ops.transport import Transport, token_mass, with_marginals
 
 SIDES = ("expert", "token")
@@ -57,7 +58,8 @@ def sparse_transport(
         side: who is bound, `"expert"` or `"token"`.
         max_nonzeros: C or K, an integer or a scalar integer tensor; None does
             not bound the nonzeros.
-        solver: `"newton"` or `"adam"`.
+        solver: `"newton"` or `"adam"`. A JAX model that is exported as a SavedModel
+            needs Adam: TensorFlow lacks JAX's linear solver.
         iterations: steps of the solver; None takes 10 of Newton, 20 of Adam.
         learning_rate: Adam's.
         mask: boolean (G, S), False for tokens (padding) that are not transported;
@@ -235,11 +237,11 @@ def _newton_of_experts(values, mass, target, max_nonzeros, iterations):
         of_offset, of_level = change[:, :num_experts], change[:, num_experts:]
         # Adding one number to all of a and o changes nothing.
         of_offset = of_offset - ops.mean(of_offset, axis=1, keepdims=True)
-        largest = ops.maximum(
+        longest = ops.maximum(
             ops.max(ops.abs(of_offset), axis=1, keepdims=True),
             ops.max(ops.abs(of_level), axis=1, keepdims=True),
         )
-        scale = ops.minimum(4 * width / ops.maximum(largest, 1e-30), 1.0)
+        scale = ops.minimum(4 * width / ops.maximum(longest, 1e-30), 1.0)
         of_offset, of_level = scale * of_offset, scale * of_level
         moved = _sum(of_offset * curved + of_level * mixed, 1)
         moved = moved / stiffness - alone
@@ -342,8 +344,8 @@ def _newton_of_tokens(values, mass, target, max_nonzeros, iterations):
         )
         change = ops.swapaxes(change, 1, 2)
         change = change - ops.mean(change, axis=2, keepdims=True)
-        largest = ops.max(ops.abs(change), axis=2, keepdims=True)
-        scale = ops.minimum(2 * width / ops.maximum(largest, 1e-30), 1.0)
+        longest = ops.max(ops.abs(change), axis=2, keepdims=True)
+        scale = ops.minimum(2 * width / ops.maximum(longest, 1e-30), 1.0)
         return potential + scale * change
 
     def sample_step(i, state):
@@ -384,7 +386,7 @@ def _sample_places(real, num_tokens, axis):
     score = ops.cast(score, "float32")
     score = ops.where(ops.squeeze(real, 3 - axis), score, score + 65536.0)
     size = SAMPLE if isinstance(num_tokens, int) else ops.minimum(SAMPLE, num_tokens)
-    _, places = ops.top_k(-score, size)
+    _, places = largest(-score, size, stable=False)
     return ops.expand_dims(places, 3 - axis)
 
 
@@ -450,7 +452,7 @@ def _threshold(values, number, guess=None, width=None):
     And exactly so many, or with equal values there to fill up.
     """
     if guess is None and isinstance(number, int) and number <= 4:
-        # So many rounds of the largest of the rest; `top_k` is slow for many rows.
+        # So many rounds of the largest of the rest; a search is slow for many rows.
         threshold = ops.max(values, axis=-1, keepdims=True)
         for _ in range(number - 1):
             below = values < threshold
@@ -464,8 +466,8 @@ def _threshold(values, number, guess=None, width=None):
             number = min(number, size)
         else:
             number = ops.minimum(number, ops.shape(values)[-1])
-        # Their minimum: on JAX, slicing costs many times the `top_k`.
-        return ops.min(ops.top_k(values, number)[0], axis=-1, keepdims=True)
+        # Their minimum: on JAX, slicing costs many times the search.
+        return ops.min(largest(values, number, stable=False)[0], axis=-1, keepdims=True)
 
     # Bisection from the guess, in growing steps: the guess is nearly right.
     finite = ops.where(values > -float("inf"), values, float("inf"))
