@@ -205,6 +205,16 @@ class _ModalityLoss(AuxiliaryLoss):
             modality = check_integer("modality", modality, minimum=0)
         self.modality = modality
 
+    def check_router(self, router):
+        super().check_router(router)
+        pools = getattr(router, "expert_pools", None)
+        count = getattr(router, "num_modalities", None) or (pools and len(pools))
+        if self.weight > 0 and count and (self.modality or 0) >= count:
+            raise ValueError(
+                f"Expected a modality of the router's, 0 to {count - 1}; received: "
+                f"modality={self.modality}, loss={type(self).__name__}"
+            )
+
     def compute(self, routing, router, mask=None, modality_ids=None):
         if self.modality is not None:
             _check_modality_ids(self, modality_ids)

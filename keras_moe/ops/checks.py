@@ -37,6 +37,26 @@ def check_positive(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_not_negative(name: str, value: Any) -> float:
+    """`value`, if it is a finite number of at least 0."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < float("inf"):
+        raise ValueError(
+            f"Expected {name} to be a finite number, {name} >= 0; "
+            f"received: {name}={value!r}"
+        )
+    return value
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """`value`, if it is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"Expected {name} to be True or False; received: {name}={value!r}"
+        )
+    return value
+
+
 def check_one_of(name: str, value: Any, allowed: Any) -> Any:
     """`value`, if it is one of those allowed."""
     if value not in allowed:

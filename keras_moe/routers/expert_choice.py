@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.checks import check_positive
+from keras_moe.ops.checks import check_bool, check_positive
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
 from keras_moe.ops.routing import SlotPlan
 from keras_moe.routers.sparse_router import SparseRouter
@@ -129,7 +129,7 @@ class ExpertChoiceRouter(SparseRouter):
                 f"capacity={capacity}, eval_capacity_factor=None"
             )
         self.eval_capacity_factor = eval_capacity_factor
-        self.batch_invariant = batch_invariant
+        self.batch_invariant = check_bool("batch_invariant", batch_invariant)
 
     def groups_by_image(self, training: bool | None) -> bool:
         return not training and self.batch_invariant

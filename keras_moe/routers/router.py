@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.checks import check_integer
+from keras_moe.ops.checks import check_integer, check_not_negative
 from keras_moe.ops.routing import Routing
 
 
@@ -51,15 +51,11 @@ class Router(keras.layers.Layer):
         **kwargs,
     ):
         num_experts = check_integer("num_experts", num_experts)
-        if not 0 <= noise_std < float("inf"):
-            raise ValueError(
-                f"Expected a finite noise_std >= 0; received: noise_std={noise_std}"
-            )
         kwargs["dtype"] = "float32"
         kwargs.setdefault("name", "router")
         super().__init__(**kwargs)
         self.num_experts = num_experts
-        self.noise_std = noise_std
+        self.noise_std = check_not_negative("noise_std", noise_std)
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed)
         self.supports_masking = True

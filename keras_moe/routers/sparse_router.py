@@ -265,15 +265,16 @@ def _each(initializer):
 def _check_pools(expert_pools, num_modalities, num_experts):
     if expert_pools is None:
         return None
-    pools = [sorted({int(expert) for expert in pool}) for pool in expert_pools]
+    pools = [
+        sorted({check_integer("expert_pools", expert, minimum=0) for expert in pool})
+        for pool in expert_pools
+    ]
     if num_modalities is not None and len(pools) != num_modalities:
         raise ValueError(
             f"Expected a pool for each of num_modalities={num_modalities}; "
             f"received: expert_pools={expert_pools}"
         )
-    if not pools or not all(
-        pool and 0 <= pool[0] <= pool[-1] < num_experts for pool in pools
-    ):
+    if not pools or not all(pool and pool[-1] < num_experts for pool in pools):
         raise ValueError(
             "Expected for each modality at least one expert between 0 and num_experts "
             f"- 1 = {num_experts - 1}; received: expert_pools={expert_pools}"

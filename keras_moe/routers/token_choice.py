@@ -8,7 +8,12 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.checks import check_one_of, check_positive, check_selected
+from keras_moe.ops.checks import (
+    check_bool,
+    check_one_of,
+    check_positive,
+    check_selected,
+)
 from keras_moe.ops.routing import RaggedPlan, RoutingPlan
 from keras_moe.ops.token_choice import (
     NORMALIZATIONS,
@@ -143,7 +148,7 @@ class TokenChoiceRouter(SparseRouter):
         if eval_capacity_factor is not None:
             check_positive("eval_capacity_factor", eval_capacity_factor)
         self.eval_capacity_factor = eval_capacity_factor
-        self.dropless = dropless
+        self.dropless = check_bool("dropless", dropless)
         self.priority = check_one_of("priority", priority, PRIORITIES)
 
     def serves_every_token(self, training: bool | None) -> bool:

@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import layers, routers
+from keras_moe import layers, losses, routers
 from keras_moe.layers import (
     MLP,
     AttentionPooling,
@@ -186,6 +186,9 @@ def test_every_public_layer_is_checked():
         (lambda: TokenChoiceRouter(4, eval_capacity_factor=0), "eval_capacity_factor"),
         (lambda: TokenChoiceRouter(4, priority="best"), "priority='best'"),
         (lambda: TokenChoiceRouter(4, noise_std=-1.0), "noise_std=-1.0"),
+        (lambda: TokenChoiceRouter(4, noise_std="1"), "noise_std='1'"),
+        (lambda: TokenChoiceRouter(4, dropless="yes"), "dropless='yes'"),
+        (lambda: ExpertChoiceRouter(4, batch_invariant="no"), "batch_invariant='no'"),
         (lambda: TokenChoiceRouter(4, capacity_rounding="up"), "capacity_rounding"),
         (lambda: TokenChoiceRouter(4, capacity_multiple_of=0), "capacity_multiple_of"),
         (lambda: MoE(TokenChoiceRouter(4), Experts(2, 8)), "experts.num_experts=2"),
@@ -198,6 +201,15 @@ def test_every_public_layer_is_checked():
         (lambda: TokenChoiceRouter(4, dropless=True, capacity=2), "capacity=2"),
         (lambda: TokenChoiceRouter(4, num_modalities=0), "num_modalities=0"),
         (lambda: TokenChoiceRouter(4, expert_pools=[[0], [4]]), "\\[4\\]"),
+        (lambda: TokenChoiceRouter(4, expert_pools=[[0.5]]), "expert_pools=0.5"),
+        (
+            lambda: MoE(
+                TokenChoiceRouter(4, num_modalities=2, capacity_factor=1.0),
+                Experts(4, 8),
+                auxiliary_losses=[losses.LocalEntropyLoss(modality=2)],
+            ),
+            "modality=2",
+        ),
         (lambda: TokenChoiceRouter(4, 2, expert_pools=[[0], [1, 2]]), "\\[0\\]"),
         (
             lambda: TokenChoiceRouter(4, 1, num_modalities=3, expert_pools=[[0], [1]]),

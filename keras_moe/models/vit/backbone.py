@@ -329,8 +329,9 @@ def _router(
     """The router of that name; `given` arguments of its class go before ours."""
     cls, arguments = ROUTERS[check_one_of("router", name, list(ROUTERS))]
     names = inspect.signature(cls.__init__).parameters
-    # An image is one modality.
-    not_here = ("self", "kwargs", "num_experts", "num_modalities", "expert_pools")
+    # An image is one modality, and every block has a seed of its own.
+    not_here = ("self", "kwargs", "num_experts", "seed")
+    not_here = (*not_here, "num_modalities", "expert_pools")
     names = [name for name in names if name not in not_here]
     check_argument_names(given, names, f"{cls.__name__} in a ViTBackbone")
     dropless = given.get("dropless", dropless)
