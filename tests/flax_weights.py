@@ -9,7 +9,7 @@ _NAMES = [
     (r"patch_embedding/(kernel|bias)", r"embedding/\1"),
     (r"class_token/token", "cls"),
     (r"position_embedding/embedding", "Encoder/posembed_input/pos_embedding"),
-    (r"block_(\d+)/attention_norm/(\w+)", r"Encoder/encoderblock_\1/LayerNorm_0/\2"),
+    (r"block_(\d+)/mixer_norm/(\w+)", r"Encoder/encoderblock_\1/LayerNorm_0/\2"),
     (r"block_(\d+)/feed_forward_norm/(\w+)", r"Encoder/encoderblock_\1/LayerNorm_1/\2"),
     (
         r"block_(\d+)/attention/attention_output/(\w+)",

@@ -9,13 +9,15 @@ from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.layers.patch_embedding import PatchEmbedding
+from keras_moe.layers.patch_embedding import PatchEmbedding, fold_channels
 from keras_moe.layers.pooling import AttentionPooling, TokenPooling
 from keras_moe.layers.position_embedding import (
     PositionEmbedding,
     resize_positions,
     sincos_table,
 )
+from keras_moe.layers.self_attention import SelfAttention
+from keras_moe.layers.token_mlp import TokenMLP
 
 __all__ = [
     "MLP",
@@ -29,7 +31,10 @@ __all__ = [
     "PatchEmbedding",
     "PerExpert",
     "PositionEmbedding",
+    "SelfAttention",
+    "TokenMLP",
     "TokenPooling",
+    "fold_channels",
     "gelu_tanh",
     "resize_positions",
     "resolve_moe_layers",

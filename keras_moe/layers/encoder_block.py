@@ -1,9 +1,8 @@
-"""Transformer encoder blocks, with a dense or a mixture-of-experts feed-forward.
+"""Encoder blocks of transformers and mixers, dense or with a mixture of experts.
 
 Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
-import math
 from typing import Any
 
 import keras
@@ -11,20 +10,24 @@ import keras
 from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.ops.checks import check_integer
+from keras_moe.layers.rematerialization import rematerialized
+from keras_moe.ops.checks import check_bool
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class EncoderBlock(keras.layers.Layer):
-    """A pre-norm block: attention, then a feed-forward layer, each with a residual.
+    """A pre-norm block: tokens mix, then a feed-forward layer, each with a residual.
 
     Args:
-        num_heads: attention heads; divides D.
-        feed_forward: the layer on tokens (B, N, D), such as `MLP`.
-        dropout: on the attention's output.
-        attention_dropout: on the attention's weights.
+        token_mixer: the layer through which tokens (B, N, D) see each other,
+            `SelfAttention` or `TokenMLP`.
+        feed_forward: the layer on each token, such as `MLP`.
+        dropout: on the token mixer's output.
         layer_norm_epsilon: of both normalisations.
         seed: of the dropout.
+        rematerialize: while training, keep the block's input only, and compute the
+            rest again for the gradient: less memory for about a third more time.
+            `keras.RematScope` does not go with auxiliary losses; this does.
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
@@ -35,39 +38,39 @@ class EncoderBlock(keras.layers.Layer):
         (B, N, D).
 
     Raises:
-        ValueError: if `num_heads` does not divide D, or an argument is out of range.
+        ValueError: if an argument is out of range.
 
     Reference:
-        *An Image is Worth 16x16 Words*, equations 2 and 3.
+        *An Image is Worth 16x16 Words*, equations 2 and 3; *MLP-Mixer*, equation 1.
 
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.layers import EncoderBlock, MLP
-    >>> block = EncoderBlock(num_heads=2, feed_forward=MLP(mlp_dim=16))
+    >>> from keras_moe.layers import MLP, EncoderBlock, SelfAttention
+    >>> block = EncoderBlock(SelfAttention(num_heads=2, key_dim=4), MLP(mlp_dim=16))
     >>> tuple(block(np.ones((1, 4, 8), "float32")).shape)
     (1, 4, 8)
     """
 
     def __init__(
         self,
-        num_heads: int,
+        token_mixer: Any,
         feed_forward: Any,
         dropout: float = 0.0,
-        attention_dropout: float = 0.0,
         layer_norm_epsilon: float = 1e-6,
         seed: int | None = None,
+        rematerialize: bool = False,
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.num_heads = check_integer("num_heads", num_heads)
+        self.token_mixer = layer_argument(token_mixer, "token_mixer")
         self.feed_forward = layer_argument(feed_forward, "feed_forward")
         self.dropout = check_dropout("dropout", dropout)
-        self.attention_dropout = check_dropout("attention_dropout", attention_dropout)
         self.layer_norm_epsilon = layer_norm_epsilon
         self.seed = seed
-        self.attention_norm = LayerNorm(
-            layer_norm_epsilon, dtype=self.dtype_policy, name="attention_norm"
+        self.rematerialize = check_bool("rematerialize", rematerialize)
+        self.mixer_norm = LayerNorm(
+            layer_norm_epsilon, dtype=self.dtype_policy, name="mixer_norm"
         )
         self.feed_forward_norm = LayerNorm(
             layer_norm_epsilon, dtype=self.dtype_policy, name="feed_forward_norm"
@@ -77,59 +80,56 @@ class EncoderBlock(keras.layers.Layer):
         )
 
     def build(self, input_shape):
-        self.attention = self_attention(
-            input_shape,
-            self.num_heads,
-            dropout=self.attention_dropout,
-            # A seed of its own: both dropouts would drop alike otherwise.
-            seed=None if self.seed is None else self.seed + 1,
-            dtype=self.dtype_policy,
-        )
-        self.attention_norm.build(input_shape)
+        self.mixer_norm.build(input_shape)
+        build_once(self.token_mixer, input_shape)
         self.feed_forward_norm.build(input_shape)
         build_once(self.feed_forward, input_shape)
 
-    def _attend(self, tokens, training):
-        x = self.attention_norm(tokens)
-        x = self.attention(x, x, training=training)
+    def _mix(self, tokens, training):
+        x = self.token_mixer(self.mixer_norm(tokens), training=training)
         return tokens + self.dropout_layer(x, training=training)
 
     def call(self, tokens: Any, training: bool | None = None) -> Any:
-        tokens = self._attend(tokens, training)
+        if self.rematerialize and training:
+            return rematerialized(self, lambda x: self._run(x, training), tokens)
+        return self._run(tokens, training)
+
+    def _run(self, tokens, training):
+        tokens = self._mix(tokens, training)
         x = self.feed_forward_norm(tokens)
         return tokens + self.feed_forward(x, training=training)
 
     def compute_output_spec(self, tokens, training=None):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        return self._attention_parameters(dim) + self.feed_forward.parameters(dim)
+    def parameters(self, num_tokens: int, dim: int) -> int:
+        """The number of parameters for (B, num_tokens, dim)."""
+        return self._mixer_parameters(num_tokens, dim) + self.feed_forward.parameters(
+            dim
+        )
 
     def active_parameters(self, num_tokens: int, dim: int) -> int:
         """The number of parameters that one token of `num_tokens` meets."""
         active = self.feed_forward.active_parameters(num_tokens, dim)
-        return self._attention_parameters(dim) + active
+        return self._mixer_parameters(num_tokens, dim) + active
 
-    def _attention_parameters(self, dim):
-        # Two norms; queries, keys, values and output, each with a bias.
-        return 4 * dim + 4 * (dim + 1) * dim
+    def _mixer_parameters(self, num_tokens, dim):
+        return 4 * dim + self.token_mixer.parameters(num_tokens, dim)
 
     def flops(self, num_tokens: int, dim: int) -> int:
         """Floating-point operations of the matmuls (2 per multiply-add)."""
-        projections = 8 * num_tokens * dim * dim
-        attention = 4 * num_tokens * num_tokens * dim
-        return projections + attention + self.feed_forward.flops(num_tokens, dim)
+        mixer = self.token_mixer.flops(num_tokens, dim)
+        return mixer + self.feed_forward.flops(num_tokens, dim)
 
     def get_config(self):
         config = super().get_config()
         config.update(
-            num_heads=self.num_heads,
+            token_mixer=keras.saving.serialize_keras_object(self.token_mixer),
             feed_forward=keras.saving.serialize_keras_object(self.feed_forward),
             dropout=self.dropout,
-            attention_dropout=self.attention_dropout,
             layer_norm_epsilon=self.layer_norm_epsilon,
             seed=self.seed,
+            rematerialize=self.rematerialize,
         )
         return config
 
@@ -139,12 +139,14 @@ class MoEEncoderBlock(EncoderBlock):
     """An `EncoderBlock` whose feed-forward layer is a mixture of experts.
 
     Args:
-        num_heads: attention heads; divides D.
+        token_mixer: `SelfAttention` or `TokenMLP`.
         feed_forward: an `MoE` layer.
-        dropout: on the attention's output.
-        attention_dropout: on the attention's weights.
+        dropout: on the token mixer's output.
         layer_norm_epsilon: of both normalisations.
         seed: of the dropout.
+        rematerialize: while training, keep the block's input only, and compute the
+            rest again for the gradient: less memory for about a third more time.
+            `keras.RematScope` does not go with auxiliary losses; this does.
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
@@ -160,17 +162,17 @@ class MoEEncoderBlock(EncoderBlock):
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.layers import Experts, MoE, MoEEncoderBlock
+    >>> from keras_moe.layers import Experts, MoE, MoEEncoderBlock, SelfAttention
     >>> from keras_moe.routers import TokenChoiceRouter
     >>> moe = MoE(TokenChoiceRouter(num_experts=2), Experts(2, mlp_dim=16))
-    >>> block = MoEEncoderBlock(num_heads=2, feed_forward=moe)
+    >>> block = MoEEncoderBlock(SelfAttention(num_heads=2, key_dim=4), moe)
     >>> tokens, routing = block(np.ones((1, 4, 8), "float32"))
     >>> tuple(routing.dispatched.shape)
     (1, 4, 2)
     """
 
-    def call(self, tokens, training=None):
-        tokens = self._attend(tokens, training)
+    def _run(self, tokens, training):
+        tokens = self._mix(tokens, training)
         x = self.feed_forward_norm(tokens)
         x, routing = self.feed_forward(x, training=training)
         return tokens + x, routing
@@ -178,26 +180,3 @@ class MoEEncoderBlock(EncoderBlock):
     def compute_output_spec(self, tokens, training=None):
         tokens = keras.KerasTensor(tokens.shape, self.compute_dtype)
         return self.feed_forward.compute_output_spec(tokens)
-
-
-def self_attention(
-    input_shape: tuple, num_heads: int, name: str = "attention", **kwargs
-) -> keras.layers.MultiHeadAttention:
-    """A built `MultiHeadAttention` with ViT's initialisation for (B, N, D)."""
-    dim = input_shape[-1]
-    if dim % num_heads:
-        raise ValueError(
-            "Expected num_heads to divide the hidden size; received: "
-            f"num_heads={num_heads}, hidden_dim={dim}"
-        )
-    # Glorot over the matrix D x D: Keras would take the heads for a spatial axis.
-    limit = math.sqrt(3.0 / dim)
-    attention = keras.layers.MultiHeadAttention(
-        num_heads,
-        dim // num_heads,
-        kernel_initializer=keras.initializers.RandomUniform(-limit, limit),
-        name=name,
-        **kwargs,
-    )
-    attention.build(input_shape, input_shape)
-    return attention

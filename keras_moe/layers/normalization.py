@@ -44,6 +44,7 @@ class LayerNorm(keras.layers.Layer):
 
     Args:
         epsilon: added to the variance; ViTs use 1e-6.
+        center: add a learned offset, `beta`.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -64,11 +65,12 @@ class LayerNorm(keras.layers.Layer):
     [-1.0, 1.0]
     """
 
-    def __init__(self, epsilon: float = 1e-6, **kwargs):
+    def __init__(self, epsilon: float = 1e-6, center: bool = True, **kwargs):
         if not epsilon > 0:
             raise ValueError(f"Expected epsilon > 0; received: epsilon={epsilon}")
         super().__init__(**kwargs)
         self.epsilon = epsilon
+        self.center = center
         # Half-precision inputs are cast here, not at the door of the layer.
         self.autocast = False
         self.supports_masking = True
@@ -78,9 +80,11 @@ class LayerNorm(keras.layers.Layer):
         self.gamma = self.add_weight(
             name="gamma", shape=shape, initializer="ones", autocast=False
         )
-        self.beta = self.add_weight(
-            name="beta", shape=shape, initializer="zeros", autocast=False
-        )
+        self.beta = None
+        if self.center:
+            self.beta = self.add_weight(
+                name="beta", shape=shape, initializer="zeros", autocast=False
+            )
 
     def call(self, inputs: Any) -> Any:
         if keras.backend.backend() == "torch":
@@ -88,16 +92,15 @@ class LayerNorm(keras.layers.Layer):
                 inputs, self.gamma, self.beta, axis=-1, epsilon=self.epsilon
             )
             return ops.cast(outputs, self.compute_dtype)
-        outputs = _normalize(
-            ops.cast(inputs, "float32"),
-            ops.cast(self.gamma, "float32"),
-            ops.cast(self.beta, "float32"),
-            self.epsilon,
-        )
+        gamma = ops.cast(self.gamma, "float32")
+        beta = ops.cast(self.beta, "float32") if self.center else ops.zeros_like(gamma)
+        outputs = _normalize(ops.cast(inputs, "float32"), gamma, beta, self.epsilon)
         return ops.cast(outputs, self.compute_dtype)
 
     def compute_output_shape(self, input_shape):
         return input_shape
 
     def get_config(self):
-        return {**super().get_config(), "epsilon": self.epsilon}
+        config = super().get_config()
+        config.update(epsilon=self.epsilon, center=self.center)
+        return config

@@ -6,6 +6,7 @@ Axes: B batch, N patches, D hidden.
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_moe.ops.checks import check_integer
@@ -22,13 +23,49 @@ def pair(value: Any, name: str) -> tuple[int, int]:
     return values
 
 
+def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
+    """A patch kernel for images of another number of channels.
+
+    One channel gets the sum of all, so that a grey image gives what the same image
+    in three equal channels gave. More channels get the old ones in turn, scaled by the
+    ratio of the numbers, as timm does.
+
+    Args:
+        kernel: (height, width, old channels, D).
+        channels: the number wanted.
+
+    Returns:
+        An array (height, width, channels, D).
+
+    Raises:
+        ValueError: if `channels` is not a positive integer.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import fold_channels
+    >>> kernel = np.array([1.0, 2.0, 3.0]).reshape(1, 1, 3, 1)
+    >>> fold_channels(kernel, 1).ravel().tolist()
+    [6.0]
+    >>> fold_channels(kernel, 4).ravel().tolist()
+    [0.75, 1.5, 2.25, 0.75]
+    """
+    check_integer("channels", channels)
+    old = kernel.shape[2]
+    if channels == 1:
+        return kernel.sum(axis=2, keepdims=True)
+    folded = np.take(kernel, np.arange(channels) % old, axis=2)
+    return (folded * (old / channels)).astype(kernel.dtype)
+
+
 @keras.saving.register_keras_serializable("keras_moe")
 class PatchEmbedding(keras.layers.Layer):
     """Cuts images into patches and projects each to a token.
 
     The convolution of ViT's stem, computed as a reshape and one matmul (2.6 times
     faster on CPU); the kernel keeps the convolution's layout, so that converted
-    weights fit as they are.
+    weights fit as they are. Weights of another number of channels are folded on loading
+    (`fold_channels`).
 
     Args:
         hidden_dim: D.
@@ -107,6 +144,20 @@ class PatchEmbedding(keras.layers.Layer):
         return ops.matmul(x, ops.reshape(self.kernel, (-1, self.hidden_dim))) + (
             self.bias
         )
+
+    def load_own_variables(self, store):
+        kernel = store["0"]
+        fits = (*kernel.shape[:2], kernel.shape[3]) if len(kernel.shape) == 4 else None
+        if fits != (*self.patch_size, self.hidden_dim):
+            raise ValueError(
+                f"Expected a patch kernel {(*self.patch_size, -1, self.hidden_dim)} "
+                f"for '{self.path}'; received: {tuple(kernel.shape)}"
+            )
+        kernel = np.array(kernel)
+        if kernel.shape[2] != self.kernel.shape[2]:
+            kernel = fold_channels(kernel, self.kernel.shape[2])
+        self.kernel.assign(kernel)
+        self.bias.assign(np.array(store["1"]))
 
     def compute_output_shape(self, input_shape):
         rows, columns = self.grid(input_shape)

@@ -8,9 +8,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.layers.encoder_block import self_attention
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
+from keras_moe.layers.self_attention import SelfAttention
 
 POOLINGS = ("class_token", "average", "map")
 
@@ -123,9 +123,15 @@ class AttentionPooling(keras.layers.Layer):
         self.probe = self.add_weight(
             name="probe", shape=(1, 1, dim), initializer="glorot_uniform"
         )
-        self.attention = self_attention(
-            input_shape, self.num_heads, dtype=self.dtype_policy
+        if dim % self.num_heads:
+            raise ValueError(
+                "Expected num_heads to divide the hidden size; received: "
+                f"num_heads={self.num_heads}, hidden_dim={dim}"
+            )
+        self.attention = SelfAttention(
+            self.num_heads, dim // self.num_heads, dtype=self.dtype_policy
         )
+        self.attention.build((None, 1, dim), input_shape)
         self.norm.build((None, 1, dim))
         self.mlp.build((None, 1, dim))
 

@@ -9,8 +9,10 @@ import keras
 import numpy as np
 
 from keras_moe.layers.patch_embedding import pair
+from keras_moe.ops.checks import check_one_of
 
 KINDS = ("learned", "sincos")
+INTERPOLATIONS = ("bilinear", "bicubic")
 
 
 def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
@@ -47,23 +49,27 @@ def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
 
 
 def resize_positions(
-    table: np.ndarray, old_grid: tuple[int, int], new_grid: tuple[int, int]
+    table: np.ndarray,
+    old_grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    interpolation: str = "bilinear",
 ) -> np.ndarray:
     """Resizes learned position embeddings to another grid of patches.
 
-    Bilinear with aligned corners, as the ViT and V-MoE releases do it. Rows before
-    the grid's (the class token's) are copied.
+    Rows before the grid's (the class token's) are copied.
 
     Args:
         table: (1, N, D), N at least rows x columns of `old_grid`.
         old_grid: patches down and across of `table`.
         new_grid: patches down and across wanted.
+        interpolation: `"bilinear"` with aligned corners, as the ViT and V-MoE releases
+            do it; or `"bicubic"` with antialiasing, as timm does it.
 
     Returns:
         An array (1, N', D) of the dtype of `table`.
 
     Raises:
-        ValueError: if `table` is smaller than its grid.
+        ValueError: if `table` is smaller than its grid, or `interpolation` is unknown.
 
     Example:
 
@@ -79,22 +85,36 @@ def resize_positions(
             f"Expected a table (1, N, D) with N >= {old_grid[0] * old_grid[1]}; "
             f"received: table.shape={table.shape}"
         )
+    check_one_of("interpolation", interpolation, INTERPOLATIONS)
+    weights = _bilinear if interpolation == "bilinear" else _bicubic
     values = table[0, num_extra:].astype("float64").reshape(*old_grid, -1)
-    for axis in (0, 1):
-        values = _interpolate(values, new_grid[axis], axis)
+    values = np.einsum(
+        "yr,xc,rcd->yxd",
+        weights(old_grid[0], new_grid[0]),
+        weights(old_grid[1], new_grid[1]),
+        values,
+        optimize=True,
+    )
     values = values.reshape(1, new_grid[0] * new_grid[1], -1).astype(table.dtype)
     return np.concatenate([table[:, :num_extra], values], axis=1)
 
 
-def _interpolate(values, size, axis):
-    last = values.shape[axis] - 1
-    place = np.linspace(0.0, last, size)
-    low = np.minimum(place.astype(int), max(last - 1, 0))
-    high = np.minimum(low + 1, last)
-    share = (place - low).reshape([-1 if a == axis else 1 for a in range(values.ndim)])
-    return np.take(values, low, axis) * (1 - share) + np.take(values, high, axis) * (
-        share
-    )
+def _bilinear(old, new):
+    """Weights (new, old) of linear interpolation with aligned corners."""
+    place = np.linspace(0.0, old - 1, new)
+    return np.maximum(1.0 - np.abs(place[:, None] - np.arange(old)), 0.0)
+
+
+def _bicubic(old, new):
+    """Weights (new, old) of Keys's cubic (a = -1/2), widened where it shrinks."""
+    scale = max(old / new, 1.0)
+    place = (np.arange(new) + 0.5) * old / new - 0.5
+    x = np.abs(place[:, None] - np.arange(old)) / scale
+    near = (1.5 * x - 2.5) * x * x + 1.0
+    far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
+    weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
+    # At the border part of the kernel has nothing to read.
+    return weights / np.sum(weights, axis=1, keepdims=True)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -107,6 +127,8 @@ class PositionEmbedding(keras.layers.Layer):
     Args:
         grid: the number of patches down and across.
         kind: `"learned"` or `"sincos"`.
+        interpolation: of learned embeddings of another resolution; see
+            `resize_positions`.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -117,7 +139,8 @@ class PositionEmbedding(keras.layers.Layer):
         (B, N, D).
 
     Raises:
-        ValueError: if `kind` is unknown, or N does not fit the grid.
+        ValueError: if `kind` or `interpolation` is unknown, or N does not fit the
+            grid.
 
     Reference:
         *An Image is Worth 16x16 Words*, equation 1 and appendix D.4.
@@ -131,14 +154,19 @@ class PositionEmbedding(keras.layers.Layer):
     (1, 5, 8)
     """
 
-    def __init__(self, grid: Any, kind: str = "learned", **kwargs):
-        if kind not in KINDS:
-            raise ValueError(
-                f"Expected kind to be one of {KINDS}; received: kind={kind!r}"
-            )
+    def __init__(
+        self,
+        grid: Any,
+        kind: str = "learned",
+        interpolation: str = "bilinear",
+        **kwargs,
+    ):
+        check_one_of("kind", kind, KINDS)
+        check_one_of("interpolation", interpolation, INTERPOLATIONS)
         super().__init__(**kwargs)
         self.grid = pair(grid, "grid")
         self.kind = kind
+        self.interpolation = interpolation
 
     def build(self, input_shape):
         num_patches = self.grid[0] * self.grid[1]
@@ -184,8 +212,10 @@ class PositionEmbedding(keras.layers.Layer):
             )
         value = np.array(store["0"])
         if old_grid != self.grid:
-            value = resize_positions(value, old_grid, self.grid)
+            value = resize_positions(value, old_grid, self.grid, self.interpolation)
         self.embedding.assign(value)
 
     def get_config(self):
-        return {**super().get_config(), "grid": self.grid, "kind": self.kind}
+        config = super().get_config()
+        config.update(grid=self.grid, kind=self.kind, interpolation=self.interpolation)
+        return config

@@ -1,6 +1,8 @@
 """The model zoo: backbones, tasks and presets. Needs KerasHub."""
 
 from keras_moe.models.description import Description, Part
+from keras_moe.models.image_classifier import ImageClassifier
+from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.presets import describe, from_preset, list_presets
 from keras_moe.models.variants import VARIANTS, Variant
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
@@ -8,6 +10,9 @@ from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 __all__ = [
     "VARIANTS",
     "Description",
+    "ImageClassifier",
+    "MixerBackbone",
+    "MixerImageClassifier",
     "Part",
     "Variant",
     "ViTBackbone",

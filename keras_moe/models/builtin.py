@@ -1,10 +1,8 @@
 """The presets that ship with the library: one JSON file each."""
 
 import copy
-import difflib
 import functools
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 from keras_moe.models.variants import VARIANTS
@@ -34,24 +32,3 @@ def _read_presets():
         preset["config"] = {**sizes, **preset["config"]}
         presets[path.stem] = preset
     return presets
-
-
-def check_argument_names(
-    kwargs: dict, names: list[str], owner: str, also: Iterable[str] = ()
-) -> None:
-    """Raises ValueError if `kwargs` has a name that is not among `names`.
-
-    `also` are further names that a misspelt one may have meant.
-    """
-    for name, value in kwargs.items():
-        if name not in names:
-            raise ValueError(
-                f"Expected arguments of {owner}; received: {name}={value!r} "
-                f"({nearest(name, sorted({*names, *also}))})"
-            )
-
-
-def nearest(name: str, names) -> str:
-    """A clause that names what `name` may have meant, or all there is."""
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"nearest: {', '.join(close)}" if close else f"known: {', '.join(names)}"

@@ -13,13 +13,14 @@ import keras
 import keras_hub
 from keras_hub.src.utils.preset_utils import load_json
 
-from keras_moe.models.builtin import builtin_presets, check_argument_names, nearest
+from keras_moe.models.builtin import builtin_presets
 from keras_moe.models.preset_folder import (
     check_folder,
     is_staging,
     readable,
     staged,
 )
+from keras_moe.ops.checks import check_argument_names, nearest
 
 
 class _ClassProperty:
@@ -87,10 +88,12 @@ class PresetMixin:
                 of another class, is not whole, or an argument is unknown.
         """
         backbone_kwargs, kwargs = split_arguments(cls, kwargs)
-        if "router" in backbone_kwargs:
-            # The saved options are another router's.
-            backbone_kwargs.setdefault("router_options", None)
         is_task = issubclass(cls, keras_hub.models.Task)
+        backbone_cls = cls.backbone_cls if is_task else cls
+        of_backbone = backbone_kwargs if is_task else kwargs
+        if "router" in of_backbone:
+            # The saved options are another router's.
+            of_backbone.setdefault("router_options", None)
         spec = builtin_presets().get(preset)
         if spec:
             if cls.__name__ not in (spec["backbone"], spec["task"]):
@@ -98,7 +101,6 @@ class PresetMixin:
                     f"Expected a preset of {cls.__name__}; received: preset={preset!r} "
                     f"of {spec['backbone']}"
                 )
-            backbone_cls = cls.backbone_cls if is_task else cls
             own = kwargs if not is_task else {}
             if "backbone" in kwargs:
                 raise ValueError(
@@ -121,13 +123,18 @@ class PresetMixin:
                 f"{next(iter(backbone_kwargs))}="
             )
         with explained(preset):
+            if load_weights:
+                saved = load_json(preset)["config"]
+                of_backbone.update(
+                    backbone_cls.overrides_for_weights(saved, of_backbone)
+                )
             if "dtype" not in {**backbone_kwargs, **kwargs}:
                 # KerasHub's loader knows no mixed policy, and would make the others
                 # the global one.
                 saved = load_json(preset)["config"].get("dtype")
                 if saved is not None:
                     policy = keras.dtype_policies.get(saved)
-                    (backbone_kwargs if is_task else kwargs)["dtype"] = policy
+                    of_backbone["dtype"] = policy
             if not is_task:
                 return super().from_preset(
                     preset, load_weights=load_weights, **backbone_kwargs, **kwargs

@@ -11,11 +11,14 @@ from keras_hub.src.utils.preset_utils import (
 
 from keras_moe.models.builtin import builtin_presets
 from keras_moe.models.description import Description
+from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.preset_loading import check_preset, explained, split_arguments
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 
-BACKBONES = {cls.__name__: cls for cls in (ViTBackbone,)}
-IMAGE_CLASSIFIERS = {cls.__name__: cls for cls in (ViTImageClassifier,)}
+BACKBONES = {cls.__name__: cls for cls in (ViTBackbone, MixerBackbone)}
+IMAGE_CLASSIFIERS = {
+    cls.__name__: cls for cls in (ViTImageClassifier, MixerImageClassifier)
+}
 TASKS = ("backbone", "image_classifier")
 
 

@@ -4,30 +4,35 @@ from typing import NamedTuple
 
 
 class Variant(NamedTuple):
-    """The size of a transformer encoder, and where it is published.
+    """The size of an encoder, and where it is published.
 
     Attributes:
         hidden_dim: D.
         num_layers: blocks.
-        num_heads: attention heads.
+        num_heads: attention heads; None in a Mixer.
         mlp_dim: H.
         source: the table or file that the row comes from.
+        token_mlp_dim: H of a Mixer's token MLPs.
     """
 
     hidden_dim: int
     num_layers: int
-    num_heads: int
+    num_heads: int | None
     mlp_dim: int
     source: str
+    token_mlp_dim: int | None = None
 
     def config(self) -> dict:
         """The row as arguments of a backbone."""
         return {
-            name: value for name, value in self._asdict().items() if name != "source"
+            name: value
+            for name, value in self._asdict().items()
+            if name != "source" and value is not None
         }
 
 
 _SCALING = "Scaling Vision Transformers, Table 2; big_vision models/vit.py"
+_MIXER = "MLP-Mixer, Table 1; vit_jax configs/models.py"
 _VMOE = "google-research/vmoe configs/vmoe_paper; LIMoE, Table 4"
 
 # V-MoE's and LIMoE's S is 8 layers of 512, ViT's S is 12 layers of 384: their authors
@@ -42,6 +47,10 @@ VARIANTS = {
     "vmoe/B": Variant(768, 12, 12, 3072, _VMOE),
     "vmoe/L": Variant(1024, 24, 16, 4096, _VMOE),
     "vmoe/H": Variant(1280, 32, 16, 5120, _VMOE),
+    "mixer/S": Variant(512, 8, None, 2048, _MIXER, token_mlp_dim=256),
+    "mixer/B": Variant(768, 12, None, 3072, _MIXER, token_mlp_dim=384),
+    "mixer/L": Variant(1024, 24, None, 4096, _MIXER, token_mlp_dim=512),
+    "mixer/H": Variant(1280, 32, None, 5120, _MIXER, token_mlp_dim=640),
     "digits/Ti": Variant(
         64, 4, 4, 128, "keras_moe: trains on 8 x 8 digits in about a minute"
     ),

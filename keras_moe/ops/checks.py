@@ -1,6 +1,8 @@
 """Checks of arguments, whose errors say what was expected and what came."""
 
+import difflib
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -83,3 +85,24 @@ def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
             f"Expected a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}; "
             f"received: mask.shape={tuple(mask.shape)}"
         )
+
+
+def check_argument_names(
+    kwargs: dict, names: list[str], owner: str, also: Iterable[str] = ()
+) -> None:
+    """Raises ValueError if `kwargs` has a name that is not among `names`.
+
+    `also` are further names that a misspelt one may have meant.
+    """
+    for name, value in kwargs.items():
+        if name not in names:
+            raise ValueError(
+                f"Expected arguments of {owner}; received: {name}={value!r} "
+                f"({nearest(name, sorted({*names, *also}))})"
+            )
+
+
+def nearest(name: str, names) -> str:
+    """A clause that names what `name` may have meant, or all there is."""
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"nearest: {', '.join(close)}" if close else f"known: {', '.join(names)}"

@@ -14,6 +14,8 @@ from keras_moe.layers import (
     MoEEncoderBlock,
     PatchEmbedding,
     PositionEmbedding,
+    SelfAttention,
+    TokenMLP,
     TokenPooling,
 )
 from keras_moe.routers import (
@@ -108,10 +110,20 @@ def mlp(**kwargs):
     return MLP(mlp_dim=16, activation="relu", dropout=0.1, seed=2, **kwargs)
 
 
+def attention(**kwargs):
+    return SelfAttention(
+        num_heads=2,
+        key_dim=D // 2,
+        query_key_norm=True,
+        layer_norm_epsilon=1e-5,
+        dropout=0.2,
+        seed=4,
+        **kwargs,
+    )
+
+
 BLOCK = {
-    "num_heads": 2,
     "dropout": 0.1,
-    "attention_dropout": 0.2,
     "layer_norm_epsilon": 1e-5,
     "seed": 5,
 }
@@ -123,18 +135,27 @@ MAKERS = {
     ),
     "ClassToken": ClassToken,
     "EncoderBlock": lambda **kw: EncoderBlock(
-        feed_forward=mlp(dtype=kw.get("dtype")), **BLOCK, **kw
+        attention(dtype=kw.get("dtype")), mlp(dtype=kw.get("dtype")), **BLOCK, **kw
     ),
     "Experts": experts,
-    "LayerNorm": lambda **kw: LayerNorm(epsilon=1e-3, **kw),
+    "LayerNorm": lambda **kw: LayerNorm(epsilon=1e-3, center=False, **kw),
     "MoE": moe,
     "MoEEncoderBlock": lambda **kw: MoEEncoderBlock(
-        feed_forward=moe(dtype=kw.get("dtype")), **BLOCK, **kw
+        TokenMLP(mlp_dim=5, dtype=kw.get("dtype")),
+        moe(dtype=kw.get("dtype")),
+        **BLOCK,
+        **kw,
     ),
     "PatchEmbedding": lambda **kw: PatchEmbedding(
         D, (2, 4), kernel_initializer="glorot_normal", **kw
     ),
-    "PositionEmbedding": lambda **kw: PositionEmbedding((2, 3), kind="learned", **kw),
+    "PositionEmbedding": lambda **kw: PositionEmbedding(
+        (2, 3), kind="learned", interpolation="bicubic", **kw
+    ),
+    "SelfAttention": attention,
+    "TokenMLP": lambda **kw: TokenMLP(
+        mlp_dim=5, activation="relu", dropout=0.1, seed=2, **kw
+    ),
     "TokenPooling": lambda **kw: TokenPooling("average", **kw),
     "ExpertChoiceRouter": expert_choice_router,
     "SoftRouter": soft_router,
@@ -264,7 +285,7 @@ def test_every_public_layer_is_checked():
         (lambda: TokenPooling("max"), "pooling='max'"),
         (lambda: LayerNorm(0.0), "epsilon=0.0"),
         (
-            lambda: EncoderBlock(3, MLP(8))(np.zeros((1, 4, 8), "float32")),
+            lambda: AttentionPooling(3, 8)(np.zeros((1, 4, 8), "float32")),
             "num_heads=3",
         ),
         (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8)).build((2, 8)), "\\(2, 8\\)"),

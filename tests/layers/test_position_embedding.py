@@ -30,6 +30,27 @@ def test_resizing_to_the_same_grid_and_to_one_patch():
 
 
 @pytest.mark.backend_free
+@pytest.mark.parametrize(("old", "new"), [((4, 5), (7, 9)), ((7, 6), (3, 2))])
+def test_bicubic_resizing_is_that_of_pillow_and_timm(old, new):
+    import jax
+
+    table = np.random.default_rng(0).normal(size=(1, old[0] * old[1] + 1, 3))
+    resized = resize_positions(table, old, new, "bicubic")
+    grid = table[0, 1:].reshape(*old, 3)
+    expected = jax.image.resize(grid, (*new, 3), "cubic", antialias=True)
+    np.testing.assert_array_equal(resized[:, 0], table[:, 0])
+    np.testing.assert_allclose(
+        resized[0, 1:].reshape(*new, 3), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.backend_free
+def test_an_unknown_interpolation_is_refused():
+    with pytest.raises(ValueError, match="interpolation='nearest'"):
+        resize_positions(np.zeros((1, 4, 2)), (2, 2), (4, 4), "nearest")
+
+
+@pytest.mark.backend_free
 def test_a_table_smaller_than_its_grid_is_refused():
     with pytest.raises(ValueError, match=r"table\.shape=\(1, 3, 2\)"):
         resize_positions(np.zeros((1, 3, 2)), (2, 2), (4, 4))

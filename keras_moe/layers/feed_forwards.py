@@ -1,0 +1,223 @@
+"""The feed-forward layer of every block of a backbone: an MLP or an MoE.
+
+Axes: S group_size, E experts, C capacity, K selected experts.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_moe.layers.block_plan import resolve_moe_layers
+from keras_moe.layers.experts import Experts
+from keras_moe.layers.mlp import MLP
+from keras_moe.layers.moe import MoE
+from keras_moe.ops.capacity import expert_capacity
+from keras_moe.ops.checks import check_argument_names, check_integer, check_one_of
+from keras_moe.routers import (
+    ROUTERS,
+    SoftmaxAffinity,
+    SoftRouter,
+    TokenChoiceRouter,
+)
+
+
+def feed_forward_layers(
+    num_layers: int,
+    num_tokens: int,
+    mlp_dim: int,
+    moe_layers: Any,
+    num_experts: int,
+    router: str,
+    router_options: dict | None,
+    num_selected_experts: int,
+    expert_mlp_dim: int | None,
+    capacity_factor: float,
+    eval_capacity_factor: float | None,
+    dropless: bool,
+    capacity_rounding: str,
+    capacity_multiple_of: int | None,
+    priority: str,
+    noise_std: float,
+    images_per_group: int | None,
+    auxiliary_losses: Any,
+    expert_dropout: float,
+    shared_expert_initialization: bool,
+    dispatcher: str,
+    activation: Any,
+    dropout_rate: float,
+    seeds: Callable,
+    dtype: Any,
+) -> list[keras.layers.Layer]:
+    """The feed-forward layers of a backbone's blocks, not built.
+
+    Args:
+        num_layers: blocks.
+        num_tokens: N, the tokens of an image.
+        seeds: a function of the block's index and a small number that gives the seed of
+            a site: 2 the feed-forward layer, 3 the router.
+        dtype: dtype policy.
+        mlp_dim, moe_layers, ..., dropout_rate: see `keras_moe.models.ViTBackbone`.
+
+    Returns:
+        An `MLP` or an `MoE` for each block.
+
+    Raises:
+        ValueError: if an argument is out of range or arguments do not fit together,
+            also those of MoE layers where there are none.
+    """
+    if images_per_group is not None:
+        check_integer("images_per_group", images_per_group)
+    moe_indices = resolve_moe_layers(moe_layers, num_layers)
+
+    def moe(index):
+        router_layer = _router(
+            router,
+            num_tokens,
+            num_experts,
+            num_selected_experts,
+            capacity_factor,
+            eval_capacity_factor,
+            dropless,
+            capacity_rounding,
+            capacity_multiple_of,
+            priority,
+            noise_std,
+            seeds(index, 3),
+            given=dict(router_options or {}),
+        )
+        return MoE(
+            router_layer,
+            Experts(
+                num_experts,
+                expert_mlp_dim or mlp_dim,
+                activation=activation,
+                dropout=expert_dropout,
+                shared_initialization=shared_expert_initialization,
+                seed=seeds(index, 2),
+                dtype=dtype,
+                name="experts",
+            ),
+            group_size=images_per_group and images_per_group * num_tokens,
+            auxiliary_losses=_losses(auxiliary_losses, router_layer),
+            dispatcher=dispatcher,
+            dtype=dtype,
+            name="moe",
+        )
+
+    def mlp(index):
+        return MLP(
+            mlp_dim, activation, dropout_rate, seeds(index, 2), dtype=dtype, name="mlp"
+        )
+
+    if not moe_indices:
+        moe(0)  # A dense model refuses the same arguments.
+    return [
+        moe(index) if index in moe_indices else mlp(index)
+        for index in range(num_layers)
+    ]
+
+
+def _router(
+    name,
+    num_tokens,
+    num_experts,
+    num_selected_experts,
+    capacity_factor,
+    eval_capacity_factor,
+    dropless,
+    capacity_rounding,
+    capacity_multiple_of,
+    priority,
+    noise_std,
+    seed,
+    given,
+):
+    """The router of that name; `given` arguments of its class go before ours."""
+    cls, arguments = ROUTERS[check_one_of("router", name, list(ROUTERS))]
+    names = inspect.signature(cls.__init__).parameters
+    # An image is one modality, and every block has a seed of its own.
+    not_here = ("self", "kwargs", "num_experts", "seed")
+    not_here = (*not_here, "num_modalities", "expert_pools")
+    names = [name for name in names if name not in not_here]
+    check_argument_names(given, names, f"{cls.__name__} in a backbone")
+    dropless = given.get("dropless", dropless)
+    if cls is not TokenChoiceRouter and dropless:
+        raise ValueError(
+            "Expected a token choice router for dropless=True; "
+            f"received: router={name!r}"
+        )
+    if cls is SoftRouter:
+        if eval_capacity_factor is not None:
+            raise ValueError(
+                "Expected eval_capacity_factor=None for router='soft', which drops "
+                f"nothing; received: eval_capacity_factor={eval_capacity_factor}"
+            )
+        given = {"capacity_rounding": capacity_rounding, **given}
+        factor = given.pop("capacity_factor", None)
+        if given.get("num_slots") is None:
+            # A number of slots gives the weights a shape before they are built.
+            given["num_slots"] = expert_capacity(
+                num_tokens,
+                num_experts,
+                factor or capacity_factor,
+                1 if factor else num_selected_experts,
+                rounding=given["capacity_rounding"],
+            )
+        return cls(num_experts, **{"seed": seed, **given})
+    if given.get("capacity") is not None or dropless:
+        capacity_factor = None
+    ours = {
+        "capacity_factor": capacity_factor,
+        "eval_capacity_factor": eval_capacity_factor,
+        "capacity_rounding": capacity_rounding,
+        "capacity_multiple_of": capacity_multiple_of,
+        "noise_std": noise_std,
+        "seed": seed,
+    }
+    if cls is TokenChoiceRouter:
+        ours.update(
+            num_selected_experts=num_selected_experts,
+            dropless=dropless,
+            priority=priority,
+        )
+    else:
+        # The papers evaluate in the groups of training.
+        ours["batch_invariant"] = eval_capacity_factor is None
+        for factor in ("capacity_factor", "eval_capacity_factor"):
+            if ours[factor] is not None:
+                ours[factor] *= num_selected_experts
+    return cls(num_experts, **{**arguments, **ours, **given})
+
+
+def _losses(auxiliary_losses, router):
+    """The auxiliary losses; `"auto"` is V-MoE's for the router that needs them."""
+    if not isinstance(auxiliary_losses, str):
+        return auxiliary_losses
+    check_one_of("auxiliary_losses", auxiliary_losses, ("auto",))
+    is_vmoe = isinstance(router, TokenChoiceRouter) and isinstance(
+        router.affinity, SoftmaxAffinity
+    )
+    if not is_vmoe:
+        return None
+    # The noise defines the load loss.
+    return {"importance": 0.005, **({"load": 0.005} if router.noise_std > 0 else {})}
+
+
+def plain_options(options: dict | None) -> dict | None:
+    """Options of which each value is plain data, as a config needs them."""
+    if options is None:
+        return None
+    if not isinstance(options, dict):
+        raise ValueError(
+            "Expected router_options to be None or a dict of arguments; "
+            f"received: router_options={options!r}"
+        )
+    return {
+        name: value
+        if value is None
+        or isinstance(value, (bool, int, float, str, list, tuple, dict))
+        else keras.saving.serialize_keras_object(value)
+        for name, value in options.items()
+    }

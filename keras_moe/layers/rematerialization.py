@@ -1,0 +1,82 @@
+"""Recomputing a layer's intermediate values in the backward pass, losses and all.
+
+`keras.RematScope` recomputes a layer's call as it is: a loss added inside, or a seed
+that moves on, would leak out of the recomputed region (JAX), or be refused
+(TensorFlow). Here the region is a pure function: weights and seeds come in as
+arguments, and losses and the next seeds go out as results.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import tree
+from keras.src.backend.common.variables import AutocastScope
+
+
+def rematerialized(layer: Any, function: Callable[[Any], Any], inputs: Any) -> Any:
+    """`function(inputs)`, of whose inner values none is kept for the gradient.
+
+    Args:
+        layer: the built layer whose sublayers `function` calls. Losses that they add
+            become its own.
+        function: from a tensor to a structure of float tensors.
+        inputs: a float tensor.
+
+    Returns:
+        What `function` returns.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe.layers.rematerialization import rematerialized
+    >>> class Block(keras.layers.Layer):
+    ...     def build(self, shape):
+    ...         self.dense = keras.layers.Dense(shape[-1])
+    ...         self.dense.build(shape)
+    ...
+    ...     def call(self, x):
+    ...         return rematerialized(self, self.dense, x)
+    >>> Block()(keras.ops.ones((2, 3))).shape == (2, 3)
+    True
+    """
+    weights = [v for v in layer.variables if not _is_seed(v)]
+    seeds = [v for v in layer.variables if _is_seed(v)]
+    # The weights as they are: each sublayer casts them by its own policy.
+    with AutocastScope(None):
+        values = [v.value for v in (*weights, *seeds)]
+    structure = {}
+
+    def region(inputs, *values):
+        with keras.StatelessScope(
+            state_mapping=zip((*weights, *seeds), values), collect_losses=True
+        ) as scope:
+            outputs = function(inputs)
+            losses = list(scope.losses)
+            # The sublayers would claim them by their ids, which others may get.
+            layer._clear_losses()
+        results = {
+            "outputs": outputs,
+            "losses": losses,
+            # Floats: not every backend lets integers out. Seeds are below 2^32, and
+            # only their second half, which counts the draws, moves on.
+            "draws": [
+                keras.ops.cast(scope.get_current_value(v)[1] - v0[1], "float32")
+                for v, v0 in zip(seeds, values[len(weights) :])
+            ],
+        }
+        structure["results"] = tree.map_structure(lambda _: None, results)
+        return tuple(tree.flatten(results))
+
+    results = keras.remat(region)(inputs, *values)
+    results = tree.pack_sequence_as(structure["results"], list(results))
+    for seed, draws in zip(seeds, results["draws"]):
+        moved = keras.ops.stack([keras.ops.zeros_like(draws), draws])
+        seed.assign_add(keras.ops.cast(moved, seed.dtype))
+    for loss in results["losses"]:
+        layer.add_loss(loss)
+    return results["outputs"]
+
+
+def _is_seed(variable):
+    return "int" in variable.dtype and variable.path.endswith("seed_generator_state")

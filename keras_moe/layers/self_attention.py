@@ -1,0 +1,127 @@
+"""Self-attention over an image's tokens.
+
+Axes: B batch, N tokens, D hidden.
+"""
+
+import math
+from typing import Any
+
+import keras
+
+from keras_moe.layers.normalization import LayerNorm
+from keras_moe.ops.checks import check_integer
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class SelfAttention(keras.layers.MultiHeadAttention):
+    """Multi-head attention of tokens to each other, initialised as in ViT.
+
+    Args:
+        num_heads: attention heads.
+        key_dim: size of a head; D / num_heads in ViT.
+        query_key_norm: normalise queries and keys in each head, as Soft MoE's and
+            ViT-22B's blocks do: attention cannot then grow without bound.
+        layer_norm_epsilon: of that normalisation.
+        dropout: on the attention weights.
+        seed: of the dropout.
+        **kwargs: see `keras.layers.MultiHeadAttention`.
+
+    Call arguments:
+        tokens: (B, N, D).
+        context: (B, M, D), what the tokens attend to; None takes the tokens.
+        training: whether dropout applies.
+
+    Output shape:
+        (B, N, D).
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Reference:
+        *An Image is Worth 16x16 Words*, appendix A; *Scaling Vision Transformers to
+        22 Billion Parameters* (query-key normalisation).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import SelfAttention
+    >>> layer = SelfAttention(num_heads=2, key_dim=4, query_key_norm=True)
+    >>> tuple(layer(np.ones((1, 3, 8), "float32")).shape)
+    (1, 3, 8)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        key_dim: int,
+        query_key_norm: bool = False,
+        layer_norm_epsilon: float = 1e-6,
+        dropout: float = 0.0,
+        seed: int | None = None,
+        **kwargs,
+    ):
+        num_heads = check_integer("num_heads", num_heads)
+        key_dim = check_integer("key_dim", key_dim)
+        if "kernel_initializer" not in kwargs:
+            # Glorot over the matrix D x D: Keras would take the heads for a spatial
+            # axis.
+            limit = math.sqrt(3.0 / (num_heads * key_dim))
+            uniform = keras.initializers.RandomUniform(-limit, limit)
+            kwargs["kernel_initializer"] = uniform
+        kwargs.setdefault("name", "attention")
+        super().__init__(num_heads, key_dim, dropout=dropout, seed=seed, **kwargs)
+        self.query_key_norm = query_key_norm
+        self.layer_norm_epsilon = layer_norm_epsilon
+        if query_key_norm:
+            # As the release: a scale, no offset.
+            self.query_norm, self.key_norm = (
+                LayerNorm(
+                    layer_norm_epsilon,
+                    center=False,
+                    dtype=self.dtype_policy,
+                    name=f"{name}_norm",
+                )
+                for name in ("query", "key")
+            )
+
+    def build(self, tokens_shape, context_shape=None):
+        super().build(tokens_shape, context_shape or tokens_shape)
+        if self.query_key_norm:
+            for norm in (self.query_norm, self.key_norm):
+                norm.build((None, None, self.num_heads, self.key_dim))
+
+    def call(self, tokens: Any, context: Any = None, training: bool | None = None):
+        context = tokens if context is None else context
+        return super().call(tokens, context, training=training)
+
+    def compute_output_spec(self, tokens, context=None, training=None):
+        return keras.KerasTensor(tokens.shape, self.compute_dtype)
+
+    def compute_mask(self, tokens, context=None, previous_mask=None):
+        return previous_mask
+
+    def _compute_attention(self, query, key, *args, **kwargs):
+        if self.query_key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return super()._compute_attention(query, key, *args, **kwargs)
+
+    def parameters(self, num_tokens: int, dim: int) -> int:
+        """The number of parameters for (B, num_tokens, dim)."""
+        inner = self.num_heads * self.key_dim
+        # Queries, keys, values and output, each with a bias.
+        norms = 2 * self.key_dim if self.query_key_norm else 0
+        return 3 * (dim + 1) * inner + (inner + 1) * dim + norms
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations of the matmuls (2 per multiply-add)."""
+        inner = self.num_heads * self.key_dim
+        projections = 8 * num_tokens * dim * inner
+        return projections + 4 * num_tokens * num_tokens * inner
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            query_key_norm=self.query_key_norm,
+            layer_norm_epsilon=self.layer_norm_epsilon,
+        )
+        return config

@@ -1,0 +1,75 @@
+"""MLP-Mixer's mixing of tokens.
+
+Axes: B batch, N tokens, D hidden, H mlp.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.layers.mlp import MLP
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class TokenMLP(MLP):
+    """An MLP across the tokens, the same for each of the D channels.
+
+    Its weights have the number of tokens for a shape: it serves images of one size.
+
+    Args:
+        mlp_dim: H.
+        activation: `"gelu_tanh"` (the JAX models'), or any that Keras knows.
+        dropout: after each of the two layers.
+        seed: of the dropout.
+        **kwargs: see `keras.layers.Layer`.
+
+    Input shape:
+        (B, N, D).
+
+    Output shape:
+        (B, N, D).
+
+    Raises:
+        ValueError: if an argument is out of range, or the number of tokens is unknown.
+
+    Reference:
+        *MLP-Mixer: An all-MLP Architecture for Vision*, equation 1 (the first line).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import TokenMLP
+    >>> tuple(TokenMLP(mlp_dim=16)(np.ones((1, 4, 8), "float32")).shape)
+    (1, 4, 8)
+    """
+
+    def build(self, input_shape):
+        if len(input_shape) != 3 or input_shape[1] is None:
+            raise ValueError(
+                "Expected tokens of shape (batch, tokens, dim) with a known number "
+                f"of tokens; received: shape={tuple(input_shape)}"
+            )
+        self.num_tokens = input_shape[1]
+        super().build((input_shape[0], input_shape[2], input_shape[1]))
+
+    def call(self, tokens: Any, training: bool | None = None) -> Any:
+        if tokens.shape[1] != self.num_tokens:
+            raise ValueError(
+                f"Expected {self.num_tokens} tokens, for which the layer was built; "
+                f"received: shape={tuple(tokens.shape)}"
+            )
+        x = ops.transpose(tokens, (0, 2, 1))
+        return ops.transpose(super().call(x, training=training), (0, 2, 1))
+
+    def parameters(self, num_tokens: int, dim: int) -> int:
+        """The number of parameters for (B, num_tokens, dim)."""
+        return super().parameters(num_tokens)
+
+    def active_parameters(self, num_tokens: int, dim: int) -> int:
+        """The number of parameters that one token meets: all."""
+        return self.parameters(num_tokens, dim)
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations (2 per multiply-add)."""
+        return super().flops(dim, num_tokens)

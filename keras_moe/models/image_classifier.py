@@ -1,0 +1,294 @@
+"""Image classification on any backbone.
+
+Axes: B batch, N tokens, D hidden.
+"""
+
+import math
+from typing import Any
+
+import keras
+import keras_hub
+
+from keras_moe.layers import AttentionPooling, TokenPooling
+from keras_moe.layers.mlp import check_dropout
+from keras_moe.layers.pooling import POOLINGS
+from keras_moe.losses import SigmoidCrossentropy
+from keras_moe.models.description import Part
+from keras_moe.models.preset_loading import PresetMixin, TaskWeightsMixin
+from keras_moe.ops.checks import check_argument_names, check_integer
+
+ACTIVATIONS = (None, "softmax", "sigmoid")
+
+
+class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClassifier):
+    """A backbone with pooling and a classification head.
+
+    The base of `ViTImageClassifier` and `MixerImageClassifier`.
+
+    It is compiled with defaults for its kind of labels: integer classes, or with
+    `multi_label=True` a 0-1 vector per image and a sigmoid loss summed over classes.
+    `classifier.features` is the symbolic pooled feature (B, D) that the head reads:
+    `keras.Model(classifier.input, classifier.features)` extracts features.
+
+    Args:
+        backbone: a `ViTBackbone` or `MixerBackbone`, as the subclass says.
+        num_classes: the number of classes.
+        preprocessor: a layer or callable on images, or None.
+        pooling: `"class_token"`, `"average"` or `"map"` (attention pooling); None takes
+            the class token if there is one, else the average.
+        multi_label: sigmoid instead of softmax cross-entropy.
+        representation_dim: size of a tanh layer between pooling and head, or None.
+        head_bias: initial bias of the head: a number (V-MoE uses -10 on
+            ImageNet-21k), or `"prior"` for -log(num_classes).
+        activation: of the outputs: None for logits, `"softmax"` or `"sigmoid"`.
+        dropout: before the head.
+        head_dtype: dtype policy of the head; None takes the backbone's.
+        **kwargs: see `keras_hub.models.ImageClassifier`.
+
+    Input shape:
+        (B, height, width, channels), in [-1, 1].
+
+    Output shape:
+        (B, num_classes).
+
+    Raises:
+        ValueError: if an argument is out of range or arguments do not fit together.
+
+    Reference:
+        *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP head).
+
+    Example:
+
+    >>> from keras_moe.models import ImageClassifier, ViTImageClassifier
+    >>> issubclass(ViTImageClassifier, ImageClassifier)
+    True
+    """
+
+    def __init__(
+        self,
+        backbone: Any,
+        num_classes: int,
+        preprocessor: Any = None,
+        pooling: str | None = None,
+        multi_label: bool = False,
+        representation_dim: int | None = None,
+        head_bias: Any = 0.0,
+        activation: str | None = None,
+        dropout: float = 0.0,
+        head_dtype: Any = None,
+        **kwargs,
+    ):
+        arguments = list(locals())
+        num_classes = check_integer("num_classes", num_classes)
+        if representation_dim is not None:
+            check_integer("representation_dim", representation_dim)
+        check_dropout("dropout", dropout)
+        check_argument_names(
+            kwargs, ["name", "trainable", "compile"], type(self).__name__, arguments
+        )
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"Expected activation to be one of {ACTIVATIONS}; "
+                f"received: activation={activation!r}"
+            )
+        if activation == ("softmax" if multi_label else "sigmoid"):
+            raise ValueError(
+                "Expected a sigmoid for multi_label=True and a softmax otherwise; "
+                f"received: activation={activation!r}, multi_label={multi_label}"
+            )
+        backbone_config = backbone.get_config()
+        seed = backbone_config["seed"]
+        policy = head_dtype or backbone.dtype_policy
+        pooling = check_pooling(pooling, backbone.class_token)
+
+        # === Layers ===
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+        self.pooler = pooling_layer(backbone_config, pooling, dtype=policy)
+        self.output_dropout = keras.layers.Dropout(
+            dropout,
+            seed=None if seed is None else seed + 1,
+            dtype=policy,
+            name="output_dropout",
+        )
+        self.output_dense = keras.layers.Dense(
+            num_classes,
+            activation=activation,
+            kernel_initializer="zeros",
+            bias_initializer=keras.initializers.Constant(
+                bias_value(head_bias, num_classes)
+            ),
+            dtype=policy,
+            name="predictions",
+        )
+
+        # === Functional model ===
+        inputs = self.backbone.input
+        features = self.pooler(self.backbone(inputs))
+        if representation_dim is not None:
+            self.representation = keras.layers.Dense(
+                representation_dim, activation="tanh", dtype=policy, name="pre_logits"
+            )
+            features = self.representation(features)
+        outputs = self.output_dense(self.output_dropout(features))
+        # The parent's constructor would build its own head. The task's compiles, for
+        # which it must know the labels and outputs; Keras lets a model have plain
+        # attributes only after it.
+        for name, value in (("multi_label", multi_label), ("activation", activation)):
+            object.__setattr__(self, name, value)
+        keras_hub.models.Task.__init__(self, inputs=inputs, outputs=outputs, **kwargs)
+        object.__setattr__(self, "_features", features)
+
+        # === Config ===
+        self.num_classes = num_classes
+        self.pooling = pooling
+        self.representation_dim = representation_dim
+        self.head_bias = head_bias
+        self.dropout = dropout
+        self.head_dtype = head_dtype
+
+    @property
+    def features(self):
+        """The symbolic feature (B, D) that the head reads."""
+        return self._features
+
+    @property
+    def routing(self) -> dict:
+        """The symbolic `Routing` of each MoE block, by the block's name."""
+        return self.backbone.routing
+
+    def compile(
+        self,
+        optimizer: Any = "auto",
+        loss: Any = "auto",
+        *,
+        metrics: Any = "auto",
+        **kwargs,
+    ) -> None:
+        """Configures training, with defaults for this task.
+
+        Args:
+            optimizer: `"auto"` is AdamW at 3e-4 with weight decay 1e-4 and gradients
+                clipped to global norm 1 (not with half-precision weights).
+            loss: `"auto"` is softmax cross-entropy on integer labels, or
+                `SigmoidCrossentropy` with `multi_label`.
+            metrics: `"auto"` is the accuracy, or with `multi_label` the area under the
+                precision-recall curve of all decisions.
+            **kwargs: see `keras.Model.compile`.
+        """
+        from_logits = self.activation is None
+        if optimizer == "auto":
+            # With bfloat16 weights beside float32 routers, TensorFlow cannot take the
+            # norm of all gradients together.
+            policy = self.backbone.dtype_policy
+            global_clipnorm = 1.0 if policy.variable_dtype == "float32" else None
+            optimizer = keras.optimizers.AdamW(
+                3e-4, weight_decay=1e-4, global_clipnorm=global_clipnorm
+            )
+        if loss == "auto" and self.multi_label:
+            loss = SigmoidCrossentropy(from_logits=from_logits)
+        elif loss == "auto":
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
+        if metrics == "auto" and self.multi_label:
+            metrics = [
+                keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")
+            ]
+        elif metrics == "auto":
+            metrics = [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+        keras_hub.models.Task.compile(
+            self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
+        )
+
+    def get_config(self):
+        config = keras_hub.models.Task.get_config(self)
+        head_dtype = self.head_dtype
+        if isinstance(head_dtype, keras.dtype_policies.DTypePolicy):
+            head_dtype = keras.dtype_policies.serialize(head_dtype)
+        config.update(
+            num_classes=self.num_classes,
+            pooling=self.pooling,
+            multi_label=self.multi_label,
+            representation_dim=self.representation_dim,
+            head_bias=self.head_bias,
+            activation=self.activation,
+            dropout=self.dropout,
+            head_dtype=head_dtype,
+        )
+        return config
+
+    @staticmethod
+    def describe_parts(
+        backbone_config: dict,
+        num_tokens: int,
+        dim: int,
+        num_classes: int,
+        pooling: str | None = None,
+        representation_dim: int | None = None,
+        **_,
+    ) -> list[Part]:
+        """The parts that the task adds to its backbone, with their costs."""
+        check_integer("num_classes", num_classes)
+        pooling = check_pooling(pooling, backbone_config.get("class_token", True))
+        pooler = pooling_layer(backbone_config, pooling, dtype="float32")
+        parts = []
+        if pooler.parameters(dim):
+            size = pooler.parameters(dim)
+            parts.append(
+                Part("pooler", "MAP", size, size, pooler.flops(num_tokens, dim))
+            )
+        if representation_dim is not None:
+            size = (dim + 1) * representation_dim
+            flops = 2 * dim * representation_dim
+            parts.append(Part("pre_logits", "dense", size, size, flops))
+            dim = representation_dim
+        size = (dim + 1) * num_classes
+        parts.append(Part("predictions", "dense", size, size, 2 * dim * num_classes))
+        return parts
+
+
+def check_pooling(pooling: str | None, class_token: bool) -> str:
+    """The pooling, or its default, if it fits the backbone."""
+    if pooling is None:
+        return "class_token" if class_token else "average"
+    if pooling not in POOLINGS:
+        raise ValueError(
+            f"Expected pooling to be None or one of {POOLINGS}; "
+            f"received: pooling={pooling!r}"
+        )
+    if pooling == "class_token" and not class_token:
+        raise ValueError(
+            "Expected a backbone with class_token=True for pooling='class_token'; "
+            "received: class_token=False"
+        )
+    return pooling
+
+
+def pooling_layer(backbone_config: dict, pooling: str, dtype: Any) -> Any:
+    """The pooling layer for a backbone's tokens, not built."""
+    if pooling == "map" and "num_heads" not in backbone_config:
+        raise ValueError(
+            "Expected pooling='class_token' or 'average' for a backbone without "
+            "attention heads; received: pooling='map'"
+        )
+    if pooling != "map":
+        return TokenPooling(pooling, dtype=dtype, name="pooler")
+    return AttentionPooling(
+        backbone_config["num_heads"],
+        backbone_config["mlp_dim"],
+        activation=backbone_config.get("activation", "gelu_tanh"),
+        layer_norm_epsilon=backbone_config.get("layer_norm_epsilon", 1e-6),
+        dtype=dtype,
+        name="pooler",
+    )
+
+
+def bias_value(head_bias: Any, num_classes: int) -> float:
+    """The number for `head_bias`, which may be `"prior"`."""
+    if head_bias == "prior":
+        return -math.log(num_classes)
+    if isinstance(head_bias, str) or not math.isfinite(head_bias):
+        raise ValueError(
+            "Expected head_bias to be a finite number or 'prior'; "
+            f"received: head_bias={head_bias!r}"
+        )
+    return float(head_bias)

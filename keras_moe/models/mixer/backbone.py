@@ -1,0 +1,130 @@
+"""MLP-Mixer: tokens mix through an MLP, and blocks may be mixtures of experts.
+
+Axes: B batch, N tokens, D hidden, H mlp, E experts.
+"""
+
+from typing import Any
+
+import keras
+
+from keras_moe.layers import TokenMLP
+from keras_moe.models.vision_backbone import VisionBackbone
+from keras_moe.ops.checks import check_integer
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class MixerBackbone(VisionBackbone):
+    """An MLP-Mixer whose channel MLPs are dense or mixtures of experts.
+
+    The token MLPs have the number of patches for a shape, so weights serve images of
+    one size. Images are in [-1, 1]. `routing` and `features` are those of
+    `ViTBackbone`.
+
+    Args:
+        image_shape: (height, width, channels).
+        patch_size: an int or (height, width); divides the image.
+        hidden_dim: D.
+        num_layers: blocks.
+        token_mlp_dim: H of the MLPs across tokens.
+        mlp_dim: H of the MLPs across channels.
+        activation: of all MLPs.
+        dropout_rate: on embeddings, token MLPs and dense channel MLPs.
+        layer_norm_epsilon: of all normalisations.
+        moe_layers, num_experts, router, router_options, num_selected_experts,
+        expert_mlp_dim, capacity_factor, eval_capacity_factor, dropless,
+        capacity_rounding, capacity_multiple_of, priority, noise_std, images_per_group,
+        auxiliary_losses, expert_dropout, shared_expert_initialization, dispatcher: the
+            MoE layers in the place of channel MLPs; see `ViTBackbone`.
+        seed: of noise and dropout; see `ViTBackbone`.
+        dtype: dtype policy; routing is float32 under each.
+        **kwargs: see `keras_hub.models.Backbone`.
+
+    Input shape:
+        (B, height, width, channels).
+
+    Output shape:
+        (B, N, D): the normalised tokens.
+
+    Raises:
+        ValueError: if an argument is out of range or arguments do not fit together;
+            if weights of another image size are loaded.
+
+    Reference:
+        *MLP-Mixer: An all-MLP Architecture for Vision*.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.models import MixerBackbone
+    >>> backbone = MixerBackbone(
+    ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=2,
+    ...     token_mlp_dim=4, mlp_dim=16, moe_layers=[1], num_experts=4,
+    ... )
+    >>> tuple(backbone(np.zeros((1, 8, 8, 3), "float32")).shape)
+    (1, 4, 8)
+    """
+
+    def __init__(
+        self,
+        image_shape: tuple = (224, 224, 3),
+        patch_size: Any = 32,
+        hidden_dim: int = 768,
+        num_layers: int = 12,
+        token_mlp_dim: int = 384,
+        mlp_dim: int = 3072,
+        activation: Any = "gelu_tanh",
+        dropout_rate: float = 0.0,
+        layer_norm_epsilon: float = 1e-6,
+        moe_layers: Any = None,
+        num_experts: int = 32,
+        router: str = "softmax_token_choice",
+        router_options: dict | None = None,
+        num_selected_experts: int = 2,
+        expert_mlp_dim: int | None = None,
+        capacity_factor: float = 1.05,
+        eval_capacity_factor: float | None = None,
+        dropless: bool = False,
+        capacity_rounding: str = "ceil",
+        capacity_multiple_of: int | None = 4,
+        priority: str = "first_come",
+        noise_std: float = 1.0,
+        images_per_group: int | None = 8,
+        auxiliary_losses: Any = "auto",
+        expert_dropout: float = 0.0,
+        shared_expert_initialization: bool = True,
+        dispatcher: str = "index",
+        seed: int | None = None,
+        dtype: Any = None,
+        **kwargs,
+    ):
+        self._assemble(locals(), dtype, kwargs)
+
+    @staticmethod
+    def _token_mixer(
+        index, num_tokens, seeds, dtype, token_mlp_dim, activation, dropout_rate, **_
+    ):
+        check_integer("token_mlp_dim", token_mlp_dim)
+        return TokenMLP(
+            token_mlp_dim,
+            activation,
+            dropout_rate,
+            seed=seeds(1),
+            dtype=dtype,
+            name="token_mlp",
+        )
+
+    @classmethod
+    def overrides_for_weights(cls, saved, overrides):
+        for name in ("image_shape", "patch_size"):
+            ours, theirs = overrides.get(name), saved.get(name)
+            if name == "image_shape" and ours is not None:
+                # The channels of the patch kernel fold; the token MLPs do not.
+                ours, theirs = list(ours)[:2], list(theirs)[:2]
+            if ours is not None and ours != theirs:
+                raise ValueError(
+                    f"Expected the {name} of the weights, {saved[name]}, since a "
+                    "Mixer's token MLPs have the number of patches for a shape; "
+                    f"received: {name}={overrides[name]}. Load with load_weights=False "
+                    "to start anew."
+                )
+        return super().overrides_for_weights(saved, overrides)

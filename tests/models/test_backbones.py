@@ -1,0 +1,343 @@
+"""What every backbone does, and what becomes of its weights at another size."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.models import (
+    MixerBackbone,
+    MixerImageClassifier,
+    ViTBackbone,
+    ViTImageClassifier,
+)
+from keras_moe.models.builtin import builtin_presets
+from keras_moe.routers import ROUTERS
+from tests import golden
+from tests.symbolic import symbolic_model
+
+SIZES = {
+    "image_shape": (16, 8, 3),
+    "patch_size": 4,
+    "hidden_dim": 16,
+    "num_layers": 2,
+    "mlp_dim": 24,
+    "seed": 3,
+}
+MOE = {"moe_layers": [1], "num_experts": 4, "images_per_group": 2}
+MAKERS = {
+    "vit": lambda **kw: ViTBackbone(**{**SIZES, "num_heads": 2, **kw}),
+    "mixer": lambda **kw: MixerBackbone(**{**SIZES, "token_mlp_dim": 6, **kw}),
+}
+CLASSIFIERS = {"vit": ViTImageClassifier, "mixer": MixerImageClassifier}
+
+
+def images(*shape):
+    shape = shape or (3, 16, 8, 3)
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+def with_weights(model, seed=1):
+    """Gives every weight something to say: some start at zero."""
+    generator = np.random.default_rng(seed)
+    for weight in model.weights:
+        if "seed_generator" not in weight.path:
+            weight.assign(generator.normal(size=weight.shape) * 0.3)
+    return model
+
+
+# The presets
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="PyTorch alone has weights of no memory"
+)
+@pytest.mark.parametrize("preset", sorted(builtin_presets()))
+def test_every_preset_builds_and_describe_counts_it(preset):
+    model = symbolic_model(lambda: models.from_preset(preset, num_classes=1000))
+    description = models.describe(preset, num_classes=1000)
+    count = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
+    assert description.parameters == count
+    assert model.output_shape == (None, 1000)
+    by_name = {layer.name: layer for layer in model._flatten_layers()}
+    for part in description.parts[1:]:
+        weights = by_name[part.name].trainable_weights
+        assert part.parameters == sum(int(np.prod(w.shape)) for w in weights), part
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("preset", "published", "unit"),
+    [
+        # MLP-Mixer, Table 1 (without the head).
+        ("mixer_s32", 19, 1e6),
+        ("mixer_s16", 18, 1e6),
+        ("mixer_b32", 60, 1e6),
+        ("mixer_b16", 59, 1e6),
+        ("mixer_l32", 206, 1e6),
+        ("mixer_l16", 207, 1e6),
+        ("mixer_h14", 431, 1e6),
+        # From Sparse to Soft Mixtures of Experts, in units of 100 million.
+        ("soft_moe_s14", 18, 1e8),
+        ("soft_moe_b16", 37, 1e8),
+        ("soft_moe_l16", 131, 1e8),
+        ("soft_moe_h14", 541, 1e8),
+    ],
+)
+def test_published_sizes(preset, published, unit):
+    assert round(models.describe(preset).parameters / unit) == published
+
+
+@pytest.mark.backend_free
+def test_soft_moe_presets():
+    for name, experts, blocks in [
+        ("s16", 128, range(6, 12)),
+        ("s14", 256, range(6, 12)),
+        ("b16", 128, range(6, 12)),
+        ("l16", 128, range(12, 24)),
+        ("h14", 256, range(16, 32)),
+    ]:
+        kinds = {p.name: p.kind for p in models.describe(f"soft_moe_{name}").parts}
+        for block in blocks:
+            assert kinds[f"block_{block}"].startswith(f"MoE {experts}")
+        assert kinds[f"block_{blocks[0] - 1}"] == "dense"
+        config = builtin_presets()[f"soft_moe_{name}"]["config"]
+        assert config["query_key_norm"]
+        assert config["router_options"] == {"num_slots": 1}
+
+
+# MLP-Mixer
+
+
+def test_mixer_equals_the_equations():
+    model = with_weights(MAKERS["mixer"](num_layers=1, activation="relu"))
+    values = {w.path.removeprefix("block_0/"): np.array(w) for w in model.weights}
+
+    def norm(x, name):
+        x = x - x.mean(axis=-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6)
+        return x * values[f"{name}/gamma"] + values[f"{name}/beta"]
+
+    def mlp(x, name):
+        x = x @ values[f"{name}/hidden/kernel"] + values[f"{name}/hidden/bias"]
+        x = np.maximum(x, 0.0)
+        return x @ values[f"{name}/output/kernel"] + values[f"{name}/output/bias"]
+
+    x = images()
+    patches = x.reshape(3, 4, 4, 2, 4, 3).transpose(0, 1, 3, 2, 4, 5)
+    x = patches.reshape(3, 8, 48)
+    x = x @ values["patch_embedding/kernel"].reshape(48, 16)
+    x = x + values["patch_embedding/bias"]
+    mixed = norm(x, "mixer_norm").transpose(0, 2, 1)
+    x = x + mlp(mixed, "token_mlp").transpose(0, 2, 1)
+    x = x + mlp(norm(x, "feed_forward_norm"), "mlp")
+    x = norm(x, "final_norm")
+    found = model.predict(images(), verbose=0)
+    np.testing.assert_allclose(found, x, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mixer_of_another_library():
+    # timm's: gelu in its exact form, channels first, kernels (out, in).
+    arrays, config = golden.load("12_timm/mixer")
+    kwargs = config["kwargs"]
+    model = MixerImageClassifier(
+        MixerBackbone(
+            image_shape=(32, 32, 3), patch_size=kwargs["patch_size"],
+            hidden_dim=kwargs["embed_dim"], num_layers=kwargs["num_blocks"],
+            token_mlp_dim=kwargs["embed_dim"] // 2, mlp_dim=4 * kwargs["embed_dim"],
+            activation="gelu",
+        ),
+        kwargs["num_classes"],
+    )  # fmt: skip
+    names = {
+        "patch_embedding": "stem.proj", "mixer_norm": "norm1", "predictions": "head",
+        "feed_forward_norm": "norm2", "token_mlp/hidden": "mlp_tokens.fc1",
+        "token_mlp/output": "mlp_tokens.fc2", "mlp/hidden": "mlp_channels.fc1",
+        "mlp/output": "mlp_channels.fc2", "final_norm": "norm",
+    }  # fmt: skip
+    for weight in model.trainable_weights:
+        owner, kind = weight.path.rsplit("/", 1)
+        block, _, owner = owner.rpartition("block_")[-1].partition("/")
+        prefix = f"blocks.{block}." if owner else ""
+        owner = names[owner or block]
+        kind = {"kernel": "weight", "gamma": "weight"}.get(kind, "bias")
+        value = arrays[f"state_dict/{prefix}{owner}.{kind}"]
+        if value.ndim == 4:
+            value = value.transpose(2, 3, 1, 0)
+        weight.assign(value.T if value.ndim == 2 else value)
+    logits = model.predict(arrays["inputs/images"], verbose=0)
+    np.testing.assert_allclose(logits, arrays["outputs/logits"], rtol=1e-4, atol=1e-5)
+
+
+def test_every_router_works_in_a_mixer():
+    for router in ROUTERS:
+        backbone = MAKERS["mixer"](router=router, noise_std=0.0, **MOE)
+        assert list(backbone.routing) == ["block_1"]
+        model = MixerImageClassifier(backbone, 3)
+        model.fit(images(4, 16, 8, 3), np.array([0, 1, 2, 0]), verbose=0)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_argument_round_trips(kind):
+    given = {
+        **MOE,
+        "router": "sinkhorn_expert_choice",
+        "router_options": {"capacity_multiple_of": 2},
+        "num_selected_experts": 1,
+        "expert_mlp_dim": 5,
+        "capacity_factor": 1.5,
+        "eval_capacity_factor": 2.0,
+        "capacity_rounding": "round",
+        "capacity_multiple_of": None,
+        "priority": "sum_gates",
+        "noise_std": 0.5,
+        "auxiliary_losses": {"z": 0.1},
+        "expert_dropout": 0.1,
+        "shared_expert_initialization": False,
+        "dispatcher": "einsum",
+        "activation": "relu",
+        "dropout_rate": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "dtype": "mixed_bfloat16",
+    }
+    backbone = MAKERS[kind](**given)
+    again = type(backbone).from_config(backbone.get_config())
+    assert again.get_config() == backbone.get_config()
+    for name, value in {**SIZES, **given}.items():
+        if name != "dtype":
+            assert backbone.get_config()[name] == value, name
+    assert again.dtype_policy.name == "mixed_bfloat16"
+
+
+# Features
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+def test_features_at_every_depth(class_token):
+    backbone = with_weights(MAKERS["vit"](class_token=class_token, **MOE))
+    outputs = keras.Model(backbone.input, backbone.features).predict(
+        images(), verbose=0
+    )
+    assert set(outputs) == {"tokens", "pooled", "grid", "block_0", "block_1"}
+    patches = outputs["tokens"][:, int(class_token) :]
+    assert outputs["grid"].shape == (3, 4, 2, 16)
+    np.testing.assert_array_equal(outputs["grid"][:, 3, 1], patches[:, 7])
+    np.testing.assert_array_equal(outputs["grid"][:, 1, 0], patches[:, 2])
+    pooled = outputs["tokens"][:, 0] if class_token else patches.mean(axis=1)
+    np.testing.assert_allclose(outputs["pooled"], pooled, rtol=1e-5, atol=1e-5)
+    last = backbone.get_layer("final_norm")(outputs["block_1"])
+    last = keras.ops.convert_to_numpy(last)
+    np.testing.assert_allclose(last, outputs["tokens"], rtol=1e-4, atol=1e-5)
+    assert np.abs(outputs["block_0"] - outputs["block_1"]).max() > 1e-3
+
+
+# Weights at another size
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_weights_serve_another_image_size(interpolation, tmp_path):
+    backbone = with_weights(MAKERS["vit"](**MOE))
+    backbone.save_to_preset(tmp_path / "saved")
+    larger = models.from_preset(
+        str(tmp_path / "saved"),
+        image_shape=(24, 16, 3),
+        position_interpolation=interpolation,
+    )
+    from keras_moe.layers import resize_positions
+
+    table = np.array(backbone.get_layer("position_embedding").embedding)
+    expected = resize_positions(table, (4, 2), (6, 4), interpolation)
+    found = np.array(larger.get_layer("position_embedding").embedding)
+    np.testing.assert_array_equal(found, expected)
+    assert larger.predict(images(2, 24, 16, 3), verbose=0).shape == (2, 25, 16)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_weights_serve_other_channels(kind, channels, tmp_path):
+    backbone = with_weights(MAKERS[kind]())
+    backbone.save_to_preset(tmp_path / "saved")
+    other = models.from_preset(
+        str(tmp_path / "saved"), image_shape=(16, 8, channels), num_classes=2
+    ).backbone
+    grey = images(2, 16, 8, 1)
+    if channels == 1:
+        # A grey image means what three equal channels meant.
+        np.testing.assert_allclose(
+            other.predict(grey, verbose=0),
+            backbone.predict(np.repeat(grey, 3, axis=-1), verbose=0),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+        return
+    kernel = np.array(backbone.get_layer("patch_embedding").kernel)
+    found = np.array(other.get_layer("patch_embedding").kernel)
+    expected = np.concatenate([kernel, kernel[:, :, :1]], axis=2) * 0.75
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert other.predict(images(2, 16, 8, 4), verbose=0).shape[0] == 2
+
+
+def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
+    backbone = with_weights(MAKERS["vit"](router="soft", **MOE))
+    backbone.save_to_preset(tmp_path / "saved")
+    slots = backbone.get_layer("block_1").feed_forward.router.slots
+    larger = models.from_preset(str(tmp_path / "saved"), image_shape=(32, 16, 3))
+    found = larger.get_layer("block_1").feed_forward.router.slots
+    np.testing.assert_array_equal(np.array(found), np.array(slots))
+    assert larger.predict(images(2, 32, 16, 3), verbose=0).shape == (2, 33, 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "overrides", "message"),
+    [
+        ("mixer", {}, {"image_shape": (16, 16, 3)}, r"image_shape=\(16, 16, 3\)"),
+        ("mixer", {}, {"patch_size": 8}, "patch_size=8"),
+        ("vit", {"router": "soft"}, {"router": "softmax_token_choice"}, "soft"),
+        ("vit", {}, {"router": "soft"}, "load_weights=False"),
+        ("vit", {}, {"patch_size": 8}, r"\(8, 8, -1, 16\)"),
+    ],
+)
+def test_weights_that_cannot_fit_are_refused(kind, saved, overrides, message, tmp_path):
+    MAKERS[kind](**saved, **MOE).save_to_preset(tmp_path / "saved")
+    with pytest.raises(ValueError, match=message):
+        models.from_preset(str(tmp_path / "saved"), **overrides)
+    started = models.from_preset(
+        str(tmp_path / "saved"), load_weights=False, **overrides
+    )
+    for name, value in overrides.items():
+        assert started.get_config()[name] == value
+
+
+# Training and saving
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_fit_save_load(kind, tmp_path):
+    keras.utils.set_random_seed(0)
+    model = CLASSIFIERS[kind](MAKERS[kind](**MOE), 2)
+    x = images(32, 16, 8, 3)
+    y = (x.mean(axis=(1, 2, 3)) > 0).astype("int32")
+    x = x + np.where(y, 1.0, -1.0)[:, None, None, None].astype("float32")
+    model.compile(optimizer=keras.optimizers.Adam(3e-3))
+    history = model.fit(x, y, epochs=6, batch_size=8, verbose=0).history["loss"]
+    assert history[-1] < 0.7 * history[0]
+    model.save_to_preset(tmp_path / "saved")
+    again = models.from_preset(str(tmp_path / "saved"))
+    assert type(again) is type(model)
+    np.testing.assert_array_equal(
+        again.predict(x, verbose=0), model.predict(x, verbose=0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"token_mlp_dim": 0}, "token_mlp_dim=0"),
+        ({"pooling": "map", "num_classes": 2}, "pooling='map'"),
+        ({"pooling": "class_token", "num_classes": 2}, "class_token=False"),
+        ({"num_heads": 2}, "num_heads=2"),
+    ],
+)
+def test_bad_arguments_of_a_mixer(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        models.from_preset("mixer_s32", **kwargs)
