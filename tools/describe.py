@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 
+from overrides import parse_override
 from rich.console import Console
 from rich.table import Table
 
@@ -59,17 +60,6 @@ def main(argv: list[str] | None = None) -> int:
     else:
         description.print()
     return 0
-
-
-def parse_override(text: str) -> tuple[str, object]:
-    """`name=value` as a name and a value."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"Expected NAME=VALUE; received: {text}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
 
 
 if __name__ == "__main__":

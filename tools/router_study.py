@@ -32,6 +32,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from overrides import parse_override
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -167,19 +168,14 @@ def positive(kind: Callable) -> Callable:
     return parse
 
 
-def parse_override(text: str) -> tuple[str, object]:
-    """`name=value` as a name and a value."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"Expected NAME=VALUE; received: {text}")
+def study_override(text: str) -> tuple[str, object]:
+    """`parse_override`, for arguments that the study does not set itself."""
+    name, value = parse_override(text)
     if name in RESERVED:
         raise ValueError(
             f"Expected an argument that the study does not set; received: {text}"
         )
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+    return name, value
 
 
 class Diverged(Exception):
@@ -192,7 +188,7 @@ class Study:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         # What the user sets goes before the paper's.
-        self.overrides = {**PAPER, **dict(map(parse_override, args.set))}
+        self.overrides = {**PAPER, **dict(map(study_override, args.set))}
         self.num_classes = data.num_classes(args.dataset, args.data_dir)
         backbone = models.from_preset(
             args.preset, task="backbone", load_weights=False, **self.overrides

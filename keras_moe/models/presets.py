@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import keras
 import keras_hub
 from keras_hub.src.utils.preset_utils import (
     check_file_exists,
@@ -10,9 +11,15 @@ from keras_hub.src.utils.preset_utils import (
 )
 
 from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.conversion import convert, is_convertible
 from keras_moe.models.description import Description
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
-from keras_moe.models.preset_loading import check_preset, explained, split_arguments
+from keras_moe.models.preset_loading import (
+    argument_names,
+    check_preset,
+    explained,
+    split_arguments,
+)
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 
 BACKBONES = {cls.__name__: cls for cls in (ViTBackbone, MixerBackbone)}
@@ -52,7 +59,7 @@ def from_preset(
     Args:
         preset: the name of a built-in preset (see `list_presets`; an architecture
             without weights), a local folder, or an `hf://`, `kaggle://` or
-            `gs://` handle.
+            `gs://` handle; or weights that others have published, see `convert`.
         num_classes: classes of a new head.
         task: `"backbone"` or `"image_classifier"` to say it outright.
         load_weights: load the preset's weights, if it has any.
@@ -88,6 +95,8 @@ def from_preset(
     if builtin:
         backbone_cls, classifier_cls = _classes(builtin)
         has_task = False
+    elif is_convertible(preset):
+        return convert(preset, task=task, load_weights=load_weights, **overrides)[0]
     else:
         preset = check_preset(preset)
         with explained(preset):
@@ -104,14 +113,14 @@ def from_preset(
     return cls.from_preset(preset, load_weights=load_weights, **overrides)
 
 
-def describe(preset: str, num_classes: int | None = None, **overrides) -> Description:
-    """What a preset's model costs, computed without allocating a weight.
+def describe(preset: Any, num_classes: int | None = None, **overrides) -> Description:
+    """What a model costs, from its configuration: no weight is allocated.
 
     FLOPs count 2 per multiply-add of every matmul of one image's forward pass with
     no token dropped; normalisations, activations and softmaxes are left out.
 
     Args:
-        preset: as for `from_preset`.
+        preset: as for `from_preset`; or a model of this library.
         num_classes: count the head too.
         **overrides: any argument of the backbone or the task.
 
@@ -129,6 +138,8 @@ def describe(preset: str, num_classes: int | None = None, **overrides) -> Descri
     >>> description.parameters > 5 * description.active_parameters
     True
     """
+    if isinstance(preset, keras.Model):
+        return _describe_model(preset, num_classes, overrides)
     builtin = builtin_presets().get(preset) if isinstance(preset, str) else None
     task_config = {}
     if builtin:
@@ -151,7 +162,7 @@ def describe(preset: str, num_classes: int | None = None, **overrides) -> Descri
         config = dict(loader.config["config"])
         if check_file_exists(folder, "task.json"):
             saved = load_json(folder, "task.json")["config"]
-            names = ("pooling", "representation_dim")
+            names = ("pooling", "pooled_norm", "representation_dim")
             task_config = {name: saved[name] for name in names if name in saved}
     overrides.pop("dtype", None)  # Counts are the same under each.
     for name in ("name", "trainable", "dtype"):
@@ -168,6 +179,31 @@ def describe(preset: str, num_classes: int | None = None, **overrides) -> Descri
             **{**task_config, **task_overrides},
         )
     return Description(str(preset), num_tokens, parts)
+
+
+def _describe_model(model, num_classes, overrides):
+    if num_classes is not None or overrides:
+        raise ValueError(
+            "Expected no further arguments with a model; received: "
+            f"num_classes={num_classes}, {overrides}"
+        )
+    backbone = getattr(model, "backbone", model)
+    if type(backbone) not in BACKBONES.values():
+        raise ValueError(
+            f"Expected a model with one of {sorted(BACKBONES)}; "
+            f"received: {type(model).__name__}"
+        )
+    names = [*argument_names(type(backbone))]
+    config = {k: v for k, v in backbone.get_config().items() if k in names}
+    config.pop("dtype", None)
+    parts, num_tokens, dim = type(backbone).describe_parts(**config)
+    if model is not backbone:
+        task = {
+            name: getattr(model, name)
+            for name in ("num_classes", "pooling", "pooled_norm", "representation_dim")
+        }
+        parts += type(model).describe_parts(config, num_tokens, dim, **task)
+    return Description(model.name, num_tokens, parts)
 
 
 def _classes(builtin):

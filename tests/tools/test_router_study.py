@@ -21,6 +21,7 @@ pytestmark = pytest.mark.backend_free
 @pytest.fixture
 def tool(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
     tool = runpy.run_path(str(ROOT / "tools" / "router_study.py"))
     monkeypatch.setitem(tool["main"].__globals__, "TIMING_ROUNDS", 1)
     return tool

@@ -50,6 +50,7 @@ def test_the_quickstart_runs_end_to_end(tmp_path):
 @pytest.fixture
 def describe(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
     tool = runpy.run_path(str(ROOT / "tools" / "describe.py"))
 
     def run_tool(*arguments):
@@ -93,6 +94,26 @@ def test_the_readme_table_is_true():
             f"{costs.parameters / 1e6:,.1f}M | {costs.active_parameters / 1e6:,.1f}M | "
             f"{costs.gflops:,.2f}"
         )
+
+
+@pytest.mark.backend_free
+def test_upcycle_makes_a_preset(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    main = runpy.run_path(str(ROOT / "tools" / "upcycle.py"))["main"]
+    dense = models.from_preset("vmoe_digits", moe_layers=None, num_classes=10)
+    dense.save_to_preset(tmp_path / "dense")
+    source, output = str(tmp_path / "dense"), str(tmp_path / "sparse")
+    assert main([source, output, "--num-experts", "4", "--moe-layers", "[3]"]) == 0
+    sparse = models.from_preset(output)
+    assert list(sparse.routing) == ["block_3"]
+    report = json.loads((tmp_path / "sparse" / "upcycling.json").read_text())
+    assert report["parameters"] == sparse.count_params()
+    assert f"{sparse.count_params():,}" in capsys.readouterr().out
+    # What fails leaves the older preset whole.
+    assert main([source, output, "--set", "router=1"]) == 1
+    assert "received: router=1" in capsys.readouterr().err
+    assert list(models.from_preset(output).routing) == ["block_3"]
 
 
 @pytest.mark.backend_free

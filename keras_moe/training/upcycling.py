@@ -1,0 +1,299 @@
+"""Sparse upcycling: a dense model becomes a mixture of experts of itself.
+
+Axes: E experts, D hidden, H mlp.
+"""
+
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from keras_moe.models import MixerBackbone, ViTBackbone, describe
+from keras_moe.ops.checks import (
+    check_argument_names,
+    check_integer,
+    check_not_negative,
+    check_one_of,
+)
+from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
+
+# What an upcycled model may take of a backbone's arguments.
+MOE_ARGUMENTS = (
+    "router_options",
+    "num_selected_experts",
+    "capacity_factor",
+    "eval_capacity_factor",
+    "dropless",
+    "capacity_rounding",
+    "capacity_multiple_of",
+    "priority",
+    "noise_std",
+    "images_per_group",
+    "auxiliary_losses",
+    "expert_dropout",
+    "dispatcher",
+    "seed",
+)
+# The end of an expert weight's path, and of the dense one it is tiled from.
+_TILED = {
+    f"moe/experts/{layer}_{kind}": f"mlp/{layer}/{kind}"
+    for layer in ("hidden", "output")
+    for kind in ("kernel", "bias")
+}
+
+
+class UpcyclingReport(NamedTuple):
+    """What upcycling did.
+
+    Attributes:
+        blocks: the names of the blocks that became mixtures of experts.
+        dense_parameters: parameters before.
+        parameters: parameters after.
+        active_parameters: parameters after that one token meets.
+        largest_difference: between the outputs before and after, at inference.
+        preserved: whether the theory says that the function is the same.
+        slots: variables of the optimizer that were carried over.
+    """
+
+    blocks: tuple[str, ...]
+    dense_parameters: int
+    parameters: int
+    active_parameters: int
+    largest_difference: float
+    preserved: bool
+    slots: int
+
+    def to_dict(self) -> dict:
+        """The report as plain data, for JSON."""
+        return {**self._asdict(), "blocks": list(self.blocks)}
+
+    def print(self, console: Console | None = None) -> None:
+        """Prints the report as a table."""
+        table = Table("sparse upcycling", "")
+        table.add_row("blocks with experts", ", ".join(self.blocks))
+        table.add_row("parameters before", f"{self.dense_parameters:,}")
+        table.add_row("parameters after", f"{self.parameters:,}")
+        table.add_row("active per token", f"{self.active_parameters:,}")
+        table.add_row("largest difference of outputs", f"{self.largest_difference:.2e}")
+        theory = "the same" if self.preserved else "not the same"
+        table.add_row("the function, in theory", theory)
+        table.add_row("optimizer variables carried over", str(self.slots))
+        (console or Console()).print(table)
+
+
+def upcycle(
+    dense_model: Any,
+    num_experts: int = 8,
+    moe_layers: Any = "every_2",
+    router: str = "softmax_token_choice",
+    noise: float = 0.0,
+    normalize_gates: bool = True,
+    carry_optimizer: bool = False,
+    images: Any = None,
+    noise_seed: int = 0,
+    **moe_arguments,
+) -> tuple[Any, UpcyclingReport]:
+    """Turns a dense model into its mixture of experts.
+
+    Every expert starts as a copy of the dense MLP in its place, routers start fresh,
+    and everything else is unchanged. With gates that sum to one and no token dropped
+    the copies together do what the MLP did, so that training goes on where it was: the
+    case of token choice as it is by default here. Expert choice leaves tokens out,
+    and soft routing mixes them: the function changes.
+
+    Args:
+        dense_model: a `ViTBackbone`, a `MixerBackbone` or an image classifier on one,
+            without MoE blocks; or a backbone of KerasHub: `ViTBackbone`, or a
+            `CLIPBackbone` or `SigLIPBackbone`, whose vision encoder is taken.
+        num_experts: E.
+        moe_layers: the blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
+        router: see `keras_moe.routers.get`.
+        noise: standard deviation of normal noise on each expert's weights, as a share
+            of the standard deviation of the weight; experts then differ at once.
+        normalize_gates: divide a token's combine weights by their sum after routing.
+            `router_options={"normalize_gates": ...}` goes before it.
+        carry_optimizer: give the new model the optimizer of a compiled dense one with
+            its state: iterations, and slots, which are tiled as the weights are.
+        images: (B, height, width, channels) for the report's difference; None takes
+            four images of noise.
+        noise_seed: of `noise`.
+        **moe_arguments: further arguments of the backbone that concern its MoE
+            layers, such as `num_selected_experts=1`.
+
+    Returns:
+        `(model, report)`. The dense model is left as it was.
+
+    Raises:
+        ValueError: if the model is not dense or unknown, an argument is out of range,
+            or there is no optimizer to carry over.
+
+    Reference:
+        *Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints*,
+        section 3.
+
+    Example:
+
+    >>> from keras_moe import models, training
+    >>> dense = models.from_preset("vmoe_digits", num_classes=10, moe_layers=None)
+    >>> sparse, report = training.upcycle(dense, num_experts=4)
+    >>> report.blocks, report.largest_difference < 1e-4
+    (('block_1', 'block_3'), True)
+    """
+    check_integer("num_experts", num_experts)
+    check_not_negative("noise", noise)
+    check_one_of("router", router, list(ROUTERS))
+    check_argument_names(moe_arguments, MOE_ARGUMENTS, "MoE layers")
+    dense_model = _ours(dense_model)
+    backbone = getattr(dense_model, "backbone", dense_model)
+    if backbone.routing:
+        raise ValueError(
+            "Expected a dense model; received: one with mixtures of experts in "
+            f"{list(backbone.routing)}"
+        )
+    if carry_optimizer and not getattr(dense_model, "optimizer", None):
+        raise ValueError(
+            "Expected a compiled model for carry_optimizer=True; "
+            f"received: {type(dense_model).__name__} without an optimizer"
+        )
+    options = dict(moe_arguments.pop("router_options", None) or {})
+    cls = ROUTERS[router][0]
+    if normalize_gates and cls is not SoftRouter:
+        options.setdefault("normalize_gates", "after")
+    sparse_model = _sparse_twin(
+        dense_model,
+        moe_layers=moe_layers,
+        num_experts=num_experts,
+        router=router,
+        router_options=options,
+        **moe_arguments,
+    )
+    if not sparse_model.routing:
+        raise ValueError(
+            f"Expected at least one block to upcycle; received: moe_layers={moe_layers}"
+        )
+    _copy_weights(dense_model, sparse_model, noise, noise_seed)
+    slots = _carry_optimizer(dense_model, sparse_model) if carry_optimizer else 0
+
+    if images is None:
+        shape = (4, *backbone.image_shape)
+        images = np.random.default_rng(0).normal(size=shape).astype("float32")
+    before = dense_model.predict(images, verbose=0)
+    after = sparse_model.predict(images, verbose=0)
+    difference = np.abs(before.astype("float32") - after.astype("float32"))
+    sparse_backbone = getattr(sparse_model, "backbone", sparse_model)
+    routers = [
+        sparse_backbone.get_layer(name).feed_forward.router
+        for name in sparse_model.routing
+    ]
+    description = describe(sparse_model)
+    report = UpcyclingReport(
+        blocks=tuple(sparse_model.routing),
+        dense_parameters=describe(dense_model).parameters,
+        parameters=description.parameters,
+        active_parameters=description.active_parameters,
+        largest_difference=float(difference.max()),
+        preserved=noise == 0 and all(_preserves(router) for router in routers),
+        slots=slots,
+    )
+    return sparse_model, report
+
+
+def _ours(model):
+    """The model itself, or our equal of a model of KerasHub."""
+    backbone = getattr(model, "backbone", model)
+    if isinstance(backbone, (ViTBackbone, MixerBackbone)):
+        return model
+    from keras_moe.models.conversion import convert
+
+    return convert(model)[0]
+
+
+def _sparse_twin(dense_model, **moe_arguments):
+    """A new model like the dense one, but for its MoE blocks."""
+    backbone = getattr(dense_model, "backbone", dense_model)
+    config = {**backbone.get_config(), **moe_arguments}
+    twin = type(backbone).from_config(config)
+    if dense_model is backbone:
+        return twin
+    config = dense_model.get_config()
+    config.update(backbone=twin, preprocessor=dense_model.preprocessor)
+    return type(dense_model)(**config)
+
+
+def _copy_weights(dense_model, sparse_model, noise, seed):
+    dense = {weight.path: weight for weight in dense_model.weights}
+    generator = np.random.default_rng(seed)
+    for weight in sparse_model.weights:
+        source = dense.get(weight.path)
+        if source is not None:
+            # One at a time: a model may be as large as half the memory.
+            weight.assign(source)
+            continue
+        end = next((end for end in _TILED if weight.path.endswith(end)), None)
+        if end is None:
+            continue  # The routers' own.
+        source = dense[weight.path.removesuffix(end) + _TILED[end]]
+        value = keras.ops.convert_to_numpy(source).astype("float32")
+        scale = noise * value.std()
+        tiled = np.repeat(value[None], weight.shape[0], axis=0)
+        if scale:
+            tiled += generator.normal(scale=scale, size=tiled.shape).astype("float32")
+        weight.assign(tiled)
+
+
+def _carry_optimizer(dense_model, sparse_model):
+    # Keras would not compile a task, which has a `compile` of its own, from a config.
+    config = keras.saving.deserialize_keras_object(dense_model.get_compile_config())
+    sparse_model.compile(**config)
+    for model in (dense_model, sparse_model):
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+    return _carry_state(
+        dense_model.optimizer,
+        sparse_model.optimizer,
+        [weight.path for weight in dense_model.trainable_variables],
+        [weight.path for weight in sparse_model.trainable_variables],
+    )
+
+
+def _carry_state(dense, sparse, dense_paths, sparse_paths):
+    """Copies one optimizer's state; returns the number of its variables."""
+    carried = 1
+    sparse.iterations.assign(dense.iterations)
+    if hasattr(dense, "inner_optimizer"):
+        carried += _carry_state(
+            dense.inner_optimizer, sparse.inner_optimizer, dense_paths, sparse_paths
+        )
+    places = {path: place for place, path in enumerate(dense_paths)}
+    for name, slots in vars(dense).items():
+        # A kind of slot is a list with one for each trainable variable.
+        if name == "_trainable_variables" or not _is_slots(slots, len(dense_paths)):
+            continue
+        for path, slot in zip(sparse_paths, getattr(sparse, name)):
+            end = next((end for end in _TILED if path.endswith(end)), None)
+            if end is not None:
+                path = path.removesuffix(end) + _TILED[end]
+            if path not in places:
+                continue  # A router's.
+            value = keras.ops.convert_to_numpy(slots[places[path]])
+            if end is not None:
+                value = np.broadcast_to(value, slot.shape)
+            slot.assign(value)
+            carried += 1
+    return carried
+
+
+def _is_slots(value, length):
+    is_list = isinstance(value, (list, tuple)) and len(value) == length
+    return is_list and all(isinstance(slot, keras.Variable) for slot in value)
+
+
+def _preserves(router):
+    """Whether equal experts behind this router do what one of them does."""
+    if not isinstance(router, TokenChoiceRouter) or router.normalize_gates is None:
+        return False
+    factor = router.eval_capacity_factor
+    # So large a capacity drops nobody.
+    return factor is None or factor * router.num_selected_experts >= router.num_experts

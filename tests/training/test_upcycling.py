@@ -1,0 +1,274 @@
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import data, models, training
+from keras_moe.models import (
+    MixerBackbone,
+    MixerImageClassifier,
+    ViTBackbone,
+    ViTImageClassifier,
+)
+from tests import golden
+from tests.flax_weights import assign_flax_weights, flax_name
+
+SIZES = {
+    "image_shape": (16, 8, 3),
+    "patch_size": 4,
+    "hidden_dim": 16,
+    "num_layers": 4,
+    "mlp_dim": 24,
+}
+MAKERS = {
+    "vit": lambda **kw: ViTImageClassifier(
+        ViTBackbone(**{**SIZES, "num_heads": 2, **kw}), 3
+    ),
+    "mixer": lambda **kw: MixerImageClassifier(
+        MixerBackbone(**{**SIZES, "token_mlp_dim": 6, **kw}), 3
+    ),
+}
+
+
+def images(*shape):
+    shape = shape or (3, 16, 8, 3)
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+def with_weights(model):
+    generator = np.random.default_rng(1)
+    for weight in model.trainable_weights:
+        weight.assign(generator.normal(size=weight.shape) * 0.3)
+    return model
+
+
+def by_path(model):
+    return {w.path: keras.ops.convert_to_numpy(w) for w in model.weights}
+
+
+@pytest.mark.parametrize("case", golden.cases("14_upcycling/*"))
+def test_reference_upcycling(case):
+    arrays, config = golden.load(case)
+    dense, moe = config["dense_model"], config["moe_model"]["encoder"]["moe"]
+    token = dense["classifier"] == "token"
+    model = ViTImageClassifier(
+        ViTBackbone(
+            image_shape=(32, 32, 3),
+            patch_size=tuple(dense["patch_size"]),
+            hidden_dim=dense["hidden_size"],
+            num_layers=dense["encoder"]["num_layers"],
+            num_heads=dense["encoder"]["num_heads"],
+            mlp_dim=dense["encoder"]["mlp_dim"],
+            class_token=token,
+        ),
+        dense["num_classes"],
+    )
+    assign_flax_weights(
+        model,
+        {
+            name.replace("dense_params/", "params/"): value
+            for name, value in arrays.items()
+            if name.startswith("dense_params/")
+        },
+    )
+    x = arrays["inputs/images"]
+    np.testing.assert_allclose(
+        model.predict(x, verbose=0),
+        arrays["outputs/dense_logits"],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    for normalize, expected in [
+        (True, "outputs/upcycled_logits_renormalised"),
+        (False, "outputs/upcycled_logits"),
+    ]:
+        sparse, report = training.upcycle(
+            model,
+            num_experts=moe["num_experts"],
+            moe_layers=moe["layers"],
+            num_selected_experts=moe["router"]["num_selected_experts"],
+            normalize_gates=normalize,
+            images=x,
+        )
+        assert report.preserved == normalize
+        for weight in sparse.trainable_weights:
+            if weight.path.endswith("router/kernel"):
+                weight.assign(arrays[f"router_params/{flax_name(weight.path)}"])
+        np.testing.assert_allclose(
+            sparse.predict(x, verbose=0), arrays[expected], rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    ("arguments", "preserved"),
+    [
+        ({}, True),
+        ({"num_selected_experts": 1}, True),
+        ({"router": "sinkhorn_token_choice"}, True),
+        ({"eval_capacity_factor": 4.0}, True),
+        ({"normalize_gates": False}, False),
+        ({"eval_capacity_factor": 0.3}, False),
+        ({"router": "softmax_expert_choice", "capacity_factor": 0.3}, False),
+        ({"router": "soft"}, False),
+        ({"noise": 0.5}, False),
+    ],
+)
+def test_the_function_is_preserved_where_theory_says_so(kind, arguments, preserved):
+    dense = with_weights(MAKERS[kind]())
+    before = by_path(dense)
+    sparse, report = training.upcycle(
+        dense, num_experts=4, images=images(), **arguments
+    )
+    assert report.preserved == preserved
+    assert (report.largest_difference < 1e-4) == preserved
+    found = np.abs(
+        sparse.predict(images(), verbose=0) - dense.predict(images(), verbose=0)
+    ).max()
+    np.testing.assert_allclose(report.largest_difference, found, rtol=1e-3, atol=1e-6)
+    assert report.blocks == ("block_1", "block_3")
+    assert report.dense_parameters == dense.count_params()
+    assert report.parameters == sparse.count_params()
+    # The dense model is as it was, and everything but the MoE layers is copied.
+    for path, value in by_path(dense).items():
+        np.testing.assert_array_equal(value, before[path])
+    after = by_path(sparse)
+    for path, value in after.items():
+        if "/moe/" not in path:
+            np.testing.assert_array_equal(value, before[path], path)
+    assert not any("/moe/" in path for path in before)
+
+
+def test_experts_are_copies_and_noise_makes_them_differ():
+    dense = with_weights(MAKERS["vit"]())
+    kernel = by_path(dense)["block_1/mlp/hidden/kernel"]
+    sparse, _ = training.upcycle(dense, num_experts=3)
+    tiled = by_path(sparse)["block_1/moe/experts/hidden_kernel"]
+    np.testing.assert_array_equal(tiled, np.stack([kernel] * 3))
+
+    noisy, _ = training.upcycle(dense, num_experts=64, noise=0.1, noise_seed=5)
+    again, _ = training.upcycle(dense, num_experts=64, noise=0.1, noise_seed=5)
+    found = by_path(noisy)["block_1/moe/experts/hidden_kernel"]
+    np.testing.assert_array_equal(
+        found, by_path(again)["block_1/moe/experts/hidden_kernel"]
+    )
+    noise = found - kernel
+    np.testing.assert_allclose(noise.std(), 0.1 * kernel.std(), rtol=0.02)
+    assert np.abs(noise[0] - noise[1]).max() > 0
+
+
+def test_backbones_and_policies():
+    backbone = with_weights(MAKERS["vit"](dtype="bfloat16")).backbone
+    sparse, report = training.upcycle(backbone, num_experts=2, moe_layers=[0])
+    assert sparse.dtype_policy.name == "bfloat16"
+    assert report.blocks == ("block_0",)
+    assert report.largest_difference < 0.1
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
+def test_the_optimizer_is_carried_over(optimizer):
+    dense = MAKERS["vit"]()
+    options = {"momentum": 0.9} if optimizer == "sgd" else {}
+    dense.compile(
+        optimizer=keras.optimizers.get(
+            {"class_name": optimizer, "config": {"learning_rate": 0.0123, **options}}
+        )
+    )
+    dense.fit(images(8, 16, 8, 3), np.arange(8) % 3, batch_size=4, verbose=0)
+    sparse, report = training.upcycle(dense, num_experts=2, carry_optimizer=True)
+    assert type(sparse.optimizer) is type(dense.optimizer)
+    assert int(sparse.optimizer.iterations) == 2
+    np.testing.assert_allclose(float(sparse.optimizer.learning_rate), 0.0123, rtol=1e-6)
+
+    def slots(model):
+        paths = [weight.path for weight in model.trainable_variables]
+        return {
+            (name, path): keras.ops.convert_to_numpy(slot)
+            for name, values in vars(model.optimizer).items()
+            if name in ("_momentums", "_velocities", "_r", "_c", "_v", "momentums")
+            and values
+            for path, slot in zip(paths, values)
+        }
+
+    old, new = slots(dense), slots(sparse)
+    assert new
+    for (name, path), value in new.items():
+        if "/router/" in path:
+            assert np.abs(value).max() == 0
+            continue
+        source = path.replace("moe/experts/hidden_", "mlp/hidden/")
+        source = source.replace("moe/experts/output_", "mlp/output/")
+        expected = old[name, source]
+        if source != path:
+            expected = np.broadcast_to(expected, value.shape)
+        np.testing.assert_array_equal(value, expected, path)
+    tiled = [value for (_, path), value in new.items() if "experts" in path]
+    assert any(np.abs(value).max() > 0 for value in tiled)
+    # And the number of steps.
+    assert report.slots == sum("/router/" not in path for _, path in new) + 1
+    sparse.fit(images(8, 16, 8, 3), np.arange(8) % 3, batch_size=4, verbose=0)
+    assert int(sparse.optimizer.iterations) == 4
+
+
+def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
+    """The upcycled model starts at the dense accuracy, and ends no lower."""
+    keras.utils.set_random_seed(0)
+    train = data.load_digits("train", (16, 16, 1))
+    test = data.load_digits("test", (16, 16, 1))
+    dense = models.from_preset(
+        "vmoe_digits", num_classes=10, moe_layers=None, num_layers=2, seed=0
+    )
+    dense.compile(optimizer=keras.optimizers.AdamW(2e-3))
+    dense.fit(*train, epochs=6, batch_size=64, verbose=0)
+    _, dense_accuracy = dense.evaluate(*test, verbose=0)
+    assert dense_accuracy > 0.8
+
+    sparse, report = training.upcycle(dense, num_experts=4, carry_optimizer=True)
+    assert report.preserved
+    assert report.largest_difference < 1e-4
+    sparse.save_to_preset(tmp_path / "upcycled")
+    loaded = models.from_preset(str(tmp_path / "upcycled"))
+    loaded.compile(optimizer=keras.optimizers.AdamW(1e-3))
+    _, start = loaded.evaluate(*test, verbose=0)
+    assert abs(start - dense_accuracy) < 0.01
+    loaded.fit(*train, epochs=4, batch_size=64, verbose=0)
+    _, end = loaded.evaluate(*test, verbose=0)
+    assert end >= start
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"noise": -1.0}, "noise=-1.0"),
+        ({"router": "hash"}, "router='hash'"),
+        ({"moe_layers": []}, "moe_layers="),
+        ({"moe_layers": [9]}, "moe_layers="),
+        ({"hidden_dim": 8}, "hidden_dim=8"),
+        ({"expert_mlp_dim": 8}, "expert_mlp_dim=8"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        training.upcycle(MAKERS["vit"](), **arguments)
+
+
+def test_models_that_cannot_be_upcycled_are_refused():
+    with pytest.raises(ValueError, match="block_1"):
+        training.upcycle(MAKERS["vit"](moe_layers=[1], num_experts=2))
+    with pytest.raises(ValueError, match="without an optimizer"):
+        training.upcycle(MAKERS["vit"]().backbone, carry_optimizer=True)
+
+
+@pytest.mark.backend_free
+def test_the_report_prints_and_is_plain_data():
+    import json
+
+    from rich.console import Console
+
+    _, report = training.upcycle(MAKERS["vit"](), num_experts=2)
+    console = Console(record=True, width=100)
+    report.print(console)
+    text = console.export_text()
+    assert "block_1, block_3" in text
+    assert f"{report.parameters:,}" in text
+    assert json.loads(json.dumps(report.to_dict()))["slots"] == 0

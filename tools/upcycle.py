@@ -1,0 +1,66 @@
+"""Turns a dense preset into its mixture of experts, and saves that as a preset.
+
+    python tools/upcycle.py runs/dense runs/sparse --num-experts 8
+    python tools/upcycle.py runs/dense runs/sparse --set num_selected_experts=1
+
+Prints the parameters before and after, and how far the outputs are apart; writes the
+same beside the preset, in `upcycling.json`.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from overrides import parse_override
+
+from keras_moe import models, training
+from keras_moe.ops.checks import check_argument_names
+from keras_moe.routers import ROUTERS
+from keras_moe.training.upcycling import MOE_ARGUMENTS
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", help="a folder, handle or published checkpoint")
+    parser.add_argument("output", type=Path, help="the folder of the new preset")
+    parser.add_argument("--num-experts", type=int, default=8)
+    parser.add_argument("--moe-layers", default="every_2", help="name or JSON list")
+    parser.add_argument(
+        "--router", choices=sorted(ROUTERS), default="softmax_token_choice"
+    )
+    parser.add_argument("--noise", type=float, default=0.0)
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further arguments of the MoE layers; values are JSON, or else strings",
+    )
+    args = parser.parse_args(argv)
+    try:
+        further = dict(parse_override(text) for text in args.set)
+        check_argument_names(further, MOE_ARGUMENTS, "MoE layers")
+        _, moe_layers = parse_override(f"moe_layers={args.moe_layers}")
+        model, report = training.upcycle(
+            models.from_preset(args.source),
+            num_experts=args.num_experts,
+            moe_layers=moe_layers,
+            router=args.router,
+            noise=args.noise,
+            **further,
+        )
+        model.save_to_preset(args.output)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    report.print()
+    text = json.dumps(report.to_dict(), indent=2) + "\n"
+    (args.output / "upcycling.json").write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
