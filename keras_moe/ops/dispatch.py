@@ -15,6 +15,7 @@ from keras_moe.ops.routing import (
     dense_combine,
     dense_dispatch,
 )
+from keras_moe.ops.row_moves import take_rows, weighted_sum_of_rows
 
 
 def _tokens_of(plan, tokens):
@@ -108,8 +109,36 @@ def dispatch(tokens: Any, plan: Any) -> Any:
         rows = plan.slot_tokens + first[:, None, None]
         filled = plan.slot_tokens >= 0
     flat = ops.reshape(tokens, (-1, dim))
-    inputs = ops.take(flat, ops.where(filled, rows, 0), axis=0)
+    rows = ops.where(filled, rows, 0)
+    if isinstance(plan, SlotPlan):
+        # A token may be in the slots of all experts: the way back is a scatter.
+        inputs = ops.take(flat, rows, axis=0)
+    else:
+        inputs = take_rows(flat, ops.reshape(rows, (-1,)), _choices(plan))
+        inputs = ops.reshape(inputs, (*ops.shape(rows), dim))
     return ops.where(filled[..., None], inputs, ops.zeros_like(inputs))
+
+
+def _choices(plan):
+    """The flat slot or row of each token's K choices, (G x S, K), -1 where dropped."""
+    if isinstance(plan, RaggedPlan):
+        return ops.reshape(plan.token_rows, (-1, plan.token_rows.shape[-1]))
+    num_groups, num_experts, capacity = ops.shape(plan.slot_tokens)
+    first = ops.arange(num_groups, dtype="int32") * (num_experts * capacity)
+    slots = plan.token_slots
+    slots = ops.where(slots >= 0, slots + first[:, None, None], -1)
+    return ops.reshape(slots, (-1, slots.shape[-1]))
+
+
+def _owners(plan):
+    """The flat token in each slot or row, (R,), -1 where empty."""
+    if isinstance(plan, RaggedPlan):
+        return plan.row_tokens
+    num_groups, num_tokens, _ = ops.shape(plan.token_slots)
+    first = ops.arange(num_groups, dtype="int32") * num_tokens
+    tokens = plan.slot_tokens
+    tokens = ops.where(tokens >= 0, tokens + first[:, None, None], -1)
+    return ops.reshape(tokens, (-1,))
 
 
 def combine(outputs: Any, plan: Any) -> Any:
@@ -146,23 +175,15 @@ def combine(outputs: Any, plan: Any) -> Any:
         return ops.einsum("gecd,gsec->gsd", outputs, weights)
     if isinstance(plan, SlotPlan):
         return _combine_slots(outputs, plan)
-    if isinstance(plan, RaggedPlan):
-        flat = outputs
-        kept = plan.token_rows >= 0
-        rows = ops.where(kept, plan.token_rows, 0)
-    else:
-        num_groups, num_experts, capacity, dim = ops.shape(outputs)
-        flat = ops.reshape(outputs, (-1, dim))
-        first = ops.arange(num_groups, dtype="int32") * (num_experts * capacity)
-        kept = plan.token_slots >= 0
-        rows = ops.where(kept, plan.token_slots, 0) + first[:, None, None]
-    # An unrolled sum over K is much cheaper than a (G, S, K, D) tensor and its sum.
-    total = 0.0
-    for k in range(rows.shape[-1]):
-        chosen = ops.cast(ops.take(flat, rows[..., k], axis=0), "float32")
-        # A dropped choice has read another token's slot, which may not be finite.
-        chosen = ops.where(kept[..., k : k + 1], chosen, 0.0)
-        total = total + plan.combine_weights[..., k : k + 1] * chosen
+    dim = outputs.shape[-1]
+    num_groups, num_tokens, num_choices = ops.shape(plan.combine_weights)
+    total = weighted_sum_of_rows(
+        ops.reshape(outputs, (-1, dim)),
+        ops.reshape(plan.combine_weights, (-1, num_choices)),
+        _choices(plan),
+        _owners(plan),
+    )
+    total = ops.reshape(total, (num_groups, num_tokens, dim))
     return ops.cast(total, outputs.dtype)
 
 

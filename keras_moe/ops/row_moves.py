@@ -1,0 +1,86 @@
+"""Rows moved by index, with gradients that move rows back.
+
+Differentiation would scatter where a plan knows the way back: on CPUs a scatter of rows
+costs several times the gather.
+"""
+
+from typing import Any
+
+from keras import ops
+
+
+def take_rows(table: Any, rows: Any, readers: Any) -> Any:
+    """`table[rows]`.
+
+    Args:
+        table: float (M, D).
+        rows: int (R,), within the table.
+        readers: int (M, K), the places in `rows` whose gradients each row of the
+            table gets, -1 for none.
+
+    Returns:
+        (R, D).
+    """
+
+    # Indices are arguments, too: JAX cannot close over what it traces.
+    @ops.custom_gradient
+    def take(table, rows, readers):
+        def gradient(*args, upstream=None):
+            # PyTorch passes the inputs, too, and this by name.
+            upstream = args[0] if upstream is None else upstream
+            total = 0.0
+            for k in range(readers.shape[-1]):
+                total = total + _rows_or_zeros(upstream, readers[:, k])
+            return ops.cast(total, table.dtype), None, None
+
+        return ops.take(table, rows, axis=0), gradient
+
+    return take(table, rows, readers)
+
+
+def weighted_sum_of_rows(table: Any, weights: Any, rows: Any, readers: Any) -> Any:
+    """`sum over k of weights[:, k] * table[rows[:, k]]`, in float32.
+
+    Args:
+        table: float (R, D).
+        weights: float32 (T, K).
+        rows: int (T, K), -1 where there is nothing to add.
+        readers: int (R,), the one t that reads each row of the table, -1 for none.
+
+    Returns:
+        float32 (T, D).
+    """
+
+    @ops.custom_gradient
+    def weighted_sum(table, weights, rows, readers):
+        # An unrolled sum is much cheaper than a (T, K, D) tensor and its sum.
+        total = 0.0
+        for k in range(rows.shape[-1]):
+            chosen = _rows_or_zeros(table, rows[:, k])
+            total = total + weights[:, k : k + 1] * chosen
+
+        def gradient(*args, upstream=None):
+            upstream = args[0] if upstream is None else upstream
+            reader = ops.maximum(readers, 0)
+            place = ops.arange(ops.shape(table)[0], dtype="int32")
+            own = ops.equal(ops.take(rows, reader, axis=0), place[:, None])
+            own = own & (readers >= 0)[:, None]
+            weight = ops.where(own, ops.take(weights, reader, axis=0), 0.0)
+            weight = ops.sum(weight, axis=-1, keepdims=True)
+            of_table = weight * _rows_or_zeros(upstream, readers)
+            of_weights = [
+                ops.sum(upstream * _rows_or_zeros(table, rows[:, k]), axis=-1)
+                for k in range(rows.shape[-1])
+            ]
+            of_weights = ops.stack(of_weights, axis=-1)
+            return ops.cast(of_table, table.dtype), of_weights, None, None
+
+        return total, gradient
+
+    return weighted_sum(table, weights, rows, readers)
+
+
+def _rows_or_zeros(table, rows):
+    """float32 rows of the table, zeros for -1: a row that nobody wants may be NaN."""
+    chosen = ops.cast(ops.take(table, ops.maximum(rows, 0), axis=0), "float32")
+    return ops.where((rows >= 0)[:, None], chosen, 0.0)
