@@ -1,6 +1,6 @@
 """Layers: experts, the MoE layer, encoder blocks, embeddings and pooling."""
 
-from keras_moe.layers.activations import gelu_tanh
+from keras_moe.layers.activations import gelu_tanh, quick_gelu
 from keras_moe.layers.block_plan import resolve_moe_layers
 from keras_moe.layers.class_token import ClassToken
 from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
@@ -36,6 +36,7 @@ __all__ = [
     "TokenPooling",
     "fold_channels",
     "gelu_tanh",
+    "quick_gelu",
     "resize_positions",
     "resolve_moe_layers",
     "sincos_table",

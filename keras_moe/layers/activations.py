@@ -1,4 +1,4 @@
-"""Activations by name, with the tanh form of GELU that Keras has no name for."""
+"""Activations by name, with the forms of GELU that Keras has no name for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +26,33 @@ def gelu_tanh(x: Any) -> Any:
     return keras.activations.gelu(x, approximate=True)
 
 
+@keras.saving.register_keras_serializable("keras_moe")
+def quick_gelu(x: Any) -> Any:
+    """GELU as `x * sigmoid(1.702 x)`, which OpenAI's CLIP has.
+
+    Args:
+        x: a float tensor of any shape.
+
+    Returns:
+        A tensor of the same shape and dtype.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import quick_gelu
+    >>> float(quick_gelu(np.zeros(1, "float32"))[0])
+    0.0
+    """
+    return x * keras.ops.sigmoid(1.702 * x)
+
+
+_NAMED = {"gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
+
+
 def get(identifier: Any) -> Callable:
-    """The activation of this name: `"gelu_tanh"` or any that Keras knows."""
-    if identifier == "gelu_tanh":
-        return gelu_tanh
+    """The activation of this name: one of this file, or any that Keras knows."""
+    if isinstance(identifier, str) and identifier in _NAMED:
+        return _NAMED[identifier]
     activation = keras.activations.get(identifier)
     if getattr(activation, "__name__", "") == "<lambda>":
         raise ValueError(
@@ -42,6 +65,7 @@ def get(identifier: Any) -> Callable:
 
 def serialize(activation: Callable) -> Any:
     """The name or config from which `get` makes the activation again."""
-    if activation is gelu_tanh:
-        return "gelu_tanh"
+    for name, function in _NAMED.items():
+        if activation is function:
+            return name
     return keras.activations.serialize(activation)

@@ -12,15 +12,17 @@ from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.self_attention import SelfAttention
 
-POOLINGS = ("class_token", "average", "map")
+TOKEN_POOLINGS = ("class_token", "average", "patch_average")
+POOLINGS = (*TOKEN_POOLINGS, "map")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class TokenPooling(keras.layers.Layer):
-    """Takes the class token, or the average of all tokens.
+    """Takes the class token, or an average of tokens.
 
     Args:
-        pooling: `"class_token"` (the first token) or `"average"`.
+        pooling: `"class_token"` (the first token), `"average"` or `"patch_average"`
+            (all tokens but the first).
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -42,9 +44,9 @@ class TokenPooling(keras.layers.Layer):
     """
 
     def __init__(self, pooling: str, **kwargs):
-        if pooling not in POOLINGS[:2]:
+        if pooling not in TOKEN_POOLINGS:
             raise ValueError(
-                f"Expected pooling to be one of {POOLINGS[:2]}; "
+                f"Expected pooling to be one of {TOKEN_POOLINGS}; "
                 f"received: pooling={pooling!r}"
             )
         super().__init__(**kwargs)
@@ -53,6 +55,8 @@ class TokenPooling(keras.layers.Layer):
     def call(self, tokens: Any) -> Any:
         if self.pooling == "class_token":
             return tokens[:, 0]
+        if self.pooling == "patch_average":
+            tokens = tokens[:, 1:]
         return ops.mean(tokens, axis=1)
 
     def compute_output_shape(self, input_shape):

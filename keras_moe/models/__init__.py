@@ -1,5 +1,6 @@
 """The model zoo: backbones, tasks and presets. Needs KerasHub."""
 
+from keras_moe.models.conversion import ConversionReport, ConvertedWeight, convert
 from keras_moe.models.description import Description, Part
 from keras_moe.models.image_classifier import ImageClassifier
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
@@ -9,6 +10,8 @@ from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 
 __all__ = [
     "VARIANTS",
+    "ConversionReport",
+    "ConvertedWeight",
     "Description",
     "ImageClassifier",
     "MixerBackbone",
@@ -17,6 +20,7 @@ __all__ = [
     "Variant",
     "ViTBackbone",
     "ViTImageClassifier",
+    "convert",
     "describe",
     "from_preset",
     "list_presets",

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.models import MixerBackbone, ViTBackbone, describe
+from keras_moe.models import MixerBackbone, ViTBackbone, convert, describe
 from keras_moe.ops.checks import (
     check_argument_names,
     check_integer,
@@ -205,8 +205,6 @@ def _ours(model):
     backbone = getattr(model, "backbone", model)
     if isinstance(backbone, (ViTBackbone, MixerBackbone)):
         return model
-    from keras_moe.models.conversion import convert
-
     return convert(model)[0]
 
 

@@ -272,3 +272,18 @@ def test_the_report_prints_and_is_plain_data():
     assert "block_1, block_3" in text
     assert f"{report.parameters:,}" in text
     assert json.loads(json.dumps(report.to_dict()))["slots"] == 0
+
+
+def test_models_of_keras_hub_are_upcycled():
+    import keras_hub
+
+    sizes = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
+    hub = keras_hub.models.ViTBackbone(image_shape=(16, 16, 3), mlp_dim=24, **sizes)
+    sparse, report = training.upcycle(hub, num_experts=3)
+    assert report.largest_difference < 1e-4
+    x = images(2, 16, 16, 3)
+    np.testing.assert_allclose(
+        sparse.predict(x, verbose=0), hub.predict(x, verbose=0), rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(ValueError, match="received"):
+        training.upcycle(keras.Sequential([keras.layers.Dense(2)]))

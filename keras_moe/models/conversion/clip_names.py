@@ -1,0 +1,303 @@
+"""The names of CLIP's and SigLIP's image towers, in OpenCLIP and in transformers.
+
+The text tower is left out. CLIP's projection becomes a head without bias: the model's
+outputs are the image embeddings, before they are normalised.
+"""
+
+from keras_moe.models.conversion.layouts import (
+    Direct,
+    Filled,
+    Matrix,
+    Normalization,
+    Plan,
+    Positions,
+    Squeezed,
+    linear,
+    norm,
+    numbered,
+    required,
+    square_grid,
+    usual_heads,
+)
+from keras_moe.models.conversion.timm_names import fused_attention, patches
+
+CLIP_IMAGES = Normalization(
+    (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+)
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_TEXT = "of the text tower"
+_OPENCLIP_TEXT = (
+    "positional_embedding",
+    "text_projection",
+    "logit_scale",
+    "logit_bias",
+    "attn_mask",
+    "token_embedding.",
+    "ln_final.",
+    "transformer.",
+    # As `text.` in later versions.
+    "text.",
+    # What OpenAI's files have beside the weights.
+    "input_resolution",
+    "context_length",
+    "vocab_size",
+)
+_TRANSFORMERS_TEXT = ("text_model.", "text_projection.", "logit_scale", "logit_bias")
+
+
+def clip_plan(file, config: dict, overrides: dict) -> Plan | None:
+    """The plan for an image tower, or None if the names are others.
+
+    Args:
+        file: a `TensorFile`.
+        config: the content of the checkpoint's `config.json` or
+            `open_clip_config.json`, or `{}`; `"preprocessor"` in it may hold that of
+            `preprocessor_config.json`.
+        overrides: arguments of the user.
+
+    Raises:
+        ValueError: if neither config nor arguments say what weights do not.
+    """
+    if "visual.conv1.weight" in file:
+        return _openclip(file, config, overrides)
+    if "vision_model.embeddings.patch_embedding.weight" in file:
+        return _transformers(file, config, overrides)
+    if any(name.startswith("visual.trunk.") for name in file):
+        raise ValueError(
+            "Expected an image tower of OpenCLIP's own kind; received one of timm "
+            f"('visual.trunk...') in {file.path}. Convert timm's release of it."
+        )
+    return None
+
+
+def _images(mean, std, channels, default):
+    found = default
+    if mean is not None and std is not None:
+        found = Normalization(tuple(mean), tuple(std))
+    if found is None or found.is_ours:
+        return None
+    if len(found.mean) != channels or len(found.std) != channels:
+        raise ValueError(
+            f"Expected mean and std of {channels} channels; received: {found}"
+        )
+    return found
+
+
+def _ignored(file, starts):
+    return {name: _TEXT for name in file if name.startswith(starts)}
+
+
+def _tower(file, kernel, positions, class_token, blocks, mlp, overrides, heads=None):
+    """The backbone's arguments that all towers have."""
+    hidden_dim, channels, height, width = required(file, kernel, 4)
+    rows, _ = required(file, positions, 2)
+    grid = square_grid(rows, class_token, f"{positions!r} in {file.path}")
+    heads = heads or overrides.get("num_heads") or usual_heads(hidden_dim, file.path)
+    return {
+        "image_shape": (grid * height, grid * width, channels),
+        "patch_size": height if height == width else (height, width),
+        "hidden_dim": hidden_dim,
+        "num_layers": len(blocks),
+        "num_heads": heads,
+        "mlp_dim": required(file, mlp, 2)[0],
+        "class_token": class_token,
+        "position_interpolation": "bicubic",
+    }
+
+
+def _activation(found, file, overrides):
+    if "activation" in overrides:
+        return overrides["activation"]
+    if found not in _ACTIVATIONS:
+        raise ValueError(
+            "Expected activation='quick_gelu' (OpenAI's weights) or 'gelu' (most of "
+            f"OpenCLIP's), which neither weights nor config of {file.path} tell; "
+            f"received: {found!r}"
+        )
+    return _ACTIVATIONS[found]
+
+
+def _openclip(file, config, overrides):
+    visual, blocks_at = "visual.", "visual.transformer.resblocks."
+    blocks = numbered(file, r"visual\.transformer\.resblocks\.(\d+)\.")
+    model = config.get("model_cfg", {})
+    activation = None
+    if model:
+        activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
+    vision = model.get("vision_cfg", {})
+    heads = None
+    if isinstance(vision.get("width"), int) and model:
+        heads = vision["width"] // vision.get("head_width", 64)
+    arguments = {
+        **_tower(
+            file,
+            f"{visual}conv1.weight",
+            f"{visual}positional_embedding",
+            True,
+            blocks,
+            f"{blocks_at}0.mlp.c_fc.weight",
+            overrides,
+            heads,
+        ),
+        "embedding_norm": True,
+        "layer_norm_epsilon": 1e-5,
+        "activation": _activation(activation, file, overrides),
+    }
+    preprocessing = config.get("preprocess_cfg", {})
+    images = _images(
+        preprocessing.get("mean"),
+        preprocessing.get("std"),
+        arguments["image_shape"][2],
+        CLIP_IMAGES,
+    )
+    layouts = {
+        **patches(f"{visual}conv1.", f"{visual}conv1.bias" in file, True, images),
+        "class_token/token": Squeezed(f"{visual}class_embedding", axes=2),
+        "position_embedding/embedding": Positions(
+            f"{visual}positional_embedding", axes=1
+        ),
+        **norm("embedding_norm", f"{visual}ln_pre."),
+        **norm("final_norm", f"{visual}ln_post."),
+    }
+    for i in blocks:
+        block, ours = f"{blocks_at}{i}.", f"block_{i}"
+        first, second = (
+            f"{block}ls_{n}.gamma" if f"{block}ls_{n}.gamma" in file else None
+            for n in (1, 2)
+        )
+        layouts.update(norm(f"{ours}/mixer_norm", f"{block}ln_1."))
+        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}ln_2."))
+        layouts.update(linear(f"{ours}/mlp/hidden", f"{block}mlp.c_fc."))
+        layouts.update(
+            linear(f"{ours}/mlp/output", f"{block}mlp.c_proj.", scale=second)
+        )
+        layouts.update(
+            fused_attention(
+                f"{ours}/attention",
+                # PyTorch's own attention: `in_proj_weight`, `in_proj_bias`.
+                f"{block}attn.in_proj_",
+                f"{block}attn.out_proj.",
+                scale=first,
+            )
+        )
+    task = None
+    if f"{visual}proj" in file:
+        # Stored as ours: (D, embedding).
+        layouts["predictions/kernel"] = Direct(f"{visual}proj")
+        layouts["predictions/bias"] = Filled()
+        size = required(file, f"{visual}proj", 2)[1]
+        task = {"num_classes": size, "pooling": "class_token"}
+    return Plan(
+        "CLIP (OpenCLIP)",
+        "ViTBackbone",
+        arguments,
+        layouts,
+        task,
+        _ignored(file, _OPENCLIP_TEXT),
+    )
+
+
+def _transformers(file, config, overrides):
+    root = "vision_model."
+    vision = config.get("vision_config") or config
+    blocks = numbered(file, r"vision_model\.encoder\.layers\.(\d+)\.")
+    embeddings = f"{root}embeddings."
+    class_token = f"{embeddings}class_embedding" in file
+    # Transformers leaves out what is CLIP's or SigLIP's default.
+    is_siglip = not class_token
+    activation = vision.get("hidden_act")
+    if activation is None and config:
+        activation = "gelu_pytorch_tanh" if is_siglip else "quick_gelu"
+    arguments = {
+        **_tower(
+            file,
+            f"{embeddings}patch_embedding.weight",
+            f"{embeddings}position_embedding.weight",
+            class_token,
+            blocks,
+            f"{root}encoder.layers.0.mlp.fc1.weight",
+            overrides,
+            vision.get("num_attention_heads"),
+        ),
+        "embedding_norm": f"{root}pre_layrnorm.weight" in file,
+        "layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6 if is_siglip else 1e-5),
+        "activation": _activation(activation, file, overrides),
+    }
+    preprocessor = config.get("preprocessor", {})
+    images = _images(
+        preprocessor.get("image_mean"),
+        preprocessor.get("image_std"),
+        arguments["image_shape"][2],
+        None if is_siglip else CLIP_IMAGES,
+    )
+    has_bias = f"{embeddings}patch_embedding.bias" in file
+    layouts = {
+        **patches(f"{embeddings}patch_embedding.", has_bias, True, images),
+        "position_embedding/embedding": Positions(
+            f"{embeddings}position_embedding.weight", axes=1
+        ),
+        **norm("final_norm", f"{root}post_layernorm."),
+    }
+    if class_token:
+        token = Squeezed(f"{embeddings}class_embedding", axes=2)
+        layouts["class_token/token"] = token
+    if arguments["embedding_norm"]:
+        # Spelt so in the release.
+        layouts.update(norm("embedding_norm", f"{root}pre_layrnorm."))
+    for i in blocks:
+        block, ours = f"{root}encoder.layers.{i}.", f"block_{i}"
+        layouts.update(norm(f"{ours}/mixer_norm", f"{block}layer_norm1."))
+        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}layer_norm2."))
+        layouts.update(linear(f"{ours}/mlp/hidden", f"{block}mlp.fc1."))
+        layouts.update(linear(f"{ours}/mlp/output", f"{block}mlp.fc2."))
+        for theirs, name in (("q", "query"), ("k", "key"), ("v", "value")):
+            attention = f"{block}self_attn.{theirs}_proj."
+            layouts.update(linear(f"{ours}/attention/{name}", attention))
+        output = f"{block}self_attn.out_proj."
+        place = f"{ours}/attention/attention_output"
+        layouts.update(linear(place, output, inputs=2))
+    task = None
+    if "visual_projection.weight" in file:
+        layouts["predictions/kernel"] = Matrix("visual_projection.weight")
+        layouts["predictions/bias"] = Filled()
+        size = required(file, "visual_projection.weight", 2)[0]
+        task = {"num_classes": size, "pooling": "class_token"}
+    elif f"{root}head.probe" in file:
+        layouts.update(_attention_pool(f"{root}head."))
+        task = {"num_classes": arguments["hidden_dim"], "pooling": "map"}
+    ignored = _ignored(file, _TRANSFORMERS_TEXT)
+    if f"{embeddings}position_ids" in file:
+        ignored[f"{embeddings}position_ids"] = "the numbers 0, 1, 2, ..."
+    return Plan(
+        "SigLIP (transformers)" if is_siglip else "CLIP (transformers)",
+        "ViTBackbone",
+        arguments,
+        layouts,
+        task,
+        ignored,
+    )
+
+
+def _attention_pool(head):
+    """SigLIP's attention pooling; the pooled vector itself is the output."""
+    layouts = {
+        "pooler/probe": Direct(f"{head}probe"),
+        **norm("pooler/norm", f"{head}layernorm."),
+        **linear("pooler/mlp/hidden", f"{head}mlp.fc1."),
+        **linear("pooler/mlp/output", f"{head}mlp.fc2."),
+        "predictions/kernel": Filled("identity"),
+        "predictions/bias": Filled(),
+    }
+    return {
+        **layouts,
+        **fused_attention(
+            "pooler/attention",
+            f"{head}attention.in_proj_",
+            f"{head}attention.out_proj.",
+        ),
+    }

@@ -1,0 +1,293 @@
+"""The names of Google's releases: ViT, AugReg, SAM, V-MoE, Soft MoE and MLP-Mixer.
+
+They changed over the years: modules of a block were first counted together
+(`LayerNorm_0, MultiHeadDotProductAttention_1, LayerNorm_2, MlpBlock_3`), then by
+class, and V-MoE names them. All are taken.
+"""
+
+from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.conversion.layouts import (
+    Direct,
+    PatchKernel,
+    Plan,
+    Positions,
+    direct,
+    norm,
+    numbered,
+    required,
+    square_grid,
+)
+
+# What weights do not tell of the released V-MoEs: the start of the name, and the
+# built-in preset that has it.
+RELEASED = {
+    "vmoe_s32_last2": "vmoe_s32_last2_e8",
+    "vmoe_b16_imagenet21k": "vmoe_b16_every2_e8",
+}
+_ROUTING = (
+    "num_selected_experts",
+    "capacity_factor",
+    "capacity_multiple_of",
+    "images_per_group",
+    "noise_std",
+    "auxiliary_losses",
+    "expert_dropout",
+)
+_PREFIXES = ("", "params/", "opt/target/", "target/")
+
+
+def _first(file, *names):
+    """The first of several names that there is, or the first."""
+    found = [name for name in names if name in file]
+    return (found or names)[0]
+
+
+def _module(file, place, *names):
+    """The first of several modules below `place` that has a tensor."""
+    for name in names:
+        start = f"{place}{name}/"
+        if any(tensor.startswith(start) for tensor in file):
+            return start
+    return f"{place}{names[0]}/"
+
+
+def google_plan(file, name: str, overrides: dict) -> Plan | None:
+    """The plan for a checkpoint of Google's names, or None if it has others.
+
+    Args:
+        file: a `TensorFile`.
+        name: the checkpoint's name, which says what weights do not.
+        overrides: arguments of the user.
+    """
+    for prefix in _PREFIXES:
+        if f"{prefix}stem/kernel" in file:
+            return _mixer(file, prefix)
+        if f"{prefix}embedding/kernel" in file:
+            return _vit(file, prefix, name, overrides)
+    return None
+
+
+def _ignored(file, prefix):
+    """The optimizer's state beside the weights."""
+    if not prefix.startswith("opt/"):
+        return {}
+    return {
+        name: "the optimizer's state"
+        for name in file
+        if name.startswith("opt/") and not name.startswith(prefix)
+    }
+
+
+def _attention(place, name, query_key_norm=False):
+    layouts = {}
+    for ours in ("query", "key", "value"):
+        layouts.update(direct(f"{place}/{ours}", f"{name}{ours}/"))
+        if query_key_norm and ours != "value":
+            norm_name = f"{name}{ours}_ln/scale"
+            layouts[f"{place}/{ours}_norm/gamma"] = Direct(norm_name)
+    return {**layouts, **direct(f"{place}/attention_output", f"{name}out/")}
+
+
+def _mlp(place, name):
+    return {
+        **direct(f"{place}/hidden", f"{name}Dense_0/"),
+        **direct(f"{place}/output", f"{name}Dense_1/"),
+    }
+
+
+def _flax_norm(place, name):
+    return norm(place, name, "scale", "bias")
+
+
+def _head(file, prefix):
+    """Layouts and arguments of representation and head; None without a head."""
+    if f"{prefix}head/kernel" not in file:
+        return {}, None
+    _, num_classes = required(file, f"{prefix}head/kernel", 2)
+    layouts = direct("predictions", f"{prefix}head/")
+    arguments = {"num_classes": num_classes}
+    if f"{prefix}pre_logits/kernel" in file:
+        layouts.update(direct("pre_logits", f"{prefix}pre_logits/"))
+        _, dim = required(file, f"{prefix}pre_logits/kernel", 2)
+        arguments["representation_dim"] = dim
+    return layouts, arguments
+
+
+def _vit(file, prefix, name, overrides):
+    if name.startswith("eee_"):
+        raise ValueError(
+            "Expected a V-MoE; received an efficient ensemble of experts, whose "
+            f"routers serve each member its own experts: {name!r}"
+        )
+    kernel = f"{prefix}embedding/kernel"
+    height, width, channels, hidden_dim = required(file, kernel, 4)
+    root = f"{prefix}Encoder/"
+    if not any(tensor.startswith(root) for tensor in file):
+        root = f"{prefix}Transformer/"
+    blocks = numbered(file, rf"{root}encoderblock_(\d+)/")
+    attentions = ("SelfAttention", *(f"MultiHeadDotProductAttention_{i}" for i in "10"))
+    class_token = f"{prefix}cls" in file
+    arguments = {
+        "patch_size": height if height == width else (height, width),
+        "hidden_dim": hidden_dim,
+        "num_layers": len(blocks),
+        "class_token": class_token,
+        "activation": "gelu_tanh",
+        "layer_norm_epsilon": 1e-6,
+    }
+    layouts = {
+        "patch_embedding/kernel": PatchKernel(kernel),
+        "patch_embedding/bias": Direct(f"{prefix}embedding/bias"),
+        **_flax_norm("final_norm", f"{root}encoder_norm/"),
+    }
+    if class_token:
+        layouts["class_token/token"] = Direct(f"{prefix}cls")
+    moe_layers = []
+    for i in blocks:
+        block, ours = f"{root}encoderblock_{i}/", f"block_{i}"
+        attention = _module(file, block, *attentions)
+        query_key_norm = f"{attention}query_ln/scale" in file
+        second = _module(file, block, "LayerNorm_2", "LayerNorm_1")
+        layouts.update(_flax_norm(f"{ours}/mixer_norm", f"{block}LayerNorm_0/"))
+        layouts.update(_flax_norm(f"{ours}/feed_forward_norm", second))
+        layouts.update(_attention(f"{ours}/attention", attention, query_key_norm))
+        if any(tensor.startswith(f"{block}Moe/") for tensor in file):
+            moe_layers.append(i)
+            layouts.update(_moe(file, f"{ours}/moe", f"{block}Moe/", arguments))
+        else:
+            mlp = _module(file, block, "Mlp", "MlpBlock_3", "MlpBlock_0")
+            layouts.update(_mlp(f"{ours}/mlp", mlp))
+            arguments["mlp_dim"] = required(file, f"{mlp}Dense_0/kernel", 2)[1]
+        if i == 0:
+            query = required(file, f"{attention}query/kernel", 3)
+            arguments.update(num_heads=query[1], query_key_norm=query_key_norm)
+    notes = []
+    if moe_layers:
+        arguments["moe_layers"] = moe_layers
+        expert_mlp_dim = arguments.pop("experts' mlp_dim")
+        if arguments.setdefault("mlp_dim", expert_mlp_dim) != expert_mlp_dim:
+            arguments["expert_mlp_dim"] = expert_mlp_dim
+    head, task = _head(file, prefix)
+    layouts.update(head)
+    pooler, pooling = _map_head(file, prefix)
+    layouts.update(pooler)
+    if task is not None:
+        task["pooling"] = pooling or ("class_token" if class_token else "average")
+    released = next((RELEASED[x] for x in RELEASED if name.startswith(x)), None)
+    if released:
+        preset = builtin_presets()[released]
+        routing = {k: v for k, v in preset["config"].items() if k in _ROUTING}
+        arguments.update(routing)
+        if task is not None and "_ft_" not in name:
+            task["multi_label"] = preset["task_config"].get("multi_label", False)
+    elif moe_layers and "router" not in arguments:
+        notes.append(
+            "weights do not tell how tokens are allocated: taken are the defaults of "
+            "router, num_selected_experts and capacity_factor, where no argument is "
+            "given"
+        )
+    positions = _first(
+        file, f"{root}posembed_input/pos_embedding", f"{prefix}pos_embedding"
+    )
+    if positions in file:
+        layouts["position_embedding/embedding"] = Positions(positions)
+        rows = required(file, positions, 3)[1]
+        grid = square_grid(rows, class_token, f"{positions!r} in {file.path}")
+        arguments["image_shape"] = (grid * height, grid * width, channels)
+    else:
+        arguments["position_embedding"] = "sincos"
+        if "image_shape" not in overrides:
+            raise ValueError(
+                "Expected image_shape=(height, width, channels), which weights "
+                f"without position embeddings do not tell; received: {file.path}"
+            )
+        arguments["image_shape"] = (*overrides["image_shape"][:2], channels)
+    scheme = "V-MoE" if moe_layers else "ViT"
+    if arguments.get("router") == "soft":
+        scheme = "Soft MoE"
+    return Plan(
+        f"{scheme} (Google)",
+        "ViTBackbone",
+        arguments,
+        layouts,
+        task,
+        _ignored(file, prefix),
+        tuple(notes),
+    )
+
+
+def _moe(file, place, name, arguments):
+    """Layouts of an MoE layer; adds to the backbone's arguments."""
+    experts = f"{name}Mlp/Dense_0/kernel"
+    num_experts, _, expert_mlp_dim = required(file, experts, 3)
+    arguments["num_experts"] = num_experts
+    arguments["experts' mlp_dim"] = expert_mlp_dim
+    layouts = {
+        f"{place}/experts/{ours}_{what}": Direct(f"{name}Mlp/{theirs}/{what}")
+        for ours, theirs in (("hidden", "Dense_0"), ("output", "Dense_1"))
+        for what in ("kernel", "bias")
+    }
+    if f"{name}Router/mu" not in file:
+        layouts[f"{place}/router/kernel"] = Direct(f"{name}Router/dense/kernel")
+        return layouts
+    has_scale = f"{name}Router/scale" in file
+    _, _, num_slots = required(file, f"{name}Router/mu", 3)
+    arguments["router"] = "soft"
+    arguments["router_options"] = {"num_slots": num_slots, "normalize": has_scale}
+    layouts[f"{place}/router/slots"] = Direct(f"{name}Router/mu")
+    if has_scale:
+        layouts[f"{place}/router/scale"] = Direct(f"{name}Router/scale")
+    return layouts
+
+
+def _map_head(file, prefix):
+    """Layouts of attention pooling, if there is one."""
+    root = _module(file, prefix, "MapHead", "MAPHead_0")
+    if f"{root}probe" not in file:
+        return {}, None
+    attention = "MultiHeadDotProductAttention"
+    attention = _module(file, root, attention, f"{attention}_0")
+    return {
+        "pooler/probe": Direct(f"{root}probe"),
+        **_attention("pooler/attention", attention),
+        **_flax_norm("pooler/norm", _module(file, root, "LayerNorm", "LayerNorm_0")),
+        **_mlp("pooler/mlp", _module(file, root, "Mlp", "MlpBlock_0")),
+    }, "map"
+
+
+def _mixer(file, prefix):
+    height, width, channels, hidden_dim = required(file, f"{prefix}stem/kernel", 4)
+    blocks = numbered(file, rf"{prefix}MixerBlock_(\d+)/")
+    first = f"{prefix}MixerBlock_0/"
+    tokens, token_mlp = required(file, f"{first}token_mixing/Dense_0/kernel", 2)
+    _, mlp_dim = required(file, f"{first}channel_mixing/Dense_0/kernel", 2)
+    grid = square_grid(tokens, False, file.path)
+    layouts = {
+        "patch_embedding/kernel": PatchKernel(f"{prefix}stem/kernel"),
+        "patch_embedding/bias": Direct(f"{prefix}stem/bias"),
+        **_flax_norm("final_norm", f"{prefix}pre_head_layer_norm/"),
+    }
+    for i in blocks:
+        block, ours = f"{prefix}MixerBlock_{i}/", f"block_{i}"
+        layouts.update(_flax_norm(f"{ours}/mixer_norm", f"{block}LayerNorm_0/"))
+        layouts.update(_flax_norm(f"{ours}/feed_forward_norm", f"{block}LayerNorm_1/"))
+        layouts.update(_mlp(f"{ours}/token_mlp", f"{block}token_mixing/"))
+        layouts.update(_mlp(f"{ours}/mlp", f"{block}channel_mixing/"))
+    head, task = _head(file, prefix)
+    return Plan(
+        "MLP-Mixer (Google)",
+        "MixerBackbone",
+        {
+            "image_shape": (grid * height, grid * width, channels),
+            "patch_size": height if height == width else (height, width),
+            "hidden_dim": hidden_dim,
+            "num_layers": len(blocks),
+            "token_mlp_dim": token_mlp,
+            "mlp_dim": mlp_dim,
+            "activation": "gelu_tanh",
+            "layer_norm_epsilon": 1e-6,
+        },
+        {**layouts, **head},
+        task,
+        _ignored(file, prefix),
+    )

@@ -1,0 +1,254 @@
+"""KerasHub's ViT, CLIP and SigLIP, as models in memory."""
+
+import dataclasses
+import re
+
+import keras_hub
+
+from keras_moe.models.conversion.keras_hub_model import KerasHubModel
+from keras_moe.models.conversion.layouts import (
+    Direct,
+    Filled,
+    Plan,
+    Positions,
+    Squeezed,
+    direct,
+    norm,
+)
+from keras_moe.models.conversion.tensor_file import TensorFile
+from keras_moe.models.conversion.timm_names import patches
+
+_ACTIVATIONS = {"gelu_approximate": "gelu_tanh"}
+_hub = keras_hub.models
+CLASSES = (
+    _hub.ViTBackbone,
+    _hub.ViTImageClassifier,
+    _hub.CLIPVisionEncoder,
+    _hub.CLIPBackbone,
+    _hub.SigLIPVisionEncoder,
+    _hub.SigLIPBackbone,
+)
+# A model's name may stand before these.
+_ROOTS = (
+    "vit_patching_and_embedding/|vit_encoder/|encoder_block_|embedding/|"
+    "pre_layer_norm/|post_layer_norm/|layer_norm/|head/|pre_logits/|predictions/|"
+    "vision_projection/"
+)
+
+
+def keras_hub_plan(model) -> tuple[TensorFile, Plan]:
+    """The weights of a KerasHub model's image side, and the plan for them.
+
+    Args:
+        model: one of `CLASSES`.
+
+    Raises:
+        ValueError: if the model has what ours has not.
+    """
+    encoder, around, layers = model, None, None
+    if isinstance(model, _hub.ViTImageClassifier):
+        encoder, around = model.backbone, model
+    elif isinstance(model, (_hub.CLIPBackbone, _hub.SigLIPBackbone)):
+        # The towers' weights have the same paths: the text tower is left out here.
+        encoder = model.vision_encoder
+        layers = [encoder]
+        if isinstance(model, _hub.CLIPBackbone):
+            around = model
+            layers.append(model.vision_projection)
+    file = KerasHubModel(model, layers)
+    short = {}
+    for name in file:
+        match = re.search(rf"(?:^|[_/])((?:{_ROOTS}).*)$", name)
+        if match:
+            short.setdefault(match[1], name)
+    if isinstance(encoder, _hub.ViTBackbone):
+        plan = _vit(encoder, around, short)
+    else:
+        plan = _tower(encoder, around, short)
+    if layers:
+        plan.notes = ("the text tower and the logits' scale are left out",)
+    return file, plan
+
+
+def _activation(name):
+    if not isinstance(name, str):
+        raise ValueError(
+            f"Expected an activation by name; received: {name!r} in KerasHub's encoder"
+        )
+    return _ACTIVATIONS.get(name, name)
+
+
+class _Names(dict):
+    """Full paths by the short ones; a missing one stands for itself."""
+
+    def __missing__(self, key):
+        return key
+
+
+def _block(ours, first, second, attention, hidden, output):
+    layouts = {}
+    for place, name in (("mixer_norm", first), ("feed_forward_norm", second)):
+        layouts.update(norm(f"{ours}/{place}", name, "gamma", "beta"))
+    layouts.update(direct(f"{ours}/mlp/hidden", hidden))
+    layouts.update(direct(f"{ours}/mlp/output", output))
+    layouts.update(_attention(f"{ours}/attention", attention))
+    return layouts
+
+
+def _attention(place, name):
+    layouts = {}
+    for part in ("query", "key", "value", "attention_output"):
+        layouts.update(direct(f"{place}/{part}", f"{name}{part}/"))
+    return layouts
+
+
+def _resolved(layouts, names):
+    """The same layouts with the full paths of the weights."""
+    resolved = {}
+    for ours, layout in layouts.items():
+        fields = {
+            field: names[getattr(layout, field)]
+            for field in ("name", "ids", "bias")
+            if getattr(layout, field, None) is not None
+        }
+        if ours.endswith("bias") and fields and fields["name"] not in names.values():
+            resolved[ours] = Filled()  # Without biases: zeros do the same.
+            continue
+        resolved[ours] = dataclasses.replace(layout, **fields)
+    return resolved
+
+
+def _vit(encoder, classifier, short):
+    names = _Names(short)
+    embedding = "vit_patching_and_embedding/"
+    layouts = {
+        **patches(f"{embedding}patch_embedding/", encoder.use_patch_bias, False, None),
+        "position_embedding/embedding": Positions(
+            f"{embedding}position_embedding/embeddings", axes=1
+        ),
+        **norm("final_norm", "vit_encoder/ln/", "gamma", "beta"),
+    }
+    if encoder.use_class_token:
+        layouts["class_token/token"] = Direct(f"{embedding}class_token")
+    for i in range(encoder.num_layers):
+        block = f"vit_encoder/transformer_block_{i + 1}/"
+        layouts.update(
+            _block(
+                f"block_{i}",
+                f"{block}ln_1/",
+                f"{block}ln_2/",
+                f"{block}mha/",
+                f"{block}mlp/dense_1/",
+                f"{block}mlp/dense_2/",
+            )
+        )
+    task = None
+    if classifier is not None:
+        pooling = {"token": "class_token", "gap": "average"}
+        task = {
+            "num_classes": classifier.num_classes,
+            "pooling": pooling[classifier.pooling],
+            "activation": classifier.activation,
+            "representation_dim": classifier.intermediate_dim,
+        }
+        layouts.update(direct("predictions", "predictions/"))
+        if classifier.intermediate_dim is not None:
+            layouts.update(direct("pre_logits", "pre_logits/"))
+    return Plan(
+        "ViT (KerasHub)",
+        "ViTBackbone",
+        {
+            "image_shape": _image_shape(encoder),
+            "patch_size": tuple(encoder.patch_size),
+            "hidden_dim": encoder.hidden_dim,
+            "num_layers": encoder.num_layers,
+            "num_heads": encoder.num_heads,
+            "mlp_dim": encoder.mlp_dim,
+            "class_token": encoder.use_class_token,
+            "activation": "gelu",
+            "layer_norm_epsilon": encoder.layer_norm_epsilon,
+        },
+        _resolved(layouts, names),
+        task,
+    )
+
+
+def _image_shape(encoder):
+    shape = tuple(encoder.image_shape)
+    if getattr(encoder, "data_format", "channels_last") == "channels_first":
+        return (*shape[1:], shape[0])
+    return shape
+
+
+def _tower(encoder, clip, short):
+    names = _Names(short)
+    is_clip = isinstance(encoder, _hub.CLIPVisionEncoder)
+    embedding = "embedding/"
+    positions = Positions(
+        f"{embedding}position_embedding/embeddings",
+        axes=1,
+        ids=f"{embedding}position_ids",
+    )
+    layouts = {
+        **patches(f"{embedding}patch_embedding/", not is_clip, False, None),
+        "position_embedding/embedding": positions,
+        **norm(
+            "final_norm",
+            "layer_norm/" if is_clip else "post_layer_norm/",
+            "gamma",
+            "beta",
+        ),
+    }
+    if is_clip:
+        layouts["class_token/token"] = Squeezed(f"{embedding}class_embedding", axes=2)
+        layouts.update(norm("embedding_norm", "pre_layer_norm/", "gamma", "beta"))
+    kind = ("layer_norm_1", "layer_norm_2", "attention", "dense_1", "dense_2")
+    if not is_clip:
+        kind = ("layer_norm1", "layer_norm2", "self_attn", "mlp/fc1", "mlp/fc2")
+    for i in range(encoder.num_layers):
+        places = [f"encoder_block_{i}/{name}/" for name in kind]
+        layouts.update(_block(f"block_{i}", *places))
+    task = None
+    if clip is not None:
+        layouts["predictions/kernel"] = Direct("vision_projection/kernel")
+        layouts["predictions/bias"] = Filled()
+        task = {"num_classes": clip.projection_dim, "pooling": "class_token"}
+    elif not is_clip:
+        if encoder.layer_norm_epsilon != 1e-6:
+            raise ValueError(
+                "Expected layer_norm_epsilon=1e-6, which KerasHub's last norm has "
+                f"always; received: {encoder.layer_norm_epsilon}"
+            )
+        # The probe has no name of its own.
+        probe = [name for name in names if re.fullmatch(r"head/[^/]+", name)]
+        layouts.update(
+            {
+                "pooler/probe": Direct((probe or ["head/variable"])[0]),
+                **_attention("pooler/attention", "head/attention/"),
+                **norm("pooler/norm", "head/layernorm/", "gamma", "beta"),
+                **direct("pooler/mlp/hidden", "head/mlp/fc1/"),
+                **direct("pooler/mlp/output", "head/mlp/fc2/"),
+                # The pooled vector itself is the output.
+                "predictions/kernel": Filled("identity"),
+                "predictions/bias": Filled(),
+            }
+        )
+        task = {"num_classes": encoder.hidden_dim, "pooling": "map"}
+    return Plan(
+        f"{'CLIP' if is_clip else 'SigLIP'} (KerasHub)",
+        "ViTBackbone",
+        {
+            "image_shape": _image_shape(encoder),
+            "patch_size": encoder.patch_size,
+            "hidden_dim": encoder.hidden_dim,
+            "num_layers": encoder.num_layers,
+            "num_heads": encoder.num_heads,
+            "mlp_dim": encoder.intermediate_dim,
+            "class_token": is_clip,
+            "embedding_norm": is_clip,
+            "activation": _activation(encoder.intermediate_activation),
+            "layer_norm_epsilon": 1e-5 if is_clip else encoder.layer_norm_epsilon,
+        },
+        _resolved(layouts, names),
+        task,
+    )

@@ -1,0 +1,362 @@
+"""How a weight of ours is made of the tensors of a checkpoint.
+
+A layout knows the names that it reads, the shapes that they must have for a weight of
+a given shape, and how to make that weight's values. Shapes are compared before
+anything is read. Axes: D hidden, N tokens.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Normalization(NamedTuple):
+    """What a checkpoint's images went through: (pixels in [0, 1] - mean) / std."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it gives the range [-1, 1] that our models take."""
+        return all(abs(x - 0.5) < 1e-6 for x in (*self.mean, *self.std))
+
+
+def _size(shape):
+    return int(np.prod(shape, dtype="int64"))
+
+
+@dataclass(frozen=True)
+class Direct:
+    """The tensor as it is."""
+
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that are read."""
+        return (self.name,)
+
+    def shapes(self, target: tuple) -> dict[str, tuple]:
+        """The shapes that the tensors must have for a weight of shape `target`."""
+        return {self.name: target}
+
+    def make(self, read: Callable, target: tuple) -> np.ndarray:
+        """The weight's values, with `read(name, rows=None)` for the tensors'."""
+        return read(self.name)
+
+
+@dataclass(frozen=True)
+class Squeezed(Direct):
+    """A tensor without our leading axes of size 1."""
+
+    axes: int = 1
+
+    def shapes(self, target):
+        return {self.name: target[self.axes :]}
+
+    def make(self, read, target):
+        return read(self.name).reshape(target)
+
+
+@dataclass(frozen=True)
+class Matrix(Direct):
+    """PyTorch's kernel (outputs, inputs): one of several that are stored together.
+
+    Args:
+        inputs: how many of our axes are inputs: 1, and 2 (heads, size of a head) for
+            the output of attention.
+        part: which one.
+        parts: of how many.
+        scale: the name of factors on the outputs (LayerScale), which become part of
+            the kernel.
+    """
+
+    inputs: int = 1
+    part: int = 0
+    parts: int = 1
+    scale: str | None = None
+
+    @property
+    def names(self):
+        return (self.name, self.scale) if self.scale else (self.name,)
+
+    def shapes(self, target):
+        rows, columns = _size(target[self.inputs :]), _size(target[: self.inputs])
+        shapes = {self.name: (self.parts * rows, columns)}
+        return {**shapes, self.scale: (rows,)} if self.scale else shapes
+
+    def make(self, read, target):
+        rows = _size(target[self.inputs :])
+        kernel = read(self.name, _part(self.part, self.parts, rows)).T
+        if self.scale:
+            kernel = kernel * read(self.scale)
+        return kernel.reshape(target)
+
+
+@dataclass(frozen=True)
+class Vector(Direct):
+    """PyTorch's bias: one of several that are stored together; see `Matrix`."""
+
+    part: int = 0
+    parts: int = 1
+    scale: str | None = None
+
+    @property
+    def names(self):
+        return (self.name, self.scale) if self.scale else (self.name,)
+
+    def shapes(self, target):
+        shapes = {self.name: (self.parts * _size(target),)}
+        return {**shapes, self.scale: (_size(target),)} if self.scale else shapes
+
+    def make(self, read, target):
+        bias = read(self.name, _part(self.part, self.parts, _size(target)))
+        if self.scale:
+            bias = bias * read(self.scale)
+        return bias.reshape(target)
+
+
+def _part(part, parts, rows):
+    return slice(part * rows, (part + 1) * rows) if parts > 1 else None
+
+
+@dataclass(frozen=True)
+class PatchKernel(Direct):
+    """The convolution that embeds patches, with the images' normalisation in it.
+
+    Args:
+        torch: stored as (D, channels, height, width) instead of ours.
+        normalization: what the images went through, or None.
+    """
+
+    torch: bool = False
+    normalization: Normalization | None = None
+
+    def shapes(self, target):
+        height, width, channels, dim = target
+        if self.torch:
+            return {self.name: (dim, channels, height, width)}
+        return {self.name: target}
+
+    def make(self, read, target):
+        kernel = read(self.name)
+        if self.torch:
+            kernel = kernel.transpose(2, 3, 1, 0)
+        if self.normalization is None:
+            return kernel
+        # Pixels x in [-1, 1] are (x + 1) / 2 in [0, 1].
+        std = np.array(self.normalization.std, "float32")
+        return kernel.astype("float32") / (2.0 * std[:, None])
+
+
+@dataclass(frozen=True)
+class PatchBias(PatchKernel):
+    """The bias of that convolution: stored or zero, and what normalisation adds.
+
+    Args:
+        name: the kernel.
+        bias: the bias, or None.
+    """
+
+    bias: str | None = None
+
+    @property
+    def names(self):
+        # The kernel belongs to its own weight.
+        return (self.bias,) if self.bias else ()
+
+    def shapes(self, target):
+        return {self.bias: target} if self.bias else {}
+
+    def make(self, read, target):
+        bias = read(self.bias) if self.bias else np.zeros(target, "float32")
+        if self.normalization is None:
+            return bias
+        mean, std = (np.array(x, "float64") for x in self.normalization)
+        kernel = read(self.name)
+        if self.torch:
+            kernel = kernel.transpose(2, 3, 1, 0)
+        per_channel = kernel.sum(axis=(0, 1), dtype="float64")
+        return (bias + ((0.5 - mean) / std) @ per_channel).astype("float32")
+
+
+@dataclass(frozen=True)
+class Positions(Direct):
+    """A table of position embeddings.
+
+    Args:
+        axes: our leading axes of size 1 that it lacks.
+        without_class_token: it has no row for the class token: that gets zeros.
+        ids: the name of the rows' numbers, which KerasHub stores, or None.
+    """
+
+    axes: int = 0
+    without_class_token: bool = False
+    ids: str | None = None
+
+    @property
+    def names(self):
+        return (self.name, self.ids) if self.ids else (self.name,)
+
+    def shapes(self, target):
+        one, rows, dim = target
+        rows -= self.without_class_token
+        shapes = {self.name: (one, rows, dim)[self.axes :]}
+        return {**shapes, self.ids: (1, rows)} if self.ids else shapes
+
+    def make(self, read, target):
+        table = read(self.name)
+        if self.ids:
+            table = table[read(self.ids)[0]]
+        table = table.reshape(1, *table.shape[-2:])
+        if self.without_class_token:
+            table = np.pad(table, ((0, 0), (1, 0), (0, 0)))
+        return table
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Values that the checkpoint's architecture has without a tensor.
+
+    Args:
+        value: `"zeros"`, or `"identity"` for a matrix.
+    """
+
+    value: str = "zeros"
+    names = ()
+
+    def shapes(self, target: tuple) -> dict[str, tuple]:
+        """None are read."""
+        return {}
+
+    def make(self, read: Callable, target: tuple) -> np.ndarray:
+        """The weight's values."""
+        if self.value == "identity":
+            return np.eye(*target, dtype="float32")
+        return np.zeros(target, "float32")
+
+
+@dataclass
+class Plan:
+    """What a naming scheme finds in a checkpoint.
+
+    Args:
+        scheme: the naming's name.
+        backbone: the class's name, `"ViTBackbone"` or `"MixerBackbone"`.
+        arguments: of the backbone, as the checkpoint was made.
+        layouts: for each of our weights, by its path in the model.
+        task_arguments: of the classifier; None if there is no head.
+        ignored: tensors that are none of the image model's, with the reason.
+        notes: what a user should know.
+    """
+
+    scheme: str
+    backbone: str
+    arguments: dict
+    layouts: dict
+    task_arguments: dict | None = None
+    ignored: dict | None = None
+    notes: tuple[str, ...] = ()
+
+
+def norm(place: str, name: str, scale: str = "weight", offset: str = "bias") -> dict:
+    """Layouts of a normalisation: `gamma` and `beta`."""
+    return {
+        f"{place}/gamma": Direct(f"{name}{scale}"),
+        f"{place}/beta": Direct(f"{name}{offset}"),
+    }
+
+
+def direct(place: str, name: str) -> dict:
+    """Layouts of a kernel and a bias that are stored as ours."""
+    return {
+        f"{place}/kernel": Direct(f"{name}kernel"),
+        f"{place}/bias": Direct(f"{name}bias"),
+    }
+
+
+def linear(
+    place: str, name: str, has_bias: bool = True, scale: str | None = None, **part
+) -> dict:
+    """Layouts of a PyTorch linear layer."""
+    inputs = part.pop("inputs", 1)
+    bias = Filled()
+    if has_bias:
+        bias = Vector(f"{name}bias", scale=scale, **part)
+    return {
+        f"{place}/kernel": Matrix(f"{name}weight", inputs=inputs, scale=scale, **part),
+        f"{place}/bias": bias,
+    }
+
+
+def square_grid(num_positions: int, class_token: bool, where: str) -> int:
+    """The patches down and across of a table with a row for each token.
+
+    Raises:
+        ValueError: if they make no square.
+    """
+    num_patches = num_positions - class_token
+    grid = round(max(num_patches, 0) ** 0.5)
+    if grid < 1 or grid * grid != num_patches:
+        raise ValueError(
+            f"Expected position embeddings of a square of patches in {where}; "
+            f"received: {num_patches} patches"
+        )
+    return grid
+
+
+# The heads of encoders of a size, where neither weights nor config say it.
+_HEADS = {192: 3, 256: 4, 384: 6, 512: 8, 640: 10, 768: 12, 896: 14, 1024: 16, 1152: 16}
+_HEADS.update({1280: 16, 1408: 16, 1664: 16})
+
+
+def usual_heads(hidden_dim: int, where: str) -> int:
+    """The number of heads that published encoders of this size have.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if hidden_dim not in _HEADS:
+        raise ValueError(
+            f"Expected num_heads=..., which the weights in {where} do not tell; "
+            f"received: an encoder of hidden_dim={hidden_dim} without it"
+        )
+    return _HEADS[hidden_dim]
+
+
+def rank(info_shape: tuple, axes: int, name: str, where: str) -> tuple:
+    """A tensor's shape, if it has so many axes."""
+    if len(info_shape) != axes:
+        raise ValueError(
+            f"Expected {axes} axes of {name!r} in {where}; received: shape={info_shape}"
+        )
+    return info_shape
+
+
+def required(file, name: str, axes: int) -> tuple:
+    """The shape of a tensor that must be there.
+
+    Raises:
+        ValueError: if it is missing or of other rank.
+    """
+    if name not in file:
+        raise ValueError(
+            f"Expected the tensor {name!r} in {file.path}; received: "
+            f"{len(file)} tensors without it, such as {sorted(file)[:3]}"
+        )
+    return rank(file[name].shape, axes, name, file.path)
+
+
+def numbered(file, pattern: str) -> list[int]:
+    """The numbers in the names that a pattern with one group matches at the start."""
+    found = {int(m[1]) for name in file if (m := re.match(pattern, name))}
+    if found != set(range(len(found))) or not found:
+        raise ValueError(
+            f"Expected blocks numbered from 0 in {file.path}; received: "
+            f"{sorted(found)} for {pattern!r}"
+        )
+    return sorted(found)

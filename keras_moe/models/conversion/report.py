@@ -1,0 +1,103 @@
+"""What a conversion did, tensor by tensor."""
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+
+class ConvertedWeight(NamedTuple):
+    """One of our weights, and what it was made of.
+
+    Attributes:
+        weight: its path in the model.
+        shape: its shape.
+        sources: the tensors that were read: name -> shape.
+        how: what was done to them, in a few words.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    sources: dict[str, tuple[int, ...]]
+    how: str
+
+
+class ConversionReport(NamedTuple):
+    """What a conversion did.
+
+    Attributes:
+        source: where the weights came from.
+        scheme: the naming, which says whose they are.
+        licence: of the weights, as far as their scheme tells.
+        backbone: the class of our backbone.
+        arguments: its arguments, as the source has them.
+        weights: a `ConvertedWeight` for each of ours that was filled.
+        new: our weights that keep their initial values, those of a new head.
+        ignored: the source's tensors that no weight of ours takes, with the reason.
+        notes: what a user should know.
+        nbytes: the bytes of all tensors that were read.
+    """
+
+    source: str
+    scheme: str
+    licence: str
+    backbone: str
+    arguments: dict
+    weights: list[ConvertedWeight]
+    new: list[str]
+    ignored: dict[str, str]
+    notes: list[str]
+    nbytes: int
+
+    def to_dict(self) -> dict:
+        """A JSON-serialisable dict."""
+        content = self._asdict()
+        content["weights"] = [weight._asdict() for weight in self.weights]
+        return content
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the report as JSON."""
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        os.replace(partial, path)
+
+    def print(self, console: Console | None = None) -> None:
+        """Prints a table of all weights, and what was left out."""
+        console = console or Console()
+        table = Table(title=f"{self.source}: {self.scheme}, {self.licence}")
+        for column in ("weight", "shape", "from", "how"):
+            table.add_column(column, overflow="fold")
+        for weight in self.weights:
+            sources = "\n".join(
+                f"{name} {list(shape)}" for name, shape in weight.sources.items()
+            )
+            table.add_row(weight.weight, str(list(weight.shape)), sources, weight.how)
+        for name in self.new:
+            table.add_row(name, "", "", "new: initial values")
+        console.print(table)
+        reasons = {}
+        for reason in self.ignored.values():
+            reasons[reason] = reasons.get(reason, 0) + 1
+        for reason, count in reasons.items():
+            console.print(f"left out: {count} tensors, {reason}", markup=False)
+        for note in self.notes:
+            console.print(f"note: {note}", markup=False)
+
+
+_GOOGLE, _PER_MODEL = "Apache-2.0", "as its model card says"
+_LICENCES = {
+    "(Google)": _GOOGLE,
+    "(timm)": f"{_PER_MODEL} (mostly Apache-2.0)",
+    "(OpenCLIP)": f"{_PER_MODEL} (OpenAI's: MIT)",
+    "(transformers)": f"{_PER_MODEL} (OpenAI's: MIT)",
+    "(KerasHub)": f"{_PER_MODEL} (per preset)",
+}
+
+
+def licence(scheme: str) -> str:
+    """The licence of the weights of a scheme."""
+    return next(text for end, text in _LICENCES.items() if scheme.endswith(end))

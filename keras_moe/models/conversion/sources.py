@@ -1,0 +1,278 @@
+"""Where weights of others are: files, folders, handles, models in memory."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import keras_hub
+from keras_hub.src.utils.preset_utils import check_file_exists, get_file
+
+from keras_moe.models.conversion import keras_hub_names
+from keras_moe.models.conversion.clip_names import clip_plan
+from keras_moe.models.conversion.google_names import google_plan
+from keras_moe.models.conversion.layouts import Plan
+from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
+from keras_moe.models.conversion.safetensors_checkpoint import (
+    SafetensorsCheckpoint,
+    read_index,
+)
+from keras_moe.models.conversion.tensor_file import TensorFile
+from keras_moe.models.conversion.timm_names import timm_plan
+from keras_moe.models.conversion.vmoe_checkpoint import (
+    VMoECheckpoint,
+    shard_path,
+)
+from keras_moe.models.conversion.vmoe_checkpoint import (
+    read_index as read_vmoe_index,
+)
+
+# Public buckets are served here, too.
+GOOGLE_STORAGE = "https://storage.googleapis.com"
+_VMOE_BUCKET = "gs://vmoe_checkpoints/"
+# Files whose reading runs code of their makers.
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy")
+_INDEX = ".safetensors.index.json"
+_CLIP_TYPES = ("clip", "clip_vision_model", "siglip", "siglip_vision_model")
+
+
+def is_convertible(source: Any) -> bool:
+    """Whether `source` is a checkpoint of others that `convert` reads.
+
+    Args:
+        source: what `from_preset` was given.
+
+    Raises:
+        ValueError: if it is one that is refused, such as a pickle.
+    """
+    return _kind(source) is not None
+
+
+def _kind(source):
+    """`"npz"`, `"vmoe"`, `"safetensors"`, `"folder"`, `"hub"` or None."""
+    if isinstance(source, keras_hub_names.CLASSES):
+        return "hub"
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    text = os.fspath(source)
+    if text.endswith(_PICKLES):
+        raise _pickle(text)
+    if text.endswith(".npz"):
+        return "npz"
+    if text.endswith((".safetensors", _INDEX)):
+        return "safetensors"
+    is_vmoe = text.startswith(_VMOE_BUCKET) or text.endswith(".index")
+    if is_vmoe or os.path.isfile(f"{text}.index"):
+        return "vmoe"
+    if any(
+        text in cls.presets
+        for cls in (
+            keras_hub.models.ViTBackbone,
+            keras_hub.models.CLIPBackbone,
+            keras_hub.models.SigLIPBackbone,
+        )
+    ):
+        return "hub"
+    if os.path.isdir(text) or text.startswith(("hf://", "kaggle://")):
+        return _folder_kind(text)
+    return None
+
+
+def _pickle(source):
+    return ValueError(
+        "Expected weights as .safetensors or .npz, since reading a pickle runs the "
+        f"code in it; received: {source}. Where the publisher has no other file, "
+        "convert it with safetensors.torch.save_file where you trust it."
+    )
+
+
+def _folder_kind(folder):
+    config = _json(folder, "config.json", default={})
+    if "registered_name" in config:
+        package, _, name = str(config["registered_name"]).rpartition(">")
+        names = [cls.__name__ for cls in keras_hub_names.CLASSES]
+        return "hub" if package == "keras_hub" and name in names else None
+    is_clip = isinstance(config.get("vision_config"), dict)
+    is_clip = is_clip or config.get("model_type") in _CLIP_TYPES
+    if is_clip or isinstance(config.get("architecture"), str):
+        return "folder"
+    if _has(folder, "open_clip_config.json"):
+        return "folder"
+    # Without a config: what a file's names tell may be enough.
+    is_local = "://" not in folder and not config
+    if is_local and _weights_file(folder) is not None:
+        return "folder"
+    if is_local and any(Path(folder).glob("*.bin")):
+        raise _pickle(folder)
+    return None
+
+
+def _has(folder, name):
+    try:
+        return check_file_exists(folder, name)
+    except (OSError, ValueError):
+        return False
+
+
+def _json(folder, name, default=None):
+    """The content of a JSON file; `default` where there is none, or no way to it."""
+    if not _has(folder, name):
+        return default
+    path = get_file(folder, name)
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return default
+    return content if isinstance(content, dict) else default
+
+
+def _weights_file(folder):
+    for stem in (
+        "model",
+        "open_clip_model",
+        "open_clip_pytorch_model",
+        "diffusion_pytorch_model",
+    ):
+        for name in (f"{stem}.safetensors", f"{stem}{_INDEX}"):
+            if _has(folder, name):
+                return name
+    return None
+
+
+def open_source(source: Any, overrides: dict) -> tuple[TensorFile, Plan]:
+    """Opens a source and says how its weights become ours.
+
+    Args:
+        source: as for `convert`.
+        overrides: arguments of the user.
+
+    Returns:
+        The tensors, to be closed, and the plan.
+
+    Raises:
+        ValueError: if the source is none that can be converted.
+    """
+    kind = _kind(source)
+    if kind is None:
+        raise ValueError(
+            "Expected weights to convert: a V-MoE checkpoint's prefix, an .npz, a "
+            ".safetensors file, a folder of timm, OpenCLIP or transformers, a KerasHub "
+            f"model or preset, or hf://, kaggle://, gs:// of them; received: {source!r}"
+        )
+    if kind == "hub":
+        return _open_hub(source)
+    text = os.fspath(source)
+    config = {}
+    if kind == "npz":
+        file, name = NpzCheckpoint(local(text)), Path(text).stem
+    elif kind == "vmoe":
+        prefix = text.removesuffix(".index")
+        file, name = VMoECheckpoint(_local_vmoe(prefix)), Path(prefix).name
+    elif kind == "safetensors":
+        beside = "://" not in text
+        config = _configs(str(Path(text).parent)) if beside else {}
+        file, name = SafetensorsCheckpoint(local(text)), Path(text).stem
+    else:
+        config, name = _configs(text), text
+        file = _open_folder(text)
+    try:
+        for find in (
+            lambda: google_plan(file, name, overrides),
+            lambda: timm_plan(file, config, overrides),
+            lambda: clip_plan(file, config, overrides),
+        ):
+            plan = find()
+            if plan is not None:
+                return file, plan
+        raise ValueError(
+            "Expected the names of a ViT, V-MoE, Soft MoE, MLP-Mixer, CLIP or SigLIP; "
+            f"received: {len(file)} tensors such as {sorted(file)[:3]} in {file.path}"
+        )
+    except BaseException:
+        file.close()
+        raise
+
+
+def _configs(folder):
+    """timm's, transformers' or OpenCLIP's config, with the preprocessor's."""
+    config = _json(folder, "config.json", default={})
+    config = {**config, **_json(folder, "open_clip_config.json", default={})}
+    config["preprocessor"] = _json(folder, "preprocessor_config.json", default={})
+    return config if any(config.values()) else {}
+
+
+def _open_folder(folder):
+    name = _weights_file(folder)
+    if name is None:
+        raise _pickle(f"{folder}, which has no .safetensors")
+    path = get_file(folder, name)
+    if not name.endswith(_INDEX):
+        return SafetensorsCheckpoint(path)
+    files = set(read_index(path).values())
+    return SafetensorsCheckpoint(path, {file: get_file(folder, file) for file in files})
+
+
+def _open_hub(source):
+    if not isinstance(source, keras_hub_names.CLASSES):
+        source = os.fspath(source)
+        cls = keras_hub.models.Backbone
+        if _has(source, "task.json"):
+            task = _json(source, "task.json", default={})
+            if str(task.get("registered_name", "")).endswith(">ViTImageClassifier"):
+                cls = keras_hub.models.ViTImageClassifier
+        source = cls.from_preset(source)
+    return keras_hub_names.keras_hub_plan(source)
+
+
+def _local_vmoe(prefix):
+    """The prefix on disk; of a remote one all files are downloaded."""
+    if "://" not in prefix:
+        return prefix
+    index = local(f"{prefix}.index")
+    count = read_vmoe_index(index)[2]
+    for number in range(count):
+        local(shard_path(prefix, number, count))
+    return index.removesuffix(".index")
+
+
+def local(address: str) -> str:
+    """The path on disk of a file at `gs://` or `https://`, downloaded once.
+
+    Args:
+        address: an address, or a path, which is returned.
+
+    Returns:
+        The path, below Keras's cache for a downloaded file.
+
+    Raises:
+        ValueError: if it cannot be downloaded.
+    """
+    if "://" not in address:
+        return address
+    scheme, _, place = address.partition("://")
+    if scheme not in ("gs", "http", "https") or ".." in place.split("/"):
+        raise ValueError(f"Expected gs:// or https://; received: {address!r}")
+    url = f"{GOOGLE_STORAGE}/{place}" if scheme == "gs" else address
+    # Where Keras keeps what it downloads.
+    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+    target = home / "keras_moe" / scheme / place
+    if target.is_file():
+        return str(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or not at all: an interrupted download leaves nothing that looks like it.
+    folder = tempfile.mkdtemp(prefix=".partial.", dir=target.parent)
+    try:
+        path = keras.utils.get_file(
+            fname=target.name, origin=url, cache_dir=folder, cache_subdir="."
+        )
+        os.replace(path, target)
+    except Exception as error:
+        raise ValueError(
+            f"Expected a file that can be downloaded from {url}; received: {error}"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return str(target)

@@ -1,0 +1,295 @@
+"""timm's names of ViTs and MLP-Mixers."""
+
+import re
+from typing import Any
+
+from keras_moe.models.conversion.layouts import (
+    Direct,
+    Filled,
+    Normalization,
+    PatchBias,
+    PatchKernel,
+    Plan,
+    Positions,
+    linear,
+    norm,
+    numbered,
+    required,
+    square_grid,
+    usual_heads,
+)
+
+_KERNELS = "stem.proj.weight", "patch_embed.proj.weight"
+# Architectures that only their names tell from ViTs: blocks that normalise last, and
+# rotary positions.
+_OTHERS = re.compile(r"_(rpn|rope|xp|18x2)_")
+_FAMILIES = ("vit_", "deit_", "deit3_", "flexivit_", "mixer_", "test_vit")
+# Those with GELU in its tanh form, and those with another number of heads than usual.
+_TANH = re.compile(
+    r"vit_((base_patch32|so400m_patch16|giantopt_patch16)_siglip_"
+    r"|large_patch16_siglip_(gap_)?512)"
+)
+_HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt_": 16, "test_vit": 2}
+# Arguments of a model that we know the meaning of.
+_ARGUMENTS = (
+    "act_layer", "class_token", "depth", "dynamic_img_size", "embed_dim", "fc_norm",
+    "global_pool", "img_size", "in_chans", "init_values", "mlp_ratio", "no_embed_class",
+    "num_blocks", "num_classes", "num_heads", "patch_size", "pre_norm", "qkv_bias",
+    "weight_init",
+)  # fmt: skip
+# timm's names of activations -> ours.
+_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
+
+
+def timm_plan(file, config: dict, overrides: dict) -> Plan | None:
+    """The plan for a model of timm, or None if the names are others.
+
+    Args:
+        file: a `TensorFile`.
+        config: the content of timm's `config.json`, or `{}`.
+        overrides: arguments of the user.
+
+    Raises:
+        ValueError: if the model is one that our ViTs and Mixers cannot be.
+    """
+    is_mixer = "stem.proj.weight" in file and "blocks.0.mlp_tokens.fc1.weight" in file
+    is_vit = "patch_embed.proj.weight" in file and "blocks.0.norm1.weight" in file
+    if not is_mixer and not is_vit:
+        return None
+    architecture = config.get("architecture", _FAMILIES[0])
+    if not architecture.startswith(_FAMILIES) or _OTHERS.search(architecture):
+        raise ValueError(
+            "Expected an architecture of timm that is a plain ViT or MLP-Mixer; "
+            f"received: architecture={architecture!r} in {file.path}"
+        )
+    unknown = sorted(set(config.get("model_args", {})) - set(_ARGUMENTS))
+    if unknown:
+        raise ValueError(
+            f"Expected model_args of {_ARGUMENTS}; received: {unknown} in the config "
+            f"of {file.path}"
+        )
+    return _mixer(file, config) if is_mixer else _vit(file, config, overrides)
+
+
+def normalization(config: dict, channels: int) -> Normalization | None:
+    """What the config says of the images, if it is not what our models take."""
+    cfg = config.get("pretrained_cfg", {})
+    if "mean" not in cfg or "std" not in cfg:
+        return None
+    found = Normalization(tuple(cfg["mean"]), tuple(cfg["std"]))
+    if len(found.mean) != channels or len(found.std) != channels:
+        raise ValueError(
+            f"Expected mean and std of {channels} channels; received: "
+            f"mean={cfg['mean']}, std={cfg['std']}"
+        )
+    return None if found.is_ours else found
+
+
+def patches(name: str, has_bias: bool, torch: bool, images: Any) -> dict:
+    """Layouts of the patch embedding `<name>weight` and `<name>bias`."""
+    kernel = f"{name}weight" if torch else f"{name}kernel"
+    return {
+        "patch_embedding/kernel": PatchKernel(kernel, torch, images),
+        "patch_embedding/bias": PatchBias(
+            kernel, torch, images, f"{name}bias" if has_bias else None
+        ),
+    }
+
+
+def _head(file):
+    if "head.weight" not in file:
+        return {}, None
+    num_classes, _ = required(file, "head.weight", 2)
+    layouts = linear("predictions", "head.", "head.bias" in file)
+    return layouts, {"num_classes": num_classes}
+
+
+def _mlp(place, name, scale=None):
+    return {
+        **linear(f"{place}/hidden", f"{name}fc1."),
+        **linear(f"{place}/output", f"{name}fc2.", scale=scale),
+    }
+
+
+def _vit(file, config, overrides):
+    architecture = config.get("architecture", "")
+    given = {**config, **config.get("model_args", {})}
+    hidden_dim, channels, height, width = required(file, _KERNELS[1], 4)
+    blocks = numbered(file, r"blocks\.(\d+)\.")
+    if "reg_token" in file:
+        raise ValueError(
+            "Expected a ViT without register tokens, which ours has not; received: "
+            f"'reg_token' in {file.path}"
+        )
+    class_token = "cls_token" in file
+    pooling = given.get("global_pool", "token" if class_token else "avg")
+    is_clip = "_clip_" in architecture
+    activation = given.get("act_layer", "gelu")
+    if "quickgelu" in architecture:
+        activation = "quick_gelu"
+    elif _TANH.match(architecture):
+        activation = "gelu_tanh"
+    if "activation" not in overrides and activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"Expected an activation of {sorted(_ACTIVATIONS)}, or activation=...; "
+            f"received: act_layer={activation!r}"
+        )
+    images = normalization(config, channels)
+    num_heads = given.get("num_heads") or overrides.get("num_heads")
+    num_heads = num_heads or next(
+        (_HEADS[start] for start in _HEADS if architecture.startswith(start)), None
+    )
+    arguments = {
+        "patch_size": height if height == width else (height, width),
+        "hidden_dim": hidden_dim,
+        "num_layers": len(blocks),
+        "num_heads": num_heads or usual_heads(hidden_dim, file.path),
+        "mlp_dim": required(file, "blocks.0.mlp.fc1.weight", 2)[0],
+        "class_token": class_token,
+        "activation": _ACTIVATIONS.get(activation),
+        # CLIP's towers keep PyTorch's own epsilon.
+        "layer_norm_epsilon": 1e-5 if is_clip else 1e-6,
+        "embedding_norm": "norm_pre.weight" in file,
+        "position_interpolation": "bicubic",
+    }
+    layouts = patches(
+        "patch_embed.proj.", "patch_embed.proj.bias" in file, True, images
+    )
+    if class_token:
+        layouts["class_token/token"] = Direct("cls_token")
+    if arguments["embedding_norm"]:
+        layouts.update(norm("embedding_norm", "norm_pre."))
+    arguments["image_shape"] = _positions(file, given, class_token, layouts)
+    for i in blocks:
+        block, ours = f"blocks.{i}.", f"block_{i}"
+        first, second = (
+            f"{block}ls{n}.gamma" if f"{block}ls{n}.gamma" in file else None
+            for n in (1, 2)
+        )
+        layouts.update(norm(f"{ours}/mixer_norm", f"{block}norm1."))
+        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}norm2."))
+        layouts.update(_mlp(f"{ours}/mlp", f"{block}mlp.", scale=second))
+        layouts.update(
+            fused_attention(
+                f"{ours}/attention",
+                f"{block}attn.qkv.",
+                f"{block}attn.proj.",
+                f"{block}attn.qkv.bias" in file,
+                first,
+            )
+        )
+    task, final, pooler = _pooling(file, pooling, class_token, arguments)
+    head, found = _head(file)
+    if found is not None:
+        task.update(found)
+    elif pooler:
+        # The pooled vector itself is the output.
+        task["num_classes"] = hidden_dim
+        head = {"predictions/kernel": Filled("identity"), "predictions/bias": Filled()}
+    else:
+        task = None
+    layouts = {**layouts, **final, **pooler, **head}
+    return Plan("ViT (timm)", "ViTBackbone", arguments, layouts, task)
+
+
+def fused_attention(place, qkv, output, has_bias=True, scale=None):
+    """Layouts of an attention whose queries, keys and values are one matrix."""
+    layouts = {}
+    for part, ours in enumerate(("query", "key", "value")):
+        layouts.update(linear(f"{place}/{ours}", qkv, has_bias, part=part, parts=3))
+    return {
+        **layouts,
+        **linear(f"{place}/attention_output", output, inputs=2, scale=scale),
+    }
+
+
+def _positions(file, given, class_token, layouts):
+    """Adds the layout of the position embeddings; returns the image's shape."""
+    _, channels, height, width = file[_KERNELS[1]].shape
+    rows = required(file, "pos_embed", 3)[1]
+    size = given.get("img_size") or given.get("pretrained_cfg", {}).get("input_size")
+    grid = None
+    if size is not None:
+        size = (size, size) if isinstance(size, int) else tuple(size[-2:])
+        grid = size[0] // height, size[1] // width
+        # The config may be of another resolution than the weights.
+        if rows - grid[0] * grid[1] not in (0, class_token):
+            grid = None
+    if grid is None:
+        has_row = class_token and round((rows - 1) ** 0.5) ** 2 == rows - 1
+        side = square_grid(rows, has_row, f"'pos_embed' in {file.path}")
+        grid = side, side
+    layouts["position_embedding/embedding"] = Positions(
+        "pos_embed", without_class_token=class_token and rows == grid[0] * grid[1]
+    )
+    return grid[0] * height, grid[1] * width, channels
+
+
+def _pooling(file, pooling, class_token, arguments):
+    """Arguments of the task, and layouts of the last norm and of what pools."""
+    if pooling == "map":
+        return {"pooling": "map"}, norm("final_norm", "norm."), _attention_pool(file)
+    names = {"token": "class_token", "avg": "average"}
+    if class_token:
+        names["avg"] = "patch_average"
+    if pooling not in names:
+        raise ValueError(
+            f"Expected global_pool of {[*names, 'map']} in the config of {file.path}; "
+            f"received: global_pool={pooling!r}"
+        )
+    if "fc_norm.weight" not in file:
+        return {"pooling": names[pooling]}, norm("final_norm", "norm."), {}
+    # The last norm is that of the pooled vector.
+    arguments["final_norm"] = False
+    task = {"pooling": names[pooling], "pooled_norm": True}
+    return task, {}, norm("pooled_norm", "fc_norm.")
+
+
+def _attention_pool(file):
+    pool = "attn_pool."
+    layouts = {
+        "pooler/probe": Direct(f"{pool}latent"),
+        **linear("pooler/attention/query", f"{pool}q."),
+        **linear("pooler/attention/attention_output", f"{pool}proj.", inputs=2),
+        **norm("pooler/norm", f"{pool}norm."),
+        **_mlp("pooler/mlp", f"{pool}mlp."),
+    }
+    for part, ours in enumerate(("key", "value")):
+        place = f"pooler/attention/{ours}"
+        layouts.update(linear(place, f"{pool}kv.", part=part, parts=2))
+    return layouts
+
+
+def _mixer(file, config):
+    hidden_dim, channels, height, width = required(file, _KERNELS[0], 4)
+    blocks = numbered(file, r"blocks\.(\d+)\.")
+    token_mlp, tokens = required(file, "blocks.0.mlp_tokens.fc1.weight", 2)
+    grid = square_grid(tokens, False, file.path)
+    images = normalization(config, channels)
+    layouts = {
+        **patches("stem.proj.", "stem.proj.bias" in file, True, images),
+        **norm("final_norm", "norm."),
+    }
+    for i in blocks:
+        block, ours = f"blocks.{i}.", f"block_{i}"
+        layouts.update(norm(f"{ours}/mixer_norm", f"{block}norm1."))
+        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}norm2."))
+        layouts.update(_mlp(f"{ours}/token_mlp", f"{block}mlp_tokens."))
+        layouts.update(_mlp(f"{ours}/mlp", f"{block}mlp_channels."))
+    head, task = _head(file)
+    return Plan(
+        "MLP-Mixer (timm)",
+        "MixerBackbone",
+        {
+            "image_shape": (grid * height, grid * width, channels),
+            "patch_size": height if height == width else (height, width),
+            "hidden_dim": hidden_dim,
+            "num_layers": len(blocks),
+            "token_mlp_dim": token_mlp,
+            "mlp_dim": required(file, "blocks.0.mlp_channels.fc1.weight", 2)[0],
+            "activation": "gelu",
+            "layer_norm_epsilon": 1e-6,
+        },
+        {**layouts, **head},
+        task,
+    )
