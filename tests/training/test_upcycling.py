@@ -287,3 +287,23 @@ def test_models_of_keras_hub_are_upcycled():
     )
     with pytest.raises(ValueError, match="received"):
         training.upcycle(keras.Sequential([keras.layers.Dense(2)]))
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_vision_encoders_of_keras_hub_are_upcycled(kind):
+    from keras_hub import models as hub
+
+    encoder, text, make = {
+        "clip": (hub.CLIPVisionEncoder, hub.CLIPTextEncoder, hub.CLIPBackbone),
+        "siglip": (hub.SigLIPVisionEncoder, hub.SigLIPTextEncoder, hub.SigLIPBackbone),
+    }[kind]
+    text = text(10, 8, 8, 1, 2, 16, max_sequence_length=5)
+    vision = encoder(4, 8, 2, 2, 16, image_shape=(8, 8, 3))
+    backbone = make(vision, text, 6) if kind == "clip" else make(vision, text)
+    sparse, report = training.upcycle(backbone, num_experts=3)
+    assert report.blocks == ("block_1",)
+    assert report.preserved
+    assert report.largest_difference < 1e-4
+    assert report.parameters > report.dense_parameters
+    kernel = by_path(sparse)["block_1/moe/experts/hidden_kernel"]
+    assert kernel.shape == (3, 8, 16)
