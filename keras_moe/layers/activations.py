@@ -43,6 +43,7 @@ def quick_gelu(x: Any) -> Any:
     >>> float(quick_gelu(np.zeros(1, "float32"))[0])
     0.0
     """
+    x = keras.ops.convert_to_tensor(x)
     return x * keras.ops.sigmoid(1.702 * x)
 
 

@@ -6,6 +6,7 @@ Axes: G groups, E experts, C capacity, R rows, D hidden, H mlp.
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_moe.layers import activations
@@ -13,6 +14,10 @@ from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import check_dropout
 from keras_moe.ops.checks import check_integer
 from keras_moe.ops.grouped_matmul import grouped_matmul
+
+# The weights in the order in which they are saved.
+_WEIGHTS = ("hidden_kernel", "hidden_bias", "output_kernel", "output_bias")
+_SCALES = ("hidden_scale", "output_scale")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -23,6 +28,11 @@ class Experts(keras.layers.Layer):
     matmul. With rows, sorted by expert, each expert has as many as `group_sizes` says,
     and each layer is one grouped matmul.
 
+    `enable_lora` adds a low-rank pair to each expert's kernels. `quantize("int8")`
+    stores the kernels as int8 with a scale per expert and output channel, and leaves
+    the tokens as they are: with few tokens per expert, it is the weights' memory
+    traffic that costs.
+
     Args:
         num_experts: E.
         mlp_dim: H.
@@ -30,6 +40,8 @@ class Experts(keras.layers.Layer):
         dropout: after each of the two layers (V-MoE's expert dropout).
         shared_initialization: start all experts from the same values, as V-MoE does.
         seed: of the dropout.
+        lora_rank: None, or the rank for `enable_lora` at build time.
+        lora_alpha: see `enable_lora`.
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
@@ -65,6 +77,8 @@ class Experts(keras.layers.Layer):
         dropout: float = 0.0,
         shared_initialization: bool = True,
         seed: int | None = None,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -74,9 +88,15 @@ class Experts(keras.layers.Layer):
         self.dropout = check_dropout("dropout", dropout)
         self.shared_initialization = shared_initialization
         self.seed = seed
-        self.dropout_layer = keras.layers.Dropout(
-            dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
-        )
+        if lora_rank is not None:
+            lora_rank = check_integer("lora_rank", lora_rank)
+        self.lora_rank = lora_rank
+        self.lora_alpha = lora_alpha
+        self.lora_enabled = False
+        # No layers inside: `Model.quantize` passes by those that have some.
+        self.seed_generator = None
+        if dropout > 0:
+            self.seed_generator = keras.random.SeedGenerator(seed)
 
     def build(self, input_shape):
         has_rows = len(input_shape) == 2
@@ -87,25 +107,35 @@ class Experts(keras.layers.Layer):
                 f"dim) or (rows, dim); received: shape={tuple(input_shape)}"
             )
         dim = input_shape[-1]
-        kernel = PerExpert("glorot_uniform", self.shared_initialization)
+        if self.quantization_mode is not None:
+            self._check_mode(self.quantization_mode)
+            self._add_int8_kernels(dim)
+        else:
+            kernel = PerExpert("glorot_uniform", self.shared_initialization)
+            for name, shape in self._kernel_shapes(dim).items():
+                kernel_weight = self.add_weight(
+                    name=name, shape=shape, initializer=kernel
+                )
+                setattr(self, name, kernel_weight)
         bias = PerExpert(
             keras.initializers.RandomNormal(stddev=1e-6), self.shared_initialization
-        )
-        sizes = (self.num_experts, dim, self.mlp_dim)
-        self.hidden_kernel = self.add_weight(
-            name="hidden_kernel", shape=sizes, initializer=kernel
         )
         self.hidden_bias = self.add_weight(
             name="hidden_bias", shape=(self.num_experts, self.mlp_dim), initializer=bias
         )
-        self.output_kernel = self.add_weight(
-            name="output_kernel",
-            shape=(self.num_experts, self.mlp_dim, dim),
-            initializer=kernel,
-        )
         self.output_bias = self.add_weight(
             name="output_bias", shape=(self.num_experts, dim), initializer=bias
         )
+        # `enable_lora` is for built layers.
+        self.built = True
+        if self.lora_rank is not None:
+            self.enable_lora(self.lora_rank, self.lora_alpha)
+
+    def _kernel_shapes(self, dim):
+        return {
+            "hidden_kernel": (self.num_experts, dim, self.mlp_dim),
+            "output_kernel": (self.num_experts, self.mlp_dim, dim),
+        }
 
     def call(
         self, inputs: Any, group_sizes: Any = None, training: bool | None = None
@@ -116,10 +146,9 @@ class Experts(keras.layers.Layer):
         # One matmul per layer and expert over the slots of all groups.
         x = ops.transpose(inputs, (1, 0, 2, 3))
         x = ops.reshape(x, (num_experts, num_groups * capacity, dim))
-        x = ops.matmul(x, self.hidden_kernel) + self.hidden_bias[:, None]
-        x = self.dropout_layer(self.activation(x), training=training)
-        x = ops.matmul(x, self.output_kernel) + self.output_bias[:, None]
-        x = self.dropout_layer(x, training=training)
+        x = self._two_layers(
+            x, ops.matmul, lambda weight: ops.expand_dims(weight, 1), training
+        )
         x = ops.reshape(x, (num_experts, num_groups, capacity, dim))
         return ops.transpose(x, (1, 0, 2, 3))
 
@@ -128,12 +157,219 @@ class Experts(keras.layers.Layer):
         place = ops.arange(ops.shape(rows)[0], dtype="int32")
         owner = ops.searchsorted(ends, place, side="right")
         owner = ops.minimum(owner, self.num_experts - 1)
-        x = grouped_matmul(rows, ops.convert_to_tensor(self.hidden_kernel), group_sizes)
-        x = x + ops.take(self.hidden_bias, owner, axis=0)
-        x = self.dropout_layer(self.activation(x), training=training)
-        x = grouped_matmul(x, ops.convert_to_tensor(self.output_kernel), group_sizes)
-        x = x + ops.take(self.output_bias, owner, axis=0)
-        return self.dropout_layer(x, training=training)
+
+        def times(x, kernels):
+            return grouped_matmul(x, ops.convert_to_tensor(kernels), group_sizes)
+
+        return self._two_layers(
+            rows, times, lambda weight: ops.take(weight, owner, axis=0), training
+        )
+
+    def _two_layers(self, x, times, of_expert, training):
+        """Both layers on x, sorted by expert.
+
+        Args:
+            x: (E, G C, D) or (R, D).
+            times: multiplies x by each expert's kernel.
+            of_expert: (E, X) to the shape of x, each expert's where its rows are.
+            training: whether dropout applies.
+        """
+        x = self._linear("hidden", x, times, of_expert)
+        x = self._drop(self.activation(x), training)
+        x = self._linear("output", x, times, of_expert)
+        return self._drop(x, training)
+
+    def _linear(self, layer, x, times, of_expert):
+        kernel = getattr(self, f"{layer}_kernel")
+        if self.quantization_mode is None:
+            outputs = times(x, kernel)
+        else:
+            # Whole numbers up to 127 are exact in every float type.
+            outputs = times(x, ops.cast(kernel, x.dtype))
+            scale = of_expert(getattr(self, f"{layer}_scale"))
+            outputs = ops.cast(ops.divide(outputs, scale), x.dtype)
+        if self.lora_enabled:
+            a, b = self._lora_pair(layer)
+            change = times(times(x, ops.cast(a, x.dtype)), ops.cast(b, x.dtype))
+            outputs = outputs + self._lora_scaling * change
+        return outputs + of_expert(getattr(self, f"{layer}_bias"))
+
+    def _drop(self, x, training):
+        if not training or self.seed_generator is None:
+            return x
+        return keras.random.dropout(x, self.dropout, seed=self.seed_generator)
+
+    # Low-rank adaptation
+
+    def enable_lora(
+        self,
+        rank: int,
+        lora_alpha: float | None = None,
+        a_initializer: Any = "he_uniform",
+        b_initializer: Any = "zeros",
+    ) -> None:
+        """Freezes all weights, and adds a low-rank pair to each expert's kernels.
+
+        Each kernel W of an expert becomes W + (lora_alpha / rank) A B with an A and a B
+        of its own. `save_weights`, `save` and presets store the sum, so that what is
+        loaded has no pairs any more, or, where they are enabled already, pairs that
+        change nothing yet.
+
+        Args:
+            rank: of A B.
+            lora_alpha: None takes `rank`.
+            a_initializer: of one expert's A.
+            b_initializer: of one expert's B; zeros leave the outputs as they were.
+
+        Raises:
+            ValueError: if the layer is not built, or it has its pairs already.
+        """
+        rank = check_integer("rank", rank)
+        if not self.built or self.lora_enabled:
+            raise ValueError(
+                "Expected a built layer, on which enable_lora was not called before; "
+                f"received: built={self.built}, lora_enabled={self.lora_enabled}"
+            )
+        self._tracker.unlock()
+        dim = self.output_bias.shape[-1]
+        for name, (num_experts, inputs, outputs) in self._kernel_shapes(dim).items():
+            layer = name.removesuffix("_kernel")
+            shapes = {
+                "a": (num_experts, inputs, rank),
+                "b": (num_experts, rank, outputs),
+            }
+            for part, initializer in (("a", a_initializer), ("b", b_initializer)):
+                pair_weight = self.add_weight(
+                    name=f"{layer}_lora_{part}",
+                    shape=shapes[part],
+                    initializer=PerExpert(initializer),
+                    # As Keras does: small changes would be lost in half precision.
+                    dtype="float32",
+                )
+                setattr(self, f"{layer}_lora_{part}", pair_weight)
+        for name in _WEIGHTS:
+            getattr(self, name).trainable = False
+        self._tracker.lock()
+        self.lora_enabled = True
+        self.lora_rank = rank
+        self.lora_alpha = lora_alpha
+
+    @property
+    def _lora_scaling(self):
+        return 1.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
+
+    def _lora_pair(self, layer):
+        return getattr(self, f"{layer}_lora_a"), getattr(self, f"{layer}_lora_b")
+
+    # Quantisation
+
+    @staticmethod
+    def _check_mode(mode):
+        if mode != "int8":
+            # `Model.quantize` warns of it and goes on.
+            raise NotImplementedError(
+                f"Expected mode='int8' for Experts; received: mode={mode!r}"
+            )
+
+    def quantize(self, mode: str, type_check: bool = True, config: Any = None) -> None:
+        """Stores the kernels as int8, with a float32 scale per output channel.
+
+        Args:
+            mode: `"int8"`.
+            type_check: for `Model.quantize`.
+            config: None, or a `keras.quantizers.Int8QuantizationConfig`, whose
+                `weight_quantizer` is applied to each expert's kernel. Tokens are not
+                quantised, whatever its `activation_quantizer` is.
+
+        Raises:
+            NotImplementedError: if `mode` is another one.
+        """
+        self._check_mode(mode)
+        quantizer = getattr(config, "weight_quantizer", None)
+        if quantizer is None:
+            quantizer = keras.quantizers.AbsMaxQuantizer(axis=0)
+        dim = self.output_bias.shape[-1]
+        values = {}
+        for layer in ("hidden", "output"):
+            kernel = ops.convert_to_numpy(
+                ops.cast(getattr(self, f"{layer}_kernel"), "float32")
+            )
+            values.update(_int8(layer, kernel, quantizer))
+            delattr(self, f"{layer}_kernel")
+        self._add_int8_kernels(dim)
+        for name, value in values.items():
+            getattr(self, name).assign(value)
+        policy = self.dtype_policy
+        if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+            policy = policy[self.path]
+        if policy.quantization_mode is None:
+            self.dtype_policy = keras.dtype_policies.get(f"{mode}_from_{policy.name}")
+
+    def _add_int8_kernels(self, dim):
+        for name, (num_experts, inputs, outputs) in self._kernel_shapes(dim).items():
+            layer = name.removesuffix("_kernel")
+            self._add_frozen(name, (num_experts, inputs, outputs), "zeros", "int8")
+            self._add_frozen(
+                f"{layer}_scale", (num_experts, outputs), "ones", "float32"
+            )
+        self._is_quantized = True
+
+    def _add_frozen(self, name, shape, initializer, dtype):
+        frozen = self.add_weight(
+            name=name,
+            shape=shape,
+            initializer=initializer,
+            dtype=dtype,
+            autocast=False,
+            trainable=False,
+        )
+        setattr(self, name, frozen)
+
+    def _int8_call(self, inputs, group_sizes=None, training=None):
+        return self.call(inputs, group_sizes, training)
+
+    # Saving
+
+    def save_own_variables(self, store):
+        values = {name: getattr(self, name) for name in self._saved_weights()}
+        if self.lora_enabled:
+            for layer in ("hidden", "output"):
+                values.update(self._merged(layer))
+        for index, value in enumerate(values.values()):
+            store[str(index)] = value
+
+    def load_own_variables(self, store):
+        names = self._saved_weights()
+        if len(store.keys()) != len(names):
+            raise ValueError(
+                f"Expected the {len(names)} weights {', '.join(names)} of Experts with "
+                f"quantization_mode={self.quantization_mode!r}; received: "
+                f"{len(store.keys())} weights"
+            )
+        for index, name in enumerate(names):
+            getattr(self, name).assign(store[str(index)])
+        if self.lora_enabled:
+            # What is stored has the pairs in it.
+            for layer in ("hidden", "output"):
+                _, b = self._lora_pair(layer)
+                b.assign(ops.zeros(b.shape))
+
+    def _saved_weights(self):
+        return _WEIGHTS if self.quantization_mode is None else (*_WEIGHTS, *_SCALES)
+
+    def _merged(self, layer):
+        """The kernel with its low-rank pairs in it, as it is stored."""
+        name = f"{layer}_kernel"
+        kernel = getattr(self, name)
+        value = ops.convert_to_numpy(ops.cast(kernel, "float32"))
+        if self.quantization_mode is not None:
+            scale = ops.convert_to_numpy(getattr(self, f"{layer}_scale"))
+            value = value / scale[:, None]
+        a, b = (ops.convert_to_numpy(part) for part in self._lora_pair(layer))
+        value = value + self._lora_scaling * np.matmul(a, b)
+        if self.quantization_mode is not None:
+            return _int8(layer, value, keras.quantizers.AbsMaxQuantizer(axis=0))
+        return {name: ops.cast(value, kernel.dtype)}
 
     def compute_output_spec(self, inputs, group_sizes=None, training=None):
         return keras.KerasTensor(inputs.shape, self.compute_dtype)
@@ -159,5 +395,18 @@ class Experts(keras.layers.Layer):
             dropout=self.dropout,
             shared_initialization=self.shared_initialization,
             seed=self.seed,
+            lora_rank=self.lora_rank,
+            lora_alpha=self.lora_alpha,
         )
         return config
+
+
+def _int8(layer, kernel, quantizer):
+    """A float32 kernel (E, X, Y) as int8, and its scales (E, Y)."""
+    values, scales = [], []
+    for matrix in kernel:
+        value, scale = quantizer(matrix, to_numpy=True)
+        values.append(ops.convert_to_numpy(value))
+        # A scale may be one for the whole matrix.
+        scales.append(np.broadcast_to(scale, (1, matrix.shape[1]))[0])
+    return {f"{layer}_kernel": np.stack(values), f"{layer}_scale": np.stack(scales)}

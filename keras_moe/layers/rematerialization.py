@@ -44,7 +44,8 @@ def rematerialized(layer: Any, function: Callable[[Any], Any], inputs: Any) -> A
     seeds = [v for v in layer.variables if _is_seed(v)]
     # The weights as they are: each sublayer casts them by its own policy.
     with AutocastScope(None):
-        values = [v.value for v in (*weights, *seeds)]
+        # The seeds copied: PyTorch changes them in place when they move on.
+        values = [v.value for v in weights] + [v.value * 1 for v in seeds]
     structure = {}
 
     def region(inputs, *values):

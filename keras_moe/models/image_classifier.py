@@ -9,18 +9,27 @@ from typing import Any
 import keras
 import keras_hub
 
-from keras_moe.layers import AttentionPooling, TokenPooling
+from keras_moe.layers import AttentionPooling, LayerNorm, TokenPooling
 from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.losses import SigmoidCrossentropy
 from keras_moe.models.description import Part
+from keras_moe.models.exporting import ExportMixin
+from keras_moe.models.lora import TaskLoraMixin
 from keras_moe.models.preset_loading import PresetMixin, TaskWeightsMixin
-from keras_moe.ops.checks import check_argument_names, check_integer
+from keras_moe.models.quantization import quantized_head, settle_policies
+from keras_moe.ops.checks import check_argument_names, check_bool, check_integer
 
 ACTIVATIONS = (None, "softmax", "sigmoid")
 
 
-class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClassifier):
+class ImageClassifier(
+    PresetMixin,
+    TaskWeightsMixin,
+    TaskLoraMixin,
+    ExportMixin,
+    keras_hub.models.ImageClassifier,
+):
     """A backbone with pooling and a classification head.
 
     The base of `ViTImageClassifier` and `MixerImageClassifier`.
@@ -34,8 +43,9 @@ class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClass
         backbone: a `ViTBackbone` or `MixerBackbone`, as the subclass says.
         num_classes: the number of classes.
         preprocessor: a layer or callable on images, or None.
-        pooling: `"class_token"`, `"average"` or `"map"` (attention pooling); None takes
-            the class token if there is one, else the average.
+        pooling: `"class_token"`, `"average"`, `"patch_average"` (without the class
+            token) or `"map"` (attention pooling); None takes the class token if there
+            is one, else the average.
         multi_label: sigmoid instead of softmax cross-entropy.
         representation_dim: size of a tanh layer between pooling and head, or None.
         head_bias: initial bias of the head: a number (V-MoE uses -10 on
@@ -43,6 +53,7 @@ class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClass
         activation: of the outputs: None for logits, `"softmax"` or `"sigmoid"`.
         dropout: before the head.
         head_dtype: dtype policy of the head; None takes the backbone's.
+        pooled_norm: normalise what is pooled, for a backbone without `final_norm`.
         **kwargs: see `keras_hub.models.ImageClassifier`.
 
     Input shape:
@@ -76,6 +87,7 @@ class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClass
         activation: str | None = None,
         dropout: float = 0.0,
         head_dtype: Any = None,
+        pooled_norm: bool = False,
         **kwargs,
     ):
         arguments = list(locals())
@@ -105,6 +117,11 @@ class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClass
         self.backbone = backbone
         self.preprocessor = preprocessor
         self.pooler = pooling_layer(backbone_config, pooling, dtype=policy)
+        self.pooled_normalization = None
+        if check_bool("pooled_norm", pooled_norm):
+            self.pooled_normalization = LayerNorm(
+                backbone_config["layer_norm_epsilon"], dtype=policy, name="pooled_norm"
+            )
         self.output_dropout = keras.layers.Dropout(
             dropout,
             seed=None if seed is None else seed + 1,
@@ -125,6 +142,8 @@ class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClass
         # === Functional model ===
         inputs = self.backbone.input
         features = self.pooler(self.backbone(inputs))
+        if self.pooled_normalization is not None:
+            features = self.pooled_normalization(features)
         if representation_dim is not None:
             self.representation = keras.layers.Dense(
                 representation_dim, activation="tanh", dtype=policy, name="pre_logits"
@@ -137,11 +156,13 @@ class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClass
         for name, value in (("multi_label", multi_label), ("activation", activation)):
             object.__setattr__(self, name, value)
         keras_hub.models.Task.__init__(self, inputs=inputs, outputs=outputs, **kwargs)
+        settle_policies(self)
         object.__setattr__(self, "_features", features)
 
         # === Config ===
         self.num_classes = num_classes
         self.pooling = pooling
+        self.pooled_norm = pooled_norm
         self.representation_dim = representation_dim
         self.head_bias = head_bias
         self.dropout = dropout
@@ -201,18 +222,16 @@ class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClass
 
     def get_config(self):
         config = keras_hub.models.Task.get_config(self)
-        head_dtype = self.head_dtype
-        if isinstance(head_dtype, keras.dtype_policies.DTypePolicy):
-            head_dtype = keras.dtype_policies.serialize(head_dtype)
         config.update(
             num_classes=self.num_classes,
             pooling=self.pooling,
+            pooled_norm=self.pooled_norm,
             multi_label=self.multi_label,
             representation_dim=self.representation_dim,
             head_bias=self.head_bias,
             activation=self.activation,
             dropout=self.dropout,
-            head_dtype=head_dtype,
+            head_dtype=quantized_head(self, self.head_dtype),
         )
         return config
 
@@ -224,6 +243,7 @@ class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClass
         num_classes: int,
         pooling: str | None = None,
         representation_dim: int | None = None,
+        pooled_norm: bool = False,
         **_,
     ) -> list[Part]:
         """The parts that the task adds to its backbone, with their costs."""
@@ -236,6 +256,8 @@ class ImageClassifier(PresetMixin, TaskWeightsMixin, keras_hub.models.ImageClass
             parts.append(
                 Part("pooler", "MAP", size, size, pooler.flops(num_tokens, dim))
             )
+        if pooled_norm:
+            parts.append(Part("pooled_norm", "norm", 2 * dim, 2 * dim, 0))
         if representation_dim is not None:
             size = (dim + 1) * representation_dim
             flops = 2 * dim * representation_dim
@@ -255,9 +277,9 @@ def check_pooling(pooling: str | None, class_token: bool) -> str:
             f"Expected pooling to be None or one of {POOLINGS}; "
             f"received: pooling={pooling!r}"
         )
-    if pooling == "class_token" and not class_token:
+    if pooling in ("class_token", "patch_average") and not class_token:
         raise ValueError(
-            "Expected a backbone with class_token=True for pooling='class_token'; "
+            f"Expected a backbone with class_token=True for pooling={pooling!r}; "
             "received: class_token=False"
         )
     return pooling

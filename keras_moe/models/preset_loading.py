@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 import keras_hub
-from keras_hub.src.utils.preset_utils import load_json
+from keras_hub.src.utils.preset_utils import check_file_exists, load_json
 
 from keras_moe.models.builtin import builtin_presets
 from keras_moe.models.preset_folder import (
@@ -20,6 +20,7 @@ from keras_moe.models.preset_folder import (
     readable,
     staged,
 )
+from keras_moe.models.quantization import new_head_dtype
 from keras_moe.ops.checks import check_argument_names, nearest
 
 
@@ -139,6 +140,10 @@ class PresetMixin:
                 return super().from_preset(
                     preset, load_weights=load_weights, **backbone_kwargs, **kwargs
                 )
+            if "num_classes" in kwargs and check_file_exists(preset, "task.json"):
+                # A quantised head's layers are not those of a new one.
+                saved = load_json(preset, "task.json").get("config", {})
+                kwargs.setdefault("head_dtype", new_head_dtype(saved.get("head_dtype")))
             if backbone_kwargs.keys() - {"dtype", "image_shape"}:
                 # KerasHub passes on no others.
                 kwargs["backbone"] = cls.backbone_cls.from_preset(

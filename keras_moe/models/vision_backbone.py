@@ -24,15 +24,31 @@ from keras_moe.layers import (
 )
 from keras_moe.layers.feed_forwards import feed_forward_layers, plain_options
 from keras_moe.models.description import Part
+from keras_moe.models.exporting import ExportMixin
+from keras_moe.models.lora import LoraMixin
 from keras_moe.models.preset_loading import PresetMixin
-from keras_moe.ops.checks import check_argument_names, check_integer
+from keras_moe.models.quantization import QuantizedBackboneMixin, settle_policies
+from keras_moe.ops.checks import check_argument_names, check_bool, check_integer
 from keras_moe.routers import ROUTERS, SoftRouter
 
 # A feed-forward layer's arguments, as the backbones' constructors call them.
 _FEED_FORWARD = set(inspect.signature(feed_forward_layers).parameters)
+_SWITCHES = (
+    "class_token",
+    "embedding_norm",
+    "query_key_norm",
+    "final_norm",
+    "rematerialize",
+)
 
 
-class VisionBackbone(PresetMixin, keras_hub.models.Backbone):
+class VisionBackbone(
+    PresetMixin,
+    LoraMixin,
+    QuantizedBackboneMixin,
+    ExportMixin,
+    keras_hub.models.Backbone,
+):
     """Patches, blocks of a token mixer and a feed-forward layer, and a last norm.
 
     The base of `ViTBackbone` and `MixerBackbone`, which say what the token mixers are.
@@ -75,7 +91,7 @@ class VisionBackbone(PresetMixin, keras_hub.models.Backbone):
         # === Layers ===
         layers = cls._layers(dtype=dtype, **config)
         blocks = layers.pop("blocks")
-        final_norm = layers.pop("final_norm")
+        final_norm = layers.pop("final_norm", None)
 
         # === Functional model ===
         inputs = keras.Input(shape=config["image_shape"], name="images")
@@ -89,8 +105,9 @@ class VisionBackbone(PresetMixin, keras_hub.models.Backbone):
             else:
                 x = block(x)
             block_tokens[block.name] = x
-        outputs = final_norm(x)
+        outputs = x if final_norm is None else final_norm(x)
         super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
+        settle_policies(self)
         # Plain attributes: Keras would wrap the dicts of symbolic records.
         object.__setattr__(self, "_routing", routing)
         object.__setattr__(self, "_block_tokens", block_tokens)
@@ -111,6 +128,9 @@ class VisionBackbone(PresetMixin, keras_hub.models.Backbone):
             )
         check_integer("num_layers", config["num_layers"])
         hidden_dim = check_integer("hidden_dim", config["hidden_dim"])
+        for name in _SWITCHES:
+            if name in config:
+                check_bool(name, config[name])
         dropout, epsilon = config["dropout_rate"], config["layer_norm_epsilon"]
 
         def seeds(index, site):
@@ -163,11 +183,13 @@ class VisionBackbone(PresetMixin, keras_hub.models.Backbone):
                     dropout=dropout,
                     layer_norm_epsilon=epsilon,
                     seed=seeds(index + 1, 0),
+                    rematerialize=config.get("rematerialize", False),
                     dtype=dtype,
                     name=f"block_{index}",
                 )
             )
-        layers["final_norm"] = LayerNorm(epsilon, dtype=dtype, name="final_norm")
+        if config.get("final_norm", True):
+            layers["final_norm"] = LayerNorm(epsilon, dtype=dtype, name="final_norm")
         return layers
 
     @property
@@ -323,7 +345,8 @@ class VisionBackbone(PresetMixin, keras_hub.models.Backbone):
                     block.flops(num_tokens, dim),
                 )
             )
-        parts.append(Part("final_norm", "norm", 2 * dim, 2 * dim, 0))
+        if "final_norm" in layers:
+            parts.append(Part("final_norm", "norm", 2 * dim, 2 * dim, 0))
         return parts, num_tokens, dim
 
 

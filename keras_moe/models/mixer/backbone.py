@@ -35,6 +35,7 @@ class MixerBackbone(VisionBackbone):
         capacity_rounding, capacity_multiple_of, priority, noise_std, images_per_group,
         auxiliary_losses, expert_dropout, shared_expert_initialization, dispatcher: the
             MoE layers in the place of channel MLPs; see `ViTBackbone`.
+        rematerialize: as `ViTBackbone`'s.
         seed: of noise and dropout; see `ViTBackbone`.
         dtype: dtype policy; routing is float32 under each.
         **kwargs: see `keras_hub.models.Backbone`.
@@ -93,6 +94,7 @@ class MixerBackbone(VisionBackbone):
         expert_dropout: float = 0.0,
         shared_expert_initialization: bool = True,
         dispatcher: str = "index",
+        rematerialize: bool = False,
         seed: int | None = None,
         dtype: Any = None,
         **kwargs,

@@ -41,6 +41,8 @@ class ViTBackbone(VisionBackbone):
             `"bicubic"`.
         embedding_norm: normalise the embedded tokens, as CLIP does.
         query_key_norm: normalise queries and keys in each head, as Soft MoE does.
+        final_norm: normalise the last block's tokens; without, a classifier with
+            `pooled_norm` normalises what it pools.
         activation: of the feed-forward layers.
         dropout_rate: on embeddings, attention outputs and dense feed-forward layers.
         attention_dropout: on attention weights.
@@ -80,6 +82,8 @@ class ViTBackbone(VisionBackbone):
         expert_dropout: inside the experts.
         shared_expert_initialization: start all experts of a layer from one draw.
         dispatcher: `"index"` or `"einsum"`.
+        rematerialize: while training, keep only the blocks' inputs for the gradient:
+            less memory, more time; see `keras_moe.layers.EncoderBlock`.
         seed: of noise and dropout, each site with one of its own that follows from
             it; weights draw from Keras's global seed.
         dtype: dtype policy; routing is float32 under each.
@@ -125,6 +129,7 @@ class ViTBackbone(VisionBackbone):
         position_interpolation: str = "bilinear",
         embedding_norm: bool = False,
         query_key_norm: bool = False,
+        final_norm: bool = True,
         activation: Any = "gelu_tanh",
         dropout_rate: float = 0.0,
         attention_dropout: float = 0.0,
@@ -147,6 +152,7 @@ class ViTBackbone(VisionBackbone):
         expert_dropout: float = 0.0,
         shared_expert_initialization: bool = True,
         dispatcher: str = "index",
+        rematerialize: bool = False,
         seed: int | None = None,
         dtype: Any = None,
         **kwargs,

@@ -49,8 +49,14 @@ def with_kernel(rows, kernels, group_sizes):
 
 def with_loop(rows, kernels, group_sizes):
     sizes = group_sizes.tolist()
-    *groups, rest = rows.split([*sizes, len(rows) - sum(sizes)])
+    if torch.compiler.is_exporting():
+        # The exported program reads them from data: what they can be.
+        for size in sizes:
+            torch._check(size >= 0)
+            torch._check(size <= rows.shape[0])
+        torch._check(sum(sizes) <= rows.shape[0])
+    *groups, rest = rows.split([*sizes, rows.shape[0] - sum(sizes)])
     # A kernel's gradient through unbind is one stack; through indexing it would be a
     # sum of tensors of the size of all kernels.
     outputs = [group @ kernel for group, kernel in zip(groups, kernels.unbind())]
-    return torch.cat([*outputs, rest.new_zeros((len(rest), kernels.shape[2]))])
+    return torch.cat([*outputs, rest.new_zeros((rest.shape[0], kernels.shape[2]))])

@@ -1,0 +1,89 @@
+"""Which layers of a model are quantised, as its config tells it.
+
+KerasHub's own map has no default policy, so that a model is loaded in the global one,
+and making it takes the names off the layers' own policies.
+"""
+
+from typing import Any
+
+import keras
+from keras.dtype_policies import DTypePolicyMap
+
+
+def quantized_policies(layers: list, policy: Any) -> Any:
+    """The policy of some layers, with a map of those that are quantised.
+
+    Args:
+        layers: the layers.
+        policy: their policy otherwise: a policy, its name or its config.
+
+    Returns:
+        A map from the paths of the quantised layers, or `policy` where none is, or
+        where it is such a map already.
+    """
+    policy = keras.dtype_policies.get(policy)
+    if isinstance(policy, DTypePolicyMap):
+        return policy
+    modes = {layer.path: layer.quantization_mode for layer in layers}
+    policies = {
+        path: keras.dtype_policies.get(f"{mode}_from_{policy.name}")
+        for path, mode in modes.items()
+        if mode is not None
+    }
+    return DTypePolicyMap(policy.name, policies) if policies else policy
+
+
+def settle_policies(model: Any) -> None:
+    """Gives each layer its own policy in the place of a map for all.
+
+    Keras's quantised layers could not be saved again with a map (3.15): they ask it for
+    its default, which is not quantised.
+    """
+    for layer in model._flatten_layers():
+        policy = layer.dtype_policy
+        if isinstance(policy, DTypePolicyMap):
+            # A model's own path may be none, or none of the map's.
+            layer._dtype_policy = policy[layer.path or ""]
+
+
+def new_head_dtype(saved: Any) -> Any:
+    """A saved `head_dtype` for a new head, which is not quantised."""
+    if saved is None:
+        return None
+    policy = keras.dtype_policies.get(saved)
+    return policy.default_policy if isinstance(policy, DTypePolicyMap) else policy
+
+
+class QuantizedBackboneMixin:
+    """Configs of a backbone that is built again with its quantised layers."""
+
+    def get_config(self):
+        layers = self._flatten_layers(include_self=False)
+        dtype = quantized_policies(layers, self.dtype_policy)
+        return {
+            "name": self.name,
+            "trainable": self.trainable,
+            "dtype": keras.dtype_policies.serialize(dtype),
+        }
+
+
+def quantized_head(task: Any, head_dtype: Any) -> Any:
+    """The config of a task's `head_dtype`, with the layers that are quantised."""
+    of_backbone = {id(layer) for layer in task.backbone._flatten_layers()}
+    layers = [
+        layer
+        for layer in task._flatten_layers(include_self=False)
+        if id(layer) not in of_backbone
+    ]
+    if head_dtype is None:
+        policy = task.backbone.dtype_policy
+        if isinstance(policy, DTypePolicyMap):
+            policy = policy.default_policy
+        head = quantized_policies(layers, policy)
+        if not isinstance(head, DTypePolicyMap):
+            return None
+    else:
+        head = quantized_policies(layers, head_dtype)
+        if isinstance(head_dtype, str) and not isinstance(head, DTypePolicyMap):
+            return head_dtype
+    return keras.dtype_policies.serialize(head)

@@ -1,0 +1,164 @@
+"""Blocks that compute their inner values again for the gradient."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.layers import (
+    MLP,
+    EncoderBlock,
+    Experts,
+    MoE,
+    MoEEncoderBlock,
+    SelfAttention,
+)
+from keras_moe.routers import TokenChoiceRouter
+from tests.training_gradients import training_gradients
+
+B, N, D, E = 4, 6, 8, 4
+
+
+def tokens():
+    return np.random.default_rng(0).normal(size=(B, N, D)).astype("float32")
+
+
+def dense_block(**kwargs):
+    attention = SelfAttention(2, D // 2, dropout=0.2, seed=4)
+    mlp = MLP(16, dropout=0.1, seed=2)
+    return EncoderBlock(attention, mlp, dropout=0.1, seed=5, **kwargs)
+
+
+def moe_block(dropless=False, **kwargs):
+    router = TokenChoiceRouter(
+        E, 2, noise_std=0.5, seed=1, **({"dropless": True} if dropless else {})
+    )
+    losses = {"importance": 0.5, "load": 0.5, "z": 0.1}
+    moe = MoE(router, Experts(E, 16, dropout=0.1, seed=3), auxiliary_losses=losses)
+    attention = SelfAttention(2, D // 2, dropout=0.2, seed=4)
+    return MoEEncoderBlock(attention, moe, dropout=0.1, seed=5, **kwargs)
+
+
+def dropless_block(**kwargs):
+    return moe_block(dropless=True, **kwargs)
+
+
+def built(make, rematerialize):
+    keras.utils.set_random_seed(0)
+    block = make(rematerialize=rematerialize)
+    block.build((None, N, D))
+    return block
+
+
+@pytest.mark.parametrize("make", [dense_block, moe_block, dropless_block])
+def test_gradients_are_those_of_the_plain_block(make):
+    gradients = [
+        training_gradients(built(make, rematerialize), tokens())
+        for rematerialize in (False, True)
+    ]
+    assert max(np.abs(gradient).max() for gradient in gradients[0]) > 0.1
+    for plain, again in zip(*gradients):
+        np.testing.assert_allclose(again, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [dense_block, moe_block])
+def test_training_is_that_of_the_plain_block(make):
+    """Losses, weights and seeds, over steps of `fit`."""
+    histories, weights = [], []
+    for rematerialize in (False, True):
+        block = built(make, rematerialize)
+        inputs = keras.Input((N, D))
+        outputs = block(inputs)
+        model = keras.Model(inputs, outputs[0] if make is moe_block else outputs)
+        model.compile(optimizer=keras.optimizers.SGD(0.05), loss="mse")
+        history = model.fit(
+            tokens(), 0.5 * tokens(), batch_size=2, epochs=2, shuffle=False, verbose=0
+        )
+        histories.append(history.history["loss"])
+        weights.append([keras.ops.convert_to_numpy(v) for v in model.variables])
+        (unlike,) = training_losses(model)
+        assert (unlike > 0.1) == (make is moe_block)
+    np.testing.assert_allclose(*histories, rtol=1e-5)
+    for plain, again in zip(*weights):
+        np.testing.assert_allclose(again, plain, rtol=1e-3, atol=1e-5)
+
+
+def training_losses(model):
+    """The part of the training loss that is not the task's."""
+    model.compile(optimizer=keras.optimizers.SGD(0.0), loss=lambda y, x: 0.0 * x)
+    return [model.train_on_batch(tokens(), tokens())]
+
+
+def test_routing_still_leaves_the_block():
+    block = built(moe_block, True)
+    _, routing = block(tokens(), training=True)
+    assert tuple(routing.dispatched.shape) == (B, N, E)
+    assert len(block.losses) == 3
+    block(tokens(), training=True)
+    assert len(block.losses) == 3
+
+
+def test_no_value_of_the_region_is_kept():
+    """On JAX, the program tells; elsewhere the calls are counted."""
+    calls = []
+
+    class Counted(MLP):
+        def call(self, tokens, training=None):
+            calls.append(training)
+            return super().call(tokens, training=training)
+
+    for rematerialize, times in ((False, 1), (True, 2)):
+        block = EncoderBlock(
+            SelfAttention(2, D // 2), Counted(16), rematerialize=rematerialize
+        )
+        block.build((None, N, D))
+        if keras.backend.backend() == "jax":
+            assert recomputed(block) == rematerialize
+        else:
+            calls.clear()
+            training_gradients(block, tokens())
+            assert calls == [True] * times
+
+
+def recomputed(block):
+    """Whether JAX's program has a region that it computes again."""
+    import jax
+
+    def loss(trainable, x):
+        state = [v.value for v in block.non_trainable_variables]
+        outputs, _ = block.stateless_call(trainable, state, x, training=True)
+        return outputs.sum()
+
+    trainable = [v.value for v in block.trainable_variables]
+    return "remat" in str(jax.make_jaxpr(jax.grad(loss))(trainable, tokens()))
+
+
+def test_inference_is_the_plain_one():
+    plain, again = built(moe_block, False), built(moe_block, True)
+    for a, b in zip(plain(tokens()), again(tokens())):
+        np.testing.assert_array_equal(*(keras.ops.convert_to_numpy(x) for x in (a, b)))
+
+
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "bfloat16"])
+def test_half_precision_gradients_are_finite(dtype):
+    keras.utils.set_random_seed(0)
+    block = MoEEncoderBlock(
+        SelfAttention(2, D // 2, dtype=dtype),
+        MoE(
+            TokenChoiceRouter(E, 2, seed=1),
+            Experts(E, 16, dtype=dtype),
+            auxiliary_losses={"importance": 0.5},
+            dtype=dtype,
+        ),
+        rematerialize=True,
+        dtype=dtype,
+    )
+    block.build((None, N, D))
+    gradients = training_gradients(block, tokens())
+    assert all(np.isfinite(np.asarray(g, "float32")).all() for g in gradients)
+    assert max(np.abs(np.asarray(g, "float32")).max() for g in gradients) > 0.1
+
+
+def test_the_argument_is_checked_and_saved():
+    assert dense_block(rematerialize=True).get_config()["rematerialize"] is True
+    with pytest.raises(ValueError, match="rematerialize='full'"):
+        dense_block(rematerialize="full")
