@@ -3,6 +3,7 @@
 import os
 
 import h5py
+import keras
 
 DEFAULT = ("query", "value")
 
@@ -68,11 +69,18 @@ class LoraMixin:
                 "no low-rank pairs"
             )
         _check_name(filepath)
-        with h5py.File(filepath, "w") as file:
-            file.attrs["rank"] = self._lora_rank
-            file.attrs["target_layer_names"] = self._lora_names
-            for path, weight in pairs.items():
-                file[path] = weight.numpy()
+        # Beside it first: a save that fails leaves the old file whole.
+        staging = f"{filepath}.{os.getpid()}.tmp"
+        try:
+            with h5py.File(staging, "w") as file:
+                file.attrs["rank"] = self._lora_rank
+                file.attrs["target_layer_names"] = self._lora_names
+                for path, weight in pairs.items():
+                    file[path] = keras.ops.convert_to_numpy(weight)
+            os.replace(staging, filepath)
+        finally:
+            if os.path.exists(staging):
+                os.remove(staging)
 
     def load_lora_weights(self, filepath: str | os.PathLike) -> None:
         """Loads low-rank pairs, after adding them where that was not done.

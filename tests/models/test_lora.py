@@ -147,6 +147,21 @@ def test_the_pairs_alone_are_saved_and_loaded(tmp_path):
         wrong.load_lora_weights(path)
 
 
+def test_a_save_of_pairs_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    model = adapted()
+    path = tmp_path / "pairs.lora.h5"
+    model.backbone.save_lora_weights(path)
+    before = path.read_bytes()
+    pairs = list(model.backbone._lora_pairs().items())
+    monkeypatch.setattr(
+        model.backbone, "_lora_pairs", lambda: dict([*pairs, ("broken", object())])
+    )
+    with pytest.raises(Exception, match="."):
+        model.backbone.save_lora_weights(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["pairs.lora.h5"]
+
+
 def test_mixers_have_experts_too():
     sizes = {k: v for k, v in SMALL.items() if k != "num_heads"}
     mixer = MixerBackbone(**sizes, token_mlp_dim=8)
