@@ -156,7 +156,7 @@ def test_a_save_of_pairs_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(
         model.backbone, "_lora_pairs", lambda: dict([*pairs, ("broken", object())])
     )
-    with pytest.raises(Exception, match="."):
+    with pytest.raises(Exception, match=r"."):
         model.backbone.save_lora_weights(path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["pairs.lora.h5"]
