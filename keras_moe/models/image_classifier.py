@@ -289,8 +289,8 @@ def pooling_layer(backbone_config: dict, pooling: str, dtype: Any) -> Any:
     """The pooling layer for a backbone's tokens, not built."""
     if pooling == "map" and "num_heads" not in backbone_config:
         raise ValueError(
-            "Expected pooling='class_token' or 'average' for a backbone without "
-            "attention heads; received: pooling='map'"
+            "Expected pooling=None or 'average' for a backbone without attention "
+            "heads; received: pooling='map'"
         )
     if pooling != "map":
         return TokenPooling(pooling, dtype=dtype, name="pooler")

@@ -150,6 +150,8 @@ class PresetMixin:
                     preset, load_weights=load_weights, **backbone_kwargs
                 )
                 backbone_kwargs = {"dtype": backbone_kwargs.get("dtype")}
+                if not check_file_exists(preset, "task.json"):
+                    return cls(**kwargs)
             return super().from_preset(
                 preset, load_weights=load_weights, **backbone_kwargs, **kwargs
             )

@@ -3,6 +3,7 @@
 Axes: E experts, D hidden, H mlp.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import keras
@@ -42,6 +43,8 @@ _TILED = {
     for layer in ("hidden", "output")
     for kind in ("kernel", "bias")
 }
+# Lists of an optimizer that are not one kind of slot.
+_NOT_SLOTS = ("_variables", "_trainable_variables")
 
 
 class UpcyclingReport(NamedTuple):
@@ -53,6 +56,8 @@ class UpcyclingReport(NamedTuple):
         parameters: parameters after.
         active_parameters: parameters after that one token meets.
         largest_difference: between the outputs before and after, at inference.
+        largest_token_difference: the same between the backbone's tokens, which a
+            head that is still zero would hide.
         preserved: whether the theory says that the function is the same.
         slots: variables of the optimizer that were carried over.
     """
@@ -62,6 +67,7 @@ class UpcyclingReport(NamedTuple):
     parameters: int
     active_parameters: int
     largest_difference: float
+    largest_token_difference: float
     preserved: bool
     slots: int
 
@@ -77,6 +83,8 @@ class UpcyclingReport(NamedTuple):
         table.add_row("parameters after", f"{self.parameters:,}")
         table.add_row("active per token", f"{self.active_parameters:,}")
         table.add_row("largest difference of outputs", f"{self.largest_difference:.2e}")
+        tokens = f"{self.largest_token_difference:.2e}"
+        table.add_row("largest difference of tokens", tokens)
         theory = "the same" if self.preserved else "not the same"
         table.add_row("the function, in theory", theory)
         table.add_row("optimizer variables carried over", str(self.slots))
@@ -113,21 +121,25 @@ def upcycle(
         noise: standard deviation of normal noise on each expert's weights, as a share
             of the standard deviation of the weight; experts then differ at once.
         normalize_gates: divide a token's combine weights by their sum after routing.
-            `router_options={"normalize_gates": ...}` goes before it.
-        carry_optimizer: give the new model the optimizer of a compiled dense one with
-            its state: iterations, and slots, which are tiled as the weights are.
+            With K = 1 that makes each of them 1, and auxiliary losses alone train the
+            router. `router_options={"normalize_gates": ...}` goes before it.
+        carry_optimizer: give the new model the state of a compiled dense one's
+            optimizer, too: iterations, and slots, which are tiled as the weights are.
         images: (B, height, width, channels) for the report's difference; None takes
             four images of noise.
         noise_seed: of `noise`.
         **moe_arguments: further arguments of the backbone that concern its MoE
-            layers, such as `num_selected_experts=1`.
+            layers, such as `num_selected_experts=1`; the backbone's defaults
+            otherwise, whatever the dense model's are.
 
     Returns:
-        `(model, report)`. The dense model is left as it was.
+        `(model, report)`. The dense model is left as it was. What was compiled is
+        compiled alike, and what was frozen stays frozen.
 
     Raises:
-        ValueError: if the model is not dense or unknown, an argument is out of range,
-            or there is no optimizer to carry over.
+        ValueError: if the model is not dense or unknown, has low-rank pairs or is
+            quantised, an argument is out of range, or there is no optimizer to carry
+            over.
 
     Reference:
         *Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints*,
@@ -145,13 +157,27 @@ def upcycle(
     check_not_negative("noise", noise)
     check_one_of("router", router, list(ROUTERS))
     check_argument_names(moe_arguments, MOE_ARGUMENTS, "MoE layers")
-    dense_model = _ours(dense_model)
+    given = dense_model
+    dense_model = _ours(given)
+    if carry_optimizer and dense_model is not given:
+        raise ValueError(
+            "Expected a model of this library for carry_optimizer=True; "
+            f"received: {type(given).__name__}"
+        )
     backbone = getattr(dense_model, "backbone", dense_model)
     if backbone.routing:
         raise ValueError(
             "Expected a dense model; received: one with mixtures of experts in "
             f"{list(backbone.routing)}"
         )
+    for layer in dense_model._flatten_layers():
+        if getattr(layer, "lora_enabled", False) or layer.quantization_mode:
+            raise ValueError(
+                "Expected a model of plain weights (saving merges low-rank pairs); "
+                f"received: {layer.path!r} with lora_enabled="
+                f"{getattr(layer, 'lora_enabled', False)}, "
+                f"quantization_mode={layer.quantization_mode!r}"
+            )
     if carry_optimizer and not getattr(dense_model, "optimizer", None):
         raise ValueError(
             "Expected a compiled model for carry_optimizer=True; "
@@ -174,14 +200,17 @@ def upcycle(
             f"Expected at least one block to upcycle; received: moe_layers={moe_layers}"
         )
     _copy_weights(dense_model, sparse_model, noise, noise_seed)
-    slots = _carry_optimizer(dense_model, sparse_model) if carry_optimizer else 0
+    _freeze(dense_model, sparse_model)
+    if getattr(dense_model, "compiled", False):
+        _compile(dense_model, sparse_model)
+    slots = 0
+    if carry_optimizer and dense_model.optimizer.built:
+        sparse_model.optimizer.build(sparse_model.trainable_variables)
+        slots = _carry_state(dense_model.optimizer, sparse_model.optimizer)
 
     if images is None:
         shape = (4, *backbone.image_shape)
         images = np.random.default_rng(0).normal(size=shape).astype("float32")
-    before = dense_model.predict(images, verbose=0)
-    after = sparse_model.predict(images, verbose=0)
-    difference = np.abs(before.astype("float32") - after.astype("float32"))
     sparse_backbone = getattr(sparse_model, "backbone", sparse_model)
     routers = [
         sparse_backbone.get_layer(name).feed_forward.router
@@ -193,7 +222,8 @@ def upcycle(
         dense_parameters=describe(dense_model).parameters,
         parameters=description.parameters,
         active_parameters=description.active_parameters,
-        largest_difference=float(difference.max()),
+        largest_difference=_difference(dense_model, sparse_model, images),
+        largest_token_difference=_difference(backbone, sparse_backbone, images),
         preserved=noise == 0 and all(_preserves(router) for router in routers),
         slots=slots,
     )
@@ -211,7 +241,13 @@ def _ours(model):
 def _sparse_twin(dense_model, **moe_arguments):
     """A new model like the dense one, but for its MoE blocks."""
     backbone = getattr(dense_model, "backbone", dense_model)
-    config = {**backbone.get_config(), **moe_arguments}
+    parameters = inspect.signature(type(backbone).__init__).parameters
+    defaults = {
+        name: parameters[name].default
+        for name in (*MOE_ARGUMENTS, "expert_mlp_dim")
+        if name != "seed"
+    }
+    config = {**backbone.get_config(), **defaults, **moe_arguments}
     twin = type(backbone).from_config(config)
     if dense_model is backbone:
         return twin
@@ -226,8 +262,8 @@ def _copy_weights(dense_model, sparse_model, noise, seed):
     for weight in sparse_model.weights:
         source = dense.get(weight.path)
         if source is not None:
-            # One at a time: a model may be as large as half the memory.
-            weight.assign(source)
+            # A copy: on JAX two models would share, and donate, one buffer.
+            weight.assign(keras.ops.convert_to_numpy(source))
             continue
         end = next((end for end in _TILED if weight.path.endswith(end)), None)
         if end is None:
@@ -241,33 +277,53 @@ def _copy_weights(dense_model, sparse_model, noise, seed):
         weight.assign(tiled)
 
 
-def _carry_optimizer(dense_model, sparse_model):
+def _freeze(dense_model, sparse_model):
+    frozen = {
+        layer.path
+        for layer in dense_model._flatten_layers(include_self=False)
+        if not layer.trainable
+    }
+    for layer in sparse_model._flatten_layers(include_self=False):
+        if layer.path in frozen:
+            layer.trainable = False
+
+
+def _compile(dense_model, sparse_model):
+    """Compiles as the dense model was, with an optimizer of its own."""
     # Keras would not compile a task, which has a `compile` of its own, from a config.
-    config = keras.saving.deserialize_keras_object(dense_model.get_compile_config())
-    sparse_model.compile(**config)
-    for model in (dense_model, sparse_model):
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-    return _carry_state(
-        dense_model.optimizer,
-        sparse_model.optimizer,
-        [weight.path for weight in dense_model.trainable_variables],
-        [weight.path for weight in sparse_model.trainable_variables],
-    )
+    config = dict(dense_model.get_compile_config() or {})
+    config.pop("loss", None)
+    try:
+        config = keras.saving.deserialize_keras_object(config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "Expected a model whose optimizer and metrics can be serialised, or one "
+            f"that is not compiled; received: {error}"
+        ) from error
+    sparse_model.compile(loss=dense_model.loss, **config)
 
 
-def _carry_state(dense, sparse, dense_paths, sparse_paths):
+def _difference(dense, sparse, images):
+    before, after = (model.predict(images, verbose=0) for model in (dense, sparse))
+    return float(np.abs(before.astype("float32") - after.astype("float32")).max())
+
+
+def _carry_state(dense, sparse):
     """Copies one optimizer's state; returns the number of its variables."""
-    carried = 1
-    sparse.iterations.assign(dense.iterations)
+    carried = 0
     if hasattr(dense, "inner_optimizer"):
-        carried += _carry_state(
-            dense.inner_optimizer, sparse.inner_optimizer, dense_paths, sparse_paths
-        )
+        carried += _carry_state(dense.inner_optimizer, sparse.inner_optimizer)
+    dense_paths = [weight.path for weight in dense._trainable_variables]
+    sparse_paths = [weight.path for weight in sparse._trainable_variables]
     places = {path: place for place, path in enumerate(dense_paths)}
     for name, slots in vars(dense).items():
         # A kind of slot is a list with one for each trainable variable.
-        if name == "_trainable_variables" or not _is_slots(slots, len(dense_paths)):
+        if isinstance(slots, keras.Variable):
+            # Such as the iterations and the scale of a loss.
+            getattr(sparse, name).assign(keras.ops.convert_to_numpy(slots))
+            carried += 1
+            continue
+        if name in _NOT_SLOTS or not _is_slots(slots, len(dense_paths)):
             continue
         for path, slot in zip(sparse_paths, getattr(sparse, name)):
             end = next((end for end in _TILED if path.endswith(end)), None)

@@ -287,6 +287,28 @@ def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
     assert larger.predict(images(2, 32, 16, 3), verbose=0).shape == (2, 33, 16)
 
 
+def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
+    backbone = with_weights(MAKERS["vit"](**MOE))
+    backbone.save_to_preset(tmp_path / "saved")
+    model = models.from_preset(
+        str(tmp_path / "saved"), num_classes=2, capacity_factor=2.0
+    )
+    assert isinstance(model, ViTImageClassifier)
+    assert model.backbone.get_config()["capacity_factor"] == 2.0
+    np.testing.assert_array_equal(
+        model.backbone.predict(images(), verbose=0),
+        backbone.predict(images(), verbose=0),
+    )
+
+
+@pytest.mark.parametrize("patch_size", [4, (4, 4), [4, 4]])
+def test_a_mixer_loads_with_its_own_sizes_given(patch_size, tmp_path):
+    MAKERS["mixer"](**MOE, patch_size=(4, 4)).save_to_preset(tmp_path / "saved")
+    models.from_preset(
+        str(tmp_path / "saved"), patch_size=patch_size, image_shape=(16, 8, 1)
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "saved", "overrides", "message"),
     [

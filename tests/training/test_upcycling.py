@@ -203,8 +203,8 @@ def test_the_optimizer_is_carried_over(optimizer):
         np.testing.assert_array_equal(value, expected, path)
     tiled = [value for (_, path), value in new.items() if "experts" in path]
     assert any(np.abs(value).max() > 0 for value in tiled)
-    # And the number of steps.
-    assert report.slots == sum("/router/" not in path for _, path in new) + 1
+    # And the number of steps and the rate.
+    assert report.slots == sum("/router/" not in path for _, path in new) + 2
     sparse.fit(images(8, 16, 8, 3), np.arange(8) % 3, batch_size=4, verbose=0)
     assert int(sparse.optimizer.iterations) == 4
 
@@ -225,6 +225,12 @@ def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
     sparse, report = training.upcycle(dense, num_experts=4, carry_optimizer=True)
     assert report.preserved
     assert report.largest_difference < 1e-4
+    # Both go on by themselves: they share nothing.
+    sparse.fit(*train, batch_size=64, verbose=0)
+    _, accuracy = sparse.evaluate(*test, verbose=0)
+    assert accuracy > dense_accuracy - 0.02
+    assert dense.evaluate(*test, verbose=0)[1] == dense_accuracy
+    sparse, report = training.upcycle(dense, num_experts=4)
     sparse.save_to_preset(tmp_path / "upcycled")
     loaded = models.from_preset(str(tmp_path / "upcycled"))
     loaded.compile(optimizer=keras.optimizers.AdamW(1e-3))
@@ -307,3 +313,78 @@ def test_vision_encoders_of_keras_hub_are_upcycled(kind):
     assert report.parameters > report.dense_parameters
     kernel = by_path(sparse)["block_1/moe/experts/hidden_kernel"]
     assert kernel.shape == (3, 8, 16)
+
+
+def compiled(**kwargs):
+    model = MAKERS["vit"]()
+    model.compile(**{"optimizer": keras.optimizers.Adam(0.01), **kwargs})
+    model.fit(images(8, 16, 8, 3), np.arange(8) % 3, batch_size=4, verbose=0)
+    return model
+
+
+def test_what_was_compiled_is_compiled_alike():
+    loss = keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")
+    dense = compiled(loss=lambda y, x: loss(y, x), metrics=["accuracy"])
+    sparse, report = training.upcycle(dense, num_experts=2)
+    assert sparse.loss is dense.loss
+    assert sparse.optimizer is not dense.optimizer
+    assert type(sparse.optimizer) is type(dense.optimizer)
+    assert int(sparse.optimizer.iterations) == report.slots == 0
+    result = sparse.evaluate(
+        images(3, 16, 8, 3), np.arange(3), verbose=0, return_dict=True
+    )
+    assert "accuracy" in result
+
+
+def test_accumulated_and_scaled_optimizers_are_carried_over():
+    dense = compiled(optimizer=keras.optimizers.Adam(gradient_accumulation_steps=2))
+    sparse, _ = training.upcycle(dense, num_experts=2, carry_optimizer=True)
+    assert int(sparse.optimizer._iterations) == 2
+    scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(), dynamic_growth_steps=2
+    )
+    dense = compiled(optimizer=scaled)
+    sparse, _ = training.upcycle(dense, num_experts=2, carry_optimizer=True)
+    for name in ("step_counter", "dynamic_scale"):
+        ours = float(getattr(sparse.optimizer, name))
+        assert ours == float(getattr(dense.optimizer, name)), name
+    assert float(sparse.optimizer.dynamic_scale) != 2.0**15
+    inner = sparse.optimizer.inner_optimizer
+    assert max(float(keras.ops.max(slot)) for slot in inner._velocities) > 0
+
+
+def test_frozen_layers_stay_frozen_and_keep_their_slots():
+    dense = compiled()
+    dense.backbone.get_layer("block_0").trainable = False
+    dense.backbone.get_layer("block_1").token_mixer.trainable = False
+    sparse, report = training.upcycle(dense, num_experts=2, carry_optimizer=True)
+    paths = [weight.path for weight in sparse.trainable_weights]
+    assert not any(path.startswith("block_0/") for path in paths)
+    assert not any(path.startswith("block_1/attention") for path in paths)
+    assert any(path.startswith("block_1/moe/experts") for path in paths)
+    assert report.slots > 2 * len(paths) - 10
+
+
+def test_a_dense_models_own_moe_settings_do_not_count():
+    dense = MAKERS["vit"](expert_mlp_dim=32, dropless=True, num_selected_experts=1)
+    sparse, report = training.upcycle(dense, num_experts=4, router="soft")
+    assert report.blocks == ("block_1", "block_3")
+    experts = sparse.backbone.get_layer("block_1").feed_forward.experts
+    assert experts.mlp_dim == SIZES["mlp_dim"]
+
+
+def test_adapted_and_quantised_models_are_refused():
+    adapted = MAKERS["vit"]()
+    adapted.enable_lora(2)
+    with pytest.raises(ValueError, match="lora_enabled=True"):
+        training.upcycle(adapted)
+    quantised = MAKERS["vit"]()
+    quantised.quantize("int8")
+    with pytest.raises(ValueError, match="quantization_mode='int8'"):
+        training.upcycle(quantised)
+    import keras_hub
+
+    sizes = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
+    hub = keras_hub.models.ViTBackbone(image_shape=(16, 16, 3), mlp_dim=24, **sizes)
+    with pytest.raises(ValueError, match="carry_optimizer=True"):
+        training.upcycle(hub, carry_optimizer=True)

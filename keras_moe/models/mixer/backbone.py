@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_moe.layers import TokenMLP
+from keras_moe.layers.patch_embedding import pair
 from keras_moe.models.vision_backbone import VisionBackbone
 from keras_moe.ops.checks import check_integer
 
@@ -117,12 +118,13 @@ class MixerBackbone(VisionBackbone):
 
     @classmethod
     def overrides_for_weights(cls, saved, overrides):
-        for name in ("image_shape", "patch_size"):
-            ours, theirs = overrides.get(name), saved.get(name)
-            if name == "image_shape" and ours is not None:
-                # The channels of the patch kernel fold; the token MLPs do not.
-                ours, theirs = list(ours)[:2], list(theirs)[:2]
-            if ours is not None and ours != theirs:
+        # The channels of the patch kernel fold; the token MLPs do not.
+        sizes = {
+            "image_shape": lambda value: tuple(value)[:2],
+            "patch_size": lambda value: pair(value, "patch_size"),
+        }
+        for name, size in sizes.items():
+            if name in overrides and size(overrides[name]) != size(saved[name]):
                 raise ValueError(
                     f"Expected the {name} of the weights, {saved[name]}, since a "
                     "Mixer's token MLPs have the number of patches for a shape; "
