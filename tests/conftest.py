@@ -52,7 +52,7 @@ _NOTHING_LEFT = pytest.StashKey[bool]()
 
 
 def pytest_sessionfinish(session, exitstatus):
-    # `-k lint` picks tests that have all run with the first backend: no failure.
+    # `-k lint` picks tests that have all run with another backend: no failure.
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash.get(
         _NOTHING_LEFT, False
     ):

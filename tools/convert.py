@@ -5,12 +5,14 @@
     python tools/convert.py hf://timm/vit_base_patch16_224.augreg_in21k out
     python tools/convert.py ViT-B_16.npz out --set image_shape=[384,384,3]
 
-The preset is written whole or not at all, read again and compared. Where the source's
-framework is installed (timm, KerasHub), a test image goes through both models. The
-folder gets a conversion.json that says what each weight was made of.
+Where the source's framework is installed (timm, KerasHub), a test image goes through
+both models. The preset is written beside its place, read again and compared, and takes
+its place only then. The folder gets a conversion.json that says what each weight was
+made of.
 """
 
 import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -28,9 +30,21 @@ from rich.progress import (
 )
 
 from keras_moe import models
+from keras_moe.models.conversion import sources
+from keras_moe.models.preset_folder import is_preset, staged
 
-# Of the difference between two frameworks on one image, by the outputs' size.
-TOLERANCE = 1e-3
+# Of the difference between two frameworks on one image, by the outputs' size; the
+# second in half precision.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+# Arguments of `models.convert` that this program sets, and what sets them here.
+OWN = {
+    "source": "the first argument",
+    "num_classes": "--num-classes",
+    "task": "--task",
+    "load_weights": "this program",
+    "progress": "this program",
+}
+UNCOMPARED = "not compared with the source's model"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,20 +67,24 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     console = Console()
     try:
-        check_target(args.out_preset)
+        check_target(args.source, args.out_preset)
         overrides = dict(parse_override(text) for text in args.set)
+        check_overrides(overrides)
         model, report = convert(args, overrides, console)
         verified = "not compared"
         if not args.no_verify:
-            verified = verify(args.source, model, console, bool(overrides))
-        model.save_to_preset(args.out_preset)
-        if not args.no_verify:
-            compare_saved(args.out_preset, model)
-    except (ImportError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+            changed = bool(overrides) or args.num_classes is not None
+            verified = verify(args.source, report.scheme, model, changed)
+        report = report._replace(notes=[*report.notes, verified])
+        # Only what was read again and compared takes the target's place.
+        with staged(args.out_preset) as folder:
+            model.save_to_preset(folder)
+            if not args.no_verify:
+                compare_saved(folder, model)
+            report.save(Path(folder) / "conversion.json")
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    report = report._replace(notes=[*report.notes, verified])
-    report.save(Path(args.out_preset) / "conversion.json")
     if not args.quiet:
         report.print(console)
     console.print(
@@ -76,14 +94,34 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def check_target(out_preset: str) -> None:
-    """Refuses before the work what saving would refuse after it."""
-    target = Path(out_preset)
-    is_other = target.is_dir() and any(target.iterdir())
-    if target.is_file() or (is_other and not (target / "config.json").is_file()):
+def check_target(source: str, out_preset: str) -> None:
+    """Refuses before the work what saving would refuse after it, and the source."""
+    target = Path(out_preset).expanduser().resolve()
+    if target == Path(source).expanduser().resolve():
+        raise ValueError(
+            "Expected another folder than the source, which saving would replace; "
+            f"received: {out_preset}"
+        )
+    is_other = target.is_dir() and any(target.iterdir()) and not is_preset(target)
+    if is_other or (target.exists() and not target.is_dir()):
         raise ValueError(
             f"Expected a new folder or an older preset; received: {out_preset}"
         )
+    above = next(path for path in target.parents if path.exists())
+    if not above.is_dir():
+        raise ValueError(
+            f"Expected a folder to write {out_preset} to; received: {above}, a file"
+        )
+
+
+def check_overrides(overrides: dict) -> None:
+    """Refuses the arguments that this program sets itself."""
+    for name in overrides:
+        if name in OWN:
+            raise ValueError(
+                f"Expected arguments of the model in --set; received: {name}=..., "
+                f"which {OWN[name]} sets"
+            )
 
 
 def convert(args, overrides: dict, console: Console):
@@ -115,39 +153,43 @@ def test_image(model: keras.Model) -> np.ndarray:
     return np.random.default_rng(0).uniform(-1, 1, shape).astype("float32")
 
 
-def verify(source: str, model: keras.Model, console: Console, changed: bool) -> str:
+def verify(source: str, scheme: str, model: keras.Model, changed: bool) -> str:
     """Compares with the source's own model, where that is possible.
 
     Raises:
         ValueError: if they differ.
     """
     if changed:
-        return "not compared with the source's model: arguments were overridden"
+        return f"{UNCOMPARED}: arguments were overridden"
     images = test_image(model)
-    expected = timm_outputs(source, images)
-    if expected is None:
+    expected = None
+    if scheme.endswith("(KerasHub)"):
         expected = keras_hub_outputs(source, images)
+    elif scheme.endswith("(timm)"):
+        if not all(map(importlib.util.find_spec, ("timm", "torch"))):
+            return f"{UNCOMPARED}: timm is not installed here"
+        expected = timm_outputs(source, images)
     if expected is None:
-        return "not compared with the source's model, which is not installed here"
+        return f"{UNCOMPARED}: this program has no way to run it"
     found = model.predict(images, verbose=0)
     if found.shape != expected.shape:
-        return "not compared with the source's model, which has another head"
+        return f"{UNCOMPARED}, which has another head"
     difference = np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-6)
-    if not difference < TOLERANCE:
+    half = "16" in model.compute_dtype
+    tolerance = HALF_TOLERANCE if half else TOLERANCE
+    if not difference < tolerance:
         raise ValueError(
-            f"Expected the source's outputs within {TOLERANCE} of their size; "
+            f"Expected the source's outputs within {tolerance} of their size; "
             f"received: {difference:.2g}"
         )
     return f"outputs equal the source's own model within {difference:.1g} of their size"
 
 
 def timm_outputs(source: str, images: np.ndarray) -> np.ndarray | None:
-    """What timm's model gives, or None without timm or for another source."""
-    try:
-        import timm
-        import torch
-    except ImportError:
-        return None
+    """What timm's model gives, or None for a source that timm does not read."""
+    import timm
+    import torch
+
     name = source
     if os.path.isdir(source):
         name = f"local-dir:{source}"
@@ -168,18 +210,16 @@ def timm_outputs(source: str, images: np.ndarray) -> np.ndarray | None:
 
 
 def keras_hub_outputs(source: str, images: np.ndarray) -> np.ndarray | None:
-    """What KerasHub's model gives, or None for another source."""
-    import keras_hub
-
-    try:
-        other = keras_hub.models.Backbone.from_preset(source)
-    except (ValueError, FileNotFoundError, OSError, KeyError):
-        return None
-    if isinstance(other, keras_hub.models.ViTBackbone):
-        return other.predict(images, verbose=0)
+    """What KerasHub's model gives: of a classifier's preset the classifier."""
+    other = sources.hub_model(source)
     if hasattr(other, "get_vision_embeddings"):
-        return keras.ops.convert_to_numpy(other.get_vision_embeddings(images))
-    return None
+        outputs = other.get_vision_embeddings(images)
+    elif isinstance(other.input, dict):
+        outputs = other({"images": images})
+    else:
+        # Not `predict`: a task's preprocessor would change the images.
+        outputs = other(images)
+    return keras.ops.convert_to_numpy(outputs)
 
 
 def compare_saved(preset: str, model: keras.Model) -> None:

@@ -26,6 +26,15 @@ WEIGHTS_FILES = ("model.weights.h5", "model_*.weights.h5", "task.weights.h5")
 _writing = contextvars.ContextVar("writing", default=False)
 
 
+def is_preset(folder: str | os.PathLike) -> bool:
+    """Whether a folder is a Keras preset, and none of another library's weights."""
+    try:
+        content = json.loads((Path(folder) / "config.json").read_text("utf-8"))
+    except (OSError, RecursionError, ValueError):
+        return False
+    return isinstance(content, dict) and "registered_name" in content
+
+
 def is_staging() -> bool:
     """True inside `staged`: files may be written one by one."""
     return _writing.get()
@@ -49,7 +58,7 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
     if target.exists():
         if not target.is_dir():
             raise ValueError(f"Expected a folder; received a file: {preset_dir}")
-        if any(target.iterdir()) and not (target / "config.json").is_file():
+        if any(target.iterdir()) and not is_preset(target):
             raise ValueError(
                 "Expected a new folder, an empty one or an older preset, since saving "
                 f"replaces the folder; received: {preset_dir}"

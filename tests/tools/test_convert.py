@@ -1,16 +1,40 @@
 import json
+import runpy
 
+import keras_hub
 import numpy as np
 import pytest
 
 from keras_moe import models
+from keras_moe.models.preset_folder import is_preset
 from tests import golden
-from tests.models.conversion.test_conversion import hub_vit, randomized
-from tests.tools.test_tools import run
+from tests.models.conversion.test_conversion import hub_vit, randomized, timm_folder
+from tests.tools.test_tools import ROOT, run
 
 CHECKPOINTS = golden.FOLDER / "07_checkpoints"
 
 pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """The program's functions, to be called in this process."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return runpy.run_path(str(ROOT / "tools" / "convert.py"))
+
+
+@pytest.fixture
+def convert(tool, capsys):
+    def run_tool(*arguments):
+        status = tool["main"]([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run_tool
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def test_a_checkpoint_becomes_a_preset(tmp_path):
@@ -48,3 +72,120 @@ def test_a_failure_leaves_nothing(tmp_path):
     result = run("tools/convert.py", source, tmp_path / "other")
     assert result.returncode == 1
     assert "a new folder or an older preset" in result.stderr
+
+
+def test_the_source_is_never_replaced(tmp_path, convert):
+    folder = tmp_path / "timm"
+    timm_folder(folder, "vit_token")
+    randomized(hub_vit()).save_to_preset(tmp_path / "hub")
+    (tmp_path / "link").symlink_to(tmp_path / "hub")
+    for source, out in (
+        (folder, folder),
+        (tmp_path / "hub", tmp_path / "x" / ".." / "hub"),
+        (tmp_path / "hub", tmp_path / "link"),
+    ):
+        before = contents(source)
+        status, _, stderr = convert(source, out)
+        assert status == 1
+        assert "than the source" in stderr
+        assert contents(source) == before
+
+
+def test_weights_of_others_are_no_older_preset(tmp_path, convert):
+    folder = tmp_path / "timm"
+    timm_folder(folder, "vit_token")
+    before = contents(folder)
+    status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", folder)
+    assert status == 1
+    assert "a new folder or an older preset" in stderr
+    model = models.from_preset("vmoe_digits")
+    with pytest.raises(ValueError, match="an older preset"):
+        model.save_to_preset(folder)
+    assert contents(folder) == before
+    assert not is_preset(folder)
+    model.save_to_preset(tmp_path / "ours")
+    assert is_preset(tmp_path / "ours")
+    model.save_to_preset(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("step", ["verify", "compare_saved"])
+def test_a_failed_verification_keeps_what_was_there(tmp_path, tool, convert, step):
+    def fail(*_):
+        raise ValueError("it differs")
+
+    models.from_preset("vmoe_digits").save_to_preset(tmp_path / "out")
+    before = contents(tmp_path / "out")
+    tool["main"].__globals__[step] = fail
+    for out in ("out", "new"):
+        status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", tmp_path / out)
+        assert (status, stderr) == (1, "error: it differs\n")
+    assert contents(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_values_that_are_no_numbers_leave_nothing(tmp_path, convert):
+    arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
+    arrays["head/bias"] = np.full(7, np.nan, "float32")
+    np.savez(tmp_path / "vit.npz", **arrays)
+    status, _, stderr = convert(tmp_path / "vit.npz", tmp_path / "out", "--no-verify")
+    assert status == 1
+    assert "head/bias" in stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("num_classes=3", ("num_classes", "--num-classes")),
+        ("task=backbone", ("task", "--task")),
+        ("load_weights=false", ("load_weights",)),
+        ("progress=1", ("progress",)),
+        ("source=x", ("source",)),
+        ("image_shape=5", ("error",)),
+        ("image_shape", ("NAME=VALUE",)),
+        ("patch_size=[1,2,3]", ("error",)),
+        ("no_such=1", ("no_such",)),
+    ],
+)
+def test_settings_that_are_refused(tmp_path, convert, setting, words):
+    status, _, stderr = convert(
+        CHECKPOINTS / "vit_classic.npz", tmp_path / "out", "--set", setting
+    )
+    assert status == 1
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    for word in words:
+        assert word in stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_below_a_file(tmp_path, convert):
+    (tmp_path / "file").write_text("mine")
+    for out in ("file", "file/out", "file/a/out"):
+        status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", tmp_path / out)
+        assert status == 1
+        assert "file" in stderr
+        assert stderr.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_without_a_comparison_none_is_missing(tmp_path, convert):
+    source = CHECKPOINTS / "vit_classic.npz"
+    status, stdout, _ = convert(source, tmp_path / "out", "--quiet")
+    assert status == 0
+    assert "not compared with the source's model" in stdout
+    assert "not installed" not in stdout
+
+
+def test_a_task_is_compared_with_the_task(tmp_path, convert):
+    hub = keras_hub.models.ViTImageClassifier(hub_vit(), 3)
+    randomized(hub).save_to_preset(tmp_path / "hub")
+    status, stdout, stderr = convert(tmp_path / "hub", tmp_path / "out", "--quiet")
+    assert status == 0, stderr
+    assert "equal the source's own model" in stdout
+    # A new head of the same size is no error.
+    status, stdout, _ = convert(
+        tmp_path / "hub", tmp_path / "new", "--quiet", "--num-classes", 3
+    )
+    assert status == 0
+    assert "arguments were overridden" in stdout

@@ -4,6 +4,7 @@ The text tower is left out. CLIP's projection becomes a head without bias: the m
 outputs are the image embeddings, before they are normalised.
 """
 
+from keras_moe.models.conversion.configs import agree
 from keras_moe.models.conversion.layouts import (
     Direct,
     Filled,
@@ -30,6 +31,30 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+# OpenCLIP's arguments of an image tower that change no function of ours, or that the
+# tensors tell; and those of which only the default is ours.
+_OPENCLIP_FREE = (
+    "layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size",
+    "ls_init_value", "patch_dropout", "attn_pooler_queries", "attn_pooler_heads",
+    "n_queries", "output_tokens", "timm_model_pretrained", "timm_pool", "timm_proj",
+    "timm_proj_bias", "timm_drop", "timm_drop_path", "timm_use_rope",
+)  # fmt: skip
+_OPENCLIP_DEFAULTS = {
+    "pool_type": ("tok",),
+    "pos_embed_type": ("learnable",),
+    "act_kwargs": (None, {}),
+    "norm_kwargs": (None, {}),
+    "timm_model_name": (None, ""),
+    **dict.fromkeys(
+        (
+            "attentional_pool", "final_ln_after_pool", "global_average_pool",
+            "input_patchnorm", "no_ln_pre", "qk_norm", "scaled_cosine_attn",
+            "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc",
+        ),
+        (None, False),
+    ),
+    "block_type": (None, "default"),
+}  # fmt: skip
 _TEXT = "of the text tower"
 _OPENCLIP_TEXT = (
     "positional_embedding",
@@ -122,6 +147,17 @@ def _activation(found, file, overrides):
     return _ACTIVATIONS[found]
 
 
+def _check_openclip(vision, file):
+    """Refuses what our ViT does not compute."""
+    for name, value in vision.items():
+        allowed = _OPENCLIP_DEFAULTS.get(name, ())
+        if name not in _OPENCLIP_FREE and value not in allowed:
+            raise ValueError(
+                "Expected an image tower of OpenCLIP with its defaults in the config "
+                f"of {file.path}; received: vision_cfg.{name}={value!r}"
+            )
+
+
 def _openclip(file, config, overrides):
     visual, blocks_at = "visual.", "visual.transformer.resblocks."
     blocks = numbered(file, r"visual\.transformer\.resblocks\.(\d+)\.")
@@ -130,9 +166,19 @@ def _openclip(file, config, overrides):
     if model:
         activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
     vision = model.get("vision_cfg", {})
+    _check_openclip(vision, file)
+    width = required(file, f"{visual}conv1.weight", 4)[0]
+    agree(file, vision, width=width, layers=len(blocks))
+    if f"{visual}proj" in file:
+        agree(file, model, embed_dim=required(file, f"{visual}proj", 2)[1])
     heads = None
-    if isinstance(vision.get("width"), int) and model:
-        heads = vision["width"] // vision.get("head_width", 64)
+    if "width" in vision:
+        heads, rest = divmod(width, vision.get("head_width", 64))
+        if rest:
+            raise ValueError(
+                f"Expected a head_width that divides width={width} in the config of "
+                f"{file.path}; received: head_width={vision.get('head_width', 64)}"
+            )
     arguments = {
         **_tower(
             file,
@@ -208,10 +254,19 @@ def _transformers(file, config, overrides):
     blocks = numbered(file, r"vision_model\.encoder\.layers\.(\d+)\.")
     embeddings = f"{root}embeddings."
     class_token = f"{embeddings}class_embedding" in file
+    agree(
+        file,
+        vision,
+        hidden_size=required(file, f"{embeddings}patch_embedding.weight", 4)[0],
+        num_hidden_layers=len(blocks),
+        intermediate_size=required(file, f"{root}encoder.layers.0.mlp.fc1.weight", 2)[
+            0
+        ],
+    )
     # Transformers leaves out what is CLIP's or SigLIP's default.
     is_siglip = not class_token
     activation = vision.get("hidden_act")
-    if activation is None and config:
+    if activation is None and config.keys() - {"preprocessor"}:
         activation = "gelu_pytorch_tanh" if is_siglip else "quick_gelu"
     arguments = {
         **_tower(

@@ -1,5 +1,6 @@
 """Weights of others become a model of ours, one tensor at a time."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -99,9 +100,15 @@ def convert(
                 break
             if progress is not None:
                 progress(number, len(steps), weight.path)
-            value = layout.make(file.read, shape)
+            value = layout.make(functools.partial(_read, file), shape)
             value, how = _fit(value, weight, plan, model)
-            weight.assign(np.asarray(value, "float32", order="C"))
+            value = np.asarray(value, "float32", order="C")
+            if not _is_finite(value):
+                raise ValueError(
+                    f"Expected finite values for {weight.path!r}; received others, "
+                    f"made of {list(layout.names)} in {file.path}"
+                )
+            weight.assign(value)
             del value
             sources = {name: file[name].shape for name in layout.names}
             nbytes += sum(file[name].nbytes for name in layout.names)
@@ -129,6 +136,26 @@ def convert(
         nbytes,
     )
     return model, report
+
+
+def _is_finite(array):
+    """Whether all values are numbers that float32 holds."""
+    if not array.size:
+        return True
+    largest = float(np.finfo("float32").max)
+    # A NaN is neither; extremes need no memory.
+    return -largest <= float(array.min()) and float(array.max()) <= largest
+
+
+def _read(file, name, rows=None):
+    """The values of a tensor; refuses what is no number."""
+    array = file.read(name, rows)
+    if not _is_finite(array):
+        raise ValueError(
+            f"Expected finite values of float32's range as {name!r} in "
+            f"{file[name].file}; received NaN, infinity or a larger value"
+        )
+    return array
 
 
 def _build(plan: Plan, task, overrides, activation):

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import keras
 import keras_hub
 
 from keras_moe.models.conversion.keras_hub_model import KerasHubModel
@@ -19,6 +20,8 @@ from keras_moe.models.conversion.tensor_file import TensorFile
 from keras_moe.models.conversion.timm_names import patches
 
 _ACTIVATIONS = {"gelu_approximate": "gelu_tanh"}
+# Ours beside Keras's.
+_OURS = ("gelu_tanh", "quick_gelu")
 _hub = keras_hub.models
 CLASSES = (
     _hub.ViTBackbone,
@@ -67,15 +70,43 @@ def keras_hub_plan(model) -> tuple[TensorFile, Plan]:
         plan = _tower(encoder, around, short)
     if layers:
         plan.notes = ("the text tower and the logits' scale are left out",)
+    if getattr(model, "preprocessor", None) is not None:
+        plan.notes += (
+            "the task's preprocessor is not carried over: the model takes the images "
+            "that it made",
+        )
+    policy = encoder.dtype_policy
+    if type(policy) is keras.DTypePolicy:
+        plan.arguments["dtype"] = policy.name
     return file, plan
 
 
 def _activation(name):
-    if not isinstance(name, str):
+    ours = _ACTIVATIONS.get(name, name) if isinstance(name, str) else None
+    try:
+        known = ours in _OURS or callable(keras.activations.get(ours))
+    except ValueError:
+        known = False
+    if ours is None or not known:
         raise ValueError(
-            f"Expected an activation by name; received: {name!r} in KerasHub's encoder"
+            "Expected an activation by a name that Keras knows; received: "
+            f"{name!r} in KerasHub's encoder"
         )
-    return _ACTIVATIONS.get(name, name)
+    return ours
+
+
+def _head_activation(classifier):
+    """Our name of the activation of a classifier's outputs."""
+    name = activation = classifier.activation
+    if callable(activation):
+        name = keras.activations.serialize(activation)
+    if name not in (None, "linear", "softmax", "sigmoid"):
+        raise ValueError(
+            "Expected a classifier's activation of None, 'linear', 'softmax' or "
+            f"'sigmoid'; received: activation={activation!r} of KerasHub's "
+            f"{type(classifier).__name__}"
+        )
+    return None if name == "linear" else name
 
 
 class _Names(dict):
@@ -145,11 +176,14 @@ def _vit(encoder, classifier, short):
     task = None
     if classifier is not None:
         pooling = {"token": "class_token", "gap": "average"}
+        activation = _head_activation(classifier)
         task = {
             "num_classes": classifier.num_classes,
             "pooling": pooling[classifier.pooling],
-            "activation": classifier.activation,
+            "activation": activation,
+            "multi_label": activation == "sigmoid",
             "representation_dim": classifier.intermediate_dim,
+            "dropout": classifier.dropout,
         }
         layouts.update(direct("predictions", "predictions/"))
         if classifier.intermediate_dim is not None:
@@ -167,6 +201,8 @@ def _vit(encoder, classifier, short):
             "class_token": encoder.use_class_token,
             "activation": "gelu",
             "layer_norm_epsilon": encoder.layer_norm_epsilon,
+            "dropout_rate": encoder.dropout_rate,
+            "attention_dropout": encoder.attention_dropout,
         },
         _resolved(layouts, names),
         task,

@@ -31,16 +31,21 @@ class NpzCheckpoint(TensorFile):
         self._offsets = {}
         try:
             self._zip = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile) as error:
+        except Exception as error:  # Damaged tables raise many kinds.
             raise ValueError(
                 f"Expected a whole .npz file at {path}; received: {error}. "
                 "The file is truncated or of another kind."
             ) from error
         try:
-            tensors = {
-                entry.filename.removesuffix(".npy"): self._info(path, entry)
-                for entry in self._zip.infolist()
-            }
+            tensors = {}
+            for entry in self._zip.infolist():
+                name = entry.filename.removesuffix(".npy")
+                if name == entry.filename or name in tensors:
+                    raise ValueError(
+                        f"Expected each member of {path} once, as .npy; received: "
+                        f"{entry.filename!r}"
+                    )
+                tensors[name] = self._info(path, entry)
         except BaseException:
             self._zip.close()
             raise
@@ -52,7 +57,7 @@ class NpzCheckpoint(TensorFile):
             with self._zip.open(entry) as stream:
                 shape, order, dtype = self._header(stream)
                 self._offsets[name] = stream.tell()
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        except Exception as error:  # Encrypted, of unknown compression, no header, ...
             raise ValueError(
                 f"Expected an .npy array as {name!r} in {path}; received: {error}"
             ) from error
@@ -60,6 +65,11 @@ class NpzCheckpoint(TensorFile):
             raise ValueError(
                 f"Expected plain numbers as {name!r} in {path}; received an array of "
                 "Python objects, which is never unpickled"
+            )
+        if not all(type(size) is int and size > 0 for size in shape):
+            raise ValueError(
+                f"Expected sizes of at least 1 of {name!r} in {path}; received: "
+                f"shape={shape}"
             )
         info = TensorInfo(shape, check_dtype(dtype.name, name, path), str(path))
         declared = self._offsets[name] + info.nbytes
@@ -97,7 +107,7 @@ class NpzCheckpoint(TensorFile):
                     done += piece
                 # The checksum is compared at the end alone.
                 stream.read(1)
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        except Exception as error:  # Each compression has its own.
             raise ValueError(
                 f"Expected whole values of {name!r} in {self.path}; received: {error}"
             ) from error

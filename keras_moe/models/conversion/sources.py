@@ -1,6 +1,5 @@
 """Where weights of others are: files, folders, handles, models in memory."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -13,6 +12,12 @@ from keras_hub.src.utils.preset_utils import check_file_exists, get_file
 
 from keras_moe.models.conversion import keras_hub_names
 from keras_moe.models.conversion.clip_names import clip_plan
+from keras_moe.models.conversion.configs import (
+    CONFIG,
+    PREPROCESSOR,
+    check_types,
+    read_object,
+)
 from keras_moe.models.conversion.google_names import google_plan
 from keras_moe.models.conversion.layouts import Plan
 from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
@@ -58,6 +63,9 @@ def _kind(source):
     if not isinstance(source, (str, os.PathLike)):
         return None
     text = os.fspath(source)
+    # A folder may have any name, such as that of a run's checkpoint.
+    if os.path.isdir(text) and not os.path.isfile(f"{text}.index"):
+        return "hub" if _is_hub_preset(text) else _folder_kind(text)
     if text.endswith(_PICKLES):
         raise _pickle(text)
     if text.endswith(".npz"):
@@ -67,18 +75,22 @@ def _kind(source):
     is_vmoe = text.startswith(_VMOE_BUCKET) or text.endswith(".index")
     if is_vmoe or os.path.isfile(f"{text}.index"):
         return "vmoe"
-    if any(
-        text in cls.presets
+    if _is_hub_preset(text):
+        return "hub"
+    if text.startswith(("hf://", "kaggle://")):
+        return _folder_kind(text)
+    return None
+
+
+def _is_hub_preset(name):
+    return any(
+        name in cls.presets
         for cls in (
             keras_hub.models.ViTBackbone,
             keras_hub.models.CLIPBackbone,
             keras_hub.models.SigLIPBackbone,
         )
-    ):
-        return "hub"
-    if os.path.isdir(text) or text.startswith(("hf://", "kaggle://")):
-        return _folder_kind(text)
-    return None
+    )
 
 
 def _pickle(source):
@@ -90,7 +102,13 @@ def _pickle(source):
 
 
 def _folder_kind(folder):
-    config = _json(folder, "config.json", default={})
+    try:
+        config = _json(folder, "config.json")
+    except ValueError:
+        # Without weights of others it is a preset: its loader names what is wrong.
+        if _weights_file(folder) is None:
+            return None
+        raise
     if "registered_name" in config:
         package, _, name = str(config["registered_name"]).rpartition(">")
         names = [cls.__name__ for cls in keras_hub_names.CLASSES]
@@ -117,16 +135,12 @@ def _has(folder, name):
         return False
 
 
-def _json(folder, name, default=None):
-    """The content of a JSON file; `default` where there is none, or no way to it."""
+def _json(folder, name, types=None):
+    """The content of a JSON file, `{}` where there is none; a damaged one raises."""
     if not _has(folder, name):
-        return default
-    path = get_file(folder, name)
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return default
-    return content if isinstance(content, dict) else default
+        return {}
+    content = read_object(get_file(folder, name))
+    return check_types(content, types or {}, f"{folder}/{name}")
 
 
 def _weights_file(folder):
@@ -163,7 +177,7 @@ def open_source(source: Any, overrides: dict) -> tuple[TensorFile, Plan]:
             f"model or preset, or hf://, kaggle://, gs:// of them; received: {source!r}"
         )
     if kind == "hub":
-        return _open_hub(source)
+        return keras_hub_names.keras_hub_plan(hub_model(source))
     text = os.fspath(source)
     config = {}
     if kind == "npz":
@@ -198,10 +212,12 @@ def open_source(source: Any, overrides: dict) -> tuple[TensorFile, Plan]:
 
 def _configs(folder):
     """timm's, transformers' or OpenCLIP's config, with the preprocessor's."""
-    config = _json(folder, "config.json", default={})
-    config = {**config, **_json(folder, "open_clip_config.json", default={})}
-    config["preprocessor"] = _json(folder, "preprocessor_config.json", default={})
-    return config if any(config.values()) else {}
+    config = {
+        **_json(folder, "config.json", CONFIG),
+        **_json(folder, "open_clip_config.json", CONFIG),
+    }
+    preprocessor = _json(folder, "preprocessor_config.json", PREPROCESSOR)
+    return {**config, "preprocessor": preprocessor} if preprocessor else config
 
 
 def _open_folder(folder):
@@ -215,16 +231,20 @@ def _open_folder(folder):
     return SafetensorsCheckpoint(path, {file: get_file(folder, file) for file in files})
 
 
-def _open_hub(source):
-    if not isinstance(source, keras_hub_names.CLASSES):
-        source = os.fspath(source)
-        cls = keras_hub.models.Backbone
-        if _has(source, "task.json"):
-            task = _json(source, "task.json", default={})
-            if str(task.get("registered_name", "")).endswith(">ViTImageClassifier"):
-                cls = keras_hub.models.ViTImageClassifier
-        source = cls.from_preset(source)
-    return keras_hub_names.keras_hub_plan(source)
+def hub_model(source: Any) -> keras.Model:
+    """KerasHub's own model of a source: of a classifier's preset the classifier.
+
+    Args:
+        source: such a model, which is returned, or a preset.
+    """
+    if isinstance(source, keras_hub_names.CLASSES):
+        return source
+    source = os.fspath(source)
+    cls = keras_hub.models.Backbone
+    task = _json(source, "task.json")
+    if str(task.get("registered_name", "")).endswith(">ViTImageClassifier"):
+        cls = keras_hub.models.ViTImageClassifier
+    return cls.from_preset(source)
 
 
 def _local_vmoe(prefix):

@@ -1,5 +1,6 @@
 """What every checkpoint reader offers: names, shapes, and one tensor at a time."""
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ class TensorInfo(NamedTuple):
     def nbytes(self) -> int:
         """Its size in bytes, as stored."""
         size = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
-        return size * int(np.prod(self.shape, dtype="int64"))
+        return size * math.prod(self.shape)
 
 
 class TensorFile(Mapping):

@@ -1,8 +1,10 @@
 """timm's names of ViTs and MLP-Mixers."""
 
 import re
+from pathlib import Path
 from typing import Any
 
+from keras_moe.models.conversion.configs import agree
 from keras_moe.models.conversion.layouts import (
     Direct,
     Filled,
@@ -22,13 +24,21 @@ from keras_moe.models.conversion.layouts import (
 _KERNELS = "stem.proj.weight", "patch_embed.proj.weight"
 # Architectures that only their names tell from ViTs: blocks that normalise last, and
 # rotary positions.
-_OTHERS = re.compile(r"_(rpn|rope|xp|18x2)_")
+_OTHERS = re.compile(r"_(rpn|rope|xp|18x2)_|vit_pe_|dinov3")
 _FAMILIES = ("vit_", "deit_", "deit3_", "flexivit_", "mixer_", "test_vit")
-# Those with GELU in its tanh form, and those with another number of heads than usual.
+# Those with GELU in its tanh form, the blocks of the sizes, and those with another
+# number of heads than usual.
 _TANH = re.compile(
     r"vit_((base_patch32|so400m_patch16|giantopt_patch16)_siglip_"
     r"|large_patch16_siglip_(gap_)?512)"
 )
+_DEPTHS = {
+    "vit_tiny_": 12, "vit_small_": 12, "vit_base_": 12, "vit_large_": 24,
+    "vit_huge_": 32, "deit_tiny_": 12, "deit_small_": 12, "deit_base_": 12,
+    "deit3_small_": 12, "deit3_base_": 12, "deit3_large_": 24, "deit3_huge_": 32,
+    "mixer_s16_": 8, "mixer_s32_": 8, "mixer_b16_": 12, "mixer_b32_": 12,
+    "mixer_l16_": 24, "mixer_l32_": 24, "vit_small_patch16_36x1_": 36,
+}  # fmt: skip
 _HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt_": 16, "test_vit": 2}
 # Arguments of a model that we know the meaning of.
 _ARGUMENTS = (
@@ -62,6 +72,14 @@ def timm_plan(file, config: dict, overrides: dict) -> Plan | None:
             "Expected an architecture of timm that is a plain ViT or MLP-Mixer; "
             f"received: architecture={architecture!r} in {file.path}"
         )
+    # Without a config, the names of file and folder may be all that tells.
+    path = Path(file.path)
+    named = _OTHERS.search(f"{path.parent.name}/{path.name}")
+    if "architecture" not in config and named:
+        raise ValueError(
+            "Expected an architecture of timm that is a plain ViT or MLP-Mixer; "
+            f"received: {named[0]!r} in the name of {file.path}"
+        )
     unknown = sorted(set(config.get("model_args", {})) - set(_ARGUMENTS))
     if unknown:
         raise ValueError(
@@ -69,6 +87,42 @@ def timm_plan(file, config: dict, overrides: dict) -> Plan | None:
             f"of {file.path}"
         )
     return _mixer(file, config) if is_mixer else _vit(file, config, overrides)
+
+
+def _check_sizes(file, config, hidden_dim, num_blocks, depth):
+    """Refuses tensors that are not those of the config: `depth` is timm's name."""
+    given = {**config, **config.get("model_args", {})}
+    architecture = config.get("architecture", "")
+    by_name = [d for start, d in _DEPTHS.items() if architecture.startswith(start)]
+    if by_name and depth not in given:
+        given[depth] = by_name[-1]
+    # timm's number of features is that of its embeddings.
+    sizes = {"num_features": hidden_dim, "embed_dim": hidden_dim, depth: num_blocks}
+    if "embed_dim" in given:
+        del sizes["num_features"]
+    num_classes = 0
+    if "head.weight" in file:
+        num_classes = required(file, "head.weight", 2)[0]
+    agree(file, given, **sizes, num_classes=num_classes)
+
+
+def _assumed(given, is_mixer, class_token, arguments, told_heads):
+    """Notes about what neither weights nor config tell."""
+    notes = []
+    if "mean" not in given.get("pretrained_cfg", {}):
+        notes.append("mean=0.5 and std=0.5 of the images (no config says them)")
+    if "architecture" not in given:
+        epsilon = arguments["layer_norm_epsilon"]
+        notes.append(f"layer_norm_epsilon={epsilon} (no config says it)")
+        if not told_heads and not is_mixer:
+            notes.append(
+                f"num_heads={arguments['num_heads']} (no config says it: the usual "
+                "one of the size)"
+            )
+    if "global_pool" not in given and not is_mixer:
+        pooling = "class token's" if class_token else "average"
+        notes.append(f"pooling: the {pooling} (no config says it)")
+    return tuple(f"assumed: {note}" for note in notes)
 
 
 def normalization(config: dict, channels: int) -> Normalization | None:
@@ -116,6 +170,7 @@ def _vit(file, config, overrides):
     given = {**config, **config.get("model_args", {})}
     hidden_dim, channels, height, width = required(file, _KERNELS[1], 4)
     blocks = numbered(file, r"blocks\.(\d+)\.")
+    _check_sizes(file, config, hidden_dim, len(blocks), "depth")
     if "reg_token" in file:
         raise ValueError(
             "Expected a ViT without register tokens, which ours has not; received: "
@@ -189,7 +244,8 @@ def _vit(file, config, overrides):
     else:
         task = None
     layouts = {**layouts, **final, **pooler, **head}
-    return Plan("ViT (timm)", "ViTBackbone", arguments, layouts, task)
+    notes = _assumed(given, False, class_token, arguments, num_heads)
+    return Plan("ViT (timm)", "ViTBackbone", arguments, layouts, task, notes=notes)
 
 
 def fused_attention(place, qkv, output, has_bias=True, scale=None):
@@ -263,6 +319,7 @@ def _attention_pool(file):
 def _mixer(file, config):
     hidden_dim, channels, height, width = required(file, _KERNELS[0], 4)
     blocks = numbered(file, r"blocks\.(\d+)\.")
+    _check_sizes(file, config, hidden_dim, len(blocks), "num_blocks")
     token_mlp, tokens = required(file, "blocks.0.mlp_tokens.fc1.weight", 2)
     grid = square_grid(tokens, False, file.path)
     images = normalization(config, channels)
@@ -277,19 +334,21 @@ def _mixer(file, config):
         layouts.update(_mlp(f"{ours}/token_mlp", f"{block}mlp_tokens."))
         layouts.update(_mlp(f"{ours}/mlp", f"{block}mlp_channels."))
     head, task = _head(file)
+    arguments = {
+        "image_shape": (grid * height, grid * width, channels),
+        "patch_size": height if height == width else (height, width),
+        "hidden_dim": hidden_dim,
+        "num_layers": len(blocks),
+        "token_mlp_dim": token_mlp,
+        "mlp_dim": required(file, "blocks.0.mlp_channels.fc1.weight", 2)[0],
+        "activation": "gelu",
+        "layer_norm_epsilon": 1e-6,
+    }
     return Plan(
         "MLP-Mixer (timm)",
         "MixerBackbone",
-        {
-            "image_shape": (grid * height, grid * width, channels),
-            "patch_size": height if height == width else (height, width),
-            "hidden_dim": hidden_dim,
-            "num_layers": len(blocks),
-            "token_mlp_dim": token_mlp,
-            "mlp_dim": required(file, "blocks.0.mlp_channels.fc1.weight", 2)[0],
-            "activation": "gelu",
-            "layer_norm_epsilon": 1e-6,
-        },
+        arguments,
         {**layouts, **head},
         task,
+        notes=_assumed(config, True, False, arguments, None),
     )

@@ -261,6 +261,11 @@ def _foreign(path, error):
 
 def _leaves(tree, path, file):
     """Names and entries as JAX flattens them: keys sorted as strings."""
+    if not all(isinstance(key, str) for key in tree):
+        raise ValueError(
+            f"Expected names as keys of {'/'.join(path) or 'the index'!r} in {file}; "
+            f"received: {list(tree)[:5]}"
+        )
     for key in sorted(tree):
         value = tree[key]
         if isinstance(value, dict):

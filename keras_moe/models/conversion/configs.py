@@ -1,0 +1,141 @@
+"""What publishers say of their weights in JSON: its types, and that it fits them."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def read_object(path: str | os.PathLike) -> dict:
+    """The content of a JSON file that holds an object.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: naming the file, if it is not whole or of another kind.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError) as error:
+        raise ValueError(
+            f"Expected whole JSON in {path}; received: {error}. "
+            "The file is truncated or of another kind."
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"Expected a JSON object in {path}; received: {type(content).__name__}"
+        )
+    return content
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer of at least 0 (and no bool)."""
+    return type(value) is int and value >= 0
+
+
+def _is_number(value):
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _numbers(test):
+    return lambda value: isinstance(value, list) and value and all(map(test, value))
+
+
+_TEXT = "a string", lambda value: isinstance(value, str)
+_BOOL = "true or false", lambda value: isinstance(value, bool)
+_COUNT = "an integer of at least 0", is_count
+_SIZE = "an integer of at least 1", lambda value: is_count(value) and value > 0
+_EPSILON = "a number above 0", lambda value: _is_number(value) and value > 0
+_SIZES = (
+    "an integer of at least 1, or a list of such",
+    lambda value: _SIZE[1](value) or _numbers(_SIZE[1])(value),
+)
+_MEAN = "a list of numbers", _numbers(_is_number)
+_STD = "a list of numbers above 0", _numbers(_EPSILON[1])
+
+_TIMM = {
+    "num_classes": _COUNT,
+    "global_pool": _TEXT,
+    "act_layer": _TEXT,
+    "embed_dim": _SIZE,
+    "depth": _SIZE,
+    "num_blocks": _SIZE,
+    "num_heads": _SIZE,
+    "img_size": _SIZES,
+}
+_TOWER = {
+    "hidden_size": _SIZE,
+    "intermediate_size": _SIZE,
+    "num_hidden_layers": _SIZE,
+    "num_attention_heads": _SIZE,
+    "hidden_act": _TEXT,
+    "layer_norm_eps": _EPSILON,
+}
+# What is read of a config; a dict stands for an object with such entries.
+CONFIG = {
+    **_TIMM,
+    **_TOWER,
+    "architecture": _TEXT,
+    "num_features": _SIZE,
+    "model_args": _TIMM,
+    "pretrained_cfg": {"input_size": _SIZES, "mean": _MEAN, "std": _STD},
+    "vision_config": _TOWER,
+    "model_cfg": {
+        "embed_dim": _SIZE,
+        "quick_gelu": _BOOL,
+        "vision_cfg": {"width": _SIZE, "head_width": _SIZE},
+    },
+    "preprocess_cfg": {"mean": _MEAN, "std": _STD},
+}
+PREPROCESSOR = {"image_mean": _MEAN, "image_std": _STD}
+
+
+def check_types(content: dict, types: dict, path: str, place: str = "") -> dict:
+    """`content`, if what is read of it is of the right types.
+
+    Args:
+        content: of a config.
+        types: what to expect: `CONFIG` or `PREPROCESSOR`.
+        path: the file, for messages.
+        place: where in the file, for messages.
+
+    Raises:
+        ValueError: naming the file and the entry.
+    """
+    for name, expected in types.items():
+        if name not in content:
+            continue
+        value, where = content[name], f"{place}{name}"
+        if isinstance(expected, dict):
+            if not isinstance(value, dict):
+                raise ValueError(
+                    f"Expected an object as {where!r} in {path}; received: {value!r}"
+                )
+            check_types(value, expected, path, f"{where}.")
+        elif not expected[1](value):
+            raise ValueError(
+                f"Expected {expected[0]} as {where!r} in {path}; received: {value!r}"
+            )
+    return content
+
+
+def agree(file, config: dict, **found) -> None:
+    """Refuses weights whose sizes are not those of their config.
+
+    Args:
+        file: a `TensorFile`.
+        config: with the sizes that the publisher says, if it says them.
+        **found: the sizes that the tensors have, by their names in the config.
+
+    Raises:
+        ValueError: naming the size: the file may miss its last blocks, or the
+            config is another model's.
+    """
+    for name, size in found.items():
+        if config.get(name, size) != size:
+            raise ValueError(
+                f"Expected {name}={config[name]!r} of the tensors in {file.path}, as "
+                f"config.json says; received: {size}"
+            )
