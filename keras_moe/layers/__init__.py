@@ -18,6 +18,7 @@ from keras_moe.layers.position_embedding import (
 )
 from keras_moe.layers.self_attention import SelfAttention
 from keras_moe.layers.token_mlp import TokenMLP
+from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 
 __all__ = [
     "MLP",
@@ -34,6 +35,7 @@ __all__ = [
     "SelfAttention",
     "TokenMLP",
     "TokenPooling",
+    "ZeroComputationExperts",
     "fold_channels",
     "gelu_tanh",
     "quick_gelu",

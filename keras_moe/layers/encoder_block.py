@@ -62,7 +62,8 @@ class EncoderBlock(keras.layers.Layer):
         rematerialize: bool = False,
         **kwargs,
     ):
-        super().__init__(**kwargs)
+        # Tokens are cast in `call`; logits that an MoE block may get stay float32.
+        super().__init__(autocast=False, **kwargs)
         self.token_mixer = layer_argument(token_mixer, "token_mixer")
         self.feed_forward = layer_argument(feed_forward, "feed_forward")
         self.dropout = check_dropout("dropout", dropout)
@@ -90,6 +91,7 @@ class EncoderBlock(keras.layers.Layer):
         return tokens + self.dropout_layer(x, training=training)
 
     def call(self, tokens: Any, training: bool | None = None) -> Any:
+        tokens = keras.ops.cast(tokens, self.compute_dtype)
         if self.rematerialize and training:
             return rematerialized(self, lambda x: self._run(x, training), tokens)
         return self._run(tokens, training)
@@ -151,6 +153,8 @@ class MoEEncoderBlock(EncoderBlock):
 
     Call arguments:
         tokens: (B, N, D).
+        previous_logits: float32 (B, N, E), the `Routing.logits` of the MoE block
+            before, for routers with `gating_residual`.
         training: passed on.
 
     Output shape:
@@ -171,12 +175,30 @@ class MoEEncoderBlock(EncoderBlock):
     (1, 4, 2)
     """
 
-    def _run(self, tokens, training):
+    def call(
+        self,
+        tokens: Any,
+        previous_logits: Any = None,
+        training: bool | None = None,
+    ) -> tuple[Any, Any]:
+        tokens = keras.ops.cast(tokens, self.compute_dtype)
+        inputs = (tokens,) if previous_logits is None else (tokens, previous_logits)
+        if self.rematerialize and training:
+            return rematerialized(
+                self, lambda *inputs: self._run_moe(training, *inputs), *inputs
+            )
+        return self._run_moe(training, *inputs)
+
+    def _run_moe(self, training, tokens, previous_logits=None):
         tokens = self._mix(tokens, training)
         x = self.feed_forward_norm(tokens)
-        x, routing = self.feed_forward(x, training=training)
+        x, routing = self.feed_forward(
+            x, previous_logits=previous_logits, training=training
+        )
         return tokens + x, routing
 
-    def compute_output_spec(self, tokens, training=None):
+    def compute_output_spec(self, tokens, previous_logits=None, training=None):
         tokens = keras.KerasTensor(tokens.shape, self.compute_dtype)
-        return self.feed_forward.compute_output_spec(tokens)
+        return self.feed_forward.compute_output_spec(
+            tokens, previous_logits=previous_logits
+        )

@@ -1,4 +1,4 @@
-"""The experts: E two-layer MLPs, each one batched matmul.
+"""The experts: E MLPs, whose layers are one batched matmul each.
 
 Axes: G groups, E experts, C capacity, R rows, D hidden, H mlp.
 """
@@ -12,12 +12,9 @@ from keras import ops
 from keras_moe.layers import activations
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import check_dropout
-from keras_moe.ops.checks import check_integer
+from keras_moe.ops.checks import check_bool, check_integer
 from keras_moe.ops.grouped_matmul import grouped_matmul
 
-# The weights in the order in which they are saved.
-_WEIGHTS = ("hidden_kernel", "hidden_bias", "output_kernel", "output_bias")
-_SCALES = ("hidden_scale", "output_scale")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -39,6 +36,10 @@ class Experts(keras.layers.Layer):
         activation: `"gelu_tanh"` (the JAX models'), or any that Keras knows.
         dropout: after each of the two layers (V-MoE's expert dropout).
         shared_initialization: start all experts from the same values, as V-MoE does.
+        gated: multiply the activation of a second hidden layer into the first, as
+            SwiGLU does with `activation="silu"`: `output(activation(gate(x)) *
+            hidden(x))`.
+        use_bias: give the layers biases; SwiGLU experts mostly have none.
         seed: of the dropout.
         lora_rank: None, or the rank for `enable_lora` at build time.
         lora_alpha: see `enable_lora`.
@@ -58,7 +59,8 @@ class Experts(keras.layers.Layer):
             of experts.
 
     Reference:
-        *Routers in Vision Mixture of Experts*, equation 1.
+        *Routers in Vision Mixture of Experts*, equation 1; *GLU Variants Improve
+        Transformer*, for gated experts.
 
     Example:
 
@@ -76,6 +78,8 @@ class Experts(keras.layers.Layer):
         activation: Any = "gelu_tanh",
         dropout: float = 0.0,
         shared_initialization: bool = True,
+        gated: bool = False,
+        use_bias: bool = True,
         seed: int | None = None,
         lora_rank: int | None = None,
         lora_alpha: float | None = None,
@@ -87,6 +91,8 @@ class Experts(keras.layers.Layer):
         self.activation = activations.get(activation)
         self.dropout = check_dropout("dropout", dropout)
         self.shared_initialization = shared_initialization
+        self.gated = check_bool("gated", gated)
+        self.use_bias = check_bool("use_bias", use_bias)
         self.seed = seed
         if lora_rank is not None:
             lora_rank = check_integer("lora_rank", lora_rank)
@@ -120,22 +126,34 @@ class Experts(keras.layers.Layer):
         bias = PerExpert(
             keras.initializers.RandomNormal(stddev=1e-6), self.shared_initialization
         )
-        self.hidden_bias = self.add_weight(
-            name="hidden_bias", shape=(self.num_experts, self.mlp_dim), initializer=bias
-        )
-        self.output_bias = self.add_weight(
-            name="output_bias", shape=(self.num_experts, dim), initializer=bias
-        )
+        if self.use_bias:
+            for layer in self._layer_names:
+                name, size = f"{layer}_bias", dim if layer == "output" else self.mlp_dim
+                bias_weight = self.add_weight(
+                    name=name, shape=(self.num_experts, size), initializer=bias
+                )
+                setattr(self, name, bias_weight)
+        self._dim = dim
         # `enable_lora` is for built layers.
         self.built = True
         if self.lora_rank is not None:
             self.enable_lora(self.lora_rank, self.lora_alpha)
 
+    @property
+    def _layer_names(self):
+        return ("hidden", "output", "gate") if self.gated else ("hidden", "output")
+
+    @property
+    def _weight_names(self):
+        """The weights in the order in which they are saved."""
+        parts = ("kernel", "bias") if self.use_bias else ("kernel",)
+        return [f"{layer}_{part}" for layer in self._layer_names for part in parts]
+
     def _kernel_shapes(self, dim):
-        return {
-            "hidden_kernel": (self.num_experts, dim, self.mlp_dim),
-            "output_kernel": (self.num_experts, self.mlp_dim, dim),
-        }
+        inner = (self.num_experts, dim, self.mlp_dim)
+        shapes = {"hidden": inner, "output": (self.num_experts, self.mlp_dim, dim)}
+        shapes["gate"] = inner
+        return {f"{layer}_kernel": shapes[layer] for layer in self._layer_names}
 
     def call(
         self, inputs: Any, group_sizes: Any = None, training: bool | None = None
@@ -146,7 +164,7 @@ class Experts(keras.layers.Layer):
         # One matmul per layer and expert over the slots of all groups.
         x = ops.transpose(inputs, (1, 0, 2, 3))
         x = ops.reshape(x, (num_experts, num_groups * capacity, dim))
-        x = self._two_layers(
+        x = self._mlp(
             x, ops.matmul, lambda weight: ops.expand_dims(weight, 1), training
         )
         x = ops.reshape(x, (num_experts, num_groups, capacity, dim))
@@ -161,12 +179,12 @@ class Experts(keras.layers.Layer):
         def times(x, kernels):
             return grouped_matmul(x, ops.convert_to_tensor(kernels), group_sizes)
 
-        return self._two_layers(
+        return self._mlp(
             rows, times, lambda weight: ops.take(weight, owner, axis=0), training
         )
 
-    def _two_layers(self, x, times, of_expert, training):
-        """Both layers on x, sorted by expert.
+    def _mlp(self, x, times, of_expert, training):
+        """The layers on x, sorted by expert.
 
         Args:
             x: (E, G C, D) or (R, D).
@@ -174,9 +192,14 @@ class Experts(keras.layers.Layer):
             of_expert: (E, X) to the shape of x, each expert's where its rows are.
             training: whether dropout applies.
         """
-        x = self._linear("hidden", x, times, of_expert)
-        x = self._drop(self.activation(x), training)
-        x = self._linear("output", x, times, of_expert)
+        hidden = self._linear("hidden", x, times, of_expert)
+        if self.gated:
+            gate = self._linear("gate", x, times, of_expert)
+            hidden = self.activation(gate) * hidden
+        else:
+            hidden = self.activation(hidden)
+        hidden = self._drop(hidden, training)
+        x = self._linear("output", hidden, times, of_expert)
         return self._drop(x, training)
 
     def _linear(self, layer, x, times, of_expert):
@@ -192,7 +215,9 @@ class Experts(keras.layers.Layer):
             a, b = self._lora_pair(layer)
             change = times(times(x, ops.cast(a, x.dtype)), ops.cast(b, x.dtype))
             outputs = outputs + self._lora_scaling * change
-        return outputs + of_expert(getattr(self, f"{layer}_bias"))
+        if self.use_bias:
+            outputs = outputs + of_expert(getattr(self, f"{layer}_bias"))
+        return outputs
 
     def _drop(self, x, training):
         if not training or self.seed_generator is None:
@@ -231,8 +256,8 @@ class Experts(keras.layers.Layer):
                 f"received: built={self.built}, lora_enabled={self.lora_enabled}"
             )
         self._tracker.unlock()
-        dim = self.output_bias.shape[-1]
-        for name, (num_experts, inputs, outputs) in self._kernel_shapes(dim).items():
+        shapes_of_kernels = self._kernel_shapes(self._dim)
+        for name, (num_experts, inputs, outputs) in shapes_of_kernels.items():
             layer = name.removesuffix("_kernel")
             shapes = {
                 "a": (num_experts, inputs, rank),
@@ -247,7 +272,7 @@ class Experts(keras.layers.Layer):
                     dtype="float32",
                 )
                 setattr(self, f"{layer}_lora_{part}", pair_weight)
-        for name in _WEIGHTS:
+        for name in self._weight_names:
             getattr(self, name).trainable = False
         self._tracker.lock()
         self.lora_enabled = True
@@ -288,15 +313,14 @@ class Experts(keras.layers.Layer):
         quantizer = getattr(config, "weight_quantizer", None)
         if quantizer is None:
             quantizer = keras.quantizers.AbsMaxQuantizer(axis=0)
-        dim = self.output_bias.shape[-1]
         values = {}
-        for layer in ("hidden", "output"):
+        for layer in self._layer_names:
             kernel = ops.convert_to_numpy(
                 ops.cast(getattr(self, f"{layer}_kernel"), "float32")
             )
             values.update(_int8(layer, kernel, quantizer))
             delattr(self, f"{layer}_kernel")
-        self._add_int8_kernels(dim)
+        self._add_int8_kernels(self._dim)
         for name, value in values.items():
             getattr(self, name).assign(value)
         policy = self.dtype_policy
@@ -333,7 +357,7 @@ class Experts(keras.layers.Layer):
     def save_own_variables(self, store):
         values = {name: getattr(self, name) for name in self._saved_weights()}
         if self.lora_enabled:
-            for layer in ("hidden", "output"):
+            for layer in self._layer_names:
                 values.update(self._merged(layer))
         for index, value in enumerate(values.values()):
             store[str(index)] = value
@@ -350,12 +374,13 @@ class Experts(keras.layers.Layer):
             getattr(self, name).assign(store[str(index)])
         if self.lora_enabled:
             # What is stored has the pairs in it.
-            for layer in ("hidden", "output"):
+            for layer in self._layer_names:
                 _, b = self._lora_pair(layer)
                 b.assign(ops.zeros(b.shape))
 
     def _saved_weights(self):
-        return _WEIGHTS if self.quantization_mode is None else (*_WEIGHTS, *_SCALES)
+        scales = [f"{layer}_scale" for layer in self._layer_names]
+        return self._weight_names + (scales if self.quantization_mode else [])
 
     def _merged(self, layer):
         """The kernel with its low-rank pairs in it, as it is stored."""
@@ -380,11 +405,13 @@ class Experts(keras.layers.Layer):
 
     def expert_parameters(self, dim: int) -> int:
         """The number of parameters of one expert."""
-        return 2 * dim * self.mlp_dim + self.mlp_dim + dim
+        num_layers = len(self._layer_names)
+        biases = (num_layers - 1) * self.mlp_dim + dim if self.use_bias else 0
+        return num_layers * dim * self.mlp_dim + biases
 
     def flops(self, num_tokens: int, dim: int) -> int:
         """Floating-point operations of `num_tokens` slots (2 per multiply-add)."""
-        return 4 * num_tokens * dim * self.mlp_dim
+        return 2 * len(self._layer_names) * num_tokens * dim * self.mlp_dim
 
     def get_config(self):
         config = super().get_config()
@@ -394,6 +421,8 @@ class Experts(keras.layers.Layer):
             activation=activations.serialize(self.activation),
             dropout=self.dropout,
             shared_initialization=self.shared_initialization,
+            gated=self.gated,
+            use_bias=self.use_bias,
             seed=self.seed,
             lora_rank=self.lora_rank,
             lora_alpha=self.lora_alpha,

@@ -14,12 +14,20 @@ from keras_moe.layers.experts import Experts
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
 from keras_moe.ops.capacity import expert_capacity
-from keras_moe.ops.checks import check_argument_names, check_integer, check_one_of
+from keras_moe.ops.checks import (
+    check_argument_names,
+    check_bool,
+    check_integer,
+    check_one_of,
+    check_positive,
+)
+from keras_moe.ops.expert_kinds import expert_kinds
 from keras_moe.routers import (
-    ROUTERS,
+    PathwayAwareRouter,
     SoftmaxAffinity,
     SoftRouter,
     TokenChoiceRouter,
+    class_of_kinds,
 )
 
 
@@ -45,6 +53,13 @@ def feed_forward_layers(
     expert_dropout: float,
     shared_expert_initialization: bool,
     dispatcher: str,
+    zero_experts: int,
+    copy_experts: int,
+    constant_experts: Any,
+    tau: float,
+    gating_residual: bool,
+    gated_experts: bool,
+    expert_activation: Any,
     activation: Any,
     dropout_rate: float,
     seeds: Callable,
@@ -70,12 +85,19 @@ def feed_forward_layers(
     if images_per_group is not None:
         check_integer("images_per_group", images_per_group)
     moe_indices = resolve_moe_layers(moe_layers, num_layers)
+    kinds = expert_kinds(num_experts, zero_experts, copy_experts, constant_experts)
+    check_positive("tau", tau)
+    check_bool("gating_residual", gating_residual)
 
     def moe(index):
+        # The first MoE layer has none before it.
+        has_residual = gating_residual and index != min(moe_indices, default=index)
         router_layer = _router(
             router,
             num_tokens,
-            num_experts,
+            kinds,
+            tau,
+            has_residual,
             num_selected_experts,
             capacity_factor,
             eval_capacity_factor,
@@ -92,9 +114,10 @@ def feed_forward_layers(
             Experts(
                 num_experts,
                 expert_mlp_dim or mlp_dim,
-                activation=activation,
+                activation=expert_activation or activation,
                 dropout=expert_dropout,
                 shared_initialization=shared_expert_initialization,
+                gated=gated_experts,
                 seed=seeds(index, 2),
                 dtype=dtype,
                 name="experts",
@@ -122,7 +145,9 @@ def feed_forward_layers(
 def _router(
     name,
     num_tokens,
-    num_experts,
+    kinds,
+    tau,
+    gating_residual,
     num_selected_experts,
     capacity_factor,
     eval_capacity_factor,
@@ -135,15 +160,17 @@ def _router(
     given,
 ):
     """The router of that name; `given` arguments of its class go before ours."""
-    cls, arguments = ROUTERS[check_one_of("router", name, list(ROUTERS))]
+    cls, arguments = class_of_kinds(name, kinds, gating_residual)
     names = inspect.signature(cls.__init__).parameters
     # An image is one modality, and every block has a seed of its own.
     not_here = ("self", "kwargs", "num_experts", "seed")
-    not_here = (*not_here, "num_modalities", "expert_pools")
+    not_here = (*not_here, "num_modalities", "expert_pools", "tau", "gating_residual")
+    not_here = (*not_here, "zero_experts", "copy_experts", "constant_experts")
     names = [name for name in names if name not in not_here]
     check_argument_names(given, names, f"{cls.__name__} in a backbone")
     dropless = given.get("dropless", dropless)
-    if cls is not TokenChoiceRouter and dropless:
+    is_token_choice = issubclass(cls, TokenChoiceRouter)
+    if not is_token_choice and dropless:
         raise ValueError(
             "Expected a token choice router for dropless=True; "
             f"received: router={name!r}"
@@ -160,12 +187,12 @@ def _router(
             # A number of slots gives the weights a shape before they are built.
             given["num_slots"] = expert_capacity(
                 num_tokens,
-                num_experts,
+                kinds.ffn,
                 factor or capacity_factor,
                 1 if factor else num_selected_experts,
                 rounding=given["capacity_rounding"],
             )
-        return cls(num_experts, **{"seed": seed, **given})
+        return cls(kinds.ffn, **{"seed": seed, **given})
     if given.get("capacity") is not None or dropless:
         capacity_factor = None
     ours = {
@@ -176,7 +203,9 @@ def _router(
         "noise_std": noise_std,
         "seed": seed,
     }
-    if cls is TokenChoiceRouter:
+    if cls is PathwayAwareRouter:
+        ours.update(tau=tau, gating_residual=gating_residual)
+    if is_token_choice:
         ours.update(
             num_selected_experts=num_selected_experts,
             dropless=dropless,
@@ -188,14 +217,16 @@ def _router(
         for factor in ("capacity_factor", "eval_capacity_factor"):
             if ours[factor] is not None:
                 ours[factor] *= num_selected_experts
-    return cls(num_experts, **{**arguments, **ours, **given})
+    return cls(kinds.total, **{**arguments, **ours, **given})
 
 
 def _losses(auxiliary_losses, router):
-    """The auxiliary losses; `"auto"` is V-MoE's for the router that needs them."""
+    """The auxiliary losses; `"auto"` is V-MoE's or MoE++'s for the routers of these."""
     if not isinstance(auxiliary_losses, str):
         return auxiliary_losses
     check_one_of("auxiliary_losses", auxiliary_losses, ("auto",))
+    if isinstance(router, PathwayAwareRouter):
+        return {"heterogeneous_balance": 0.01}
     is_vmoe = isinstance(router, TokenChoiceRouter) and isinstance(
         router.affinity, SoftmaxAffinity
     )

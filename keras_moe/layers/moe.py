@@ -11,14 +11,16 @@ from keras import ops, tree
 
 from keras_moe import losses, routers
 from keras_moe.layers.nested import build_once, layer_argument
-from keras_moe.ops.checks import check_integer
+from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
+from keras_moe.ops.checks import check_integer, check_positive
 from keras_moe.ops.dispatch import (
     combine,
     combine_einsum,
     dispatch,
     dispatch_einsum,
 )
-from keras_moe.ops.routing import RaggedPlan, Routing
+from keras_moe.ops.expert_kinds import expert_kinds
+from keras_moe.ops.routing import HeterogeneousPlan, RaggedPlan, Routing
 
 DISPATCHERS = {
     "index": (dispatch, combine),
@@ -37,10 +39,15 @@ class MoE(keras.layers.Layer):
     `SoftRouter` it is always. A token that no expert serves gets zeros: in a
     transformer the residual carries it.
 
+    Beside the feed-forward experts there may be MoE++'s zero-computation experts, which
+    act on their tokens in place: `zero_experts` give 0, `copy_experts` the token,
+    `constant_experts` a mixture of it and a trained vector. By name the router is then
+    a `PathwayAwareRouter`, which limits capacity by kind.
+
     Args:
         router: the name of a router, such as `"softmax_token_choice"` or `"soft"` (see
             `keras_moe.routers.get`), or a router layer such as `TokenChoiceRouter`.
-        experts: an `Experts` layer with the router's number of experts.
+        experts: an `Experts` layer with the router's number of feed-forward experts.
         group_size: S, tokens per group; None makes one group of the whole batch.
             Images stay whole groups where the router wants them so.
         auxiliary_losses: a dict from name to weight such as
@@ -50,6 +57,12 @@ class MoE(keras.layers.Layer):
         dispatcher: how experts with a capacity get their tokens: `"index"` (gathers;
             memory linear in tokens) or `"einsum"` (dense one-hot tensors; for small
             groups on TPUs).
+        zero_experts: how many zero experts; None takes the router's, or 0 by name.
+        copy_experts: how many copy experts, likewise.
+        constant_experts: how many constant experts, likewise; `"auto"` is equation 10
+            of *MoE++*.
+        input_scale: a factor on the tokens before the experts, but not before the
+            router; the released code of MoE++ takes K.
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
@@ -57,6 +70,8 @@ class MoE(keras.layers.Layer):
         mask: boolean (B, N), False for tokens that are not routed; they get zeros.
         modality_ids: integers (B, N), for routers and losses that tell modalities
             apart.
+        previous_logits: float32 (B, N, E), the `Routing.logits` of the MoE layer
+            before, for routers with `gating_residual`.
         training: whether capacity, noise and auxiliary losses apply.
 
     Output shape:
@@ -67,7 +82,7 @@ class MoE(keras.layers.Layer):
         ValueError: if an argument is out of range or the parts do not fit.
 
     Reference:
-        *Routers in Vision Mixture of Experts*, equation 2.
+        *Routers in Vision Mixture of Experts*, equation 2; *MoE++*, equations 1 to 6.
 
     Example:
 
@@ -90,9 +105,14 @@ class MoE(keras.layers.Layer):
         group_size: int | None = None,
         auxiliary_losses: Any = None,
         dispatcher: str = "index",
+        zero_experts: int | None = None,
+        copy_experts: int | None = None,
+        constant_experts: Any = None,
+        input_scale: float = 1.0,
         **kwargs,
     ):
-        super().__init__(**kwargs)
+        # The tokens are cast in `call`; the logits of the layer before stay float32.
+        super().__init__(autocast=False, **kwargs)
         if group_size is not None:
             group_size = check_integer("group_size", group_size)
         if dispatcher not in DISPATCHERS:
@@ -101,15 +121,25 @@ class MoE(keras.layers.Layer):
                 f"received: dispatcher={dispatcher!r}"
             )
         self.experts = layer_argument(experts, "experts")
+        counts = (zero_experts, copy_experts, constant_experts)
         if isinstance(router, str):
-            router = routers.get(router, self.experts.num_experts)
+            kinds = expert_kinds(self.experts.num_experts, *(c or 0 for c in counts))
+            router = routers.of_kinds(router, kinds)
         self.router = layer_argument(router, "router")
-        if self.router.num_experts != self.experts.num_experts:
+        kinds = self.router.kinds
+        if kinds.ffn != self.experts.num_experts:
             raise ValueError(
                 "Expected router and experts of one num_experts; received: "
-                f"router.num_experts={self.router.num_experts}, "
-                f"experts.num_experts={self.experts.num_experts}"
+                f"router.num_experts={self.router.num_experts}, of these {kinds.ffn} "
+                f"FFN experts, experts.num_experts={self.experts.num_experts}"
             )
+        self._check_counts(counts, kinds)
+        self.zero_computation_experts = None
+        if kinds.zero_computation:
+            self.zero_computation_experts = ZeroComputationExperts(
+                *kinds[1:], dtype=self.dtype_policy, name="zero_computation_experts"
+            )
+        self.input_scale = check_positive("input_scale", input_scale)
         self.group_size = group_size
         self.auxiliary_losses = losses.get(auxiliary_losses)
         for loss in self.auxiliary_losses:
@@ -128,49 +158,103 @@ class MoE(keras.layers.Layer):
         length = input_shape[1] if self.router.groups_by_image(True) else None
         build_once(self.router, (None, length, dim))
         build_once(self.experts, (None, self.experts.num_experts, None, dim))
+        if self.zero_computation_experts is not None:
+            self.zero_computation_experts.build((None, length, dim))
+
+    @staticmethod
+    def _check_counts(counts, kinds):
+        names = ("zero_experts", "copy_experts", "constant_experts")
+        if counts[2] == "auto":
+            counts = expert_kinds(kinds.ffn, kinds.zero, kinds.copy, "auto")[1:]
+        for name, count, routed in zip(names, counts, kinds[1:]):
+            if count is not None and count != routed:
+                raise ValueError(
+                    f"Expected {name} as the router has them, {routed}; "
+                    f"received: {name}={count}"
+                )
 
     def call(
         self,
         tokens: Any,
         mask: Any = None,
         modality_ids: Any = None,
+        previous_logits: Any = None,
         training: bool | None = None,
     ) -> tuple[Any, Routing]:
+        tokens = ops.cast(tokens, self.compute_dtype)
+        residual = self._residual(previous_logits)
         if mask is not None:
             # Padding may hold anything, and 0 times NaN is NaN.
             real = ops.expand_dims(ops.cast(mask, "bool"), -1)
             tokens = ops.where(real, tokens, ops.zeros_like(tokens))
         by_image = self.router.groups_by_image(training)
-        grouped, group_mask, group_ids = (
-            (tokens, mask, modality_ids)
+        grouped, group_mask, group_ids, residual = (
+            (tokens, mask, modality_ids, residual)
             if by_image
-            else self._group(tokens, mask, modality_ids)
+            else self._group(tokens, mask, modality_ids, residual)
         )
         plan, routing = self.router(
-            grouped, mask=group_mask, modality_ids=group_ids, training=training
+            grouped,
+            mask=group_mask,
+            modality_ids=group_ids,
+            training=training,
+            **residual,
         )
         if training and self.trainable:
             self._add_losses(routing, group_mask, group_ids)
-        if isinstance(plan, RaggedPlan):
-            outputs = self.experts(
-                dispatch(grouped, plan), plan.group_sizes, training=training
-            )
-            outputs = combine(outputs, plan)
-        else:
-            dispatch_tokens, combine_outputs = DISPATCHERS[self.dispatcher]
-            outputs = self.experts(dispatch_tokens(grouped, plan), training=training)
-            outputs = combine_outputs(outputs, plan)
+        if self.input_scale != 1:
+            grouped = self.input_scale * grouped
+        outputs = self._run_experts(grouped, plan, training)
         if by_image:
             return outputs, routing
         return tree.map_structure(
             lambda x: self._ungroup(x, tokens), (outputs, routing)
         )
 
-    def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
-        _, routing = self.router.compute_output_spec(tokens, training=training)
+    def _residual(self, previous_logits):
+        """`previous_logits` as arguments of a router that takes them."""
+        if self.router.gating_residual:
+            self.router.check_previous_logits(previous_logits)
+            return {"previous_logits": ops.cast(previous_logits, "float32")}
+        if previous_logits is not None:
+            raise ValueError(
+                "Expected no previous_logits for a router without gating_residual; "
+                f"received: previous_logits of shape {tuple(previous_logits.shape)}"
+            )
+        return {}
+
+    def _run_experts(self, tokens, plan, training):
+        if isinstance(plan, HeterogeneousPlan):
+            outputs = self._run_experts(tokens, plan.plan, training)
+            in_place = self.zero_computation_experts(tokens, plan.in_place_weights)
+            return outputs + in_place
+        if isinstance(plan, RaggedPlan):
+            outputs = self.experts(
+                dispatch(tokens, plan), plan.group_sizes, training=training
+            )
+            return combine(outputs, plan)
+        dispatch_tokens, combine_outputs = DISPATCHERS[self.dispatcher]
+        outputs = self.experts(dispatch_tokens(tokens, plan), training=training)
+        return combine_outputs(outputs, plan)
+
+    def compute_output_spec(
+        self,
+        tokens,
+        mask=None,
+        modality_ids=None,
+        previous_logits=None,
+        training=None,
+    ):
+        residual = {}
+        if self.router.gating_residual or previous_logits is not None:
+            self.router.check_previous_logits(previous_logits)
+            residual = {"previous_logits": previous_logits}
+        _, routing = self.router.compute_output_spec(
+            tokens, training=training, **residual
+        )
         return keras.KerasTensor(tokens.shape, self.compute_dtype), routing
 
-    def _group(self, tokens, mask, modality_ids):
+    def _group(self, tokens, mask, modality_ids, residual):
         """Cuts (B, N, D) into (G, S, D), padded, and says which tokens are real."""
         batch, length, dim = ops.shape(tokens)
         num_tokens = batch * length
@@ -196,7 +280,8 @@ class MoE(keras.layers.Layer):
                 x = ops.concatenate([x, zeros], axis=0)
             return ops.reshape(x, (-1, size, *dim))
 
-        return group(tokens, dim), group(mask), group(modality_ids)
+        residual = {name: group(x, x.shape[-1]) for name, x in residual.items()}
+        return group(tokens, dim), group(mask), group(modality_ids), residual
 
     def _ungroup(self, x, tokens):
         """Takes the padding off (G, S, X) and returns (B, N, X)."""
@@ -212,18 +297,32 @@ class MoE(keras.layers.Layer):
 
     def parameters(self, dim: int) -> int:
         """The number of parameters for tokens of size `dim`."""
-        return self.router.parameters(dim) + self.experts.parameters(dim)
+        in_place = self.zero_computation_experts
+        in_place = 0 if in_place is None else in_place.parameters(dim)
+        return self.router.parameters(dim) + self.experts.parameters(dim) + in_place
 
     def active_parameters(self, num_tokens: int, dim: int) -> int:
         """The parameters that a token meets, on average: router and its experts."""
-        experts = self.router.experts_per_token(num_tokens)
-        experts = round(experts * self.experts.expert_parameters(dim))
-        return self.router.parameters(dim) + experts
+        router = self.router
+        active = router.experts_per_token(num_tokens) * self.experts.expert_parameters(
+            dim
+        )
+        in_place = self.zero_computation_experts
+        if in_place is not None:
+            others = router.num_selected_experts - router.experts_per_token(num_tokens)
+            active += others * in_place.parameters(dim) / in_place.num_experts
+        return router.parameters(dim) + round(active)
 
     def flops(self, num_tokens: int, dim: int) -> int:
         """Floating-point operations if no token is dropped (2 per multiply-add)."""
-        num_slots = self.router.num_slots(num_tokens)
-        return self.router.flops(num_tokens, dim) + self.experts.flops(num_slots, dim)
+        router = self.router
+        num_slots = router.num_slots(num_tokens)
+        flops = router.flops(num_tokens, dim) + self.experts.flops(num_slots, dim)
+        in_place = self.zero_computation_experts
+        if in_place is not None:
+            others = num_tokens * router.num_selected_experts - num_slots
+            flops += in_place.flops(others, dim)
+        return flops
 
     def get_config(self):
         config = super().get_config()
@@ -233,5 +332,9 @@ class MoE(keras.layers.Layer):
             group_size=self.group_size,
             auxiliary_losses=losses.serialize(self.auxiliary_losses),
             dispatcher=self.dispatcher,
+            zero_experts=self.router.kinds.zero,
+            copy_experts=self.router.kinds.copy,
+            constant_experts=self.router.kinds.constant,
+            input_scale=self.input_scale,
         )
         return config

@@ -14,14 +14,14 @@ from keras import tree
 from keras.src.backend.common.variables import AutocastScope
 
 
-def rematerialized(layer: Any, function: Callable[[Any], Any], inputs: Any) -> Any:
-    """`function(inputs)`, of whose inner values none is kept for the gradient.
+def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+    """`function(*inputs)`, of whose inner values none is kept for the gradient.
 
     Args:
         layer: the built layer whose sublayers `function` calls. Losses that they add
             become its own.
-        function: from a tensor to a structure of float tensors.
-        inputs: a float tensor.
+        function: from tensors to a structure of float tensors.
+        *inputs: float tensors.
 
     Returns:
         What `function` returns.
@@ -46,13 +46,14 @@ def rematerialized(layer: Any, function: Callable[[Any], Any], inputs: Any) -> A
     with AutocastScope(None):
         # The seeds copied: PyTorch changes them in place when they move on.
         values = [v.value for v in weights] + [v.value * 1 for v in seeds]
-    structure = {}
+    structure, num_inputs = {}, len(inputs)
 
-    def region(inputs, *values):
+    def region(*arguments):
+        inputs, values = arguments[:num_inputs], arguments[num_inputs:]
         with keras.StatelessScope(
             state_mapping=zip((*weights, *seeds), values), collect_losses=True
         ) as scope:
-            outputs = function(inputs)
+            outputs = function(*inputs)
             losses = list(scope.losses)
             # The sublayers would claim them by their ids, which others may get.
             layer._clear_losses()
@@ -69,7 +70,7 @@ def rematerialized(layer: Any, function: Callable[[Any], Any], inputs: Any) -> A
         structure["results"] = tree.map_structure(lambda _: None, results)
         return tuple(tree.flatten(results))
 
-    results = keras.remat(region)(inputs, *values)
+    results = keras.remat(region)(*inputs, *values)
     results = tree.pack_sequence_as(structure["results"], list(results))
     for seed, draws in zip(seeds, results["draws"]):
         moved = keras.ops.stack([keras.ops.zeros_like(draws), draws])

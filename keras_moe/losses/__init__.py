@@ -4,6 +4,7 @@ from keras_moe.losses.auxiliary import (
     AggregateLoss,
     AuxiliaryLoss,
     GlobalEntropyLoss,
+    HeterogeneousBalanceLoss,
     ImportanceLoss,
     LoadBalanceLoss,
     LoadLoss,
@@ -24,6 +25,7 @@ from keras_moe.losses.entropy_losses import (
     target_entropy_loss,
 )
 from keras_moe.losses.router_losses import (
+    heterogeneous_balance_loss,
     importance_loss,
     load_balance_loss,
     load_loss,
@@ -34,6 +36,7 @@ __all__ = [
     "AggregateLoss",
     "AuxiliaryLoss",
     "GlobalEntropyLoss",
+    "HeterogeneousBalanceLoss",
     "ImportanceLoss",
     "LoadBalanceLoss",
     "LoadLoss",
@@ -45,6 +48,7 @@ __all__ = [
     "ZLoss",
     "get",
     "global_entropy_loss",
+    "heterogeneous_balance_loss",
     "importance_loss",
     "load_balance_loss",
     "load_loss",

@@ -10,6 +10,7 @@ import keras
 from keras_moe.losses import entropy_losses, router_losses
 from keras_moe.ops.checks import check_integer
 from keras_moe.ops.routing import Routing
+from keras_moe.ops.token_choice import selected_experts
 
 
 class AuxiliaryLoss:
@@ -173,6 +174,37 @@ class LoadBalanceLoss(AuxiliaryLoss):
 
     def compute(self, routing, router, mask=None, modality_ids=None):
         return router_losses.load_balance_loss(routing.gates, mask)
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class HeterogeneousBalanceLoss(AuxiliaryLoss):
+    """`heterogeneous_balance_loss` (MoE++) with a weight.
+
+    The router says which experts are zero-computation experts, and what tau is.
+
+    Args:
+        weight: beta, the factor of the loss in the model's total loss; MoE++ uses 0.01.
+
+    Raises:
+        ValueError: from the MoE layer, if its router has no `num_selected_experts`.
+
+    Reference:
+        *MoE++*, equations 7 and 9.
+
+    Example:
+
+    >>> from keras_moe import losses
+    >>> losses.HeterogeneousBalanceLoss(weight=0.01).weight
+    0.01
+    """
+
+    needs_selected_experts = True
+
+    def compute(self, routing, router, mask=None, modality_ids=None):
+        selected = selected_experts(routing.affinity, router.num_selected_experts)
+        return router_losses.heterogeneous_balance_loss(
+            routing.gates, selected, router.kinds, router.tau, mask
+        )
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -465,6 +497,7 @@ BY_NAME = {
     "importance": ImportanceLoss,
     "load": LoadLoss,
     "load_balance": LoadBalanceLoss,
+    "heterogeneous_balance": HeterogeneousBalanceLoss,
     "z": ZLoss,
     "local_entropy": LocalEntropyLoss,
     "global_entropy": GlobalEntropyLoss,
@@ -479,10 +512,11 @@ def get(identifier: Any) -> list[AuxiliaryLoss]:
 
     Args:
         identifier: None; a dict from name to weight, with the names `"importance"`,
-            `"load"`, `"load_balance"`, `"z"`, `"local_entropy"`, `"global_entropy"`
-            (without threshold), `"mutual_information"` (of two modalities),
-            `"target_entropy"` and `"merged_entropy"`; or a list of `AuxiliaryLoss`
-            and of their serialised configs.
+            `"load"`, `"load_balance"`, `"heterogeneous_balance"`, `"z"`,
+            `"local_entropy"`, `"global_entropy"` (without threshold),
+            `"mutual_information"` (of two modalities), `"target_entropy"` and
+            `"merged_entropy"`; or a list of `AuxiliaryLoss` and of their serialised
+            configs.
 
     Returns:
         A list of `AuxiliaryLoss`.

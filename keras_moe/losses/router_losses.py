@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_moe.losses.reductions import token_mean, token_sum
 from keras_moe.ops.checks import check_selected
+from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.token_choice import largest
 
 
@@ -116,6 +117,47 @@ def load_balance_loss(gates: Any, mask: Any = None) -> Any:
     share = token_mean(ops.stop_gradient(first), mask)
     mean_gate = token_mean(gates, mask)
     return num_experts * ops.sum(share * mean_gate, axis=-1)
+
+
+def heterogeneous_balance_loss(
+    gates: Any, selected: Any, kinds: ExpertKinds, tau: float = 1.0, mask: Any = None
+) -> Any:
+    """The balance loss of MoE++: `sum_e eta_e f_e P_e`.
+
+    eta is 1 for FFN experts and tau for zero-computation experts: tau below 1 draws
+    tokens to these. Unlike `load_balance_loss` it counts all K choices of a token, and
+    has no factor E.
+
+    Args:
+        gates: float32 (G, S, E), the softmax of the logits.
+        selected: float32 (G, S, E), 1 where the token selects the expert, served or
+            not, else 0. It has no gradient.
+        kinds: the number of experts of each kind.
+        tau: the weight of zero-computation experts.
+        mask: boolean (G, S), False for tokens that do not count.
+
+    Returns:
+        float32 (G,): with f_e the share of tokens that select e and P_e the mean gate
+        of e.
+
+    Reference:
+        *MoE++*, equation 7.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.losses import heterogeneous_balance_loss
+    >>> from keras_moe.ops import ExpertKinds
+    >>> gates = np.array([[[0.5, 0.5], [0.5, 0.5]]], "float32")
+    >>> selected = np.array([[[1.0, 0.0], [0.0, 1.0]]], "float32")
+    >>> kinds = ExpertKinds(ffn=1, zero=1)
+    >>> float(heterogeneous_balance_loss(gates, selected, kinds, tau=0.5)[0])
+    0.375
+    """
+    share = token_mean(ops.stop_gradient(selected), mask)
+    mean_gate = token_mean(ops.convert_to_tensor(gates), mask)
+    eta = [1.0] * kinds.ffn + [tau] * kinds.zero_computation
+    return ops.sum(ops.convert_to_tensor(eta, "float32") * share * mean_gate, axis=-1)
 
 
 def z_loss(logits: Any, mask: Any = None) -> Any:

@@ -85,6 +85,10 @@ class VisionBackbone(
             config["auxiliary_losses"] = losses.serialize(
                 losses.get(config["auxiliary_losses"])
             )
+        if config["expert_activation"] is not None:
+            config["expert_activation"] = activations.serialize(
+                activations.get(config["expert_activation"])
+            )
         config["router_options"] = plain_options(config["router_options"])
         config = copy.deepcopy(config)
 
@@ -98,10 +102,14 @@ class VisionBackbone(
         x = inputs
         for layer in layers.values():
             x = layer(x)
-        routing, block_tokens = {}, {}
+        routing, block_tokens, logits = {}, {}, None
         for block in blocks:
             if isinstance(block, MoEEncoderBlock):
-                x, routing[block.name] = block(x)
+                has_residual = block.feed_forward.router.gating_residual
+                x, routing[block.name] = block(
+                    x, **({"previous_logits": logits} if has_residual else {})
+                )
+                logits = routing[block.name].logits
             else:
                 x = block(x)
             block_tokens[block.name] = x
@@ -335,7 +343,7 @@ class VisionBackbone(
             kind = "dense"
             if isinstance(block, MoEEncoderBlock):
                 router = block.feed_forward.router
-                kind = f"MoE {router.num_experts}, {router.summary}"
+                kind = f"MoE {router.kinds}, {router.summary}"
             parts.append(
                 Part(
                     block.name,

@@ -1,6 +1,6 @@
 """Pure functions on `keras.ops`: capacity, allocation, dispatch and combine."""
 
-from keras_moe.ops.capacity import expert_capacity
+from keras_moe.ops.capacity import expert_capacity, heterogeneous_capacity
 from keras_moe.ops.dispatch import (
     combine,
     combine_einsum,
@@ -8,8 +8,10 @@ from keras_moe.ops.dispatch import (
     dispatch_einsum,
 )
 from keras_moe.ops.expert_choice import expert_choice
+from keras_moe.ops.expert_kinds import KINDS, ExpertKinds, expert_kinds
 from keras_moe.ops.grouped_matmul import grouped_matmul
 from keras_moe.ops.routing import (
+    HeterogeneousPlan,
     RaggedPlan,
     Routing,
     RoutingPlan,
@@ -21,10 +23,17 @@ from keras_moe.ops.routing import (
 )
 from keras_moe.ops.sinkhorn import sinkhorn
 from keras_moe.ops.sparse_transport import sparse_transport
-from keras_moe.ops.token_choice import dropless_token_choice, token_choice
+from keras_moe.ops.token_choice import (
+    dropless_token_choice,
+    selected_experts,
+    token_choice,
+)
 from keras_moe.ops.transport import Transport
 
 __all__ = [
+    "KINDS",
+    "ExpertKinds",
+    "HeterogeneousPlan",
     "RaggedPlan",
     "Routing",
     "RoutingPlan",
@@ -40,7 +49,10 @@ __all__ = [
     "dropless_token_choice",
     "expert_capacity",
     "expert_choice",
+    "expert_kinds",
     "grouped_matmul",
+    "heterogeneous_capacity",
+    "selected_experts",
     "served",
     "sinkhorn",
     "sparse_transport",

@@ -10,6 +10,7 @@ from typing import Any
 from keras import ops
 
 from keras_moe.ops.checks import check_integer, check_positive
+from keras_moe.ops.expert_kinds import ExpertKinds
 
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}
 
@@ -54,7 +55,87 @@ def expert_capacity(
     12
     """
     check_integer("num_experts", num_experts)
+    return _capacity(
+        num_tokens,
+        capacity_factor,
+        num_experts,
+        num_selected_experts,
+        rounding,
+        multiple_of,
+        what=f"num_experts={num_experts}",
+    )
+
+
+def heterogeneous_capacity(
+    num_tokens: Any,
+    kinds: ExpertKinds,
+    tau: float,
+    capacity_factor: float,
+    num_selected_experts: int = 1,
+    rounding: str = "ceil",
+    multiple_of: int | None = None,
+) -> tuple[Any, Any]:
+    """The capacities of FFN and of zero-computation experts, equation 8 of *MoE++*.
+
+    With T assignments, gamma T / (tau N_FFN + N_ZC) for a zero-computation expert,
+    and tau times that for an FFN expert: a smaller tau leaves more tokens to the
+    experts that cost nothing.
+
+    The paper calls T the number of tokens, and takes K=2 experts for each. Counted
+    so, two choices would compete for each place, and almost half of all be dropped at
+    its gamma of 1.1; its training framework counts assignments, S K, as V-MoE does
+    (`expert_capacity`), which is what the routers pass. Without zero-computation
+    experts this is `expert_capacity`.
+
+    Args:
+        num_tokens: tokens per group S; an integer, or a scalar integer tensor.
+        kinds: the number of experts of each kind.
+        tau: the share of tokens of an FFN expert over that of a zero-computation
+            expert.
+        capacity_factor: gamma.
+        num_selected_experts: K, experts per token.
+        rounding: `"ceil"` or `"round"`; the paper does not say.
+        multiple_of: round up the FFN experts' capacity to a multiple of this.
+
+    Returns:
+        `(ffn, zero_computation)`: ints, or scalar int32 tensors if `num_tokens` is a
+        tensor; the second is None without zero-computation experts.
+
+    Raises:
+        ValueError: if an argument is out of range, or a capacity is below 1.
+
+    Example:
+
+    >>> from keras_moe.ops import ExpertKinds, heterogeneous_capacity
+    >>> heterogeneous_capacity(40, ExpertKinds(8, 1, 1, 2), tau=0.75, capacity_factor=1)
+    (3, 4)
+    """
+    check_positive("tau", tau)
     check_positive("capacity_factor", capacity_factor)
+    if not kinds.zero_computation:
+        capacity = expert_capacity(
+            num_tokens,
+            kinds.ffn,
+            capacity_factor,
+            num_selected_experts,
+            rounding,
+            multiple_of,
+        )
+        return capacity, None
+    weight = tau * kinds.ffn + kinds.zero_computation
+    what = f"tau={tau}, {kinds}"
+    arguments = (weight, num_selected_experts, rounding)
+    return (
+        _capacity(num_tokens, capacity_factor * tau, *arguments, multiple_of, what),
+        _capacity(num_tokens, capacity_factor, *arguments, None, what),
+    )
+
+
+def _capacity(
+    num_tokens, factor, divisor, num_selected_experts, rounding, multiple_of, what
+):
+    """`num_tokens * num_selected_experts * factor / divisor`, rounded."""
+    check_positive("capacity_factor", factor)
     if rounding not in ROUNDINGS:
         raise ValueError(
             f"Expected rounding to be one of {sorted(ROUNDINGS)}; "
@@ -65,22 +146,18 @@ def expert_capacity(
     on_host, on_tensor = ROUNDINGS[rounding]
     if not isinstance(num_tokens, numbers.Integral):
         assignments = ops.cast(num_tokens * num_selected_experts, "float64")
-        capacity = ops.cast(
-            on_tensor(assignments * capacity_factor / num_experts), "int32"
-        )
+        capacity = ops.cast(on_tensor(assignments * factor / divisor), "int32")
         # A tensor cannot raise: an expert keeps one slot.
         capacity = ops.maximum(capacity, 1)
         if multiple_of:
             capacity = (capacity + multiple_of - 1) // multiple_of * multiple_of
         return capacity
-    capacity = on_host(
-        int(num_tokens) * num_selected_experts * capacity_factor / num_experts
-    )
+    capacity = on_host(int(num_tokens) * num_selected_experts * factor / divisor)
     if capacity < 1:
         raise ValueError(
             "Expected a capacity of at least 1; received: "
             f"num_tokens={num_tokens}, num_selected_experts={num_selected_experts}, "
-            f"capacity_factor={capacity_factor}, num_experts={num_experts} give "
+            f"capacity_factor={factor}, {what} give "
             f"{capacity}. Use a larger group or a larger capacity_factor."
         )
     if multiple_of:

@@ -4,7 +4,8 @@ Equation 2 of *Routers in Vision Mixture of Experts* writes an MoE layer with a 
 tensor D and a combine tensor C of shape (G, S, E, C). Only soft routing fills them
 (`SoftPlan`). The sparse plans keep the entries that are not zero, by choice of the
 token (`RoutingPlan`), by slot of the expert (`SlotPlan`) or, where no expert has a
-capacity, by row (`RaggedPlan`).
+capacity, by row (`RaggedPlan`). Experts without slots stand beside them
+(`HeterogeneousPlan`).
 
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden,
 R rows (G x S x K).
@@ -123,6 +124,37 @@ class RaggedPlan(NamedTuple):
     group_sizes: Any
 
 
+class HeterogeneousPlan(NamedTuple):
+    """Token choice among experts of which the last act on tokens in place.
+
+    Attributes:
+        plan: a `RoutingPlan` or `RaggedPlan` of the experts that have slots or rows;
+            choices of the others count as dropped there.
+        in_place: float32 (G, S, Z), Z the experts that act in place. 1 where the
+            expert serves the token, else 0.
+        in_place_weights: float32 (G, S, Z). The expert's weight in the token's output,
+            0 where it does not serve the token.
+
+    Reference:
+        *MoE++*, section 3.1: zero-computation experts.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import ops
+    >>> gates = np.array([[[0.7, 0.1, 0.2], [0.1, 0.3, 0.6]]], "float32")
+    >>> plan = ops.token_choice(gates, gates, 1, capacity=1, in_place_experts=1)
+    >>> np.array(plan.plan.slot_tokens).tolist()  # nobody chose expert 1
+    [[[0], [-1]]]
+    >>> np.array(plan.in_place).tolist()  # and token 1 the last
+    [[[0.0], [1.0]]]
+    """
+
+    plan: Any
+    in_place: Any
+    in_place_weights: Any
+
+
 class Routing(NamedTuple):
     """What a router did: float32 arrays for losses, residuals and analysis.
 
@@ -160,7 +192,8 @@ def served(plan: Any) -> tuple[Any, Any]:
     """Which expert served which token, and with what weight.
 
     Args:
-        plan: a `RoutingPlan`, `SlotPlan`, `SoftPlan` or `RaggedPlan`.
+        plan: a `RoutingPlan`, `SlotPlan`, `SoftPlan`, `RaggedPlan` or
+            `HeterogeneousPlan`.
 
     Returns:
         `(dispatched, combined)`, both float32 (G, S, E): 1 where the expert served
@@ -175,6 +208,12 @@ def served(plan: Any) -> tuple[Any, Any]:
     >>> np.array(ops.served(plan)[0]).tolist()
     [[[1.0, 0.0], [0.0, 0.0]]]
     """
+    if isinstance(plan, HeterogeneousPlan):
+        dispatched, combined = served(plan.plan)
+        return (
+            ops.concatenate([dispatched, plan.in_place], axis=-1),
+            ops.concatenate([combined, plan.in_place_weights], axis=-1),
+        )
     if isinstance(plan, SoftPlan):
         return ops.sum(plan.dispatch, axis=-1), ops.sum(plan.combine, axis=-1)
     if isinstance(plan, SlotPlan):

@@ -7,12 +7,19 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.ops.checks import check_affinity, check_one_of, check_selected
-from keras_moe.ops.routing import RaggedPlan, RoutingPlan
+from keras_moe.ops.checks import (
+    check_affinity,
+    check_integer,
+    check_one_of,
+    check_selected,
+)
+from keras_moe.ops.routing import HeterogeneousPlan, RaggedPlan, RoutingPlan
 
 NORMALIZATIONS = (None, "before", "after")
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
 INT32_MAX = 2**31 - 1
+# In the place of a slot: served, by an expert that has none.
+_IN_PLACE = -2
 
 
 def token_choice(
@@ -23,7 +30,9 @@ def token_choice(
     priority: str = "first_come",
     mask: Any = None,
     normalize_gates: str | None = None,
-) -> RoutingPlan:
+    in_place_experts: int = 0,
+    in_place_capacity: Any = None,
+) -> RoutingPlan | HeterogeneousPlan:
     """Allocates slots to each token's K experts of largest affinity.
 
     Algorithm 1 of *Routers in Vision Mixture of Experts*: all first choices are
@@ -46,9 +55,14 @@ def token_choice(
         normalize_gates: None leaves the gates as they are; `"before"` divides them by
             the sum of the token's K, `"after"` by the sum of those that found room
             (*CLIP-UP*, appendix B.3).
+        in_place_experts: Z, how many experts at the end of the axis act on tokens in
+            place: they have no slots.
+        in_place_capacity: the tokens that each of these serves in a group; None is
+            unlimited.
 
     Returns:
-        A `RoutingPlan`. No tensor of size S x E x C is built.
+        A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`. No tensor of
+        size S x E x C is built.
 
     Raises:
         ValueError: if an argument is out of range, or shapes do not fit.
@@ -67,6 +81,7 @@ def token_choice(
     check_affinity(affinity, gates, capacity, mask)
     _check(num_selected_experts, affinity.shape[-1], normalize_gates, priority)
     num_groups, num_tokens, num_experts = ops.shape(affinity)
+    num_slotted = _check_in_place(in_place_experts, num_experts)
 
     experts, weights = largest(affinity, gates, num_selected_experts)
     if mask is not None:
@@ -109,6 +124,7 @@ def token_choice(
 
     # From slots to tokens: the c-th key after the start of the expert's queue.
     bounds = ops.reshape(starts, (num_groups, num_queues))
+    bounds = bounds[:, : num_slotted + 1]
     rank = bounds[:, :-1, None] + ops.arange(capacity, dtype="int32")
     filled = rank < bounds[:, 1:, None]
     key = ops.take(keys, ops.minimum(rank, num_groups * queue_size - 1))
@@ -123,8 +139,13 @@ def token_choice(
         starts, queue
     )
     expert = queue % num_queues
-    kept = (position < capacity) & (expert < num_experts)
+    kept = (position < capacity) & (expert < num_slotted)
     slot = ops.where(kept, expert * capacity + position, -1)
+    if in_place_experts:
+        kept = (expert >= num_slotted) & (expert < num_experts)
+        if in_place_capacity is not None:
+            kept = kept & (position < in_place_capacity)
+        slot = ops.where(kept, _IN_PLACE, slot)
     group = ops.floor_divide(queue, num_queues)
     token = keys % num_tokens
     if order is not None:
@@ -135,8 +156,18 @@ def token_choice(
         ops.zeros_like(slot), ops.expand_dims(target, -1), slot
     )
     token_slots = ops.reshape(token_slots, ops.shape(experts))
-    combine_weights = _weights(weights, token_slots >= 0, normalize_gates)
-    return RoutingPlan(slot_tokens, token_slots, combine_weights)
+    if not in_place_experts:
+        combine_weights = _weights(weights, token_slots >= 0, normalize_gates)
+        return RoutingPlan(slot_tokens, token_slots, combine_weights)
+    weights = _weights(weights, token_slots != -1, normalize_gates)
+    in_place = token_slots == _IN_PLACE
+    plan = RoutingPlan(
+        slot_tokens,
+        ops.maximum(token_slots, -1),
+        ops.where(in_place, 0.0, weights),
+    )
+    places = ops.where(in_place, experts - num_slotted, -1)
+    return HeterogeneousPlan(plan, *_by_expert(places, weights, in_place_experts))
 
 
 def dropless_token_choice(
@@ -145,7 +176,8 @@ def dropless_token_choice(
     num_selected_experts: int,
     mask: Any = None,
     normalize_gates: str | None = None,
-) -> RaggedPlan:
+    in_place_experts: int = 0,
+) -> RaggedPlan | HeterogeneousPlan:
     """Gives each token its K experts of largest affinity; no expert is ever full.
 
     The choices of all groups are sorted by expert into rows, so that memory grows with
@@ -161,9 +193,11 @@ def dropless_token_choice(
         mask: boolean (G, S), False for tokens (padding) that are not routed.
         normalize_gates: `"before"` and `"after"` both divide a token's K gates by their
             sum, since none is dropped; None leaves them as they are.
+        in_place_experts: how many experts at the end of the axis act on tokens in
+            place: they have no rows.
 
     Returns:
-        A `RaggedPlan`.
+        A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.
 
     Raises:
         ValueError: if an argument is out of range, or shapes do not fit.
@@ -185,10 +219,22 @@ def dropless_token_choice(
     check_affinity(affinity, gates, None, mask)
     num_groups, num_tokens, num_experts = ops.shape(affinity)
     _check(num_selected_experts, affinity.shape[-1], normalize_gates)
+    num_experts = _check_in_place(in_place_experts, num_experts)
 
     experts, weights = largest(affinity, gates, num_selected_experts)
-    if mask is not None:
+    if in_place_experts:
+        routed = None if mask is None else ops.expand_dims(ops.cast(mask, "bool"), -1)
+        weights = _weights(weights, routed, normalize_gates)
+        normalize_gates = None
+        places = experts - num_experts
+        places = places if mask is None else ops.where(routed, places, -1)
+        in_place = _by_expert(places, weights, in_place_experts)
+        # They have no rows: like masked tokens, but by choice.
+        mask = experts < num_experts
+        mask = mask if routed is None else ops.logical_and(mask, routed)
+    elif mask is not None:
         mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
+    if mask is not None:
         experts = ops.where(mask, experts, num_experts)
     num_rows = num_groups * num_tokens * num_selected_experts
     _check_range(1, num_experts + 1, num_rows)
@@ -212,7 +258,33 @@ def dropless_token_choice(
         row_tokens = ops.where(place < bounds[-1], row_tokens, -1)
         token_rows = ops.where(mask, token_rows, -1)
         combine_weights = _weights(weights, mask, normalize_gates)
-    return RaggedPlan(row_tokens, token_rows, combine_weights, experts, group_sizes)
+    plan = RaggedPlan(row_tokens, token_rows, combine_weights, experts, group_sizes)
+    return HeterogeneousPlan(plan, *in_place) if in_place_experts else plan
+
+
+def _by_expert(places, weights, num_places):
+    """Choices (G, S, K) of places from 0, -1 for none, as (G, S, num_places).
+
+    Returns 1 where a place is chosen and its weight there, both 0 elsewhere.
+    """
+    index = ops.arange(num_places, dtype="int32")
+    chosen = combined = 0.0
+    for k in range(places.shape[-1]):
+        one_hot = ops.cast(places[..., k : k + 1] == index, "float32")
+        chosen = chosen + one_hot
+        combined = combined + one_hot * weights[..., k : k + 1]
+    return chosen, combined
+
+
+def _check_in_place(in_place_experts, num_experts):
+    """The number of experts that have slots or rows."""
+    check_integer("in_place_experts", in_place_experts, minimum=0)
+    if isinstance(num_experts, int) and in_place_experts >= num_experts:
+        raise ValueError(
+            f"Expected in_place_experts below num_experts={num_experts}; "
+            f"received: in_place_experts={in_place_experts}"
+        )
+    return num_experts - in_place_experts
 
 
 def _weights(gates, kept, normalize_gates):
@@ -244,6 +316,33 @@ def largest(affinity, gates, num_selected_experts):
         if k + 1 < num_selected_experts:
             rest = ops.where(taken, -float("inf"), rest)
     return ops.concatenate(experts, axis=-1), ops.concatenate(weights, axis=-1)
+
+
+def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
+    """Which experts each token selects, whether or not they have room for it.
+
+    Args:
+        affinity: float32 (G, S, E). Ties take the lowest expert.
+        num_selected_experts: K, experts per token.
+
+    Returns:
+        float32 (G, S, E): 1 for the K experts of largest affinity, else 0.
+
+    Raises:
+        ValueError: if K is out of range.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops import selected_experts
+    >>> affinity = np.array([[[0.2, 0.5, 0.3]]], "float32")
+    >>> np.array(selected_experts(affinity, 2)).tolist()
+    [[[0.0, 1.0, 1.0]]]
+    """
+    affinity = ops.convert_to_tensor(affinity)
+    check_selected(num_selected_experts, affinity.shape[-1])
+    experts, weights = largest(affinity, affinity, num_selected_experts)
+    return _by_expert(experts, weights, ops.shape(affinity)[-1])[0]
 
 
 def _at(order, places):

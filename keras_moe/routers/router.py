@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.ops.checks import check_integer, check_not_negative
+from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
 
 
@@ -42,6 +43,10 @@ class Router(keras.layers.Layer):
     """
 
     has_expert_logits = True
+    # Whether calls take `previous_logits`.
+    gating_residual = False
+    # The weight of zero-computation experts in balance and capacity.
+    tau = 1.0
 
     def __init__(
         self,
@@ -78,6 +83,11 @@ class Router(keras.layers.Layer):
     def compute_mask(self, inputs, previous_mask=None):
         # Plans and records are not sequences of tokens to mask.
         return None
+
+    @property
+    def kinds(self) -> ExpertKinds:
+        """How many of the experts are of each kind."""
+        return ExpertKinds(self.num_experts)
 
     def groups_by_image(self, training: bool | None) -> bool:
         """True if each image must be a group; else `MoE.group_size` cuts the batch."""

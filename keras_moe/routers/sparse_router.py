@@ -143,6 +143,12 @@ class SparseRouter(Router):
         logits, allowed, known = self._logits(tokens, modality_ids)
         if known is not None:
             mask = known if mask is None else ops.logical_and(mask, known)
+        return self.route(logits, allowed, mask, training)
+
+    def route(
+        self, logits: Any, allowed: Any, mask: Any, training: bool | None
+    ) -> tuple[Any, Routing]:
+        """The plan and the record from logits (G, S, E), and where a token may go."""
         noisy_logits = self.add_noise(
             logits, self.noise_std / self.num_experts, training
         )

@@ -78,10 +78,19 @@ class ViTBackbone(VisionBackbone):
             takes the whole batch. With soft routing each image is by itself.
         auxiliary_losses: a dict from name to weight; see `keras_moe.layers.MoE`.
             `"auto"` takes V-MoE's importance and load losses (load only with noise)
-            for softmax token choice; the other routers need none.
+            for softmax token choice, and MoE++'s for its router; the other routers
+            need none.
         expert_dropout: inside the experts.
         shared_expert_initialization: start all experts of a layer from one draw.
         dispatcher: `"index"` or `"einsum"`.
+        zero_experts: MoE++'s experts that give 0, beside the `num_experts`; see
+            `keras_moe.layers.MoE`. With these the router is a `PathwayAwareRouter`.
+        copy_experts: those that give the token.
+        constant_experts: those that mix it with a trained vector, or `"auto"`.
+        tau: tokens for an expert of the `num_experts` over those for one of these.
+        gating_residual: add a map of each MoE block's logits to those of the next.
+        gated_experts: gated experts such as SwiGLU; see `keras_moe.layers.Experts`.
+        expert_activation: of the experts; None takes `activation`.
         rematerialize: while training, keep only the blocks' inputs for the gradient:
             less memory, more time; see `keras_moe.layers.EncoderBlock`.
         seed: of noise and dropout, each site with one of its own that follows from
@@ -152,6 +161,13 @@ class ViTBackbone(VisionBackbone):
         expert_dropout: float = 0.0,
         shared_expert_initialization: bool = True,
         dispatcher: str = "index",
+        zero_experts: int = 0,
+        copy_experts: int = 0,
+        constant_experts: Any = 0,
+        tau: float = 0.75,
+        gating_residual: bool = False,
+        gated_experts: bool = False,
+        expert_activation: Any = None,
         rematerialize: bool = False,
         seed: int | None = None,
         dtype: Any = None,

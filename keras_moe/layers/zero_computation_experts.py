@@ -1,0 +1,143 @@
+"""The experts of MoE++ that cost next to nothing: zero, copy and constant.
+
+Axes: B batch, N tokens, D hidden, J constant experts, Z zero-computation experts.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.layers.initializers import PerExpert
+from keras_moe.ops.expert_kinds import expert_kinds
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class ZeroComputationExperts(keras.layers.Layer):
+    """Zero, copy and constant experts, summed by their weights, without slots.
+
+    A zero expert gives 0, a copy expert the token x, and a constant expert
+    `a_1 x + a_2 v` with a trained vector v and `[a_1, a_2] = softmax(W_c x)`. The sum
+    over all of them is one factor of x and J factors of the v: two passes over the
+    tokens, and no buffer.
+
+    Args:
+        zero_experts: how many give 0.
+        copy_experts: how many give the token back.
+        constant_experts: J.
+        kernel_initializer: of one constant expert's W_c (D, 2).
+        vector_initializer: of one constant expert's v (D,).
+        **kwargs: see `keras.layers.Layer`.
+
+    Call arguments:
+        tokens: (B, N, D).
+        weights: float32 (B, N, Z), in the order zero, copy, constant.
+
+    Output shape:
+        (B, N, D).
+
+    Raises:
+        ValueError: if there is no expert, or a count is negative.
+
+    Reference:
+        *MoE++*, equations 3 to 5.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import ZeroComputationExperts
+    >>> experts = ZeroComputationExperts(zero_experts=1, copy_experts=1)
+    >>> weights = np.array([[[0.0, 0.5], [1.0, 0.0]]], "float32")
+    >>> np.array(experts(np.ones((1, 2, 1), "float32"), weights)).ravel().tolist()
+    [0.5, 0.0]
+    """
+
+    def __init__(
+        self,
+        zero_experts: int = 0,
+        copy_experts: int = 0,
+        constant_experts: int = 0,
+        kernel_initializer: Any = "lecun_normal",
+        vector_initializer: Any = "random_normal",
+        **kwargs,
+    ):
+        # The weights are routing: they stay float32.
+        super().__init__(autocast=False, **kwargs)
+        kinds = expert_kinds(1, zero_experts, copy_experts, constant_experts)
+        if not kinds.zero_computation:
+            raise ValueError(
+                "Expected at least one zero-computation expert; received: "
+                "zero_experts=0, copy_experts=0, constant_experts=0"
+            )
+        self.zero_experts = kinds.zero
+        self.copy_experts = kinds.copy
+        self.constant_experts = kinds.constant
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.vector_initializer = keras.initializers.get(vector_initializer)
+
+    @property
+    def num_experts(self) -> int:
+        """Z."""
+        return self.zero_experts + self.copy_experts + self.constant_experts
+
+    def build(self, input_shape):
+        dim = input_shape[-1]
+        if self.constant_experts:
+            self.kernel = self.add_weight(
+                name="kernel",
+                shape=(self.constant_experts, dim, 2),
+                initializer=PerExpert(self.kernel_initializer),
+            )
+            self.vector = self.add_weight(
+                name="vector",
+                shape=(self.constant_experts, dim),
+                initializer=self.vector_initializer,
+            )
+
+    def call(self, tokens: Any, weights: Any) -> Any:
+        tokens = ops.cast(tokens, self.compute_dtype)
+        first = self.zero_experts
+        copied = weights[..., first : first + self.copy_experts]
+        of_token = ops.sum(copied, axis=-1, keepdims=True)
+        if not self.constant_experts:
+            return ops.cast(of_token, self.compute_dtype) * tokens
+        weights = weights[..., first + self.copy_experts :]
+        # softmax([p, q]) is sigmoid(p - q) and the rest; one column instead of two.
+        kernel = ops.cast(self.kernel, self.compute_dtype)
+        kernel = ops.transpose(kernel[..., 0] - kernel[..., 1])
+        kept = ops.sigmoid(ops.cast(ops.matmul(tokens, kernel), "float32"))
+        of_token = of_token + ops.sum(weights * kept, axis=-1, keepdims=True)
+        of_vectors = ops.cast(weights * (1.0 - kept), self.compute_dtype)
+        vector = ops.cast(self.vector, self.compute_dtype)
+        of_token = ops.cast(of_token, self.compute_dtype)
+        return of_token * tokens + ops.matmul(of_vectors, vector)
+
+    def compute_output_shape(self, input_shape, *_):
+        return input_shape
+
+    def compute_output_spec(self, tokens, weights):
+        return keras.KerasTensor(tokens.shape, self.compute_dtype)
+
+    def parameters(self, dim: int) -> int:
+        """The number of parameters for tokens of size `dim`."""
+        return 3 * self.constant_experts * dim
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations of `num_tokens` assignments, evenly spread.
+
+        Those of the constant experts: `W_c x` and the mixture.
+        """
+        share = self.constant_experts / self.num_experts
+        return round(6 * num_tokens * dim * share)
+
+    def get_config(self):
+        config = super().get_config()
+        config.pop("autocast", None)
+        config.update(
+            zero_experts=self.zero_experts,
+            copy_experts=self.copy_experts,
+            constant_experts=self.constant_experts,
+            kernel_initializer=keras.initializers.serialize(self.kernel_initializer),
+            vector_initializer=keras.initializers.serialize(self.vector_initializer),
+        )
+        return config

@@ -1,0 +1,101 @@
+"""The kinds of experts of MoE++ and their order: feed-forward, zero, copy, constant."""
+
+from typing import Any, NamedTuple
+
+from keras_moe.ops.checks import check_integer
+
+# In the order of a router's logits.
+KINDS = ("ffn", "zero", "copy", "constant")
+
+
+class ExpertKinds(NamedTuple):
+    """How many experts of each kind an MoE layer has.
+
+    Attributes:
+        ffn: feed-forward experts, which have weights and capacity slots.
+        zero: experts that give 0.
+        copy: experts that give the token back.
+        constant: experts that give a mixture of the token and a trained vector.
+
+    Reference:
+        *MoE++*, section 3.1; the last three are its zero-computation experts.
+
+    Example:
+
+    >>> from keras_moe.ops import ExpertKinds
+    >>> kinds = ExpertKinds(ffn=8, zero=1, copy=1, constant=2)
+    >>> kinds.total, kinds.zero_computation
+    (12, 4)
+    >>> kinds.slices()["constant"]
+    slice(10, 12, None)
+    """
+
+    ffn: int
+    zero: int = 0
+    copy: int = 0
+    constant: int = 0
+
+    @property
+    def zero_computation(self) -> int:
+        """N_ZC, the experts that act in place."""
+        return self.zero + self.copy + self.constant
+
+    @property
+    def total(self) -> int:
+        """N, all experts."""
+        return self.ffn + self.zero_computation
+
+    def slices(self) -> dict[str, slice]:
+        """Where each kind's experts are on a router's expert axis."""
+        found, start = {}, 0
+        for kind, count in zip(KINDS, self):
+            found[kind] = slice(start, start + count)
+            start += count
+        return found
+
+    def __str__(self):
+        if not self.zero_computation:
+            return str(self.ffn)
+        return f"{self.ffn}+{self.zero_computation}"
+
+
+def expert_kinds(
+    num_ffn_experts: int,
+    zero_experts: int = 0,
+    copy_experts: int = 0,
+    constant_experts: Any = 0,
+) -> ExpertKinds:
+    """`ExpertKinds` of checked counts.
+
+    Args:
+        num_ffn_experts: N_FFN, at least 1.
+        zero_experts: n_zero.
+        copy_experts: n_copy.
+        constant_experts: n_const, or `"auto"` for equation 10 of *MoE++*,
+            max(N_FFN / 4 - n_zero - n_copy, 1), rounded down. (For 8 FFN experts it
+            gives 1, where the paper's Table 2 has 2.)
+
+    Returns:
+        `ExpertKinds`.
+
+    Raises:
+        ValueError: if there is no FFN expert, or a count is negative.
+
+    Example:
+
+    >>> from keras_moe.ops import expert_kinds
+    >>> expert_kinds(32, zero_experts=1, copy_experts=1, constant_experts="auto")
+    ExpertKinds(ffn=32, zero=1, copy=1, constant=6)
+    """
+    ffn = check_integer("num_experts", num_ffn_experts)
+    zero = check_integer("zero_experts", zero_experts, minimum=0)
+    copy = check_integer("copy_experts", copy_experts, minimum=0)
+    if constant_experts == "auto":
+        constant_experts = max(ffn // 4 - zero - copy, 1)
+    elif isinstance(constant_experts, str):
+        raise ValueError(
+            "Expected constant_experts to be an integer or 'auto'; "
+            f"received: constant_experts={constant_experts!r}"
+        )
+    constant = check_integer("constant_experts", constant_experts, minimum=0)
+    return ExpertKinds(ffn, zero, copy, constant)

@@ -1,0 +1,367 @@
+"""The router of MoE++: experts of several kinds, and the pathway taken before.
+
+Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.ops.capacity import heterogeneous_capacity
+from keras_moe.ops.checks import (
+    check_bool,
+    check_integer,
+    check_one_of,
+    check_positive,
+)
+from keras_moe.ops.expert_kinds import expert_kinds
+from keras_moe.ops.routing import HeterogeneousPlan, RaggedPlan, RoutingPlan
+from keras_moe.ops.token_choice import dropless_token_choice, token_choice
+from keras_moe.routers.token_choice import TokenChoiceRouter
+
+DEFAULT_CAPACITY_FACTOR = 1.1
+ZERO_GATES = ("keep", "remove")
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class PathwayAwareRouter(TokenChoiceRouter):
+    """Token choice among feed-forward and zero-computation experts, as in MoE++.
+
+    The experts stand in the order FFN, zero, copy, constant. Only FFN experts have
+    slots or rows; `HeterogeneousPlan` says which token the others serve in place.
+
+    While training, equation 8 limits what an expert serves by its kind; a choice that
+    overflows is dropped. At inference every token is served by default, also in groups
+    of very few tokens.
+
+    The released code is another model than the paper's equations, which are the
+    default here. It takes `gate_hidden_dim=8 * num_experts`,
+    `normalize_gates="before"`, `zero_gates="remove"`, and an `MoE` layer with
+    `input_scale=num_selected_experts`; its "mixtral" gating takes
+    `zero_gates="keep"` and no scaling instead. It has no capacity and no balance loss
+    (it is inference code), which is what inference does here.
+
+    Args:
+        num_experts: E, of all kinds together.
+        num_selected_experts: K, experts per token.
+        zero_experts: how many of the E give 0.
+        copy_experts: how many give the token back.
+        constant_experts: how many give a mixture of the token and a trained vector.
+        tau: tokens for an FFN expert over those for a zero-computation expert.
+        gating_residual: add a trained E x E map of the logits of the MoE layer before,
+            so that calls take `previous_logits`.
+        gate_hidden_dim: None has one matrix, as the paper; a number has two with a
+            tanh between them.
+        logits_norm_std: divide each token's logits by their standard deviation over
+            experts, and multiply by this; None does not.
+        zero_gates: `"keep"`, or `"remove"` to count a zero expert's gate as 0 before
+            gates are normalised.
+        affinity: see `TokenChoiceRouter`.
+        combine: see `TokenChoiceRouter`.
+        normalize_gates: see `TokenChoiceRouter`.
+        capacity_factor: gamma; 1.1 if neither this nor `dropless` is given.
+        eval_capacity_factor: gamma at inference; None serves every token.
+        dropless: serve every token while training, too.
+        capacity_rounding: `"ceil"` or `"round"`.
+        capacity_multiple_of: round the FFN experts' capacity up to a multiple of this.
+        priority: see `TokenChoiceRouter`.
+        noise_std: standard deviation of the training noise, times `num_experts`.
+        kernel_initializer: of the kernels.
+        residual_initializer: of the map of previous logits. Zeros begin as a router
+            without it.
+        seed: of the noise.
+        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+
+    Call arguments:
+        tokens: (G, S, D).
+        mask: boolean (G, S), False for tokens that are not routed.
+        modality_ids: not used.
+        previous_logits: float32 (G, S, E), `Routing.logits` of the MoE layer before;
+            with `gating_residual` only.
+        training: adds noise and limits capacity.
+
+    Output shape:
+        `(plan, Routing)`: a `HeterogeneousPlan`; without zero-computation experts the
+        plans of `TokenChoiceRouter`.
+
+    Raises:
+        ValueError: if an argument is out of range, there is no FFN expert, or
+            `previous_logits` are missing, not wanted, or of another number of experts.
+
+    Reference:
+        *MoE++*, equations 1, 6 and 8.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.routers import PathwayAwareRouter
+    >>> router = PathwayAwareRouter(num_experts=6, zero_experts=1, copy_experts=1)
+    >>> plan, routing = router(np.ones((1, 5, 8), "float32"))
+    >>> tuple(plan.in_place.shape), tuple(routing.gates.shape)
+    ((1, 5, 2), (1, 5, 6))
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_selected_experts: int = 2,
+        zero_experts: int = 0,
+        copy_experts: int = 0,
+        constant_experts: int = 0,
+        tau: float = 0.75,
+        gating_residual: bool = False,
+        gate_hidden_dim: int | None = None,
+        logits_norm_std: float | None = None,
+        zero_gates: str = "keep",
+        affinity: Any = "softmax",
+        combine: str = "softmax",
+        normalize_gates: str | None = None,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
+        dropless: bool = False,
+        capacity_rounding: str = "ceil",
+        capacity_multiple_of: int | None = None,
+        priority: str = "first_come",
+        noise_std: float = 0.0,
+        kernel_initializer: Any = "lecun_normal",
+        residual_initializer: Any = "zeros",
+        seed: int | None = None,
+        **kwargs,
+    ):
+        if capacity_factor is None and not dropless:
+            capacity_factor = DEFAULT_CAPACITY_FACTOR
+        super().__init__(
+            num_experts,
+            num_selected_experts=num_selected_experts,
+            affinity=affinity,
+            combine=combine,
+            normalize_gates=normalize_gates,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+            dropless=dropless,
+            capacity_rounding=capacity_rounding,
+            capacity_multiple_of=capacity_multiple_of,
+            priority=priority,
+            noise_std=noise_std,
+            kernel_initializer=kernel_initializer,
+            seed=seed,
+            **kwargs,
+        )
+        counts = (zero_experts, copy_experts, constant_experts)
+        # Of the counts alone first: their sum must be one of integers.
+        in_place = expert_kinds(1, *counts).zero_computation
+        if in_place >= self.num_experts:
+            raise ValueError(
+                "Expected at least one FFN expert; received: "
+                f"num_experts={num_experts}, zero_experts={zero_experts}, "
+                f"copy_experts={copy_experts}, constant_experts={constant_experts}"
+            )
+        self._kinds = expert_kinds(self.num_experts - in_place, *counts)
+        self.tau = check_positive("tau", tau)
+        self.gating_residual = check_bool("gating_residual", gating_residual)
+        if gate_hidden_dim is not None:
+            check_integer("gate_hidden_dim", gate_hidden_dim)
+        if logits_norm_std is not None:
+            check_positive("logits_norm_std", logits_norm_std)
+            if self.num_experts < 2:
+                raise ValueError(
+                    "Expected num_experts >= 2 for logits_norm_std; "
+                    f"received: num_experts={num_experts}"
+                )
+        self.gate_hidden_dim = gate_hidden_dim
+        self.logits_norm_std = logits_norm_std
+        self.zero_gates = check_one_of("zero_gates", zero_gates, ZERO_GATES)
+        self.residual_initializer = keras.initializers.get(residual_initializer)
+
+    @property
+    def kinds(self):
+        return self._kinds
+
+    def build(self, input_shape):
+        if self.gate_hidden_dim is None:
+            super().build(input_shape)
+        else:
+            super().build((*input_shape[:-1], self.gate_hidden_dim))
+            self.hidden_kernel = self._add_kernel(
+                "hidden_kernel", (input_shape[-1], self.gate_hidden_dim)
+            )
+        if self.gating_residual:
+            self.residual_kernel = self._add_kernel(
+                "residual_kernel",
+                (self.num_experts, self.num_experts),
+                self.residual_initializer,
+            )
+
+    def _add_kernel(self, name, shape, initializer=None):
+        return self.add_weight(
+            name=name,
+            shape=shape,
+            initializer=initializer or self.kernel_initializer,
+            dtype="float32",
+            autocast=False,
+        )
+
+    def call(
+        self,
+        tokens: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+        previous_logits: Any = None,
+        training: bool | None = None,
+    ) -> tuple[Any, Any]:
+        self.check_previous_logits(previous_logits)
+        hidden = tokens
+        if self.gate_hidden_dim is not None:
+            hidden = ops.tanh(ops.matmul(tokens, self.hidden_kernel))
+        logits = ops.matmul(hidden, self.kernel)
+        if self.logits_norm_std is not None:
+            logits = _with_deviation(logits, self.logits_norm_std)
+        if self.gating_residual:
+            logits = logits + ops.matmul(previous_logits, self.residual_kernel)
+        return self.route(logits, None, mask, training)
+
+    def check_previous_logits(self, previous_logits: Any) -> None:
+        """Raises ValueError if they are missing, not wanted, or do not fit."""
+        shape = None if previous_logits is None else tuple(previous_logits.shape)
+        if not self.gating_residual:
+            if shape is not None:
+                raise ValueError(
+                    "Expected no previous_logits with gating_residual=False; "
+                    f"received: previous_logits of shape {shape}"
+                )
+        elif shape is None:
+            raise ValueError(
+                "Expected previous_logits with gating_residual=True: the logits of the "
+                "MoE layer before, of which the first layer has none; received: "
+                "previous_logits=None"
+            )
+        elif shape[-1] != self.num_experts:
+            raise ValueError(
+                "Expected previous_logits of a layer with as many experts, "
+                f"num_experts={self.num_experts}; received: shape={shape}"
+            )
+
+    def allocate(self, affinity, gates, mask=None, training=None):
+        kinds = self.kinds
+        if self.zero_gates == "remove" and kinds.zero:
+            zero = kinds.slices()["zero"]
+            keep = [not zero.start <= e < zero.stop for e in range(kinds.total)]
+            gates = ops.where(ops.convert_to_tensor(keep, "bool"), gates, 0.0)
+        arguments = {
+            "mask": mask,
+            "normalize_gates": self.normalize_gates,
+            "in_place_experts": kinds.zero_computation,
+        }
+        if self.serves_every_token(training):
+            return dropless_token_choice(
+                affinity, gates, self.num_selected_experts, **arguments
+            )
+        capacity, in_place_capacity = self.capacities(
+            ops.shape(affinity)[1], training
+        )
+        return token_choice(
+            affinity,
+            gates,
+            self.num_selected_experts,
+            capacity,
+            priority=self.priority,
+            in_place_capacity=in_place_capacity,
+            **arguments,
+        )
+
+    def capacities(self, num_tokens: Any, training: bool | None) -> tuple[Any, Any]:
+        """The capacities of an FFN and of a zero-computation expert (equation 8).
+
+        Both are None where every token is served.
+        """
+        if self.serves_every_token(training):
+            return None, None
+        return heterogeneous_capacity(
+            num_tokens,
+            self.kinds,
+            self.tau,
+            self.capacity_factor if training else self.eval_capacity_factor,
+            self.num_selected_experts,
+            rounding=self.capacity_rounding,
+            multiple_of=self.capacity_multiple_of,
+        )
+
+    def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
+        return self.capacities(num_tokens, training)[0]
+
+    @property
+    def ffn_share(self) -> float:
+        """The FFN experts' share of assignments under a balanced load (Table 1)."""
+        weight = self.tau * self.kinds.ffn
+        return weight / (weight + self.kinds.zero_computation)
+
+    def num_slots(self, num_tokens: int) -> int:
+        return round(super().num_slots(num_tokens) * self.ffn_share)
+
+    def experts_per_token(self, num_tokens: int) -> float:
+        return super().experts_per_token(num_tokens) * self.ffn_share
+
+    def parameters(self, dim: int) -> int:
+        """The number of parameters for tokens of size `dim`."""
+        return self._multiply_adds(dim)
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations of the logits (2 per multiply-add)."""
+        return 2 * num_tokens * self._multiply_adds(dim)
+
+    def _multiply_adds(self, dim):
+        hidden = self.gate_hidden_dim
+        gate = (dim + self.num_experts) * hidden if hidden else dim * self.num_experts
+        return gate + self.gating_residual * self.num_experts**2
+
+    def compute_output_spec(
+        self,
+        tokens,
+        mask=None,
+        modality_ids=None,
+        previous_logits=None,
+        training=None,
+    ):
+        self.check_previous_logits(previous_logits)
+        plan, routing = super().compute_output_spec(tokens, training=training)
+        in_place = self.kinds.zero_computation
+        if not in_place:
+            return plan, routing
+        if isinstance(plan, RaggedPlan):
+            sizes = keras.KerasTensor((self.kinds.ffn,), "int32")
+            plan = plan._replace(group_sizes=sizes)
+        else:
+            groups, _, capacity = plan.slot_tokens.shape
+            slots = keras.KerasTensor((groups, self.kinds.ffn, capacity), "int32")
+            plan = RoutingPlan(slots, plan.token_slots, plan.combine_weights)
+        by_expert = keras.KerasTensor((*tokens.shape[:2], in_place), "float32")
+        return HeterogeneousPlan(plan, by_expert, by_expert), routing
+
+    def get_config(self):
+        config = super().get_config()
+        for name in ("capacity", "num_modalities", "expert_pools"):
+            del config[name]
+        config.update(
+            zero_experts=self.kinds.zero,
+            copy_experts=self.kinds.copy,
+            constant_experts=self.kinds.constant,
+            tau=self.tau,
+            gating_residual=self.gating_residual,
+            gate_hidden_dim=self.gate_hidden_dim,
+            logits_norm_std=self.logits_norm_std,
+            zero_gates=self.zero_gates,
+            residual_initializer=keras.initializers.serialize(
+                self.residual_initializer
+            ),
+        )
+        return config
+
+
+def _with_deviation(logits, std):
+    """Logits of which each token's have this standard deviation over experts."""
+    count = logits.shape[-1]
+    centred = logits - ops.mean(logits, axis=-1, keepdims=True)
+    variance = ops.sum(ops.square(centred), axis=-1, keepdims=True) / (count - 1)
+    # Equal logits have none: they stay equal, and the gradient finite.
+    return logits * std * ops.rsqrt(ops.maximum(variance, 1e-12))
