@@ -11,6 +11,8 @@ from keras import tree
 
 from tests.training_gradients import training_gradients
 
+# Arguments of a layer's base class that it refuses.
+NOT_TAKEN = {"PathwayAwareRouter": ("capacity", "num_modalities", "expert_pools")}
 POLICIES = ("float32", "mixed_bfloat16", "bfloat16")
 
 
@@ -46,6 +48,8 @@ def check_config(layer: keras.layers.Layer) -> None:
         if not cls.__module__.startswith("keras_moe"):
             break
         for name, parameter in inspect.signature(cls.__init__).parameters.items():
+            if name in NOT_TAKEN.get(type(layer).__name__, ()):
+                continue
             if parameter.kind is not parameter.VAR_KEYWORD and name != "self":
                 assert name in config, f"get_config of {cls.__name__} lacks {name}"
     config = json.loads(json.dumps(config))

@@ -16,7 +16,6 @@ from keras_moe.ops.checks import check_bool, check_integer
 from keras_moe.ops.grouped_matmul import grouped_matmul
 
 
-
 @keras.saving.register_keras_serializable("keras_moe")
 class Experts(keras.layers.Layer):
     """E MLPs side by side, each with its own slots or rows.

@@ -164,8 +164,8 @@ class Routing(NamedTuple):
     Attributes:
         logits: (G, S, E). The router's logits, without noise. Soft routers have one
             for each slot: (G, S, E, C).
-        noisy_logits: the logits that routed: with noise while training, equal to
-            `logits` otherwise; the same shape.
+        noisy_logits: the logits that routed: with noise while training, and scaled
+            where a router scales them; equal to `logits` otherwise; the same shape.
         affinity: (G, S, E). What allocated the slots: the gates, or a transport plan.
         gates: (G, S, E). The softmax of `noisy_logits` over experts, or over all slots
             and summed over an expert's.

@@ -83,9 +83,7 @@ def of_kinds(name: str, kinds: ExpertKinds, **options: Any) -> Router:
     >>> routers.of_kinds("softmax_token_choice", kinds, tau=0.5).num_experts
     12
     """
-    cls, arguments = class_of_kinds(
-        name, kinds, options.get("gating_residual", False)
-    )
+    cls, arguments = class_of_kinds(name, kinds, options.get("gating_residual", False))
     return cls(kinds.total, **{**arguments, **options})
 
 

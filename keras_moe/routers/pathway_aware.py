@@ -22,6 +22,8 @@ from keras_moe.routers.token_choice import TokenChoiceRouter
 
 DEFAULT_CAPACITY_FACTOR = 1.1
 ZERO_GATES = ("keep", "remove")
+# Arguments of token choice that have no meaning, or none yet, for several kinds.
+_NOT_HERE = ("capacity", "num_modalities", "expert_pools")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -54,7 +56,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
         gate_hidden_dim: None has one matrix, as the paper; a number has two with a
             tanh between them.
         logits_norm_std: divide each token's logits by their standard deviation over
-            experts, and multiply by this; None does not.
+            experts, and multiply by this, before they route; the next layer gets them
+            as they were. None does not.
         zero_gates: `"keep"`, or `"remove"` to count a zero expert's gate as 0 before
             gates are normalised.
         affinity: see `TokenChoiceRouter`.
@@ -129,6 +132,12 @@ class PathwayAwareRouter(TokenChoiceRouter):
         seed: int | None = None,
         **kwargs,
     ):
+        for name in _NOT_HERE:
+            if name in kwargs:
+                raise ValueError(
+                    "Expected arguments of PathwayAwareRouter; "
+                    f"received: {name}={kwargs[name]!r}"
+                )
         if capacity_factor is None and not dropless:
             capacity_factor = DEFAULT_CAPACITY_FACTOR
         super().__init__(
@@ -148,8 +157,9 @@ class PathwayAwareRouter(TokenChoiceRouter):
             seed=seed,
             **kwargs,
         )
+        # "auto" is for who knows the number of FFN experts.
+        check_integer("constant_experts", constant_experts, minimum=0)
         counts = (zero_experts, copy_experts, constant_experts)
-        # Of the counts alone first: their sum must be one of integers.
         in_place = expert_kinds(1, *counts).zero_computation
         if in_place >= self.num_experts:
             raise ValueError(
@@ -215,11 +225,14 @@ class PathwayAwareRouter(TokenChoiceRouter):
         if self.gate_hidden_dim is not None:
             hidden = ops.tanh(ops.matmul(tokens, self.hidden_kernel))
         logits = ops.matmul(hidden, self.kernel)
-        if self.logits_norm_std is not None:
-            logits = _with_deviation(logits, self.logits_norm_std)
         if self.gating_residual:
             logits = logits + ops.matmul(previous_logits, self.residual_kernel)
         return self.route(logits, None, mask, training)
+
+    def scale_logits(self, logits: Any) -> Any:
+        if self.logits_norm_std is None:
+            return logits
+        return _with_deviation(logits, self.logits_norm_std)
 
     def check_previous_logits(self, previous_logits: Any) -> None:
         """Raises ValueError if they are missing, not wanted, or do not fit."""
@@ -257,9 +270,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             return dropless_token_choice(
                 affinity, gates, self.num_selected_experts, **arguments
             )
-        capacity, in_place_capacity = self.capacities(
-            ops.shape(affinity)[1], training
-        )
+        capacity, in_place_capacity = self.capacities(ops.shape(affinity)[1], training)
         return token_choice(
             affinity,
             gates,
@@ -340,7 +351,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
 
     def get_config(self):
         config = super().get_config()
-        for name in ("capacity", "num_modalities", "expert_pools"):
+        for name in _NOT_HERE:
             del config[name]
         config.update(
             zero_experts=self.kinds.zero,

@@ -150,7 +150,7 @@ class SparseRouter(Router):
     ) -> tuple[Any, Routing]:
         """The plan and the record from logits (G, S, E), and where a token may go."""
         noisy_logits = self.add_noise(
-            logits, self.noise_std / self.num_experts, training
+            self.scale_logits(logits), self.noise_std / self.num_experts, training
         )
         gates = ops.softmax(noisy_logits, axis=-1)
         differentiable = self.combine == "affinity"
@@ -172,6 +172,10 @@ class SparseRouter(Router):
             training=training,
         )
         return plan, Routing(logits, noisy_logits, affinity, gates, *self.served(plan))
+
+    def scale_logits(self, logits: Any) -> Any:
+        """The logits as they route; `Routing.logits` keeps them as they come."""
+        return logits
 
     def _logits(self, tokens, modality_ids):
         """The logits, which experts a token may go to, and whether it may at all.

@@ -17,9 +17,11 @@ from keras_moe.layers import (
     SelfAttention,
     TokenMLP,
     TokenPooling,
+    ZeroComputationExperts,
 )
 from keras_moe.routers import (
     ExpertChoiceRouter,
+    PathwayAwareRouter,
     SinkhornAffinity,
     SoftRouter,
     SparsityConstrainedAffinity,
@@ -89,6 +91,7 @@ def experts(**kwargs):
         activation="relu",
         dropout=0.1,
         shared_initialization=False,
+        gated=True,
         seed=3,
         **kwargs,
     )
@@ -102,6 +105,62 @@ def moe(**kwargs):
         group_size=N,
         auxiliary_losses={"importance": 0.1, "load": 0.2, "z": 0.3},
         dispatcher="einsum",
+        input_scale=2.0,
+        **kwargs,
+    )
+
+
+def pathway_aware_router(**kwargs):
+    return PathwayAwareRouter(
+        E + 4,
+        num_selected_experts=3,
+        zero_experts=1,
+        copy_experts=1,
+        constant_experts=2,
+        tau=0.5,
+        gate_hidden_dim=7,
+        logits_norm_std=1.5,
+        zero_gates="remove",
+        affinity=SinkhornAffinity(iterations=3),
+        combine="affinity",
+        normalize_gates="before",
+        capacity_factor=3.0,
+        eval_capacity_factor=4.0,
+        capacity_rounding="round",
+        capacity_multiple_of=2,
+        priority="sum_gates",
+        noise_std=0.5,
+        kernel_initializer="glorot_normal",
+        residual_initializer="identity",
+        seed=7,
+        **kwargs,
+    )
+
+
+def moe_plus_plus(**kwargs):
+    router = PathwayAwareRouter(
+        E + 4,
+        4,
+        zero_experts=1,
+        copy_experts=1,
+        constant_experts=2,
+        capacity_factor=9.0,
+    )
+    return MoE(
+        router,
+        Experts(
+            E,
+            mlp_dim=16,
+            activation="silu",
+            gated=True,
+            use_bias=False,
+            dtype=kwargs.get("dtype"),
+        ),
+        group_size=N,
+        auxiliary_losses={"heterogeneous_balance": 0.1},
+        zero_experts=1,
+        copy_experts=1,
+        constant_experts=2,
         **kwargs,
     )
 
@@ -140,6 +199,7 @@ MAKERS = {
     "Experts": experts,
     "LayerNorm": lambda **kw: LayerNorm(epsilon=1e-3, center=False, **kw),
     "MoE": moe,
+    "MoE of several kinds": moe_plus_plus,
     "MoEEncoderBlock": lambda **kw: MoEEncoderBlock(
         TokenMLP(mlp_dim=5, dtype=kw.get("dtype")),
         moe(dtype=kw.get("dtype")),
@@ -159,6 +219,7 @@ MAKERS = {
     "TokenPooling": lambda **kw: TokenPooling("average", **kw),
     "ExpertChoiceRouter": expert_choice_router,
     "SoftRouter": soft_router,
+    "PathwayAwareRouter": pathway_aware_router,
     "TokenChoiceRouter": router,
 }
 
@@ -188,7 +249,9 @@ def test_every_public_layer_is_checked():
         if isinstance(getattr(module, name), type)
         and issubclass(getattr(module, name), keras.layers.Layer)
     }
-    assert public - {"Router", "SparseRouter"} == set(MAKERS)
+    # Zero-computation experts take weights beside their input: "of several kinds".
+    public -= {"Router", "SparseRouter", "ZeroComputationExperts"}
+    assert public == {name for name in MAKERS if " " not in name}
 
 
 @pytest.mark.parametrize(
@@ -216,6 +279,34 @@ def test_every_public_layer_is_checked():
         (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), group_size=0), "group_size"),
         (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), dispatcher="x"), "'x'"),
         (lambda: MoE("softmax", Experts(2, 8)), "router='softmax'"),
+        (lambda: MoE("soft", Experts(2, 8), zero_experts=1), "router='soft'"),
+        (
+            lambda: MoE("softmax_token_choice", Experts(2, 8), copy_experts=-1),
+            "copy_experts=-1",
+        ),
+        (
+            lambda: MoE(
+                PathwayAwareRouter(3, zero_experts=1), Experts(2, 8), copy_experts=1
+            ),
+            "copy_experts=1",
+        ),
+        (
+            lambda: MoE(PathwayAwareRouter(3, zero_experts=1), Experts(3, 8)),
+            "2 FFN experts",
+        ),
+        (
+            lambda: MoE(TokenChoiceRouter(2), Experts(2, 8), input_scale=0),
+            "input_scale=0",
+        ),
+        (lambda: Experts(2, 8, gated="yes"), "gated='yes'"),
+        (lambda: ZeroComputationExperts(), "zero_experts=0"),
+        (
+            lambda: MoE(TokenChoiceRouter(2), Experts(2, 8))(
+                np.zeros((1, 3, 8), "float32"),
+                previous_logits=np.zeros((1, 3, 2), "float32"),
+            ),
+            "without gating_residual",
+        ),
         (lambda: TokenChoiceRouter(4, affinity="soft"), "affinity='soft'"),
         (lambda: TokenChoiceRouter(4, combine="hard"), "combine='hard'"),
         (lambda: TokenChoiceRouter(4, normalize_gates="x"), "normalize_gates='x'"),

@@ -6,11 +6,12 @@ import pytest
 from keras import tree
 from keras.src import testing
 
+from keras_moe.layers import ZeroComputationExperts
 from tests.layers.test_every_layer import MAKERS, B, D, E, N
 
 SHAPES = {"Experts": (B, E, 5, D), "PatchEmbedding": (B, 8, 8, 3)}
 # Layers that take layers as arguments.
-WITH_PARTS = ("EncoderBlock", "MoE", "MoEEncoderBlock")
+WITH_PARTS = ("EncoderBlock", "MoE", "MoE of several kinds", "MoEEncoderBlock")
 
 
 class Case(testing.TestCase):
@@ -58,4 +59,17 @@ def test_layer(case, name):
         supports_masking=make().supports_masking,
         # It changes the dtype of the layer alone, and the parts keep theirs.
         run_mixed_precision_check=name not in WITH_PARTS,
+    )
+
+
+def test_zero_computation_experts(case):
+    case.run_layer_test(
+        ZeroComputationExperts,
+        init_kwargs={"zero_experts": 1, "copy_experts": 2, "constant_experts": 3},
+        input_shape={"tokens_shape": (B, N, D), "weights_shape": (B, N, 6)},
+        expected_output_shape=(B, N, D),
+        expected_output_dtype="float32",
+        expected_num_trainable_weights=2,
+        expected_num_losses=0,
+        supports_masking=False,
     )

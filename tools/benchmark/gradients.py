@@ -1,4 +1,4 @@
-"""Compiled forward and backward passes of a layer, on any backend."""
+"""Compiled passes of a layer, forward or forward and backward, on any backend."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +25,48 @@ def forward_backward(
     return {"jax": _jax, "tensorflow": _tensorflow, "torch": _torch}[backend](
         layer, inputs, cotangent
     )
+
+
+def forward(
+    layer: keras.layers.Layer, inputs: np.ndarray, training: bool
+) -> Callable[[], Any]:
+    """A function that returns a layer's outputs, without gradients.
+
+    Args:
+        layer: a built layer; of a tuple of outputs the first is taken.
+        inputs: the layer's input.
+        training: passed to the layer.
+    """
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        @jax.jit
+        def run(trainable, state, x):
+            outputs, _ = layer.stateless_call(trainable, state, x, training=training)
+            return _first(outputs)
+
+        trainable = [v.value for v in layer.trainable_variables]
+        state = [v.value for v in layer.non_trainable_variables]
+        x = jax.numpy.asarray(inputs)
+        return lambda: run(trainable, state, x)
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        run = tf.function(
+            lambda x: _first(layer(x, training=training)), jit_compile=True
+        )
+        x = tf.constant(inputs)
+        return lambda: run(x)
+    import torch
+
+    x = torch.tensor(inputs)
+
+    def run_eagerly():
+        with torch.no_grad():
+            return _first(layer(x, training=training))
+
+    return run_eagerly
 
 
 def _first(outputs):

@@ -1,0 +1,240 @@
+"""MoE++'s layer: what each kind of expert gives, and what it has in common with MoE."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.layers import Experts, MoE, ZeroComputationExperts
+from keras_moe.routers import PathwayAwareRouter
+from tests.training_gradients import training_gradients
+
+to_numpy = ops.convert_to_numpy
+KINDS = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
+N, D = 12, 8
+
+
+def tokens(batch=2, length=N, seed=0):
+    generator = np.random.default_rng(seed)
+    return generator.normal(size=(batch, length, D)).astype("float32")
+
+
+def make(num_experts=4, kinds=KINDS, selected=1, **router):
+    total = num_experts + sum(kinds.values())
+    moe = MoE(
+        PathwayAwareRouter(total, selected, **kinds, **router),
+        Experts(num_experts, mlp_dim=16, shared_initialization=False),
+    )
+    moe.build((None, None, D))
+    return moe
+
+
+def forced(moe, expert, scale=1000.0):
+    """The layer, whose tokens all take `expert` with a gate of 1."""
+    kernel = np.zeros((D, moe.router.num_experts), "float32")
+    kernel[0, expert] = scale
+    moe.router.kernel.assign(kernel)
+    return moe
+
+
+def positive(x):
+    """Tokens whose first feature, which the forced router reads, is 1."""
+    x = x.copy()
+    x[..., 0] = 1.0
+    return x
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_each_kind_gives_what_its_equation_says(training):
+    x = positive(tokens())
+    moe = make(capacity_factor=100.0)
+    zeros, _ = forced(moe, 4)(x, training=training)
+    np.testing.assert_array_equal(to_numpy(zeros), 0)
+    copies, _ = forced(moe, 5)(x, training=training)
+    np.testing.assert_array_equal(to_numpy(copies), x)
+    generator = np.random.default_rng(3)
+    vector = generator.normal(size=(2, D)).astype("float32")
+    kernel = generator.normal(size=(2, D, 2)).astype("float32")
+    moe.zero_computation_experts.vector.assign(vector)
+    moe.zero_computation_experts.kernel.assign(kernel)
+    for constant in range(2):
+        found, routing = forced(moe, 6 + constant)(x, training=training)
+        np.testing.assert_array_equal(
+            to_numpy(routing.dispatched)[..., 6 + constant], 1
+        )
+        alpha = to_numpy(ops.softmax(x @ kernel[constant]))
+        expected = alpha[..., :1] * x + alpha[..., 1:] * vector[constant]
+        np.testing.assert_allclose(to_numpy(found), expected, rtol=1e-5, atol=1e-6)
+    # And an FFN expert what it always gives.
+    found, _ = forced(moe, 2)(x, training=training)
+    expected = to_numpy(moe.experts(np.stack([x.reshape(-1, D)] * 4)[None]))[0, 2]
+    np.testing.assert_allclose(
+        to_numpy(found).reshape(-1, D), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_tokens_that_overflow_are_dropped():
+    moe = forced(make(tau=0.5, capacity_factor=1.0), 5)
+    x = positive(tokens(batch=1))
+    outputs, routing = moe(x, training=True)
+    # 12 assignments over 4 * 0.5 + 4: two for a zero-computation expert.
+    served = to_numpy(routing.dispatched)[0, :, 5]
+    assert served.tolist() == [1, 1] + [0] * 10
+    np.testing.assert_array_equal(to_numpy(outputs)[0, :2], x[0, :2])
+    np.testing.assert_array_equal(to_numpy(outputs)[0, 2:], 0)
+
+
+def test_a_zero_expert_makes_top_2_top_1():
+    x = positive(tokens())
+    moe = make(selected=2, normalize_gates="before", zero_gates="remove")
+    kernel = np.zeros((D, 8), "float32")
+    kernel[0, 4], kernel[0, 1] = 20.0, 10.0
+    moe.router.kernel.assign(kernel)
+    found, routing = moe(x)
+    assert np.all(to_numpy(routing.dispatched)[..., [1, 4]] == 1)
+    alone = make(selected=1)
+    for ours, theirs in zip(moe.experts.weights, alone.experts.weights):
+        theirs.assign(ours)
+    expected, _ = forced(alone, 1)(x)
+    np.testing.assert_allclose(
+        to_numpy(found), to_numpy(expected), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_without_zero_computation_experts_it_is_an_moe(training):
+    x = tokens()
+    ours = make(kinds={}, selected=2)
+    vanilla = MoE(
+        "softmax_token_choice", Experts(4, mlp_dim=16, shared_initialization=False)
+    )
+    vanilla.build((None, None, D))
+    for a, b in zip(ours.weights, vanilla.weights):
+        if "seed" not in b.path:
+            b.assign(ours_value(a))
+    vanilla.router.noise_std = 0.0
+    vanilla.router.capacity_factor = ours.router.capacity_factor
+    for a, b in zip(ours(x, training=training), vanilla(x, training=training)):
+        for left, right in zip(keras.tree.flatten(a), keras.tree.flatten(b)):
+            np.testing.assert_array_equal(to_numpy(left), to_numpy(right))
+
+
+def ours_value(variable):
+    return to_numpy(variable)
+
+
+def test_by_name():
+    moe = MoE("softmax_token_choice", Experts(8, 16), 8, zero_experts=1,
+              copy_experts=1, constant_experts="auto")  # fmt: skip
+    assert moe.router.kinds == (8, 1, 1, 1)
+    again = MoE.from_config(moe.get_config())
+    assert again.get_config() == moe.get_config()
+
+
+def test_padding_is_nobodys():
+    moe = make(selected=2)
+    moe.zero_computation_experts.vector.assign(np.ones((2, D)))
+    x = tokens()
+    mask = np.ones((2, N), bool)
+    mask[:, 7:] = False
+    x[:, 7:] = np.nan
+    for training in (False, True):
+        outputs, routing = moe(x, mask=mask, training=training)
+        assert np.isfinite(to_numpy(outputs)).all()
+        np.testing.assert_array_equal(to_numpy(outputs)[:, 7:], 0)
+        np.testing.assert_array_equal(to_numpy(routing.dispatched)[:, 7:], 0)
+
+
+def test_an_image_does_not_depend_on_its_batch():
+    moe, x = make(selected=2), tokens(batch=4)
+    together = to_numpy(moe(x)[0])
+    for index in range(4):
+        alone = to_numpy(moe(x[index : index + 1])[0])
+        np.testing.assert_allclose(together[index : index + 1], alone, atol=1e-6)
+
+
+def test_previous_logits_go_by_group_and_stay_float32():
+    moe = MoE(
+        PathwayAwareRouter(8, 2, **KINDS, gating_residual=True),
+        Experts(4, mlp_dim=16, dtype="mixed_bfloat16"),
+        # A last group with padding.
+        group_size=7,
+        dtype="mixed_bfloat16",
+    )
+    x = tokens()
+    previous = np.random.default_rng(1).normal(size=(2, N, 8)).astype("float32")
+    moe.build(x.shape)
+    moe.router.kernel.assign(np.zeros((D, 8)))
+    moe.router.residual_kernel.assign(np.eye(8))
+    for training in (False, True):
+        outputs, routing = moe(x, previous_logits=previous, training=training)
+        np.testing.assert_allclose(to_numpy(routing.logits), previous, rtol=1e-6)
+        assert "bfloat16" in str(outputs.dtype)
+
+
+def test_gradients_reach_every_weight():
+    moe = make(selected=4, capacity_factor=100.0)
+    x = tokens()
+    gradients = training_gradients(moe, x)
+    assert len(gradients) == 7
+    for weight, value in zip(moe.trainable_weights, gradients):
+        assert np.isfinite(value).all()
+        assert np.abs(value).max() > 0, weight.path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_zero_computation_experts_by_themselves(dtype):
+    layer = ZeroComputationExperts(
+        1,
+        2,
+        3,
+        kernel_initializer="glorot_normal",
+        vector_initializer="ones",
+        dtype=dtype,
+    )
+    x = tokens()
+    weights = np.random.default_rng(2).random((2, N, 6)).astype("float32")
+    found = layer(x, weights)
+    assert dtype.removeprefix("mixed_") in str(found.dtype)
+    kernel = to_numpy(layer.kernel)
+    expected = weights[..., 1:3].sum(axis=-1, keepdims=True) * x
+    for j in range(3):
+        alpha = to_numpy(ops.softmax(x @ kernel[j]))
+        expected += weights[..., 3 + j : 4 + j] * (alpha[..., :1] * x + alpha[..., 1:])
+    tolerance = 1e-5 if dtype == "float32" else 5e-2
+    np.testing.assert_allclose(
+        to_numpy(ops.cast(found, "float32")), expected, rtol=tolerance, atol=tolerance
+    )
+    again = ZeroComputationExperts.from_config(layer.get_config())
+    assert again.get_config() == layer.get_config()
+    assert layer.parameters(D) == layer.count_params()
+    assert layer.num_experts == 6
+
+
+def test_costs():
+    moe = make(selected=2, tau=0.75)
+    assert moe.parameters(D) == moe.count_params()
+    share = 0.75 * 4 / (0.75 * 4 + 4)
+    slots = round(2 * 100 * share)
+    expected = moe.router.flops(100, D) + 4 * slots * D * 16
+    # W_c x and the mixture of the two constant experts, of half of the others.
+    expected += 6 * (200 - slots) * D // 2
+    assert moe.flops(100, D) == expected
+    assert moe.active_parameters(100, D) == moe.router.parameters(D) + round(
+        2 * share * moe.experts.expert_parameters(D) + 2 * (1 - share) * 3 * 2 * D / 4
+    )
+
+
+def test_gated_experts_by_hand():
+    experts = Experts(1, 2, activation="relu", gated=True, use_bias=False)
+    experts.build((None, 1, None, 1))
+    experts.gate_kernel.assign([[[1.0, -1.0]]])
+    experts.hidden_kernel.assign([[[3.0, 5.0]]])
+    experts.output_kernel.assign([[[1.0], [10.0]]])
+    # relu(x) 3 x + 10 relu(-x) 5 x
+    found = experts(np.array([[[[2.0], [-1.0]]]], "float32"))
+    np.testing.assert_allclose(to_numpy(found).ravel(), [12.0, -50.0])
+    assert experts.parameters(1) == experts.count_params() == 6
+    assert experts.flops(10, 1) == 3 * 2 * 10 * 2
+    rows = experts(np.array([[2.0], [-1.0]], "float32"), np.array([2], "int32"))
+    np.testing.assert_allclose(to_numpy(rows).ravel(), [12.0, -50.0])

@@ -1,0 +1,209 @@
+"""Token choice where the last experts act in place: slots for the first ones only."""
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_moe.ops import (
+    ExpertKinds,
+    HeterogeneousPlan,
+    dropless_token_choice,
+    expert_capacity,
+    expert_kinds,
+    heterogeneous_capacity,
+    served,
+    token_choice,
+)
+from tests.gradients import gradient, one_program
+from tests.ops import reference
+
+some = settings(max_examples=15, deadline=None, derandomize=True, database=None)
+to_numpy = keras.ops.convert_to_numpy
+# (G, S, E, Z, K, C, C_in_place)
+PROBLEMS = [(2, 7, 6, 3, 2, 2, 3), (1, 9, 4, 1, 3, 1, 1), (2, 5, 5, 4, 2, 4, None)]
+
+
+def plan_of(gates, mask, problem, priority="first_come", normalize_gates=None):
+    *_, in_place, selected, capacity, in_place_capacity = problem
+    program = one_program(
+        lambda gates, mask: token_choice(
+            gates,
+            gates,
+            selected,
+            capacity,
+            priority=priority,
+            mask=mask,
+            normalize_gates=normalize_gates,
+            in_place_experts=in_place,
+            in_place_capacity=in_place_capacity,
+        )
+    )
+    return program(*map(keras.ops.convert_to_tensor, (gates, mask)))
+
+
+@some
+@given(
+    problem=st.sampled_from(PROBLEMS),
+    seed=st.integers(0, 999),
+    ties=st.booleans(),
+    masked=st.sampled_from([0.0, 0.4]),
+    priority=st.sampled_from(["first_come", "max_gate"]),
+)
+def test_each_kind_serves_its_capacity_in_order(problem, seed, ties, masked, priority):
+    groups, tokens, experts, in_place, selected, capacity, in_place_capacity = problem
+    generator = np.random.default_rng(seed)
+    gates = generator.random((groups, tokens, experts)).astype("float32")
+    if ties:
+        gates = np.round(gates * 4) / 4
+    mask = generator.random((groups, tokens)) >= masked
+    plan = plan_of(gates, mask, problem, priority)
+    # With room for all a slot's position is the place in the expert's queue.
+    _, slots, _ = reference.token_choice(
+        gates, gates, selected, tokens, priority=priority, mask=mask
+    )
+    limits = np.full(experts, capacity)
+    limits[experts - in_place :] = in_place_capacity or tokens
+    expert, place = slots // tokens, slots % tokens
+    kept = (slots >= 0) & (place < limits[expert])
+    expected = np.zeros((groups, tokens, experts), "float32")
+    for g, s, k in np.argwhere(kept):
+        expected[g, s, expert[g, s, k]] = 1
+    dispatched, combined = map(to_numpy, served(plan))
+    np.testing.assert_array_equal(dispatched, expected)
+    np.testing.assert_array_equal(combined, expected * gates)
+    assert np.all(dispatched.sum(axis=1) <= limits)
+    # Only the first experts have slots, and each slot its token.
+    slot_tokens = to_numpy(plan.plan.slot_tokens)
+    assert slot_tokens.shape == (groups, experts - in_place, capacity)
+    for g in range(groups):
+        for e in range(experts - in_place):
+            held = [token for token in slot_tokens[g, e] if token >= 0]
+            assert sorted(held) == np.flatnonzero(expected[g, :, e]).tolist()
+
+
+@some
+@given(
+    problem=st.sampled_from(PROBLEMS),
+    seed=st.integers(0, 999),
+    masked=st.sampled_from([0.0, 0.4]),
+    normalize_gates=st.sampled_from([None, "before", "after"]),
+)
+def test_dropless_is_token_choice_with_room_for_all(
+    problem, seed, masked, normalize_gates
+):
+    groups, tokens, experts, in_place, selected, *_ = problem
+    generator = np.random.default_rng(seed)
+    gates = generator.random((groups, tokens, experts)).astype("float32")
+    mask = generator.random((groups, tokens)) >= masked
+    roomy = (*problem[:5], tokens, None)
+    limited = plan_of(gates, mask, roomy, normalize_gates=normalize_gates)
+    program = one_program(
+        lambda gates, mask: dropless_token_choice(
+            gates, gates, selected, mask, normalize_gates, in_place
+        )
+    )
+    plan = program(*map(keras.ops.convert_to_tensor, (gates, mask)))
+    assert isinstance(plan, HeterogeneousPlan)
+    for found, wanted in zip(served(plan), served(limited)):
+        np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), rtol=1e-6)
+    # Rows for the first experts alone; what acts in place has none.
+    sizes = to_numpy(served(limited)[0]).sum(axis=(0, 1))[: experts - in_place]
+    np.testing.assert_array_equal(to_numpy(plan.plan.group_sizes), sizes)
+    rows = to_numpy(plan.plan.row_tokens)
+    assert np.all(rows[int(sizes.sum()) :] == -1)
+
+
+def test_dropped_choices_by_hand():
+    # Two FFN experts and one in place, one place each; all tokens want 2, then 0.
+    gates = np.array([[[0.3, 0.1, 0.6], [0.3, 0.2, 0.5]]], "float32")
+    plan = token_choice(
+        gates,
+        gates,
+        2,
+        capacity=1,
+        normalize_gates="after",
+        in_place_experts=1,
+        in_place_capacity=1,
+    )
+    assert to_numpy(plan.plan.token_slots).tolist() == [[[-1, 0], [-1, -1]]]
+    np.testing.assert_allclose(
+        to_numpy(served(plan)[1]), [[[1 / 3, 0, 2 / 3], [0, 0, 0]]], rtol=1e-6
+    )
+
+
+def test_gradients_reach_the_gates_of_every_kind():
+    gates = np.array([[[0.2, 0.5, 0.3], [0.4, 0.1, 0.5]]], "float32")
+
+    def weights(gates):
+        plan = token_choice(gates, gates, 2, capacity=2, in_place_experts=1)
+        scale = keras.ops.convert_to_tensor([1.0, 10.0, 100.0])
+        return keras.ops.sum(served(plan)[1] * scale)
+
+    (found,) = gradient(weights, gates)
+    np.testing.assert_allclose(found, [[[0, 10, 100], [1, 0, 100]]])
+
+
+@pytest.mark.backend_free
+def test_equation_10():
+    assert expert_kinds(32, 1, 1, "auto") == ExpertKinds(32, 1, 1, 6)
+    assert expert_kinds(16, 1, 1, "auto") == ExpertKinds(16, 1, 1, 2)
+    # Equation 10's maximum; the paper's own model of 8 experts has two.
+    assert expert_kinds(8, 1, 1, "auto") == ExpertKinds(8, 1, 1, 1)
+
+
+@pytest.mark.backend_free
+@given(
+    tokens=st.integers(1, 500),
+    ffn=st.integers(1, 40),
+    in_place=st.integers(0, 12),
+    tau=st.floats(0.05, 2.0),
+    factor=st.floats(1.0, 3.0),
+    selected=st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+def test_capacities(tokens, ffn, in_place, tau, factor, selected):
+    kinds = ExpertKinds(ffn, zero=in_place)
+    found = heterogeneous_capacity(tokens, kinds, tau, factor, selected)
+    if not in_place:
+        assert found == (expert_capacity(tokens, ffn, factor, selected), None)
+        return
+    own, other = found
+    # Room for all assignments, and shares as tau says, up to the rounding.
+    assert own * ffn + other * in_place >= tokens * selected * 0.999
+    assert own - 1 < other * tau + 1e-6
+    assert other - 1 < own / tau + 1e-6
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: expert_kinds(0), "num_experts=0"),
+        (lambda: expert_kinds(4, -1), "zero_experts=-1"),
+        (lambda: expert_kinds(4, 0, 0.5), "copy_experts=0.5"),
+        (lambda: expert_kinds(4, 0, 0, "all"), "constant_experts='all'"),
+        (
+            lambda: heterogeneous_capacity(8, ExpertKinds(4, 1), 0.0, 1.0),
+            "tau=0.0",
+        ),
+        (
+            lambda: heterogeneous_capacity(8, ExpertKinds(4, 1), 1.0, -1.0),
+            "capacity_factor=-1.0",
+        ),
+        (
+            lambda: token_choice(
+                np.ones((1, 2, 3), "f"),
+                np.ones((1, 2, 3), "f"),
+                1,
+                1,
+                in_place_experts=3,
+            ),
+            "in_place_experts=3",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

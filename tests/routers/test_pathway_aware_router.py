@@ -1,0 +1,218 @@
+"""The router of MoE++: capacity by kind, gating residuals, and what it refuses."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.ops import ExpertKinds, RaggedPlan, served
+from keras_moe.routers import (
+    PathwayAwareRouter,
+    SinkhornAffinity,
+    TokenChoiceRouter,
+    of_kinds,
+)
+
+to_numpy = ops.convert_to_numpy
+KINDS = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
+
+
+def tokens(groups=2, length=40, dim=8, seed=0):
+    generator = np.random.default_rng(seed)
+    return generator.normal(size=(groups, length, dim)).astype("float32")
+
+
+@pytest.mark.parametrize("tau", [0.25, 0.75, 1.5])
+@pytest.mark.parametrize("affinity", ["softmax", SinkhornAffinity(iterations=5)])
+def test_capacity_by_kind_is_never_exceeded(tau, affinity):
+    router = PathwayAwareRouter(8, 2, **KINDS, tau=tau, affinity=affinity)
+    x = tokens()
+    plan, routing = router(x, training=True)
+    capacity, in_place = router.capacities(40, training=True)
+    # Equation 8 with T = S K, rounded up.
+    assert capacity == np.ceil(1.1 * tau * 80 / (4 * tau + 4))
+    assert in_place == np.ceil(1.1 * 80 / (4 * tau + 4))
+    loads = to_numpy(routing.dispatched).sum(axis=1)
+    assert loads[:, :4].max() <= capacity
+    assert loads[:, 4:].max() <= in_place
+    assert tuple(plan.plan.slot_tokens.shape) == (2, 4, capacity)
+    # At inference nothing is dropped, whatever the load.
+    _, routing = router(x)
+    np.testing.assert_array_equal(to_numpy(routing.dispatched).sum(axis=-1), 2)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_groups_of_few_tokens_drop_nothing_at_inference(length):
+    router = PathwayAwareRouter(
+        12, 2, zero_experts=1, copy_experts=1, constant_experts=2
+    )
+    plan, routing = router(tokens(groups=1, length=length))
+    assert isinstance(plan.plan, RaggedPlan)
+    np.testing.assert_array_equal(to_numpy(routing.dispatched).sum(axis=-1), 2)
+    # While training, too, every expert has room for a token.
+    assert min(router.capacities(length, training=True)) >= 1
+
+
+def test_gating_residual():
+    router = PathwayAwareRouter(6, 2, zero_experts=2, gating_residual=True)
+    x, previous = tokens(), tokens(dim=6, seed=1)
+    plain = PathwayAwareRouter(6, 2, zero_experts=2)
+    router.build(x.shape)
+    plain.build(x.shape)
+    plain.kernel.assign(router.kernel)
+    # It begins as a router without residuals.
+    np.testing.assert_array_equal(
+        to_numpy(router(x, previous_logits=previous)[1].logits),
+        to_numpy(plain(x)[1].logits),
+    )
+    matrix = np.random.default_rng(2).normal(size=(6, 6)).astype("float32")
+    router.residual_kernel.assign(matrix)
+    _, routing = router(x, previous_logits=previous)
+    np.testing.assert_allclose(
+        to_numpy(routing.logits),
+        x @ to_numpy(router.kernel) + previous @ matrix,
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_equal_logits_have_no_deviation():
+    router = PathwayAwareRouter(4, 2, zero_experts=1, logits_norm_std=2.0)
+    router.build((None, None, 8))
+    _, routing = router(np.zeros((1, 3, 8), "float32"))
+    np.testing.assert_array_equal(to_numpy(routing.gates), 0.25)
+    _, routing = router(tokens(groups=1))
+    deviation = to_numpy(routing.noisy_logits).std(axis=-1, ddof=1)
+    np.testing.assert_allclose(deviation, 2.0, rtol=1e-5)
+    assert np.abs(to_numpy(routing.logits).std(axis=-1, ddof=1) - 2).max() > 0.1
+
+
+def test_removed_zero_gates_leave_the_rest_to_the_others():
+    router = PathwayAwareRouter(
+        3, 2, zero_experts=1, normalize_gates="before", zero_gates="remove"
+    )
+    router.build((None, None, 3))
+    router.kernel.assign(np.eye(3))
+    # The first token takes the zero expert (2) and expert 0, the second 0 and 1.
+    x = np.array([[[1.0, 0.0, 2.0], [2.0, 1.0, 0.0]]], "float32")
+    plan, _ = router(x)
+    dispatched, combined = map(to_numpy, served(plan))
+    assert dispatched[0].tolist() == [[1, 0, 1], [1, 1, 0]]
+    gate = 1 / (1 + np.exp(-1.0))
+    np.testing.assert_allclose(combined[0], [[1, 0, 0], [gate, 1 - gate, 0]], rtol=1e-6)
+
+
+def test_without_zero_computation_experts_it_is_token_choice():
+    options = {"capacity_factor": 1.1, "noise_std": 0.0, "seed": 0}
+    router = PathwayAwareRouter(6, 2, **options)
+    vanilla = TokenChoiceRouter(6, 2, **options)
+    x = tokens()
+    router.build(x.shape)
+    vanilla.build(x.shape)
+    vanilla.kernel.assign(router.kernel)
+    for training in (True, False):
+        for a, b in zip(router(x, training=training), vanilla(x, training=training)):
+            assert type(a) is type(b)
+            for left, right in zip(a, b):
+                np.testing.assert_array_equal(to_numpy(left), to_numpy(right))
+
+
+def test_costs():
+    # Table B of the paper, in multiply-adds: its 50,331,648, and 272 more for each of
+    # 2,048 tokens, of which 16 are the additions of the residual.
+    original = PathwayAwareRouter(16, 2)
+    aware = PathwayAwareRouter(16, 2, gating_residual=True)
+    assert original.flops(2048, 1536) // 2 == 50_331_648
+    more = (aware.flops(2048, 1536) - original.flops(2048, 1536)) // 2
+    assert more + 2048 * 16 == 50_888_704 - 50_331_648
+    # Table 1: the share tau N_FFN / (tau N_FFN + N_ZC) of the FFN computation.
+    router = PathwayAwareRouter(12, 2, **KINDS, tau=0.75)
+    assert router.num_slots(1000) == 2000 * 6 // 10
+    assert router.experts_per_token(1000) == pytest.approx(1.2)
+    two_layers = PathwayAwareRouter(12, gate_hidden_dim=96)
+    two_layers.build((None, None, 8))
+    assert two_layers.parameters(8) == two_layers.count_params()
+
+
+def test_config_of_every_argument():
+    router = PathwayAwareRouter(
+        12,
+        num_selected_experts=3,
+        **KINDS,
+        tau=0.5,
+        gating_residual=True,
+        gate_hidden_dim=5,
+        logits_norm_std=1.5,
+        zero_gates="remove",
+        normalize_gates="after",
+        residual_initializer="identity",
+    )
+    router.build((None, None, 8))
+    np.testing.assert_array_equal(to_numpy(router.residual_kernel), np.eye(12))
+    again = PathwayAwareRouter.from_config(router.get_config())
+    assert again.get_config() == router.get_config()
+
+
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "float16"])
+def test_routing_is_float32(dtype):
+    router = PathwayAwareRouter(6, zero_experts=1, gating_residual=True, dtype=dtype)
+    x = tokens().astype("float16" if dtype == "float16" else "float32")
+    previous = np.full((2, 40, 6), 1 + 2**-20, "float32")
+    router.build(x.shape)
+    router.residual_kernel.assign(np.eye(6))
+    _, routing = router(x, previous_logits=previous)
+    assert all("float32" in str(value.dtype) for value in routing)
+    expected = x.astype("float32") @ to_numpy(router.kernel) + previous
+    # In bfloat16 the residual would be 1 exactly.
+    np.testing.assert_allclose(to_numpy(routing.logits), expected, rtol=1e-6, atol=3e-7)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PathwayAwareRouter(4, zero_experts=4), "zero_experts=4"),
+        (lambda: PathwayAwareRouter(4, zero_experts=-1), "zero_experts=-1"),
+        (lambda: PathwayAwareRouter(4, constant_experts="auto"), "'auto'"),
+        (lambda: PathwayAwareRouter(4, tau=0), "tau=0"),
+        (lambda: PathwayAwareRouter(4, capacity=3), "capacity=3"),
+        (lambda: PathwayAwareRouter(4, tau=-0.5), "tau=-0.5"),
+        (lambda: PathwayAwareRouter(4, gating_residual=1), "gating_residual=1"),
+        (lambda: PathwayAwareRouter(4, gate_hidden_dim=0), "gate_hidden_dim=0"),
+        (lambda: PathwayAwareRouter(4, logits_norm_std=0), "logits_norm_std=0"),
+        (lambda: PathwayAwareRouter(4, zero_gates="drop"), "zero_gates='drop'"),
+        (
+            lambda: PathwayAwareRouter(4, gating_residual=True)(tokens()),
+            "previous_logits=None",
+        ),
+        (
+            lambda: PathwayAwareRouter(4)(tokens(), previous_logits=tokens(dim=4)),
+            "gating_residual=False",
+        ),
+        (
+            lambda: PathwayAwareRouter(4, gating_residual=True)(
+                tokens(), previous_logits=tokens(dim=5)
+            ),
+            "num_experts=4",
+        ),
+        (
+            lambda: of_kinds("soft", ExpertKinds(4, zero=1)),
+            "router='soft'",
+        ),
+        (
+            lambda: of_kinds("softmax_expert_choice", ExpertKinds(4, copy=1)),
+            "router='softmax_expert_choice'",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_by_name_every_token_choice_router_takes_kinds():
+    for name in ("softmax", "sinkhorn", "sparsity_constrained"):
+        router = of_kinds(f"{name}_token_choice", ExpertKinds(4, 1, 1, 2), tau=0.5)
+        assert isinstance(router, PathwayAwareRouter)
+        assert router.num_experts == 8
+        assert type(router.affinity).__name__.lower().startswith(name.split("_")[0])
+    assert keras.saving.get_registered_name(PathwayAwareRouter).startswith("keras_moe>")

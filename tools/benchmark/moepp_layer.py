@@ -1,0 +1,130 @@
+"""An MoE++ layer's forward pass over that of its vanilla twin, by tau.
+
+    KERAS_BACKEND=jax python tools/benchmark/moepp_layer.py
+
+Both have the same feed-forward experts, gamma and K; the router's kernel is random, so
+that the load is balanced over experts. `limited` is the form of training, with the
+capacities of equation 8 of *MoE++*; `every token` serves all, as inference does, with
+logits shifted by kind so that equation 8's shares are what tokens choose.
+`without zero-computation` is the same layer, whose zero-computation experts do nothing:
+what they cost is the difference.
+"""
+
+import argparse
+
+import keras
+import numpy as np
+from gradients import forward
+from timing import interleaved, print_ratios
+
+from keras_moe.layers import Experts, MoE
+from keras_moe.ops import ExpertKinds
+from keras_moe.routers import of_kinds
+
+
+def layer_for(kinds: ExpertKinds, tau: float, shape: tuple, args) -> MoE:
+    """A built MoE layer of these experts."""
+    options = {} if not kinds.zero_computation else {"tau": tau}
+    router = of_kinds(
+        "softmax_token_choice",
+        kinds,
+        num_selected_experts=args.selected,
+        capacity_factor=args.gamma,
+        noise_std=0.0,
+        **options,
+    )
+    experts = Experts(
+        kinds.ffn, args.mlp_dim, gated=args.gated, use_bias=not args.gated
+    )
+    moe = MoE(router, experts)
+    moe.build(shape)
+    return moe
+
+
+def shift_by_kind(moe: MoE, tau: float) -> None:
+    """Lowers the FFN experts' logits until they get equation 8's share.
+
+    The tokens' last feature is 1, so that its row of the kernel is a bias.
+    """
+    kinds = moe.router.kinds
+    kernel = np.array(moe.router.kernel)
+    kernel[-1] = 0.0
+    if kinds.zero_computation:
+        # Of random logits the largest K of E; found by bisection on other tokens.
+        generator = np.random.default_rng(1)
+        logits = generator.normal(size=(8192, kinds.total)) * np.linalg.norm(
+            kernel, axis=0
+        )
+        wanted = tau * kinds.ffn / (tau * kinds.ffn + kinds.zero_computation)
+        low, high = -20.0, 20.0
+        for _ in range(40):
+            shift = (low + high) / 2
+            moved = logits + np.where(np.arange(kinds.total) < kinds.ffn, shift, 0)
+            chosen = np.argsort(-moved, axis=-1)[:, : moe.router.num_selected_experts]
+            low, high = (
+                (shift, high) if (chosen < kinds.ffn).mean() < wanted else (low, shift)
+            )
+        kernel[-1, : kinds.ffn] = shift
+    moe.router.kernel.assign(kernel)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--mlp-dim", type=int, default=2048)
+    parser.add_argument("--kinds", type=int, nargs=4, default=[8, 1, 1, 2])
+    parser.add_argument("--selected", type=int, default=2)
+    parser.add_argument("--gamma", type=float, default=1.1)
+    parser.add_argument("--tau", type=float, nargs="+", default=[0.75, 0.25])
+    parser.add_argument("--gated", action="store_true", help="SwiGLU-like experts")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    kinds = ExpertKinds(*args.kinds)
+    tokens = np.random.default_rng(0).normal(size=(1, args.tokens, args.dim))
+    tokens = tokens.astype("float32")
+    tokens[..., -1] = 1.0
+
+    layers = {
+        "vanilla": (layer_for(ExpertKinds(kinds.ffn), 1.0, tokens.shape, args), 1)
+    }
+    for tau in args.tau:
+        layers[f"tau={tau:g}"] = (layer_for(kinds, tau, tokens.shape, args), tau)
+        bare = layer_for(kinds, tau, tokens.shape, args)
+        # They contribute nothing, and cost nothing.
+        bare.zero_computation_experts.call = lambda tokens, weights: (
+            keras.ops.zeros_like(tokens)
+        )
+        layers[f"tau={tau:g}, without zero-computation"] = (bare, tau)
+    for moe, tau in layers.values():
+        shift_by_kind(moe, tau)
+    for form, training in (("limited", True), ("every token", False)):
+        timed = {
+            name: forward(moe, tokens, training=training)
+            for name, (moe, _) in layers.items()
+        }
+        seconds = interleaved(timed, args.rounds)
+        print_ratios(
+            f"MoE++ {kinds}, {args.tokens} tokens, D={args.dim}, H={args.mlp_dim}, "
+            f"K={args.selected}, {form}",
+            seconds,
+            "vanilla",
+        )
+        for tau in args.tau:
+            ours, bare = (
+                seconds[f"tau={tau:g}{what}"]
+                for what in ("", ", without zero-computation")
+            )
+            weight = tau * kinds.ffn
+            share = weight / (weight + kinds.zero_computation)
+            print(
+                f"tau={tau:g}: {seconds['vanilla'] / ours:.2f}x as fast as vanilla "
+                f"(by FLOPs {1 / share:.2f}x); zero-computation experts "
+                f"{ours / bare - 1:+.1%} of the layer"
+            )
+
+
+if __name__ == "__main__":
+    main()
