@@ -109,6 +109,204 @@ def _faded(image, chosen):
     return np.where(chosen[..., None] > 0, image, 0.25 * image + 0.75 * blue)
 
 
+_KINDS = {
+    "ffn": ("FFN", "tab:blue"),
+    "constant": ("constant", "tab:green"),
+    "copy": ("copy", "tab:orange"),
+    "zero": ("zero", "lightgray"),
+}
+
+
+def plot_compute_maps(
+    images: Any,
+    maps: Any,
+    path: str | os.PathLike,
+    num_selected_experts: int = 2,
+    title: str = "Where the model spends compute",
+) -> None:
+    """Draws how many FFN experts each patch met over its image, and saves the picture.
+
+    Each image stands beside itself with the map laid over it.
+
+    Args:
+        images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
+        maps: (B, rows, columns), as `keras_moe.analysis.compute_map` returns.
+        path: where to save the picture; its suffix says the format.
+        num_selected_experts: K, the most FFN experts that a token may meet.
+        title: above the picture.
+
+    Raises:
+        ValueError: if images and maps do not fit.
+        ImportError: if matplotlib is not installed.
+
+    Reference:
+        *MoE++*, Figure 5, for images.
+
+    Example:
+
+    >>> import os, tempfile
+    >>> import numpy as np
+    >>> from keras_moe.analysis import plots
+    >>> path = os.path.join(tempfile.mkdtemp(), "compute.png")
+    >>> plots.plot_compute_maps(np.zeros((2, 8, 8, 1)), np.ones((2, 2, 2)), path)
+    >>> os.path.exists(path)
+    True
+    """
+    images, maps = np.asarray(images), np.asarray(maps)
+    if images.ndim != 4 or images.shape[-1] not in (1, 3):
+        raise ValueError(
+            "Expected images (batch, height, width, 1 or 3); "
+            f"received: shape={images.shape}"
+        )
+    if maps.ndim != 3 or len(maps) != len(images) or not len(maps):
+        raise ValueError(
+            f"Expected a map (rows, columns) for each of {len(images)} images; "
+            f"received: shape={maps.shape}"
+        )
+    columns = min(len(images), 6)
+    rows = -(-len(images) // columns)
+    figure = _figure(figsize=(2.3 * columns + 0.9, 1.35 * rows + 0.7), dpi=110)
+    axes = figure.subplots(rows, 2 * columns, squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    height, width = images.shape[1:3]
+    for index, (image, counts) in enumerate(zip(images, maps)):
+        row, column = divmod(index, columns)
+        plain, overlaid = axes[row, 2 * column], axes[row, 2 * column + 1]
+        image = np.clip((image + 1.0) / 2.0, 0.0, 1.0)
+        image = np.broadcast_to(image, (*image.shape[:2], 3))
+        for axis in (plain, overlaid):
+            axis.imshow(image, extent=(0, width, height, 0))
+        heat = overlaid.imshow(
+            counts,
+            extent=(0, width, height, 0),
+            vmin=0,
+            vmax=num_selected_experts,
+            cmap="magma",
+            alpha=0.7,
+        )
+        overlaid.set_title(f"{counts.mean():.2f}", fontsize=8, pad=2)
+    figure.suptitle(title, fontsize=11)
+    figure.subplots_adjust(left=0.01, right=0.91, top=0.8, bottom=0.03, wspace=0.06)
+    bar = figure.colorbar(heat, cax=figure.add_axes((0.93, 0.15, 0.012, 0.6)))
+    bar.set_label("FFN experts per token", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    figure.savefig(path)
+
+
+def plot_load_by_kind(
+    loads: dict[str, Any],
+    path: str | os.PathLike,
+    title: str = "Load of each kind of expert",
+) -> None:
+    """Draws what each MoE block gives to each kind of expert, and saves the picture.
+
+    Args:
+        loads: `KindLoads` by block, as `keras_moe.analysis.load_by_kind` returns.
+        path: where to save the picture; its suffix says the format.
+        title: above the picture.
+
+    Raises:
+        ValueError: if there is no block.
+        ImportError: if matplotlib is not installed.
+
+    Reference:
+        *MoE++*, Figure 4.
+
+    Example:
+
+    >>> import os, tempfile
+    >>> from keras_moe.analysis import KindLoads, plots
+    >>> shares = {"ffn": 0.6, "zero": 0.2, "copy": 0.1, "constant": 0.1}
+    >>> loads = {"block_0": KindLoads(shares, {**shares, "ffn": 1.2}, 0.0)}
+    >>> path = os.path.join(tempfile.mkdtemp(), "loads.png")
+    >>> plots.plot_load_by_kind(loads, path)
+    >>> os.path.exists(path)
+    True
+    """
+    if not loads:
+        raise ValueError("Expected at least one MoE block; received: loads={}")
+    figure = _figure(figsize=(6.5, 0.9 + 0.42 * len(loads)), dpi=110)
+    axis = figure.subplots()
+    names = list(loads)
+    left = np.zeros(len(names))
+    for kind, (label, colour) in _KINDS.items():
+        shares = np.array([100 * loads[name].shares[kind] for name in names])
+        axis.barh(names, shares, left=left, color=colour, label=label, height=0.7)
+        left += shares
+    for row, name in enumerate(names):
+        axis.text(
+            101, row, f"{loads[name].experts_per_token['ffn']:.2f}", va="center",
+            fontsize=8,
+        )  # fmt: skip
+    axis.set_xlim(0, 112)
+    axis.invert_yaxis()
+    axis.set_xlabel("% of assignments; right: FFN experts per token", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.set_title(title, fontsize=11)
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def plot_routing_scores(
+    scores: dict[str, Any],
+    path: str | os.PathLike,
+    title: str = "Routing scores",
+) -> None:
+    """Draws how the two highest gates of tokens spread, and saves the picture.
+
+    Args:
+        scores: `RoutingScores` by the name of a model, such as with and without gating
+            residuals; see `keras_moe.analysis.routing_scores`.
+        path: where to save the picture; its suffix says the format.
+        title: above the picture.
+
+    Raises:
+        ValueError: if there are no scores.
+        ImportError: if matplotlib is not installed.
+
+    Reference:
+        *MoE++*, Figure 6.
+
+    Example:
+
+    >>> import os, tempfile
+    >>> import numpy as np
+    >>> from keras_moe.analysis import RoutingScores, plots
+    >>> scores = RoutingScores(np.linspace(0.4, 1, 50), np.linspace(0, 0.4, 50))
+    >>> path = os.path.join(tempfile.mkdtemp(), "scores.png")
+    >>> plots.plot_routing_scores({"with gating residuals": scores}, path)
+    >>> os.path.exists(path)
+    True
+    """
+    if not scores:
+        raise ValueError("Expected scores of at least one model; received: scores={}")
+    figure = _figure(figsize=(4.2 * len(scores), 3.2), dpi=110)
+    axes = figure.subplots(1, len(scores), sharex=True, sharey=True, squeeze=False)[0]
+    bins = np.linspace(0, 1, 41)
+    for axis, (name, values) in zip(axes, scores.items()):
+        for label, gates, colour in (
+            ("highest", values.highest, "tab:blue"),
+            ("second-highest", values.second, "tab:orange"),
+        ):
+            axis.hist(
+                gates,
+                bins,
+                alpha=0.6,
+                color=colour,
+                weights=np.full(len(gates), 100 / len(gates)),
+                label=f"{label}: mean {gates.mean():.3f}, variance {gates.var():.4f}",
+            )
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel("gate")
+        axis.legend(fontsize=7)
+    axes[0].set_ylabel("% of tokens")
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 # Label, marker and colour of each router; the markers are near those of Figure 1 of
 # *Routers in Vision Mixture of Experts*.
 _ROUTERS = {

@@ -80,8 +80,13 @@ class ZeroComputationExperts(keras.layers.Layer):
         """Z."""
         return self.zero_experts + self.copy_experts + self.constant_experts
 
-    def build(self, input_shape):
-        dim = input_shape[-1]
+    def build(self, tokens_shape, weights_shape=None):
+        dim = tokens_shape[-1]
+        if weights_shape is not None and weights_shape[-1] != self.num_experts:
+            raise ValueError(
+                f"Expected weights (batch, tokens, {self.num_experts}), one for each "
+                f"expert; received: shape={tuple(weights_shape)}"
+            )
         if self.constant_experts:
             self.kernel = self.add_weight(
                 name="kernel",
@@ -112,8 +117,8 @@ class ZeroComputationExperts(keras.layers.Layer):
         of_token = ops.cast(of_token, self.compute_dtype)
         return of_token * tokens + ops.matmul(of_vectors, vector)
 
-    def compute_output_shape(self, input_shape, *_):
-        return input_shape
+    def compute_output_shape(self, tokens_shape, weights_shape=None):
+        return tokens_shape
 
     def compute_output_spec(self, tokens, weights):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)

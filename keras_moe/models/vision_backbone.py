@@ -29,6 +29,7 @@ from keras_moe.models.lora import LoraMixin
 from keras_moe.models.preset_loading import PresetMixin
 from keras_moe.models.quantization import QuantizedBackboneMixin, settle_policies
 from keras_moe.ops.checks import check_argument_names, check_bool, check_integer
+from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.routers import ROUTERS, SoftRouter
 
 # A feed-forward layer's arguments, as the backbones' constructors call them.
@@ -219,6 +220,13 @@ class VisionBackbone(
         pooled = tokens[:, 0] if self.class_token else ops.mean(tokens, axis=1)
         grid = ops.reshape(patches, (-1, rows, columns, self.hidden_dim))
         return {"tokens": tokens, "pooled": pooled, "grid": grid, **self._block_tokens}
+
+    @property
+    def expert_kinds(self) -> ExpertKinds | None:
+        """How many experts of each kind an MoE block has; None for a dense model."""
+        for name in self._routing:
+            return self.get_layer(name).feed_forward.router.kinds
+        return None
 
     @property
     def image_shape(self) -> tuple:

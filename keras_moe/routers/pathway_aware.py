@@ -346,8 +346,10 @@ class PathwayAwareRouter(TokenChoiceRouter):
             groups, _, capacity = plan.slot_tokens.shape
             slots = keras.KerasTensor((groups, self.kinds.ffn, capacity), "int32")
             plan = RoutingPlan(slots, plan.token_slots, plan.combine_weights)
-        by_expert = keras.KerasTensor((*tokens.shape[:2], in_place), "float32")
-        return HeterogeneousPlan(plan, by_expert, by_expert), routing
+        # Two tensors: a functional model tells its outputs apart by their identity.
+        shape = (*tokens.shape[:2], in_place)
+        by_expert = [keras.KerasTensor(shape, "float32") for _ in range(2)]
+        return HeterogeneousPlan(plan, *by_expert), routing
 
     def get_config(self):
         config = super().get_config()

@@ -1,0 +1,242 @@
+"""Where an MoE++ spends its compute: FFN experts per token, and loads by kind.
+
+Axes: B batch, N tokens, E experts.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
+
+
+class KindLoads(NamedTuple):
+    """What one MoE layer gives to each kind of expert.
+
+    Attributes:
+        shares: by kind, its share of all assignments served; they sum to 1.
+        experts_per_token: by kind, how many of its experts serve a token on average.
+        dropped_choices: the share of the tokens' K choices that were dropped.
+    """
+
+    shares: dict[str, float]
+    experts_per_token: dict[str, float]
+    dropped_choices: float
+
+
+class RoutingScores(NamedTuple):
+    """The highest and the second-highest gate of each token of one layer.
+
+    Attributes:
+        highest: (tokens,).
+        second: (tokens,).
+    """
+
+    highest: np.ndarray
+    second: np.ndarray
+
+    def to_dict(self) -> dict:
+        """Means and variances, JSON-serialisable."""
+        return {
+            f"{name}_{what}": float(getattr(values, method)())
+            for name, values in self._asdict().items()
+            for what, method in (("mean", "mean"), ("variance", "var"))
+        }
+
+
+def ffn_experts_per_token(routing: Any, kinds: ExpertKinds) -> np.ndarray:
+    """How many FFN experts served each token: 0 to K.
+
+    Args:
+        routing: a `Routing` of arrays (B, N, E), or a dict of those by block, of which
+            the mean over blocks is taken.
+        kinds: how many experts there are of each kind, such as
+            `backbone.expert_kinds`.
+
+    Returns:
+        float64 (B, N).
+
+    Raises:
+        ValueError: if the arrays do not fit `kinds`, or there is no block.
+
+    Reference:
+        *MoE++*, Figure 5.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import ffn_experts_per_token
+    >>> from keras_moe.ops import ExpertKinds, Routing
+    >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
+    >>> routing = Routing(*[served] * 6)
+    >>> ffn_experts_per_token(routing, ExpertKinds(ffn=2, zero=1)).tolist()
+    [[2.0, 1.0]]
+    """
+    layers = _layers(routing, kinds)
+    return np.mean(
+        [served[..., : kinds.ffn].sum(axis=-1) for served in layers.values()], axis=0
+    )
+
+
+def compute_map(routing: Any, kinds: ExpertKinds, grid: tuple[int, int]) -> np.ndarray:
+    """`ffn_experts_per_token` where the patches lie in the image.
+
+    Args:
+        routing: see `ffn_experts_per_token`; N is the patches of the grid, with or
+            without a class token before them.
+        kinds: see `ffn_experts_per_token`.
+        grid: patches down and across.
+
+    Returns:
+        float64 (B, rows, columns).
+
+    Raises:
+        ValueError: if the tokens do not fit the grid.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import compute_map
+    >>> from keras_moe.ops import ExpertKinds, Routing
+    >>> routing = Routing(*[np.ones((1, 5, 3))] * 6)
+    >>> compute_map(routing, ExpertKinds(ffn=2, zero=1), grid=(2, 2)).tolist()
+    [[[2.0, 2.0], [2.0, 2.0]]]
+    """
+    counts = ffn_experts_per_token(routing, kinds)
+    num_patches = grid[0] * grid[1]
+    if counts.shape[1] not in (num_patches, num_patches + 1):
+        raise ValueError(
+            f"Expected {num_patches} or {num_patches + 1} tokens for grid={grid}; "
+            f"received: {counts.shape[1]} tokens"
+        )
+    return counts[:, -num_patches:].reshape(-1, *grid)
+
+
+def load_by_kind(
+    routing: dict[str, Any], kinds: ExpertKinds, num_selected_experts: int
+) -> dict[str, KindLoads]:
+    """What each MoE block gives to each kind of expert.
+
+    Args:
+        routing: a `Routing` of arrays (B, N, E) by block.
+        kinds: see `ffn_experts_per_token`.
+        num_selected_experts: K.
+
+    Returns:
+        `KindLoads` by block.
+
+    Raises:
+        ValueError: if the arrays do not fit `kinds`, or there is no block.
+
+    Reference:
+        *MoE++*, Figure 4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import load_by_kind
+    >>> from keras_moe.ops import ExpertKinds, Routing
+    >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
+    >>> routing = {"block_0": Routing(*[served] * 6)}
+    >>> loads = load_by_kind(routing, ExpertKinds(ffn=2, zero=1), 2)
+    >>> loads["block_0"].shares["zero"], loads["block_0"].experts_per_token["ffn"]
+    (0.25, 1.5)
+    """
+    loads = {}
+    for name, served in _layers(routing, kinds).items():
+        tokens = served.reshape(-1, kinds.total)
+        by_kind = {
+            kind: float(tokens[:, part].sum() / len(tokens))
+            for kind, part in kinds.slices().items()
+        }
+        total = sum(by_kind.values())
+        loads[name] = KindLoads(
+            {kind: value / (total or 1.0) for kind, value in by_kind.items()},
+            by_kind,
+            1.0 - total / num_selected_experts,
+        )
+    return loads
+
+
+def print_load_by_kind(
+    loads: dict[str, KindLoads], console: Console | None = None
+) -> None:
+    """Prints a table with a row for each MoE block.
+
+    Args:
+        loads: what `load_by_kind` returns.
+        console: a rich console; None takes the terminal.
+
+    Example:
+
+    >>> from keras_moe.analysis import print_load_by_kind
+    >>> from rich.console import Console
+    >>> print_load_by_kind({}, console=Console(quiet=True))
+    """
+    table = Table(title="Load by kind of expert")
+    table.add_column("block")
+    for kind in KINDS:
+        table.add_column(f"{kind} %", justify="right")
+    table.add_column("FFN per token", justify="right")
+    table.add_column("dropped", justify="right")
+    for name, row in loads.items():
+        table.add_row(
+            name,
+            *(f"{100 * row.shares[kind]:.1f}" for kind in KINDS),
+            f"{row.experts_per_token['ffn']:.3f}",
+            f"{row.dropped_choices:.1%}",
+        )
+    (console or Console()).print(table)
+
+
+def routing_scores(routing: Any) -> RoutingScores:
+    """The two highest gates of each token, whose variance gating residuals lower.
+
+    Args:
+        routing: a `Routing` of arrays (B, N, E).
+
+    Returns:
+        `RoutingScores`.
+
+    Raises:
+        ValueError: if the arrays are not (B, N, E) with two experts at least.
+
+    Reference:
+        *MoE++*, Figure 6.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import routing_scores
+    >>> from keras_moe.ops import Routing
+    >>> gates = np.array([[[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]]])
+    >>> routing_scores(Routing(*[gates] * 6)).second.tolist()
+    [0.3, 0.1]
+    """
+    gates = np.asarray(routing.gates, "float64")
+    if gates.ndim != 3 or gates.shape[-1] < 2:
+        raise ValueError(
+            "Expected gates of shape (batch, tokens, experts), of two experts at "
+            f"least; received: shape={gates.shape}"
+        )
+    highest = np.sort(gates.reshape(-1, gates.shape[-1]), axis=-1)[:, :-3:-1]
+    return RoutingScores(highest[:, 0], highest[:, 1])
+
+
+def _layers(routing, kinds):
+    """Arrays `dispatched` by block, if they fit."""
+    layers = routing if isinstance(routing, dict) else {"": routing}
+    if not layers:
+        raise ValueError("Expected at least one MoE block; received: none")
+    found = {}
+    for name, record in layers.items():
+        served = np.asarray(record.dispatched, "float64")
+        if served.ndim != 3 or served.shape[-1] != kinds.total:
+            raise ValueError(
+                f"Expected routing arrays (batch, tokens, {kinds.total}) for "
+                f"{tuple(kinds)} experts of each kind; received: shape={served.shape}"
+            )
+        found[name] = served
+    return found
