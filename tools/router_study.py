@@ -33,6 +33,7 @@ from typing import Any
 import keras
 import numpy as np
 from overrides import parse_override
+from results import plain, read_result, spread, write_json
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -572,16 +573,6 @@ def summarise(runs: list[dict], seconds: dict[str, float]) -> list[dict]:
     return rows
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Mean, sample standard deviation (0 for one value) and range."""
-    return {
-        "mean": statistics.fmean(values),
-        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
-        "min": min(values),
-        "max": max(values),
-    }
-
-
 def summary_table(results: dict) -> Table:
     settings, rows = results["settings"], results["summary"]
     table = Table(
@@ -608,27 +599,6 @@ def summary_table(results: dict) -> Table:
             end_section=row["selected"] != following["selected"],
         )
     return table
-
-
-def plain(value: Any) -> Any:
-    """The value as JSON gives it back."""
-    return json.loads(json.dumps(value))
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file as a whole, or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def read_result(path: Path, settings: dict) -> Any:
-    """A stored result, or None if there is none for these settings."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return record["result"] if record["settings"] == settings else None
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
-        return None
 
 
 if __name__ == "__main__":

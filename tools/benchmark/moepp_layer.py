@@ -21,6 +21,10 @@ from keras_moe.layers import Experts, MoE
 from keras_moe.ops import ExpertKinds
 from keras_moe.routers import of_kinds
 
+# Whether the layer trains.
+FORMS = {"limited": True, "every token": False}
+WITHOUT = "without zero-computation"
+
 
 def layer_for(kinds: ExpertKinds, tau: float, shape: tuple, args) -> MoE:
     """A built MoE layer of these experts."""
@@ -68,44 +72,65 @@ def shift_by_kind(moe: MoE, tau: float) -> None:
     moe.router.kernel.assign(kernel)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--mlp-dim", type=int, default=2048)
-    parser.add_argument("--kinds", type=int, nargs=4, default=[8, 1, 1, 2])
-    parser.add_argument("--selected", type=int, default=2)
-    parser.add_argument("--gamma", type=float, default=1.1)
-    parser.add_argument("--tau", type=float, nargs="+", default=[0.75, 0.25])
-    parser.add_argument("--gated", action="store_true", help="SwiGLU-like experts")
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    kinds = ExpertKinds(*args.kinds)
+def measure(
+    kinds: ExpertKinds, taus: list[float], args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Median seconds of the forward pass, by form and by layer."""
     tokens = np.random.default_rng(0).normal(size=(1, args.tokens, args.dim))
     tokens = tokens.astype("float32")
     tokens[..., -1] = 1.0
-
     layers = {
         "vanilla": (layer_for(ExpertKinds(kinds.ffn), 1.0, tokens.shape, args), 1)
     }
-    for tau in args.tau:
+    for tau in taus:
         layers[f"tau={tau:g}"] = (layer_for(kinds, tau, tokens.shape, args), tau)
         bare = layer_for(kinds, tau, tokens.shape, args)
         # They contribute nothing, and cost nothing.
         bare.zero_computation_experts.call = lambda tokens, weights: (
             keras.ops.zeros_like(tokens)
         )
-        layers[f"tau={tau:g}, without zero-computation"] = (bare, tau)
+        layers[f"tau={tau:g}, {WITHOUT}"] = (bare, tau)
     for moe, tau in layers.values():
         shift_by_kind(moe, tau)
-    for form, training in (("limited", True), ("every token", False)):
-        timed = {
-            name: forward(moe, tokens, training=training)
-            for name, (moe, _) in layers.items()
-        }
-        seconds = interleaved(timed, args.rounds)
+    return {
+        form: interleaved(
+            {
+                name: forward(moe, tokens, training=training)
+                for name, (moe, _) in layers.items()
+            },
+            args.rounds,
+        )
+        for form, training in FORMS.items()
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the layer."""
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--mlp-dim", type=int, default=2048)
+    parser.add_argument(
+        "--kinds",
+        type=int,
+        nargs=4,
+        default=[8, 1, 1, 2],
+        metavar=("FFN", "ZERO", "COPY", "CONSTANT"),
+    )
+    parser.add_argument("--selected", type=int, default=2)
+    parser.add_argument("--gamma", type=float, default=1.1)
+    parser.add_argument("--gated", action="store_true", help="SwiGLU-like experts")
+    parser.add_argument("--rounds", type=int, default=9)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    parser.add_argument("--tau", type=float, nargs="+", default=[0.75, 0.25])
+    args = parser.parse_args()
+    kinds = ExpertKinds(*args.kinds)
+    for form, seconds in measure(kinds, args.tau, args).items():
         print_ratios(
             f"MoE++ {kinds}, {args.tokens} tokens, D={args.dim}, H={args.mlp_dim}, "
             f"K={args.selected}, {form}",
@@ -114,8 +139,7 @@ def main() -> None:
         )
         for tau in args.tau:
             ours, bare = (
-                seconds[f"tau={tau:g}{what}"]
-                for what in ("", ", without zero-computation")
+                seconds[f"tau={tau:g}{what}"] for what in ("", f", {WITHOUT}")
             )
             weight = tau * kinds.ffn
             share = weight / (weight + kinds.zero_computation)

@@ -1,0 +1,79 @@
+"""Compute by token, load by kind and routing scores, on records made by hand."""
+
+import numpy as np
+import pytest
+
+from keras_moe.analysis import (
+    compute_map,
+    ffn_experts_per_token,
+    load_by_kind,
+    plots,
+    routing_scores,
+)
+from keras_moe.ops import ExpertKinds, Routing
+
+pytestmark = pytest.mark.backend_free
+KINDS = ExpertKinds(ffn=2, zero=1, copy=1)
+# One image of a class token and 1 x 2 patches; FFN, FFN, zero, copy.
+FIRST = np.array([[[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]]], "float32")
+SECOND = np.array([[[1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1]]], "float32")
+
+
+def record(dispatched):
+    return Routing(*[dispatched] * 6)
+
+
+def test_ffn_experts_per_token():
+    layers = {"block_0": record(FIRST), "block_1": record(SECOND)}
+    np.testing.assert_array_equal(
+        ffn_experts_per_token(layers["block_0"], KINDS), [[2, 1, 0]]
+    )
+    np.testing.assert_array_equal(ffn_experts_per_token(layers, KINDS), [[2, 1, 0]])
+    np.testing.assert_array_equal(compute_map(layers, KINDS, (1, 2)), [[[1, 0]]])
+
+
+def test_load_by_kind():
+    loads = load_by_kind({"a": record(FIRST), "b": record(SECOND)}, KINDS, 2)
+    assert loads["a"].shares == pytest.approx(
+        {"ffn": 3 / 6, "zero": 2 / 6, "copy": 1 / 6, "constant": 0.0}
+    )
+    assert loads["a"].dropped_choices == pytest.approx(0.0)
+    # One choice of the last token found no room.
+    assert loads["b"].dropped_choices == pytest.approx(1 / 6)
+    assert loads["b"].experts_per_token["ffn"] == pytest.approx(1.0)
+
+
+def test_routing_scores():
+    gates = np.array([[[0.5, 0.1, 0.4], [0.2, 0.7, 0.1]]])
+    scores = routing_scores(record(gates))
+    np.testing.assert_allclose(scores.highest, [0.5, 0.7])
+    np.testing.assert_allclose(scores.second, [0.4, 0.2])
+    found = scores.to_dict()
+    assert found["highest_variance"] == pytest.approx(0.01)
+    assert found["second_mean"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ffn_experts_per_token(record(FIRST), ExpertKinds(2)), "\\(1, 3, 4\\)"),
+        (lambda: ffn_experts_per_token({}, KINDS), "none"),
+        (lambda: compute_map(record(FIRST), KINDS, (2, 2)), "3 tokens"),
+        (lambda: routing_scores(record(FIRST[..., :1])), "\\(1, 3, 1\\)"),
+        (lambda: plots.plot_load_by_kind({}, "x.png"), "loads={}"),
+        (lambda: plots.plot_routing_scores({}, "x.png"), "scores={}"),
+        (
+            lambda: plots.plot_compute_maps(
+                np.zeros((2, 4, 4, 1)), np.ones((1, 2, 2)), "x"
+            ),
+            "2 images",
+        ),
+        (
+            lambda: plots.plot_tau_study({"forms": {}}, {"rows": {}}, "x.png"),
+            "none",
+        ),
+    ],
+)
+def test_bad_input_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

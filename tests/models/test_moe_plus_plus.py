@@ -1,0 +1,214 @@
+"""MoE++ in backbones: residuals from MoE block to MoE block, presets, and training."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import data, models
+from keras_moe.layers import Experts
+from keras_moe.models import MixerBackbone, ViTBackbone
+from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
+
+to_numpy = ops.convert_to_numpy
+KINDS = {"zero_experts": 1, "copy_experts": 1, "constant_experts": 2}
+SMALL = {
+    "image_shape": (8, 8, 3),
+    "patch_size": 4,
+    "hidden_dim": 8,
+    "num_layers": 4,
+    "mlp_dim": 16,
+    "num_experts": 4,
+    "seed": 0,
+}
+VANILLA = {**dict.fromkeys(KINDS, 0), "gating_residual": False}
+
+
+def backbone(cls=ViTBackbone, **overrides):
+    own = {"num_heads": 2} if cls is ViTBackbone else {"token_mlp_dim": 6}
+    arguments = {"moe_layers": "every_2", "gating_residual": True, **KINDS}
+    return cls(**{**SMALL, **own, **arguments, **overrides})
+
+
+def images(count=3):
+    return np.random.default_rng(0).uniform(-1, 1, (count, 8, 8, 3)).astype("float32")
+
+
+def routers_of(model):
+    return {name: model.get_layer(name).feed_forward.router for name in model.routing}
+
+
+@pytest.mark.parametrize("cls", [ViTBackbone, MixerBackbone])
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_logits_go_from_moe_block_to_moe_block(cls, dtype):
+    model = backbone(cls, dtype=dtype)
+    first, last = routers_of(model).values()
+    # Blocks 1 and 3: a dense block between them, and none before the first.
+    assert not first.gating_residual
+    last.kernel.assign(ops.zeros(last.kernel.shape))
+    last.residual_kernel.assign(np.eye(8))
+    records = keras.Model(model.input, model.routing).predict(images(), verbose=0)
+    logits = [record.logits for record in records.values()]
+    assert logits[0].dtype == "float32"
+    # All of the float32: bfloat16 keeps 8 bits of them.
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-6)
+    assert np.abs(logits[0]).max() > 0.01
+
+
+def test_a_residual_reaches_rematerialised_blocks():
+    plain, again = backbone(), backbone(rematerialize=True)
+    for router in routers_of(plain).values():
+        if router.gating_residual:
+            router.residual_kernel.assign(np.full((8, 8), 0.3))
+    again.set_weights(plain.get_weights())
+    found = [to_numpy(model(images(), training=True)) for model in (plain, again)]
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_images_drop_nothing(count):
+    model = backbone()
+    records = keras.Model(model.input, model.routing).predict(images(count), verbose=0)
+    for record in records.values():
+        np.testing.assert_array_equal(record.dispatched.sum(axis=-1), 2)
+
+
+def test_features_and_kinds():
+    model = backbone()
+    assert model.expert_kinds == (4, 1, 1, 2)
+    assert backbone(moe_layers=None).expert_kinds is None
+    assert all(
+        isinstance(router, PathwayAwareRouter) for router in routers_of(model).values()
+    )
+
+
+def test_the_vanilla_twin_is_an_override():
+    twin = models.from_preset("moepp_digits", **VANILLA)
+    ours = models.from_preset("moepp_digits")
+    assert all(
+        type(router) is TokenChoiceRouter for router in routers_of(twin).values()
+    )
+    assert twin.expert_kinds == (8, 0, 0, 0)
+    assert ours.expert_kinds == (8, 1, 1, 2)
+    # The same FFN experts: what differs is the router and the constant experts.
+    extra = sum(
+        layer.router.count_params() + layer.zero_computation_experts.count_params()
+        for layer in (
+            block.feed_forward for block in ours.layers if "block" in block.name
+        )
+    ) - sum(router.count_params() for router in routers_of(twin).values())
+    assert ours.count_params() - twin.count_params() == extra
+
+
+@pytest.mark.parametrize("experts", [8, 16, 32])
+@pytest.mark.backend_free
+def test_sizes_of_the_presets(experts):
+    name = "moepp_vit_b32" + ("" if experts == 8 else f"_e{experts}")
+    config = models.builtin.builtin_presets()[name]["config"]
+    constants = 6 if experts == 32 else 2
+    assert [config[kind] for kind in KINDS] == [1, 1, constants]
+    ours = models.describe(name)
+    twin = models.describe(name, **VANILLA)
+    per_block = 12 * (
+        # The wider router, its map, and v and W_c of the constant experts.
+        (constants + 2) * 768 + (experts + constants + 2) ** 2 + 3 * constants * 768
+    )
+    first = (experts + constants + 2) ** 2
+    assert ours.parameters - twin.parameters == per_block - first
+    # Table 1: tau N_FFN / (tau N_FFN + N_ZC) of the experts' FLOPs, which are most.
+    share = 0.75 * experts / (0.75 * experts + constants + 2)
+    tokens = ours.num_tokens
+    vanilla_ffn = 12 * 4 * 2 * tokens * 768 * 3072 / 1e9
+    saved = twin.gflops - ours.gflops
+    assert saved == pytest.approx(vanilla_ffn * (1 - share), rel=0.02)
+
+
+@pytest.mark.parametrize("preset", ["moepp_digits"])
+def test_trains_on_digits_and_comes_back(preset, tmp_path):
+    model = models.from_preset(
+        preset, num_classes=10, num_layers=2, gated_experts=True,
+        expert_activation="silu", tau=0.5, seed=0,
+    )  # fmt: skip
+    batches = data.load("digits", "train", (16, 16, 1), batch_size=64, seed=0)
+    model.compile(optimizer=keras.optimizers.AdamW(3e-3))
+    history = model.fit(batches, epochs=3, verbose=0).history
+    assert history["accuracy"][-1] > 0.5
+    # The residual's map begins at zero and learns.
+    router = routers_of(model.backbone)["block_1"]
+    assert np.abs(to_numpy(router.residual_kernel)).max() > 1e-4
+    test = np.concatenate(
+        [x.numpy() for x, _ in data.load("digits", "test", (16, 16, 1)).take(1)]
+    )
+    folder = str(tmp_path / "preset")
+    model.save_to_preset(folder)
+    again = models.from_preset(folder)
+    np.testing.assert_allclose(
+        again.predict(test, verbose=0), model.predict(test, verbose=0), atol=1e-5
+    )
+    config = again.backbone.get_config()
+    assert config["tau"] == 0.5 and config["expert_activation"] == "silu"  # noqa: PT018
+
+
+def test_tau_moves_compute_to_the_cheap_experts():
+    """Equation 8 while training: a smaller tau leaves FFN experts fewer slots."""
+    counts = {}
+    for tau in (0.1, 1.0):
+        model = backbone(tau=tau, moe_layers=[1], capacity_factor=1.0)
+        layer = model.get_layer("block_1").feed_forward
+        _, routing = layer(
+            np.random.default_rng(0).normal(size=(8, 5, 8)).astype("float32"),
+            training=True,
+        )
+        counts[tau] = to_numpy(routing.dispatched)[..., :4].sum()
+    assert counts[0.1] < counts[1.0] / 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"tau": 0.0}, "tau=0.0"),
+        ({"zero_experts": -1}, "zero_experts=-1"),
+        ({"router": "soft"}, "router='soft'"),
+        ({"router": "softmax_expert_choice", **VANILLA, "copy_experts": 1}, "choice'"),
+        ({"gating_residual": "yes"}, "gating_residual='yes'"),
+        ({"router_options": {"tau": 0.5}}, "tau=0.5"),
+    ],
+)
+@pytest.mark.backend_free
+def test_bad_arguments_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        backbone(**overrides)
+
+
+def gated_experts():
+    experts = Experts(
+        2, 16, activation="silu", gated=True, use_bias=False,
+        shared_initialization=False,
+    )  # fmt: skip
+    experts.build((None, 2, None, 8))
+    return experts
+
+
+def test_gated_experts_adapt_and_quantise(tmp_path):
+    x = np.random.default_rng(0).normal(size=(1, 2, 5, 8)).astype("float32")
+    experts = gated_experts()
+    before = to_numpy(experts(x))
+    experts.enable_lora(2)
+    np.testing.assert_allclose(to_numpy(experts(x)), before, rtol=1e-5, atol=1e-6)
+    assert len(experts.trainable_weights) == 6
+    experts.gate_lora_b.assign(np.full((2, 2, 16), 0.1))
+    store = {}
+    experts.save_own_variables(store)
+    merged = gated_experts()
+    merged.load_own_variables({key: np.array(value) for key, value in store.items()})
+    np.testing.assert_allclose(
+        to_numpy(merged(x)), to_numpy(experts(x)), rtol=1e-4, atol=1e-5
+    )
+    quantised = gated_experts()
+    for ours, theirs in zip(merged.weights, quantised.weights):
+        theirs.assign(to_numpy(ours))
+    quantised.quantize("int8")
+    found, wanted = to_numpy(quantised(x)), to_numpy(merged(x))
+    assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+    assert quantised.gate_kernel.dtype == "int8"
