@@ -19,7 +19,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from describe import parse_override
+from overrides import parse_override
 from rich.console import Console
 from rich.progress import (
     BarColumn,
