@@ -28,6 +28,16 @@ def check_selected(num_selected_experts: Any, num_experts: int) -> int:
     return selected
 
 
+def head_size(num_heads: Any, hidden_dim: int) -> int:
+    """The size of each attention head, if `num_heads` divides `hidden_dim`."""
+    if hidden_dim % check_integer("num_heads", num_heads):
+        raise ValueError(
+            "Expected num_heads to divide hidden_dim; received: "
+            f"num_heads={num_heads}, hidden_dim={hidden_dim}"
+        )
+    return hidden_dim // num_heads
+
+
 def check_positive(name: str, value: Any) -> float:
     """`value` as a float, if it is a positive finite number."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ import keras
 
 from keras_moe.layers import SelfAttention
 from keras_moe.models.vision_backbone import VisionBackbone
-from keras_moe.ops.checks import check_integer
+from keras_moe.ops.checks import head_size
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -172,15 +172,9 @@ class ViTBackbone(VisionBackbone):
         layer_norm_epsilon,
         **_,
     ):
-        check_integer("num_heads", num_heads)
-        if hidden_dim % num_heads:
-            raise ValueError(
-                "Expected num_heads to divide hidden_dim; received: "
-                f"num_heads={num_heads}, hidden_dim={hidden_dim}"
-            )
         return SelfAttention(
             num_heads,
-            hidden_dim // num_heads,
+            head_size(num_heads, hidden_dim),
             query_key_norm=query_key_norm,
             layer_norm_epsilon=layer_norm_epsilon,
             dropout=attention_dropout,
