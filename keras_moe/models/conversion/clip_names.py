@@ -20,10 +20,29 @@ from keras_moe.models.conversion.layouts import (
     square_grid,
     usual_heads,
 )
-from keras_moe.models.conversion.timm_names import fused_attention, patches
+from keras_moe.models.conversion.timm_names import patches
+from keras_moe.models.conversion.torch_blocks import (
+    BlockNames,
+    attention_layouts,
+    block_layouts,
+)
 
 CLIP_IMAGES = Normalization(
     (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+)
+_OPENCLIP_BLOCK = BlockNames(
+    norms=("ln_1.", "ln_2."),
+    mlp=("mlp.c_fc.", "mlp.c_proj."),
+    # PyTorch's own attention: `in_proj_weight`, `in_proj_bias`.
+    queries=("attn.in_proj_",),
+    output="attn.out_proj.",
+    scales=("ls_1.gamma", "ls_2.gamma"),
+)
+_TRANSFORMERS_BLOCK = BlockNames(
+    norms=("layer_norm1.", "layer_norm2."),
+    mlp=("mlp.fc1.", "mlp.fc2."),
+    queries=tuple(f"self_attn.{name}_proj." for name in "qkv"),
+    output="self_attn.out_proj.",
 )
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -211,26 +230,8 @@ def _openclip(file, config, overrides):
         **norm("final_norm", f"{visual}ln_post."),
     }
     for i in blocks:
-        block, ours = f"{blocks_at}{i}.", f"block_{i}"
-        first, second = (
-            f"{block}ls_{n}.gamma" if f"{block}ls_{n}.gamma" in file else None
-            for n in (1, 2)
-        )
-        layouts.update(norm(f"{ours}/mixer_norm", f"{block}ln_1."))
-        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}ln_2."))
-        layouts.update(linear(f"{ours}/mlp/hidden", f"{block}mlp.c_fc."))
-        layouts.update(
-            linear(f"{ours}/mlp/output", f"{block}mlp.c_proj.", scale=second)
-        )
-        layouts.update(
-            fused_attention(
-                f"{ours}/attention",
-                # PyTorch's own attention: `in_proj_weight`, `in_proj_bias`.
-                f"{block}attn.in_proj_",
-                f"{block}attn.out_proj.",
-                scale=first,
-            )
-        )
+        block = f"{blocks_at}{i}."
+        layouts.update(block_layouts(file, f"block_{i}", block, _OPENCLIP_BLOCK))
     task = None
     if f"{visual}proj" in file:
         # Stored as ours: (D, embedding).
@@ -305,17 +306,8 @@ def _transformers(file, config, overrides):
         # Spelt so in the release.
         layouts.update(norm("embedding_norm", f"{root}pre_layrnorm."))
     for i in blocks:
-        block, ours = f"{root}encoder.layers.{i}.", f"block_{i}"
-        layouts.update(norm(f"{ours}/mixer_norm", f"{block}layer_norm1."))
-        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}layer_norm2."))
-        layouts.update(linear(f"{ours}/mlp/hidden", f"{block}mlp.fc1."))
-        layouts.update(linear(f"{ours}/mlp/output", f"{block}mlp.fc2."))
-        for theirs, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            attention = f"{block}self_attn.{theirs}_proj."
-            layouts.update(linear(f"{ours}/attention/{name}", attention))
-        output = f"{block}self_attn.out_proj."
-        place = f"{ours}/attention/attention_output"
-        layouts.update(linear(place, output, inputs=2))
+        block = f"{root}encoder.layers.{i}."
+        layouts.update(block_layouts(file, f"block_{i}", block, _TRANSFORMERS_BLOCK))
     task = None
     if "visual_projection.weight" in file:
         layouts["predictions/kernel"] = Matrix("visual_projection.weight")
@@ -350,9 +342,9 @@ def _attention_pool(head):
     }
     return {
         **layouts,
-        **fused_attention(
+        **attention_layouts(
             "pooler/attention",
-            f"{head}attention.in_proj_",
+            [f"{head}attention.in_proj_"],
             f"{head}attention.out_proj.",
         ),
     }

@@ -20,7 +20,15 @@ from keras_moe.models.conversion.layouts import (
     square_grid,
     usual_heads,
 )
+from keras_moe.models.conversion.torch_blocks import BlockNames, block_layouts
 
+_BLOCK = BlockNames(
+    norms=("norm1.", "norm2."),
+    mlp=("mlp.fc1.", "mlp.fc2."),
+    queries=("attn.qkv.",),
+    output="attn.proj.",
+    scales=("ls1.gamma", "ls2.gamma"),
+)
 _KERNELS = "stem.proj.weight", "patch_embed.proj.weight"
 # Architectures that only their names tell from ViTs: blocks that normalise last, and
 # rotary positions.
@@ -158,10 +166,10 @@ def _head(file):
     return layouts, {"num_classes": num_classes}
 
 
-def _mlp(place, name, scale=None):
+def _mlp(place, name):
     return {
         **linear(f"{place}/hidden", f"{name}fc1."),
-        **linear(f"{place}/output", f"{name}fc2.", scale=scale),
+        **linear(f"{place}/output", f"{name}fc2."),
     }
 
 
@@ -216,23 +224,9 @@ def _vit(file, config, overrides):
         layouts.update(norm("embedding_norm", "norm_pre."))
     arguments["image_shape"] = _positions(file, given, class_token, layouts)
     for i in blocks:
-        block, ours = f"blocks.{i}.", f"block_{i}"
-        first, second = (
-            f"{block}ls{n}.gamma" if f"{block}ls{n}.gamma" in file else None
-            for n in (1, 2)
-        )
-        layouts.update(norm(f"{ours}/mixer_norm", f"{block}norm1."))
-        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}norm2."))
-        layouts.update(_mlp(f"{ours}/mlp", f"{block}mlp.", scale=second))
-        layouts.update(
-            fused_attention(
-                f"{ours}/attention",
-                f"{block}attn.qkv.",
-                f"{block}attn.proj.",
-                f"{block}attn.qkv.bias" in file,
-                first,
-            )
-        )
+        block = f"blocks.{i}."
+        query_bias = f"{block}attn.qkv.bias" in file
+        layouts.update(block_layouts(file, f"block_{i}", block, _BLOCK, query_bias))
     task, final, pooler = _pooling(file, pooling, class_token, arguments)
     head, found = _head(file)
     if found is not None:
@@ -246,17 +240,6 @@ def _vit(file, config, overrides):
     layouts = {**layouts, **final, **pooler, **head}
     notes = _assumed(given, False, class_token, arguments, num_heads)
     return Plan("ViT (timm)", "ViTBackbone", arguments, layouts, task, notes=notes)
-
-
-def fused_attention(place, qkv, output, has_bias=True, scale=None):
-    """Layouts of an attention whose queries, keys and values are one matrix."""
-    layouts = {}
-    for part, ours in enumerate(("query", "key", "value")):
-        layouts.update(linear(f"{place}/{ours}", qkv, has_bias, part=part, parts=3))
-    return {
-        **layouts,
-        **linear(f"{place}/attention_output", output, inputs=2, scale=scale),
-    }
 
 
 def _positions(file, given, class_token, layouts):

@@ -668,6 +668,32 @@ def test_embeddings_of_clip(tmp_path, kind):
     assert "normalisation" in report.notes[0]
 
 
+def test_layer_scale_of_openclip(tmp_path):
+    tensors = clip_tensors()
+    expected = clip_tower(tensors, random_images((8, 8, 3)))
+    generator = np.random.default_rng(0)
+    for i in range(2):
+        block = f"visual.transformer.resblocks.{i}."
+        for layer, scale in (("attn.out_proj", "ls_1"), ("mlp.c_proj", "ls_2")):
+            gamma = generator.uniform(0.5, 2.0, 8).astype("float32")
+            tensors[f"{block}{scale}.gamma"] = gamma
+            tensors[f"{block}{layer}.weight"] /= gamma[:, None]
+            tensors[f"{block}{layer}.bias"] /= gamma
+    source = write_folder(
+        tmp_path,
+        tensors,
+        open_clip_config={
+            "model_cfg": {
+                "quick_gelu": True,
+                "vision_cfg": {"width": 8, "head_width": 4},
+            },
+            "preprocess_cfg": {"mean": HALF, "std": HALF},
+        },
+    )
+    found = predict(models.from_preset(source), random_images((8, 8, 3)))
+    np.testing.assert_allclose(found, expected, **TOLERANCE)
+
+
 def test_embeddings_of_transformers_siglip(tmp_path):
     hub = randomized(hub_siglip()).vision_encoder
     get = {w.path: keras.ops.convert_to_numpy(w.value) for w in hub.weights}
