@@ -5,11 +5,11 @@ outputs are the image embeddings, before they are normalised.
 """
 
 from keras_moe.models.conversion.configs import agree
+from keras_moe.models.conversion.image_range import Normalization, normalization
 from keras_moe.models.conversion.layouts import (
     Direct,
     Filled,
     Matrix,
-    Normalization,
     Plan,
     Positions,
     Squeezed,
@@ -50,6 +50,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+_OPENCLIP_CONFIG = "open_clip_config.json"
 # OpenCLIP's arguments of an image tower that change no function of ours, or that the
 # tensors tell; and those of which only the default is ours.
 _OPENCLIP_FREE = (
@@ -119,19 +120,6 @@ def clip_plan(file, config: dict, overrides: dict) -> Plan | None:
     return None
 
 
-def _images(mean, std, channels, default):
-    found = default
-    if mean is not None and std is not None:
-        found = Normalization(tuple(mean), tuple(std))
-    if found is None or found.is_ours:
-        return None
-    if len(found.mean) != channels or len(found.std) != channels:
-        raise ValueError(
-            f"Expected mean and std of {channels} channels; received: {found}"
-        )
-    return found
-
-
 def _ignored(file, starts):
     return {name: _TEXT for name in file if name.startswith(starts)}
 
@@ -187,9 +175,10 @@ def _openclip(file, config, overrides):
     vision = model.get("vision_cfg", {})
     _check_openclip(vision, file)
     width = required(file, f"{visual}conv1.weight", 4)[0]
-    agree(file, vision, width=width, layers=len(blocks))
+    agree(file, vision, _OPENCLIP_CONFIG, width=width, layers=len(blocks))
     if f"{visual}proj" in file:
-        agree(file, model, embed_dim=required(file, f"{visual}proj", 2)[1])
+        embed_dim = required(file, f"{visual}proj", 2)[1]
+        agree(file, model, _OPENCLIP_CONFIG, embed_dim=embed_dim)
     heads = None
     if "width" in vision:
         heads, rest = divmod(width, vision.get("head_width", 64))
@@ -214,10 +203,11 @@ def _openclip(file, config, overrides):
         "activation": _activation(activation, file, overrides),
     }
     preprocessing = config.get("preprocess_cfg", {})
-    images = _images(
+    images = normalization(
+        arguments["image_shape"][2],
         preprocessing.get("mean"),
         preprocessing.get("std"),
-        arguments["image_shape"][2],
+        config.get("preprocessor", {}),
         CLIP_IMAGES,
     )
     layouts = {
@@ -258,6 +248,7 @@ def _transformers(file, config, overrides):
     agree(
         file,
         vision,
+        "config.json",
         hidden_size=required(file, f"{embeddings}patch_embedding.weight", 4)[0],
         num_hidden_layers=len(blocks),
         intermediate_size=required(file, f"{root}encoder.layers.0.mlp.fc1.weight", 2)[
@@ -285,10 +276,11 @@ def _transformers(file, config, overrides):
         "activation": _activation(activation, file, overrides),
     }
     preprocessor = config.get("preprocessor", {})
-    images = _images(
+    images = normalization(
+        arguments["image_shape"][2],
         preprocessor.get("image_mean"),
         preprocessor.get("image_std"),
-        arguments["image_shape"][2],
+        preprocessor,
         None if is_siglip else CLIP_IMAGES,
     )
     has_bias = f"{embeddings}patch_embedding.bias" in file

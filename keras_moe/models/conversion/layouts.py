@@ -8,21 +8,10 @@ anything is read. Axes: D hidden, N tokens.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-
-class Normalization(NamedTuple):
-    """What a checkpoint's images went through: (pixels in [0, 1] - mean) / std."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it gives the range [-1, 1] that our models take."""
-        return all(abs(x - 0.5) < 1e-6 for x in (*self.mean, *self.std))
+from keras_moe.models.conversion.image_range import Normalization
 
 
 def _size(shape):

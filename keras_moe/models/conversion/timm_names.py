@@ -2,13 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from keras_moe.models.conversion.configs import agree
+from keras_moe.models.conversion.image_range import Normalization, normalization
 from keras_moe.models.conversion.layouts import (
     Direct,
     Filled,
-    Normalization,
     PatchBias,
     PatchKernel,
     Plan,
@@ -111,13 +110,14 @@ def _check_sizes(file, config, hidden_dim, num_blocks, depth):
     num_classes = 0
     if "head.weight" in file:
         num_classes = required(file, "head.weight", 2)[0]
-    agree(file, given, **sizes, num_classes=num_classes)
+    agree(file, given, "config.json", **sizes, num_classes=num_classes)
 
 
 def _assumed(given, is_mixer, class_token, arguments, told_heads):
     """Notes about what neither weights nor config tell."""
     notes = []
-    if "mean" not in given.get("pretrained_cfg", {}):
+    is_raw = not given.get("preprocessor", {}).get("do_normalize", True)
+    if "mean" not in given.get("pretrained_cfg", {}) and not is_raw:
         notes.append("mean=0.5 and std=0.5 of the images (no config says them)")
     if "architecture" not in given:
         epsilon = arguments["layer_norm_epsilon"]
@@ -133,21 +133,14 @@ def _assumed(given, is_mixer, class_token, arguments, told_heads):
     return tuple(f"assumed: {note}" for note in notes)
 
 
-def normalization(config: dict, channels: int) -> Normalization | None:
-    """What the config says of the images, if it is not what our models take."""
-    cfg = config.get("pretrained_cfg", {})
-    if "mean" not in cfg or "std" not in cfg:
-        return None
-    found = Normalization(tuple(cfg["mean"]), tuple(cfg["std"]))
-    if len(found.mean) != channels or len(found.std) != channels:
-        raise ValueError(
-            f"Expected mean and std of {channels} channels; received: "
-            f"mean={cfg['mean']}, std={cfg['std']}"
-        )
-    return None if found.is_ours else found
+def _images(config, channels):
+    cfg, preprocessor = config.get("pretrained_cfg", {}), config.get("preprocessor", {})
+    return normalization(channels, cfg.get("mean"), cfg.get("std"), preprocessor)
 
 
-def patches(name: str, has_bias: bool, torch: bool, images: Any) -> dict:
+def patches(
+    name: str, has_bias: bool, torch: bool, images: Normalization | None
+) -> dict:
     """Layouts of the patch embedding `<name>weight` and `<name>bias`."""
     kernel = f"{name}weight" if torch else f"{name}kernel"
     return {
@@ -197,7 +190,7 @@ def _vit(file, config, overrides):
             f"Expected an activation of {sorted(_ACTIVATIONS)}, or activation=...; "
             f"received: act_layer={activation!r}"
         )
-    images = normalization(config, channels)
+    images = _images(config, channels)
     num_heads = given.get("num_heads") or overrides.get("num_heads")
     num_heads = num_heads or next(
         (_HEADS[start] for start in _HEADS if architecture.startswith(start)), None
@@ -305,7 +298,7 @@ def _mixer(file, config):
     _check_sizes(file, config, hidden_dim, len(blocks), "num_blocks")
     token_mlp, tokens = required(file, "blocks.0.mlp_tokens.fc1.weight", 2)
     grid = square_grid(tokens, False, file.path)
-    images = normalization(config, channels)
+    images = _images(config, channels)
     layouts = {
         **patches("stem.proj.", "stem.proj.bias" in file, True, images),
         **norm("final_norm", "norm."),

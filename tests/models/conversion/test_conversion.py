@@ -312,6 +312,20 @@ def test_the_normalisation_of_timms_images_is_kept(tmp_path, case):
     assert "mean=(0.4, 0.5, 0.3)" in report.notes[0]
 
 
+def test_timms_images_are_not_normalised_if_the_preprocessor_says_so(tmp_path):
+    arrays, _ = golden.load("12_timm/vit_token")
+    folder = timm_folder(tmp_path, "vit_token", [0.4, 0.5, 0.3], [0.2, 0.3, 0.25])
+    preprocessor = tmp_path / "preprocessor_config.json"
+    preprocessor.write_text(json.dumps({"do_normalize": False}))
+    model, report = models.convert(folder)
+    np.testing.assert_allclose(
+        predict(model, 2 * arrays["inputs/images"] - 1),
+        arrays["outputs/logits"],
+        **TOLERANCE,
+    )
+    assert "mean=(0.0, 0.0, 0.0) and std=(1.0, 1.0, 1.0)" in report.notes[0]
+
+
 def test_layer_scale_becomes_part_of_the_kernels(tmp_path):
     arrays, _ = golden.load("12_timm/vit_token")
     gamma = np.random.default_rng(0).uniform(0.5, 2.0, 32).astype("float32")
@@ -666,6 +680,31 @@ def test_embeddings_of_clip(tmp_path, kind):
     assert model.backbone.get_config()["activation"] == "quick_gelu"
     assert "of the text tower" in report.ignored.values()
     assert "normalisation" in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("preprocessor", "seen"),
+    [
+        ({"do_normalize": True, "do_rescale": True}, lambda p: (p - MEAN) / STD),
+        ({"do_normalize": False, "image_mean": HALF}, lambda p: p),
+        ({"rescale_factor": 2 / 255}, lambda p: (2 * p - MEAN) / STD),
+        (
+            {"do_rescale": False, "image_mean": [100.0] * 3, "image_std": [50.0] * 3},
+            lambda p: (255 * p - 100) / 50,
+        ),
+        ({"do_rescale": False, "do_normalize": False}, lambda p: 255 * p),
+    ],
+)
+def test_what_transformers_preprocessor_leaves_out(tmp_path, preprocessor, seen):
+    tensors = clip_tensors()
+    config = {"model_type": "clip", "vision_config": {"num_attention_heads": 2}}
+    source = write_folder(
+        tmp_path, as_transformers(tensors), config, preprocessor_config=preprocessor
+    )
+    images = random_images((8, 8, 3))
+    expected = clip_tower(tensors, seen((images + 1) / 2))
+    found = predict(models.from_preset(source), images)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_layer_scale_of_openclip(tmp_path):
