@@ -190,8 +190,8 @@ def open_source(source: Any, overrides: dict) -> tuple[TensorFile, Plan]:
         config = _configs(str(Path(text).parent)) if beside else {}
         file, name = SafetensorsCheckpoint(local(text)), Path(text).stem
     else:
-        config, name = _configs(text), text
-        file = _open_folder(text)
+        file, config = open_folder(text)
+        name = text
     try:
         for find in (
             lambda: google_plan(file, name, overrides),
@@ -220,15 +220,26 @@ def _configs(folder):
     return {**config, "preprocessor": preprocessor} if preprocessor else config
 
 
-def _open_folder(folder):
-    name = _weights_file(folder)
+def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
+    """Opens a folder of PyTorch's world; never a pickle in it.
+
+    Args:
+        folder: a local one, or `hf://`.
+
+    Returns:
+        The tensors, to be closed, and what its configs say.
+
+    Raises:
+        ValueError: if it has no `.safetensors`, or a file is not whole.
+    """
+    config, name = _configs(folder), _weights_file(folder)
     if name is None:
         raise _pickle(f"{folder}, which has no .safetensors")
-    path = get_file(folder, name)
-    if not name.endswith(_INDEX):
-        return SafetensorsCheckpoint(path)
-    files = set(read_index(path).values())
-    return SafetensorsCheckpoint(path, {file: get_file(folder, file) for file in files})
+    path, paths = get_file(folder, name), None
+    if name.endswith(_INDEX):
+        files = set(read_index(path).values())
+        paths = {file: get_file(folder, file) for file in files}
+    return SafetensorsCheckpoint(path, paths), config
 
 
 def hub_model(source: Any) -> keras.Model:

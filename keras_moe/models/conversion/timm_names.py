@@ -133,7 +133,8 @@ def _assumed(given, is_mixer, class_token, arguments, told_heads):
     return tuple(f"assumed: {note}" for note in notes)
 
 
-def _images(config, channels):
+def image_normalization(config: dict, channels: int) -> Normalization | None:
+    """What the configs say of the images, if it is not what our models take."""
     cfg, preprocessor = config.get("pretrained_cfg", {}), config.get("preprocessor", {})
     return normalization(channels, cfg.get("mean"), cfg.get("std"), preprocessor)
 
@@ -190,7 +191,7 @@ def _vit(file, config, overrides):
             f"Expected an activation of {sorted(_ACTIVATIONS)}, or activation=...; "
             f"received: act_layer={activation!r}"
         )
-    images = _images(config, channels)
+    images = image_normalization(config, channels)
     num_heads = given.get("num_heads") or overrides.get("num_heads")
     num_heads = num_heads or next(
         (_HEADS[start] for start in _HEADS if architecture.startswith(start)), None
@@ -298,7 +299,7 @@ def _mixer(file, config):
     _check_sizes(file, config, hidden_dim, len(blocks), "num_blocks")
     token_mlp, tokens = required(file, "blocks.0.mlp_tokens.fc1.weight", 2)
     grid = square_grid(tokens, False, file.path)
-    images = _images(config, channels)
+    images = image_normalization(config, channels)
     layouts = {
         **patches("stem.proj.", "stem.proj.bias" in file, True, images),
         **norm("final_norm", "norm."),
