@@ -494,6 +494,17 @@ def test_logits_of_keras_hubs_vit(kwargs):
     )
 
 
+def test_the_head_of_keras_hubs_vit_keeps_its_dtype():
+    backbone = hub_vit(dtype="bfloat16")
+    hub = keras_hub.models.ViTImageClassifier(backbone, 3, head_dtype="float32")
+    model, _ = models.convert(hub)
+    assert model.backbone.dtype_policy.name == "bfloat16"
+    assert model.output_dense.dtype_policy.name == "float32"
+    assert model.get_config()["head_dtype"] == "float32"
+    same = keras_hub.models.ViTImageClassifier(backbone, 3)
+    assert models.convert(same)[0].get_config()["head_dtype"] is None
+
+
 @pytest.mark.parametrize("trained_ids", [True, False])
 def test_embeddings_of_keras_hubs_clip(trained_ids):
     clip = randomized(hub_clip())
