@@ -388,3 +388,30 @@ def test_adapted_and_quantised_models_are_refused():
     hub = keras_hub.models.ViTBackbone(image_shape=(16, 16, 3), mlp_dim=24, **sizes)
     with pytest.raises(ValueError, match="carry_optimizer=True"):
         training.upcycle(hub, carry_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_experts": 1}, "num_experts >= 2; received: num_experts=1"),
+        ({"images": images(0, 16, 8, 3)}, r"at least one.*\(0, 16, 8, 3\)"),
+        ({"images": images(2, 8, 8, 3)}, r"\(B, 16, 8, 3\).*\(2, 8, 8, 3\)"),
+        ({"images": 3}, r"images\.shape=\(\)"),
+    ],
+)
+def test_arguments_without_a_meaning(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        training.upcycle(MAKERS["vit"](), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (keras.Sequential([keras.layers.Dense(2)]), "Sequential"),
+        ("vmoe_b32", "vmoe_b32"),
+        (None, "NoneType"),
+    ],
+)
+def test_models_of_another_kind(model, name):
+    with pytest.raises(ValueError, match=rf"Expected a ViTBackbone.*received: {name}"):
+        training.upcycle(model)
