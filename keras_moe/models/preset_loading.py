@@ -78,8 +78,9 @@ class PresetMixin:
                 local folder, or an `hf://`, `kaggle://` or `gs://` handle.
             load_weights: load the preset's weights, if it has any.
             **kwargs: override any argument of the backbone or the task. Weights
-                must fit, except that position embeddings are resized to another
-                `image_shape`. The dtype policy is the saved one.
+                must fit, except that position embeddings and the patch kernel are
+                resized to another `image_shape` or `patch_size`. The dtype policy is
+                the saved one.
 
         Returns:
             The model. With `num_classes` a task gets a new head.

@@ -1,5 +1,6 @@
 """Weights of others become a model of ours, one tensor at a time."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,8 @@ import keras
 import numpy as np
 
 from keras_moe.layers import fold_channels, resize_positions
-from keras_moe.models.conversion.layouts import Filled, Plan
+from keras_moe.layers.patch_embedding import pair
+from keras_moe.models.conversion.layouts import Filled, PatchKernel, Plan
 from keras_moe.models.conversion.report import (
     ConversionReport,
     ConvertedWeight,
@@ -56,7 +58,8 @@ def convert(
         load_weights: False for the architecture alone.
         progress: called with (done, all, name) before each weight.
         **overrides: any argument of the backbone or the task. With another
-            `image_shape` positions are resized and channels folded. The number of
+            `image_shape` or `patch_size` positions and the patch kernel are resized,
+            and channels folded (a Mixer keeps its number of patches). The number of
             heads, CLIP's `activation` and a V-MoE's `router`,
             `num_selected_experts` and `capacity_factor` are to be given where the
             source does not tell them.
@@ -100,6 +103,7 @@ def convert(
                 break
             if progress is not None:
                 progress(number, len(steps), weight.path)
+            layout = _resized(layout, plan, model)
             value = layout.make(functools.partial(_read, file), shape)
             value, how = _fit(value, weight, plan, model)
             value = np.asarray(value, "float32", order="C")
@@ -272,7 +276,7 @@ def _source_shape(weight, plan):
     shape = tuple(weight.shape)
     channels = plan.arguments["image_shape"][2]
     if weight.path == _KERNEL:
-        return (*shape[:2], channels, shape[3])
+        return (*_patch_size(plan), channels, shape[3])
     if weight.path == _POSITIONS:
         rows, columns = _grid(plan)
         class_token = plan.arguments.get("class_token", False)
@@ -280,18 +284,39 @@ def _source_shape(weight, plan):
     return shape
 
 
+def _patch_size(plan):
+    return pair(plan.arguments["patch_size"], "patch_size")
+
+
 def _grid(plan):
-    size = plan.arguments["patch_size"]
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = _patch_size(plan)
     image = plan.arguments["image_shape"]
     return image[0] // height, image[1] // width
 
 
+def _resized(layout, plan, model):
+    """The layout of the patch embedding for patches of our model's size."""
+    backbone = getattr(model, "backbone", model)
+    embedding = backbone.get_layer("patch_embedding")
+    if not isinstance(layout, PatchKernel) or embedding.patch_size == _patch_size(plan):
+        return layout
+    return dataclasses.replace(
+        layout,
+        patch_size=embedding.patch_size,
+        interpolation=embedding.interpolation,
+    )
+
+
 def _fit(value, weight, plan, model):
     """`value` for our image size, and what was done for that."""
-    if weight.path == _KERNEL and value.shape[2] != weight.shape[2]:
-        channels = weight.shape[2]
-        return fold_channels(value, channels), f"folded to {channels} channels"
+    if weight.path == _KERNEL:
+        how, channels, size = [], weight.shape[2], tuple(weight.shape[:2])
+        if size != _patch_size(plan):
+            how.append(f"resized from {_patch_size(plan)} to {size}")
+        if value.shape[2] != channels:
+            value = fold_channels(value, channels)
+            how.append(f"folded to {channels} channels")
+        return value, ", ".join(how)
     if weight.path == _POSITIONS:
         backbone = getattr(model, "backbone", model)
         if backbone.grid != _grid(plan):

@@ -147,7 +147,7 @@ def patches(
     return {
         "patch_embedding/kernel": PatchKernel(kernel, torch, images),
         "patch_embedding/bias": PatchBias(
-            kernel, torch, images, f"{name}bias" if has_bias else None
+            kernel, torch, images, bias=f"{name}bias" if has_bias else None
         ),
     }
 

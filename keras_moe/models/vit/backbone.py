@@ -37,8 +37,9 @@ class ViTBackbone(VisionBackbone):
         class_token: put a learned token before the patches.
         position_embedding: `"learned"` or `"sincos"`.
         position_interpolation: how learned embeddings are resized when weights of
-            another image size are loaded: `"bilinear"`, as the releases do it, or
-            `"bicubic"`.
+            another image size or patch size are loaded, and patch kernels for the
+            latter: `"bilinear"`, as the releases do it, or `"bicubic"`, as timm; see
+            `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
         embedding_norm: normalise the embedded tokens, as CLIP does.
         query_key_norm: normalise queries and keys in each head, as Soft MoE does.
         final_norm: normalise the last block's tokens; without, a classifier with

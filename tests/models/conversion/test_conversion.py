@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
+from keras_moe.layers import resize_patch_kernel
 from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
 from keras_moe.models.conversion.safetensors_checkpoint import SafetensorsCheckpoint
 from keras_moe.models.conversion.vmoe_checkpoint import VMoECheckpoint
@@ -203,6 +204,54 @@ def test_another_head_and_image_size():
     assert how[kernel] == "folded to 1 channels"
     assert how[table] == "resized from (4, 4) to (6, 4), bilinear"
     assert predict(model, np.zeros((2, 48, 32, 1))).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("case", "patch_size", "scale"),
+    [("vit_classic", 16, (2, 2)), ("mixer", (8, 24), (1, 3)), ("vmoe_tiny", 16, 2)],
+)
+def test_another_patch_size(case, patch_size, scale):
+    source = CHECKPOINTS / ("vmoe_tiny/vmoe_tiny" if "vmoe" in case else f"{case}.npz")
+    old = models.from_preset(str(source))
+    patch = old.backbone.get_config()["patch_size"]
+    height, width, _ = old.backbone.image_shape
+    rows, columns = np.broadcast_to(scale, 2)
+    model, report = models.convert(
+        str(source),
+        patch_size=patch_size,
+        image_shape=(rows * height, columns * width, 3),
+    )
+    # Patches of one colour are themselves when they are resized.
+    small = random_images((height // patch, width // patch, 3))
+    small = small.repeat(patch, axis=1).repeat(patch, axis=2)
+    large = small.repeat(rows, axis=1).repeat(columns, axis=2)
+    np.testing.assert_allclose(predict(model, large), predict(old, small), **TOLERANCE)
+    new = model.backbone.get_layer("patch_embedding").patch_size
+    how = {weight.weight: weight.how for weight in report.weights}
+    assert how["patch_embedding/kernel"] == f"resized from {(patch, patch)} to {new}"
+
+
+def test_a_smaller_patch_size_with_the_images_normalisation(tmp_path):
+    arrays, _ = golden.load("12_timm/vit_token")
+    mean, std = np.array([0.4, 0.5, 0.3]), np.array([0.2, 0.3, 0.25])
+    folder = timm_folder(tmp_path, "vit_token", mean.tolist(), std.tolist())
+    model, report = models.convert(folder, patch_size=4)
+    images = random_images((32, 32, 3))
+    kernel = arrays["state_dict/patch_embed.proj.weight"].transpose(2, 3, 1, 0)
+    kernel = resize_patch_kernel(kernel, 4, "bicubic")
+    # As timm has it: the resized kernel reads normalised images.
+    seen = ((images + 1) / 2 - mean) / std
+    seen = seen.reshape(2, 8, 4, 8, 4, 3)
+    expected = np.einsum("byixjc,ijcd->byxd", seen, kernel).reshape(2, 64, -1)
+    found = model.backbone.get_layer("patch_embedding")(images)
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(found),
+        expected + arrays["state_dict/patch_embed.proj.bias"],
+        **TOLERANCE,
+    )
+    how = {weight.weight: weight.how for weight in report.weights}
+    positions = how["position_embedding/embedding"]
+    assert positions == "resized from (4, 4) to (8, 8), bicubic"
 
 
 @pytest.mark.parametrize("case", range(4))
