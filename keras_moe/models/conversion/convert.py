@@ -39,7 +39,12 @@ def convert(
 
     Every tensor of the source must be used or be known not to be the image model's,
     and every weight of the model must be filled; names, shapes and sizes are checked
-    before anything is read. One tensor at a time is in memory beside the model.
+    before anything is read.
+
+    One tensor at a time is in memory beside the model, which is float32 unless `dtype`
+    says otherwise: files of float32 need at most 1.3 times their size. Files of half
+    precision need more, since the model alone is twice their size; and so does a
+    KerasHub model, or a preset of one, since both models are in memory.
 
     Images are in [-1, 1], as for all our models: where the source's config, or CLIP's
     habit, says of another mean and standard deviation, they become part of the patch
