@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import keras_hub
 import numpy as np
 
 from keras_moe.layers import fold_channels, resize_positions
@@ -93,13 +94,26 @@ def convert(
     """
     if num_classes is not None:
         overrides["num_classes"] = num_classes
-    # Both the task and the backbone have an argument of this name.
-    activation = {}
-    if overrides.get("activation") not in (None, "softmax", "sigmoid"):
-        activation["activation"] = overrides.pop("activation")
-    file, plan = open_source(source, {**overrides, **activation})
+    return convert_to(None, source, overrides, task, load_weights, progress)
+
+
+def convert_to(
+    cls: type | None,
+    source: Any,
+    overrides: dict,
+    task: str | None = None,
+    load_weights: bool = True,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> tuple[Any, ConversionReport]:
+    """`convert` to a model of a class: a backbone's or a task's, or None for any.
+
+    Raises:
+        ValueError: as `convert`, and if the source is no model of the class.
+    """
+    file, plan = open_source(source, overrides, load_weights)
     with file:
-        model, replaced = _build(plan, task, overrides, activation)
+        arguments = model_arguments(plan, overrides, task, cls)
+        model, replaced = arguments.build(), arguments.replaced
         weights = [w for w in model.weights if keras.backend.is_float_dtype(w.dtype)]
         steps, new, ignored = _match(file, plan, weights, replaced)
         done, nbytes = [], 0
@@ -167,8 +181,39 @@ def _read(file, name, rows=None):
     return array
 
 
-def _build(plan: Plan, task, overrides, activation):
-    """The model with initial weights, and the parts that the source does not fill."""
+class ModelArguments(NamedTuple):
+    """What a model is made with.
+
+    Attributes:
+        backbone_cls: its backbone's class.
+        backbone: arguments of that.
+        classifier_cls: the class of classifiers on it.
+        task: arguments of that; None for a backbone alone.
+        replaced: the starts of the paths of weights that the source does not fill.
+    """
+
+    backbone_cls: type
+    backbone: dict
+    classifier_cls: type
+    task: dict | None
+    replaced: tuple[str, ...]
+
+    def build(self) -> Any:
+        """The model with initial weights."""
+        backbone = self.backbone_cls(**self.backbone)
+        if self.task is None:
+            return backbone
+        return self.classifier_cls(backbone, **self.task)
+
+
+def model_arguments(
+    plan: Plan, overrides: dict, task: str | None = None, cls: type | None = None
+) -> ModelArguments:
+    """The arguments of the model that a plan and its overrides make.
+
+    Raises:
+        ValueError: if they contradict each other, or the plan's model is none of `cls`.
+    """
     # Not above: that module imports this one.
     from keras_moe.models.presets import BACKBONES, IMAGE_CLASSIFIERS, TASKS
 
@@ -178,8 +223,21 @@ def _build(plan: Plan, task, overrides, activation):
         )
     backbone_cls = BACKBONES[plan.backbone]
     classifier_cls = next(
-        cls for cls in IMAGE_CLASSIFIERS.values() if cls.backbone_cls is backbone_cls
+        c for c in IMAGE_CLASSIFIERS.values() if c.backbone_cls is backbone_cls
     )
+    if cls is not None:
+        is_task = issubclass(cls, keras_hub.models.Task)
+        wanted = cls.backbone_cls if is_task else cls
+        if not issubclass(wanted, backbone_cls):
+            raise ValueError(
+                f"Expected weights of a {wanted.__name__} for {cls.__name__}; "
+                f"received: those of a {plan.backbone}, by the names of {plan.scheme}"
+            )
+        backbone_cls, task = wanted, "backbone"
+        if is_task:
+            classifier_cls, task = cls, "image_classifier"
+    overrides = dict(overrides)
+    activation = _pop_activation(overrides)
     of_backbone, of_task = split_arguments(classifier_cls, overrides)
     of_backbone.update(activation)
     if task is None:
@@ -204,9 +262,10 @@ def _build(plan: Plan, task, overrides, activation):
         # The options are another router's.
         of_backbone.setdefault("router_options", None)
     of_backbone = backbone_cls.overrides_for_weights(arguments, of_backbone)
-    backbone = backbone_cls(**{**arguments, **of_backbone})
+    arguments.update(of_backbone)
     if task == "backbone":
-        return backbone, (*_HEAD, *_POOLING)
+        parts = (*_HEAD, *_POOLING)
+        return ModelArguments(backbone_cls, arguments, classifier_cls, None, parts)
     task_arguments = dict(plan.task_arguments or {})
     replaced = ()
     if "num_classes" in of_task:
@@ -221,7 +280,17 @@ def _build(plan: Plan, task, overrides, activation):
             "Expected num_classes, since the weights have no head; received: "
             "num_classes=None"
         )
-    return classifier_cls(backbone, **{**task_arguments, **of_task}), replaced
+    task_arguments.update(of_task)
+    return ModelArguments(
+        backbone_cls, arguments, classifier_cls, task_arguments, replaced
+    )
+
+
+def _pop_activation(overrides):
+    """The backbone's activation: the task has an argument of the same name."""
+    if overrides.get("activation") in (None, "softmax", "sigmoid"):
+        return {}
+    return {"activation": overrides.pop("activation")}
 
 
 def _match(file, plan, weights, replaced):

@@ -156,12 +156,15 @@ def _weights_file(folder):
     return None
 
 
-def open_source(source: Any, overrides: dict) -> tuple[TensorFile, Plan]:
+def open_source(
+    source: Any, overrides: dict, load_weights: bool = True
+) -> tuple[TensorFile, Plan]:
     """Opens a source and says how its weights become ours.
 
     Args:
         source: as for `convert`.
         overrides: arguments of the user.
+        load_weights: False where only names and shapes are wanted.
 
     Returns:
         The tensors, to be closed, and the plan.
@@ -177,7 +180,7 @@ def open_source(source: Any, overrides: dict) -> tuple[TensorFile, Plan]:
             f"model or preset, or hf://, kaggle://, gs:// of them; received: {source!r}"
         )
     if kind == "hub":
-        return keras_hub_names.keras_hub_plan(hub_model(source))
+        return keras_hub_names.keras_hub_plan(hub_model(source, load_weights))
     text = os.fspath(source)
     config = {}
     if kind == "npz":
@@ -242,11 +245,12 @@ def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
     return SafetensorsCheckpoint(path, paths), config
 
 
-def hub_model(source: Any) -> keras.Model:
+def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
     """KerasHub's own model of a source: of a classifier's preset the classifier.
 
     Args:
         source: such a model, which is returned, or a preset.
+        load_weights: load the preset's weights.
     """
     if isinstance(source, keras_hub_names.CLASSES):
         return source
@@ -255,7 +259,7 @@ def hub_model(source: Any) -> keras.Model:
     task = _json(source, "task.json")
     if str(task.get("registered_name", "")).endswith(">ViTImageClassifier"):
         cls = keras_hub.models.ViTImageClassifier
-    return cls.from_preset(source)
+    return cls.from_preset(source, load_weights=load_weights)
 
 
 def _local_vmoe(prefix):
