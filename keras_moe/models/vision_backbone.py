@@ -325,6 +325,9 @@ class VisionBackbone(
     @classmethod
     def _soft_slots(cls, config):
         """The slots of each expert of a soft router, or None without MoE blocks."""
+        given = (config.get("router_options") or {}).get("num_slots")
+        if given is not None:
+            return given
         blocks = cls._layers(dtype="float32", **cls._complete(config))["blocks"]
         soft = next((b for b in blocks if isinstance(b, MoEEncoderBlock)), None)
         return soft and soft.feed_forward.router.slots_per_expert
