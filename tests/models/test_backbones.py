@@ -17,6 +17,7 @@ from keras_moe.models import (
 from keras_moe.models.builtin import builtin_presets
 from keras_moe.routers import ROUTERS
 from tests import golden
+from tests.small_models import images, with_weights
 from tests.symbolic import symbolic_model
 
 SIZES = {
@@ -33,20 +34,6 @@ MAKERS = {
     "mixer": lambda **kw: MixerBackbone(**{**SIZES, "token_mlp_dim": 6, **kw}),
 }
 CLASSIFIERS = {"vit": ViTImageClassifier, "mixer": MixerImageClassifier}
-
-
-def images(*shape):
-    shape = shape or (3, 16, 8, 3)
-    return np.random.default_rng(0).normal(size=shape).astype("float32")
-
-
-def with_weights(model, seed=1):
-    """Gives every weight something to say: some start at zero."""
-    generator = np.random.default_rng(seed)
-    for weight in model.weights:
-        if "seed_generator" not in weight.path:
-            weight.assign(generator.normal(size=weight.shape) * 0.3)
-    return model
 
 
 # The presets

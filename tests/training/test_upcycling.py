@@ -11,6 +11,7 @@ from keras_moe.models import (
 )
 from tests import golden
 from tests.flax_weights import assign_flax_weights, flax_name
+from tests.small_models import images, with_weights
 
 SIZES = {
     "image_shape": (16, 8, 3),
@@ -27,18 +28,6 @@ MAKERS = {
         MixerBackbone(**{**SIZES, "token_mlp_dim": 6, **kw}), 3
     ),
 }
-
-
-def images(*shape):
-    shape = shape or (3, 16, 8, 3)
-    return np.random.default_rng(0).normal(size=shape).astype("float32")
-
-
-def with_weights(model):
-    generator = np.random.default_rng(1)
-    for weight in model.trainable_weights:
-        weight.assign(generator.normal(size=weight.shape) * 0.3)
-    return model
 
 
 def by_path(model):
