@@ -19,7 +19,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from describe import parse_override
+from overrides import parse_override
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,6 +31,7 @@ from rich.progress import (
 
 from keras_moe import models
 from keras_moe.models.conversion import sources
+from keras_moe.models.conversion.timm_names import image_normalization
 from keras_moe.models.preset_folder import is_preset, staged
 
 # Of the difference between two frameworks on one image, by the outputs' size; the
@@ -186,27 +187,41 @@ def verify(source: str, scheme: str, model: keras.Model, changed: bool) -> str:
 
 
 def timm_outputs(source: str, images: np.ndarray) -> np.ndarray | None:
-    """What timm's model gives, or None for a source that timm does not read."""
+    """What timm's model gives, or None for a source that timm cannot be given.
+
+    The weights come from our own reader: timm's loader may take a pickle, whose
+    reading runs the code in it.
+    """
     import timm
     import torch
 
-    name = source
-    if os.path.isdir(source):
-        name = f"local-dir:{source}"
-    elif source.startswith("hf://"):
-        name = f"hf-hub:{source.removeprefix('hf://')}"
-    else:
+    if not os.path.isdir(source) and not source.startswith("hf://"):
         return None
+    file, config = sources.open_folder(source)
+    with file:
+        state = {name: torch.from_numpy(file.read(name)) for name in file}
+    # What is no architecture of timm's may be an address to it.
+    architecture = config.get("architecture", "")
+    if not timm.is_model(architecture):
+        return None
+    cfg = config.get("pretrained_cfg", {})
+    sizes = {k: cfg[k] for k in ("input_size", "fixed_input_size") if k in cfg}
+    arguments = {k: config[k] for k in ("num_classes", "global_pool") if k in config}
+    arguments.update(config.get("model_args", {}))
     try:
-        other = timm.create_model(name, pretrained=True).eval()
-    except (RuntimeError, KeyError, ValueError, FileNotFoundError):
+        other = timm.create_model(
+            architecture, pretrained=False, pretrained_cfg_overlay=sizes, **arguments
+        )
+        other.load_state_dict(state)
+    except (AssertionError, RuntimeError, TypeError, ValueError):
         return None
-    cfg = other.pretrained_cfg
     pixels = (images + 1) / 2
-    pixels = (pixels - np.array(cfg["mean"])) / np.array(cfg["std"])
+    seen = image_normalization(config, images.shape[-1])
+    mean, std = seen or (0.5, 0.5)
+    pixels = (pixels - np.array(mean)) / np.array(std)
     with torch.no_grad():
         pixels = torch.from_numpy(pixels.astype("float32")).permute(0, 3, 1, 2)
-        return other(pixels.cpu()).cpu().numpy()
+        return other.eval()(pixels.cpu()).cpu().numpy()
 
 
 def keras_hub_outputs(source: str, images: np.ndarray) -> np.ndarray | None:

@@ -9,7 +9,11 @@ from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.layers.patch_embedding import PatchEmbedding, fold_channels
+from keras_moe.layers.patch_embedding import (
+    PatchEmbedding,
+    fold_channels,
+    resize_patch_kernel,
+)
 from keras_moe.layers.pooling import AttentionPooling, TokenPooling
 from keras_moe.layers.position_embedding import (
     PositionEmbedding,
@@ -39,6 +43,7 @@ __all__ = [
     "fold_channels",
     "gelu_tanh",
     "quick_gelu",
+    "resize_patch_kernel",
     "resize_positions",
     "resolve_moe_layers",
     "sincos_table",

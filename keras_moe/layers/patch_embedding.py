@@ -9,16 +9,24 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.ops.checks import check_integer
+from keras_moe.layers.interpolation import (
+    INTERPOLATIONS,
+    cubic_weights,
+    linear_weights,
+)
+from keras_moe.ops.checks import check_integer, check_one_of, positive_integers
+
+# Side of the patches of stored weights.
+_LARGEST = 1024
 
 
 def pair(value: Any, name: str) -> tuple[int, int]:
     """`value` as two positive integers, for sizes given as one int or a pair."""
-    values = (value, value) if isinstance(value, int) else tuple(value)
-    if len(values) != 2 or not all(isinstance(v, int) and v > 0 for v in values):
+    values = positive_integers((value, value)) or positive_integers(value)
+    if values is None or len(values) != 2:
         raise ValueError(
             f"Expected {name} to be a positive integer or a pair of them; "
-            f"received: {name}={value}"
+            f"received: {name}={value!r}"
         )
     return values
 
@@ -58,19 +66,68 @@ def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
     return (folded * (old / channels)).astype(kernel.dtype)
 
 
+def resize_patch_kernel(
+    kernel: np.ndarray, patch_size: Any, interpolation: str = "bilinear"
+) -> np.ndarray:
+    """A patch kernel for patches of another size, as FlexiViT has it.
+
+    With `B` the matrix that resizes a patch, the new kernel is `pinv(B^T) w`: it gives
+    a patch resized to a larger size the token that the patch itself had. For a smaller
+    size that is so as nearly as can be, in least squares over all patches.
+
+    Args:
+        kernel: (height, width, channels, D).
+        patch_size: the size wanted, an int or (height, width).
+        interpolation: how patches are thought to be resized: `"bilinear"` without
+            antialiasing, as FlexiViT's release and our pipelines resize images; or
+            `"bicubic"` with antialiasing, as timm does it.
+
+    Returns:
+        An array (new height, new width, channels, D) of the dtype of `kernel`.
+
+    Raises:
+        ValueError: if `patch_size` is not positive, or `interpolation` is unknown.
+
+    Reference:
+        *FlexiViT: One Model for All Patch Sizes*, equation 4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import resize_patch_kernel
+    >>> kernel = np.array([1.0, 3.0]).reshape(1, 2, 1, 1)
+    >>> resized = resize_patch_kernel(kernel, (1, 4))
+    >>> # Of [5, 7], which is resized to [5, 5.5, 6.5, 7], the token was 26.
+    >>> round(float(resized.ravel() @ [5.0, 5.5, 6.5, 7.0]), 6)
+    26.0
+    """
+    check_one_of("interpolation", interpolation, INTERPOLATIONS)
+    weights = linear_weights if interpolation == "bilinear" else cubic_weights
+    # B is the Kronecker product of those of the rows and of the columns.
+    rows, columns = (
+        np.linalg.pinv(weights(old, new).T)
+        for old, new in zip(kernel.shape[:2], pair(patch_size, "patch_size"))
+    )
+    resized = np.einsum(
+        "yr,xc,rcid->yxid", rows, columns, kernel.astype("float64"), optimize=True
+    )
+    return resized.astype(kernel.dtype)
+
+
 @keras.saving.register_keras_serializable("keras_moe")
 class PatchEmbedding(keras.layers.Layer):
     """Cuts images into patches and projects each to a token.
 
     The convolution of ViT's stem, computed as a reshape and one matmul (2.6 times
     faster on CPU); the kernel keeps the convolution's layout, so that converted
-    weights fit as they are. Weights of another number of channels are folded on loading
-    (`fold_channels`).
+    weights fit as they are. Weights of another patch size are resized on loading
+    (`resize_patch_kernel`), and of another number of channels folded (`fold_channels`).
 
     Args:
         hidden_dim: D.
         patch_size: an int or (height, width).
         kernel_initializer: of the kernel (patch height, patch width, channels, D).
+        interpolation: of weights of another patch size; see `resize_patch_kernel`.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -99,9 +156,13 @@ class PatchEmbedding(keras.layers.Layer):
         hidden_dim: int,
         patch_size: Any,
         kernel_initializer: Any = "lecun_normal",
+        interpolation: str = "bilinear",
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.interpolation = check_one_of(
+            "interpolation", interpolation, INTERPOLATIONS
+        )
         self.hidden_dim = check_integer("hidden_dim", hidden_dim)
         self.patch_size = pair(patch_size, "patch_size")
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
@@ -147,13 +208,22 @@ class PatchEmbedding(keras.layers.Layer):
 
     def load_own_variables(self, store):
         kernel = store["0"]
-        fits = (*kernel.shape[:2], kernel.shape[3]) if len(kernel.shape) == 4 else None
-        if fits != (*self.patch_size, self.hidden_dim):
+        shape = tuple(kernel.shape)
+        # Before anything is read: a file may declare a kernel of any size.
+        largest = max(_LARGEST, *self.patch_size)
+        if (
+            len(shape) != 4
+            or shape[3] != self.hidden_dim
+            or min(shape) < 1
+            or max(shape[:2]) > largest
+        ):
             raise ValueError(
-                f"Expected a patch kernel {(*self.patch_size, -1, self.hidden_dim)} "
-                f"for '{self.path}'; received: {tuple(kernel.shape)}"
+                f"Expected a patch kernel (height, width, channels, {self.hidden_dim}) "
+                f"of patches up to {largest} for '{self.path}'; received: {shape}"
             )
         kernel = np.array(kernel)
+        if shape[:2] != self.patch_size:
+            kernel = resize_patch_kernel(kernel, self.patch_size, self.interpolation)
         if kernel.shape[2] != self.kernel.shape[2]:
             kernel = fold_channels(kernel, self.kernel.shape[2])
         self.kernel.assign(kernel)
@@ -179,5 +249,6 @@ class PatchEmbedding(keras.layers.Layer):
             hidden_dim=self.hidden_dim,
             patch_size=self.patch_size,
             kernel_initializer=keras.initializers.serialize(self.kernel_initializer),
+            interpolation=self.interpolation,
         )
         return config

@@ -11,6 +11,7 @@ from keras import ops
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.self_attention import SelfAttention
+from keras_moe.ops.checks import head_size
 
 TOKEN_POOLINGS = ("class_token", "average", "patch_average")
 POOLINGS = (*TOKEN_POOLINGS, "map")
@@ -127,13 +128,8 @@ class AttentionPooling(keras.layers.Layer):
         self.probe = self.add_weight(
             name="probe", shape=(1, 1, dim), initializer="glorot_uniform"
         )
-        if dim % self.num_heads:
-            raise ValueError(
-                "Expected num_heads to divide the hidden size; received: "
-                f"num_heads={self.num_heads}, hidden_dim={dim}"
-            )
         self.attention = SelfAttention(
-            self.num_heads, dim // self.num_heads, dtype=self.dtype_policy
+            self.num_heads, head_size(self.num_heads, dim), dtype=self.dtype_policy
         )
         self.attention.build((None, 1, dim), input_shape)
         self.norm.build((None, 1, dim))

@@ -8,11 +8,15 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_moe.layers.interpolation import (
+    INTERPOLATIONS,
+    aligned_linear_weights,
+    cubic_weights,
+)
 from keras_moe.layers.patch_embedding import pair
 from keras_moe.ops.checks import check_one_of
 
 KINDS = ("learned", "sincos")
-INTERPOLATIONS = ("bilinear", "bicubic")
 
 
 def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
@@ -86,7 +90,7 @@ def resize_positions(
             f"received: table.shape={table.shape}"
         )
     check_one_of("interpolation", interpolation, INTERPOLATIONS)
-    weights = _bilinear if interpolation == "bilinear" else _bicubic
+    weights = aligned_linear_weights if interpolation == "bilinear" else cubic_weights
     values = table[0, num_extra:].astype("float64").reshape(*old_grid, -1)
     values = np.einsum(
         "yr,xc,rcd->yxd",
@@ -97,24 +101,6 @@ def resize_positions(
     )
     values = values.reshape(1, new_grid[0] * new_grid[1], -1).astype(table.dtype)
     return np.concatenate([table[:, :num_extra], values], axis=1)
-
-
-def _bilinear(old, new):
-    """Weights (new, old) of linear interpolation with aligned corners."""
-    place = np.linspace(0.0, old - 1, new)
-    return np.maximum(1.0 - np.abs(place[:, None] - np.arange(old)), 0.0)
-
-
-def _bicubic(old, new):
-    """Weights (new, old) of Keys's cubic (a = -1/2), widened where it shrinks."""
-    scale = max(old / new, 1.0)
-    place = (np.arange(new) + 0.5) * old / new - 0.5
-    x = np.abs(place[:, None] - np.arange(old)) / scale
-    near = (1.5 * x - 2.5) * x * x + 1.0
-    far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
-    weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
-    # At the border part of the kernel has nothing to read.
-    return weights / np.sum(weights, axis=1, keepdims=True)
 
 
 @keras.saving.register_keras_serializable("keras_moe")

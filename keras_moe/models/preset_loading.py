@@ -75,11 +75,13 @@ class PresetMixin:
 
         Args:
             preset: the name of a built-in preset (an architecture without weights), a
-                local folder, or an `hf://`, `kaggle://` or `gs://` handle.
+                local folder, or an `hf://`, `kaggle://` or `gs://` handle; or weights
+                that others have published, see `keras_moe.models.convert`.
             load_weights: load the preset's weights, if it has any.
             **kwargs: override any argument of the backbone or the task. Weights
-                must fit, except that position embeddings are resized to another
-                `image_shape`. The dtype policy is the saved one.
+                must fit, except that position embeddings and the patch kernel are
+                resized to another `image_shape` or `patch_size`. The dtype policy is
+                the saved one.
 
         Returns:
             The model. With `num_classes` a task gets a new head.
@@ -88,6 +90,10 @@ class PresetMixin:
             ValueError: if the preset is unknown (the nearest names are listed), is
                 of another class, is not whole, or an argument is unknown.
         """
+        # Not above: that package imports this module.
+        from keras_moe.models.conversion import convert_to, is_convertible
+
+        given = dict(kwargs)
         backbone_kwargs, kwargs = split_arguments(cls, kwargs)
         is_task = issubclass(cls, keras_hub.models.Task)
         backbone_cls = cls.backbone_cls if is_task else cls
@@ -117,6 +123,8 @@ class PresetMixin:
                     "received: num_classes=None"
                 )
             return cls(backbone, **{**spec["task_config"], **kwargs})
+        if is_convertible(preset):
+            return convert_to(cls, preset, given, load_weights=load_weights)[0]
         preset = check_preset(preset)
         if backbone_kwargs and "backbone" in kwargs:
             raise ValueError(

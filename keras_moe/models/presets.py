@@ -1,5 +1,6 @@
 """The front door: models by name."""
 
+import os
 from typing import Any
 
 import keras
@@ -11,7 +12,12 @@ from keras_hub.src.utils.preset_utils import (
 )
 
 from keras_moe.models.builtin import builtin_presets
-from keras_moe.models.conversion import convert, is_convertible
+from keras_moe.models.conversion import (
+    convert,
+    is_convertible,
+    model_arguments,
+    open_source,
+)
 from keras_moe.models.description import Description
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.preset_loading import (
@@ -27,6 +33,8 @@ IMAGE_CLASSIFIERS = {
     cls.__name__: cls for cls in (ViTImageClassifier, MixerImageClassifier)
 }
 TASKS = ("backbone", "image_classifier")
+# The arguments of a task that its costs follow from.
+_TASK_SIZES = ("num_classes", "pooling", "pooled_norm", "representation_dim")
 
 
 def list_presets() -> dict[str, str]:
@@ -120,8 +128,10 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
     no token dropped; normalisations, activations and softmaxes are left out.
 
     Args:
-        preset: as for `from_preset`; or a model of this library.
-        num_classes: count the head too.
+        preset: as for `from_preset`; or a model of this library. Of weights that
+            others have published, names and shapes are read alone.
+        num_classes: count a new head; without, a saved or published one is counted
+            as it is.
         **overrides: any argument of the backbone or the task.
 
     Returns:
@@ -138,13 +148,21 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
     >>> description.parameters > 5 * description.active_parameters
     True
     """
-    if isinstance(preset, keras.Model):
-        return _describe_model(preset, num_classes, overrides)
+    overrides.pop("dtype", None)  # Counts are the same under each.
+    if num_classes is not None:
+        overrides["num_classes"] = num_classes
     builtin = builtin_presets().get(preset) if isinstance(preset, str) else None
-    task_config = {}
     if builtin:
         backbone_cls, classifier_cls = _classes(builtin)
-        config, task_config = dict(builtin["config"]), builtin["task_config"]
+        config, task = dict(builtin["config"]), builtin["task_config"]
+    elif is_convertible(preset):
+        file, plan = open_source(preset, overrides, load_weights=False)
+        file.close()
+        backbone_cls, config, classifier_cls, task, _ = model_arguments(plan, overrides)
+        overrides, task = {}, task or {}
+        preset = preset if isinstance(preset, (str, os.PathLike)) else file.path
+    elif isinstance(preset, keras.Model):
+        return _describe_model(preset, overrides)
     else:
         folder = check_preset(preset)
         loader = get_preset_loader(folder)
@@ -159,33 +177,22 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
             for cls in IMAGE_CLASSIFIERS.values()
             if cls.backbone_cls is backbone_cls
         )
-        config = dict(loader.config["config"])
+        config, task = dict(loader.config["config"]), {}
         if check_file_exists(folder, "task.json"):
-            saved = load_json(folder, "task.json")["config"]
-            names = ("pooling", "pooled_norm", "representation_dim")
-            task_config = {name: saved[name] for name in names if name in saved}
-    overrides.pop("dtype", None)  # Counts are the same under each.
-    for name in ("name", "trainable", "dtype"):
-        config.pop(name, None)
+            task = load_json(folder, "task.json")["config"]
     backbone_overrides, task_overrides = split_arguments(classifier_cls, overrides)
     config.update(backbone_overrides)
     parts, num_tokens, dim = backbone_cls.describe_parts(**config)
-    if num_classes is not None:
-        parts += classifier_cls.describe_parts(
-            config,
-            num_tokens,
-            dim,
-            num_classes=num_classes,
-            **{**task_config, **task_overrides},
-        )
-    return Description(str(preset), num_tokens, parts)
+    task = {name: task[name] for name in _TASK_SIZES if name in task} | task_overrides
+    if "num_classes" in task:
+        parts += classifier_cls.describe_parts(config, num_tokens, dim, **task)
+    return Description(os.fspath(preset), num_tokens, parts)
 
 
-def _describe_model(model, num_classes, overrides):
-    if num_classes is not None or overrides:
+def _describe_model(model, overrides):
+    if overrides:
         raise ValueError(
-            "Expected no further arguments with a model; received: "
-            f"num_classes={num_classes}, {overrides}"
+            f"Expected no further arguments with a model; received: {overrides}"
         )
     backbone = getattr(model, "backbone", model)
     if type(backbone) not in BACKBONES.values():
@@ -198,10 +205,7 @@ def _describe_model(model, num_classes, overrides):
     config.pop("dtype", None)
     parts, num_tokens, dim = type(backbone).describe_parts(**config)
     if model is not backbone:
-        task = {
-            name: getattr(model, name)
-            for name in ("num_classes", "pooling", "pooled_norm", "representation_dim")
-        }
+        task = {name: getattr(model, name) for name in _TASK_SIZES}
         parts += type(model).describe_parts(config, num_tokens, dim, **task)
     return Description(model.name, num_tokens, parts)
 

@@ -28,12 +28,26 @@ from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.lora import LoraMixin
 from keras_moe.models.preset_loading import PresetMixin
 from keras_moe.models.quantization import QuantizedBackboneMixin, settle_policies
-from keras_moe.ops.checks import check_argument_names, check_bool, check_integer
+from keras_moe.ops.checks import (
+    check_argument_names,
+    check_bool,
+    check_image_shape,
+    check_integer,
+)
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.routers import ROUTERS, SoftRouter
 
 # A feed-forward layer's arguments, as the backbones' constructors call them.
 _FEED_FORWARD = set(inspect.signature(feed_forward_layers).parameters)
+# What a soft router's number of slots follows from, beside the image's size.
+_OF_SLOTS = (
+    "num_experts",
+    "num_selected_experts",
+    "capacity_factor",
+    "capacity_rounding",
+    "capacity_multiple_of",
+    "router_options",
+)
 _SWITCHES = (
     "class_token",
     "embedding_norm",
@@ -74,7 +88,7 @@ class VisionBackbone(
         cls = type(self)
         check_argument_names(kwargs, ["name", "trainable"], cls.__name__, config)
         # Plain values of our own: the caller's may change, or not be JSON.
-        config["image_shape"] = tuple(config["image_shape"])
+        config["image_shape"] = check_image_shape(config["image_shape"])
         config["activation"] = activations.serialize(
             activations.get(config["activation"])
         )
@@ -127,14 +141,7 @@ class VisionBackbone(
     @classmethod
     def _layers(cls, dtype, **config):
         """The backbone's layers in order, not built: nothing is allocated."""
-        image_shape, seed = tuple(config["image_shape"]), config["seed"]
-        if len(image_shape) != 3 or not all(
-            isinstance(size, int) and size > 0 for size in image_shape
-        ):
-            raise ValueError(
-                "Expected image_shape (height, width, channels) of positive integers; "
-                f"received: image_shape={image_shape}"
-            )
+        image_shape, seed = check_image_shape(config["image_shape"]), config["seed"]
         check_integer("num_layers", config["num_layers"])
         hidden_dim = check_integer("hidden_dim", config["hidden_dim"])
         for name in _SWITCHES:
@@ -147,7 +154,11 @@ class VisionBackbone(
             return None if seed is None else seed + 4 * index + site
 
         patch_embedding = PatchEmbedding(
-            hidden_dim, config["patch_size"], dtype=dtype, name="patch_embedding"
+            hidden_dim,
+            config["patch_size"],
+            interpolation=config.get("position_interpolation", "bilinear"),
+            dtype=dtype,
+            name="patch_embedding",
         )
         grid = patch_embedding.grid(image_shape)
         layers = {"patch_embedding": patch_embedding}
@@ -282,8 +293,8 @@ class VisionBackbone(
             overrides: arguments that replace some of its.
 
         Returns:
-            The overrides. A soft router keeps its number of slots at another image
-            size.
+            The overrides. A soft router keeps its number of slots at another image or
+            patch size.
 
         Raises:
             ValueError: if no weights of `saved` could fit, as far as Keras's message
@@ -300,19 +311,55 @@ class VisionBackbone(
                 f"router={overrides['router']!r}, whose weights are others. Load with "
                 "load_weights=False to start anew."
             )
-        names = ("image_shape", "patch_size")
-        if cls_now is SoftRouter and any(name in overrides for name in names):
-            given = overrides.get("router_options") or saved.get("router_options") or {}
-            if given.get("num_slots") is None:
-                blocks = cls._layers(dtype="float32", **_own(cls, saved))["blocks"]
-                soft = next(b for b in blocks if isinstance(b, MoEEncoderBlock))
-                given = {
-                    **given,
-                    "num_slots": soft.feed_forward.router.slots_per_expert,
-                }
-                given.pop("capacity_factor", None)
-            return {**overrides, "router_options": given}
-        return overrides
+        if cls_now is not SoftRouter:
+            return overrides
+        options = overrides.get("router_options") or saved.get("router_options") or {}
+        sizes = {name: saved[name] for name in ("image_shape", "patch_size")}
+        expected = cls._soft_slots(saved)
+        found = cls._soft_slots(
+            {**saved, **overrides, "router_options": options, **sizes}
+        )
+        if found not in (expected, None):
+            changed = [
+                f"{name}={overrides[name]!r}"
+                for name in _OF_SLOTS
+                if overrides.get(name) not in (None, saved.get(name))
+            ]
+            raise ValueError(
+                f"Expected arguments that keep the {expected} slots of each expert, "
+                "which are weights of a soft router; received: "
+                f"{', '.join(changed)}, which make {found}. Load with "
+                "load_weights=False to start anew."
+            )
+        if options.get("num_slots") is None and sizes.keys() & overrides.keys():
+            options = {**options, "num_slots": expected}
+            options.pop("capacity_factor", None)
+        elif "router_options" not in overrides:
+            return overrides
+        return {**overrides, "router_options": options or None}
+
+    @classmethod
+    def _soft_slots(cls, config):
+        """The slots of each expert of a soft router, or None without MoE blocks."""
+        given = (config.get("router_options") or {}).get("num_slots")
+        if given is not None:
+            return given
+        blocks = cls._layers(dtype="float32", **cls._complete(config))["blocks"]
+        soft = next((b for b in blocks if isinstance(b, MoEEncoderBlock)), None)
+        return soft and soft.feed_forward.router.slots_per_expert
+
+    @classmethod
+    def _complete(cls, config):
+        """The arguments in `config` that layers follow from, and the defaults."""
+        parameters = inspect.signature(cls.__init__).parameters
+        defaults = {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if parameter.default is not parameter.empty
+        }
+        not_of_layers = ("dtype", "name", "trainable")
+        complete = {**defaults, **config}
+        return {k: v for k, v in complete.items() if k not in not_of_layers}
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
@@ -321,13 +368,7 @@ class VisionBackbone(
         Args:
             **config: the arguments of the constructor. No weight is allocated.
         """
-        parameters = inspect.signature(cls.__init__).parameters
-        defaults = {
-            name: parameter.default
-            for name, parameter in parameters.items()
-            if parameter.default is not parameter.empty and name != "dtype"
-        }
-        config = {**defaults, **config}
+        config = cls._complete(config)
         layers = cls._layers(dtype="float32", **config)
         patch_embedding = layers["patch_embedding"]
         dim = patch_embedding.hidden_dim
@@ -364,10 +405,3 @@ class VisionBackbone(
         if "final_norm" in layers:
             parts.append(Part("final_norm", "norm", 2 * dim, 2 * dim, 0))
         return parts, num_tokens, dim
-
-
-def _own(cls, config):
-    """The constructor's own arguments of a saved config."""
-    names = inspect.signature(cls.__init__).parameters
-    not_own = ("self", "dtype", "kwargs")
-    return {k: v for k, v in config.items() if k in names and k not in not_own}

@@ -28,6 +28,35 @@ def check_selected(num_selected_experts: Any, num_experts: int) -> int:
     return selected
 
 
+def positive_integers(value: Any) -> tuple[int, ...] | None:
+    """`value` as a tuple, or None if it is no sequence of positive integers."""
+    try:
+        return tuple(check_integer("size", size) for size in value)
+    except (TypeError, ValueError):
+        return None
+
+
+def check_image_shape(image_shape: Any) -> tuple[int, int, int]:
+    """`image_shape` as a tuple, if it is (height, width, channels)."""
+    sizes = positive_integers(image_shape)
+    if sizes is None or len(sizes) != 3:
+        raise ValueError(
+            "Expected image_shape (height, width, channels) of positive integers; "
+            f"received: image_shape={image_shape!r}"
+        )
+    return sizes
+
+
+def head_size(num_heads: Any, hidden_dim: int) -> int:
+    """The size of each attention head, if `num_heads` divides `hidden_dim`."""
+    if hidden_dim % check_integer("num_heads", num_heads):
+        raise ValueError(
+            "Expected num_heads to divide hidden_dim; received: "
+            f"num_heads={num_heads}, hidden_dim={hidden_dim}"
+        )
+    return hidden_dim // num_heads
+
+
 def check_positive(name: str, value: Any) -> float:
     """`value` as a float, if it is a positive finite number."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

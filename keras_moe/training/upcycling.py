@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.models import MixerBackbone, ViTBackbone, convert, describe
+from keras_moe.models.conversion import is_convertible
 from keras_moe.ops.checks import (
     check_argument_names,
     check_integer,
@@ -115,7 +116,7 @@ def upcycle(
         dense_model: a `ViTBackbone`, a `MixerBackbone` or an image classifier on one,
             without MoE blocks; or a backbone of KerasHub: `ViTBackbone`, or a
             `CLIPBackbone` or `SigLIPBackbone`, whose vision encoder is taken.
-        num_experts: E.
+        num_experts: E, at least 2.
         moe_layers: the blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
         router: see `keras_moe.routers.get`.
         noise: standard deviation of normal noise on each expert's weights, as a share
@@ -125,8 +126,8 @@ def upcycle(
             router. `router_options={"normalize_gates": ...}` goes before it.
         carry_optimizer: give the new model the state of a compiled dense one's
             optimizer, too: iterations, and slots, which are tiled as the weights are.
-        images: (B, height, width, channels) for the report's difference; None takes
-            four images of noise.
+        images: (B, height, width, channels), at least one, for the report's difference;
+            None takes four images of noise.
         noise_seed: of `noise`.
         **moe_arguments: further arguments of the backbone that concern its MoE
             layers, such as `num_selected_experts=1`; the backbone's defaults
@@ -153,7 +154,8 @@ def upcycle(
     >>> report.blocks, report.largest_difference < 1e-4
     (('block_1', 'block_3'), True)
     """
-    check_integer("num_experts", num_experts)
+    # One expert is the dense MLP.
+    check_integer("num_experts", num_experts, minimum=2)
     check_not_negative("noise", noise)
     check_one_of("router", router, list(ROUTERS))
     check_argument_names(moe_arguments, MOE_ARGUMENTS, "MoE layers")
@@ -165,6 +167,15 @@ def upcycle(
             f"received: {type(given).__name__}"
         )
     backbone = getattr(dense_model, "backbone", dense_model)
+    if images is None:
+        shape = (4, *backbone.image_shape)
+        images = np.random.default_rng(0).normal(size=shape).astype("float32")
+    shape = tuple(np.shape(images))
+    if shape[1:] != backbone.image_shape or not shape[0]:
+        raise ValueError(
+            f"Expected images (B, {', '.join(map(str, backbone.image_shape))}), at "
+            f"least one; received: images.shape={shape}"
+        )
     if backbone.routing:
         raise ValueError(
             "Expected a dense model; received: one with mixtures of experts in "
@@ -208,9 +219,6 @@ def upcycle(
         sparse_model.optimizer.build(sparse_model.trainable_variables)
         slots = _carry_state(dense_model.optimizer, sparse_model.optimizer)
 
-    if images is None:
-        shape = (4, *backbone.image_shape)
-        images = np.random.default_rng(0).normal(size=shape).astype("float32")
     sparse_backbone = getattr(sparse_model, "backbone", sparse_model)
     routers = [
         sparse_backbone.get_layer(name).feed_forward.router
@@ -235,6 +243,12 @@ def _ours(model):
     backbone = getattr(model, "backbone", model)
     if isinstance(backbone, (ViTBackbone, MixerBackbone)):
         return model
+    if not is_convertible(model):
+        raise ValueError(
+            "Expected a ViTBackbone, a MixerBackbone, an image classifier on one, or a "
+            "ViT, CLIP or SigLIP of KerasHub; received: "
+            f"{model if isinstance(model, str) else type(model).__name__}"
+        )
     return convert(model)[0]
 
 

@@ -377,7 +377,15 @@ def test_every_public_layer_is_checked():
         (lambda: LayerNorm(0.0), "epsilon=0.0"),
         (
             lambda: AttentionPooling(3, 8)(np.zeros((1, 4, 8), "float32")),
-            "num_heads=3",
+            "num_heads=3, hidden_dim=8",
+        ),
+        (
+            lambda: AttentionPooling(0, 8)(np.zeros((1, 4, 8), "float32")),
+            "num_heads=0",
+        ),
+        (
+            lambda: AttentionPooling(2.0, 8)(np.zeros((1, 4, 8), "float32")),
+            "num_heads=2.0",
         ),
         (lambda: MoE(TokenChoiceRouter(2), Experts(2, 8)).build((2, 8)), "\\(2, 8\\)"),
         (lambda: Experts(2, 8).build((1, 3, 4, 8)), "num_experts=2"),

@@ -1,10 +1,13 @@
 """What every backbone does, and what becomes of its weights at another size."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
 
 from keras_moe import models
+from keras_moe.layers import resize_patch_kernel, resize_positions
 from keras_moe.models import (
     MixerBackbone,
     MixerImageClassifier,
@@ -14,6 +17,7 @@ from keras_moe.models import (
 from keras_moe.models.builtin import builtin_presets
 from keras_moe.routers import ROUTERS
 from tests import golden
+from tests.small_models import images, with_weights
 from tests.symbolic import symbolic_model
 
 SIZES = {
@@ -30,20 +34,6 @@ MAKERS = {
     "mixer": lambda **kw: MixerBackbone(**{**SIZES, "token_mlp_dim": 6, **kw}),
 }
 CLASSIFIERS = {"vit": ViTImageClassifier, "mixer": MixerImageClassifier}
-
-
-def images(*shape):
-    shape = shape or (3, 16, 8, 3)
-    return np.random.default_rng(0).normal(size=shape).astype("float32")
-
-
-def with_weights(model, seed=1):
-    """Gives every weight something to say: some start at zero."""
-    generator = np.random.default_rng(seed)
-    for weight in model.weights:
-        if "seed_generator" not in weight.path:
-            weight.assign(generator.normal(size=weight.shape) * 0.3)
-    return model
 
 
 # The presets
@@ -277,6 +267,26 @@ def test_weights_serve_other_channels(kind, channels, tmp_path):
     assert other.predict(images(2, 16, 8, 4), verbose=0).shape[0] == 2
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_selected_experts": 1},
+        {"capacity_factor": 4.0},
+        {"num_selected_experts": 1, "image_shape": (32, 16, 3)},
+        {"router_options": {"num_slots": 1}},
+    ],
+)
+def test_soft_routing_with_other_slots_is_refused(overrides, tmp_path):
+    MAKERS["vit"](router="soft", **MOE).save_to_preset(tmp_path / "saved")
+    name, value = next(iter(overrides.items()))
+    given = re.escape(f"received: {name}={value!r}, which make ")
+    with pytest.raises(ValueError, match=f"the 5 slots of each expert.*{given}"):
+        models.from_preset(str(tmp_path / "saved"), **overrides)
+    # What changes no slot is allowed.
+    for harmless in ({"num_selected_experts": 2}, {"router": "soft"}):
+        models.from_preset(str(tmp_path / "saved"), **harmless)
+
+
 def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
     backbone = with_weights(MAKERS["vit"](router="soft", **MOE))
     backbone.save_to_preset(tmp_path / "saved")
@@ -285,6 +295,60 @@ def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
     found = larger.get_layer("block_1").feed_forward.router.slots
     np.testing.assert_array_equal(np.array(found), np.array(slots))
     assert larger.predict(images(2, 32, 16, 3), verbose=0).shape == (2, 33, 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("vit", {"position_interpolation": "bicubic"}),
+        ("vit", MOE),
+        ("vit", {**MOE, "router": "soft"}),
+        ("mixer", MOE),
+    ],
+)
+def test_weights_serve_patches_that_grow_with_their_image(kind, arguments, tmp_path):
+    backbone = with_weights(MAKERS[kind](**arguments))
+    backbone.save_to_preset(tmp_path / "saved")
+    other = models.from_preset(
+        str(tmp_path / "saved"), image_shape=(32, 24, 3), patch_size=(8, 12)
+    )
+    # Patches of one colour are themselves when they are resized.
+    colours = images(3, 4, 2, 3)
+    small, large = (
+        colours.repeat(height, axis=1).repeat(width, axis=2)
+        for height, width in ((4, 4), (8, 12))
+    )
+    np.testing.assert_allclose(
+        other.predict(large, verbose=0),
+        backbone.predict(small, verbose=0),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_smaller_patches_make_a_larger_grid(interpolation, tmp_path):
+    backbone = with_weights(MAKERS["vit"](**MOE))
+    backbone.save_to_preset(tmp_path / "saved")
+    other = models.from_preset(
+        str(tmp_path / "saved"),
+        patch_size=(4, 2),
+        image_shape=(16, 8, 1),
+        num_classes=2,
+        position_interpolation=interpolation,
+    ).backbone
+    assert other.predict(images(2, 16, 8, 1), verbose=0).shape == (2, 17, 16)
+    old, new = (
+        {weight.path: keras.ops.convert_to_numpy(weight) for weight in model.weights}
+        for model in (backbone, other)
+    )
+    name = "patch_embedding/kernel"
+    kernel = resize_patch_kernel(old[name], (4, 2), interpolation)
+    kernel = kernel.sum(axis=2, keepdims=True)
+    np.testing.assert_allclose(new[name], kernel, rtol=1e-5, atol=1e-6)
+    name = "position_embedding/embedding"
+    table = resize_positions(old[name], (4, 2), (4, 4), interpolation)
+    np.testing.assert_allclose(new[name], table, rtol=1e-5, atol=1e-6)
 
 
 def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
@@ -313,10 +377,9 @@ def test_a_mixer_loads_with_its_own_sizes_given(patch_size, tmp_path):
     ("kind", "saved", "overrides", "message"),
     [
         ("mixer", {}, {"image_shape": (16, 16, 3)}, r"image_shape=\(16, 16, 3\)"),
-        ("mixer", {}, {"patch_size": 8}, "patch_size=8"),
+        ("mixer", {}, {"patch_size": 8}, r"patch_size=8, which make \(2, 1\)"),
         ("vit", {"router": "soft"}, {"router": "softmax_token_choice"}, "soft"),
         ("vit", {}, {"router": "soft"}, "load_weights=False"),
-        ("vit", {}, {"patch_size": 8}, r"\(8, 8, -1, 16\)"),
     ],
 )
 def test_weights_that_cannot_fit_are_refused(kind, saved, overrides, message, tmp_path):

@@ -12,20 +12,11 @@ from keras_moe.models import (
     ViTBackbone,
     ViTImageClassifier,
 )
+from tests.small_models import SMALL
 
 on_torch = pytest.mark.skipif(
     keras.backend.backend() != "torch", reason="a format of PyTorch"
 )
-SMALL = {
-    "image_shape": (16, 8, 2),
-    "patch_size": 4,
-    "hidden_dim": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "mlp_dim": 32,
-    "moe_layers": "every_2",
-    "num_experts": 4,
-}
 MIXER = {k: v for k, v in SMALL.items() if k != "num_heads"}
 ANY_BATCH = {
     "dense": lambda: ViTBackbone(**{**SMALL, "moe_layers": None}),

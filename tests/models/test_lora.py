@@ -11,18 +11,9 @@ from keras_moe.models import (
     ViTBackbone,
     ViTImageClassifier,
 )
+from tests.small_models import SMALL
 
 to_numpy = keras.ops.convert_to_numpy
-SMALL = {
-    "image_shape": (16, 8, 2),
-    "patch_size": 4,
-    "hidden_dim": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "mlp_dim": 32,
-    "moe_layers": "every_2",
-    "num_experts": 4,
-}
 NAMES = ["query", "value", "experts"]
 
 

@@ -361,6 +361,12 @@ np.save({str(tmp_path / "logits.npy")!r}, model.predict(images, verbose=0))
         ({"moe_layers": "some"}, "'some'"),
         ({"num_heads": 3}, "num_heads=3"),
         ({"image_shape": (16, 16)}, "image_shape=\\(16, 16\\)"),
+        ({"image_shape": 8}, "image_shape=8"),
+        ({"image_shape": (16.0, 16.0, 1)}, "image_shape=\\(16.0, 16.0, 1\\)"),
+        ({"image_shape": "16"}, "image_shape='16'"),
+        ({"image_shape": (16, None, 1)}, "image_shape=\\(16, None, 1\\)"),
+        ({"patch_size": 4.0}, "patch_size=4.0"),
+        ({"patch_size": "4"}, "patch_size='4'"),
         ({"images_per_group": 0}, "images_per_group=0"),
         ({"num_layers": 0}, "num_layers=0"),
         ({"final_norm": "no"}, "final_norm='no'"),
@@ -545,6 +551,25 @@ def test_describe_reads_a_saved_task(tmp_path):
     assert models.describe("vmoe_digits", dtype="bfloat16").parameters > 0
     with pytest.raises(ValueError, match="num_classes=-5"):
         models.describe("vmoe_digits", num_classes=-5)
+
+
+@pytest.mark.backend_free
+def test_describe_counts_the_head_that_was_saved(tmp_path):
+    model = models.from_preset(
+        "vmoe_digits", num_classes=7, pooling="map", representation_dim=8
+    )
+    model.save_to_preset(tmp_path / "task")
+    folder = str(tmp_path / "task")
+    description = models.describe(folder)
+    assert description.parameters == model.count_params()
+    assert description.parts[-1].parameters == (8 + 1) * 7
+    assert models.describe(folder, num_classes=3).parts[-1].parameters == (8 + 1) * 3
+    again = models.from_preset(folder, num_experts=4, load_weights=False)
+    found = models.describe(folder, num_experts=4).parameters
+    assert found == again.count_params()
+    model.backbone.save_to_preset(tmp_path / "backbone")
+    found = models.describe(str(tmp_path / "backbone")).parameters
+    assert found == model.backbone.count_params()
 
 
 def test_a_folder_that_is_no_preset_is_refused(tmp_path):

@@ -5,17 +5,7 @@ import numpy as np
 import pytest
 
 from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier
-
-SMALL = {
-    "image_shape": (16, 8, 2),
-    "patch_size": 4,
-    "hidden_dim": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "mlp_dim": 32,
-    "moe_layers": "every_2",
-    "num_experts": 4,
-}
+from tests.small_models import SMALL
 
 
 def fitted(rematerialize):

@@ -8,19 +8,10 @@ from keras import ops
 from keras_moe import losses
 from keras_moe.models import ViTBackbone, ViTImageClassifier
 from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
+from tests.small_models import SMALL
 
 to_numpy = ops.convert_to_numpy
 
-SMALL = {
-    "image_shape": (16, 8, 2),
-    "patch_size": 4,
-    "hidden_dim": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "mlp_dim": 32,
-    "moe_layers": "every_2",
-    "num_experts": 4,
-}
 NOT_DEFAULT = {
     **SMALL,
     "patch_size": (4, 2),

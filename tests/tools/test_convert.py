@@ -1,5 +1,7 @@
 import json
 import runpy
+import sys
+import types
 
 import keras_hub
 import numpy as np
@@ -175,6 +177,68 @@ def test_without_a_comparison_none_is_missing(tmp_path, convert):
     assert status == 0
     assert "not compared with the source's model" in stdout
     assert "not installed" not in stdout
+
+
+def test_timm_gets_our_tensors_and_loads_nothing_itself(tmp_path, tool, monkeypatch):
+    given = {}
+
+    class Model:
+        def load_state_dict(self, state):
+            given["state"] = state
+
+        def eval(self):
+            return lambda pixels: pixels.mean((2, 3))
+
+    def create_model(architecture, pretrained=False, **arguments):
+        given.update(architecture=architecture, pretrained=pretrained, **arguments)
+        return Model()
+
+    timm = types.ModuleType("timm")
+    timm.create_model, timm.is_model = create_model, lambda name: name.startswith("vit")
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    mean, std = [0.4, 0.5, 0.3], [0.2, 0.3, 0.25]
+    folder = timm_folder(tmp_path, "vit_token", mean, std)
+    # Of which timm's own loader would take the second where there is no first.
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
+    images = np.zeros((1, 32, 32, 3), "float32")
+    found = tool["timm_outputs"](folder, images)
+    np.testing.assert_allclose(found[0], (0.5 - np.array(mean)) / std, rtol=1e-5)
+    assert given["pretrained"] is False
+    assert given["architecture"] == "vit_base_patch16_224"
+    assert (given["num_classes"], given["img_size"], given["depth"]) == (7, 32, 2)
+    assert "checkpoint_path" not in given
+    arrays, _ = golden.load("12_timm/vit_token")
+    assert {f"state_dict/{name}" for name in given["state"]} <= arrays.keys()
+    for name, tensor in given["state"].items():
+        np.testing.assert_array_equal(tensor.numpy(), arrays[f"state_dict/{name}"])
+
+
+def test_without_safetensors_timm_is_not_asked(tmp_path, tool, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", types.ModuleType("timm"))
+    timm_folder(tmp_path, "vit_token")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no \.safetensors"):
+        tool["timm_outputs"](str(tmp_path), np.zeros((1, 32, 32, 3)))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["hf-hub:someone/model", "local-dir:x", "no_such_model"]
+)
+def test_an_architecture_that_is_an_address_is_not_followed(
+    tmp_path, tool, architecture
+):
+    pytest.importorskip("timm")
+    folder = timm_folder(tmp_path, "vit_token", architecture=architecture)
+    assert tool["timm_outputs"](folder, np.zeros((1, 32, 32, 3))) is None
+
+
+@pytest.mark.parametrize("case", ["vit_token", "vit_avg"])
+def test_timms_own_model_is_compared(tmp_path, convert, case):
+    pytest.importorskip("timm")
+    folder = timm_folder(tmp_path / "timm", case, [0.4, 0.5, 0.3])
+    status, stdout, stderr = convert(folder, tmp_path / "out", "--quiet")
+    assert status == 0, stderr
+    assert "equal the source's own model" in stdout
 
 
 def test_a_task_is_compared_with_the_task(tmp_path, convert):

@@ -1,3 +1,4 @@
+import ast
 import json
 import os
 import re
@@ -45,6 +46,23 @@ def test_the_quickstart_runs_end_to_end(tmp_path):
     assert isinstance(
         models.from_preset(str(tmp_path / "preset")), models.ViTImageClassifier
     )
+
+
+@pytest.mark.backend_free
+def test_programs_take_nothing_from_each_other():
+    trees = {path: ast.parse(path.read_text()) for path in ROOT.glob("tools/**/*.py")}
+    programs = {
+        path.stem
+        for path, tree in trees.items()
+        if any(getattr(node, "name", None) == "main" for node in tree.body)
+    }
+    assert {"convert", "describe"} < programs
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            names = [getattr(node, "module", None)]
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            assert not programs.intersection(names), path
 
 
 @pytest.fixture

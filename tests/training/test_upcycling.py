@@ -11,6 +11,7 @@ from keras_moe.models import (
 )
 from tests import golden
 from tests.flax_weights import assign_flax_weights, flax_name
+from tests.small_models import images, with_weights
 
 SIZES = {
     "image_shape": (16, 8, 3),
@@ -27,18 +28,6 @@ MAKERS = {
         MixerBackbone(**{**SIZES, "token_mlp_dim": 6, **kw}), 3
     ),
 }
-
-
-def images(*shape):
-    shape = shape or (3, 16, 8, 3)
-    return np.random.default_rng(0).normal(size=shape).astype("float32")
-
-
-def with_weights(model):
-    generator = np.random.default_rng(1)
-    for weight in model.trainable_weights:
-        weight.assign(generator.normal(size=weight.shape) * 0.3)
-    return model
 
 
 def by_path(model):
@@ -388,3 +377,30 @@ def test_adapted_and_quantised_models_are_refused():
     hub = keras_hub.models.ViTBackbone(image_shape=(16, 16, 3), mlp_dim=24, **sizes)
     with pytest.raises(ValueError, match="carry_optimizer=True"):
         training.upcycle(hub, carry_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_experts": 1}, "num_experts >= 2; received: num_experts=1"),
+        ({"images": images(0, 16, 8, 3)}, r"at least one.*\(0, 16, 8, 3\)"),
+        ({"images": images(2, 8, 8, 3)}, r"\(B, 16, 8, 3\).*\(2, 8, 8, 3\)"),
+        ({"images": 3}, r"images\.shape=\(\)"),
+    ],
+)
+def test_arguments_without_a_meaning(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        training.upcycle(MAKERS["vit"](), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (keras.Sequential([keras.layers.Dense(2)]), "Sequential"),
+        ("vmoe_b32", "vmoe_b32"),
+        (None, "NoneType"),
+    ],
+)
+def test_models_of_another_kind(model, name):
+    with pytest.raises(ValueError, match=rf"Expected a ViTBackbone.*received: {name}"):
+        training.upcycle(model)

@@ -5,11 +5,11 @@ outputs are the image embeddings, before they are normalised.
 """
 
 from keras_moe.models.conversion.configs import agree
+from keras_moe.models.conversion.image_range import Normalization, normalization
 from keras_moe.models.conversion.layouts import (
     Direct,
     Filled,
     Matrix,
-    Normalization,
     Plan,
     Positions,
     Squeezed,
@@ -20,10 +20,29 @@ from keras_moe.models.conversion.layouts import (
     square_grid,
     usual_heads,
 )
-from keras_moe.models.conversion.timm_names import fused_attention, patches
+from keras_moe.models.conversion.timm_names import patches
+from keras_moe.models.conversion.torch_blocks import (
+    BlockNames,
+    attention_layouts,
+    block_layouts,
+)
 
 CLIP_IMAGES = Normalization(
     (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+)
+_OPENCLIP_BLOCK = BlockNames(
+    norms=("ln_1.", "ln_2."),
+    mlp=("mlp.c_fc.", "mlp.c_proj."),
+    # PyTorch's own attention: `in_proj_weight`, `in_proj_bias`.
+    queries=("attn.in_proj_",),
+    output="attn.out_proj.",
+    scales=("ls_1.gamma", "ls_2.gamma"),
+)
+_TRANSFORMERS_BLOCK = BlockNames(
+    norms=("layer_norm1.", "layer_norm2."),
+    mlp=("mlp.fc1.", "mlp.fc2."),
+    queries=tuple(f"self_attn.{name}_proj." for name in "qkv"),
+    output="self_attn.out_proj.",
 )
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -31,6 +50,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+_OPENCLIP_CONFIG = "open_clip_config.json"
 # OpenCLIP's arguments of an image tower that change no function of ours, or that the
 # tensors tell; and those of which only the default is ours.
 _OPENCLIP_FREE = (
@@ -100,19 +120,6 @@ def clip_plan(file, config: dict, overrides: dict) -> Plan | None:
     return None
 
 
-def _images(mean, std, channels, default):
-    found = default
-    if mean is not None and std is not None:
-        found = Normalization(tuple(mean), tuple(std))
-    if found is None or found.is_ours:
-        return None
-    if len(found.mean) != channels or len(found.std) != channels:
-        raise ValueError(
-            f"Expected mean and std of {channels} channels; received: {found}"
-        )
-    return found
-
-
 def _ignored(file, starts):
     return {name: _TEXT for name in file if name.startswith(starts)}
 
@@ -168,9 +175,10 @@ def _openclip(file, config, overrides):
     vision = model.get("vision_cfg", {})
     _check_openclip(vision, file)
     width = required(file, f"{visual}conv1.weight", 4)[0]
-    agree(file, vision, width=width, layers=len(blocks))
+    agree(file, vision, _OPENCLIP_CONFIG, width=width, layers=len(blocks))
     if f"{visual}proj" in file:
-        agree(file, model, embed_dim=required(file, f"{visual}proj", 2)[1])
+        embed_dim = required(file, f"{visual}proj", 2)[1]
+        agree(file, model, _OPENCLIP_CONFIG, embed_dim=embed_dim)
     heads = None
     if "width" in vision:
         heads, rest = divmod(width, vision.get("head_width", 64))
@@ -195,10 +203,11 @@ def _openclip(file, config, overrides):
         "activation": _activation(activation, file, overrides),
     }
     preprocessing = config.get("preprocess_cfg", {})
-    images = _images(
+    images = normalization(
+        arguments["image_shape"][2],
         preprocessing.get("mean"),
         preprocessing.get("std"),
-        arguments["image_shape"][2],
+        config.get("preprocessor", {}),
         CLIP_IMAGES,
     )
     layouts = {
@@ -211,26 +220,8 @@ def _openclip(file, config, overrides):
         **norm("final_norm", f"{visual}ln_post."),
     }
     for i in blocks:
-        block, ours = f"{blocks_at}{i}.", f"block_{i}"
-        first, second = (
-            f"{block}ls_{n}.gamma" if f"{block}ls_{n}.gamma" in file else None
-            for n in (1, 2)
-        )
-        layouts.update(norm(f"{ours}/mixer_norm", f"{block}ln_1."))
-        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}ln_2."))
-        layouts.update(linear(f"{ours}/mlp/hidden", f"{block}mlp.c_fc."))
-        layouts.update(
-            linear(f"{ours}/mlp/output", f"{block}mlp.c_proj.", scale=second)
-        )
-        layouts.update(
-            fused_attention(
-                f"{ours}/attention",
-                # PyTorch's own attention: `in_proj_weight`, `in_proj_bias`.
-                f"{block}attn.in_proj_",
-                f"{block}attn.out_proj.",
-                scale=first,
-            )
-        )
+        block = f"{blocks_at}{i}."
+        layouts.update(block_layouts(file, f"block_{i}", block, _OPENCLIP_BLOCK))
     task = None
     if f"{visual}proj" in file:
         # Stored as ours: (D, embedding).
@@ -257,6 +248,7 @@ def _transformers(file, config, overrides):
     agree(
         file,
         vision,
+        "config.json",
         hidden_size=required(file, f"{embeddings}patch_embedding.weight", 4)[0],
         num_hidden_layers=len(blocks),
         intermediate_size=required(file, f"{root}encoder.layers.0.mlp.fc1.weight", 2)[
@@ -284,10 +276,11 @@ def _transformers(file, config, overrides):
         "activation": _activation(activation, file, overrides),
     }
     preprocessor = config.get("preprocessor", {})
-    images = _images(
+    images = normalization(
+        arguments["image_shape"][2],
         preprocessor.get("image_mean"),
         preprocessor.get("image_std"),
-        arguments["image_shape"][2],
+        preprocessor,
         None if is_siglip else CLIP_IMAGES,
     )
     has_bias = f"{embeddings}patch_embedding.bias" in file
@@ -305,17 +298,8 @@ def _transformers(file, config, overrides):
         # Spelt so in the release.
         layouts.update(norm("embedding_norm", f"{root}pre_layrnorm."))
     for i in blocks:
-        block, ours = f"{root}encoder.layers.{i}.", f"block_{i}"
-        layouts.update(norm(f"{ours}/mixer_norm", f"{block}layer_norm1."))
-        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}layer_norm2."))
-        layouts.update(linear(f"{ours}/mlp/hidden", f"{block}mlp.fc1."))
-        layouts.update(linear(f"{ours}/mlp/output", f"{block}mlp.fc2."))
-        for theirs, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            attention = f"{block}self_attn.{theirs}_proj."
-            layouts.update(linear(f"{ours}/attention/{name}", attention))
-        output = f"{block}self_attn.out_proj."
-        place = f"{ours}/attention/attention_output"
-        layouts.update(linear(place, output, inputs=2))
+        block = f"{root}encoder.layers.{i}."
+        layouts.update(block_layouts(file, f"block_{i}", block, _TRANSFORMERS_BLOCK))
     task = None
     if "visual_projection.weight" in file:
         layouts["predictions/kernel"] = Matrix("visual_projection.weight")
@@ -350,9 +334,9 @@ def _attention_pool(head):
     }
     return {
         **layouts,
-        **fused_attention(
+        **attention_layouts(
             "pooler/attention",
-            f"{head}attention.in_proj_",
+            [f"{head}attention.in_proj_"],
             f"{head}attention.out_proj.",
         ),
     }

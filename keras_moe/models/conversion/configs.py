@@ -89,7 +89,13 @@ CONFIG = {
     },
     "preprocess_cfg": {"mean": _MEAN, "std": _STD},
 }
-PREPROCESSOR = {"image_mean": _MEAN, "image_std": _STD}
+PREPROCESSOR = {
+    "image_mean": _MEAN,
+    "image_std": _STD,
+    "do_normalize": _BOOL,
+    "do_rescale": _BOOL,
+    "rescale_factor": _EPSILON,
+}
 
 
 def check_types(content: dict, types: dict, path: str, place: str = "") -> dict:
@@ -121,21 +127,22 @@ def check_types(content: dict, types: dict, path: str, place: str = "") -> dict:
     return content
 
 
-def agree(file, config: dict, **found) -> None:
+def agree(file, config: dict, name: str, **found) -> None:
     """Refuses weights whose sizes are not those of their config.
 
     Args:
         file: a `TensorFile`.
         config: with the sizes that the publisher says, if it says them.
+        name: of the config's file, for messages.
         **found: the sizes that the tensors have, by their names in the config.
 
     Raises:
         ValueError: naming the size: the file may miss its last blocks, or the
             config is another model's.
     """
-    for name, size in found.items():
-        if config.get(name, size) != size:
+    for argument, size in found.items():
+        if config.get(argument, size) != size:
             raise ValueError(
-                f"Expected {name}={config[name]!r} of the tensors in {file.path}, as "
-                f"config.json says; received: {size}"
+                f"Expected {argument}={config[argument]!r} of the tensors in "
+                f"{file.path}, as {name} says; received: {size}"
             )

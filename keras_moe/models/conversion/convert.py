@@ -1,14 +1,17 @@
 """Weights of others become a model of ours, one tensor at a time."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import keras_hub
 import numpy as np
 
 from keras_moe.layers import fold_channels, resize_positions
-from keras_moe.models.conversion.layouts import Filled, Plan
+from keras_moe.layers.patch_embedding import pair
+from keras_moe.models.conversion.layouts import Filled, PatchKernel, Plan
 from keras_moe.models.conversion.report import (
     ConversionReport,
     ConvertedWeight,
@@ -37,7 +40,12 @@ def convert(
 
     Every tensor of the source must be used or be known not to be the image model's,
     and every weight of the model must be filled; names, shapes and sizes are checked
-    before anything is read. One tensor at a time is in memory beside the model.
+    before anything is read.
+
+    One tensor at a time is in memory beside the model, which is float32 unless `dtype`
+    says otherwise: files of float32 need at most 1.3 times their size. Files of half
+    precision need more, since the model alone is twice their size; and so does a
+    KerasHub model, or a preset of one, since both models are in memory.
 
     Images are in [-1, 1], as for all our models: where the source's config, or CLIP's
     habit, says of another mean and standard deviation, they become part of the patch
@@ -56,7 +64,8 @@ def convert(
         load_weights: False for the architecture alone.
         progress: called with (done, all, name) before each weight.
         **overrides: any argument of the backbone or the task. With another
-            `image_shape` positions are resized and channels folded. The number of
+            `image_shape` or `patch_size` positions and the patch kernel are resized,
+            and channels folded (a Mixer keeps its number of patches). The number of
             heads, CLIP's `activation` and a V-MoE's `router`,
             `num_selected_experts` and `capacity_factor` are to be given where the
             source does not tell them.
@@ -85,13 +94,26 @@ def convert(
     """
     if num_classes is not None:
         overrides["num_classes"] = num_classes
-    # Both the task and the backbone have an argument of this name.
-    activation = {}
-    if overrides.get("activation") not in (None, "softmax", "sigmoid"):
-        activation["activation"] = overrides.pop("activation")
-    file, plan = open_source(source, {**overrides, **activation})
+    return convert_to(None, source, overrides, task, load_weights, progress)
+
+
+def convert_to(
+    cls: type | None,
+    source: Any,
+    overrides: dict,
+    task: str | None = None,
+    load_weights: bool = True,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> tuple[Any, ConversionReport]:
+    """`convert` to a model of a class: a backbone's or a task's, or None for any.
+
+    Raises:
+        ValueError: as `convert`, and if the source is no model of the class.
+    """
+    file, plan = open_source(source, overrides, load_weights)
     with file:
-        model, replaced = _build(plan, task, overrides, activation)
+        arguments = model_arguments(plan, overrides, task, cls)
+        model, replaced = arguments.build(), arguments.replaced
         weights = [w for w in model.weights if keras.backend.is_float_dtype(w.dtype)]
         steps, new, ignored = _match(file, plan, weights, replaced)
         done, nbytes = [], 0
@@ -100,6 +122,7 @@ def convert(
                 break
             if progress is not None:
                 progress(number, len(steps), weight.path)
+            layout = _resized(layout, plan, model)
             value = layout.make(functools.partial(_read, file), shape)
             value, how = _fit(value, weight, plan, model)
             value = np.asarray(value, "float32", order="C")
@@ -158,8 +181,39 @@ def _read(file, name, rows=None):
     return array
 
 
-def _build(plan: Plan, task, overrides, activation):
-    """The model with initial weights, and the parts that the source does not fill."""
+class ModelArguments(NamedTuple):
+    """What a model is made with.
+
+    Attributes:
+        backbone_cls: its backbone's class.
+        backbone: arguments of that.
+        classifier_cls: the class of classifiers on it.
+        task: arguments of that; None for a backbone alone.
+        replaced: the starts of the paths of weights that the source does not fill.
+    """
+
+    backbone_cls: type
+    backbone: dict
+    classifier_cls: type
+    task: dict | None
+    replaced: tuple[str, ...]
+
+    def build(self) -> Any:
+        """The model with initial weights."""
+        backbone = self.backbone_cls(**self.backbone)
+        if self.task is None:
+            return backbone
+        return self.classifier_cls(backbone, **self.task)
+
+
+def model_arguments(
+    plan: Plan, overrides: dict, task: str | None = None, cls: type | None = None
+) -> ModelArguments:
+    """The arguments of the model that a plan and its overrides make.
+
+    Raises:
+        ValueError: if they contradict each other, or the plan's model is none of `cls`.
+    """
     # Not above: that module imports this one.
     from keras_moe.models.presets import BACKBONES, IMAGE_CLASSIFIERS, TASKS
 
@@ -169,8 +223,21 @@ def _build(plan: Plan, task, overrides, activation):
         )
     backbone_cls = BACKBONES[plan.backbone]
     classifier_cls = next(
-        cls for cls in IMAGE_CLASSIFIERS.values() if cls.backbone_cls is backbone_cls
+        c for c in IMAGE_CLASSIFIERS.values() if c.backbone_cls is backbone_cls
     )
+    if cls is not None:
+        is_task = issubclass(cls, keras_hub.models.Task)
+        wanted = cls.backbone_cls if is_task else cls
+        if not issubclass(wanted, backbone_cls):
+            raise ValueError(
+                f"Expected weights of a {wanted.__name__} for {cls.__name__}; "
+                f"received: those of a {plan.backbone}, by the names of {plan.scheme}"
+            )
+        backbone_cls, task = wanted, "backbone"
+        if is_task:
+            classifier_cls, task = cls, "image_classifier"
+    overrides = dict(overrides)
+    activation = _pop_activation(overrides)
     of_backbone, of_task = split_arguments(classifier_cls, overrides)
     of_backbone.update(activation)
     if task is None:
@@ -195,9 +262,10 @@ def _build(plan: Plan, task, overrides, activation):
         # The options are another router's.
         of_backbone.setdefault("router_options", None)
     of_backbone = backbone_cls.overrides_for_weights(arguments, of_backbone)
-    backbone = backbone_cls(**{**arguments, **of_backbone})
+    arguments.update(of_backbone)
     if task == "backbone":
-        return backbone, (*_HEAD, *_POOLING)
+        parts = (*_HEAD, *_POOLING)
+        return ModelArguments(backbone_cls, arguments, classifier_cls, None, parts)
     task_arguments = dict(plan.task_arguments or {})
     replaced = ()
     if "num_classes" in of_task:
@@ -212,7 +280,17 @@ def _build(plan: Plan, task, overrides, activation):
             "Expected num_classes, since the weights have no head; received: "
             "num_classes=None"
         )
-    return classifier_cls(backbone, **{**task_arguments, **of_task}), replaced
+    task_arguments.update(of_task)
+    return ModelArguments(
+        backbone_cls, arguments, classifier_cls, task_arguments, replaced
+    )
+
+
+def _pop_activation(overrides):
+    """The backbone's activation: the task has an argument of the same name."""
+    if overrides.get("activation") in (None, "softmax", "sigmoid"):
+        return {}
+    return {"activation": overrides.pop("activation")}
 
 
 def _match(file, plan, weights, replaced):
@@ -272,7 +350,7 @@ def _source_shape(weight, plan):
     shape = tuple(weight.shape)
     channels = plan.arguments["image_shape"][2]
     if weight.path == _KERNEL:
-        return (*shape[:2], channels, shape[3])
+        return (*_patch_size(plan), channels, shape[3])
     if weight.path == _POSITIONS:
         rows, columns = _grid(plan)
         class_token = plan.arguments.get("class_token", False)
@@ -280,18 +358,39 @@ def _source_shape(weight, plan):
     return shape
 
 
+def _patch_size(plan):
+    return pair(plan.arguments["patch_size"], "patch_size")
+
+
 def _grid(plan):
-    size = plan.arguments["patch_size"]
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = _patch_size(plan)
     image = plan.arguments["image_shape"]
     return image[0] // height, image[1] // width
 
 
+def _resized(layout, plan, model):
+    """The layout of the patch embedding for patches of our model's size."""
+    backbone = getattr(model, "backbone", model)
+    embedding = backbone.get_layer("patch_embedding")
+    if not isinstance(layout, PatchKernel) or embedding.patch_size == _patch_size(plan):
+        return layout
+    return dataclasses.replace(
+        layout,
+        patch_size=embedding.patch_size,
+        interpolation=embedding.interpolation,
+    )
+
+
 def _fit(value, weight, plan, model):
     """`value` for our image size, and what was done for that."""
-    if weight.path == _KERNEL and value.shape[2] != weight.shape[2]:
-        channels = weight.shape[2]
-        return fold_channels(value, channels), f"folded to {channels} channels"
+    if weight.path == _KERNEL:
+        how, channels, size = [], weight.shape[2], tuple(weight.shape[:2])
+        if size != _patch_size(plan):
+            how.append(f"resized from {_patch_size(plan)} to {size}")
+        if value.shape[2] != channels:
+            value = fold_channels(value, channels)
+            how.append(f"folded to {channels} channels")
+        return value, ", ".join(how)
     if weight.path == _POSITIONS:
         backbone = getattr(model, "backbone", model)
         if backbone.grid != _grid(plan):

@@ -17,6 +17,7 @@ from keras_moe.models.conversion.layouts import (
     required,
     square_grid,
 )
+from keras_moe.ops.checks import check_image_shape
 
 # What weights do not tell of the released V-MoEs: the start of the name, and the
 # built-in preset that has it.
@@ -201,7 +202,10 @@ def _vit(file, prefix, name, overrides):
                 "Expected image_shape=(height, width, channels), which weights "
                 f"without position embeddings do not tell; received: {file.path}"
             )
-        arguments["image_shape"] = (*overrides["image_shape"][:2], channels)
+        arguments["image_shape"] = (
+            *check_image_shape(overrides["image_shape"])[:2],
+            channels,
+        )
     scheme = "V-MoE" if moe_layers else "ViT"
     if arguments.get("router") == "soft":
         scheme = "Soft MoE"

@@ -185,6 +185,9 @@ def _vit(encoder, classifier, short):
             "representation_dim": classifier.intermediate_dim,
             "dropout": classifier.dropout,
         }
+        policy = classifier.output_dense.dtype_policy
+        if type(policy) is keras.DTypePolicy and policy != encoder.dtype_policy:
+            task["head_dtype"] = policy.name
         layouts.update(direct("predictions", "predictions/"))
         if classifier.intermediate_dim is not None:
             layouts.update(direct("pre_logits", "pre_logits/"))

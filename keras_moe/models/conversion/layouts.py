@@ -8,21 +8,11 @@ anything is read. Axes: D hidden, N tokens.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-
-class Normalization(NamedTuple):
-    """What a checkpoint's images went through: (pixels in [0, 1] - mean) / std."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it gives the range [-1, 1] that our models take."""
-        return all(abs(x - 0.5) < 1e-6 for x in (*self.mean, *self.std))
+from keras_moe.layers import resize_patch_kernel
+from keras_moe.models.conversion.image_range import Normalization
 
 
 def _size(shape):
@@ -131,10 +121,14 @@ class PatchKernel(Direct):
     Args:
         torch: stored as (D, channels, height, width) instead of ours.
         normalization: what the images went through, or None.
+        patch_size: that of our model, to which the kernel is resized; None keeps it.
+        interpolation: see `keras_moe.layers.resize_patch_kernel`.
     """
 
     torch: bool = False
     normalization: Normalization | None = None
+    patch_size: tuple[int, int] | None = None
+    interpolation: str = "bilinear"
 
     def shapes(self, target):
         height, width, channels, dim = target
@@ -143,14 +137,21 @@ class PatchKernel(Direct):
         return {self.name: target}
 
     def make(self, read, target):
-        kernel = read(self.name)
-        if self.torch:
-            kernel = kernel.transpose(2, 3, 1, 0)
+        kernel = self._kernel(read)
         if self.normalization is None:
             return kernel
         # Pixels x in [-1, 1] are (x + 1) / 2 in [0, 1].
         std = np.array(self.normalization.std, "float32")
         return kernel.astype("float32") / (2.0 * std[:, None])
+
+    def _kernel(self, read):
+        kernel = read(self.name)
+        if self.torch:
+            kernel = kernel.transpose(2, 3, 1, 0)
+        if self.patch_size is None:
+            return kernel
+        kernel = kernel.astype("float32")
+        return resize_patch_kernel(kernel, self.patch_size, self.interpolation)
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,8 @@ class PatchBias(PatchKernel):
         if self.normalization is None:
             return bias
         mean, std = (np.array(x, "float64") for x in self.normalization)
-        kernel = read(self.name)
-        if self.torch:
-            kernel = kernel.transpose(2, 3, 1, 0)
-        per_channel = kernel.sum(axis=(0, 1), dtype="float64")
+        # Of the resized kernel: a smaller one has another sum.
+        per_channel = self._kernel(read).sum(axis=(0, 1), dtype="float64")
         return (bias + ((0.5 - mean) / std) @ per_channel).astype("float32")
 
 

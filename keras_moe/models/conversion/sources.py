@@ -156,12 +156,15 @@ def _weights_file(folder):
     return None
 
 
-def open_source(source: Any, overrides: dict) -> tuple[TensorFile, Plan]:
+def open_source(
+    source: Any, overrides: dict, load_weights: bool = True
+) -> tuple[TensorFile, Plan]:
     """Opens a source and says how its weights become ours.
 
     Args:
         source: as for `convert`.
         overrides: arguments of the user.
+        load_weights: False where only names and shapes are wanted.
 
     Returns:
         The tensors, to be closed, and the plan.
@@ -177,7 +180,7 @@ def open_source(source: Any, overrides: dict) -> tuple[TensorFile, Plan]:
             f"model or preset, or hf://, kaggle://, gs:// of them; received: {source!r}"
         )
     if kind == "hub":
-        return keras_hub_names.keras_hub_plan(hub_model(source))
+        return keras_hub_names.keras_hub_plan(hub_model(source, load_weights))
     text = os.fspath(source)
     config = {}
     if kind == "npz":
@@ -190,8 +193,8 @@ def open_source(source: Any, overrides: dict) -> tuple[TensorFile, Plan]:
         config = _configs(str(Path(text).parent)) if beside else {}
         file, name = SafetensorsCheckpoint(local(text)), Path(text).stem
     else:
-        config, name = _configs(text), text
-        file = _open_folder(text)
+        file, config = open_folder(text)
+        name = text
     try:
         for find in (
             lambda: google_plan(file, name, overrides),
@@ -220,22 +223,34 @@ def _configs(folder):
     return {**config, "preprocessor": preprocessor} if preprocessor else config
 
 
-def _open_folder(folder):
-    name = _weights_file(folder)
+def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
+    """Opens a folder of PyTorch's world; never a pickle in it.
+
+    Args:
+        folder: a local one, or `hf://`.
+
+    Returns:
+        The tensors, to be closed, and what its configs say.
+
+    Raises:
+        ValueError: if it has no `.safetensors`, or a file is not whole.
+    """
+    config, name = _configs(folder), _weights_file(folder)
     if name is None:
         raise _pickle(f"{folder}, which has no .safetensors")
-    path = get_file(folder, name)
-    if not name.endswith(_INDEX):
-        return SafetensorsCheckpoint(path)
-    files = set(read_index(path).values())
-    return SafetensorsCheckpoint(path, {file: get_file(folder, file) for file in files})
+    path, paths = get_file(folder, name), None
+    if name.endswith(_INDEX):
+        files = set(read_index(path).values())
+        paths = {file: get_file(folder, file) for file in files}
+    return SafetensorsCheckpoint(path, paths), config
 
 
-def hub_model(source: Any) -> keras.Model:
+def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
     """KerasHub's own model of a source: of a classifier's preset the classifier.
 
     Args:
         source: such a model, which is returned, or a preset.
+        load_weights: load the preset's weights.
     """
     if isinstance(source, keras_hub_names.CLASSES):
         return source
@@ -244,7 +259,7 @@ def hub_model(source: Any) -> keras.Model:
     task = _json(source, "task.json")
     if str(task.get("registered_name", "")).endswith(">ViTImageClassifier"):
         cls = keras_hub.models.ViTImageClassifier
-    return cls.from_preset(source)
+    return cls.from_preset(source, load_weights=load_weights)
 
 
 def _local_vmoe(prefix):

@@ -2,13 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from keras_moe.models.conversion.configs import agree
+from keras_moe.models.conversion.image_range import Normalization, normalization
 from keras_moe.models.conversion.layouts import (
     Direct,
     Filled,
-    Normalization,
     PatchBias,
     PatchKernel,
     Plan,
@@ -20,7 +19,15 @@ from keras_moe.models.conversion.layouts import (
     square_grid,
     usual_heads,
 )
+from keras_moe.models.conversion.torch_blocks import BlockNames, block_layouts
 
+_BLOCK = BlockNames(
+    norms=("norm1.", "norm2."),
+    mlp=("mlp.fc1.", "mlp.fc2."),
+    queries=("attn.qkv.",),
+    output="attn.proj.",
+    scales=("ls1.gamma", "ls2.gamma"),
+)
 _KERNELS = "stem.proj.weight", "patch_embed.proj.weight"
 # Architectures that only their names tell from ViTs: blocks that normalise last, and
 # rotary positions.
@@ -103,13 +110,14 @@ def _check_sizes(file, config, hidden_dim, num_blocks, depth):
     num_classes = 0
     if "head.weight" in file:
         num_classes = required(file, "head.weight", 2)[0]
-    agree(file, given, **sizes, num_classes=num_classes)
+    agree(file, given, "config.json", **sizes, num_classes=num_classes)
 
 
 def _assumed(given, is_mixer, class_token, arguments, told_heads):
     """Notes about what neither weights nor config tell."""
     notes = []
-    if "mean" not in given.get("pretrained_cfg", {}):
+    is_raw = not given.get("preprocessor", {}).get("do_normalize", True)
+    if "mean" not in given.get("pretrained_cfg", {}) and not is_raw:
         notes.append("mean=0.5 and std=0.5 of the images (no config says them)")
     if "architecture" not in given:
         epsilon = arguments["layer_norm_epsilon"]
@@ -125,27 +133,21 @@ def _assumed(given, is_mixer, class_token, arguments, told_heads):
     return tuple(f"assumed: {note}" for note in notes)
 
 
-def normalization(config: dict, channels: int) -> Normalization | None:
-    """What the config says of the images, if it is not what our models take."""
-    cfg = config.get("pretrained_cfg", {})
-    if "mean" not in cfg or "std" not in cfg:
-        return None
-    found = Normalization(tuple(cfg["mean"]), tuple(cfg["std"]))
-    if len(found.mean) != channels or len(found.std) != channels:
-        raise ValueError(
-            f"Expected mean and std of {channels} channels; received: "
-            f"mean={cfg['mean']}, std={cfg['std']}"
-        )
-    return None if found.is_ours else found
+def image_normalization(config: dict, channels: int) -> Normalization | None:
+    """What the configs say of the images, if it is not what our models take."""
+    cfg, preprocessor = config.get("pretrained_cfg", {}), config.get("preprocessor", {})
+    return normalization(channels, cfg.get("mean"), cfg.get("std"), preprocessor)
 
 
-def patches(name: str, has_bias: bool, torch: bool, images: Any) -> dict:
+def patches(
+    name: str, has_bias: bool, torch: bool, images: Normalization | None
+) -> dict:
     """Layouts of the patch embedding `<name>weight` and `<name>bias`."""
     kernel = f"{name}weight" if torch else f"{name}kernel"
     return {
         "patch_embedding/kernel": PatchKernel(kernel, torch, images),
         "patch_embedding/bias": PatchBias(
-            kernel, torch, images, f"{name}bias" if has_bias else None
+            kernel, torch, images, bias=f"{name}bias" if has_bias else None
         ),
     }
 
@@ -158,10 +160,10 @@ def _head(file):
     return layouts, {"num_classes": num_classes}
 
 
-def _mlp(place, name, scale=None):
+def _mlp(place, name):
     return {
         **linear(f"{place}/hidden", f"{name}fc1."),
-        **linear(f"{place}/output", f"{name}fc2.", scale=scale),
+        **linear(f"{place}/output", f"{name}fc2."),
     }
 
 
@@ -189,7 +191,7 @@ def _vit(file, config, overrides):
             f"Expected an activation of {sorted(_ACTIVATIONS)}, or activation=...; "
             f"received: act_layer={activation!r}"
         )
-    images = normalization(config, channels)
+    images = image_normalization(config, channels)
     num_heads = given.get("num_heads") or overrides.get("num_heads")
     num_heads = num_heads or next(
         (_HEADS[start] for start in _HEADS if architecture.startswith(start)), None
@@ -216,23 +218,9 @@ def _vit(file, config, overrides):
         layouts.update(norm("embedding_norm", "norm_pre."))
     arguments["image_shape"] = _positions(file, given, class_token, layouts)
     for i in blocks:
-        block, ours = f"blocks.{i}.", f"block_{i}"
-        first, second = (
-            f"{block}ls{n}.gamma" if f"{block}ls{n}.gamma" in file else None
-            for n in (1, 2)
-        )
-        layouts.update(norm(f"{ours}/mixer_norm", f"{block}norm1."))
-        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}norm2."))
-        layouts.update(_mlp(f"{ours}/mlp", f"{block}mlp.", scale=second))
-        layouts.update(
-            fused_attention(
-                f"{ours}/attention",
-                f"{block}attn.qkv.",
-                f"{block}attn.proj.",
-                f"{block}attn.qkv.bias" in file,
-                first,
-            )
-        )
+        block = f"blocks.{i}."
+        query_bias = f"{block}attn.qkv.bias" in file
+        layouts.update(block_layouts(file, f"block_{i}", block, _BLOCK, query_bias))
     task, final, pooler = _pooling(file, pooling, class_token, arguments)
     head, found = _head(file)
     if found is not None:
@@ -246,17 +234,6 @@ def _vit(file, config, overrides):
     layouts = {**layouts, **final, **pooler, **head}
     notes = _assumed(given, False, class_token, arguments, num_heads)
     return Plan("ViT (timm)", "ViTBackbone", arguments, layouts, task, notes=notes)
-
-
-def fused_attention(place, qkv, output, has_bias=True, scale=None):
-    """Layouts of an attention whose queries, keys and values are one matrix."""
-    layouts = {}
-    for part, ours in enumerate(("query", "key", "value")):
-        layouts.update(linear(f"{place}/{ours}", qkv, has_bias, part=part, parts=3))
-    return {
-        **layouts,
-        **linear(f"{place}/attention_output", output, inputs=2, scale=scale),
-    }
 
 
 def _positions(file, given, class_token, layouts):
@@ -322,7 +299,7 @@ def _mixer(file, config):
     _check_sizes(file, config, hidden_dim, len(blocks), "num_blocks")
     token_mlp, tokens = required(file, "blocks.0.mlp_tokens.fc1.weight", 2)
     grid = square_grid(tokens, False, file.path)
-    images = normalization(config, channels)
+    images = image_normalization(config, channels)
     layouts = {
         **patches("stem.proj.", "stem.proj.bias" in file, True, images),
         **norm("final_norm", "norm."),

@@ -7,10 +7,9 @@ from typing import Any
 
 import keras
 
-from keras_moe.layers import TokenMLP
-from keras_moe.layers.patch_embedding import pair
+from keras_moe.layers import PatchEmbedding, TokenMLP
 from keras_moe.models.vision_backbone import VisionBackbone
-from keras_moe.ops.checks import check_integer
+from keras_moe.ops.checks import check_image_shape, check_integer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -18,8 +17,8 @@ class MixerBackbone(VisionBackbone):
     """An MLP-Mixer whose channel MLPs are dense or mixtures of experts.
 
     The token MLPs have the number of patches for a shape, so weights serve images of
-    one size. Images are in [-1, 1]. `routing` and `features` are those of
-    `ViTBackbone`.
+    one size, or of another with patches that grow alike. Images are in [-1, 1].
+    `routing` and `features` are those of `ViTBackbone`.
 
     Args:
         image_shape: (height, width, channels).
@@ -49,7 +48,7 @@ class MixerBackbone(VisionBackbone):
 
     Raises:
         ValueError: if an argument is out of range or arguments do not fit together;
-            if weights of another image size are loaded.
+            if weights of another number of patches are loaded.
 
     Reference:
         *MLP-Mixer: An all-MLP Architecture for Vision*.
@@ -125,17 +124,20 @@ class MixerBackbone(VisionBackbone):
 
     @classmethod
     def overrides_for_weights(cls, saved, overrides):
-        # The channels of the patch kernel fold; the token MLPs do not.
-        sizes = {
-            "image_shape": lambda value: tuple(value)[:2],
-            "patch_size": lambda value: pair(value, "patch_size"),
-        }
-        for name, size in sizes.items():
-            if name in overrides and size(overrides[name]) != size(saved[name]):
-                raise ValueError(
-                    f"Expected the {name} of the weights, {saved[name]}, since a "
-                    "Mixer's token MLPs have the number of patches for a shape; "
-                    f"received: {name}={overrides[name]}. Load with load_weights=False "
-                    "to start anew."
-                )
+        # The patch kernel fits every image and patch; the token MLPs do not.
+        now = {**saved, **overrides}
+        found, expected = (
+            PatchEmbedding(1, of["patch_size"]).grid(
+                check_image_shape(of["image_shape"])
+            )
+            for of in (now, saved)
+        )
+        if found != expected:
+            raise ValueError(
+                f"Expected image_shape and patch_size that make {expected} patches, as "
+                "the weights have, since a Mixer's token MLPs have the number of "
+                f"patches for a shape; received: image_shape={now['image_shape']}, "
+                f"patch_size={now['patch_size']}, which make {found}. Load with "
+                "load_weights=False to start anew."
+            )
         return super().overrides_for_weights(saved, overrides)

@@ -9,7 +9,7 @@ import keras
 
 from keras_moe.layers import SelfAttention
 from keras_moe.models.vision_backbone import VisionBackbone
-from keras_moe.ops.checks import check_integer
+from keras_moe.ops.checks import head_size
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -37,8 +37,9 @@ class ViTBackbone(VisionBackbone):
         class_token: put a learned token before the patches.
         position_embedding: `"learned"` or `"sincos"`.
         position_interpolation: how learned embeddings are resized when weights of
-            another image size are loaded: `"bilinear"`, as the releases do it, or
-            `"bicubic"`.
+            another image size or patch size are loaded, and patch kernels for the
+            latter: `"bilinear"`, as the releases do it, or `"bicubic"`, as timm; see
+            `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
         embedding_norm: normalise the embedded tokens, as CLIP does.
         query_key_norm: normalise queries and keys in each head, as Soft MoE does.
         final_norm: normalise the last block's tokens; without, a classifier with
@@ -188,15 +189,9 @@ class ViTBackbone(VisionBackbone):
         layer_norm_epsilon,
         **_,
     ):
-        check_integer("num_heads", num_heads)
-        if hidden_dim % num_heads:
-            raise ValueError(
-                "Expected num_heads to divide hidden_dim; received: "
-                f"num_heads={num_heads}, hidden_dim={hidden_dim}"
-            )
         return SelfAttention(
             num_heads,
-            hidden_dim // num_heads,
+            head_size(num_heads, hidden_dim),
             query_key_norm=query_key_norm,
             layer_norm_epsilon=layer_norm_epsilon,
             dropout=attention_dropout,

@@ -196,7 +196,23 @@ def test_sizes_of_transformers(tmp_path, name, value):
 
 @pytest.mark.parametrize(("name", "value"), [("width", 16), ("layers", 3)])
 def test_sizes_of_openclip(tmp_path, name, value):
-    refused(openclip(tmp_path, **{name: value}), f"{name}={value}")
+    says = "as open_clip_config.json says"
+    refused(openclip(tmp_path, **{name: value}), f"{name}={value}", says)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"do_normalize": "false"},
+        {"do_rescale": 0},
+        {"rescale_factor": 0},
+        {"image_mean": [0.5], "image_std": [0.5]},
+    ],
+)
+def test_a_preprocessor_that_says_nothing_sensible(tmp_path, entry):
+    folder = transformers(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(entry))
+    refused(folder, "3 channels" if "image_mean" in entry else next(iter(entry)))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
+from keras_moe.layers import resize_patch_kernel
 from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
 from keras_moe.models.conversion.safetensors_checkpoint import SafetensorsCheckpoint
 from keras_moe.models.conversion.vmoe_checkpoint import VMoECheckpoint
@@ -205,6 +206,54 @@ def test_another_head_and_image_size():
     assert predict(model, np.zeros((2, 48, 32, 1))).shape == (2, 3)
 
 
+@pytest.mark.parametrize(
+    ("case", "patch_size", "scale"),
+    [("vit_classic", 16, (2, 2)), ("mixer", (8, 24), (1, 3)), ("vmoe_tiny", 16, 2)],
+)
+def test_another_patch_size(case, patch_size, scale):
+    source = CHECKPOINTS / ("vmoe_tiny/vmoe_tiny" if "vmoe" in case else f"{case}.npz")
+    old = models.from_preset(str(source))
+    patch = old.backbone.get_config()["patch_size"]
+    height, width, _ = old.backbone.image_shape
+    rows, columns = np.broadcast_to(scale, 2)
+    model, report = models.convert(
+        str(source),
+        patch_size=patch_size,
+        image_shape=(rows * height, columns * width, 3),
+    )
+    # Patches of one colour are themselves when they are resized.
+    small = random_images((height // patch, width // patch, 3))
+    small = small.repeat(patch, axis=1).repeat(patch, axis=2)
+    large = small.repeat(rows, axis=1).repeat(columns, axis=2)
+    np.testing.assert_allclose(predict(model, large), predict(old, small), **TOLERANCE)
+    new = model.backbone.get_layer("patch_embedding").patch_size
+    how = {weight.weight: weight.how for weight in report.weights}
+    assert how["patch_embedding/kernel"] == f"resized from {(patch, patch)} to {new}"
+
+
+def test_a_smaller_patch_size_with_the_images_normalisation(tmp_path):
+    arrays, _ = golden.load("12_timm/vit_token")
+    mean, std = np.array([0.4, 0.5, 0.3]), np.array([0.2, 0.3, 0.25])
+    folder = timm_folder(tmp_path, "vit_token", mean.tolist(), std.tolist())
+    model, report = models.convert(folder, patch_size=4)
+    images = random_images((32, 32, 3))
+    kernel = arrays["state_dict/patch_embed.proj.weight"].transpose(2, 3, 1, 0)
+    kernel = resize_patch_kernel(kernel, 4, "bicubic")
+    # As timm has it: the resized kernel reads normalised images.
+    seen = ((images + 1) / 2 - mean) / std
+    seen = seen.reshape(2, 8, 4, 8, 4, 3)
+    expected = np.einsum("byixjc,ijcd->byxd", seen, kernel).reshape(2, 64, -1)
+    found = model.backbone.get_layer("patch_embedding")(images)
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(found),
+        expected + arrays["state_dict/patch_embed.proj.bias"],
+        **TOLERANCE,
+    )
+    how = {weight.weight: weight.how for weight in report.weights}
+    positions = how["position_embedding/embedding"]
+    assert positions == "resized from (4, 4) to (8, 8), bicubic"
+
+
 @pytest.mark.parametrize("case", range(4))
 def test_positions_are_resized_as_the_releases_do_it(tmp_path, case):
     arrays, config = golden.load("07_checkpoints/posemb_interpolation")
@@ -310,6 +359,20 @@ def test_the_normalisation_of_timms_images_is_kept(tmp_path, case):
         predict(model, images), arrays["outputs/logits"], **TOLERANCE
     )
     assert "mean=(0.4, 0.5, 0.3)" in report.notes[0]
+
+
+def test_timms_images_are_not_normalised_if_the_preprocessor_says_so(tmp_path):
+    arrays, _ = golden.load("12_timm/vit_token")
+    folder = timm_folder(tmp_path, "vit_token", [0.4, 0.5, 0.3], [0.2, 0.3, 0.25])
+    preprocessor = tmp_path / "preprocessor_config.json"
+    preprocessor.write_text(json.dumps({"do_normalize": False}))
+    model, report = models.convert(folder)
+    np.testing.assert_allclose(
+        predict(model, 2 * arrays["inputs/images"] - 1),
+        arrays["outputs/logits"],
+        **TOLERANCE,
+    )
+    assert "mean=(0.0, 0.0, 0.0) and std=(1.0, 1.0, 1.0)" in report.notes[0]
 
 
 def test_layer_scale_becomes_part_of_the_kernels(tmp_path):
@@ -478,6 +541,17 @@ def test_logits_of_keras_hubs_vit(kwargs):
     np.testing.assert_allclose(
         predict(model, images), predict(hub, images), **TOLERANCE
     )
+
+
+def test_the_head_of_keras_hubs_vit_keeps_its_dtype():
+    backbone = hub_vit(dtype="bfloat16")
+    hub = keras_hub.models.ViTImageClassifier(backbone, 3, head_dtype="float32")
+    model, _ = models.convert(hub)
+    assert model.backbone.dtype_policy.name == "bfloat16"
+    assert model.output_dense.dtype_policy.name == "float32"
+    assert model.get_config()["head_dtype"] == "float32"
+    same = keras_hub.models.ViTImageClassifier(backbone, 3)
+    assert models.convert(same)[0].get_config()["head_dtype"] is None
 
 
 @pytest.mark.parametrize("trained_ids", [True, False])
@@ -666,6 +740,57 @@ def test_embeddings_of_clip(tmp_path, kind):
     assert model.backbone.get_config()["activation"] == "quick_gelu"
     assert "of the text tower" in report.ignored.values()
     assert "normalisation" in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("preprocessor", "seen"),
+    [
+        ({"do_normalize": True, "do_rescale": True}, lambda p: (p - MEAN) / STD),
+        ({"do_normalize": False, "image_mean": HALF}, lambda p: p),
+        ({"rescale_factor": 2 / 255}, lambda p: (2 * p - MEAN) / STD),
+        (
+            {"do_rescale": False, "image_mean": [100.0] * 3, "image_std": [50.0] * 3},
+            lambda p: (255 * p - 100) / 50,
+        ),
+        ({"do_rescale": False, "do_normalize": False}, lambda p: 255 * p),
+    ],
+)
+def test_what_transformers_preprocessor_leaves_out(tmp_path, preprocessor, seen):
+    tensors = clip_tensors()
+    config = {"model_type": "clip", "vision_config": {"num_attention_heads": 2}}
+    source = write_folder(
+        tmp_path, as_transformers(tensors), config, preprocessor_config=preprocessor
+    )
+    images = random_images((8, 8, 3))
+    expected = clip_tower(tensors, seen((images + 1) / 2))
+    found = predict(models.from_preset(source), images)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_layer_scale_of_openclip(tmp_path):
+    tensors = clip_tensors()
+    expected = clip_tower(tensors, random_images((8, 8, 3)))
+    generator = np.random.default_rng(0)
+    for i in range(2):
+        block = f"visual.transformer.resblocks.{i}."
+        for layer, scale in (("attn.out_proj", "ls_1"), ("mlp.c_proj", "ls_2")):
+            gamma = generator.uniform(0.5, 2.0, 8).astype("float32")
+            tensors[f"{block}{scale}.gamma"] = gamma
+            tensors[f"{block}{layer}.weight"] /= gamma[:, None]
+            tensors[f"{block}{layer}.bias"] /= gamma
+    source = write_folder(
+        tmp_path,
+        tensors,
+        open_clip_config={
+            "model_cfg": {
+                "quick_gelu": True,
+                "vision_cfg": {"width": 8, "head_width": 4},
+            },
+            "preprocess_cfg": {"mean": HALF, "std": HALF},
+        },
+    )
+    found = predict(models.from_preset(source), random_images((8, 8, 3)))
+    np.testing.assert_allclose(found, expected, **TOLERANCE)
 
 
 def test_embeddings_of_transformers_siglip(tmp_path):

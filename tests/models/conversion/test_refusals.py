@@ -416,7 +416,9 @@ def test_what_a_clip_file_does_not_tell(tmp_path):
         ({"num_layer": 2}, "num_layer=2"),
         ({"num_layers": 2}, "encoderblock_2"),
         ({"num_layers": 4}, "block_3"),
-        ({"patch_size": 16}, "embedding/kernel"),
+        ({"patch_size": 5}, "patch_size=(5, 5)"),
+        ({"patch_size": "8"}, "patch_size='8'"),
+        ({"image_shape": 32}, "image_shape=32"),
         ({"class_token": False}, "class_token"),
         ({"hidden_dim": 48}, "(8, 8, 3, 48)"),
         ({"task": "backbone", "dropout": 0.5}, "dropout=0.5"),
@@ -430,6 +432,7 @@ def test_arguments_that_do_not_fit(overrides, word):
 def test_a_mixer_serves_one_image_size():
     source = str(CHECKPOINTS / "mixer.npz")
     refused(source, "image_shape", image_shape=(64, 64, 3))
+    refused(source, "patch_size=4, which make (8, 8)", patch_size=4)
     assert models.from_preset(source, image_shape=(32, 32, 1)).input_shape[-1] == 1
 
 

@@ -1,0 +1,34 @@
+"""Resizing along one axis, as matrices: values (new) = weights (new, old) @ values."""
+
+import numpy as np
+
+INTERPOLATIONS = ("bilinear", "bicubic")
+
+
+def aligned_linear_weights(old: int, new: int) -> np.ndarray:
+    """Linear interpolation whose first and last points stay the first and last."""
+    return _hat(np.linspace(0.0, old - 1, new), old)
+
+
+def linear_weights(old: int, new: int) -> np.ndarray:
+    """Linear interpolation between the pixels' centres, without antialiasing."""
+    return _hat(np.clip(_centres(old, new), 0, old - 1), old)
+
+
+def cubic_weights(old: int, new: int) -> np.ndarray:
+    """Keys's cubic (a = -1/2) between the pixels' centres, widened where it shrinks."""
+    x = np.abs(_centres(old, new)[:, None] - np.arange(old)) / max(old / new, 1.0)
+    near = (1.5 * x - 2.5) * x * x + 1.0
+    far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
+    weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
+    # At the border part of the kernel has nothing to read.
+    return weights / np.sum(weights, axis=1, keepdims=True)
+
+
+def _centres(old, new):
+    """Where the new pixels' centres lie, in old pixels."""
+    return (np.arange(new) + 0.5) * old / new - 0.5
+
+
+def _hat(place, old):
+    return np.maximum(1.0 - np.abs(place[:, None] - np.arange(old)), 0.0)

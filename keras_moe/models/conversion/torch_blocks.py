@@ -1,0 +1,72 @@
+"""Encoder blocks of PyTorch's ViTs: one structure under each library's names."""
+
+from typing import NamedTuple
+
+from keras_moe.models.conversion.layouts import linear, norm
+
+
+class BlockNames(NamedTuple):
+    """The names of a block's parts, without the block's own before them.
+
+    Attributes:
+        norms: before attention and before the MLP.
+        mlp: its two layers.
+        queries: of queries, keys and values: one name if they are one matrix.
+        output: of attention.
+        scales: LayerScale's factors on the outputs of attention and of the MLP,
+            which some models have.
+    """
+
+    norms: tuple[str, str]
+    mlp: tuple[str, str]
+    queries: tuple[str, ...]
+    output: str
+    scales: tuple[str, str] = ("", "")
+
+
+def block_layouts(
+    file, place: str, block: str, names: BlockNames, query_bias: bool = True
+) -> dict:
+    """Layouts of a dense encoder block.
+
+    Args:
+        file: a `TensorFile`, which tells whether there is LayerScale.
+        place: our name of the block.
+        block: its name in the file, which starts those of its parts.
+        names: of its parts.
+        query_bias: whether queries, keys and values have biases.
+    """
+    first, second = (
+        name if name in file else None
+        for name in (f"{block}{scale}" for scale in names.scales)
+    )
+    hidden, output = (f"{block}{name}" for name in names.mlp)
+    return {
+        **norm(f"{place}/mixer_norm", f"{block}{names.norms[0]}"),
+        **norm(f"{place}/feed_forward_norm", f"{block}{names.norms[1]}"),
+        **linear(f"{place}/mlp/hidden", hidden),
+        **linear(f"{place}/mlp/output", output, scale=second),
+        **attention_layouts(
+            f"{place}/attention",
+            [f"{block}{name}" for name in names.queries],
+            f"{block}{names.output}",
+            query_bias,
+            first,
+        ),
+    }
+
+
+def attention_layouts(
+    place: str,
+    queries: list[str],
+    output: str,
+    query_bias: bool = True,
+    scale: str | None = None,
+) -> dict:
+    """Layouts of an attention, its queries, keys and values in one matrix or three."""
+    layouts = linear(f"{place}/attention_output", output, inputs=2, scale=scale)
+    for part, ours in enumerate(("query", "key", "value")):
+        fused = {"part": part, "parts": 3} if len(queries) == 1 else {}
+        name = queries[0] if fused else queries[part]
+        layouts.update(linear(f"{place}/{ours}", name, query_bias, **fused))
+    return layouts

@@ -1,0 +1,127 @@
+import numpy as np
+import pytest
+
+from keras_moe.layers import PatchEmbedding, resize_patch_kernel
+from keras_moe.layers.interpolation import cubic_weights, linear_weights
+
+WEIGHTS = {"bilinear": linear_weights, "bicubic": cubic_weights}
+# timm's `resample_patch_embed` of the kernels 0, 1, ... of 2 x 2 to 3 x 3, and of 4 x 4
+# to 2 x 2: bilinear without antialiasing, bicubic with.
+TIMM = {
+    ("bilinear", 2): [-1 / 3, 0, 1 / 3, 1 / 3, 2 / 3, 1, 1, 4 / 3, 5 / 3],
+    ("bilinear", 4): [10, 18, 42, 50],
+    ("bicubic", 2): [
+        *(-0.2171, 0.0775, 0.3721),
+        *(0.3721, 0.6667, 0.9612),
+        *(0.9612, 1.2558, 1.5504),
+    ],
+    ("bicubic", 4): [3.8647, 13.7482, 43.3989, 53.2825],
+}
+
+pytestmark = pytest.mark.backend_free
+
+
+def resized(images, size, interpolation):
+    """(B, height, width, channels) of one patch each, resized."""
+    rows, columns = (
+        WEIGHTS[interpolation](old, new) for old, new in zip(images.shape[1:3], size)
+    )
+    return np.einsum("yr,xc,brci->byxi", rows, columns, images)
+
+
+@pytest.mark.parametrize("interpolation", WEIGHTS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [((4, 4), (8, 8)), ((3, 5), (7, 6)), ((1, 2), (4, 2)), ((14, 14), (16, 16))],
+)
+def test_an_enlarged_patch_keeps_its_token(old, new, interpolation):
+    generator = np.random.default_rng(0)
+    kernel, patches = (generator.normal(size=(n, *old, 3)) for n in (5, 7))
+    kernel = kernel.transpose(1, 2, 3, 0)
+    other = resize_patch_kernel(kernel, new, interpolation)
+    assert other.shape == (*new, 3, 5)
+    np.testing.assert_allclose(
+        np.einsum("byxi,yxid->bd", resized(patches, new, interpolation), other),
+        np.einsum("byxi,yxid->bd", patches, kernel),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+
+
+@pytest.mark.parametrize("interpolation", WEIGHTS)
+def test_a_smaller_kernel_is_the_nearest(interpolation):
+    generator = np.random.default_rng(0)
+    kernel = generator.normal(size=(6, 5, 1, 1))
+    matrix = resized(np.eye(30).reshape(30, 6, 5, 1), (3, 2), interpolation)
+    # Equation 4: least squares over all patches.
+    expected = np.linalg.lstsq(matrix.reshape(30, 6), kernel.ravel(), rcond=None)[0]
+    found = resize_patch_kernel(kernel, (3, 2), interpolation)
+    np.testing.assert_allclose(found.ravel(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("interpolation", WEIGHTS)
+def test_resized_images_are_those_of_a_reference(interpolation):
+    import jax
+
+    image = np.random.default_rng(0).normal(size=(5, 4, 2))
+    method = "linear" if interpolation == "bilinear" else "cubic"
+    for size in ((8, 9), (3, 4), (2, 2)):
+        expected = jax.image.resize(
+            image, (*size, 2), method, antialias=interpolation == "bicubic"
+        )
+        found = resized(image[None], size, interpolation)[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("case", "expected"), TIMM.items())
+def test_numbers_of_timm(case, expected):
+    interpolation, old = case
+    kernel = np.arange(float(old * old)).reshape(old, old, 1, 1)
+    found = resize_patch_kernel(kernel, {2: 3, 4: 2}[old], interpolation)
+    np.testing.assert_allclose(found.ravel(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_size_and_the_dtype_are_kept():
+    kernel = np.random.default_rng(0).normal(size=(4, 3, 2, 5)).astype("float32")
+    found = resize_patch_kernel(kernel, (4, 3))
+    np.testing.assert_allclose(found, kernel, rtol=1e-6, atol=1e-6)
+    assert found.dtype == np.float32
+    assert resize_patch_kernel(kernel.astype("float16"), 8).dtype == np.float16
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda k: resize_patch_kernel(k, 0), "patch_size=0"),
+        (lambda k: resize_patch_kernel(k, 4, "nearest"), "interpolation='nearest'"),
+        (lambda _: PatchEmbedding(8, 4, interpolation=3), "interpolation=3"),
+        (lambda _: PatchEmbedding(8, 4.0), "patch_size=4.0"),
+        (lambda _: PatchEmbedding(8, "44"), "patch_size='44'"),
+        (lambda _: PatchEmbedding(8, (4, 4, 4)), r"patch_size=\(4, 4, 4\)"),
+        (lambda _: PatchEmbedding(8, (4, 4.0)), r"patch_size=\(4, 4.0\)"),
+        (lambda _: PatchEmbedding(8, True), "patch_size=True"),
+        (lambda _: PatchEmbedding(8, None), "patch_size=None"),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(np.zeros((2, 2, 1, 1)))
+
+
+def test_numpys_integers_are_sizes():
+    assert PatchEmbedding(8, np.int64(4)).patch_size == (4, 4)
+    assert PatchEmbedding(8, np.array([4, 2])).patch_size == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 4, 8), (4, 4, 3, 9), (2048, 4, 3, 8), (4, 0, 3, 8)]
+)
+def test_stored_kernels_that_cannot_fit(shape):
+    class Declared:
+        """A data set that must not be read."""
+
+    layer = PatchEmbedding(8, 4)
+    layer.build((None, 8, 8, 3))
+    Declared.shape = shape
+    with pytest.raises(ValueError, match="received: "):
+        layer.load_own_variables({"0": Declared(), "1": None})

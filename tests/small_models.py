@@ -1,0 +1,32 @@
+"""What tests of models share: sizes, images, and weights that all say something."""
+
+from typing import Any
+
+import numpy as np
+
+# A V-MoE whose image is not square.
+SMALL = {
+    "image_shape": (16, 8, 2),
+    "patch_size": 4,
+    "hidden_dim": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mlp_dim": 32,
+    "moe_layers": "every_2",
+    "num_experts": 4,
+}
+
+
+def images(*shape: int) -> np.ndarray:
+    """Normal noise, always the same; (3, 16, 8, 3) without a shape."""
+    shape = shape or (3, 16, 8, 3)
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+def with_weights(model: Any, seed: int = 1) -> Any:
+    """Gives every weight something to say: some start at zero."""
+    generator = np.random.default_rng(seed)
+    for weight in model.weights:
+        if "seed_generator" not in weight.path:
+            weight.assign(generator.normal(size=weight.shape) * 0.3)
+    return model
