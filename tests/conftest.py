@@ -34,17 +34,35 @@ def pytest_addoption(parser):
         action="store_true",
         help="deselect the tests marked backend_free: another backend's run has them",
     )
+    parser.addoption(
+        "--part",
+        type=_part,
+        default=(1, 1),
+        metavar="K/N",
+        help="run only the K-th of N parts of the suite, into which files are dealt",
+    )
+
+
+def _part(text):
+    number, count = (int(word) for word in text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(f"Expected K/N with 1 <= K <= N; received: {text}")
+    return number, count
 
 
 # Last, so that -k and -m have deselected what they do.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--skip-backend-free"):
-        return
-    free = [item for item in items if item.get_closest_marker("backend_free")]
-    kept = [item for item in items if not item.get_closest_marker("backend_free")]
-    config.hook.pytest_deselected(items=free)
-    config.stash[_NOTHING_LEFT] = bool(free) and not kept
+    chosen = items[:]
+    if config.getoption("--skip-backend-free"):
+        chosen = [x for x in items if not x.get_closest_marker("backend_free")]
+    number, count = config.getoption("--part")
+    files = list(dict.fromkeys(item.path for item in chosen))
+    mine = set(files[number - 1 :: count])
+    kept = [item for item in chosen if item.path in mine]
+    elsewhere = set(items) - set(kept)
+    config.hook.pytest_deselected(items=[x for x in items if x in elsewhere])
+    config.stash[_NOTHING_LEFT] = bool(elsewhere) and not kept
     items[:] = kept
 
 
@@ -52,7 +70,7 @@ _NOTHING_LEFT = pytest.StashKey[bool]()
 
 
 def pytest_sessionfinish(session, exitstatus):
-    # `-k lint` picks tests that have all run with another backend: no failure.
+    # `-k lint` picks tests that another backend or part runs: no failure.
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash.get(
         _NOTHING_LEFT, False
     ):

@@ -191,6 +191,7 @@ def test_every_public_layer_is_checked():
     assert public - {"Router", "SparseRouter"} == set(MAKERS)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -177,6 +177,7 @@ def test_every_router_works_in_a_mixer():
         model.fit(images(4, 16, 8, 3), np.array([0, 1, 2, 0]), verbose=0)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_argument_round_trips(kind):
     given = {
@@ -301,6 +302,7 @@ def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("patch_size", [4, (4, 4), [4, 4]])
 def test_a_mixer_loads_with_its_own_sizes_given(patch_size, tmp_path):
     MAKERS["mixer"](**MOE, patch_size=(4, 4)).save_to_preset(tmp_path / "saved")
@@ -309,6 +311,7 @@ def test_a_mixer_loads_with_its_own_sizes_given(patch_size, tmp_path):
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kind", "saved", "overrides", "message"),
     [
@@ -351,6 +354,7 @@ def test_fit_save_load(kind, tmp_path):
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

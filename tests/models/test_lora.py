@@ -147,6 +147,7 @@ def test_the_pairs_alone_are_saved_and_loaded(tmp_path):
         wrong.load_lora_weights(path)
 
 
+@pytest.mark.backend_free
 def test_a_save_of_pairs_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     model = adapted()
     path = tmp_path / "pairs.lora.h5"
@@ -171,6 +172,7 @@ def test_mixers_have_experts_too():
         MixerBackbone(**sizes, token_mlp_dim=8).enable_lora(2)
 
 
+@pytest.mark.backend_free
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match="without \\['expert'\\]"):
         backbone().enable_lora(2, target_layer_names=["expert"])

@@ -73,6 +73,7 @@ def plain(config):
     return json.loads(json.dumps(config))
 
 
+@pytest.mark.backend_free
 def test_every_argument_of_the_backbone_round_trips():
     backbone = ViTBackbone(**NOT_DEFAULT)
     config = backbone.get_config()
@@ -89,6 +90,7 @@ def test_every_argument_of_the_backbone_round_trips():
     assert moe.router.dropless
 
 
+@pytest.mark.backend_free
 def test_every_argument_of_the_classifier_round_trips():
     model = ViTImageClassifier(
         ViTBackbone(**SMALL),
@@ -112,6 +114,7 @@ def test_every_argument_of_the_classifier_round_trips():
     assert again.name == "mine"
 
 
+@pytest.mark.backend_free
 def test_losses_may_be_given_as_objects():
     backbone = ViTBackbone(**SMALL, auxiliary_losses=[losses.ZLoss(0.25)])
     again = ViTBackbone.from_config(plain(backbone.get_config()))
@@ -120,6 +123,7 @@ def test_losses_may_be_given_as_objects():
     assert loss.weight == 0.25
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "moe_layers", [range(1, 2), np.array([1]), {1}, (np.int64(1),), (i for i in [1])]
 )
@@ -128,11 +132,13 @@ def test_moe_layers_of_any_kind_are_saved_as_a_list(moe_layers):
     assert plain(backbone.get_config())["moe_layers"] == [1]
 
 
+@pytest.mark.backend_free
 def test_numpy_integers_are_integers():
     model = classifier(num_classes=np.int64(3), num_experts=np.int64(4))
     assert plain(model.get_config())["num_classes"] == 3
 
 
+@pytest.mark.backend_free
 def test_each_site_that_draws_has_a_seed_of_its_own():
     model = classifier(
         seed=5, dropout_rate=0.1, attention_dropout=0.1, expert_dropout=0.1
@@ -161,12 +167,14 @@ def test_the_defaults_train_under_every_policy():
         assert np.isfinite(history["loss"]).all()
 
 
+@pytest.mark.backend_free
 def test_a_dense_vit_is_the_same_class():
     backbone = ViTBackbone(**{**SMALL, "moe_layers": None})
     assert backbone.routing == {}
     assert not [w for w in backbone.weights if "router" in w.path]
 
 
+@pytest.mark.backend_free
 def test_weight_names_are_those_of_the_design():
     paths = [w.path for w in ViTBackbone(**SMALL).weights]
     for name in (
@@ -357,6 +365,7 @@ def test_all_routers_cost_alike():
         assert capacity == 56, name  # 54, as a multiple of 4
 
 
+@pytest.mark.backend_free
 def test_which_losses_auto_means():
     def names(**kwargs):
         moe = ViTBackbone(**SMALL, **kwargs).get_layer("block_1").feed_forward
@@ -371,6 +380,7 @@ def test_which_losses_auto_means():
     ]
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -391,6 +401,7 @@ def test_routers_refuse_what_they_cannot_do(arguments, message):
     assert "Expected" in str(error.value)
 
 
+@pytest.mark.backend_free
 def test_options_reach_the_router_and_round_trip():
     options = {"affinity": SinkhornAffinity(9), "noise_std": 0.25}
     backbone = ViTBackbone(

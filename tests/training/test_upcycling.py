@@ -241,6 +241,7 @@ def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
     assert end >= start
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -258,6 +259,7 @@ def test_bad_arguments_are_refused(arguments, message):
         training.upcycle(MAKERS["vit"](), **arguments)
 
 
+@pytest.mark.backend_free
 def test_models_that_cannot_be_upcycled_are_refused():
     with pytest.raises(ValueError, match="block_1"):
         training.upcycle(MAKERS["vit"](moe_layers=[1], num_experts=2))
@@ -365,6 +367,7 @@ def test_frozen_layers_stay_frozen_and_keep_their_slots():
     assert report.slots > 2 * len(paths) - 10
 
 
+@pytest.mark.backend_free
 def test_a_dense_models_own_moe_settings_do_not_count():
     dense = MAKERS["vit"](expert_mlp_dim=32, dropless=True, num_selected_experts=1)
     sparse, report = training.upcycle(dense, num_experts=4, router="soft")
@@ -373,6 +376,7 @@ def test_a_dense_models_own_moe_settings_do_not_count():
     assert experts.mlp_dim == SIZES["mlp_dim"]
 
 
+@pytest.mark.backend_free
 def test_adapted_and_quantised_models_are_refused():
     adapted = MAKERS["vit"]()
     adapted.enable_lora(2)
