@@ -1,7 +1,9 @@
 """One backend, on the CPU, quiet and repeatable, whatever the machine."""
 
+import contextlib
 import gc
 import os
+from importlib import metadata
 
 # Before Keras is imported. What is set outside wins: CUDA_VISIBLE_DEVICES=0 and
 # KERAS_TORCH_DEVICE=cuda run the suite on a GPU.
@@ -19,6 +21,22 @@ for name, value in {
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }.items():
     os.environ.setdefault(name, value)
+
+
+def _at_least(package, *wanted):
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return True
+    return tuple(int(part) for part in version.split(".")[:2]) >= wanted
+
+
+# Compiling takes half the time without XLA's newest emitters. XLA ends the process over
+# a flag that it does not know, and on JAX that of TensorFlow reads the flags, too.
+if os.environ["KERAS_BACKEND"] == "jax" and (
+    _at_least("jax", 0, 7) and _at_least("tensorflow", 2, 20)
+):
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import keras  # noqa: E402
 import pytest  # noqa: E402
@@ -82,6 +100,59 @@ def same_start():
     """Every test starts with the same seed and the float32 policy."""
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def optimizers_before_training():
+    """On TensorFlow, makes an optimizer's variables before training is traced.
+
+    Where tracing makes them, it takes twice as long. Only the suite does it: the
+    quickstart's test trains as users do.
+    """
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    make = keras.Model.make_train_function
+
+    def make_train_function(self, force=False):
+        if self.built and self.trainable_variables and not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+        return make(self, force)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keras.Model, "make_train_function", make_train_function)
+        yield
+
+
+@pytest.fixture(scope="module")
+def op_by_op():
+    """On TensorFlow, traces nothing: for files about what weights and configs become.
+
+    Tracing a small model takes ten times as long as running it. That models work when
+    they are traced is for `test_vit.py` and others to show.
+    """
+    with _functions_run_eagerly(True):
+        yield
+
+
+@pytest.fixture
+def traced(op_by_op):
+    """Traces after all: what takes many steps, and numbers of a reference."""
+    with _functions_run_eagerly(False):
+        yield
+
+
+@contextlib.contextmanager
+def _functions_run_eagerly(eagerly):
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    import tensorflow as tf
+
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(eagerly)
+    yield
+    tf.config.run_functions_eagerly(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

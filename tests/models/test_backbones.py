@@ -16,6 +16,8 @@ from keras_moe.routers import ROUTERS
 from tests import golden
 from tests.symbolic import symbolic_model
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 SIZES = {
     "image_shape": (16, 8, 3),
     "patch_size": 4,
@@ -109,6 +111,7 @@ def test_soft_moe_presets():
 # MLP-Mixer
 
 
+@pytest.mark.usefixtures("traced")
 def test_mixer_equals_the_equations():
     model = with_weights(MAKERS["mixer"](num_layers=1, activation="relu"))
     values = {w.path.removeprefix("block_0/"): np.array(w) for w in model.weights}
@@ -136,6 +139,7 @@ def test_mixer_equals_the_equations():
     np.testing.assert_allclose(found, x, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_mixer_of_another_library():
     # timm's: gelu in its exact form, channels first, kernels (out, in).
     arrays, config = golden.load("12_timm/mixer")
@@ -336,6 +340,7 @@ def test_weights_that_cannot_fit_are_refused(kind, saved, overrides, message, tm
 # Training and saving
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("kind", MAKERS)
 def test_fit_save_load(kind, tmp_path):
     keras.utils.set_random_seed(0)

@@ -12,6 +12,8 @@ from keras_moe.models import (
     ViTImageClassifier,
 )
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 to_numpy = keras.ops.convert_to_numpy
 SMALL = {
     "image_shape": (16, 8, 2),
@@ -73,6 +75,7 @@ def test_only_the_pairs_of_the_named_layers_are_trainable(names, expected):
     assert len(model.trainable_weights) == 2 * pairs
 
 
+@pytest.mark.usefixtures("traced")
 def test_training_lowers_the_loss_and_changes_the_pairs_alone():
     model = classifier()
     model.enable_lora(2, target_layer_names=NAMES)

@@ -12,6 +12,8 @@ from keras_moe import models
 from keras_moe.models import VARIANTS, ViTBackbone, ViTImageClassifier
 from keras_moe.models.builtin import builtin_presets
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 OTHERS = sorted({"jax", "tensorflow", "torch"} - {keras.backend.backend()})
 NAMES = sorted(builtin_presets())
 
@@ -187,6 +189,7 @@ def test_every_preset_is_described(preset):
 # from_preset
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_classifier_is_ready_for_fit():
     model = models.from_preset("vmoe_digits", num_classes=10)
     assert isinstance(model, ViTImageClassifier)

@@ -10,6 +10,8 @@ import pytest
 from keras_moe import data, models
 from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 to_numpy = keras.ops.convert_to_numpy
 SMALL = {
     "image_shape": (16, 8, 2),
@@ -47,6 +49,7 @@ def classifier(head=None, **kwargs):
     return model
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     "kwargs",
     [{}, {"router": "soft"}],
@@ -141,6 +144,7 @@ def test_an_int8_mixer_comes_back(tmp_path):
     )
 
 
+@pytest.mark.usefixtures("traced")
 def test_digits_are_recognised_as_well_with_int8():
     keras.utils.set_random_seed(0)
     model = models.from_preset(

@@ -18,6 +18,8 @@ from keras_moe.models.conversion.vmoe_checkpoint import VMoECheckpoint
 from tests import golden
 from tests.models.conversion.writers import write_folder, write_vmoe
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 CHECKPOINTS = golden.FOLDER / "07_checkpoints"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 HALF = [0.5] * 3
