@@ -231,13 +231,13 @@ def test_routing_records_come_out_of_predict_with_uneven_batches():
 def test_a_tiny_fit_lowers_the_loss(kwargs):
     keras.utils.set_random_seed(0)
     model = classifier(seed=0, **kwargs)
-    x = images(batch=21)
+    # In batches of 8, of which the last is partial where groups may be, too.
+    x = images(batch=21 if not kwargs or "images_per_group" in kwargs else 24)
     y = (x[:, :8].mean(axis=(1, 2, 3)) > x[:, 8:].mean(axis=(1, 2, 3))).astype("int32")
     # Adam's 1 - 0.999^t is 0 in bfloat16, so there it would not move.
     adam = kwargs.get("dtype") != "bfloat16"
     optimizer = keras.optimizers.Adam(1e-2) if adam else keras.optimizers.SGD(0.3)
     model.compile(optimizer=optimizer)
-    # 21 images in batches of 8: the last one is partial.
     history = model.fit(x, y, batch_size=8, epochs=12, verbose=0).history["loss"]
     assert history[-1] < 0.8 * history[0]
     assert np.isfinite(model.evaluate(x, y, batch_size=8, verbose=0)).all()
@@ -339,9 +339,9 @@ def test_nan_images_give_nan_for_themselves_alone():
 def test_one_argument_switches_the_router(name, tmp_path):
     """Builds, trains, predicts image by image, and loads again."""
     model = classifier(router=name, seed=0)
-    labels = np.array([0, 1, 2, 0, 1])
+    labels = np.array([0, 1, 2, 0])
     model.compile(optimizer=keras.optimizers.Adam(1e-2), loss=model.loss)
-    losses = model.fit(images(), labels, batch_size=4, epochs=3, verbose=0).history
+    losses = model.fit(images(4), labels, batch_size=4, epochs=4, verbose=0).history
     assert losses["loss"][-1] < losses["loss"][0]
     predicted = model.predict(images(), verbose=0)
     model.save(tmp_path / "model.keras")
