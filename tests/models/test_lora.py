@@ -64,9 +64,10 @@ def own_path(weight):
 )
 def test_only_the_pairs_of_the_named_layers_are_trainable(names, expected):
     model = backbone()
-    before = model.predict(images(), verbose=0)
+    # Op by op: two programs may round differently.
+    before = to_numpy(model(images()))
     model.enable_lora(2, target_layer_names=names)
-    np.testing.assert_array_equal(model.predict(images(), verbose=0), before)
+    np.testing.assert_array_equal(to_numpy(model(images())), before)
     assert all("lora" in weight.name for weight in model.trainable_weights)
     assert {w.path.split("/")[-2] for w in model.trainable_weights} == expected
     # One pair for each kernel of attention or of an MLP, two for an expert's.
