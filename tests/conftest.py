@@ -5,6 +5,24 @@ import gc
 import os
 from importlib import metadata
 
+
+def _at_least(package, *wanted):
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return True
+    return tuple(int(part) for part in version.split(".")[:2]) >= wanted
+
+
+# On JAX a small test is mostly compilation, and this takes a quarter off it.
+XLA_FLAGS = "--xla_backend_optimization_level=0"
+# Without XLA's newest emitters the rest takes half the time. XLA ends the process over
+# a flag that it does not know; TensorFlow's XLA, which runs on JAX, too, reads them.
+if os.environ.get("KERAS_BACKEND", "jax") == "jax" and (
+    _at_least("jax", 0, 7) and _at_least("tensorflow", 2, 20)
+):
+    XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+
 # Before Keras is imported. What is set outside wins: CUDA_VISIBLE_DEVICES=0 and
 # KERAS_TORCH_DEVICE=cuda run the suite on a GPU.
 for name, value in {
@@ -17,26 +35,9 @@ for name, value in {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
-    # On JAX a small test is mostly compilation, and this takes a quarter off it.
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "XLA_FLAGS": XLA_FLAGS,
 }.items():
     os.environ.setdefault(name, value)
-
-
-def _at_least(package, *wanted):
-    try:
-        version = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return True
-    return tuple(int(part) for part in version.split(".")[:2]) >= wanted
-
-
-# Compiling takes half the time without XLA's newest emitters. XLA ends the process over
-# a flag that it does not know, and on JAX that of TensorFlow reads the flags, too.
-if os.environ["KERAS_BACKEND"] == "jax" and (
-    _at_least("jax", 0, 7) and _at_least("tensorflow", 2, 20)
-):
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import keras  # noqa: E402
 import pytest  # noqa: E402
