@@ -221,11 +221,16 @@ def test_routing_records_come_out_of_predict_with_uneven_batches():
         {},
         {"eval_capacity_factor": 1.0, "images_per_group": 3},
         {"images_per_group": None, "dispatcher": "einsum"},
-        {"class_token": False, "position_embedding": "sincos", "pooling": "average"},
-        {"pooling": "map", "representation_dim": 6},
-        {"dtype": "mixed_bfloat16"},
+        {
+            "class_token": False,
+            "position_embedding": "sincos",
+            "pooling": "average",
+            "dropout_rate": 0.1,
+            "attention_dropout": 0.1,
+            "expert_dropout": 0.1,
+        },
+        {"pooling": "map", "representation_dim": 6, "dtype": "mixed_bfloat16"},
         {"dtype": "bfloat16"},
-        {"dropout_rate": 0.1, "attention_dropout": 0.1, "expert_dropout": 0.1},
     ],
 )
 def test_a_tiny_fit_lowers_the_loss(kwargs):
