@@ -12,6 +12,7 @@ every backend passed.
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -129,24 +130,21 @@ def main(argv: list[str] | None = None) -> int:
 
     start = time.monotonic()
     count = max(args.parts, 1)
+    parts = range(1, count + 1)
     with ThreadPoolExecutor(max(args.jobs, 1)) as pool:
         # On PyTorch nothing is compiled: what need not run everywhere is fastest there.
         everything = "torch" if "torch" in args.backends else args.backends[0]
         running = {}
-        for backend in args.backends:
+        for part, backend in itertools.product(parts, args.backends):
             once = [] if backend == everything else ["--skip-backend-free"]
-            running[backend] = [
-                pool.submit(
-                    run_backend,
-                    backend,
-                    f"{backend} {part}/{count}",
-                    [f"--part={part}/{count}", *once, *args.pytest_args],
-                )
-                for part in range(1, count + 1)
-            ]
+            pytest_args = [f"--part={part}/{count}", *once, *args.pytest_args]
+            label = f"{backend} {part}/{count}"
+            running[part, backend] = pool.submit(
+                run_backend, backend, label, pytest_args
+            )
         outcomes = [
-            together(backend, [part.result() for part in parts])
-            for backend, parts in running.items()
+            together(backend, [running[part, backend].result() for part in parts])
+            for backend in args.backends
         ]
 
     print("\n===== all backends =====")
