@@ -1,7 +1,27 @@
 """One backend, on the CPU, quiet and repeatable, whatever the machine."""
 
+import contextlib
 import gc
 import os
+from importlib import metadata
+
+
+def _at_least(package, *wanted):
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return True
+    return tuple(int(part) for part in version.split(".")[:2]) >= wanted
+
+
+# On JAX a small test is mostly compilation, and this takes a quarter off it.
+XLA_FLAGS = "--xla_backend_optimization_level=0"
+# Without XLA's newest emitters the rest takes half the time. XLA ends the process over
+# a flag that it does not know; TensorFlow's XLA, which runs on JAX, too, reads them.
+if os.environ.get("KERAS_BACKEND", "jax") == "jax" and (
+    _at_least("jax", 0, 7) and _at_least("tensorflow", 2, 20)
+):
+    XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 # Before Keras is imported. What is set outside wins: CUDA_VISIBLE_DEVICES=0 and
 # KERAS_TORCH_DEVICE=cuda run the suite on a GPU.
@@ -15,8 +35,7 @@ for name, value in {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
-    # On JAX a small test is mostly compilation, and this takes a quarter off it.
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "XLA_FLAGS": XLA_FLAGS,
 }.items():
     os.environ.setdefault(name, value)
 
@@ -34,17 +53,35 @@ def pytest_addoption(parser):
         action="store_true",
         help="deselect the tests marked backend_free: another backend's run has them",
     )
+    parser.addoption(
+        "--part",
+        type=_part,
+        default=(1, 1),
+        metavar="K/N",
+        help="run only the K-th of N parts of the suite, into which files are dealt",
+    )
+
+
+def _part(text):
+    number, count = (int(word) for word in text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(f"Expected K/N with 1 <= K <= N; received: {text}")
+    return number, count
 
 
 # Last, so that -k and -m have deselected what they do.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--skip-backend-free"):
-        return
-    free = [item for item in items if item.get_closest_marker("backend_free")]
-    kept = [item for item in items if not item.get_closest_marker("backend_free")]
-    config.hook.pytest_deselected(items=free)
-    config.stash[_NOTHING_LEFT] = bool(free) and not kept
+    chosen = items[:]
+    if config.getoption("--skip-backend-free"):
+        chosen = [x for x in items if not x.get_closest_marker("backend_free")]
+    number, count = config.getoption("--part")
+    files = list(dict.fromkeys(item.path for item in chosen))
+    mine = set(files[number - 1 :: count])
+    kept = [item for item in chosen if item.path in mine]
+    elsewhere = set(items) - set(kept)
+    config.hook.pytest_deselected(items=[x for x in items if x in elsewhere])
+    config.stash[_NOTHING_LEFT] = bool(elsewhere) and not kept
     items[:] = kept
 
 
@@ -52,7 +89,7 @@ _NOTHING_LEFT = pytest.StashKey[bool]()
 
 
 def pytest_sessionfinish(session, exitstatus):
-    # `-k lint` picks tests that have all run with another backend: no failure.
+    # `-k lint` picks tests that another backend or part runs: no failure.
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash.get(
         _NOTHING_LEFT, False
     ):
@@ -64,6 +101,59 @@ def same_start():
     """Every test starts with the same seed and the float32 policy."""
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def optimizers_before_training():
+    """On TensorFlow, makes an optimizer's variables before training is traced.
+
+    Where tracing makes them, it takes twice as long. Only the suite does it: the
+    quickstart's test trains as users do.
+    """
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    make = keras.Model.make_train_function
+
+    def make_train_function(self, force=False):
+        if self.built and self.trainable_variables and not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+        return make(self, force)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keras.Model, "make_train_function", make_train_function)
+        yield
+
+
+@pytest.fixture(scope="module")
+def op_by_op():
+    """On TensorFlow, traces nothing: for files about what weights and configs become.
+
+    Tracing a small model takes ten times as long as running it. That models work when
+    they are traced is for `test_vit.py` and others to show.
+    """
+    with _functions_run_eagerly(True):
+        yield
+
+
+@pytest.fixture
+def traced(op_by_op):
+    """Traces after all: what takes many steps, and numbers of a reference."""
+    with _functions_run_eagerly(False):
+        yield
+
+
+@contextlib.contextmanager
+def _functions_run_eagerly(eagerly):
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    import tensorflow as tf
+
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(eagerly)
+    yield
+    tf.config.run_functions_eagerly(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,15 +1,18 @@
 """Runs the test suite once per backend and adds up what happened.
 
-    python tools/run_tests.py [--backends jax tensorflow torch] [--jobs 2] [-- ARGS]
+    python tools/run_tests.py [--backends jax tensorflow torch] [--jobs 2] [--parts 2]
+        [-- ARGS]
 
-A process can use one Keras backend only, so every backend gets a pytest of its own, two
-at a time: most of the time goes into compiling, which takes one core. Tests that do not
+A process can use one Keras backend only, so every backend gets pytests of its own, two
+at a time: most of the time goes into compiling, which takes one core. Each runs a part
+of the files, so that the cores are done at about the same time. Tests that do not
 depend on the backend (marked `backend_free`) run with one of them. The last line has
 the form of pytest's closing line and counts every backend; the exit status is 0 only if
 every backend passed.
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -59,8 +62,8 @@ def count_outcomes(closing_line: str) -> Counter[str] | None:
     return counts
 
 
-def run_backend(backend: str, pytest_args: list[str]) -> Outcome:
-    """Runs pytest with one backend, showing its output as it comes, by backend."""
+def run_backend(backend: str, label: str, pytest_args: list[str]) -> Outcome:
+    """Runs pytest with one backend, showing its output as it comes, by label."""
     command = [sys.executable, "-m", "pytest", "--color=no", *pytest_args]
     environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONUNBUFFERED": "1"}
     counts = None
@@ -75,7 +78,7 @@ def run_backend(backend: str, pytest_args: list[str]) -> Outcome:
         errors="replace",
     ) as process:
         for line in process.stdout:
-            print(f"[{backend}] {line}", end="", flush=True)
+            print(f"[{label}] {line}", end="", flush=True)
             counts = count_outcomes(line) or counts
     seconds = time.monotonic() - start
     counts = counts or Counter()
@@ -83,6 +86,16 @@ def run_backend(backend: str, pytest_args: list[str]) -> Outcome:
     if process.returncode and not counts["failed"] + counts["errors"]:
         counts["errors"] += 1
     return Outcome(backend, process.returncode, counts, seconds)
+
+
+def together(backend: str, parts: list[Outcome]) -> Outcome:
+    """Returns what the parts of one backend's run came to."""
+    return Outcome(
+        backend,
+        next((part.returncode for part in parts if part.returncode), 0),
+        sum((part.counts for part in parts), Counter()),
+        sum(part.seconds for part in parts),
+    )
 
 
 def describe(counts: Counter[str]) -> str:
@@ -110,20 +123,29 @@ def closing_line(outcomes: list[Outcome], seconds: float) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
-    parser.add_argument("--jobs", type=int, default=2, help="backends at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="pytests at a time")
+    parser.add_argument("--parts", type=int, default=2, help="pytests per backend")
     parser.add_argument("pytest_args", nargs="*", metavar="-- PYTEST ARGS")
     args = parser.parse_args(argv)
 
     start = time.monotonic()
+    count = max(args.parts, 1)
+    parts = range(1, count + 1)
     with ThreadPoolExecutor(max(args.jobs, 1)) as pool:
         # On PyTorch nothing is compiled: what need not run everywhere is fastest there.
         everything = "torch" if "torch" in args.backends else args.backends[0]
-        running = []
-        for backend in args.backends:
+        running = {}
+        for part, backend in itertools.product(parts, args.backends):
             once = [] if backend == everything else ["--skip-backend-free"]
-            pytest_args = [*once, *args.pytest_args]
-            running.append(pool.submit(run_backend, backend, pytest_args))
-        outcomes = [future.result() for future in running]
+            pytest_args = [f"--part={part}/{count}", *once, *args.pytest_args]
+            label = f"{backend} {part}/{count}"
+            running[part, backend] = pool.submit(
+                run_backend, backend, label, pytest_args
+            )
+        outcomes = [
+            together(backend, [running[part, backend].result() for part in parts])
+            for backend in args.backends
+        ]
 
     print("\n===== all backends =====")
     for backend, returncode, counts, seconds in outcomes:

@@ -6,6 +6,7 @@ from keras import ops
 from keras_moe.layers import Experts, MoE
 from keras_moe.ops import expert_capacity, token_choice
 from keras_moe.routers import TokenChoiceRouter
+from tests.calls import call
 from tests.training_gradients import training_gradients
 
 to_numpy = ops.convert_to_numpy
@@ -37,7 +38,7 @@ def expert_output(moe, expert, token):
 
 def test_every_token_gets_its_experts_weighted_by_its_gates():
     moe, tokens = make(), images()
-    outputs, routing = moe(tokens)
+    outputs, routing = call(moe, tokens)
     gates = to_numpy(routing.gates)
     for image in range(2):
         for token in range(tokens.shape[1]):
@@ -65,7 +66,7 @@ def test_identity_experts_by_hand():
     moe.experts.hidden_bias.assign(np.zeros((2, 2)))
     moe.experts.output_bias.assign(np.zeros((2, 1)))
     tokens = np.array([[[2.0], [1.0], [-1.0]]], "float32")
-    outputs, routing = moe(tokens, training=True)
+    outputs, routing = call(moe, tokens, training=True)
     gate = 1 / (1 + np.exp([-2.0, -1.0, -1.0]))
     # Tokens 0 and 1 want expert 0, which has one slot; token 2 wants expert 1.
     np.testing.assert_allclose(
@@ -82,29 +83,29 @@ def test_identity_experts_by_hand():
 def test_an_image_gives_the_same_alone_in_any_batch_and_at_any_place():
     # Capacity 1 would drop nearly everything, were it applied at inference.
     moe, tokens = make(capacity_factor=0.5, group_size=12), images(batch=7)
-    together = to_numpy(moe(tokens)[0])
+    together = to_numpy(call(moe, tokens)[0])
     for index in range(7):
-        alone = to_numpy(moe(tokens[index : index + 1])[0])[0]
+        alone = to_numpy(call(moe, tokens[index : index + 1])[0])[0]
         np.testing.assert_allclose(together[index], alone, rtol=1e-5, atol=1e-6)
-    shuffled = to_numpy(moe(tokens[::-1])[0])
+    shuffled = to_numpy(call(moe, tokens[::-1])[0])
     np.testing.assert_allclose(shuffled[::-1], together, rtol=1e-5, atol=1e-6)
 
 
 def test_training_limits_capacity_within_groups():
     moe, tokens = make(capacity_factor=0.5, group_size=12), images(batch=6)
-    _, routing = moe(tokens, training=True)
+    _, routing = call(moe, tokens, training=True)
     loads = to_numpy(routing.dispatched).reshape(3, 12, 4).sum(axis=1)
     capacity = expert_capacity(12, 4, 0.5, num_selected_experts=2)
     assert capacity == 3
     assert loads.max() == capacity
-    _, routing = moe(tokens, training=False)
+    _, routing = call(moe, tokens, training=False)
     assert to_numpy(routing.dispatched).sum() == 6 * 6 * 2
 
 
 def test_groups_are_independent():
     moe, tokens = make(capacity_factor=0.5, group_size=12), images(batch=6)
-    whole, _ = moe(tokens, training=True)
-    parts = [moe(tokens[i : i + 2], training=True)[0] for i in (0, 2, 4)]
+    whole, _ = call(moe, tokens, training=True)
+    parts = [call(moe, tokens[i : i + 2], training=True)[0] for i in (0, 2, 4)]
     np.testing.assert_allclose(
         to_numpy(whole), np.concatenate([to_numpy(part) for part in parts]), atol=1e-6
     )
@@ -114,7 +115,7 @@ def test_groups_are_independent():
 def test_a_last_group_that_is_not_full_is_padded(batch):
     """As if the real tokens stood in groups of their own capacity."""
     moe, tokens = make(capacity_factor=0.5, group_size=12), images(batch=batch)
-    outputs, routing = moe(tokens, training=True)
+    outputs, routing = call(moe, tokens, training=True)
     flat = tokens.reshape(-1, 8)
     size = min(12, len(flat))
     capacity = moe.router.group_capacity(size, training=True)
@@ -134,7 +135,7 @@ def test_a_last_group_that_is_not_full_is_padded(batch):
 
 def test_capacity_limited_evaluation_is_an_argument():
     moe = make(capacity_factor=4.0, eval_capacity_factor=0.5, group_size=12)
-    _, routing = moe(images(batch=6), training=False)
+    _, routing = call(moe, images(batch=6), training=False)
     loads = to_numpy(routing.dispatched).reshape(3, 12, 4).sum(axis=1)
     assert loads.max() == 3
 
@@ -151,7 +152,7 @@ def test_einsum_and_index_dispatch_agree(group_size):
             weight.assign(keras.random.normal(weight.shape, seed=len(weight.path)))
         results.append(
             (
-                to_numpy(moe(tokens, training=True)[0]),
+                to_numpy(call(moe, tokens, training=True)[0]),
                 training_gradients(
                     moe, tokens, lambda out: ops.sum(ops.square(out[0]))
                 ),
@@ -168,8 +169,8 @@ def test_masked_tokens_change_nothing(training):
     moe, tokens = make(group_size=12, capacity_factor=0.8), images(batch=4)
     mask = np.random.default_rng(1).random(tokens.shape[:2]) > 0.4
     other = np.where(mask[..., None], tokens, 99.0).astype("float32")
-    a, routing = moe(tokens, mask=mask, training=training)
-    b, _ = moe(other, mask=mask, training=training)
+    a, routing = call(moe, tokens, mask=mask, training=training)
+    b, _ = call(moe, other, mask=mask, training=training)
     np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
     assert np.abs(to_numpy(a)[~mask]).max() == 0
     assert to_numpy(routing.dispatched)[~mask].max() == 0
@@ -217,7 +218,7 @@ def test_noise_is_seeded_and_for_training_alone():
 
     def noisy(seed, training):
         moe = make(noise_std=1.0, seed=seed)
-        routing = moe(tokens, training=training)[1]
+        routing = call(moe, tokens, training=training)[1]
         return to_numpy(routing.noisy_logits) - to_numpy(routing.logits)
 
     assert np.abs(noisy(0, training=False)).max() == 0
@@ -240,8 +241,8 @@ def test_routing_is_float32_under_every_policy(policy):
     moe.build((None, None, 8))
     moe.router.kernel.assign(reference.router.kernel)
     half = ops.cast(tokens, moe.compute_dtype)
-    _, routing = moe(half)
-    _, expected = reference(ops.cast(half, "float32"))
+    _, routing = call(moe, half)
+    _, expected = call(reference, ops.cast(half, "float32"))
     for value, wanted in zip(routing, expected):
         assert keras.backend.standardize_dtype(value.dtype) == "float32"
         np.testing.assert_allclose(to_numpy(value), to_numpy(wanted), rtol=1e-5)
@@ -287,13 +288,13 @@ def test_an_unknown_batch_size_compiles():
     tokens = images(batch=5)
     predicted = model.predict(tokens, batch_size=5, verbose=0)
     np.testing.assert_allclose(
-        predicted, to_numpy(moe(tokens)[0]), rtol=1e-4, atol=1e-6
+        predicted, to_numpy(call(moe, tokens)[0]), rtol=1e-4, atol=1e-6
     )
 
 
 def test_nan_tokens_are_not_hidden():
     moe, tokens = make(), images(batch=2)
     tokens[0, 0, 0] = np.nan
-    outputs = to_numpy(moe(tokens)[0])
+    outputs = to_numpy(call(moe, tokens)[0])
     assert np.isnan(outputs[0, 0]).any()
     assert np.isfinite(outputs[1]).all()

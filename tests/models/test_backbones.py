@@ -20,6 +20,8 @@ from tests import golden
 from tests.small_models import images, with_weights
 from tests.symbolic import symbolic_model
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 SIZES = {
     "image_shape": (16, 8, 3),
     "patch_size": 4,
@@ -99,6 +101,7 @@ def test_soft_moe_presets():
 # MLP-Mixer
 
 
+@pytest.mark.usefixtures("traced")
 def test_mixer_equals_the_equations():
     model = with_weights(MAKERS["mixer"](num_layers=1, activation="relu"))
     values = {w.path.removeprefix("block_0/"): np.array(w) for w in model.weights}
@@ -126,6 +129,7 @@ def test_mixer_equals_the_equations():
     np.testing.assert_allclose(found, x, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_mixer_of_another_library():
     # timm's: gelu in its exact form, channels first, kernels (out, in).
     arrays, config = golden.load("12_timm/mixer")
@@ -161,12 +165,14 @@ def test_a_mixer_of_another_library():
 
 def test_every_router_works_in_a_mixer():
     for router in ROUTERS:
-        backbone = MAKERS["mixer"](router=router, noise_std=0.0, **MOE)
-        assert list(backbone.routing) == ["block_1"]
+        options = {**MOE, "num_layers": 1, "moe_layers": [0], "noise_std": 0.0}
+        backbone = MAKERS["mixer"](router=router, **options)
+        assert list(backbone.routing) == ["block_0"]
         model = MixerImageClassifier(backbone, 3)
         model.fit(images(4, 16, 8, 3), np.array([0, 1, 2, 0]), verbose=0)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_argument_round_trips(kind):
     given = {
@@ -365,6 +371,7 @@ def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("patch_size", [4, (4, 4), [4, 4]])
 def test_a_mixer_loads_with_its_own_sizes_given(patch_size, tmp_path):
     MAKERS["mixer"](**MOE, patch_size=(4, 4)).save_to_preset(tmp_path / "saved")
@@ -373,6 +380,7 @@ def test_a_mixer_loads_with_its_own_sizes_given(patch_size, tmp_path):
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kind", "saved", "overrides", "message"),
     [
@@ -396,6 +404,7 @@ def test_weights_that_cannot_fit_are_refused(kind, saved, overrides, message, tm
 # Training and saving
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("kind", MAKERS)
 def test_fit_save_load(kind, tmp_path):
     keras.utils.set_random_seed(0)
@@ -414,6 +423,7 @@ def test_fit_save_load(kind, tmp_path):
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -13,6 +13,8 @@ from keras_moe.models import (
 )
 from tests.small_models import SMALL
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 to_numpy = keras.ops.convert_to_numpy
 NAMES = ["query", "value", "experts"]
 
@@ -53,9 +55,10 @@ def own_path(weight):
 )
 def test_only_the_pairs_of_the_named_layers_are_trainable(names, expected):
     model = backbone()
-    before = model.predict(images(), verbose=0)
+    # Op by op: two programs may round differently.
+    before = to_numpy(model(images()))
     model.enable_lora(2, target_layer_names=names)
-    np.testing.assert_array_equal(model.predict(images(), verbose=0), before)
+    np.testing.assert_array_equal(to_numpy(model(images())), before)
     assert all("lora" in weight.name for weight in model.trainable_weights)
     assert {w.path.split("/")[-2] for w in model.trainable_weights} == expected
     # One pair for each kernel of attention or of an MLP, two for an expert's.
@@ -64,6 +67,7 @@ def test_only_the_pairs_of_the_named_layers_are_trainable(names, expected):
     assert len(model.trainable_weights) == 2 * pairs
 
 
+@pytest.mark.usefixtures("traced")
 def test_training_lowers_the_loss_and_changes_the_pairs_alone():
     model = classifier()
     model.enable_lora(2, target_layer_names=NAMES)
@@ -138,6 +142,7 @@ def test_the_pairs_alone_are_saved_and_loaded(tmp_path):
         wrong.load_lora_weights(path)
 
 
+@pytest.mark.backend_free
 def test_a_save_of_pairs_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     model = adapted()
     path = tmp_path / "pairs.lora.h5"
@@ -162,6 +167,7 @@ def test_mixers_have_experts_too():
         MixerBackbone(**sizes, token_mlp_dim=8).enable_lora(2)
 
 
+@pytest.mark.backend_free
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match="without \\['expert'\\]"):
         backbone().enable_lora(2, target_layer_names=["expert"])

@@ -12,7 +12,9 @@ from keras_moe import models
 from keras_moe.models import VARIANTS, ViTBackbone, ViTImageClassifier
 from keras_moe.models.builtin import builtin_presets
 
-BACKENDS = ("jax", "tensorflow", "torch")
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+OTHERS = sorted({"jax", "tensorflow", "torch"} - {keras.backend.backend()})
 NAMES = sorted(builtin_presets())
 
 
@@ -187,6 +189,7 @@ def test_every_preset_is_described(preset):
 # from_preset
 
 
+@pytest.mark.usefixtures("traced")
 def test_a_classifier_is_ready_for_fit():
     model = models.from_preset("vmoe_digits", num_classes=10)
     assert isinstance(model, ViTImageClassifier)
@@ -195,11 +198,13 @@ def test_a_classifier_is_ready_for_fit():
     assert "accuracy" in history.history
 
 
+@pytest.mark.backend_free
 def test_without_classes_an_architecture_gives_its_backbone():
     assert isinstance(models.from_preset("vmoe_digits"), ViTBackbone)
     assert isinstance(models.from_preset("vmoe_digits", task="backbone"), ViTBackbone)
 
 
+@pytest.mark.backend_free
 def test_any_argument_can_be_overridden():
     model = models.from_preset(
         "vmoe_digits", num_classes=5, image_shape=(32, 16, 3), num_experts=4,
@@ -235,6 +240,7 @@ def test_loading_and_saving_is_quiet(saved, tmp_path, recwarn):
     assert os.path.getsize(tmp_path / "again" / "task.weights.h5") < 50_000
 
 
+@pytest.mark.backend_free
 def test_the_classes_load_too(saved):
     folder, expected = saved
     for cls in (ViTImageClassifier, keras_hub.models.ImageClassifier):
@@ -307,10 +313,8 @@ def test_keras_files_and_weights_round_trip(saved, tmp_path):
     np.testing.assert_array_equal(other.predict(images(), verbose=0), saved[1])
 
 
-@pytest.mark.parametrize("other", BACKENDS)
+@pytest.mark.parametrize("other", OTHERS)
 def test_saved_here_loads_on_every_backend(saved, other, tmp_path):
-    if other == keras.backend.backend():
-        other = BACKENDS[0] if other != BACKENDS[0] else BACKENDS[1]
     folder, expected = saved
     np.save(tmp_path / "images.npy", images())
     program = f"""
@@ -330,6 +334,7 @@ np.save({str(tmp_path / "logits.npy")!r}, model.predict(images, verbose=0))
 # Bad input
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -394,6 +399,7 @@ def test_bad_arguments_are_refused_with_their_values(kwargs, message):
         models.from_preset(**{"preset": "vmoe_digits", **kwargs})
 
 
+@pytest.mark.backend_free
 def test_the_classes_refuse_misspelt_arguments_too():
     with pytest.raises(ValueError, match=r"num_expert=8 \(nearest: num_experts"):
         ViTBackbone(num_expert=8)
@@ -408,6 +414,7 @@ def broken(folder, tmp_path):
     return copy
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "name", ["config.json", "model.weights.h5", "task.json", "task.weights.h5"]
 )
@@ -418,6 +425,7 @@ def test_a_missing_file_is_named(saved, tmp_path, name):
         models.from_preset(str(folder))
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "name", ["config.json", "task.json", "model.weights.h5", "task.weights.h5"]
 )
@@ -429,6 +437,7 @@ def test_a_truncated_file_is_named(saved, tmp_path, name):
         models.from_preset(str(folder))
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -445,6 +454,7 @@ def test_a_foreign_file_is_named(saved, tmp_path, name, content, message):
         models.from_preset(str(folder))
 
 
+@pytest.mark.backend_free
 def test_an_unknown_class_is_refused(saved, tmp_path):
     folder = broken(saved[0], tmp_path)
     config = json.loads((folder / "config.json").read_text())
@@ -454,6 +464,7 @@ def test_an_unknown_class_is_refused(saved, tmp_path):
         models.from_preset(str(folder))
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -529,6 +540,7 @@ def test_the_dtype_policy_is_saved(tmp_path, policy):
     assert loaded.dtype_policy.name == "float32"
 
 
+@pytest.mark.backend_free
 def test_what_a_caller_changes_stays_with_the_caller():
     mine = {"z": 0.5}
     backbone = models.from_preset("vmoe_digits", auxiliary_losses=mine)
@@ -572,6 +584,7 @@ def test_describe_counts_the_head_that_was_saved(tmp_path):
     assert found == model.backbone.count_params()
 
 
+@pytest.mark.backend_free
 def test_a_folder_that_is_no_preset_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json"):
         models.from_preset(str(tmp_path))
@@ -584,6 +597,7 @@ class Interrupted(BaseException):
     pass
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("at", ["save_weights", "rename"])
 def test_an_interrupted_save_leaves_the_old_preset_whole(tmp_path, monkeypatch, at):
     folder = tmp_path / "preset"
@@ -617,6 +631,7 @@ def test_an_interrupted_save_leaves_the_old_preset_whole(tmp_path, monkeypatch, 
     np.testing.assert_array_equal(loaded.predict(images(), verbose=0), expected)
 
 
+@pytest.mark.backend_free
 def test_a_save_killed_between_its_renames_loses_nothing(tmp_path):
     folder, previous = tmp_path / "preset", tmp_path / ".preset.previous-preset"
     model = digits_model()
@@ -636,6 +651,7 @@ def test_a_save_killed_between_its_renames_loses_nothing(tmp_path):
     )
 
 
+@pytest.mark.backend_free
 def test_reading_never_deletes(saved, tmp_path):
     folder = broken(saved[0], tmp_path)
     for name in (".copy.previous", ".copy.previous-preset"):
@@ -646,6 +662,7 @@ def test_reading_never_deletes(saved, tmp_path):
     assert (tmp_path / ".copy.previous-preset" / "notes.txt").exists()
 
 
+@pytest.mark.backend_free
 def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
     folder = tmp_path / "preset"
     digits_model().save_to_preset(folder)
@@ -659,6 +676,7 @@ def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
     assert isinstance(models.from_preset(str(folder)), ViTBackbone)
 
 
+@pytest.mark.backend_free
 def test_saving_over_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ValueError, match="older preset"):

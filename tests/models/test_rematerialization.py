@@ -22,10 +22,10 @@ def fitted(rematerialize):
     )
     model = ViTImageClassifier(backbone, 3)
     model.compile(optimizer=keras.optimizers.SGD(0.05))
-    shape = (6, *SMALL["image_shape"])
+    shape = (8, *SMALL["image_shape"])
     images = np.random.default_rng(0).normal(size=shape).astype("float32")
     history = model.fit(
-        images, np.arange(6) % 3, batch_size=4, epochs=2, shuffle=False, verbose=0
+        images, np.arange(8) % 3, batch_size=4, epochs=2, shuffle=False, verbose=0
     )
     weights = [keras.ops.convert_to_numpy(weight) for weight in model.variables]
     return history.history["loss"], weights

@@ -64,6 +64,7 @@ def plain(config):
     return json.loads(json.dumps(config))
 
 
+@pytest.mark.backend_free
 def test_every_argument_of_the_backbone_round_trips():
     backbone = ViTBackbone(**NOT_DEFAULT)
     config = backbone.get_config()
@@ -80,6 +81,7 @@ def test_every_argument_of_the_backbone_round_trips():
     assert moe.router.dropless
 
 
+@pytest.mark.backend_free
 def test_every_argument_of_the_classifier_round_trips():
     model = ViTImageClassifier(
         ViTBackbone(**SMALL),
@@ -103,6 +105,7 @@ def test_every_argument_of_the_classifier_round_trips():
     assert again.name == "mine"
 
 
+@pytest.mark.backend_free
 def test_losses_may_be_given_as_objects():
     backbone = ViTBackbone(**SMALL, auxiliary_losses=[losses.ZLoss(0.25)])
     again = ViTBackbone.from_config(plain(backbone.get_config()))
@@ -111,6 +114,7 @@ def test_losses_may_be_given_as_objects():
     assert loss.weight == 0.25
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "moe_layers", [range(1, 2), np.array([1]), {1}, (np.int64(1),), (i for i in [1])]
 )
@@ -119,11 +123,13 @@ def test_moe_layers_of_any_kind_are_saved_as_a_list(moe_layers):
     assert plain(backbone.get_config())["moe_layers"] == [1]
 
 
+@pytest.mark.backend_free
 def test_numpy_integers_are_integers():
     model = classifier(num_classes=np.int64(3), num_experts=np.int64(4))
     assert plain(model.get_config())["num_classes"] == 3
 
 
+@pytest.mark.backend_free
 def test_each_site_that_draws_has_a_seed_of_its_own():
     model = classifier(
         seed=5, dropout_rate=0.1, attention_dropout=0.1, expert_dropout=0.1
@@ -152,12 +158,14 @@ def test_the_defaults_train_under_every_policy():
         assert np.isfinite(history["loss"]).all()
 
 
+@pytest.mark.backend_free
 def test_a_dense_vit_is_the_same_class():
     backbone = ViTBackbone(**{**SMALL, "moe_layers": None})
     assert backbone.routing == {}
     assert not [w for w in backbone.weights if "router" in w.path]
 
 
+@pytest.mark.backend_free
 def test_weight_names_are_those_of_the_design():
     paths = [w.path for w in ViTBackbone(**SMALL).weights]
     for name in (
@@ -204,23 +212,28 @@ def test_routing_records_come_out_of_predict_with_uneven_batches():
         {},
         {"eval_capacity_factor": 1.0, "images_per_group": 3},
         {"images_per_group": None, "dispatcher": "einsum"},
-        {"class_token": False, "position_embedding": "sincos", "pooling": "average"},
-        {"pooling": "map", "representation_dim": 6},
-        {"dtype": "mixed_bfloat16"},
+        {
+            "class_token": False,
+            "position_embedding": "sincos",
+            "pooling": "average",
+            "dropout_rate": 0.1,
+            "attention_dropout": 0.1,
+            "expert_dropout": 0.1,
+        },
+        {"pooling": "map", "representation_dim": 6, "dtype": "mixed_bfloat16"},
         {"dtype": "bfloat16"},
-        {"dropout_rate": 0.1, "attention_dropout": 0.1, "expert_dropout": 0.1},
     ],
 )
 def test_a_tiny_fit_lowers_the_loss(kwargs):
     keras.utils.set_random_seed(0)
     model = classifier(seed=0, **kwargs)
-    x = images(batch=21)
+    # In batches of 8, of which the last is partial where groups may be, too.
+    x = images(batch=21 if not kwargs or "images_per_group" in kwargs else 24)
     y = (x[:, :8].mean(axis=(1, 2, 3)) > x[:, 8:].mean(axis=(1, 2, 3))).astype("int32")
     # Adam's 1 - 0.999^t is 0 in bfloat16, so there it would not move.
     adam = kwargs.get("dtype") != "bfloat16"
     optimizer = keras.optimizers.Adam(1e-2) if adam else keras.optimizers.SGD(0.3)
     model.compile(optimizer=optimizer)
-    # 21 images in batches of 8: the last one is partial.
     history = model.fit(x, y, batch_size=8, epochs=12, verbose=0).history["loss"]
     assert history[-1] < 0.8 * history[0]
     assert np.isfinite(model.evaluate(x, y, batch_size=8, verbose=0)).all()
@@ -322,9 +335,9 @@ def test_nan_images_give_nan_for_themselves_alone():
 def test_one_argument_switches_the_router(name, tmp_path):
     """Builds, trains, predicts image by image, and loads again."""
     model = classifier(router=name, seed=0)
-    labels = np.array([0, 1, 2, 0, 1])
+    labels = np.array([0, 1, 2, 0])
     model.compile(optimizer=keras.optimizers.Adam(1e-2), loss=model.loss)
-    losses = model.fit(images(), labels, batch_size=4, epochs=3, verbose=0).history
+    losses = model.fit(images(4), labels, batch_size=4, epochs=4, verbose=0).history
     assert losses["loss"][-1] < losses["loss"][0]
     predicted = model.predict(images(), verbose=0)
     model.save(tmp_path / "model.keras")
@@ -348,6 +361,7 @@ def test_all_routers_cost_alike():
         assert capacity == 56, name  # 54, as a multiple of 4
 
 
+@pytest.mark.backend_free
 def test_which_losses_auto_means():
     def names(**kwargs):
         moe = ViTBackbone(**SMALL, **kwargs).get_layer("block_1").feed_forward
@@ -362,6 +376,7 @@ def test_which_losses_auto_means():
     ]
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -382,6 +397,7 @@ def test_routers_refuse_what_they_cannot_do(arguments, message):
     assert "Expected" in str(error.value)
 
 
+@pytest.mark.backend_free
 def test_options_reach_the_router_and_round_trip():
     options = {"affinity": SinkhornAffinity(9), "noise_std": 0.25}
     backbone = ViTBackbone(

@@ -52,28 +52,28 @@ def test_a_checkpoint_becomes_a_preset(tmp_path):
     assert len(report["weights"]) == len(np.load(source).files)
 
 
-def test_keras_hubs_own_model_is_compared(tmp_path):
+def test_keras_hubs_own_model_is_compared(tmp_path, convert):
     randomized(hub_vit()).save_to_preset(tmp_path / "hub")
-    result = run("tools/convert.py", tmp_path / "hub", tmp_path / "out", "--quiet")
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "equal the source's own model" in result.stdout
-    assert "patch_embedding" not in result.stdout
+    status, stdout, stderr = convert(tmp_path / "hub", tmp_path / "out", "--quiet")
+    assert status == 0, stderr
+    assert "equal the source's own model" in stdout
+    assert "patch_embedding" not in stdout
 
 
-def test_a_failure_leaves_nothing(tmp_path):
+def test_a_failure_leaves_nothing(tmp_path, convert):
     arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
     np.savez(tmp_path / "vit.npz", left=np.zeros(3), **arrays)
-    result = run("tools/convert.py", tmp_path / "vit.npz", tmp_path / "out")
-    assert result.returncode == 1
-    assert "left over" in result.stderr
-    assert "Traceback" not in result.stderr
+    status, _, stderr = convert(tmp_path / "vit.npz", tmp_path / "out")
+    assert status == 1
+    assert "left over" in stderr
+    assert "Traceback" not in stderr
     assert not (tmp_path / "out").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("mine")
     source = CHECKPOINTS / "vit_classic.npz"
-    result = run("tools/convert.py", source, tmp_path / "other")
-    assert result.returncode == 1
-    assert "a new folder or an older preset" in result.stderr
+    status, _, stderr = convert(source, tmp_path / "other")
+    assert status == 1
+    assert "a new folder or an older preset" in stderr
 
 
 def test_the_source_is_never_replaced(tmp_path, convert):

@@ -6,6 +6,8 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import keras
 import pytest
@@ -165,3 +167,48 @@ def test_the_runner_adds_up_pytests_closing_lines():
     both = [outcome("jax", 1, first, 3.0), outcome("torch", 0, second, 62.0)]
     line = closing(both, 65.0)
     assert line == "1 failed, 50 passed, 2 warnings in 65.00s (0:01:05)"
+    parts = [outcome("jax", status, first, 3.0) for status in (0, 2)]
+    assert tool["together"]("jax", parts) == ("jax", 2, first + first, 6.0)
+
+
+@pytest.mark.backend_free
+def test_parts_of_the_suite_are_all_of_it():
+    hook = runpy.run_path(str(ROOT / "tests" / "conftest.py"))[
+        "pytest_collection_modifyitems"
+    ]
+
+    class Item(NamedTuple):
+        path: str
+        number: int
+        free: bool
+
+        def get_closest_marker(self, name):
+            return name == "backend_free" and self.free
+
+    every = [Item(file, i, i == 0 or file == "c") for file in "abcd" for i in range(3)]
+
+    def collected(part, skip):
+        options = {"--skip-backend-free": skip, "--part": part}
+        deselected = []
+        config = SimpleNamespace(
+            getoption=options.get,
+            stash={},
+            hook=SimpleNamespace(
+                pytest_deselected=lambda items: deselected.extend(items)
+            ),
+        )
+        items = list(every)
+        hook(config, items)
+        assert sorted(items + deselected) == every
+        return items, [*config.stash.values()]
+
+    for skip in (False, True):
+        whole, _ = collected((1, 1), skip)
+        assert whole == [item for item in every if not (skip and item.free)]
+        parts = [collected((number, 2), skip)[0] for number in (1, 2)]
+        assert {item.path for item in parts[0]}.isdisjoint(x.path for x in parts[1])
+        assert sorted(parts[0] + parts[1]) == whole
+    # No tests at all are an error, but not where another part has them.
+    assert collected((5, 5), False) == ([], [True])
+    every = []
+    assert collected((1, 2), False) == ([], [False])

@@ -19,6 +19,8 @@ from keras_moe.models.conversion.vmoe_checkpoint import VMoECheckpoint
 from tests import golden
 from tests.models.conversion.writers import write_folder, write_vmoe
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 CHECKPOINTS = golden.FOLDER / "07_checkpoints"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 HALF = [0.5] * 3
@@ -80,6 +82,7 @@ def test_every_leaf_of_a_vmoe_checkpoint_is_read_whole():
         np.testing.assert_allclose(total, expected[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("version", ["20220622", None])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_slices_may_lie_in_any_shard(tmp_path, version, dtype):
@@ -138,6 +141,7 @@ def test_models_of_vmoes_code(tmp_path, case):
         assert report.arguments["router_options"]["num_slots"] == 3
 
 
+@pytest.mark.backend_free
 def test_released_names_say_what_weights_do_not(tmp_path):
     for file in (CHECKPOINTS / "vmoe_tiny").iterdir():
         name = file.name.replace("vmoe_tiny", "vmoe_b16_imagenet21k_randaug_strong")
@@ -284,6 +288,7 @@ def test_positions_are_resized_as_the_releases_do_it(tmp_path, case):
     np.testing.assert_allclose(found, new, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.backend_free
 def test_a_new_pooling_comes_with_a_new_head():
     source = str(CHECKPOINTS / "vit_classic.npz")
     model, report = models.convert(source, num_classes=3, pooling="map")
@@ -293,6 +298,7 @@ def test_a_new_pooling_comes_with_a_new_head():
         models.convert(source, pooling="map")
 
 
+@pytest.mark.backend_free
 def test_upcycled_arguments_are_refused_rather_than_left_empty():
     with pytest.raises(ValueError, match=r"none for 'block_1/moe"):
         models.convert(str(CHECKPOINTS / "vit_classic.npz"), moe_layers=[1])
@@ -393,6 +399,7 @@ def test_layer_scale_becomes_part_of_the_kernels(tmp_path):
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("architecture", "activation", "epsilon"),
     [
@@ -424,6 +431,7 @@ def test_positions_without_a_row_for_the_class_token(tmp_path):
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_tensors(tmp_path, dtype):
     exact = {}
