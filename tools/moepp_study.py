@@ -57,6 +57,7 @@ VANILLA = {
     "constant_experts": 0,
     "gating_residual": False,
 }
+NO_RESIDUALS = "no gating residuals"
 PICTURE_IMAGES = 12
 
 
@@ -67,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--output", type=Path, default=Path("moepp_study"))
     parser.add_argument("--taus", type=float, nargs="+", default=list(TAUS))
+    parser.add_argument(
+        "--only", nargs="+", metavar="MODEL", help="of the models that train, by name"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -92,7 +96,8 @@ def main(argv: list[str] | None = None) -> int:
         if "training" in args.parts:
             results["training"] = Training(args).run(console)
             print_training(results["training"], console)
-        if {"speed", "training"} <= set(results):
+        is_whole = {"speed", "training"} <= set(results) and not args.only
+        if is_whole:
             picture = args.output / "tau.png"
             plots.plot_tau_study(results["speed"], results["training"], picture)
             console.print(f"picture   {picture}")
@@ -210,7 +215,17 @@ class Training:
         ):  # fmt: skip
             counts = {f"{kind}_experts": n * (kind in kept) for kind, n in full.items()}
             self.configurations[f"only {' and '.join(kept)}"] = counts
-        self.configurations["no gating residuals"] = {"gating_residual": False}
+        self.configurations[NO_RESIDUALS] = {"gating_residual": False}
+        if args.only:
+            unknown = sorted(set(args.only) - set(self.configurations))
+            if unknown:
+                raise ValueError(
+                    f"Expected models of {', '.join(self.configurations)}; "
+                    f"received: {', '.join(unknown)}"
+                )
+            self.configurations = {
+                name: self.configurations[name] for name in args.only
+            }
 
     def run(self, console: Console) -> dict:
         """Trains what is not there yet, and draws."""
@@ -346,14 +361,16 @@ class Training:
 
     def draw(self) -> list[Path]:
         """Compute over images, loads by kind, and scores with and without residuals."""
-        output, full = self.args.output, f"tau={TAU:g}"
-        found = {}
-        for name in (full, "no gating residuals"):
+        output, found = self.args.output, {}
+        labels = {f"tau={TAU:g}": "with gating residuals", NO_RESIDUALS: "without"}
+        for name in filter(self.configurations.get, labels):
             settings = self.settings(name, self.configurations[name], seed=0)
             path, arrays = self.paths(settings)
             with np.load(arrays, allow_pickle=False) as stored:
                 found[name] = (read_result(path, settings), dict(stored))
-        result, arrays = found[full]
+        if not found:
+            return []
+        result, arrays = next(iter(found.values()))
         paths = [output / f"{name}.png" for name in ("compute", "loads", "scores")]
         plots.plot_compute_maps(arrays["images"], arrays["maps"], paths[0])
         loads = {
@@ -361,10 +378,8 @@ class Training:
         }
         plots.plot_load_by_kind(loads, paths[1])
         scores = {
-            label: analysis.RoutingScores(kept["highest"], kept["second"])
-            for label, (_, kept) in zip(
-                ("with gating residuals", "without"), found.values()
-            )
+            labels[name]: analysis.RoutingScores(kept["highest"], kept["second"])
+            for name, (_, kept) in found.items()
         }
         plots.plot_routing_scores(scores, paths[2], title="Gates of the last MoE block")
         return paths
