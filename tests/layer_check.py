@@ -13,6 +13,8 @@ from tests.training_gradients import training_gradients
 
 # Arguments of a layer's base class that it refuses.
 NOT_TAKEN = {"PathwayAwareRouter": ("capacity", "num_modalities", "expert_pools")}
+# Ends of the paths of weights that route.
+FLOAT32 = ("router/kernel", "router/slots", "gate/kernel_0", "gate/kernel_1")
 POLICIES = ("float32", "mixed_bfloat16", "bfloat16")
 
 
@@ -20,7 +22,7 @@ def check_layer(
     make: Callable[..., keras.layers.Layer],
     inputs: np.ndarray,
     folder: Path,
-    float32_weights: tuple[str, ...] = ("router/kernel", "router/slots"),
+    float32_weights: tuple[str, ...] = FLOAT32,
     no_gradient: tuple[str, ...] = (),
 ) -> None:
     """Checks build, shapes, dtypes, config, saving, gradients and compilation.

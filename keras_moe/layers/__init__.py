@@ -4,10 +4,12 @@ from keras_moe.layers.activations import gelu_tanh, quick_gelu
 from keras_moe.layers.block_plan import resolve_moe_layers
 from keras_moe.layers.class_token import ClassToken
 from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
+from keras_moe.layers.expert_coefficients import ExpertCoefficients
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
+from keras_moe.layers.mumoe import MultilinearExperts, MuMoE, MuMoEBlock
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.patch_embedding import (
     PatchEmbedding,
@@ -29,10 +31,14 @@ __all__ = [
     "AttentionPooling",
     "ClassToken",
     "EncoderBlock",
+    "ExpertCoefficients",
     "Experts",
     "LayerNorm",
     "MoE",
     "MoEEncoderBlock",
+    "MuMoE",
+    "MuMoEBlock",
+    "MultilinearExperts",
     "PatchEmbedding",
     "PerExpert",
     "PositionEmbedding",

@@ -7,6 +7,7 @@ from keras_moe.ops.dispatch import (
     dispatch,
     dispatch_einsum,
 )
+from keras_moe.ops.entmax import entmax
 from keras_moe.ops.expert_choice import expert_choice
 from keras_moe.ops.expert_kinds import KINDS, ExpertKinds, expert_kinds
 from keras_moe.ops.grouped_matmul import grouped_matmul
@@ -47,6 +48,7 @@ __all__ = [
     "dispatch",
     "dispatch_einsum",
     "dropless_token_choice",
+    "entmax",
     "expert_capacity",
     "expert_choice",
     "expert_kinds",

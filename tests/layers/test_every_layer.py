@@ -8,10 +8,13 @@ from keras_moe.layers import (
     AttentionPooling,
     ClassToken,
     EncoderBlock,
+    ExpertCoefficients,
     Experts,
     LayerNorm,
     MoE,
     MoEEncoderBlock,
+    MuMoE,
+    MuMoEBlock,
     PatchEmbedding,
     PositionEmbedding,
     SelfAttention,
@@ -165,6 +168,33 @@ def moe_plus_plus(**kwargs):
     )
 
 
+def mumoe(**kwargs):
+    return MuMoE(
+        5,
+        num_experts=(4, 2),
+        factorization="tr",
+        rank=(2, 3, 2, 3),
+        activation="softmax",
+        normalization="layer",
+        use_bias=False,
+        expert_noise=0.5,
+        **kwargs,
+    )
+
+
+def mumoe_block(**kwargs):
+    return MuMoEBlock(
+        16,
+        5,
+        num_experts=4,
+        factorization="tucker",
+        rank=(2, 3, 4),
+        hidden_activation="relu",
+        input_norm=True,
+        **kwargs,
+    )
+
+
 def mlp(**kwargs):
     return MLP(mlp_dim=16, activation="relu", dropout=0.1, seed=2, **kwargs)
 
@@ -196,10 +226,15 @@ MAKERS = {
     "EncoderBlock": lambda **kw: EncoderBlock(
         attention(dtype=kw.get("dtype")), mlp(dtype=kw.get("dtype")), **BLOCK, **kw
     ),
+    "ExpertCoefficients": lambda **kw: ExpertCoefficients(
+        (4, 2), activation="softmax", normalization=None, **kw
+    ),
     "Experts": experts,
     "LayerNorm": lambda **kw: LayerNorm(epsilon=1e-3, center=False, **kw),
     "MoE": moe,
     "MoE of several kinds": moe_plus_plus,
+    "MuMoE": mumoe,
+    "MuMoEBlock": mumoe_block,
     "MoEEncoderBlock": lambda **kw: MoEEncoderBlock(
         TokenMLP(mlp_dim=5, dtype=kw.get("dtype")),
         moe(dtype=kw.get("dtype")),
@@ -249,8 +284,8 @@ def test_every_public_layer_is_checked():
         if isinstance(getattr(module, name), type)
         and issubclass(getattr(module, name), keras.layers.Layer)
     }
-    # Zero-computation experts take weights beside their input: "of several kinds".
-    public -= {"Router", "SparseRouter", "ZeroComputationExperts"}
+    # These take weights beside their input: MoE "of several kinds" and MuMoE have them.
+    public -= {"Router", "SparseRouter", "ZeroComputationExperts", "MultilinearExperts"}
     assert public == {name for name in MAKERS if " " not in name}
 
 

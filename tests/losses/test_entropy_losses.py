@@ -622,9 +622,10 @@ def test_no_loss_fits_routers_with_logits_by_slot(name):
         EVERY[name].check_router(SoftRouter())
 
 
-@pytest.mark.parametrize(
-    "name", ["load", "target_entropy", "merged_entropy", "aggregate"]
-)
+NEED_K = ("load", "heterogeneous_balance", "target_entropy", "merged_entropy")
+
+
+@pytest.mark.parametrize("name", [*NEED_K, "aggregate"])
 def test_some_losses_need_the_number_of_selected_experts(name):
     loss = EVERY[name]
     if name == "aggregate":
@@ -638,11 +639,7 @@ def test_some_losses_need_the_number_of_selected_experts(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name in EVERY
-        if name not in ("load", "target_entropy", "merged_entropy")
-    ],
+    [name for name in EVERY if name not in NEED_K],
 )
 def test_the_others_do_not(name):
     EVERY[name].check_router(ExpertChoiceRouter())

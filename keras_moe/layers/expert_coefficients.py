@@ -1,0 +1,232 @@
+"""muMoE's gating: from an input to the coefficients of its experts.
+
+Axes: L levels of hierarchy, N_l experts of a level, E all experts, I inputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.layers import activations
+from keras_moe.ops.checks import check_integer, check_one_of
+from keras_moe.ops.entmax import entmax
+from keras_moe.ops.routing import Routing
+
+NORMALIZATIONS = ("batch", "layer", None)
+_EPSILON = 1e-5
+_MOMENTUM = 0.9
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class ExpertCoefficients(keras.layers.Layer):
+    """Coefficients of experts at each level: `activation(norm(x G_l))`.
+
+    The gating weights begin at zero, so that all coefficients begin equal. The
+    arithmetic is float32 under every dtype policy.
+
+    Args:
+        num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
+        activation: `"entmax"` (alpha = 1.5), `"softmax"`, or a registered callable
+            over the last axis.
+        normalization: of the logits: `"batch"` over batch and tokens, `"layer"` over
+            experts, both without scale and offset, or None.
+        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+
+    Call arguments:
+        inputs: (..., I).
+        training: whether batch statistics are those of the batch, and are kept.
+
+    Output shape:
+        `(coefficients, Routing)`: a list of float32 (..., N_l), and a record whose
+        expert axis has all N_1 x ... x N_L experts.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Reference:
+        *Multilinear Mixture of Experts*, section 3.1 and appendix H.3.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import ExpertCoefficients
+    >>> gate = ExpertCoefficients((4, 2))
+    >>> coefficients, routing = gate(np.ones((1, 3, 8), "float32"))
+    >>> [tuple(value.shape) for value in coefficients], tuple(routing.gates.shape)
+    ([(1, 3, 4), (1, 3, 2)], (1, 3, 8))
+    """
+
+    def __init__(
+        self,
+        num_experts: Any,
+        activation: Any = "entmax",
+        normalization: str | None = "batch",
+        **kwargs,
+    ):
+        kwargs["dtype"] = "float32"
+        super().__init__(**kwargs)
+        self.num_experts = check_levels(num_experts)
+        self.activation = coefficient_activation(activation)
+        self.normalization = check_one_of(
+            "normalization", normalization, NORMALIZATIONS
+        )
+
+    def build(self, input_shape):
+        inputs = input_shape[-1]
+        self.kernels = [
+            self.add_weight(
+                name=f"kernel_{level}",
+                shape=(inputs, count),
+                initializer="zeros",
+                autocast=False,
+            )
+            for level, count in enumerate(self.num_experts)
+        ]
+        self.means, self.variances = [], []
+        if self.normalization != "batch":
+            return
+        for level, count in enumerate(self.num_experts):
+            for name, initializer, variables in (
+                ("mean", "zeros", self.means),
+                ("variance", "ones", self.variances),
+            ):
+                variables.append(
+                    self.add_weight(
+                        name=f"moving_{name}_{level}",
+                        shape=(count,),
+                        initializer=initializer,
+                        trainable=False,
+                        autocast=False,
+                    )
+                )
+
+    def call(
+        self, inputs: Any, training: bool | None = None
+    ) -> tuple[list[Any], Routing]:
+        logits = [ops.matmul(inputs, kernel) for kernel in self.kernels]
+        normalised = [
+            self._normalise(level, x, training) for level, x in enumerate(logits)
+        ]
+        coefficients = [self.activation(x) for x in normalised]
+        gates = _outer(coefficients, ops.multiply)
+        return coefficients, Routing(
+            logits=_outer(logits, ops.add),
+            noisy_logits=_outer(normalised, ops.add),
+            affinity=gates,
+            gates=gates,
+            dispatched=ops.cast(gates > 0, "float32"),
+            combined=gates,
+        )
+
+    def _normalise(self, level, x, training):
+        if self.normalization is None:
+            return x
+        if self.normalization == "layer":
+            mean = ops.mean(x, axis=-1, keepdims=True)
+            variance = ops.mean(ops.square(x - mean), axis=-1, keepdims=True)
+        elif training and self.trainable:
+            axes = tuple(range(len(x.shape) - 1))
+            mean = ops.mean(x, axis=axes)
+            variance = ops.mean(ops.square(x - mean), axis=axes)
+            self._keep(level, mean, variance, ops.size(x) // x.shape[-1])
+        else:
+            mean, variance = self.means[level], self.variances[level]
+        return (x - mean) * ops.rsqrt(variance + _EPSILON)
+
+    def _keep(self, level, mean, variance, count):
+        """Moves the statistics. The kept variance is the unbiased one, as PyTorch's."""
+        count = ops.cast(count, "float32")
+        variance = variance * count / ops.maximum(count - 1.0, 1.0)
+        for kept, new in (
+            (self.means[level], mean),
+            (self.variances[level], variance),
+        ):
+            new = ops.stop_gradient(new)
+            kept.assign(_MOMENTUM * kept + (1.0 - _MOMENTUM) * new)
+
+    def compute_output_spec(self, inputs, training=None):
+        leading = tuple(inputs.shape[:-1])
+        coefficients = [
+            keras.KerasTensor((*leading, count), "float32")
+            for count in self.num_experts
+        ]
+        shape = (*leading, total_experts(self.num_experts))
+        return coefficients, Routing(
+            *(keras.KerasTensor(shape, "float32") for _ in Routing._fields)
+        )
+
+    def parameters(self, dim: int) -> int:
+        """The number of parameters for inputs of size `dim`."""
+        return dim * sum(self.num_experts)
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            num_experts=self.num_experts,
+            activation=serialize_activation(self.activation),
+            normalization=self.normalization,
+        )
+        return config
+
+
+def check_levels(num_experts: Any) -> tuple[int, ...]:
+    """The number of experts of each level, from an int or a sequence of them."""
+    if isinstance(num_experts, (list, tuple)):
+        if not num_experts:
+            raise ValueError(
+                "Expected num_experts to be an integer or one for each level; "
+                f"received: num_experts={num_experts}"
+            )
+        return tuple(check_integer("num_experts", count) for count in num_experts)
+    return (check_integer("num_experts", num_experts),)
+
+
+def total_experts(num_experts: tuple[int, ...]) -> int:
+    """E, the product over levels."""
+    total = 1
+    for count in num_experts:
+        total *= count
+    return total
+
+
+def _outer(values, combine):
+    """One value for each expert of all levels: (..., N_1), ... to (..., E)."""
+    total = values[0]
+    for value in values[1:]:
+        total = combine(total[..., :, None], value[..., None, :])
+        total = ops.reshape(
+            total, (*ops.shape(value)[:-1], total.shape[-2] * total.shape[-1])
+        )
+    return total
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+def entmax15(x: Any) -> Any:
+    """`keras_moe.ops.entmax` with alpha = 1.5, muMoE's activation.
+
+    Args:
+        x: a float tensor.
+
+    Returns:
+        A tensor like `x`, of which each row sums to 1.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers.expert_coefficients import entmax15
+    >>> np.array(entmax15(np.array([[0.0, 0.0]], "float32"))).tolist()
+    [[0.5, 0.5]]
+    """
+    return entmax(x, 1.5)
+
+
+def coefficient_activation(identifier: Any) -> Callable:
+    """The activation of this name: `"entmax"`, or any of `activations`."""
+    return entmax15 if identifier == "entmax" else activations.get(identifier)
+
+
+def serialize_activation(activation: Callable) -> Any:
+    """The name or config from which `coefficient_activation` makes it again."""
+    return "entmax" if activation is entmax15 else activations.serialize(activation)

@@ -1,0 +1,111 @@
+"""alpha-entmax: between softmax, which is dense, and sparsemax."""
+
+import numbers
+from typing import Any
+
+from keras import ops
+
+# Newton's steps; each doubles the digits near the threshold.
+_STEPS = 10
+
+
+def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
+    """The alpha-entmax of logits: a distribution with zeros.
+
+    `p_i = max((alpha - 1) z_i - tau, 0) ** (1 / (alpha - 1))` with the threshold tau
+    at which it sums to 1. At alpha = 2 it is sparsemax; softmax is the limit at 1. The
+    threshold is found by Newton's steps on the convex norm
+    `|max((alpha - 1) z - tau, 0)|_q = 1`, q = 1 / (alpha - 1), from below, where they
+    cannot overshoot. The gradient is exact.
+
+    Args:
+        logits: a float tensor; half precision is computed in float32.
+        alpha: in (1, 2].
+        axis: over which the result sums to 1.
+
+    Returns:
+        A tensor like `logits`.
+
+    Raises:
+        ValueError: if `alpha` is out of range.
+
+    Reference:
+        *Sparse Sequence-to-Sequence Models* (Peters, Niculae, Martins); muMoE's expert
+        coefficients.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops import entmax
+    >>> np.array(entmax(np.array([1.0, 1.0, -1.0], "float32"))).tolist()
+    [0.5, 0.5, 0.0]
+    """
+    is_number = isinstance(alpha, numbers.Real) and not isinstance(alpha, bool)
+    if not is_number or not 1 < alpha <= 2:
+        raise ValueError(f"Expected 1 < alpha <= 2; received: alpha={alpha!r}")
+    alpha = float(alpha)
+    logits = ops.convert_to_tensor(logits)
+    dtype = logits.dtype
+    scores = ops.moveaxis(ops.cast(logits, "float32"), axis, -1)
+    gates = _entmax(scores, alpha)
+    return ops.cast(ops.moveaxis(gates, -1, axis), dtype)
+
+
+def _entmax(scores, alpha):
+    power = 1.0 / (alpha - 1.0)
+
+    @ops.custom_gradient
+    def forward(scores):
+        # Only differences count, and the largest becomes 0: nothing overflows.
+        top = ops.max(scores, axis=-1, keepdims=True)
+        scaled = (alpha - 1.0) * (scores - top)
+        # The largest alone would give 1 at this threshold, so the sum is at least 1.
+        tau = -ops.ones_like(top)
+        for _ in range(_STEPS):
+            rest = ops.maximum(scaled - tau, 0.0)
+            tau = tau + _newton_step(rest, power)
+        gates = _power(ops.maximum(scaled - tau, 0.0), power)
+        gates = gates / ops.sum(gates, axis=-1, keepdims=True)
+
+        def gradient(*args, upstream=None):
+            if upstream is None:
+                (upstream,) = args
+            # Of what is chosen; p ** (2 - alpha).
+            chosen = gates > 0
+            slope = ops.where(
+                chosen, _power(ops.where(chosen, gates, 1.0), 2.0 - alpha), 0.0
+            )
+            mean = ops.sum(upstream * slope, axis=-1, keepdims=True)
+            mean = mean / ops.sum(slope, axis=-1, keepdims=True)
+            return slope * (upstream - mean)
+
+        return gates, gradient
+
+    return forward(scores)
+
+
+def _newton_step(rest, power):
+    """How far the threshold rises: (|rest|_q - 1) / -(d|rest|_q / d tau)."""
+    # By the largest: a high power of the others would vanish beside it otherwise.
+    top = ops.max(rest, axis=-1, keepdims=True)
+    share = rest / top
+    total = ops.sum(_power(share, power), axis=-1, keepdims=True)
+    norm = top * _power(total, 1.0 / power)
+    # sum(share ** (q - 1)) / total ** ((q - 1) / q): the norm's slope.
+    counted = ops.where(share > 0, _power(share, power - 1.0), 0.0)
+    slope = ops.sum(counted, axis=-1, keepdims=True)
+    slope = slope / _power(total, (power - 1.0) / power)
+    return (norm - 1.0) / slope
+
+
+def _power(x, exponent):
+    """x ** exponent for x of at least 0, by cheaper means where there are some."""
+    if exponent == 0:
+        return ops.ones_like(x)
+    if exponent == 0.5:
+        return ops.sqrt(x)
+    if exponent == 1:
+        return x
+    if exponent == 2:
+        return x * x
+    return ops.power(x, exponent)

@@ -1,0 +1,264 @@
+"""muMoE's forward passes: a product of expert coefficients, input and weight tensor.
+
+`y_o = sum over n_1 ... n_L, i of W[n_1, ..., n_L, i, o] a^1[n_1] ... a^L[n_L] x[i]`,
+computed in factorised form: no tensor of size N x I x O is built.
+
+Axes: L levels of hierarchy, N_l experts of a level, I inputs, O units, R ranks.
+"""
+
+import math
+import string
+from typing import Any
+
+from keras import ops
+
+FACTORIZATIONS = ("cp", "tr", "tucker", None)
+
+
+def factor_shapes(
+    factorization: str | None,
+    num_experts: tuple[int, ...],
+    inputs: int,
+    units: int,
+    rank: Any,
+) -> list[tuple[int, ...]]:
+    """The shapes of a weight tensor's factors: one per level, input, output.
+
+    Args:
+        factorization: `"cp"`, `"tr"`, `"tucker"` or None.
+        num_experts: N_1, ..., N_L.
+        inputs: I, a constant input for the bias included.
+        units: O.
+        rank: CP's R; TR's R_1, ..., R_(L+2); Tucker's R_1, ..., R_(L+2).
+
+    Returns:
+        CP: (N_l, R) ..., (I, R), (O, R). TR: (R_l, N_l, R_(l+1)) ...,
+        (R_(L+1), I, R_(L+2)), (R_(L+2), O, R_1). Tucker: (N_l, R_l) ...,
+        (I, R_(L+1)), (O, R_(L+2)), and the core of all ranks. None: the tensor.
+
+    Reference:
+        *Multilinear Mixture of Experts*, section 3.1.1 and appendix C.
+
+    Example:
+
+    >>> from keras_moe.ops.multilinear import factor_shapes
+    >>> factor_shapes("tr", (64,), 769, 1000, (4, 4, 512))
+    [(4, 64, 4), (4, 769, 512), (512, 1000, 4)]
+    """
+    modes = (*num_experts, inputs, units)
+    if factorization is None:
+        return [modes]
+    if factorization == "cp":
+        return [(size, rank) for size in modes]
+    if factorization == "tr":
+        following = (*rank[1:], rank[0])
+        return list(zip(rank, modes, following))
+    return [*zip(modes, rank), tuple(rank)]
+
+
+def multilinear(
+    inputs: Any, coefficients: list[Any], factors: list[Any], factorization: str | None
+) -> Any:
+    """muMoE's forward pass of one layer.
+
+    Args:
+        inputs: (..., I).
+        coefficients: for each level, (..., N_l).
+        factors: of `factor_shapes`.
+        factorization: `"cp"`, `"tr"`, `"tucker"` or None.
+
+    Returns:
+        (..., O).
+
+    Reference:
+        *Multilinear Mixture of Experts*, equations 1 to 3 and 15 to 18, appendix B.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.multilinear import multilinear
+    >>> factors = [np.ones((2, 1)), np.array([[3.0]]), np.array([[5.0]])]
+    >>> float(multilinear(np.ones((1, 1)), [np.ones((1, 2)) / 2], factors, "cp")[0, 0])
+    15.0
+    """
+    return _FORWARD[factorization](inputs, coefficients, factors)
+
+
+def _cp(inputs, coefficients, factors):
+    # Equation 2: everything is one elementwise product of rank R.
+    *experts, of_input, of_output = factors
+    product = ops.matmul(inputs, of_input)
+    for coefficient, factor in zip(coefficients, experts):
+        product = product * ops.matmul(coefficient, factor)
+    return ops.matmul(product, ops.transpose(of_output))
+
+
+def _tr(inputs, coefficients, factors):
+    # Equation 3: matrices from the experts' cores, one from the input's; the ring
+    # closes in the output's core.
+    *experts, of_input, of_output = factors
+    chain = None
+    for coefficient, core in zip(coefficients, experts):
+        matrix = _contract(coefficient, core)
+        chain = matrix if chain is None else ops.matmul(chain, matrix)
+    chain = ops.matmul(chain, _contract(inputs, of_input))
+    last, units, first = of_output.shape
+    closing = ops.reshape(ops.transpose(of_output, (2, 0, 1)), (first * last, units))
+    leading = ops.shape(inputs)[:-1]
+    return ops.matmul(ops.reshape(chain, (*leading, first * last)), closing)
+
+
+def _contract(vectors, core):
+    """(..., N) and (R, N, S) to (..., R, S)."""
+    rows, size, columns = core.shape
+    matrix = ops.reshape(ops.transpose(core, (1, 0, 2)), (size, rows * columns))
+    outputs = ops.matmul(vectors, matrix)
+    return ops.reshape(outputs, (*ops.shape(vectors)[:-1], rows, columns))
+
+
+def _tucker(inputs, coefficients, factors):
+    *experts, of_input, of_output, core = factors
+    reduced = [ops.matmul(a, factor) for a, factor in zip(coefficients, experts)]
+    reduced.append(ops.matmul(inputs, of_input))
+    return ops.matmul(_apply(core, reduced), ops.transpose(of_output))
+
+
+def _full(inputs, coefficients, factors):
+    (tensor,) = factors
+    return _apply(tensor, [*coefficients, inputs])
+
+
+def _apply(tensor, vectors):
+    """A tensor of modes (M_1, ..., M_K, O) times a vector (..., M_k) for each mode."""
+    first, *others = vectors
+    size, *rest = tensor.shape
+    leading = ops.shape(first)[:-1]
+    result = ops.matmul(first, ops.reshape(tensor, (size, math.prod(rest))))
+    for vector in others:
+        size, *rest = rest
+        result = ops.reshape(result, (*leading, size, math.prod(rest)))
+        result = ops.squeeze(ops.matmul(vector[..., None, :], result), axis=-2)
+    return result
+
+
+_FORWARD = {"cp": _cp, "tr": _tr, "tucker": _tucker, None: _full}
+
+
+def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> Any:
+    """One expert's matrix (I, O), for inspection.
+
+    Args:
+        factors: of `factor_shapes`.
+        index: the expert's place at each level.
+        factorization: `"cp"`, `"tr"`, `"tucker"` or None.
+
+    Returns:
+        (I, O); with a bias, its last row.
+
+    Reference:
+        *Multilinear Mixture of Experts*, equations 6 and 8.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.multilinear import expert_matrix
+    >>> factors = [np.array([[1.0], [2.0]]), np.array([[3.0]]), np.array([[5.0]])]
+    >>> float(expert_matrix(factors, (1,), "cp")[0, 0])
+    30.0
+    """
+    if factorization is None:
+        return factors[0][tuple(index)]
+    if factorization == "cp":
+        *experts, of_input, of_output = factors
+        scale = 1.0
+        for place, factor in zip(index, experts):
+            scale = scale * factor[place]
+        return ops.matmul(of_input * scale, ops.transpose(of_output))
+    if factorization == "tr":
+        *experts, of_input, of_output = factors
+        chain = None
+        for place, core in zip(index, experts):
+            matrix = core[:, place]
+            chain = matrix if chain is None else ops.matmul(chain, matrix)
+        return ops.einsum("ab,bic,coa->io", chain, of_input, of_output)
+    *experts, of_input, of_output, core = factors
+    for place, factor in zip(index, experts):
+        core = ops.tensordot(factor[place], core, axes=[[0], [0]])
+    return ops.matmul(ops.matmul(of_input, core), ops.transpose(of_output))
+
+
+def dense_tensor(factors: list[Any], factorization: str | None) -> Any:
+    """The whole weight tensor (N_1, ..., N_L, I, O), for tests of small ones.
+
+    Args:
+        factors: of `factor_shapes`.
+        factorization: `"cp"`, `"tr"`, `"tucker"` or None.
+
+    Returns:
+        The tensor.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.multilinear import dense_tensor
+    >>> factors = [np.ones((2, 3)), np.ones((4, 3)), np.ones((5, 3))]
+    >>> tuple(dense_tensor(factors, "cp").shape)
+    (2, 4, 5)
+    """
+    if factorization is None:
+        return factors[0]
+    letters = string.ascii_lowercase
+    if factorization == "cp":
+        modes = letters[: len(factors)]
+        terms = ",".join(f"{mode}z" for mode in modes)
+        return ops.einsum(f"{terms}->{modes}", *factors)
+    if factorization == "tr":
+        count = len(factors)
+        modes, ranks = letters[:count], letters[count : 2 * count]
+        terms = ",".join(
+            f"{ranks[k]}{modes[k]}{ranks[(k + 1) % count]}" for k in range(count)
+        )
+        return ops.einsum(f"{terms}->{modes}", *factors)
+    *matrices, core = factors
+    count = len(matrices)
+    modes, ranks = letters[:count], letters[count : 2 * count]
+    terms = ",".join(f"{modes[k]}{ranks[k]}" for k in range(count))
+    return ops.einsum(f"{terms},{ranks}->{modes}", *matrices, core)
+
+
+def rank_bound(
+    factorization: str | None, num_experts: tuple[int, ...], inputs: int, units: int,
+    rank: Any,
+) -> int:  # fmt: skip
+    """The largest rank that an expert's matrix may have.
+
+    Args:
+        factorization: see `factor_shapes`.
+        num_experts: see `factor_shapes`.
+        inputs: see `factor_shapes`.
+        units: see `factor_shapes`.
+        rank: see `factor_shapes`.
+
+    Returns:
+        min(I, O, R) for CP, min(I, O, R_(L+2) min(R_1, R_(L+1))) for TR, and
+        min(I, O, R_(L+1), R_(L+2)) for Tucker.
+
+    Reference:
+        *Multilinear Mixture of Experts*, appendix D.1.
+
+    Example:
+
+    >>> from keras_moe.ops.multilinear import rank_bound
+    >>> rank_bound("tr", (64,), 768, 768, (4, 4, 32))
+    128
+    """
+    full = min(inputs, units)
+    if factorization is None:
+        return full
+    if factorization == "cp":
+        return min(full, rank)
+    if factorization == "tr":
+        # Of the experts' chain (R_1 x R_(L+1)), between input and output core.
+        narrow = min(rank[: len(num_experts) + 1])
+        return min(full, rank[-1] * narrow)
+    return min(full, rank[-2], rank[-1])

@@ -1,0 +1,351 @@
+"""muMoE's layers against the released code, and against the naive sum."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.layers import MultilinearExperts, MuMoE, MuMoEBlock
+from keras_moe.ops.multilinear import dense_tensor
+from tests import golden
+from tests.gradients import gradient_and_outputs
+from tests.training_gradients import training_gradients
+
+to_numpy = ops.convert_to_numpy
+LAYERS = [
+    *golden.cases("10_mumoe/cp_*"),
+    *golden.cases("10_mumoe/tr_*"),
+]
+BLOCKS = golden.cases("10_mumoe/block_*")
+NORMS = {"bn": "batch", "ln": "layer"}
+
+
+def rank_of(config):
+    ranks = config["ranks"]
+    return ranks if isinstance(ranks, int) else tuple(row[0] for row in ranks)
+
+
+def factorization(case):
+    return "cp" if "cp" in case else "tr"
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_released_layer(case):
+    arrays, config = golden.load(case)
+    experts = MultilinearExperts(
+        config["output_dim"],
+        config["expert_dims"],
+        factorization(case),
+        rank_of(config),
+        use_bias=config["use_bias"],
+    )
+    z = arrays["inputs/z"]
+    given = [arrays[f"inputs/a{level}"] for level in range(config["hierarchy"])]
+    experts.build(z.shape)
+    names = [f"factors/{index}" for index in range(len(experts.factors))]
+    factors = [arrays[f"params/{name}"] for name in names]
+    assert [tuple(v.shape) for v in experts.factors] == [f.shape for f in factors]
+    for variable, value in zip(experts.factors, factors):
+        variable.assign(value)
+    whole = dense_tensor(
+        [ops.convert_to_tensor(f) for f in factors], factorization(case)
+    )
+    np.testing.assert_allclose(
+        to_numpy(whole), arrays["outputs/materialised_W"], rtol=1e-4, atol=1e-5
+    )
+
+    def loss(z, *rest):
+        a, values = rest[: len(given)], rest[len(given) :]
+        with keras.StatelessScope(list(zip(experts.factors, values))):
+            y = experts.call(z, list(a))
+        return ops.sum(ops.multiply(y, arrays["inputs/cotangent"])), [y]
+
+    grads, (y,) = gradient_and_outputs(loss, z, *given, *factors)
+    np.testing.assert_allclose(to_numpy(y), arrays["outputs/y"], rtol=1e-4, atol=1e-5)
+    wanted = ["z", *(f"a{level}" for level in range(len(given)))]
+    wanted += [f"params/{name}" for name in names]
+    for found, name in zip(grads, wanted):
+        np.testing.assert_allclose(
+            found, arrays[f"grads/{name}"], rtol=1e-3, atol=1e-5, err_msg=name
+        )
+
+
+@pytest.fixture(params=BLOCKS)
+def block(request):
+    """The block, and pairs of its variables and the reference's names."""
+    arrays, config = golden.load(request.param)
+    options = {
+        "num_experts": config["expert_dims"],
+        "factorization": factorization(request.param.split("block_")[1]),
+        "rank": rank_of(config),
+        "normalization": NORMS[config["normalization"]],
+        "use_bias": config["use_bias"],
+    }
+    x = arrays["inputs/x"]
+    if config["second_dim"]:
+        layer = MuMoEBlock(
+            config["output_dim"],
+            config["second_dim"],
+            input_norm=config["apply_ln"],
+            **options,
+        )
+        layer.build(x.shape)
+        stacks = {"MuMoE": layer.hidden, "MuMoE2": layer.output_experts}
+    else:
+        layer = MuMoE(config["output_dim"], **options)
+        layer.build(x.shape)
+        stacks = {"MuMoE": layer.experts}
+    pairs = [
+        (kernel, f"projs/{level}") for level, kernel in enumerate(layer.gate.kernels)
+    ]
+    for name, experts in stacks.items():
+        pairs += [
+            (factor, f"{name}/factors/{index}")
+            for index, factor in enumerate(experts.factors)
+        ]
+    if config.get("apply_ln"):
+        pairs += [
+            (layer.norm.gamma, "input_ln/weight"),
+            (layer.norm.beta, "input_ln/bias"),
+        ]
+    for variable, name in pairs:
+        variable.assign(arrays[f"params/{name}"])
+    for level in range(len(layer.gate.means)):
+        layer.gate.means[level].assign(arrays[f"state/bn/{level}/running_mean"])
+        layer.gate.variances[level].assign(arrays[f"state/bn/{level}/running_var"])
+    return layer, pairs, arrays
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_released_block(block, mode):
+    layer, pairs, arrays = block
+    x, training = arrays["inputs/x"], mode == "train"
+    gradients = training_gradients(
+        layer,
+        x,
+        loss=lambda outputs: ops.sum(
+            ops.multiply(outputs[0], arrays["inputs/cotangent"])
+        ),
+        training=training,
+    )
+    # On PyTorch and TensorFlow that moved the statistics.
+    for level in range(len(layer.gate.means)):
+        layer.gate.means[level].assign(arrays[f"state/bn/{level}/running_mean"])
+        layer.gate.variances[level].assign(arrays[f"state/bn/{level}/running_var"])
+    found = {id(v): g for v, g in zip(layer.trainable_variables, gradients)}
+    assert len(found) == len(pairs)
+    for variable, name in pairs:
+        np.testing.assert_allclose(
+            found[id(variable)],
+            arrays[f"grads/{mode}/params/{name}"],
+            rtol=1e-3,
+            atol=2e-5,
+            err_msg=name,
+        )
+    y, routing = layer(x, training=training)
+    np.testing.assert_allclose(
+        to_numpy(y), arrays[f"outputs/{mode}/y"], rtol=1e-4, atol=1e-5
+    )
+    coefficients, _ = layer.gate(x, training=False)
+    if mode == "eval":
+        for level, value in enumerate(coefficients):
+            np.testing.assert_allclose(
+                to_numpy(value),
+                arrays[f"outputs/eval/expert_coefficients/{level}"],
+                rtol=1e-4,
+                atol=2e-6,
+            )
+        np.testing.assert_allclose(to_numpy(routing.gates).sum(axis=-1), 1, rtol=1e-5)
+    elif layer.gate.means:
+        prefix = "outputs/train/state_after/bn/0/running"
+        for kept, name in ((layer.gate.means, "mean"), (layer.gate.variances, "var")):
+            np.testing.assert_allclose(
+                to_numpy(kept[0]), arrays[f"{prefix}_{name}"], rtol=1e-4, atol=1e-6
+            )
+
+
+RANKS = {
+    ("cp", 3): 5,
+    ("cp", 4): 5,
+    ("tr", 3): (2, 3, 2, 4, 3),
+    ("tr", 4): (2, 3, 2, 2, 4, 3),
+    ("tucker", 1): (2, 3, 4),
+    ("tucker", 3): (2, 3, 2, 4, 3),
+    (None, 1): None,
+    (None, 2): None,
+}
+
+
+@pytest.mark.parametrize(("kind", "levels"), RANKS)
+def test_the_naive_sum_at_any_hierarchy(kind, levels):
+    counts = (3, 2, 4, 2)[:levels]
+    experts = MultilinearExperts(5, counts, kind, RANKS[kind, levels])
+    generator = np.random.default_rng(0)
+    z = generator.normal(size=(2, 3, 6)).astype("float32")
+    given = [generator.random((2, 3, count)).astype("float32") for count in counts]
+    experts.build(z.shape)
+    for factor in experts.factors:
+        factor.assign(generator.normal(size=factor.shape))
+    tensor = to_numpy(
+        dense_tensor([ops.convert_to_tensor(f) for f in experts.factors], kind)
+    )
+    one = np.concatenate([z, np.ones_like(z[..., :1])], axis=-1)
+    expected = one
+    # Experts last to first: (..., n_1, ..., n_L, o).
+    expected = np.tensordot(one, tensor, axes=[[-1], [levels]])
+    for coefficient in given:
+        expected = np.einsum("btn,btn...->bt...", coefficient, expected)
+    np.testing.assert_allclose(
+        to_numpy(experts(z, given)), expected, rtol=1e-4, atol=1e-4
+    )
+    chosen = [tuple(count - 1 for count in counts), (0,) * levels]
+    chosen = [place[0] if levels == 1 else place for place in chosen]
+    matrices = to_numpy(experts.expert_weights(chosen))
+    for matrix, place in zip(matrices, chosen):
+        np.testing.assert_allclose(matrix, tensor[place], rtol=1e-4, atol=1e-5)
+        rank = np.linalg.matrix_rank(matrix, tol=1e-4)
+        assert rank <= experts.expert_rank_bound
+    assert experts.parameters(6) == experts.count_params()
+
+
+# Table 10 of the paper: hierarchies of experts on 768 inputs and 1,000 units.
+TABLE_10 = {
+    (128,): (1_069_568, 3_723_264),
+    (128, 2): (1_072_128, 3_724_832),
+    (128, 2, 2): (1_074_688, 3_726_400),
+    (128, 2, 2, 2): (1_077_248, 3_727_968),
+    (128, 4): (1_074_688, 3_726_400),
+    (128, 4, 4): (1_079_808, 3_729_536),
+    (128, 4, 4, 4): (1_084_928, 3_732_672),
+}
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("counts", TABLE_10)
+def test_parameters_of_table_10(counts):
+    cp = MuMoE(1000, counts, "cp", 512)
+    ring = MuMoE(1000, counts, "tr", (*[4] * (len(counts) + 1), 512))
+    assert (cp.parameters(768), ring.parameters(768)) == TABLE_10[counts]
+    if len(counts) == 1:
+        cp.build((None, 768))
+        assert cp.gate.count_params() == cp.gate.parameters(768) + 2 * 128
+        assert sum(v.shape[0] for v in cp.gate.means) == 128
+
+
+@pytest.mark.parametrize("kind", ["cp", "tr"])
+def test_initialisation(kind):
+    counts = (6, 3)
+    layer = MuMoE(4, counts, kind, {"cp": 64, "tr": (4, 4, 4, 16)}[kind])
+    x = np.random.default_rng(0).normal(size=(5, 8)).astype("float32")
+    outputs, routing = layer(x)
+    # The gate begins at zero: all coefficients alike.
+    np.testing.assert_allclose(to_numpy(routing.gates), 1 / 18, rtol=1e-5)
+    first, second, of_input, of_output = map(to_numpy, layer.experts.factors)
+    if kind == "cp":
+        assert 0.8 < first.std() < 1.2
+        np.testing.assert_array_equal(second, 1.0)
+        limits = (1 / np.sqrt(9), 1 / np.sqrt(64))
+    else:
+        # Diagonal slices; those of a further level are the identity.
+        assert np.abs(first[~np.eye(4, dtype=bool)[:, None].repeat(6, 1)]).max() == 0
+        np.testing.assert_array_equal(second, np.eye(4)[:, None].repeat(3, 1))
+        limits = (1 / np.sqrt(9), 1 / np.sqrt(4 * 16))
+    for factor, limit in zip((of_input, of_output), limits):
+        assert 0.9 * limit < np.abs(factor).max() <= limit
+    assert np.isfinite(to_numpy(outputs)).all()
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("kind", ["cp", "tr"])
+@pytest.mark.parametrize("counts", [16, (64, 2), 512])
+def test_matching_a_dense_layer(kind, counts):
+    experts = MultilinearExperts(1000, counts, kind)
+    dense = 768 * 1000 + 1000
+    found = experts.parameters(768)
+    # One rank more would be above it.
+    step = 4 * (769 + 1000) if kind == "tr" else 769 + 1000 + np.sum(counts)
+    assert dense - step < found <= dense
+
+
+@pytest.mark.parametrize("cls", [MuMoE, MuMoEBlock])
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_saves_and_stays_finite(cls, dtype, tmp_path):
+    layer = cls(
+        8,
+        num_experts=(4, 2),
+        factorization="tr",
+        rank=(2, 3, 2, 3),
+        activation="softmax",
+        normalization="layer",
+        use_bias=False,
+        expert_noise=0.5,
+        dtype=dtype,
+    )
+    inputs = keras.Input((3, 6))
+    outputs, routing = layer(inputs)
+    model = keras.Model(inputs, {"outputs": outputs, "gates": routing.gates})
+    x = np.random.default_rng(0).normal(size=(4, 3, 6)).astype("float32")
+    found = model.predict(x, verbose=0)
+    assert found["gates"].dtype == "float32"
+    assert np.isfinite(found["outputs"].astype("float32")).all()
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    for key, value in again.predict(x, verbose=0).items():
+        np.testing.assert_array_equal(
+            value.astype("float32"), found[key].astype("float32")
+        )
+    config = layer.get_config()
+    assert cls.from_config(config).get_config() == config
+
+
+def test_learns_with_batch_statistics():
+    """One real fit: two clusters, of which each needs a map of its own."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(256, 6)).astype("float32")
+    sign = np.where(x[:, :1] > 0, 1.0, -1.0)
+    y = (sign * x @ generator.normal(size=(6, 2))).astype("float32")
+    inputs = keras.Input((6,))
+    outputs, _ = MuMoE(2, num_experts=4, rank=8)(inputs)
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.Adam(0.02), loss="mse")
+    losses = model.fit(x, y, epochs=30, batch_size=64, verbose=0).history["loss"]
+    # No linear map does better than this.
+    best = np.linalg.lstsq(x, y, rcond=None)[0]
+    assert losses[-1] < 0.5 * np.mean((x @ best - y) ** 2)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MuMoE(0, 4), "units=0"),
+        (lambda: MuMoE(4, 0), "num_experts=0"),
+        (lambda: MuMoE(4, ()), "num_experts=\\(\\)"),
+        (lambda: MuMoE(4, 4, rank=0), "rank=0"),
+        (lambda: MuMoE(4, 4, "tr", 3), "rank=3"),
+        (lambda: MuMoE(4, (4, 2), "tr", (2, 2, 2)), "rank=\\(2, 2, 2\\)"),
+        (lambda: MuMoE(4, 4, "tucker"), "rank='match_dense'"),
+        (lambda: MuMoE(4, 4, None, 3), "rank=3"),
+        (lambda: MuMoE(4, 4, "svd"), "factorization='svd'"),
+        (lambda: MuMoE(4, 4, rank=2, match_shape=(3, 4)), "match_shape=\\(3, 4\\)"),
+        (lambda: MuMoE(4, 4, normalization="group"), "normalization='group'"),
+        (lambda: MuMoE(4, 4, expert_noise=-1.0), "expert_noise=-1.0"),
+        (
+            lambda: MultilinearExperts(4, (4, 2), rank=2)(
+                np.ones((1, 3), "f"), [np.ones((1, 4), "f")]
+            ),
+            "received: 1",
+        ),
+        (lambda: built().expert_weights([4]), "received: 4"),
+        (lambda: built().expert_weights([(0, 1)]), "received: \\(0, 1\\)"),
+    ],
+)
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def built():
+    experts = MultilinearExperts(4, 4, rank=2)
+    experts.build((None, 3))
+    return experts

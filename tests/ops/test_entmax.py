@@ -1,0 +1,109 @@
+"""alpha-entmax against the entmax package's numbers, and what defines it."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.ops import entmax
+from tests import golden
+from tests.gradients import gradient, one_program
+
+to_numpy = ops.convert_to_numpy
+ALPHAS = (1.05, 1.25, 1.5, 1.75, 2.0)
+
+
+def exact(logits, alpha):
+    """By bisection in float64."""
+    z = (alpha - 1) * np.asarray(logits, "float64")
+    low, high = z.max() - 1, z.max()
+    for _ in range(200):
+        tau = (low + high) / 2
+        total = (np.maximum(z - tau, 0) ** (1 / (alpha - 1))).sum()
+        low, high = (tau, high) if total >= 1 else (low, tau)
+    gates = np.maximum(z - low, 0) ** (1 / (alpha - 1))
+    return gates / gates.sum()
+
+
+ARRAYS, CONFIG = golden.load("10_mumoe/entmax15")
+
+
+@pytest.mark.parametrize(
+    "name", sorted({key.split("/")[1] for key in ARRAYS if key.startswith("inputs/")})
+)
+def test_reference(name):
+    x, cotangent = ARRAYS[f"inputs/{name}/x"], ARRAYS[f"inputs/{name}/cotangent"]
+    axis = 1 if name == "axis1" else -1
+    found = to_numpy(entmax(x, axis=axis))
+    np.testing.assert_allclose(found, ARRAYS[f"outputs/{name}/y"], atol=CONFIG["atol"])
+    (slope,) = gradient(
+        lambda x: ops.sum(ops.multiply(entmax(x, axis=axis), cotangent)), x
+    )
+    np.testing.assert_allclose(slope, ARRAYS[f"grads/{name}/x"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("size", [2, 64, 512])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
+def test_exact_for_any_alpha(alpha, size, spread):
+    generator = np.random.default_rng(size)
+    logits = (spread * generator.normal(size=(4, size))).astype("float32")
+    program = one_program(lambda x: entmax(x, alpha))
+    found = to_numpy(program(ops.convert_to_tensor(logits)))
+    expected = np.stack([exact(row, alpha) for row in logits])
+    np.testing.assert_allclose(found, expected, atol=3e-6)
+    np.testing.assert_allclose(found.sum(axis=-1), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_gradient_is_that_of_the_function(alpha):
+    generator = np.random.default_rng(1)
+    logits = generator.normal(size=6).astype("float32")
+    weights = generator.normal(size=6)
+    (found,) = gradient(
+        lambda x: ops.sum(ops.multiply(entmax(x, alpha), weights.astype("float32"))),
+        logits,
+    )
+    step = 1e-6
+    expected = [
+        (
+            exact(logits + step * np.eye(6)[i], alpha)
+            - exact(logits - step * np.eye(6)[i], alpha)
+        )
+        @ weights
+        / (2 * step)
+        for i in range(6)
+    ]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_near_one_it_is_softmax():
+    logits = np.random.default_rng(2).normal(size=(3, 8)).astype("float32")
+    np.testing.assert_allclose(
+        to_numpy(entmax(logits, 1.001)), to_numpy(ops.softmax(logits)), atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_logits_of_any_size(alpha):
+    logits = np.array([[3e30, 1e30, -3e38], [-1e9, -1e9, -2e9]], "float32")
+    found = to_numpy(entmax(logits, alpha))
+    np.testing.assert_allclose(found, [[1, 0, 0], [0.5, 0.5, 0]], atol=1e-6)
+    (slope,) = gradient(lambda x: ops.sum(entmax(x, alpha)[..., 0]), logits)
+    assert np.isfinite(slope).all()
+
+
+def test_half_precision_is_computed_in_float32():
+    logits = ops.cast(np.array([[0.0, 0.125, 0.25]], "float32"), "bfloat16")
+    found = entmax(logits)
+    assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
+    np.testing.assert_allclose(
+        to_numpy(ops.cast(found, "float32"))[0], exact([0, 0.125, 0.25], 1.5), atol=4e-3
+    )
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("alpha", [1.0, 2.5, "1.5", True, float("nan")])
+def test_alpha_out_of_range_is_refused(alpha):
+    with pytest.raises(ValueError, match="alpha="):
+        entmax(np.ones((1, 2), "float32"), alpha)
