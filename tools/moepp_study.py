@@ -36,7 +36,9 @@ from rich.table import Table
 
 # The layer that is timed is the benchmark's.
 sys.path.append(str(Path(__file__).resolve().parent / "benchmark"))
-import moepp_layer
+import moepp_layers
+from gradients import forward
+from timing import interleaved
 
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    moepp_layer.add_arguments(parser)
+    moepp_layers.add_arguments(parser)
     args = parser.parse_args(argv)
     for name in ("seeds", "epochs", "batch_size", "rounds"):
         if getattr(args, name) < 1:
@@ -143,12 +145,12 @@ def expert_costs(args: argparse.Namespace) -> dict:
     ones = np.ones((1, PAPER_TOKENS, 1), "float32")
     ffn = Experts(1, PAPER_MLP, activation="silu", gated=True, use_bias=False)
     ffn.build((1, 1, PAPER_TOKENS, PAPER_DIM))
-    found = {"ffn": (ffn, moepp_layer.forward(ffn, tokens[None], training=False))}
+    found = {"ffn": (ffn, forward(ffn, tokens[None], training=False))}
     for kind in ("zero", "copy", "constant"):
         layer = ZeroComputationExperts(**{f"{kind}_experts": 1})
         layer.build(tokens.shape)
         found[kind] = (layer, one_kind(layer, tokens, ones))
-    seconds = moepp_layer.interleaved(
+    seconds = interleaved(
         {kind: function for kind, (_, function) in found.items()}, args.rounds
     )
     return {
@@ -171,19 +173,19 @@ def one_kind(layer: ZeroComputationExperts, tokens, weights):
     weighted = Weighted()
     weighted.layer = layer
     weighted.built = True
-    return moepp_layer.forward(weighted, tokens, training=False)
+    return forward(weighted, tokens, training=False)
 
 
 def speed(kinds: ExpertKinds, args: argparse.Namespace) -> dict:
     """Forward times of a layer by tau, and how much more it gets through."""
-    seconds = moepp_layer.measure(kinds, args.taus, args)
+    seconds = moepp_layers.measure(kinds, args.taus, args)
     rows = {}
     for form, times in seconds.items():
         vanilla = times["vanilla"]
         rows[form] = {"vanilla": {"seconds": vanilla, "throughput_increase": 0.0}}
         for tau in args.taus:
             own = times[f"tau={tau:g}"]
-            bare = times[f"tau={tau:g}, {moepp_layer.WITHOUT}"]
+            bare = times[f"tau={tau:g}, {moepp_layers.WITHOUT}"]
             weight = tau * kinds.ffn
             rows[form][f"{tau:g}"] = {
                 "seconds": own,

@@ -27,8 +27,8 @@ from keras_moe.routers import (
     SoftmaxAffinity,
     SoftRouter,
     TokenChoiceRouter,
-    class_of_kinds,
 )
+from keras_moe.routers.names import class_of_kinds
 
 
 def feed_forward_layers(

@@ -154,7 +154,8 @@ def heterogeneous_balance_loss(
     >>> float(heterogeneous_balance_loss(gates, selected, kinds, tau=0.5)[0])
     0.375
     """
-    share = token_mean(ops.stop_gradient(selected), mask)
+    selected = ops.stop_gradient(ops.convert_to_tensor(selected))
+    share = token_mean(selected, mask)
     mean_gate = token_mean(ops.convert_to_tensor(gates), mask)
     eta = [1.0] * kinds.ffn + [tau] * kinds.zero_computation
     return ops.sum(ops.convert_to_tensor(eta, "float32") * share * mean_gate, axis=-1)

@@ -7,7 +7,7 @@ from keras_moe.routers.affinities import (
     SparsityConstrainedAffinity,
 )
 from keras_moe.routers.expert_choice import ExpertChoiceRouter
-from keras_moe.routers.names import ROUTERS, class_of_kinds, get, of_kinds
+from keras_moe.routers.names import ROUTERS, get, of_kinds
 from keras_moe.routers.pathway_aware import PathwayAwareRouter
 from keras_moe.routers.router import Router
 from keras_moe.routers.soft import SoftRouter
@@ -26,7 +26,6 @@ __all__ = [
     "SparseRouter",
     "SparsityConstrainedAffinity",
     "TokenChoiceRouter",
-    "class_of_kinds",
     "get",
     "of_kinds",
 ]
