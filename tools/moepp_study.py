@@ -4,6 +4,9 @@
     python tools/moepp_study.py --parts costs speed --kinds 16 1 1 2
     python tools/moepp_study.py --parts training --seeds 5 --epochs 40
 
+`--kinds`, `--selected`, `--gamma` and the sizes are those of the layer in `costs` and
+`speed`; the models that train are the preset `moepp_digits` and changes of it.
+
 `costs` counts what *MoE++* has in its Tables 1, A and B; `speed` measures expert
 forward times by tau, as its Table 3 does; `training` trains on the bundled digits:
 the vanilla twin, MoE++ by tau, without each kind of expert (Table 5) and without
@@ -25,6 +28,8 @@ import json
 import math
 import sys
 import time
+import zipfile
+import zlib
 from pathlib import Path
 
 import keras
@@ -61,6 +66,16 @@ VANILLA = {
 }
 NO_RESIDUALS = "no gating residuals"
 PICTURE_IMAGES = 12
+# What a run stores.
+RESULTS = {
+    "test_accuracy",
+    "ffn_experts_per_token",
+    "gflops",
+    "loads",
+    "scores",
+    "seconds",
+}
+ARRAYS = {"images", "maps", "highest", "second"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,11 +99,17 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"expected --{name.replace('_', '-')} of at least 1")
     if not all(0 < tau < math.inf for tau in args.taus):
         parser.error(f"expected --taus above 0: {args.taus}")
+    if min(args.tokens, args.dim, args.mlp_dim) < 1:
+        parser.error("expected --tokens, --dim and --mlp-dim of at least 1")
+    if min(args.kinds) < 0 or not sum(args.kinds[1:]):
+        parser.error(f"expected zero-computation experts in --kinds: {args.kinds}")
     console = Console()
-    results = {"backend": keras.backend.backend()}
+    results = {}
     try:
         (args.output / "runs").mkdir(parents=True, exist_ok=True)
         kinds = ExpertKinds(*args.kinds)
+        # Parts of an earlier command stay.
+        results = earlier_results(args.output / "results.json")
         if "costs" in args.parts:
             results["costs"] = costs(kinds, args)
             print_costs(results["costs"], console)
@@ -98,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         if "training" in args.parts:
             results["training"] = Training(args).run(console)
             print_training(results["training"], console)
-        is_whole = {"speed", "training"} <= set(results) and not args.only
-        if is_whole:
+        has_tau = f"tau={TAU:g}" in results.get("training", {}).get("rows", {})
+        if has_tau and "vanilla" in results["training"]["rows"] and "speed" in results:
             picture = args.output / "tau.png"
             plots.plot_tau_study(results["speed"], results["training"], picture)
             console.print(f"picture   {picture}")
@@ -112,6 +133,18 @@ def main(argv: list[str] | None = None) -> int:
     write_json(args.output / "results.json", plain(results))
     console.print(f"results   {args.output / 'results.json'}")
     return 0
+
+
+def earlier_results(path: Path) -> dict:
+    """The results that are there, of this backend."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        results = {}
+    backend = keras.backend.backend()
+    if not isinstance(results, dict) or results.get("backend") != backend:
+        return {"backend": backend}
+    return results
 
 
 def costs(kinds: ExpertKinds, args: argparse.Namespace) -> dict:
@@ -262,11 +295,15 @@ class Training:
         """One run's result, of its file where there is one."""
         settings = self.settings(name, overrides, seed)
         path, arrays = self.paths(settings)
-        result = read_result(path, settings) if arrays.exists() else None
-        if result is None:
+        result = read_result(path, settings)
+        # Damaged files are no result: the run is done again.
+        is_whole = isinstance(result, dict) and set(result) == RESULTS
+        if not is_whole or read_arrays(arrays) is None:
             result, kept = self.train(overrides, seed)
-            with open(arrays, "wb") as file:
+            part = arrays.with_name(arrays.name + ".part")
+            with open(part, "wb") as file:
                 np.savez_compressed(file, **kept)
+            os.replace(part, arrays)
             write_json(path, {"settings": settings, "result": result})
         return result
 
@@ -276,6 +313,7 @@ class Training:
             {
                 "name": name,
                 "preset": PRESET,
+                "config": models.builtin.builtin_presets()[PRESET]["config"],
                 "overrides": overrides,
                 "seed": seed,
                 "epochs": args.epochs,
@@ -335,7 +373,8 @@ class Training:
         ).predict(images, batch_size=args.batch_size, verbose=0)
         backbone = model.backbone
         kinds, routing = backbone.expert_kinds, outputs["routing"]
-        loads = analysis.load_by_kind(routing, kinds, 2)
+        selected = backbone.get_config()["num_selected_experts"]
+        loads = analysis.load_by_kind(routing, kinds, selected)
         scores = {
             block: analysis.routing_scores(record) for block, record in routing.items()
         }
@@ -368,8 +407,7 @@ class Training:
         for name in filter(self.configurations.get, labels):
             settings = self.settings(name, self.configurations[name], seed=0)
             path, arrays = self.paths(settings)
-            with np.load(arrays, allow_pickle=False) as stored:
-                found[name] = (read_result(path, settings), dict(stored))
+            found[name] = (read_result(path, settings), read_arrays(arrays))
         if not found:
             return []
         result, arrays = next(iter(found.values()))
@@ -385,6 +423,16 @@ class Training:
         }
         plots.plot_routing_scores(scores, paths[2], title="Gates of the last MoE block")
         return paths
+
+
+def read_arrays(path: Path) -> dict | None:
+    """The arrays that a run kept, or None if they are not there or not whole."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = dict(stored)
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error):
+        return None
+    return arrays if set(arrays) == ARRAYS else None
 
 
 def print_costs(found: dict, console: Console) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from keras_moe.ops.checks import check_integer
 from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
 
 
@@ -115,7 +116,10 @@ def compute_map(routing: Any, kinds: ExpertKinds, grid: tuple[int, int]) -> np.n
 
 
 def load_by_kind(
-    routing: dict[str, Any], kinds: ExpertKinds, num_selected_experts: int
+    routing: dict[str, Any],
+    kinds: ExpertKinds,
+    num_selected_experts: int,
+    mask: Any = None,
 ) -> dict[str, KindLoads]:
     """What each MoE block gives to each kind of expert.
 
@@ -123,6 +127,7 @@ def load_by_kind(
         routing: a `Routing` of arrays (B, N, E) by block.
         kinds: see `ffn_experts_per_token`.
         num_selected_experts: K.
+        mask: boolean (B, N), False for tokens that do not count.
 
     Returns:
         `KindLoads` by block.
@@ -144,9 +149,14 @@ def load_by_kind(
     >>> loads["block_0"].shares["zero"], loads["block_0"].experts_per_token["ffn"]
     (0.25, 1.5)
     """
+    check_integer("num_selected_experts", num_selected_experts)
     loads = {}
     for name, served in _layers(routing, kinds).items():
         tokens = served.reshape(-1, kinds.total)
+        if mask is not None:
+            tokens = tokens[np.asarray(mask, bool).ravel()]
+        if not len(tokens):
+            raise ValueError("Expected at least one token; received: none that counts")
         by_kind = {
             kind: float(tokens[:, part].sum() / len(tokens))
             for kind, part in kinds.slices().items()
@@ -215,6 +225,11 @@ def routing_scores(routing: Any) -> RoutingScores:
     >>> routing_scores(Routing(*[gates] * 6)).second.tolist()
     [0.3, 0.1]
     """
+    if isinstance(routing, dict):
+        raise ValueError(
+            "Expected the Routing of one block; received: a dict of "
+            f"{', '.join(map(str, routing))}"
+        )
     gates = np.asarray(routing.gates, "float64")
     if gates.ndim != 3 or gates.shape[-1] < 2:
         raise ValueError(
@@ -227,6 +242,11 @@ def routing_scores(routing: Any) -> RoutingScores:
 
 def _layers(routing, kinds):
     """Arrays `dispatched` by block, if they fit."""
+    if not isinstance(kinds, ExpertKinds):
+        raise ValueError(
+            "Expected the ExpertKinds of a model with MoE blocks; "
+            f"received: kinds={kinds}"
+        )
     layers = routing if isinstance(routing, dict) else {"": routing}
     if not layers:
         raise ValueError("Expected at least one MoE block; received: none")

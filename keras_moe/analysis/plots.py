@@ -165,7 +165,8 @@ def plot_compute_maps(
         )
     columns = min(len(images), 6)
     rows = -(-len(images) // columns)
-    figure = _figure(figsize=(2.3 * columns + 0.9, 1.35 * rows + 0.7), dpi=110)
+    size = (2.3 * columns + 1.0, 1.35 * rows + 0.5)
+    figure = _figure(figsize=size, dpi=110)
     axes = figure.subplots(rows, 2 * columns, squeeze=False)
     for axis in axes.flat:
         axis.axis("off")
@@ -187,8 +188,16 @@ def plot_compute_maps(
         )
         overlaid.set_title(f"{counts.mean():.2f}", fontsize=8, pad=2)
     figure.suptitle(title, fontsize=11)
-    figure.subplots_adjust(left=0.01, right=0.91, top=0.8, bottom=0.03, wspace=0.06)
-    bar = figure.colorbar(heat, cax=figure.add_axes((0.93, 0.15, 0.012, 0.6)))
+    # Margins in inches, whatever the number of images.
+    figure.subplots_adjust(
+        left=0.05 / size[0],
+        right=1 - 0.9 / size[0],
+        top=1 - 0.5 / size[1],
+        bottom=0.05 / size[1],
+        wspace=0.06,
+    )
+    place = (1 - 0.75 / size[0], 0.1, 0.12 / size[0], 0.65)
+    bar = figure.colorbar(heat, cax=figure.add_axes(place))
     bar.set_label("FFN experts per token", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     figure.savefig(path)
@@ -282,7 +291,7 @@ def plot_routing_scores(
     """
     if not scores:
         raise ValueError("Expected scores of at least one model; received: scores={}")
-    figure = _figure(figsize=(4.2 * len(scores), 3.2), dpi=110)
+    figure = _figure(figsize=(4.2 * len(scores), 3.7), dpi=110)
     axes = figure.subplots(1, len(scores), sharex=True, sharey=True, squeeze=False)[0]
     bins = np.linspace(0, 1, 41)
     for axis, (name, values) in zip(axes, scores.items()):
@@ -300,7 +309,7 @@ def plot_routing_scores(
             )
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("gate")
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     axes[0].set_ylabel("% of tokens")
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
@@ -348,6 +357,10 @@ def plot_tau_study(
     }
     if not by_tau or not all(set(times) - {"vanilla"} for times in forms.values()):
         raise ValueError("Expected results for at least one tau; received: none")
+    if "vanilla" not in rows:
+        raise ValueError(
+            f"Expected a row 'vanilla'; received: {', '.join(map(str, rows))}"
+        )
     figure = _figure(figsize=(9.0, 3.6), dpi=110)
     left, right = figure.subplots(1, 2)
     for form, times in forms.items():

@@ -88,16 +88,24 @@ def feed_forward_layers(
     kinds = expert_kinds(num_experts, zero_experts, copy_experts, constant_experts)
     check_positive("tau", tau)
     check_bool("gating_residual", gating_residual)
+    check_bool("gated_experts", gated_experts)
+    if gating_residual and len(moe_indices) == 1:
+        raise ValueError(
+            "Expected at least two MoE blocks for gating_residual=True, which adds the "
+            f"logits of the one before; received: moe_layers={moe_layers}"
+        )
+    # Of one class in all blocks, also in the first, which has none before it.
+    cls, arguments = class_of_kinds(router, kinds, gating_residual)
 
     def moe(index):
-        # The first MoE layer has none before it.
-        has_residual = gating_residual and index != min(moe_indices, default=index)
         router_layer = _router(
             router,
+            cls,
+            arguments,
             num_tokens,
             kinds,
             tau,
-            has_residual,
+            gating_residual and index != min(moe_indices, default=index),
             num_selected_experts,
             capacity_factor,
             eval_capacity_factor,
@@ -144,6 +152,8 @@ def feed_forward_layers(
 
 def _router(
     name,
+    cls,
+    arguments,
     num_tokens,
     kinds,
     tau,
@@ -160,7 +170,6 @@ def _router(
     given,
 ):
     """The router of that name; `given` arguments of its class go before ours."""
-    cls, arguments = class_of_kinds(name, kinds, gating_residual)
     names = inspect.signature(cls.__init__).parameters
     # An image is one modality, and every block has a seed of its own.
     not_here = ("self", "kwargs", "num_experts", "seed")

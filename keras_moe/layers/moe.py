@@ -42,7 +42,9 @@ class MoE(keras.layers.Layer):
     Beside the feed-forward experts there may be MoE++'s zero-computation experts, which
     act on their tokens in place: `zero_experts` give 0, `copy_experts` the token,
     `constant_experts` a mixture of it and a trained vector. By name the router is then
-    a `PathwayAwareRouter`, which limits capacity by kind.
+    a `PathwayAwareRouter`, which limits capacity by kind. It has defaults of its own
+    (gamma 1.1, no noise): to compare with a layer without these experts, make both
+    routers with the same options, by `keras_moe.routers.of_kinds`.
 
     Args:
         router: the name of a router, such as `"softmax_token_choice"` or `"soft"` (see
@@ -181,8 +183,11 @@ class MoE(keras.layers.Layer):
         previous_logits: Any = None,
         training: bool | None = None,
     ) -> tuple[Any, Routing]:
+        if mask is None:
+            # Keras hands it on to calls of one tensor only.
+            mask = getattr(tokens, "_keras_mask", None)
         tokens = ops.cast(tokens, self.compute_dtype)
-        residual = self._residual(previous_logits)
+        residual = self._residual(tokens, previous_logits, mask)
         if mask is not None:
             # Padding may hold anything, and 0 times NaN is NaN.
             real = ops.expand_dims(ops.cast(mask, "bool"), -1)
@@ -211,11 +216,17 @@ class MoE(keras.layers.Layer):
             lambda x: self._ungroup(x, tokens), (outputs, routing)
         )
 
-    def _residual(self, previous_logits):
+    def _residual(self, tokens, previous_logits, mask):
         """`previous_logits` as arguments of a router that takes them."""
+        if previous_logits is not None:
+            previous_logits = ops.convert_to_tensor(previous_logits)
         if self.router.gating_residual:
-            self.router.check_previous_logits(previous_logits)
-            return {"previous_logits": ops.cast(previous_logits, "float32")}
+            self.router.check_previous_logits(previous_logits, tokens)
+            previous_logits = ops.cast(previous_logits, "float32")
+            if mask is not None:
+                real = ops.expand_dims(ops.cast(mask, "bool"), -1)
+                previous_logits = ops.where(real, previous_logits, 0.0)
+            return {"previous_logits": previous_logits}
         if previous_logits is not None:
             raise ValueError(
                 "Expected no previous_logits for a router without gating_residual; "
@@ -246,8 +257,8 @@ class MoE(keras.layers.Layer):
         training=None,
     ):
         residual = {}
-        if self.router.gating_residual or previous_logits is not None:
-            self.router.check_previous_logits(previous_logits)
+        if self.router.gating_residual:
+            self.router.check_previous_logits(previous_logits, tokens)
             residual = {"previous_logits": previous_logits}
         _, routing = self.router.compute_output_spec(
             tokens, training=training, **residual

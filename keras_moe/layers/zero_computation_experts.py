@@ -82,11 +82,6 @@ class ZeroComputationExperts(keras.layers.Layer):
 
     def build(self, tokens_shape, weights_shape=None):
         dim = tokens_shape[-1]
-        if weights_shape is not None and weights_shape[-1] != self.num_experts:
-            raise ValueError(
-                f"Expected weights (batch, tokens, {self.num_experts}), one for each "
-                f"expert; received: shape={tuple(weights_shape)}"
-            )
         if self.constant_experts:
             self.kernel = self.add_weight(
                 name="kernel",
@@ -100,6 +95,11 @@ class ZeroComputationExperts(keras.layers.Layer):
             )
 
     def call(self, tokens: Any, weights: Any) -> Any:
+        if weights.shape[-1] != self.num_experts:
+            raise ValueError(
+                f"Expected weights (batch, tokens, {self.num_experts}), one for each "
+                f"expert; received: shape={tuple(weights.shape)}"
+            )
         tokens = ops.cast(tokens, self.compute_dtype)
         first = self.zero_experts
         copied = weights[..., first : first + self.copy_experts]
@@ -108,8 +108,9 @@ class ZeroComputationExperts(keras.layers.Layer):
             return ops.cast(of_token, self.compute_dtype) * tokens
         weights = weights[..., first + self.copy_experts :]
         # softmax([p, q]) is sigmoid(p - q) and the rest; one column instead of two.
-        kernel = ops.cast(self.kernel, self.compute_dtype)
-        kernel = ops.transpose(kernel[..., 0] - kernel[..., 1])
+        # The difference in full precision: what the two have in common cancels.
+        kernel = ops.transpose(self.kernel[..., 0] - self.kernel[..., 1])
+        kernel = ops.cast(kernel, self.compute_dtype)
         kept = ops.sigmoid(ops.cast(ops.matmul(tokens, kernel), "float32"))
         of_token = of_token + ops.sum(weights * kept, axis=-1, keepdims=True)
         of_vectors = ops.cast(weights * (1.0 - kept), self.compute_dtype)

@@ -220,6 +220,19 @@ class ImageClassifier(
             self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
         )
 
+    def compile_from_config(self, config: dict) -> None:
+        """Compiles a loaded model as it was saved.
+
+        Keras leaves a model alone that has a `compile` of its own.
+
+        Args:
+            config: what `get_compile_config` returned.
+        """
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            # So that the optimizer's saved state finds its place.
+            self.optimizer.build(self.trainable_variables)
+
     def get_config(self):
         config = keras_hub.models.Task.get_config(self)
         config.update(

@@ -300,6 +300,13 @@ class VisionBackbone(
             ValueError: if no weights of `saved` could fit, as far as Keras's message
                 would not say why.
         """
+        for name in ("zero_experts", "copy_experts", "constant_experts"):
+            if overrides.get(name, saved.get(name)) != saved.get(name):
+                raise ValueError(
+                    f"Expected {name}={saved.get(name)!r}, as in the saved weights; "
+                    f"received: {name}={overrides[name]!r}. Load with "
+                    "load_weights=False to start anew."
+                )
         router = saved.get("router")
         cls_now, _ = ROUTERS.get(overrides.get("router", router), (None, None))
         cls_then, _ = ROUTERS.get(router, (None, None))

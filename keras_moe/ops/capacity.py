@@ -123,11 +123,20 @@ def heterogeneous_capacity(
         )
         return capacity, None
     weight = tau * kinds.ffn + kinds.zero_computation
-    what = f"tau={tau}, {kinds}"
-    arguments = (weight, num_selected_experts, rounding)
-    return (
-        _capacity(num_tokens, capacity_factor * tau, *arguments, multiple_of, what),
-        _capacity(num_tokens, capacity_factor, *arguments, None, what),
+    what = f"tau={tau}, kinds={tuple(kinds)}"
+    arguments = (num_selected_experts, rounding)
+    return tuple(
+        _capacity(
+            num_tokens,
+            capacity_factor,
+            # Of 88.00000000000001 the ceiling is 88: equation 8's number, not an error
+            # of its arithmetic.
+            weight / scale * (1 + 1e-12),
+            *arguments,
+            multiple,
+            what,
+        )
+        for scale, multiple in ((tau, multiple_of), (1.0, None))
     )
 
 

@@ -12,6 +12,7 @@ from keras_moe.ops.routing import (
     RaggedPlan,
     SlotPlan,
     SoftPlan,
+    check_slots,
     dense_combine,
     dense_dispatch,
 )
@@ -20,6 +21,7 @@ from keras_moe.ops.row_moves import take_rows, weighted_sum_of_rows
 
 def _tokens_of(plan, tokens):
     """`tokens` as a tensor, if its shape is that of the plan's tokens."""
+    check_slots(plan)
     tokens = ops.convert_to_tensor(tokens)
     expected = tuple(_by_token(plan).shape[:2])
     if len(tokens.shape) != 3 or not _fits(tokens.shape[:2], expected):
@@ -39,6 +41,7 @@ def _by_token(plan):
 
 def _outputs_of(plan, outputs):
     """`outputs` as a tensor, if its shape is that of the plan's slots or rows."""
+    check_slots(plan)
     outputs = ops.convert_to_tensor(outputs)
     if isinstance(plan, RaggedPlan):
         expected = tuple(plan.row_tokens.shape)

@@ -237,6 +237,15 @@ def served(plan: Any) -> tuple[Any, Any]:
     return dispatched, combined
 
 
+def check_slots(plan: Any) -> None:
+    """Raises ValueError for a plan of which only a part has slots."""
+    if isinstance(plan, HeterogeneousPlan):
+        raise ValueError(
+            "Expected a plan of experts with slots or rows, such as the "
+            "HeterogeneousPlan's field `plan`; received: a HeterogeneousPlan"
+        )
+
+
 def _of_group(values, places):
     """`values[g].ravel()[places[g]]`: (G, E, C) at (G, S, E)."""
     shape = ops.shape(places)
@@ -266,6 +275,7 @@ def dense_dispatch(plan: Any) -> Any:
     >>> np.array(ops.dense_dispatch(plan))[0, :, :, 0].tolist()
     [[True, False], [False, False]]
     """
+    check_slots(plan)
     if isinstance(plan, SoftPlan):
         return plan.dispatch
     num_tokens = ops.shape(plan.token_slots)[1]
@@ -291,6 +301,7 @@ def dense_combine(plan: Any) -> Any:
     >>> round(float(np.array(ops.dense_combine(plan)).sum()), 3)
     0.9
     """
+    check_slots(plan)
     if isinstance(plan, SoftPlan):
         return plan.combine
     if isinstance(plan, SlotPlan):

@@ -295,7 +295,13 @@ def _weights(gates, kept, normalize_gates):
     total = ops.sum(
         gates if normalize_gates == "before" else weights, axis=-1, keepdims=True
     )
-    return ops.where(total > 0, weights / ops.where(total > 0, total, 1.0), 0.0)
+    # Scaled by a constant first: the gradient divides by the square of the sum, which
+    # for a small one is no float32 any more. Below this it counts as none.
+    is_sum = total > 1e-37
+    scale = ops.stop_gradient(ops.where(is_sum, total, 1.0))
+    # Of order one: the sum of what the weights are divided by, over itself.
+    rest = ops.where(is_sum, total / scale, 1.0)
+    return ops.where(is_sum, weights / scale / rest, 0.0)
 
 
 def largest(affinity, gates, num_selected_experts):

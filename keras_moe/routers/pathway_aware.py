@@ -132,11 +132,12 @@ class PathwayAwareRouter(TokenChoiceRouter):
         seed: int | None = None,
         **kwargs,
     ):
+        given = dict(kwargs)
         for name in _NOT_HERE:
-            if name in kwargs:
+            if kwargs.pop(name, None) is not None:
                 raise ValueError(
                     "Expected arguments of PathwayAwareRouter; "
-                    f"received: {name}={kwargs[name]!r}"
+                    f"received: {name}={given[name]!r}"
                 )
         if capacity_factor is None and not dropless:
             capacity_factor = DEFAULT_CAPACITY_FACTOR
@@ -220,7 +221,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         previous_logits: Any = None,
         training: bool | None = None,
     ) -> tuple[Any, Any]:
-        self.check_previous_logits(previous_logits)
+        self.check_previous_logits(previous_logits, tokens)
         hidden = tokens
         if self.gate_hidden_dim is not None:
             hidden = ops.tanh(ops.matmul(tokens, self.hidden_kernel))
@@ -234,7 +235,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             return logits
         return _with_deviation(logits, self.logits_norm_std)
 
-    def check_previous_logits(self, previous_logits: Any) -> None:
+    def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
         """Raises ValueError if they are missing, not wanted, or do not fit."""
         shape = None if previous_logits is None else tuple(previous_logits.shape)
         if not self.gating_residual:
@@ -249,11 +250,18 @@ class PathwayAwareRouter(TokenChoiceRouter):
                 "MoE layer before, of which the first layer has none; received: "
                 "previous_logits=None"
             )
-        elif shape[-1] != self.num_experts:
-            raise ValueError(
-                "Expected previous_logits of a layer with as many experts, "
-                f"num_experts={self.num_experts}; received: shape={shape}"
+        else:
+            expected = (*tokens.shape[:2], self.num_experts)
+            # Sizes that are not known yet fit any other.
+            fits = len(shape) == 3 and all(
+                a == b or None in (a, b) for a, b in zip(shape, expected)
             )
+            if not fits:
+                raise ValueError(
+                    "Expected previous_logits of a layer with as many experts for the "
+                    f"same tokens, {expected}, num_experts={self.num_experts}; "
+                    f"received: shape={shape}"
+                )
 
     def allocate(self, affinity, gates, mask=None, training=None):
         kinds = self.kinds
@@ -308,10 +316,12 @@ class PathwayAwareRouter(TokenChoiceRouter):
         return weight / (weight + self.kinds.zero_computation)
 
     def num_slots(self, num_tokens: int) -> int:
-        return round(super().num_slots(num_tokens) * self.ffn_share)
+        return round(num_tokens * self.experts_per_token(num_tokens))
 
     def experts_per_token(self, num_tokens: int) -> float:
-        return super().experts_per_token(num_tokens) * self.ffn_share
+        # A token takes an expert once, whatever tau would have.
+        balanced = self.num_selected_experts * self.ffn_share
+        return min(balanced, self.kinds.ffn)
 
     def parameters(self, dim: int) -> int:
         """The number of parameters for tokens of size `dim`."""
@@ -334,7 +344,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         previous_logits=None,
         training=None,
     ):
-        self.check_previous_logits(previous_logits)
+        self.check_previous_logits(previous_logits, tokens)
         plan, routing = super().compute_output_spec(tokens, training=training)
         in_place = self.kinds.zero_computation
         if not in_place:
@@ -377,4 +387,4 @@ def _with_deviation(logits, std):
     centred = logits - ops.mean(logits, axis=-1, keepdims=True)
     variance = ops.sum(ops.square(centred), axis=-1, keepdims=True) / (count - 1)
     # Equal logits have none: they stay equal, and the gradient finite.
-    return logits * std * ops.rsqrt(ops.maximum(variance, 1e-12))
+    return logits * std * ops.rsqrt(variance + 1e-12)

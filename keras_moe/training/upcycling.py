@@ -36,8 +36,15 @@ MOE_ARGUMENTS = (
     "auxiliary_losses",
     "expert_dropout",
     "dispatcher",
+    "zero_experts",
+    "copy_experts",
+    "constant_experts",
+    "tau",
+    "gating_residual",
     "seed",
 )
+# What the copies of an MLP cannot have, whatever a dense model's config says.
+_NOT_OF_COPIES = ("expert_mlp_dim", "gated_experts", "expert_activation")
 # The end of an expert weight's path, and of the dense one it is tiled from.
 _TILED = {
     f"moe/experts/{layer}_{kind}": f"mlp/{layer}/{kind}"
@@ -130,8 +137,8 @@ def upcycle(
             None takes four images of noise.
         noise_seed: of `noise`.
         **moe_arguments: further arguments of the backbone that concern its MoE
-            layers, such as `num_selected_experts=1`; the backbone's defaults
-            otherwise, whatever the dense model's are.
+            layers, such as `num_selected_experts=1`, or `zero_experts=1` for MoE++;
+            the backbone's defaults otherwise, whatever the dense model's are.
 
     Returns:
         `(model, report)`. The dense model is left as it was. What was compiled is
@@ -258,7 +265,7 @@ def _sparse_twin(dense_model, **moe_arguments):
     parameters = inspect.signature(type(backbone).__init__).parameters
     defaults = {
         name: parameters[name].default
-        for name in (*MOE_ARGUMENTS, "expert_mlp_dim")
+        for name in (*MOE_ARGUMENTS, *_NOT_OF_COPIES)
         if name != "seed"
     }
     config = {**backbone.get_config(), **defaults, **moe_arguments}
@@ -361,6 +368,8 @@ def _is_slots(value, length):
 def _preserves(router):
     """Whether equal experts behind this router do what one of them does."""
     if not isinstance(router, TokenChoiceRouter) or router.normalize_gates is None:
+        return False
+    if router.kinds.zero_computation:
         return False
     factor = router.eval_capacity_factor
     # So large a capacity drops nobody.

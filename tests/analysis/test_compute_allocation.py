@@ -41,6 +41,9 @@ def test_load_by_kind():
     # One choice of the last token found no room.
     assert loads["b"].dropped_choices == pytest.approx(1 / 6)
     assert loads["b"].experts_per_token["ffn"] == pytest.approx(1.0)
+    mask = np.array([[True, True, False]])
+    masked = load_by_kind({"b": record(SECOND)}, KINDS, 2, mask)["b"]
+    assert masked.dropped_choices == pytest.approx(0.0)
 
 
 def test_routing_scores():
@@ -60,6 +63,13 @@ def test_routing_scores():
         (lambda: ffn_experts_per_token({}, KINDS), "none"),
         (lambda: compute_map(record(FIRST), KINDS, (2, 2)), "3 tokens"),
         (lambda: routing_scores(record(FIRST[..., :1])), "\\(1, 3, 1\\)"),
+        (lambda: routing_scores({"a": record(FIRST)}), "dict of a"),
+        (lambda: ffn_experts_per_token(record(FIRST), None), "kinds=None"),
+        (lambda: load_by_kind({"a": record(FIRST)}, KINDS, 0), "experts=0"),
+        (
+            lambda: load_by_kind({"a": record(FIRST)}, KINDS, 2, np.zeros((1, 3))),
+            "none that counts",
+        ),
         (lambda: plots.plot_load_by_kind({}, "x.png"), "loads={}"),
         (lambda: plots.plot_routing_scores({}, "x.png"), "scores={}"),
         (

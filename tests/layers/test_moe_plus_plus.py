@@ -172,6 +172,55 @@ def test_previous_logits_go_by_group_and_stay_float32():
         assert "bfloat16" in str(outputs.dtype)
 
 
+@pytest.mark.parametrize("gap", [10.0, 44.0, 60.0, 87.0, 95.0, 200.0])
+def test_gradients_are_finite_where_a_zero_gate_takes_all(gap):
+    moe = MoE(
+        PathwayAwareRouter(4, 2, 1, 1, normalize_gates="before", zero_gates="remove"),
+        Experts(2, 4),
+    )
+    moe.build((None, 1, 4))
+    moe.router.kernel.assign(np.eye(4))
+    x = np.array([[[0.0, -5.0, gap, -5.0]]], "float32")
+    _, routing = moe(x)
+    for value in training_gradients(moe, x, training=False):
+        assert np.isfinite(value).all()
+    if gap < 80:
+        # The other expert has all of what is left.
+        assert to_numpy(routing.combined)[0, 0, 0] == pytest.approx(1.0)
+
+
+def test_the_mask_of_keras_goes_with_previous_logits():
+    first, second = (
+        MoE(
+            PathwayAwareRouter(4, 2, zero_experts=1, gating_residual=residual),
+            Experts(3, 8),
+        )
+        for residual in (False, True)
+    )
+    inputs = keras.Input((5, D))
+    x = keras.layers.Masking()(inputs)
+    _, before = first(x)
+    _, after = second(x, previous_logits=before.logits)
+    x = tokens(length=5)
+    x[:, 3:] = 0.0
+    found = keras.Model(inputs, after.dispatched).predict(x, verbose=0)
+    np.testing.assert_array_equal(found.sum(axis=-1), [[2, 2, 2, 0, 0]] * 2)
+
+
+def test_padding_in_previous_logits_is_nobodys():
+    moe = MoE(
+        PathwayAwareRouter(4, 2, zero_experts=1, gating_residual=True), Experts(3, 8)
+    )
+    moe.build((None, N, D))
+    previous = np.random.default_rng(1).normal(size=(2, N, 4)).astype("float32")
+    mask = np.ones((2, N), bool)
+    mask[:, 8:] = False
+    previous[:, 8:] = np.nan
+    gradients = training_gradients(moe, tokens(), mask=mask, previous_logits=previous)
+    for value in gradients:
+        assert np.isfinite(value).all()
+
+
 def test_gradients_reach_every_weight():
     moe = make(selected=4, capacity_factor=100.0)
     x = tokens()

@@ -153,7 +153,9 @@ def test_tau_moves_compute_to_the_cheap_experts():
     """Equation 8 while training: a smaller tau leaves FFN experts fewer slots."""
     counts = {}
     for tau in (0.1, 1.0):
-        model = backbone(tau=tau, moe_layers=[1], capacity_factor=1.0)
+        model = backbone(
+            tau=tau, moe_layers=[1], capacity_factor=1.0, gating_residual=False
+        )
         layer = model.get_layer("block_1").feed_forward
         _, routing = layer(
             np.random.default_rng(0).normal(size=(8, 5, 8)).astype("float32"),
@@ -172,6 +174,8 @@ def test_tau_moves_compute_to_the_cheap_experts():
         ({"router": "soft"}, "router='soft'"),
         ({"router": "softmax_expert_choice", **VANILLA, "copy_experts": 1}, "choice'"),
         ({"gating_residual": "yes"}, "gating_residual='yes'"),
+        ({"moe_layers": [2]}, "moe_layers=\\[2\\]"),
+        ({"gated_experts": 1}, "gated_experts=1"),
         ({"router_options": {"tau": 0.5}}, "tau=0.5"),
     ],
 )
@@ -179,6 +183,26 @@ def test_tau_moves_compute_to_the_cheap_experts():
 def test_bad_arguments_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         backbone(**overrides)
+
+
+def test_residuals_alone_have_one_kind_of_router():
+    model = backbone(**{**VANILLA, "gating_residual": True})
+    kinds = {type(router) for router in routers_of(model).values()}
+    assert kinds == {PathwayAwareRouter}
+    for name in model.routing:
+        losses = model.get_layer(name).feed_forward.auxiliary_losses
+        assert [type(loss).__name__ for loss in losses] == ["HeterogeneousBalanceLoss"]
+
+
+def test_saved_weights_keep_their_kinds(tmp_path):
+    backbone().save_to_preset(tmp_path / "preset")
+    folder = str(tmp_path / "preset")
+    with pytest.raises(ValueError, match="zero_experts=2"):
+        models.from_preset(folder, zero_experts=2, copy_experts=0)
+    again = models.from_preset(
+        folder, zero_experts=2, copy_experts=0, load_weights=False
+    )
+    assert again.expert_kinds == (4, 2, 0, 2)
 
 
 def gated_experts():

@@ -347,6 +347,26 @@ def test_one_argument_switches_the_router(name, tmp_path):
     np.testing.assert_allclose(alone, predicted[2:3], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_training_goes_on_from_a_keras_file(multi_label, tmp_path):
+    model = classifier(moe_layers=None, seed=0, multi_label=multi_label)
+    labels = np.array([0, 1, 2, 0])
+    if multi_label:
+        labels = np.eye(3, dtype="float32")[labels]
+    model.fit(images(4), labels, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert int(loaded.optimizer.iterations) == 2
+    for one in (model, loaded):
+        one.fit(images(4), labels, batch_size=4, shuffle=False, verbose=0)
+    np.testing.assert_allclose(
+        loaded.predict(images(4), verbose=0),
+        model.predict(images(4), verbose=0),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
 @pytest.mark.backend_free
 def test_all_routers_cost_alike():
     slots = {}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from keras_moe.ops import (
     ExpertKinds,
     HeterogeneousPlan,
+    dispatch,
     dropless_token_choice,
     expert_capacity,
     expert_kinds,
@@ -177,6 +178,13 @@ def test_capacities(tokens, ffn, in_place, tau, factor, selected):
 
 
 @pytest.mark.backend_free
+def test_capacities_are_equation_8s_numbers():
+    # 1.1 * 800 / 10 is 88 exactly, and one more in binary.
+    kinds = ExpertKinds(8, 1, 1, 2)
+    assert heterogeneous_capacity(400, kinds, 0.75, 1.1, 2) == (66, 88)
+
+
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -191,6 +199,10 @@ def test_capacities(tokens, ffn, in_place, tau, factor, selected):
         (
             lambda: heterogeneous_capacity(8, ExpertKinds(4, 1), 1.0, -1.0),
             "capacity_factor=-1.0",
+        ),
+        (
+            lambda: dispatch(np.ones((1, 2, 3), "f"), HeterogeneousPlan(*[None] * 3)),
+            "received: a HeterogeneousPlan",
         ),
         (
             lambda: token_choice(

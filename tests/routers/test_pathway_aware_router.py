@@ -129,6 +129,8 @@ def test_costs():
     router = PathwayAwareRouter(12, 2, **KINDS, tau=0.75)
     assert router.num_slots(1000) == 2000 * 6 // 10
     assert router.experts_per_token(1000) == pytest.approx(1.2)
+    # Never more than there are.
+    assert PathwayAwareRouter(2, 2, 1, tau=10.0).experts_per_token(10) == 1
     two_layers = PathwayAwareRouter(12, gate_hidden_dim=96)
     two_layers.build((None, None, 8))
     assert two_layers.parameters(8) == two_layers.count_params()
@@ -193,6 +195,12 @@ def test_routing_is_float32(dtype):
                 tokens(), previous_logits=tokens(dim=5)
             ),
             "num_experts=4",
+        ),
+        (
+            lambda: PathwayAwareRouter(4, gating_residual=True)(
+                tokens(), previous_logits=tokens(groups=1, dim=4)
+            ),
+            "\\(1, 40, 4\\)",
         ),
         (
             lambda: of_kinds("soft", ExpertKinds(4, zero=1)),

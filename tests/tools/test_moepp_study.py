@@ -58,7 +58,11 @@ def test_training_is_stored_drawn_and_not_repeated(study, tmp_path, capsys):
     assert sum(row["loads"]["block_0"]["shares"].values()) == pytest.approx(1.0)
     for name in ("compute", "loads", "scores"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
-    # What is there is not trained again.
+    # Damaged files are trained again; the parts that are there stay.
+    (stored,) = (tmp_path / "runs").glob("tau*.npz")
+    stored.write_bytes(stored.read_bytes()[:100])
+    assert study["main"](arguments) == 0
+    # What is whole is not trained again.
     study["main"].__globals__["models"] = None
     assert study["main"](arguments) == 0
     assert "FFN per token" in capsys.readouterr().out
@@ -68,7 +72,7 @@ def test_training_is_stored_drawn_and_not_repeated(study, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--parts", "training", "--only", "tau=7"], "tau=7"),
-        (["--parts", "speed", "--kinds", "0", "1", "1", "2"], "received"),
+        (["--parts", "speed", "--kinds", "0", "1", "1", "2"], "num_experts=4"),
     ],
 )
 def test_bad_arguments_end_with_a_line(study, tmp_path, capsys, arguments, message):

@@ -419,3 +419,25 @@ def test_arguments_without_a_meaning(arguments, message):
 def test_models_of_another_kind(model, name):
     with pytest.raises(ValueError, match=rf"Expected a ViTBackbone.*received: {name}"):
         training.upcycle(model)
+
+
+def test_towards_moe_plus_plus():
+    dense = models.from_preset(
+        "vmoe_digits", num_classes=10, moe_layers=None, num_layers=2, seed=0,
+        gated_experts=True,
+    )  # fmt: skip
+    sparse, report = training.upcycle(
+        dense, num_experts=4, moe_layers="every_1", zero_experts=1, copy_experts=1,
+        constant_experts="auto", gating_residual=True,
+    )  # fmt: skip
+    assert sparse.backbone.expert_kinds == (4, 1, 1, 1)
+    # A zero expert is no copy of the MLP, and the report does not say it was.
+    assert not report.preserved
+    assert report.largest_token_difference > 1e-3
+    kernel = sparse.backbone.get_layer("block_0").feed_forward.experts.hidden_kernel
+    wanted = dense.backbone.get_layer("block_0").feed_forward.hidden.kernel
+    for expert in range(4):
+        np.testing.assert_array_equal(
+            keras.ops.convert_to_numpy(kernel[expert]),
+            keras.ops.convert_to_numpy(wanted),
+        )
