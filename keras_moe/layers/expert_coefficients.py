@@ -39,7 +39,7 @@ class ExpertCoefficients(keras.layers.Layer):
         training: whether batch statistics are those of the batch, and are kept.
 
     Output shape:
-        `(coefficients, Routing)`: a list of float32 (..., N_l), and a record whose
+        `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record whose
         expert axis has all N_1 x ... x N_L experts.
 
     Raises:
@@ -104,12 +104,12 @@ class ExpertCoefficients(keras.layers.Layer):
 
     def call(
         self, inputs: Any, training: bool | None = None
-    ) -> tuple[list[Any], Routing]:
+    ) -> tuple[tuple[Any, ...], Routing]:
         logits = [ops.matmul(inputs, kernel) for kernel in self.kernels]
         normalised = [
             self._normalise(level, x, training) for level, x in enumerate(logits)
         ]
-        coefficients = [self.activation(x) for x in normalised]
+        coefficients = tuple(self.activation(x) for x in normalised)
         gates = _outer(coefficients, ops.multiply)
         return coefficients, Routing(
             logits=_outer(logits, ops.add),
@@ -148,10 +148,10 @@ class ExpertCoefficients(keras.layers.Layer):
 
     def compute_output_spec(self, inputs, training=None):
         leading = tuple(inputs.shape[:-1])
-        coefficients = [
+        coefficients = tuple(
             keras.KerasTensor((*leading, count), "float32")
             for count in self.num_experts
-        ]
+        )
         shape = (*leading, total_experts(self.num_experts))
         return coefficients, Routing(
             *(keras.KerasTensor(shape, "float32") for _ in Routing._fields)

@@ -48,7 +48,7 @@ class MultilinearExperts(keras.layers.Layer):
 
     Call arguments:
         inputs: (..., I).
-        coefficients: a list of (..., N_l) for each level.
+        coefficients: a sequence of (..., N_l) for each level.
 
     Output shape:
         (..., O).
@@ -134,7 +134,7 @@ class MultilinearExperts(keras.layers.Layer):
         limit = 1 / math.sqrt(fan_in)
         return keras.initializers.RandomUniform(-limit, limit)
 
-    def call(self, inputs: Any, coefficients: list[Any]) -> Any:
+    def call(self, inputs: Any, coefficients: Any) -> Any:
         if len(coefficients) != len(self.num_experts):
             raise ValueError(
                 f"Expected coefficients for {len(self.num_experts)} levels, "
