@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 from keras import ops, tree
+from keras.src.backend.common.masking import get_keras_mask
 
 from keras_moe import losses, routers
 from keras_moe.layers.nested import build_once, layer_argument
@@ -185,7 +186,7 @@ class MoE(keras.layers.Layer):
     ) -> tuple[Any, Routing]:
         if mask is None:
             # Keras hands it on to calls of one tensor only.
-            mask = getattr(tokens, "_keras_mask", None)
+            mask = get_keras_mask(tokens)
         tokens = ops.cast(tokens, self.compute_dtype)
         residual = self._residual(tokens, previous_logits, mask)
         if mask is not None:
