@@ -24,6 +24,7 @@ from keras_moe.layers.position_embedding import (
 )
 from keras_moe.layers.self_attention import SelfAttention
 from keras_moe.layers.token_mlp import TokenMLP
+from keras_moe.layers.token_mumoe import TokenMuMoE
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "PositionEmbedding",
     "SelfAttention",
     "TokenMLP",
+    "TokenMuMoE",
     "TokenPooling",
     "ZeroComputationExperts",
     "fold_channels",

@@ -192,13 +192,15 @@ class MoEEncoderBlock(EncoderBlock):
     def _run_moe(self, training, tokens, previous_logits=None):
         tokens = self._mix(tokens, training)
         x = self.feed_forward_norm(tokens)
-        x, routing = self.feed_forward(
-            x, previous_logits=previous_logits, training=training
-        )
+        residual = {}
+        if previous_logits is not None:
+            residual = {"previous_logits": previous_logits}
+        x, routing = self.feed_forward(x, training=training, **residual)
         return tokens + x, routing
 
     def compute_output_spec(self, tokens, previous_logits=None, training=None):
         tokens = keras.KerasTensor(tokens.shape, self.compute_dtype)
-        return self.feed_forward.compute_output_spec(
-            tokens, previous_logits=previous_logits
-        )
+        residual = {}
+        if previous_logits is not None:
+            residual = {"previous_logits": previous_logits}
+        return self.feed_forward.compute_output_spec(tokens, **residual)

@@ -12,6 +12,7 @@ from keras import ops
 from keras_moe.layers import activations
 from keras_moe.ops.checks import check_integer, check_one_of
 from keras_moe.ops.entmax import entmax
+from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
 
 NORMALIZATIONS = ("batch", "layer", None)
@@ -57,6 +58,10 @@ class ExpertCoefficients(keras.layers.Layer):
     >>> [tuple(value.shape) for value in coefficients], tuple(routing.gates.shape)
     ([(1, 3, 4), (1, 3, 2)], (1, 3, 8))
     """
+
+    # As a router, of which a muMoE block needs none besides.
+    gating_residual = False
+    summary = "muMoE"
 
     def __init__(
         self,
@@ -156,6 +161,11 @@ class ExpertCoefficients(keras.layers.Layer):
         return coefficients, Routing(
             *(keras.KerasTensor(shape, "float32") for _ in Routing._fields)
         )
+
+    @property
+    def kinds(self) -> ExpertKinds:
+        """All experts, of all levels."""
+        return ExpertKinds(total_experts(self.num_experts))
 
     def parameters(self, dim: int) -> int:
         """The number of parameters for inputs of size `dim`."""

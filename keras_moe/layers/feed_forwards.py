@@ -13,6 +13,7 @@ from keras_moe.layers.block_plan import resolve_moe_layers
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
+from keras_moe.layers.mumoe import MuMoEBlock
 from keras_moe.ops.capacity import expert_capacity
 from keras_moe.ops.checks import (
     check_argument_names,
@@ -30,13 +31,16 @@ from keras_moe.routers import (
 )
 from keras_moe.routers.names import class_of_kinds
 
+# In the place of a router's name: a block in which every expert takes part.
+MUMOE = "mumoe"
+
 
 def feed_forward_layers(
     num_layers: int,
     num_tokens: int,
     mlp_dim: int,
     moe_layers: Any,
-    num_experts: int,
+    num_experts: Any,
     router: str,
     router_options: dict | None,
     num_selected_experts: int,
@@ -76,7 +80,7 @@ def feed_forward_layers(
         mlp_dim, moe_layers, ..., dropout_rate: see `keras_moe.models.ViTBackbone`.
 
     Returns:
-        An `MLP` or an `MoE` for each block.
+        An `MLP`, an `MoE` or a `MuMoEBlock` for each block.
 
     Raises:
         ValueError: if an argument is out of range or arguments do not fit together,
@@ -85,6 +89,26 @@ def feed_forward_layers(
     if images_per_group is not None:
         check_integer("images_per_group", images_per_group)
     moe_indices = resolve_moe_layers(moe_layers, num_layers)
+
+    def mlp(index):
+        return MLP(
+            mlp_dim, activation, dropout_rate, seeds(index, 2), dtype=dtype, name="mlp"
+        )
+
+    if router == MUMOE:
+        check_no_routing(zero_experts, copy_experts, constant_experts, gating_residual)
+        block = {
+            "mlp_dim": expert_mlp_dim or mlp_dim,
+            "num_experts": num_experts,
+            "hidden_activation": expert_activation or activation,
+            "dtype": dtype,
+            "name": "moe",
+        }
+        mumoe_block(router_options, **block)  # A dense model refuses the same.
+        return [
+            mumoe_block(router_options, **block) if index in moe_indices else mlp(index)
+            for index in range(num_layers)
+        ]
     kinds = expert_kinds(num_experts, zero_experts, copy_experts, constant_experts)
     check_positive("tau", tau)
     check_bool("gating_residual", gating_residual)
@@ -137,17 +161,37 @@ def feed_forward_layers(
             name="moe",
         )
 
-    def mlp(index):
-        return MLP(
-            mlp_dim, activation, dropout_rate, seeds(index, 2), dtype=dtype, name="mlp"
-        )
-
     if not moe_indices:
         moe(0)  # A dense model refuses the same arguments.
     return [
         moe(index) if index in moe_indices else mlp(index)
         for index in range(num_layers)
     ]
+
+
+def mumoe_block(options: dict | None, **arguments: Any) -> MuMoEBlock:
+    """A `MuMoEBlock` with `router_options`, such as `{"factorization": "tr"}`."""
+    options = dict(options or {})
+    names = inspect.signature(MuMoEBlock.__init__).parameters
+    given = ("self", "kwargs", "units", *arguments)
+    names = [name for name in names if name not in given]
+    check_argument_names(options, names, "MuMoEBlock in a backbone")
+    return MuMoEBlock(**arguments, **options)
+
+
+def check_no_routing(zero_experts, copy_experts, constant_experts, gating_residual):
+    """Refuses what has no meaning where every expert takes part."""
+    for name, value in {
+        "zero_experts": zero_experts,
+        "copy_experts": copy_experts,
+        "constant_experts": constant_experts,
+        "gating_residual": gating_residual,
+    }.items():
+        if value:
+            raise ValueError(
+                f"Expected {name}={type(value)()!r} for router='mumoe'; "
+                f"received: {name}={value!r}"
+            )
 
 
 def _router(

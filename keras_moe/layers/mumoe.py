@@ -10,6 +10,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.layers import activations
 from keras_moe.layers.expert_coefficients import (
     ExpertCoefficients,
     check_levels,
@@ -186,16 +187,20 @@ class MultilinearExperts(keras.layers.Layer):
             self._rank(self._inputs),
         )
 
+    @property
+    def holds_any_matrix(self) -> bool:
+        """Whether an expert can be any matrix (I, O), its bias included."""
+        inputs = self._inputs + self.use_bias
+        return self.expert_rank_bound == min(inputs, self.units)
+
     def _rank(self, inputs):
         if self.rank != "match_dense":
             return self.rank
         return matching_rank(
             self.factorization,
             self.num_experts,
-            inputs,
-            self.units,
-            self.use_bias,
-            self.match_shape or (inputs, self.units),
+            [(inputs + self.use_bias, self.units)],
+            dense_parameters(self.match_shape or (inputs, self.units)),
         )
 
     def _shapes(self, inputs):
@@ -214,6 +219,18 @@ class MultilinearExperts(keras.layers.Layer):
     def parameters(self, dim: int) -> int:
         """The number of parameters for inputs of size `dim`."""
         return sum(math.prod(shape) for shape in self._shapes(dim))
+
+    def multiply_adds(self, dim: int) -> int:
+        """Multiply-adds of one token's matmuls (Table 5 of the paper)."""
+        total = self.parameters(dim)
+        if self.factorization == "tr":
+            first, *others = self._rank(dim)[1:]
+            # The chain of matrices R_1 x R_l, then the ring's closing.
+            narrow = self._rank(dim)[0]
+            for following in others:
+                total += narrow * first * following
+                first = following
+        return total
 
     def get_config(self):
         config = super().get_config()
@@ -274,7 +291,7 @@ class MuMoE(keras.layers.Layer):
         units: O.
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
         factorization: see `MultilinearExperts`.
-        rank: see `MultilinearExperts`.
+        rank: see `MultilinearExperts`; `"match_dense"` counts the gate, too.
         match_shape: see `MultilinearExperts`.
         activation: see `ExpertCoefficients`.
         normalization: see `ExpertCoefficients`.
@@ -322,47 +339,56 @@ class MuMoE(keras.layers.Layer):
         self.gate = ExpertCoefficients(
             num_experts, activation, normalization, name="gate"
         )
-        self.experts = MultilinearExperts(
-            units,
-            num_experts,
-            factorization,
-            rank,
-            match_shape,
-            use_bias,
-            expert_noise,
-            dtype=self.dtype_policy,
-            name="experts",
-        )
+        arguments = {
+            "units": units,
+            "num_experts": self.gate.num_experts,
+            "factorization": factorization,
+            "rank": rank,
+            "match_shape": match_shape,
+            "use_bias": use_bias,
+            "expert_noise": expert_noise,
+        }
+        # It checks them, and says how they are kept; the rank may depend on the input.
+        checked = MultilinearExperts(**arguments).get_config()
+        self._arguments = {name: checked[name] for name in arguments}
 
     def build(self, input_shape):
         self.gate.build(input_shape)
+        self.experts = self._experts(input_shape[-1])
         self.experts.build(input_shape)
+
+    def _experts(self, dim):
+        """The experts for inputs of size `dim`, not built."""
+        given = dict(self._arguments)
+        if given["rank"] == "match_dense" and given["factorization"] is not None:
+            shape = given.pop("match_shape") or (dim, given["units"])
+            given["rank"] = matching_rank(
+                given["factorization"],
+                given["num_experts"],
+                [(dim + given["use_bias"], given["units"])],
+                dense_parameters(shape) - self.gate.parameters(dim),
+            )
+        return MultilinearExperts(dtype=self.dtype_policy, name="experts", **given)
 
     def call(self, inputs: Any, training: bool | None = None) -> tuple[Any, Any]:
         coefficients, routing = self.gate(inputs, training=training)
         return self.experts(inputs, coefficients), routing
 
     def compute_output_spec(self, inputs, training=None):
-        coefficients, routing = self.gate.compute_output_spec(inputs)
-        return self.experts.compute_output_spec(inputs, coefficients), routing
+        _, routing = self.gate.compute_output_spec(inputs)
+        shape = (*inputs.shape[:-1], self._arguments["units"])
+        return keras.KerasTensor(shape, self.compute_dtype), routing
 
     def parameters(self, dim: int) -> int:
         """The number of parameters for inputs of size `dim`."""
-        return self.gate.parameters(dim) + self.experts.parameters(dim)
+        return self.gate.parameters(dim) + self._experts(dim).parameters(dim)
 
     def get_config(self):
         config = super().get_config()
-        experts = self.experts
         config.update(
-            units=experts.units,
-            num_experts=experts.num_experts,
-            factorization=experts.factorization,
-            rank=experts.rank,
-            match_shape=experts.match_shape,
+            **self._arguments,
             activation=serialize_activation(self.gate.activation),
             normalization=self.gate.normalization,
-            use_bias=experts.use_bias,
-            expert_noise=experts.expert_noise,
         )
         return config
 
@@ -376,7 +402,8 @@ class MuMoEBlock(keras.layers.Layer):
         units: O; None takes the inputs' size.
         num_experts: see `MuMoE`.
         factorization: see `MuMoE`.
-        rank: see `MuMoE`; `"match_dense"` matches each layer's dense one.
+        rank: see `MuMoE`; of both layers. `"match_dense"` matches the dense MLP, the
+            gate counted.
         hidden_activation: between the layers; `"gelu"` is the exact form.
         input_norm: normalise the input of the first layer, but not the gate's.
         activation: see `MuMoE`.
@@ -425,30 +452,49 @@ class MuMoEBlock(keras.layers.Layer):
         super().__init__(**kwargs)
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.units = units if units is None else check_integer("units", units)
-        self.hidden_activation = keras.activations.get(hidden_activation)
+        self.hidden_activation = activations.get(hidden_activation)
         self.input_norm = check_bool("input_norm", input_norm)
         self.gate = ExpertCoefficients(
             num_experts, activation, normalization, name="gate"
         )
+        levels = self.gate.num_experts
         self._options = {
-            "num_experts": self.gate.num_experts,
+            "num_experts": levels,
             "factorization": factorization,
             "rank": rank,
-            "use_bias": use_bias,
+            "use_bias": check_bool("use_bias", use_bias),
             "expert_noise": expert_noise,
         }
-        self.hidden = self._layer(self.mlp_dim, "hidden")
+        # It checks the arguments.
+        self._options["rank"] = self._layer(self.mlp_dim, None, rank).rank
         self.norm = None
         if self.input_norm:
             self.norm = LayerNorm(1e-5, dtype=self.dtype_policy, name="input_norm")
 
-    def _layer(self, units, name):
+    def _layer(self, units, name, rank):
         return MultilinearExperts(
-            units, dtype=self.dtype_policy, name=name, **self._options
+            units, dtype=self.dtype_policy, name=name, **{**self._options, "rank": rank}
+        )
+
+    def _both(self, dim):
+        """Both layers for inputs of size `dim`, not built."""
+        rank, units = self._options["rank"], self.units or dim
+        if rank == "match_dense":
+            bias, hidden = self._options["use_bias"], self.mlp_dim
+            budget = dense_parameters((dim, hidden)) + dense_parameters((hidden, units))
+            rank = matching_rank(
+                self._options["factorization"],
+                self.gate.num_experts,
+                [(dim + bias, hidden), (hidden + bias, units)],
+                budget - self.gate.parameters(dim),
+            )
+        return (
+            self._layer(self.mlp_dim, "hidden", rank),
+            self._layer(units, "output", rank),
         )
 
     def build(self, input_shape):
-        self.output_experts = self._layer(self.units or input_shape[-1], "output")
+        self.hidden, self.output_experts = self._both(input_shape[-1])
         self.gate.build(input_shape)
         if self.norm is not None:
             self.norm.build(input_shape)
@@ -468,17 +514,33 @@ class MuMoEBlock(keras.layers.Layer):
 
     def parameters(self, dim: int) -> int:
         """The number of parameters for inputs of size `dim`."""
-        output = self._layer(self.units or dim, None)
-        layers = self.hidden.parameters(dim) + output.parameters(self.mlp_dim)
+        hidden, output = self._both(dim)
+        layers = hidden.parameters(dim) + output.parameters(self.mlp_dim)
         return self.gate.parameters(dim) + layers + 2 * dim * self.input_norm
+
+    def active_parameters(self, num_tokens: int, dim: int) -> int:
+        """The parameters that one token meets: all."""
+        return self.parameters(dim)
+
+    def flops(self, num_tokens: int, dim: int) -> int:
+        """Floating-point operations of the matmuls (2 per multiply-add)."""
+        hidden, output = self._both(dim)
+        multiply_adds = self.gate.parameters(dim)
+        multiply_adds += hidden.multiply_adds(dim) + output.multiply_adds(self.mlp_dim)
+        return 2 * num_tokens * multiply_adds
+
+    @property
+    def router(self) -> ExpertCoefficients:
+        """What decides which experts a token gets, as an MoE layer's `router`."""
+        return self.gate
 
     def get_config(self):
         config = super().get_config()
         config.update(
             mlp_dim=self.mlp_dim,
             units=self.units,
-            **{**self._options, "rank": self.hidden.rank},
-            hidden_activation=keras.activations.serialize(self.hidden_activation),
+            **self._options,
+            hidden_activation=activations.serialize(self.hidden_activation),
             input_norm=self.input_norm,
             activation=serialize_activation(self.gate.activation),
             normalization=self.gate.normalization,
@@ -507,25 +569,26 @@ def check_rank(rank: Any, factorization: str | None, levels: int) -> Any:
     return tuple(check_integer("rank", size) for size in rank)
 
 
+def dense_parameters(shape: tuple[int, int]) -> int:
+    """The parameters of a dense layer (inputs, units), which has a bias."""
+    return (shape[0] + 1) * shape[1]
+
+
 def matching_rank(
     factorization: str | None,
     num_experts: tuple[int, ...],
-    inputs: int,
-    units: int,
-    use_bias: bool,
-    match_shape: tuple[int, int],
+    shapes: list[tuple[int, int]],
+    budget: int,
 ) -> Any:
-    """The rank whose factors have at most the parameters of a dense layer.
+    """The largest rank whose factors have at most `budget` parameters.
 
-    The gate is not counted. At least 1, whatever the dense layer's size.
+    At least 1, whatever the budget.
 
     Args:
         factorization: `"cp"` or `"tr"`, whose ranks are then 4, ..., 4, R; or None.
         num_experts: N_1, ..., N_L.
-        inputs: I.
-        units: O.
-        use_bias: whether the input mode has a bias.
-        match_shape: (inputs, units) of the dense layer, which has a bias.
+        shapes: (I, O) of each layer that has this rank, a bias's input included.
+        budget: parameters of all the factors.
 
     Returns:
         An int for CP, a tuple for TR, None without a factorisation.
@@ -536,16 +599,15 @@ def matching_rank(
     Example:
 
     >>> from keras_moe.layers.mumoe import matching_rank
-    >>> matching_rank("cp", (64,), 768, 1000, True, (768, 1000))
+    >>> matching_rank("cp", (64,), [(769, 1000)], 769_000)
     419
     """
-    budget = match_shape[0] * match_shape[1] + match_shape[1]
-    modes = inputs + use_bias
     if factorization is None:
         return None
+    modes = sum(inputs + units for inputs, units in shapes)
     if factorization == "cp":
-        return max(budget // (sum(num_experts) + modes + units), 1)
+        return max(budget // (len(shapes) * sum(num_experts) + modes), 1)
     narrow = 4
-    fixed = sum(narrow * count * narrow for count in num_experts)
-    last = max((budget - fixed) // (narrow * (modes + units)), 1)
+    fixed = len(shapes) * sum(narrow * count * narrow for count in num_experts)
+    last = max((budget - fixed) // (narrow * modes), 1)
     return (*itertools.repeat(narrow, len(num_experts) + 1), last)

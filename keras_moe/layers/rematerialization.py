@@ -42,10 +42,12 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
     """
     weights = [v for v in layer.variables if not _is_seed(v)]
     seeds = [v for v in layer.variables if _is_seed(v)]
+    state = _state(layer)
     # The weights as they are: each sublayer casts them by its own policy.
     with AutocastScope(None):
-        # The seeds copied: PyTorch changes them in place when they move on.
-        values = [v.value for v in weights] + [v.value * 1 for v in seeds]
+        # Seeds and statistics copied: PyTorch changes them in place when they move on.
+        values = [v.value * 1 if id(v) in state else v.value for v in weights]
+        values += [v.value * 1 for v in seeds]
     structure, num_inputs = {}, len(inputs)
 
     def region(*arguments):
@@ -57,8 +59,15 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
             losses = list(scope.losses)
             # The sublayers would claim them by their ids, which others may get.
             layer._clear_losses()
+        # What training keeps beside gradients, such as batch statistics.
+        structure["changed"] = [
+            v
+            for v, value in zip(weights, values)
+            if id(v) in state and scope.get_current_value(v) is not value
+        ]
         results = {
             "outputs": outputs,
+            "state": [scope.get_current_value(v) for v in structure["changed"]],
             "losses": losses,
             # Floats: not every backend lets integers out. Seeds are below 2^32, and
             # only their second half, which counts the draws, moves on.
@@ -75,9 +84,24 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
     for seed, draws in zip(seeds, results["draws"]):
         moved = keras.ops.stack([keras.ops.zeros_like(draws), draws])
         seed.assign_add(keras.ops.cast(moved, seed.dtype))
+    for variable, value in zip(structure["changed"], results["state"]):
+        variable.assign(keras.ops.stop_gradient(value))
     for loss in results["losses"]:
         layer.add_loss(loss)
     return results["outputs"]
+
+
+def _state(layer):
+    """The ids of what training moves without gradients, such as batch statistics.
+
+    Frozen weights are none of it: they do not move, and may be large.
+    """
+    return {
+        id(v)
+        for sublayer in layer._flatten_layers()
+        for v in sublayer._non_trainable_variables
+        if "float" in v.dtype
+    }
 
 
 def _is_seed(variable):

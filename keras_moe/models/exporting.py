@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.layers import MoEEncoderBlock
+from keras_moe.layers import ExpertCoefficients, MoEEncoderBlock
 from keras_moe.routers import SoftRouter, TokenChoiceRouter
 
 
@@ -94,7 +94,7 @@ def _check_onnx(model, routers):
 
 def _check_any_batch(routers):
     for router in routers:
-        each_by_itself = isinstance(router, SoftRouter) or (
+        each_by_itself = isinstance(router, (SoftRouter, ExpertCoefficients)) or (
             isinstance(router, TokenChoiceRouter) and router.groups_by_image(False)
         )
         if not each_by_itself:

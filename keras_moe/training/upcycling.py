@@ -11,6 +11,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from keras_moe.layers import MuMoEBlock
+from keras_moe.layers.expert_coefficients import (
+    check_levels,
+    entmax15,
+    total_experts,
+)
+from keras_moe.layers.feed_forwards import MUMOE
 from keras_moe.models import MixerBackbone, ViTBackbone, convert, describe
 from keras_moe.models.conversion import is_convertible
 from keras_moe.ops.checks import (
@@ -20,6 +27,7 @@ from keras_moe.ops.checks import (
     check_one_of,
 )
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
+from keras_moe.training.factors_of_dense import factors_of_dense
 
 # What an upcycled model may take of a backbone's arguments.
 MOE_ARGUMENTS = (
@@ -101,7 +109,7 @@ class UpcyclingReport(NamedTuple):
 
 def upcycle(
     dense_model: Any,
-    num_experts: int = 8,
+    num_experts: Any = 8,
     moe_layers: Any = "every_2",
     router: str = "softmax_token_choice",
     noise: float = 0.0,
@@ -123,11 +131,14 @@ def upcycle(
         dense_model: a `ViTBackbone`, a `MixerBackbone` or an image classifier on one,
             without MoE blocks; or a backbone of KerasHub: `ViTBackbone`, or a
             `CLIPBackbone` or `SigLIPBackbone`, whose vision encoder is taken.
-        num_experts: E, at least 2.
+        num_experts: E, at least 2; with muMoE also one number for each level.
         moe_layers: the blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
-        router: see `keras_moe.routers.get`.
+        router: see `keras_moe.routers.get`; or `"mumoe"`, whose experts all start as
+            the best approximation of the MLP that the ranks in `router_options` hold
+            (a truncated singular value decomposition): the report says how near.
         noise: standard deviation of normal noise on each expert's weights, as a share
-            of the standard deviation of the weight; experts then differ at once.
+            of the standard deviation of the weight; experts then differ at once. With
+            muMoE of the first level's expert factors.
         normalize_gates: divide a token's combine weights by their sum after routing.
             With K = 1 that makes each of them 1, and auxiliary losses alone train the
             router. `router_options={"normalize_gates": ...}` goes before it.
@@ -161,10 +172,16 @@ def upcycle(
     >>> report.blocks, report.largest_difference < 1e-4
     (('block_1', 'block_3'), True)
     """
+    is_mumoe = router == MUMOE
     # One expert is the dense MLP.
-    check_integer("num_experts", num_experts, minimum=2)
+    if not is_mumoe:
+        check_integer("num_experts", num_experts, minimum=2)
+    elif total_experts(check_levels(num_experts)) < 2:
+        raise ValueError(
+            f"Expected at least two experts; received: num_experts={num_experts}"
+        )
     check_not_negative("noise", noise)
-    check_one_of("router", router, list(ROUTERS))
+    check_one_of("router", router, [*ROUTERS, MUMOE])
     check_argument_names(moe_arguments, MOE_ARGUMENTS, "MoE layers")
     given = dense_model
     dense_model = _ours(given)
@@ -202,8 +219,7 @@ def upcycle(
             f"received: {type(dense_model).__name__} without an optimizer"
         )
     options = dict(moe_arguments.pop("router_options", None) or {})
-    cls = ROUTERS[router][0]
-    if normalize_gates and cls is not SoftRouter:
+    if normalize_gates and not is_mumoe and ROUTERS[router][0] is not SoftRouter:
         options.setdefault("normalize_gates", "after")
     sparse_model = _sparse_twin(
         dense_model,
@@ -227,9 +243,8 @@ def upcycle(
         slots = _carry_state(dense_model.optimizer, sparse_model.optimizer)
 
     sparse_backbone = getattr(sparse_model, "backbone", sparse_model)
-    routers = [
-        sparse_backbone.get_layer(name).feed_forward.router
-        for name in sparse_model.routing
+    layers = [
+        sparse_backbone.get_layer(name).feed_forward for name in sparse_model.routing
     ]
     description = describe(sparse_model)
     report = UpcyclingReport(
@@ -239,7 +254,7 @@ def upcycle(
         active_parameters=description.active_parameters,
         largest_difference=_difference(dense_model, sparse_model, images),
         largest_token_difference=_difference(backbone, sparse_backbone, images),
-        preserved=noise == 0 and all(_preserves(router) for router in routers),
+        preserved=noise == 0 and all(map(_preserves, layers)),
         slots=slots,
     )
     return sparse_model, report
@@ -280,6 +295,7 @@ def _sparse_twin(dense_model, **moe_arguments):
 def _copy_weights(dense_model, sparse_model, noise, seed):
     dense = {weight.path: weight for weight in dense_model.weights}
     generator = np.random.default_rng(seed)
+    _copy_to_mumoe(dense_model, sparse_model, noise, generator)
     for weight in sparse_model.weights:
         source = dense.get(weight.path)
         if source is not None:
@@ -296,6 +312,28 @@ def _copy_weights(dense_model, sparse_model, noise, seed):
         if scale:
             tiled += generator.normal(scale=scale, size=tiled.shape).astype("float32")
         weight.assign(tiled)
+
+
+def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
+    dense, sparse = (
+        getattr(model, "backbone", model) for model in (dense_model, sparse_model)
+    )
+    for name in sparse_model.routing:
+        block = sparse.get_layer(name).feed_forward
+        if not isinstance(block, MuMoEBlock):
+            return
+        mlp = dense.get_layer(name).feed_forward
+        for layer, experts in (
+            (mlp.hidden, block.hidden),
+            (mlp.output_dense, block.output_experts),
+        ):
+            kernel, bias = (
+                keras.ops.convert_to_numpy(keras.ops.cast(weight, "float32"))
+                for weight in (layer.kernel, layer.bias)
+            )
+            values = factors_of_dense(kernel, bias, experts, noise, generator)
+            for factor, value in zip(experts.factors, values):
+                factor.assign(value)
 
 
 def _freeze(dense_model, sparse_model):
@@ -365,8 +403,15 @@ def _is_slots(value, length):
     return is_list and all(isinstance(slot, keras.Variable) for slot in value)
 
 
-def _preserves(router):
-    """Whether equal experts behind this router do what one of them does."""
+def _preserves(layer):
+    """Whether equal experts in this layer do what the MLP did."""
+    router = layer.router
+    if isinstance(layer, MuMoEBlock):
+        # Coefficients that sum to one, and room for all of the matrices.
+        sums_to_one = router.activation in (entmax15, keras.activations.softmax)
+        return sums_to_one and all(
+            experts.holds_any_matrix for experts in (layer.hidden, layer.output_experts)
+        )
     if not isinstance(router, TokenChoiceRouter) or router.normalize_gates is None:
         return False
     if router.kinds.zero_computation:

@@ -19,6 +19,7 @@ from keras_moe.layers import (
     PositionEmbedding,
     SelfAttention,
     TokenMLP,
+    TokenMuMoE,
     TokenPooling,
     ZeroComputationExperts,
 )
@@ -254,6 +255,9 @@ MAKERS = {
     "TokenPooling": lambda **kw: TokenPooling("average", **kw),
     "ExpertChoiceRouter": expert_choice_router,
     "SoftRouter": soft_router,
+    "TokenMuMoE": lambda **kw: TokenMuMoE(
+        MuMoEBlock(5, num_experts=4, rank=3, dtype=kw.get("dtype")), **kw
+    ),
     "PathwayAwareRouter": pathway_aware_router,
     "TokenChoiceRouter": router,
 }

@@ -11,7 +11,13 @@ from tests.layers.test_every_layer import MAKERS, B, D, E, N
 
 SHAPES = {"Experts": (B, E, 5, D), "PatchEmbedding": (B, 8, 8, 3)}
 # Layers that take layers as arguments.
-WITH_PARTS = ("EncoderBlock", "MoE", "MoE of several kinds", "MoEEncoderBlock")
+WITH_PARTS = (
+    "EncoderBlock",
+    "MoE",
+    "MoE of several kinds",
+    "MoEEncoderBlock",
+    "TokenMuMoE",
+)
 
 
 class Case(testing.TestCase):

@@ -7,9 +7,17 @@ from typing import Any
 
 import keras
 
-from keras_moe.layers import PatchEmbedding, TokenMLP
+from keras_moe.layers import (
+    PatchEmbedding,
+    TokenMLP,
+    TokenMuMoE,
+    resolve_moe_layers,
+)
+from keras_moe.layers.feed_forwards import MUMOE, mumoe_block
 from keras_moe.models.vision_backbone import VisionBackbone
-from keras_moe.ops.checks import check_image_shape, check_integer
+from keras_moe.ops.checks import check_image_shape, check_integer, check_one_of
+
+TOKEN_MIXERS = ("mlp", MUMOE)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -35,6 +43,9 @@ class MixerBackbone(VisionBackbone):
         capacity_rounding, capacity_multiple_of, priority, noise_std, images_per_group,
         auxiliary_losses, expert_dropout, shared_expert_initialization, dispatcher: the
             MoE layers in the place of channel MLPs; see `ViTBackbone`.
+        token_mixer: `"mlp"`, or `"mumoe"` for `keras_moe.layers.TokenMuMoE` in the
+            blocks of `moe_layers`, with `num_experts` and `router_options`; takes
+            `router="mumoe"`.
         rematerialize: as `ViTBackbone`'s.
         seed: of noise and dropout; see `ViTBackbone`.
         dtype: dtype policy; routing is float32 under each.
@@ -77,7 +88,7 @@ class MixerBackbone(VisionBackbone):
         dropout_rate: float = 0.0,
         layer_norm_epsilon: float = 1e-6,
         moe_layers: Any = None,
-        num_experts: int = 32,
+        num_experts: Any = 32,
         router: str = "softmax_token_choice",
         router_options: dict | None = None,
         num_selected_experts: int = 2,
@@ -101,6 +112,7 @@ class MixerBackbone(VisionBackbone):
         gating_residual: bool = False,
         gated_experts: bool = False,
         expert_activation: Any = None,
+        token_mixer: str = "mlp",
         rematerialize: bool = False,
         seed: int | None = None,
         dtype: Any = None,
@@ -110,9 +122,39 @@ class MixerBackbone(VisionBackbone):
 
     @staticmethod
     def _token_mixer(
-        index, num_tokens, seeds, dtype, token_mlp_dim, activation, dropout_rate, **_
+        index,
+        num_tokens,
+        seeds,
+        dtype,
+        token_mlp_dim,
+        activation,
+        dropout_rate,
+        token_mixer,
+        num_layers,
+        moe_layers,
+        router,
+        num_experts,
+        router_options,
+        expert_activation,
+        **_,
     ):
         check_integer("token_mlp_dim", token_mlp_dim)
+        check_one_of("token_mixer", token_mixer, TOKEN_MIXERS)
+        if token_mixer == MUMOE and router != MUMOE:
+            raise ValueError(
+                "Expected router='mumoe' for token_mixer='mumoe'; "
+                f"received: router={router!r}"
+            )
+        if token_mixer == MUMOE and index in resolve_moe_layers(moe_layers, num_layers):
+            block = mumoe_block(
+                router_options,
+                mlp_dim=token_mlp_dim,
+                num_experts=num_experts,
+                hidden_activation=expert_activation or activation,
+                dtype=dtype,
+                name="moe",
+            )
+            return TokenMuMoE(block, dtype=dtype, name="token_mumoe")
         return TokenMLP(
             token_mlp_dim,
             activation,

@@ -54,7 +54,9 @@ class ViTBackbone(VisionBackbone):
         router: `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
             `"softmax_expert_choice"`, `"sinkhorn_expert_choice"`,
             `"sparsity_constrained_expert_choice"`, `"soft"`; see
-            `keras_moe.routers.get`.
+            `keras_moe.routers.get`. Or `"mumoe"`, for a `keras_moe.layers.MuMoEBlock`
+            with `router_options` as its arguments, such as `{"factorization": "tr"}`;
+            `num_experts` may then be one number for each level of hierarchy.
         router_options: further arguments of the router's class, such as
             `{"affinity": SinkhornAffinity(iterations=50)}`; they go before those
             that follow from the backbone's.
@@ -145,7 +147,7 @@ class ViTBackbone(VisionBackbone):
         attention_dropout: float = 0.0,
         layer_norm_epsilon: float = 1e-6,
         moe_layers: Any = None,
-        num_experts: int = 32,
+        num_experts: Any = 32,
         router: str = "softmax_token_choice",
         router_options: dict | None = None,
         num_selected_experts: int = 2,

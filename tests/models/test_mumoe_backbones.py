@@ -1,0 +1,168 @@
+"""muMoE in backbones, and dense models upcycled to it."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import models
+from keras_moe.models import (
+    MixerBackbone,
+    MixerImageClassifier,
+    ViTBackbone,
+    ViTImageClassifier,
+)
+from keras_moe.training import upcycle
+
+to_numpy = ops.convert_to_numpy
+SMALL = {
+    "image_shape": (8, 8, 3),
+    "patch_size": 4,
+    "hidden_dim": 8,
+    "num_layers": 2,
+    "mlp_dim": 12,
+    "seed": 0,
+}
+VIT = {**SMALL, "num_heads": 2, "moe_layers": [1], "num_experts": (4, 2)}
+VIT["router_options"] = {"factorization": "tr", "rank": (2, 2, 2, 6)}
+MIXER = {**SMALL, "token_mlp_dim": 6, "moe_layers": "every_1", "num_experts": 4}
+MIXER |= {"router_options": {"rank": 7}, "token_mixer": "mumoe"}
+MODELS = {
+    "vit": lambda **kw: ViTImageClassifier(
+        ViTBackbone(router="mumoe", **{**VIT, **kw}), 3
+    ),
+    "mixer": lambda **kw: MixerImageClassifier(
+        MixerBackbone(router="mumoe", **{**MIXER, **kw}), 3
+    ),
+}
+
+
+def images(count=6):
+    return np.random.default_rng(0).uniform(-1, 1, (count, 8, 8, 3)).astype("float32")
+
+
+LABELS = np.array([0, 1, 2, 0, 1, 2])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rematerialize", [False, True])
+def test_trains_saves_and_keeps_statistics(name, rematerialize, tmp_path):
+    model = MODELS[name](rematerialize=rematerialize)
+    gates = [v for v in model.variables if "moving_variance" in v.path]
+    assert len(gates) == (2 if name == "vit" else 4)
+    history = model.fit(images(), LABELS, batch_size=6, epochs=3, verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+    # The gates begin at zero, so that each step takes the variance down at first.
+    for variance in gates:
+        assert to_numpy(variance).max() < 0.8
+    model.save_to_preset(str(tmp_path / "preset"))
+    again = models.from_preset(str(tmp_path / "preset"))
+    found = again.predict(images(), verbose=0)
+    np.testing.assert_allclose(found, model.predict(images(), verbose=0), atol=1e-6)
+    # At inference an image is by itself.
+    alone = again.predict(images()[2:3], verbose=0)
+    np.testing.assert_allclose(alone, found[2:3], rtol=1e-4, atol=1e-6)
+    records = keras.Model(model.input, model.routing).predict(images(), verbose=0)
+    for record in records.values():
+        np.testing.assert_allclose(record.gates.sum(axis=-1), 1.0, rtol=1e-5)
+    backbone = model.backbone
+    assert backbone.expert_kinds == ((8 if name == "vit" else 4), 0, 0, 0)
+    trained = sum(int(np.prod(v.shape)) for v in backbone.trainable_variables)
+    assert models.describe(backbone).parameters == trained
+
+
+def test_rematerialised_training_is_the_same():
+    plain, again = (MODELS["mixer"](rematerialize=flag) for flag in (False, True))
+    again.set_weights(plain.get_weights())
+    for model in (plain, again):
+        model.fit(images(), LABELS, batch_size=6, epochs=2, verbose=0)
+    for left, right in zip(plain.get_weights(), again.get_weights()):
+        np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-5)
+
+
+CASES = {
+    "cp": (4, {"rank": 13}),
+    "cp, levels, softmax": ((3, 2), {"rank": 20, "activation": "softmax"}),
+    "tr": (4, {"factorization": "tr", "rank": (3, 2, 7)}),
+    "tr, levels": ((4, 2), {"factorization": "tr", "rank": (2, 3, 2, 7)}),
+    "tucker": (4, {"factorization": "tucker", "rank": (2, 9, 9)}),
+    "whole": (4, {"factorization": None}),
+}
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backbone", [ViTBackbone, MixerBackbone])
+def test_upcycling_preserves_the_function_where_the_ranks_hold_it(case, backbone):
+    num_experts, options = CASES[case]
+    own = {"num_heads": 2} if backbone is ViTBackbone else {"token_mlp_dim": 6}
+    dense = backbone(**SMALL, **own)
+    for variable in dense.variables:
+        if variable.path.endswith(("kernel", "bias")):
+            shape = variable.shape
+            variable.assign(np.random.default_rng(len(shape)).normal(size=shape) / 4)
+    model, report = upcycle(
+        dense, num_experts, moe_layers=[1], router="mumoe", router_options=options
+    )
+    assert report.preserved
+    assert report.largest_difference < 1e-4
+    assert list(model.routing) == ["block_1"]
+    # An expert's matrix is the dense layer's, its last row the bias.
+    experts = model.get_layer("block_1").feed_forward.hidden
+    place = (1, 1) if len(experts.num_experts) == 2 else 1
+    layer = dense.get_layer("block_1").feed_forward.hidden
+    matrix = to_numpy(experts.expert_weights([place]))[0]
+    np.testing.assert_allclose(matrix[:-1], to_numpy(layer.kernel), atol=1e-5)
+    np.testing.assert_allclose(matrix[-1], to_numpy(layer.bias), atol=1e-5)
+
+
+def test_upcycling_with_less_rank_says_how_near():
+    dense = MixerBackbone(**SMALL, token_mlp_dim=6)
+    found = []
+    for rank in (2, 5, 8):
+        _, report = upcycle(
+            dense, 4, moe_layers=[1], router="mumoe", router_options={"rank": rank}
+        )
+        assert report.preserved == (rank >= 9)
+        found.append(report.largest_difference)
+    assert found[0] > found[1] > found[2]
+    _, report = upcycle(
+        dense, 4, moe_layers=[1], router="mumoe", router_options={"rank": 9}, noise=0.5
+    )
+    assert not report.preserved
+    assert report.largest_difference > 1e-4
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MODELS["vit"](router_options={"rank": 0}), "rank=0"),
+        (lambda: MODELS["vit"](router_options={"ranks": 2}), "ranks=2"),
+        (lambda: MODELS["vit"](zero_experts=1), "zero_experts=1"),
+        (lambda: MODELS["vit"](gating_residual=True), "gating_residual=True"),
+        (lambda: MODELS["mixer"](token_mixer="moe"), "token_mixer='moe'"),
+        (
+            lambda: MixerBackbone(
+                **{**MIXER, "router": "soft", "router_options": None}
+            ),
+            "router='soft'",
+        ),
+        (
+            lambda: upcycle(MixerBackbone(**SMALL, token_mlp_dim=6), 1, router="mumoe"),
+            "num_experts=1",
+        ),
+        (
+            lambda: upcycle(
+                MixerBackbone(**SMALL, token_mlp_dim=6),
+                4,
+                router="mumoe",
+                router_options={"use_bias": False, "rank": 4},
+            ),
+            "use_bias=False",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
