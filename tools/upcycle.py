@@ -15,6 +15,7 @@ from pathlib import Path
 from overrides import parse_override
 
 from keras_moe import models, training
+from keras_moe.layers.feed_forwards import MUMOE
 from keras_moe.ops.checks import check_argument_names
 from keras_moe.routers import ROUTERS
 from keras_moe.training.upcycling import MOE_ARGUMENTS
@@ -26,10 +27,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("source", help="a folder, handle or published checkpoint")
     parser.add_argument("output", type=Path, help="the folder of the new preset")
-    parser.add_argument("--num-experts", type=int, default=8)
+    parser.add_argument(
+        "--num-experts",
+        type=json.loads,
+        default=8,
+        metavar="E",
+        help="an integer, or for mumoe a JSON list of one for each level",
+    )
     parser.add_argument("--moe-layers", default="every_2", help="name or JSON list")
     parser.add_argument(
-        "--router", choices=sorted(ROUTERS), default="softmax_token_choice"
+        "--router", choices=[*sorted(ROUTERS), MUMOE], default="softmax_token_choice"
     )
     parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument(

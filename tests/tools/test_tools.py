@@ -127,6 +127,10 @@ def test_upcycle_makes_a_preset(tmp_path, capsys, monkeypatch):
     assert main([source, output, "--num-experts", "4", "--moe-layers", "[3]"]) == 0
     sparse = models.from_preset(output)
     assert list(sparse.routing) == ["block_3"]
+    levels = ["--router", "mumoe", "--num-experts", "[3, 2]", "--moe-layers", "[3]"]
+    mumoe = str(tmp_path / "mumoe")
+    assert main([source, mumoe, *levels]) == 0
+    assert models.from_preset(mumoe).backbone.expert_kinds.ffn == 6
     report = json.loads((tmp_path / "sparse" / "upcycling.json").read_text())
     assert report["parameters"] == sparse.count_params()
     assert f"{sparse.count_params():,}" in capsys.readouterr().out
