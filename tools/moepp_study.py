@@ -361,7 +361,7 @@ class Training:
             )
         )
         begin = time.perf_counter()
-        history = model.fit(batches, epochs=args.epochs, verbose=0)
+        history = model.fit(batches, epochs=args.epochs, shuffle=False, verbose=0)
         if not math.isfinite(history.history["loss"][-1]):
             raise ValueError(
                 "Expected a run that converges; received: a loss that is not finite. "
