@@ -23,7 +23,6 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
-import hashlib
 import json
 import math
 import sys
@@ -34,9 +33,15 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from results import plain, read_result, spread, write_json
+from results import (
+    digest,
+    plain,
+    progress_of_runs,
+    read_result,
+    spread,
+    write_json,
+)
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 # The layer that is timed is the benchmark's.
@@ -265,14 +270,8 @@ class Training:
     def run(self, console: Console) -> dict:
         """Trains what is not there yet, and draws."""
         rows = {}
-        columns = (
-            "{task.description}",
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
         total = len(self.configurations) * self.args.seeds
-        with Progress(*columns, console=console) as progress:
+        with progress_of_runs(console) as progress:
             task = progress.add_task("runs", total=total)
             for name, overrides in self.configurations.items():
                 runs = []
@@ -324,10 +323,12 @@ class Training:
         )
 
     def paths(self, settings: dict) -> tuple[Path, Path]:
-        text = json.dumps(settings, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         name = settings["name"].replace(" ", "_").replace("=", "_")
-        stem = self.args.output / "runs" / f"{name}-seed{settings['seed']}-{digest}"
+        stem = (
+            self.args.output
+            / "runs"
+            / f"{name}-seed{settings['seed']}-{digest(settings)}"
+        )
         return Path(f"{stem}.json"), Path(f"{stem}.npz")
 
     def train(self, overrides: dict, seed: int) -> tuple[dict, dict]:

@@ -1,10 +1,31 @@
 """Results of studies: stored as JSON as they come, and found again."""
 
+import hashlib
 import json
 import os
 import statistics
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+
+def progress_of_runs(console: Console) -> Progress:
+    """A bar with what runs, how many are done, and the time."""
+    return Progress(
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def digest(settings: dict) -> str:
+    """A name for settings, which other settings do not have."""
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -19,9 +19,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
-import hashlib
 import importlib
-import json
 import math
 import statistics
 import sys
@@ -33,10 +31,17 @@ from typing import Any
 import keras
 import numpy as np
 from overrides import parse_override
-from results import plain, read_result, spread, write_json
+from results import (
+    digest,
+    plain,
+    progress_of_runs,
+    read_result,
+    spread,
+    write_json,
+)
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 import keras_moe
@@ -253,14 +258,8 @@ class Study:
     def run(self, console: Console) -> dict:
         """Trains what is not there yet, times the steps, and returns all results."""
         runs = []
-        columns = (
-            "{task.description}",
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
         total = len(self.configurations) * self.args.seeds
-        with Progress(*columns, console=console) as progress:
+        with progress_of_runs(console) as progress:
             task = progress.add_task("runs", total=total)
             for configuration in self.configurations:
                 for seed in range(self.args.seeds):
@@ -319,9 +318,7 @@ class Study:
 
     def path(self, name: str, settings: dict) -> Path:
         """The file of a result, by its name and all that influences it."""
-        text = json.dumps(settings, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return self.folder / f"{name}-{digest}.json"
+        return self.folder / f"{name}-{digest(settings)}.json"
 
     def step_seconds(self, console: Console) -> dict[str, float]:
         """The median seconds of a training step of each configuration, or as stored.

@@ -22,6 +22,23 @@ def _figure(**kwargs):
     return figure
 
 
+def _images(images):
+    """Images as an array, if they can be drawn."""
+    images = np.asarray(images)
+    if images.ndim != 4 or images.shape[-1] not in (1, 3):
+        raise ValueError(
+            "Expected images (batch, height, width, 1 or 3); "
+            f"received: shape={images.shape}"
+        )
+    return images
+
+
+def _in_colour(image):
+    """An image in [-1, 1] as matplotlib draws it."""
+    image = np.clip((image + 1.0) / 2.0, 0.0, 1.0)
+    return np.broadcast_to(image, (*image.shape[:2], 3))
+
+
 def plot_expert_views(
     images: Any,
     routing: Any,
@@ -59,12 +76,7 @@ def plot_expert_views(
     >>> os.path.exists(path)
     True
     """
-    images = np.asarray(images)
-    if images.ndim != 4 or images.shape[-1] not in (1, 3):
-        raise ValueError(
-            "Expected images (batch, height, width, 1 or 3); "
-            f"received: shape={images.shape}"
-        )
+    images = _images(images)
     if len(images) != len(routing.combined):
         raise ValueError(
             "Expected a routing record for each image; received: "
@@ -103,8 +115,7 @@ def plot_expert_views(
 
 def _faded(image, chosen):
     """The image in colour, with what is not chosen faded to blue."""
-    image = np.clip((image + 1.0) / 2.0, 0.0, 1.0)
-    image = np.broadcast_to(image, (*image.shape[:2], 3))
+    image = _in_colour(image)
     blue = np.array([0.16, 0.24, 0.42])
     return np.where(chosen[..., None] > 0, image, 0.25 * image + 0.75 * blue)
 
@@ -152,12 +163,7 @@ def plot_compute_maps(
     >>> os.path.exists(path)
     True
     """
-    images, maps = np.asarray(images), np.asarray(maps)
-    if images.ndim != 4 or images.shape[-1] not in (1, 3):
-        raise ValueError(
-            "Expected images (batch, height, width, 1 or 3); "
-            f"received: shape={images.shape}"
-        )
+    images, maps = _images(images), np.asarray(maps)
     if maps.ndim != 3 or len(maps) != len(images) or not len(maps):
         raise ValueError(
             f"Expected a map (rows, columns) for each of {len(images)} images; "
@@ -174,8 +180,7 @@ def plot_compute_maps(
     for index, (image, counts) in enumerate(zip(images, maps)):
         row, column = divmod(index, columns)
         plain, overlaid = axes[row, 2 * column], axes[row, 2 * column + 1]
-        image = np.clip((image + 1.0) / 2.0, 0.0, 1.0)
-        image = np.broadcast_to(image, (*image.shape[:2], 3))
+        image = _in_colour(image)
         for axis in (plain, overlaid):
             axis.imshow(image, extent=(0, width, height, 0))
         heat = overlaid.imshow(

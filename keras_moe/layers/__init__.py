@@ -9,7 +9,8 @@ from keras_moe.layers.experts import Experts
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
-from keras_moe.layers.mumoe import MultilinearExperts, MuMoE, MuMoEBlock
+from keras_moe.layers.multilinear_experts import MultilinearExperts
+from keras_moe.layers.mumoe import MuMoE, MuMoEBlock
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.patch_embedding import (
     PatchEmbedding,

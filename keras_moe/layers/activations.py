@@ -1,9 +1,11 @@
-"""Activations by name, with the forms of GELU that Keras has no name for."""
+"""Activations by name, with those that Keras has no name for."""
 
 from collections.abc import Callable
 from typing import Any
 
 import keras
+
+from keras_moe.ops.entmax import entmax
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -47,7 +49,31 @@ def quick_gelu(x: Any) -> Any:
     return x * keras.ops.sigmoid(1.702 * x)
 
 
-_NAMED = {"gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
+@keras.saving.register_keras_serializable("keras_moe")
+def entmax15(x: Any) -> Any:
+    """`keras_moe.ops.entmax` with alpha = 1.5, muMoE's activation.
+
+    Args:
+        x: a float tensor.
+
+    Returns:
+        A tensor like `x`, of which each row sums to 1.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers.activations import entmax15
+    >>> np.array(entmax15(np.array([[0.0, 0.0]], "float32"))).tolist()
+    [[0.5, 0.5]]
+    """
+    return entmax(x, 1.5)
+
+
+_NAMED = {
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "entmax": entmax15,
+}
 
 
 def get(identifier: Any) -> Callable:

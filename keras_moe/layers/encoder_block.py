@@ -192,15 +192,18 @@ class MoEEncoderBlock(EncoderBlock):
     def _run_moe(self, training, tokens, previous_logits=None):
         tokens = self._mix(tokens, training)
         x = self.feed_forward_norm(tokens)
-        residual = {}
-        if previous_logits is not None:
-            residual = {"previous_logits": previous_logits}
-        x, routing = self.feed_forward(x, training=training, **residual)
+        x, routing = self.feed_forward(
+            x, training=training, **_if_given(previous_logits)
+        )
         return tokens + x, routing
 
     def compute_output_spec(self, tokens, previous_logits=None, training=None):
         tokens = keras.KerasTensor(tokens.shape, self.compute_dtype)
-        residual = {}
-        if previous_logits is not None:
-            residual = {"previous_logits": previous_logits}
-        return self.feed_forward.compute_output_spec(tokens, **residual)
+        return self.feed_forward.compute_output_spec(
+            tokens, **_if_given(previous_logits)
+        )
+
+
+def _if_given(previous_logits):
+    """`previous_logits` as an argument of the layers that take them."""
+    return {} if previous_logits is None else {"previous_logits": previous_logits}

@@ -3,7 +3,6 @@
 Axes: L levels of hierarchy, N_l experts of a level, E all experts, I inputs.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,7 +10,6 @@ from keras import ops
 
 from keras_moe.layers import activations
 from keras_moe.ops.checks import check_integer, check_one_of
-from keras_moe.ops.entmax import entmax
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
 
@@ -73,7 +71,7 @@ class ExpertCoefficients(keras.layers.Layer):
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
         self.num_experts = check_levels(num_experts)
-        self.activation = coefficient_activation(activation)
+        self.activation = activations.get(activation)
         self.normalization = check_one_of(
             "normalization", normalization, NORMALIZATIONS
         )
@@ -175,7 +173,7 @@ class ExpertCoefficients(keras.layers.Layer):
         config = super().get_config()
         config.update(
             num_experts=self.num_experts,
-            activation=serialize_activation(self.activation),
+            activation=activations.serialize(self.activation),
             normalization=self.normalization,
         )
         return config
@@ -210,33 +208,3 @@ def _outer(values, combine):
             total, (*ops.shape(value)[:-1], total.shape[-2] * total.shape[-1])
         )
     return total
-
-
-@keras.saving.register_keras_serializable("keras_moe")
-def entmax15(x: Any) -> Any:
-    """`keras_moe.ops.entmax` with alpha = 1.5, muMoE's activation.
-
-    Args:
-        x: a float tensor.
-
-    Returns:
-        A tensor like `x`, of which each row sums to 1.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.layers.expert_coefficients import entmax15
-    >>> np.array(entmax15(np.array([[0.0, 0.0]], "float32"))).tolist()
-    [[0.5, 0.5]]
-    """
-    return entmax(x, 1.5)
-
-
-def coefficient_activation(identifier: Any) -> Callable:
-    """The activation of this name: `"entmax"`, or any of `activations`."""
-    return entmax15 if identifier == "entmax" else activations.get(identifier)
-
-
-def serialize_activation(activation: Callable) -> Any:
-    """The name or config from which `coefficient_activation` makes it again."""
-    return "entmax" if activation is entmax15 else activations.serialize(activation)

@@ -190,9 +190,7 @@ class MoE(keras.layers.Layer):
         tokens = ops.cast(tokens, self.compute_dtype)
         residual = self._residual(tokens, previous_logits, mask)
         if mask is not None:
-            # Padding may hold anything, and 0 times NaN is NaN.
-            real = ops.expand_dims(ops.cast(mask, "bool"), -1)
-            tokens = ops.where(real, tokens, ops.zeros_like(tokens))
+            tokens = _without_padding(tokens, mask)
         by_image = self.router.groups_by_image(training)
         grouped, group_mask, group_ids, residual = (
             (tokens, mask, modality_ids, residual)
@@ -221,19 +219,13 @@ class MoE(keras.layers.Layer):
         """`previous_logits` as arguments of a router that takes them."""
         if previous_logits is not None:
             previous_logits = ops.convert_to_tensor(previous_logits)
-        if self.router.gating_residual:
-            self.router.check_previous_logits(previous_logits, tokens)
-            previous_logits = ops.cast(previous_logits, "float32")
-            if mask is not None:
-                real = ops.expand_dims(ops.cast(mask, "bool"), -1)
-                previous_logits = ops.where(real, previous_logits, 0.0)
-            return {"previous_logits": previous_logits}
-        if previous_logits is not None:
-            raise ValueError(
-                "Expected no previous_logits for a router without gating_residual; "
-                f"received: previous_logits of shape {tuple(previous_logits.shape)}"
-            )
-        return {}
+        self.router.check_previous_logits(previous_logits, tokens)
+        if previous_logits is None:
+            return {}
+        previous_logits = ops.cast(previous_logits, "float32")
+        if mask is not None:
+            previous_logits = _without_padding(previous_logits, mask)
+        return {"previous_logits": previous_logits}
 
     def _run_experts(self, tokens, plan, training):
         if isinstance(plan, HeterogeneousPlan):
@@ -350,3 +342,9 @@ class MoE(keras.layers.Layer):
             input_scale=self.input_scale,
         )
         return config
+
+
+def _without_padding(x, mask):
+    """Zeros for padding, which may hold anything: 0 times NaN is NaN."""
+    real = ops.expand_dims(ops.cast(mask, "bool"), -1)
+    return ops.where(real, x, ops.zeros_like(x))

@@ -45,20 +45,11 @@ class TokenMLP(MLP):
     """
 
     def build(self, input_shape):
-        if len(input_shape) != 3 or input_shape[1] is None:
-            raise ValueError(
-                "Expected tokens of shape (batch, tokens, dim) with a known number "
-                f"of tokens; received: shape={tuple(input_shape)}"
-            )
-        self.num_tokens = input_shape[1]
+        self.num_tokens = known_num_tokens(input_shape)
         super().build((input_shape[0], input_shape[2], input_shape[1]))
 
     def call(self, tokens: Any, training: bool | None = None) -> Any:
-        if tokens.shape[1] != self.num_tokens:
-            raise ValueError(
-                f"Expected {self.num_tokens} tokens, for which the layer was built; "
-                f"received: shape={tuple(tokens.shape)}"
-            )
+        check_num_tokens(tokens, self.num_tokens)
         x = ops.transpose(tokens, (0, 2, 1))
         return ops.transpose(super().call(x, training=training), (0, 2, 1))
 
@@ -73,3 +64,22 @@ class TokenMLP(MLP):
     def flops(self, num_tokens: int, dim: int) -> int:
         """Floating-point operations (2 per multiply-add)."""
         return super().flops(dim, num_tokens)
+
+
+def known_num_tokens(input_shape: tuple) -> int:
+    """N of (B, N, D), if it is known: a layer across tokens has weights of its size."""
+    if len(input_shape) != 3 or input_shape[1] is None:
+        raise ValueError(
+            "Expected tokens of shape (batch, tokens, dim) with a known number "
+            f"of tokens; received: shape={tuple(input_shape)}"
+        )
+    return input_shape[1]
+
+
+def check_num_tokens(tokens: Any, num_tokens: int) -> None:
+    """Raises ValueError if there are other tokens than the layer was built for."""
+    if tokens.shape[1] != num_tokens:
+        raise ValueError(
+            f"Expected {num_tokens} tokens, for which the layer was built; "
+            f"received: shape={tuple(tokens.shape)}"
+        )

@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_moe.layers.mumoe import MuMoEBlock
 from keras_moe.layers.nested import build_once, layer_argument
+from keras_moe.layers.token_mlp import check_num_tokens, known_num_tokens
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -51,20 +52,11 @@ class TokenMuMoE(keras.layers.Layer):
             raise ValueError(f"Expected block to be a MuMoEBlock; received: {block}")
 
     def build(self, input_shape):
-        if len(input_shape) != 3 or input_shape[1] is None:
-            raise ValueError(
-                "Expected tokens of shape (batch, tokens, dim) with a known number "
-                f"of tokens; received: shape={tuple(input_shape)}"
-            )
-        self.num_tokens = input_shape[1]
+        self.num_tokens = known_num_tokens(input_shape)
         build_once(self.block, (input_shape[0], input_shape[2], input_shape[1]))
 
     def call(self, tokens: Any, training: bool | None = None) -> Any:
-        if tokens.shape[1] != self.num_tokens:
-            raise ValueError(
-                f"Expected {self.num_tokens} tokens, for which the layer was built; "
-                f"received: shape={tuple(tokens.shape)}"
-            )
+        check_num_tokens(tokens, self.num_tokens)
         channels = ops.transpose(tokens, (0, 2, 1))
         outputs, _ = self.block(channels, training=training)
         return ops.transpose(outputs, (0, 2, 1))

@@ -227,13 +227,27 @@ def served(plan: Any) -> tuple[Any, Any]:
         _, num_experts, capacity = ops.shape(plan.slot_tokens)
         # floor(-1 / C) = -1 matches no expert: dropped choices vanish by themselves.
         chosen = ops.floor_divide(plan.token_slots, capacity)
+    return by_expert(chosen, plan.combine_weights, num_experts)
+
+
+def by_expert(chosen: Any, weights: Any, num_experts: Any) -> tuple[Any, Any]:
+    """Choices (G, S, K) by expert: 1 where it is chosen, and its weight there.
+
+    Args:
+        chosen: int32 (G, S, K); what is no expert's index is no choice.
+        weights: float32 (G, S, K).
+        num_experts: E.
+
+    Returns:
+        Two float32 (G, S, E), both 0 elsewhere.
+    """
     experts = ops.arange(num_experts, dtype="int32")
     dispatched = combined = 0.0
     # An unrolled sum over K: one fused pass each, no (S, K, E) tensor.
     for k in range(chosen.shape[-1]):
         one_hot = ops.cast(chosen[..., k : k + 1] == experts, "float32")
         dispatched = dispatched + one_hot
-        combined = combined + one_hot * plan.combine_weights[..., k : k + 1]
+        combined = combined + one_hot * weights[..., k : k + 1]
     return dispatched, combined
 
 

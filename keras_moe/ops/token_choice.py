@@ -13,7 +13,12 @@ from keras_moe.ops.checks import (
     check_one_of,
     check_selected,
 )
-from keras_moe.ops.routing import HeterogeneousPlan, RaggedPlan, RoutingPlan
+from keras_moe.ops.routing import (
+    HeterogeneousPlan,
+    RaggedPlan,
+    RoutingPlan,
+    by_expert,
+)
 
 NORMALIZATIONS = (None, "before", "after")
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
@@ -167,7 +172,7 @@ def token_choice(
         ops.where(in_place, 0.0, weights),
     )
     places = ops.where(in_place, experts - num_slotted, -1)
-    return HeterogeneousPlan(plan, *_by_expert(places, weights, in_place_experts))
+    return HeterogeneousPlan(plan, *by_expert(places, weights, in_place_experts))
 
 
 def dropless_token_choice(
@@ -228,7 +233,7 @@ def dropless_token_choice(
         normalize_gates = None
         places = experts - num_experts
         places = places if mask is None else ops.where(routed, places, -1)
-        in_place = _by_expert(places, weights, in_place_experts)
+        in_place = by_expert(places, weights, in_place_experts)
         # They have no rows: like masked tokens, but by choice.
         mask = experts < num_experts
         mask = mask if routed is None else ops.logical_and(mask, routed)
@@ -260,20 +265,6 @@ def dropless_token_choice(
         combine_weights = _weights(weights, mask, normalize_gates)
     plan = RaggedPlan(row_tokens, token_rows, combine_weights, experts, group_sizes)
     return HeterogeneousPlan(plan, *in_place) if in_place_experts else plan
-
-
-def _by_expert(places, weights, num_places):
-    """Choices (G, S, K) of places from 0, -1 for none, as (G, S, num_places).
-
-    Returns 1 where a place is chosen and its weight there, both 0 elsewhere.
-    """
-    index = ops.arange(num_places, dtype="int32")
-    chosen = combined = 0.0
-    for k in range(places.shape[-1]):
-        one_hot = ops.cast(places[..., k : k + 1] == index, "float32")
-        chosen = chosen + one_hot
-        combined = combined + one_hot * weights[..., k : k + 1]
-    return chosen, combined
 
 
 def _check_in_place(in_place_experts, num_experts):
@@ -348,7 +339,7 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
     affinity = ops.convert_to_tensor(affinity)
     check_selected(num_selected_experts, affinity.shape[-1])
     experts, weights = largest(affinity, affinity, num_selected_experts)
-    return _by_expert(experts, weights, ops.shape(affinity)[-1])[0]
+    return by_expert(experts, weights, ops.shape(affinity)[-1])[0]
 
 
 def _at(order, places):

@@ -194,24 +194,17 @@ class PathwayAwareRouter(TokenChoiceRouter):
             super().build(input_shape)
         else:
             super().build((*input_shape[:-1], self.gate_hidden_dim))
-            self.hidden_kernel = self._add_kernel(
-                "hidden_kernel", (input_shape[-1], self.gate_hidden_dim)
+            self.hidden_kernel = self.add_kernel(
+                "hidden_kernel",
+                (input_shape[-1], self.gate_hidden_dim),
+                self.kernel_initializer,
             )
         if self.gating_residual:
-            self.residual_kernel = self._add_kernel(
+            self.residual_kernel = self.add_kernel(
                 "residual_kernel",
                 (self.num_experts, self.num_experts),
                 self.residual_initializer,
             )
-
-    def _add_kernel(self, name, shape, initializer=None):
-        return self.add_weight(
-            name=name,
-            shape=shape,
-            initializer=initializer or self.kernel_initializer,
-            dtype="float32",
-            autocast=False,
-        )
 
     def call(
         self,
@@ -237,31 +230,26 @@ class PathwayAwareRouter(TokenChoiceRouter):
 
     def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
         """Raises ValueError if they are missing, not wanted, or do not fit."""
-        shape = None if previous_logits is None else tuple(previous_logits.shape)
         if not self.gating_residual:
-            if shape is not None:
-                raise ValueError(
-                    "Expected no previous_logits with gating_residual=False; "
-                    f"received: previous_logits of shape {shape}"
-                )
-        elif shape is None:
+            return super().check_previous_logits(previous_logits, tokens)
+        if previous_logits is None:
             raise ValueError(
                 "Expected previous_logits with gating_residual=True: the logits of the "
                 "MoE layer before, of which the first layer has none; received: "
                 "previous_logits=None"
             )
-        else:
-            expected = (*tokens.shape[:2], self.num_experts)
-            # Sizes that are not known yet fit any other.
-            fits = len(shape) == 3 and all(
-                a == b or None in (a, b) for a, b in zip(shape, expected)
+        shape = tuple(previous_logits.shape)
+        expected = (*tokens.shape[:2], self.num_experts)
+        # Sizes that are not known yet fit any other.
+        fits = len(shape) == 3 and all(
+            a == b or None in (a, b) for a, b in zip(shape, expected)
+        )
+        if not fits:
+            raise ValueError(
+                "Expected previous_logits of a layer with as many experts for the "
+                f"same tokens, {expected}, num_experts={self.num_experts}; "
+                f"received: shape={shape}"
             )
-            if not fits:
-                raise ValueError(
-                    "Expected previous_logits of a layer with as many experts for the "
-                    f"same tokens, {expected}, num_experts={self.num_experts}; "
-                    f"received: shape={shape}"
-                )
 
     def allocate(self, affinity, gates, mask=None, training=None):
         kinds = self.kinds

@@ -89,6 +89,15 @@ class Router(keras.layers.Layer):
         """How many of the experts are of each kind."""
         return ExpertKinds(self.num_experts)
 
+    def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
+        """Raises ValueError if they are missing, not wanted, or do not fit."""
+        if previous_logits is not None:
+            raise ValueError(
+                "Expected no previous_logits for a router without gating_residual, "
+                "gating_residual=False; received: previous_logits of shape "
+                f"{tuple(previous_logits.shape)}"
+            )
+
     def groups_by_image(self, training: bool | None) -> bool:
         """True if each image must be a group; else `MoE.group_size` cuts the batch."""
         raise NotImplementedError

@@ -125,8 +125,12 @@ class SparseRouter(Router):
             # Each kernel drawn as one: the fan-in is D, not M x D.
             shape = (self.num_modalities, *shape)
             initializer = _each(initializer)
-        self.kernel = self.add_weight(
-            name="kernel",
+        self.kernel = self.add_kernel("kernel", shape, initializer)
+
+    def add_kernel(self, name: str, shape: tuple, initializer: Any) -> Any:
+        """A weight that stays float32 under every dtype policy."""
+        return self.add_weight(
+            name=name,
             shape=shape,
             initializer=initializer,
             dtype="float32",

@@ -12,11 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.layers import MuMoEBlock
-from keras_moe.layers.expert_coefficients import (
-    check_levels,
-    entmax15,
-    total_experts,
-)
+from keras_moe.layers.activations import entmax15
+from keras_moe.layers.expert_coefficients import check_levels, total_experts
 from keras_moe.layers.feed_forwards import MUMOE
 from keras_moe.models import MixerBackbone, ViTBackbone, convert, describe
 from keras_moe.models.conversion import is_convertible
