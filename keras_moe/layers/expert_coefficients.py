@@ -113,10 +113,10 @@ class ExpertCoefficients(keras.layers.Layer):
             self._normalise(level, x, training) for level, x in enumerate(logits)
         ]
         coefficients = tuple(self.activation(x) for x in normalised)
-        gates = _outer(coefficients, ops.multiply)
+        gates = outer(coefficients, ops.multiply)
         return coefficients, Routing(
-            logits=_outer(logits, ops.add),
-            noisy_logits=_outer(normalised, ops.add),
+            logits=outer(logits, ops.add),
+            noisy_logits=outer(normalised, ops.add),
             affinity=gates,
             gates=gates,
             dispatched=ops.cast(gates > 0, "float32"),
@@ -199,7 +199,7 @@ def total_experts(num_experts: tuple[int, ...]) -> int:
     return total
 
 
-def _outer(values, combine):
+def outer(values: Any, combine: Any) -> Any:
     """One value for each expert of all levels: (..., N_1), ... to (..., E)."""
     total = values[0]
     for value in values[1:]:

@@ -6,9 +6,10 @@ Axes: I inputs, H mlp, O units, E experts of all levels.
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_moe.layers import activations
-from keras_moe.layers.expert_coefficients import ExpertCoefficients
+from keras_moe.layers.expert_coefficients import ExpertCoefficients, outer
 from keras_moe.layers.multilinear_experts import (
     MultilinearExperts,
     dense_parameters,
@@ -35,6 +36,9 @@ class MuMoE(keras.layers.Layer):
         normalization: see `ExpertCoefficients`.
         use_bias: see `MultilinearExperts`.
         expert_noise: see `MultilinearExperts`.
+        edited_outputs: units that get, besides, the offset `sum over n of a_n
+            logit_offsets[n]` (equation 5): a number for each expert, zero at first and
+            not trained, see `keras_moe.analysis.edit_expert_logits`.
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
@@ -45,10 +49,10 @@ class MuMoE(keras.layers.Layer):
         `(outputs, Routing)`: (..., O), and the record of the coefficients (..., E).
 
     Raises:
-        ValueError: as the two layers.
+        ValueError: as the two layers; or if an edited output is no unit.
 
     Reference:
-        *Multilinear Mixture of Experts*, section 3.
+        *Multilinear Mixture of Experts*, section 3, and 4.2 for edits.
 
     Example:
 
@@ -71,6 +75,7 @@ class MuMoE(keras.layers.Layer):
         normalization: str | None = "batch",
         use_bias: bool = True,
         expert_noise: float = 1.0,
+        edited_outputs: Any = (),
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -89,11 +94,26 @@ class MuMoE(keras.layers.Layer):
         # It checks them, and says how they are kept; the rank may depend on the input.
         checked = MultilinearExperts(**arguments).get_config()
         self._arguments = {name: checked[name] for name in arguments}
+        self.edited_outputs = _check_outputs(edited_outputs, self.units)
+
+    @property
+    def units(self) -> int:
+        """O."""
+        return self._arguments["units"]
 
     def build(self, input_shape):
         self.gate.build(input_shape)
         self.experts = self._experts(input_shape[-1])
         self.experts.build(input_shape)
+        if self.edited_outputs:
+            self.logit_offsets = self.add_weight(
+                name="logit_offsets",
+                shape=(self.gate.kinds.total, len(self.edited_outputs)),
+                initializer="zeros",
+                trainable=False,
+                dtype="float32",
+                autocast=False,
+            )
 
     def _experts(self, dim):
         """The experts for inputs of size `dim`, not built."""
@@ -110,16 +130,58 @@ class MuMoE(keras.layers.Layer):
 
     def call(self, inputs: Any, training: bool | None = None) -> tuple[Any, Any]:
         coefficients, routing = self.gate(inputs, training=training)
-        return self.experts(inputs, coefficients), routing
+        return self._edited(self.experts(inputs, coefficients), routing.gates), routing
+
+    def _edited(self, outputs, gates):
+        """The outputs with the offsets of those that are edited."""
+        if not self.edited_outputs:
+            return outputs
+        places = ops.one_hot(self.edited_outputs, self.units, dtype="float32")
+        offsets = ops.matmul(ops.matmul(gates, self.logit_offsets), places)
+        return outputs + ops.cast(offsets, outputs.dtype)
+
+    def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
+        """The outputs as if one expert's weights were zero, for each row another.
+
+        Nothing else changes: coefficients are not shared out again, and the offsets of
+        edited outputs stay.
+
+        Args:
+            inputs: (B, I).
+            coefficients: for each level (B, N_l), as the gate gives for `inputs`.
+            experts: integers (B, L), each row's expert by its place at each level.
+
+        Returns:
+            (B, O).
+
+        Reference:
+            *Multilinear Mixture of Experts*, section 4.1.2.
+        """
+        chosen = [
+            a * ops.one_hot(experts[:, level], count, dtype=a.dtype)
+            for level, (a, count) in enumerate(zip(coefficients, self.gate.num_experts))
+        ]
+        # All experts but one, as a sum over the first level at which they part from
+        # it: exactly zero where nobody else takes part.
+        outputs = 0.0
+        for level, (a, own) in enumerate(zip(coefficients, chosen)):
+            others = [*chosen[:level], a - own, *coefficients[level + 1 :]]
+            outputs = outputs + self.experts(inputs, others)
+        return self._edited(outputs, outer(coefficients, ops.multiply))
 
     def compute_output_spec(self, inputs, training=None):
         _, routing = self.gate.compute_output_spec(inputs)
-        shape = (*inputs.shape[:-1], self._arguments["units"])
+        shape = (*inputs.shape[:-1], self.units)
         return keras.KerasTensor(shape, self.compute_dtype), routing
 
     def parameters(self, dim: int) -> int:
         """The number of parameters for inputs of size `dim`."""
         return self.gate.parameters(dim) + self._experts(dim).parameters(dim)
+
+    def flops(self, dim: int) -> int:
+        """Operations of one row's matmuls (2 per multiply-add)."""
+        experts = self._experts(dim).multiply_adds(dim)
+        return 2 * (self.gate.parameters(dim) + experts)
 
     def get_config(self):
         config = super().get_config()
@@ -127,8 +189,19 @@ class MuMoE(keras.layers.Layer):
             **self._arguments,
             activation=activations.serialize(self.gate.activation),
             normalization=self.gate.normalization,
+            edited_outputs=self.edited_outputs,
         )
         return config
+
+
+def _check_outputs(edited_outputs, units):
+    outputs = tuple(check_integer("edited_outputs", i, 0) for i in edited_outputs)
+    if len(set(outputs)) < len(outputs) or any(i >= units for i in outputs):
+        raise ValueError(
+            f"Expected edited_outputs to be different units below {units}; "
+            f"received: edited_outputs={edited_outputs}"
+        )
+    return outputs
 
 
 @keras.saving.register_keras_serializable("keras_moe")

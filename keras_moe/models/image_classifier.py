@@ -8,9 +8,11 @@ from typing import Any
 
 import keras
 import keras_hub
+import numpy as np
 
-from keras_moe.layers import AttentionPooling, LayerNorm, TokenPooling
+from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
 from keras_moe.layers.mlp import check_dropout
+from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.losses import SigmoidCrossentropy
 from keras_moe.models.description import Part
@@ -18,9 +20,16 @@ from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.lora import TaskLoraMixin
 from keras_moe.models.preset_loading import PresetMixin, TaskWeightsMixin
 from keras_moe.models.quantization import quantized_head, settle_policies
-from keras_moe.ops.checks import check_argument_names, check_bool, check_integer
+from keras_moe.ops import Routing
+from keras_moe.ops.checks import (
+    check_argument_names,
+    check_bool,
+    check_integer,
+    check_one_of,
+)
 
 ACTIVATIONS = (None, "softmax", "sigmoid")
+HEAD_POSITIONS = ("final", "penultimate")
 
 
 class ImageClassifier(
@@ -54,6 +63,11 @@ class ImageClassifier(
         dropout: before the head.
         head_dtype: dtype policy of the head; None takes the backbone's.
         pooled_norm: normalise what is pooled, for a backbone without `final_norm`.
+        head: a `MuMoE` layer in the place of the dense head, or before it; None has
+            the dense head alone. It is a description: the classifier makes a layer
+            like it, called "head", with the dtype policy of heads.
+        head_position: `"final"`, where the head's units are the classes; or
+            `"penultimate"`, where ReLU and the dense head follow.
         **kwargs: see `keras_hub.models.ImageClassifier`.
 
     Input shape:
@@ -66,7 +80,8 @@ class ImageClassifier(
         ValueError: if an argument is out of range or arguments do not fit together.
 
     Reference:
-        *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP head).
+        *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP head);
+        *Multilinear Mixture of Experts*, section 4.1 (muMoE heads).
 
     Example:
 
@@ -88,6 +103,8 @@ class ImageClassifier(
         dropout: float = 0.0,
         head_dtype: Any = None,
         pooled_norm: bool = False,
+        head: Any = None,
+        head_position: str = "final",
         **kwargs,
     ):
         arguments = list(locals())
@@ -112,6 +129,7 @@ class ImageClassifier(
         seed = backbone_config["seed"]
         policy = head_dtype or backbone.dtype_policy
         pooling = check_pooling(pooling, backbone.class_token)
+        head = check_head(head, head_position, num_classes, head_bias)
 
         # === Layers ===
         self.backbone = backbone
@@ -128,16 +146,25 @@ class ImageClassifier(
             dtype=policy,
             name="output_dropout",
         )
-        self.output_dense = keras.layers.Dense(
-            num_classes,
-            activation=activation,
-            kernel_initializer="zeros",
-            bias_initializer=keras.initializers.Constant(
-                bias_value(head_bias, num_classes)
-            ),
-            dtype=policy,
-            name="predictions",
-        )
+        self.head = None
+        if head is not None:
+            config = {**head.get_config(), "name": "head", "dtype": policy}
+            self.head = type(head).from_config(config)
+        if self.head is None or head_position == "penultimate":
+            self.output_dense = keras.layers.Dense(
+                num_classes,
+                activation=activation,
+                kernel_initializer="zeros",
+                bias_initializer=keras.initializers.Constant(
+                    bias_value(head_bias, num_classes)
+                ),
+                dtype=policy,
+                name="predictions",
+            )
+        else:
+            self.output_dense = keras.layers.Activation(
+                activation, dtype=policy, name="predictions"
+            )
 
         # === Functional model ===
         inputs = self.backbone.input
@@ -149,7 +176,14 @@ class ImageClassifier(
                 representation_dim, activation="tanh", dtype=policy, name="pre_logits"
             )
             features = self.representation(features)
-        outputs = self.output_dense(self.output_dropout(features))
+        outputs, routing = self.output_dropout(features), dict(backbone.routing)
+        if self.head is not None:
+            outputs, record = self.head(outputs)
+            # A feature is an image's only token.
+            routing["head"] = Routing(*(keras.ops.expand_dims(x, 1) for x in record))
+            if head_position == "penultimate":
+                outputs = keras.ops.relu(outputs)
+        outputs = self.output_dense(outputs)
         # The parent's constructor would build its own head. The task's compiles, for
         # which it must know the labels and outputs; Keras lets a model have plain
         # attributes only after it.
@@ -158,6 +192,7 @@ class ImageClassifier(
         keras_hub.models.Task.__init__(self, inputs=inputs, outputs=outputs, **kwargs)
         settle_policies(self)
         object.__setattr__(self, "_features", features)
+        object.__setattr__(self, "_routing", routing)
 
         # === Config ===
         self.num_classes = num_classes
@@ -167,6 +202,7 @@ class ImageClassifier(
         self.head_bias = head_bias
         self.dropout = dropout
         self.head_dtype = head_dtype
+        self.head_position = head_position
 
     @property
     def features(self):
@@ -175,8 +211,77 @@ class ImageClassifier(
 
     @property
     def routing(self) -> dict:
-        """The symbolic `Routing` of each MoE block, by the block's name."""
-        return self.backbone.routing
+        """The symbolic `Routing` of each MoE block, by the block's name.
+
+        A muMoE head's is "head": (B, 1, E), with the image's feature as its token.
+        """
+        return self._routing
+
+    def classify(self, head_outputs: Any) -> Any:
+        """From the outputs of the muMoE head to those of the model, at inference.
+
+        Args:
+            head_outputs: (B, units) of `classifier.head`.
+
+        Returns:
+            (B, num_classes).
+        """
+        if self.head_position == "penultimate":
+            head_outputs = keras.ops.relu(head_outputs)
+        return self.output_dense(head_outputs)
+
+    def with_logit_offsets(self, output: int, offsets: Any) -> "ImageClassifier":
+        """A new model whose final muMoE head adds to one output's logits.
+
+        `logit[output] + sum over n of a_n offsets[n]`; offsets of earlier edits of the
+        same output are added to. This model stays as it is. The new one is compiled as
+        this one is, with an optimizer that starts afresh.
+
+        Args:
+            output: the class.
+            offsets: (E,), a number for each expert.
+
+        Returns:
+            A model of the same class.
+
+        Raises:
+            ValueError: if the model has no final muMoE head, or an argument does not
+                fit it.
+
+        Reference:
+            *Multilinear Mixture of Experts*, equation 5.
+        """
+        if self.head is None or self.head_position != "final":
+            raise ValueError(
+                "Expected a classifier with head=MuMoE(...) as its final layer; "
+                f"received: head={self.head}, head_position={self.head_position!r}"
+            )
+        output = check_integer("output", output, 0)
+        experts = self.head.gate.kinds.total
+        offsets = np.asarray(offsets, "float32")
+        if output >= self.num_classes or offsets.shape != (experts,):
+            raise ValueError(
+                f"Expected an output below {self.num_classes} and offsets of shape "
+                f"({experts},); received: output={output}, shape={offsets.shape}"
+            )
+        if not np.isfinite(offsets).all():
+            raise ValueError(f"Expected finite offsets; received: {offsets}")
+        before = self.head.edited_outputs
+        outputs = before if output in before else (*before, output)
+        config = self.get_config()
+        config["head"]["config"]["edited_outputs"] = outputs
+        edited = type(self).from_config(config)
+        _copy_weights(self, edited, without="logit_offsets")
+        table = np.zeros((experts, len(outputs)), "float32")
+        if before:
+            table[:, : len(before)] = keras.ops.convert_to_numpy(
+                self.head.logit_offsets
+            )
+        table[:, outputs.index(output)] += offsets
+        edited.head.logit_offsets.assign(table)
+        if self.compiled:
+            edited.compile_from_config(self.get_compile_config())
+        return edited
 
     def compile(
         self,
@@ -245,6 +350,8 @@ class ImageClassifier(
             activation=self.activation,
             dropout=self.dropout,
             head_dtype=quantized_head(self, self.head_dtype),
+            head=self.head and keras.saving.serialize_keras_object(self.head),
+            head_position=self.head_position,
         )
         return config
 
@@ -257,6 +364,8 @@ class ImageClassifier(
         pooling: str | None = None,
         representation_dim: int | None = None,
         pooled_norm: bool = False,
+        head: Any = None,
+        head_position: str = "final",
         **_,
     ) -> list[Part]:
         """The parts that the task adds to its backbone, with their costs."""
@@ -276,9 +385,66 @@ class ImageClassifier(
             flops = 2 * dim * representation_dim
             parts.append(Part("pre_logits", "dense", size, size, flops))
             dim = representation_dim
+        head = check_head(head, head_position, num_classes, 0.0)
+        if head is not None:
+            size = head.parameters(dim)
+            parts.append(Part("head", "muMoE", size, size, head.flops(dim)))
+            dim = head.units
+            if head_position == "final":
+                return parts
         size = (dim + 1) * num_classes
         parts.append(Part("predictions", "dense", size, size, 2 * dim * num_classes))
         return parts
+
+
+def check_head(
+    head: Any, head_position: str, num_classes: int, head_bias: Any
+) -> MuMoE | None:
+    """The muMoE head, from itself or its config, if it fits the other arguments."""
+    check_one_of("head_position", head_position, HEAD_POSITIONS)
+    if head is None:
+        if head_position != "final":
+            raise ValueError(
+                "Expected a head=MuMoE(...) before the dense one; received: "
+                f"head=None, head_position={head_position!r}"
+            )
+        return None
+    head = layer_argument(head, "head")
+    if not isinstance(head, MuMoE):
+        raise ValueError(f"Expected head to be None or a MuMoE; received: head={head}")
+    if head_position == "final" and head.units != num_classes:
+        raise ValueError(
+            "Expected a final head whose units are the classes; received: "
+            f"units={head.units}, num_classes={num_classes}"
+        )
+    if head_position == "final" and head_bias != 0.0:
+        raise ValueError(
+            "Expected head_bias=0.0 with a final MuMoE, whose experts have biases of "
+            f"their own; received: head_bias={head_bias!r}"
+        )
+    if head_position == "penultimate" and head.edited_outputs:
+        raise ValueError(
+            "Expected edited_outputs of a final head alone; received: "
+            f"edited_outputs={head.edited_outputs}, head_position='penultimate'"
+        )
+    return head
+
+
+def _copy_weights(source, target, without):
+    """Copies all weights between models that were made alike, but for one's name."""
+    pairs = [
+        [weight for weight in model.weights if weight.name != without]
+        for model in (source, target)
+    ]
+    shapes = [[(w.name, tuple(w.shape)) for w in weights] for weights in pairs]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "Expected a model that its config makes again; received weights beside "
+            "it, such as low-rank pairs: save_to_preset and load it first"
+        )
+    for old, new in zip(*pairs):
+        # Through an array: on JAX both variables would share one buffer.
+        new.assign(keras.ops.convert_to_numpy(old))
 
 
 def check_pooling(pooling: str | None, class_token: bool) -> str:

@@ -148,10 +148,21 @@ class PresetMixin:
                 return super().from_preset(
                     preset, load_weights=load_weights, **backbone_kwargs, **kwargs
                 )
+            if kwargs.get("head") is not None and "num_classes" not in kwargs:
+                raise ValueError(
+                    "Expected num_classes beside a new head; received: "
+                    f"head={kwargs['head']}"
+                )
             if "num_classes" in kwargs and check_file_exists(preset, "task.json"):
                 # A quantised head's layers are not those of a new one.
                 saved = load_json(preset, "task.json").get("config", {})
                 kwargs.setdefault("head_dtype", new_head_dtype(saved.get("head_dtype")))
+                if saved.get("head") and saved.get("head_position") == "final":
+                    # Of as many units as there are classes now; edits were of others.
+                    head = saved["head"]
+                    units = {"units": kwargs["num_classes"], "edited_outputs": ()}
+                    head = {**head, "config": {**head["config"], **units}}
+                    kwargs.setdefault("head", head)
             if backbone_kwargs.keys() - {"dtype", "image_shape"}:
                 # KerasHub passes on no others.
                 kwargs["backbone"] = cls.backbone_cls.from_preset(

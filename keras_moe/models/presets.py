@@ -34,7 +34,14 @@ IMAGE_CLASSIFIERS = {
 }
 TASKS = ("backbone", "image_classifier")
 # The arguments of a task that its costs follow from.
-_TASK_SIZES = ("num_classes", "pooling", "pooled_norm", "representation_dim")
+_TASK_SIZES = (
+    "num_classes",
+    "pooling",
+    "pooled_norm",
+    "representation_dim",
+    "head",
+    "head_position",
+)
 
 
 def list_presets() -> dict[str, str]:

@@ -17,7 +17,7 @@ class MixerImageClassifier(ImageClassifier):
         backbone: a `MixerBackbone`.
         num_classes: the number of classes.
         preprocessor, multi_label, representation_dim, head_bias, activation, dropout,
-        head_dtype, pooled_norm: see `ImageClassifier`.
+        head_dtype, pooled_norm, head, head_position: see `ImageClassifier`.
         pooling: `"average"`, also for None.
         **kwargs: see `keras_hub.models.ImageClassifier`.
 
