@@ -1,4 +1,4 @@
-"""What the experts do: statistics, views, and pictures (`analysis.plots`)."""
+"""What the experts do: statistics, views, interventions, and pictures (`plots`)."""
 
 from keras_moe.analysis.compute_allocation import (
     KindLoads,
@@ -9,24 +9,66 @@ from keras_moe.analysis.compute_allocation import (
     print_load_by_kind,
     routing_scores,
 )
+from keras_moe.analysis.expert_ablation import (
+    ExpertAblation,
+    ablate_experts,
+    print_ablation,
+)
+from keras_moe.analysis.expert_editing import edit_expert_logits, mean_coefficients
 from keras_moe.analysis.expert_views import ExpertView, expert_views
+from keras_moe.analysis.fairness import (
+    FairnessMetrics,
+    fairness_metrics,
+    print_fairness,
+)
 from keras_moe.analysis.routing_statistics import (
     RoutingStatistics,
     print_statistics,
     routing_statistics,
 )
+from keras_moe.analysis.specialisation import (
+    accuracy_changes,
+    class_polysemanticity,
+    expert_load,
+    mean_polysemanticity,
+)
+from keras_moe.analysis.steering import expert_centres, steer_expert
+from keras_moe.analysis.truncated_svd import (
+    TruncatedSVD,
+    print_truncated_svd,
+    truncate_kernel,
+    truncated_svd,
+)
 
 __all__ = [
+    "ExpertAblation",
     "ExpertView",
+    "FairnessMetrics",
     "KindLoads",
     "RoutingScores",
     "RoutingStatistics",
+    "TruncatedSVD",
+    "ablate_experts",
+    "accuracy_changes",
+    "class_polysemanticity",
     "compute_map",
+    "edit_expert_logits",
+    "expert_centres",
+    "expert_load",
     "expert_views",
+    "fairness_metrics",
     "ffn_experts_per_token",
     "load_by_kind",
+    "mean_coefficients",
+    "mean_polysemanticity",
+    "print_ablation",
+    "print_fairness",
     "print_load_by_kind",
     "print_statistics",
+    "print_truncated_svd",
     "routing_scores",
     "routing_statistics",
+    "steer_expert",
+    "truncate_kernel",
+    "truncated_svd",
 ]

@@ -3,5 +3,13 @@
 from keras_moe.data.augmentation import RandAugment, RandomResizedCrop
 from keras_moe.data.digits import load_digits
 from keras_moe.data.loading import load, num_classes
+from keras_moe.data.oversampling import oversample
 
-__all__ = ["RandAugment", "RandomResizedCrop", "load", "load_digits", "num_classes"]
+__all__ = [
+    "RandAugment",
+    "RandomResizedCrop",
+    "load",
+    "load_digits",
+    "num_classes",
+    "oversample",
+]

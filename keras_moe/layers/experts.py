@@ -285,6 +285,19 @@ class Experts(keras.layers.Layer):
     def _lora_pair(self, layer):
         return getattr(self, f"{layer}_lora_a"), getattr(self, f"{layer}_lora_b")
 
+    def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
+        """Parts of variables whose being zero makes an expert's outputs zero.
+
+        Args:
+            expert: the expert.
+
+        Returns:
+            A list of a variable and an index into it.
+        """
+        names = ["output_kernel"]
+        names += ["output_bias"] * self.use_bias + ["output_lora_b"] * self.lora_enabled
+        return [(getattr(self, name), (expert,)) for name in names]
+
     # Quantisation
 
     @staticmethod

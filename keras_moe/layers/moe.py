@@ -328,6 +328,15 @@ class MoE(keras.layers.Layer):
             flops += in_place.flops(others, dim)
         return flops
 
+    def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
+        """See `Experts.expert_slices`; of FFN experts."""
+        if expert >= self.router.kinds.ffn:
+            raise ValueError(
+                f"Expected one of {self.router.kinds.ffn} FFN experts, which have "
+                f"weights of their own; received: expert={expert}"
+            )
+        return self.experts.expert_slices(expert)
+
     def get_config(self):
         config = super().get_config()
         config.update(

@@ -170,6 +170,26 @@ class MultilinearExperts(keras.layers.Layer):
             matrices.append(tensors.expert_matrix(factors, place, self.factorization))
         return ops.stack(matrices)
 
+    def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
+        """Parts of variables whose being zero makes an expert's matrix zero.
+
+        Args:
+            expert: the expert.
+
+        Returns:
+            A list of a variable and an index into it.
+
+        Raises:
+            ValueError: if experts form several levels, whose factors they share.
+        """
+        if len(self.num_experts) > 1:
+            raise ValueError(
+                "Expected one level of experts, each with factors of its own; "
+                f"received: num_experts={self.num_experts}"
+            )
+        place = (slice(None), expert) if self.factorization == "tr" else (expert,)
+        return [(self.factors[0], place)]
+
     @property
     def expert_rank_bound(self) -> int:
         """The largest rank that an expert's matrix can have (appendix D)."""

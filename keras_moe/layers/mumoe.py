@@ -340,6 +340,11 @@ class MuMoEBlock(keras.layers.Layer):
         multiply_adds += hidden.multiply_adds(dim) + output.multiply_adds(self.mlp_dim)
         return 2 * num_tokens * multiply_adds
 
+    def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
+        """See `MultilinearExperts.expert_slices`; of both layers."""
+        layers = (self.hidden, self.output_experts)
+        return [part for layer in layers for part in layer.expert_slices(expert)]
+
     @property
     def router(self) -> ExpertCoefficients:
         """What decides which experts a token gets, as an MoE layer's `router`."""

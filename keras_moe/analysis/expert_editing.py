@@ -1,0 +1,109 @@
+"""Edits of what a muMoE head says of the images that use some of its experts.
+
+Axes: B batch, E experts.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+# What the paper found best for the blind threshold.
+_BLIND_STRENGTH = 2.5
+
+
+def edit_expert_logits(
+    model: Any,
+    subpopulation: Any,
+    output: int,
+    strength: float | None = None,
+    batch_size: int = 32,
+) -> Any:
+    """A new model whose logits move for images that use a subpopulation's experts.
+
+    To `output`'s logit `strength mean(a)^T a` is added, with an image's coefficients a
+    and their mean over the subpopulation: images that use its experts move, others do
+    not. Nothing is trained, and no attribute is needed when the model is used. Edits
+    add up: of several outputs, or of one again.
+
+    Args:
+        model: an `ImageClassifier` with a muMoE as its final layer; it stays as it is.
+        subpopulation: images of it, from the training data: (B, height, width,
+            channels). None takes ones for the mean, which moves all images alike: the
+            attribute-blind threshold.
+        output: the class, or label, whose logit moves.
+        strength: lambda; below 0 the logit falls. None takes the number of experts, or
+            2.5 without a subpopulation, as the paper does. Take what does best on
+            validation data.
+        batch_size: of images.
+
+    Returns:
+        A model of the same class, which saves and loads as any other.
+
+    Raises:
+        ValueError: if the model has no final muMoE head, there is no image, or an
+            argument is out of range.
+
+    Reference:
+        *Multilinear Mixture of Experts*, equation 5 and appendix J.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import analysis, models
+    >>> from keras_moe.layers import MuMoE
+    >>> model = models.from_preset(
+    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
+    ... )
+    >>> images = np.zeros((2, 16, 16, 1), "float32")
+    >>> edited = analysis.edit_expert_logits(model, images, output=3, strength=2.0)
+    >>> change = edited.predict(images, verbose=0) - model.predict(images, verbose=0)
+    >>> change[0].round(3).tolist()  # an untrained gate shares alike: 2 * 4 / 4 ** 2
+    [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    """
+    if not hasattr(model, "with_logit_offsets") or model.head is None:
+        raise ValueError(
+            "Expected a classifier with head=MuMoE(...) as its final layer; received: "
+            f"{type(model).__name__}"
+        )
+    experts = model.head.gate.kinds.total
+    if subpopulation is None:
+        mean = np.ones(experts)
+        strength = _BLIND_STRENGTH if strength is None else strength
+    else:
+        mean = mean_coefficients(model, subpopulation, batch_size)
+        strength = experts if strength is None else strength
+    return model.with_logit_offsets(output, strength * mean)
+
+
+def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarray:
+    """The mean coefficient of each expert of a muMoE head over some images.
+
+    Args:
+        model: an `ImageClassifier` with a muMoE head.
+        images: (B, height, width, channels).
+        batch_size: of images.
+
+    Returns:
+        float64 (E,), which sums to 1.
+
+    Raises:
+        ValueError: if there is no image.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import analysis, models
+    >>> from keras_moe.layers import MuMoE
+    >>> model = models.from_preset(
+    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
+    ... )
+    >>> analysis.mean_coefficients(model, np.zeros((2, 16, 16, 1), "float32")).tolist()
+    [0.25, 0.25, 0.25, 0.25]
+    """
+    if not len(images):
+        raise ValueError("Expected at least one image; received: none")
+    gates = keras.Model(model.input, model.routing["head"].gates).predict(
+        images, batch_size=batch_size, verbose=0
+    )
+    return gates[:, 0].mean(axis=0, dtype="float64")

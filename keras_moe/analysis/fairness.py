@@ -1,0 +1,156 @@
+"""How evenly a classifier serves subpopulations.
+
+Axes: B batch, Y values of the target, A values of the sensitive attribute.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+
+class FairnessMetrics(NamedTuple):
+    """Accuracies by subpopulation, and what they come to.
+
+    Attributes:
+        counts: (Y, A). The images of each subpopulation.
+        accuracies: (Y, A). The accuracy in each subpopulation.
+        accuracy: of all images.
+        equality_of_opportunity: the largest difference between attributes of the true
+            positive rate; 0 is fair.
+        std_bias: the standard deviation of the subpopulations' accuracies.
+        max_min: the lowest accuracy of a subpopulation.
+    """
+
+    counts: np.ndarray
+    accuracies: np.ndarray
+    accuracy: float
+    equality_of_opportunity: float
+    std_bias: float
+    max_min: float
+
+    def to_dict(self) -> dict:
+        """A JSON-serialisable dict."""
+        arrays = {
+            "counts": self.counts.tolist(),
+            "accuracies": self.accuracies.tolist(),
+        }
+        return {**self._asdict(), **arrays}
+
+
+def fairness_metrics(
+    predictions: Any, targets: Any, attributes: Any, positive: int = 1
+) -> FairnessMetrics:
+    """Equality of opportunity, spread and worst case over subpopulations.
+
+    A subpopulation has one value of the target and one of the attribute.
+
+    Args:
+        predictions: integers or booleans (B,), the predicted values of the target.
+        targets: (B,), its true values.
+        attributes: (B,), the values of the sensitive attribute, such as 0 and 1.
+        positive: the value of the target whose rate equality of opportunity compares.
+
+    Returns:
+        `FairnessMetrics`.
+
+    Raises:
+        ValueError: if the arrays do not fit, or a subpopulation has no image.
+
+    Reference:
+        *Multilinear Mixture of Experts*, appendix J; *Equality of Opportunity in
+        Supervised Learning*.
+
+    Example:
+
+    >>> from keras_moe.analysis import fairness_metrics
+    >>> targets, attributes = [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1]
+    >>> found = fairness_metrics([1, 1, 1, 0, 0, 0], targets, attributes)
+    >>> found.accuracies.tolist(), found.equality_of_opportunity, found.max_min
+    ([[1.0, 1.0], [1.0, 0.5]], 0.5, 0.5)
+    """
+    arrays = [_integers(x) for x in (predictions, targets, attributes)]
+    shapes = [x.shape for x in arrays]
+    if len(set(shapes)) > 1 or arrays[0].ndim != 1 or not arrays[0].size:
+        raise ValueError(
+            "Expected predictions, targets and attributes of one shape (batch,); "
+            f"received: {shapes}"
+        )
+    predictions, targets, attributes = arrays
+    if min(targets.min(), attributes.min()) < 0 or positive not in targets:
+        raise ValueError(
+            "Expected targets and attributes from 0 on, and the positive value among "
+            f"the targets; received: targets {sorted(set(targets.tolist()))}, "
+            f"attributes {sorted(set(attributes.tolist()))}, positive={positive}"
+        )
+    shape = (targets.max() + 1, attributes.max() + 1)
+    counts, right = np.zeros(shape, int), np.zeros(shape, int)
+    np.add.at(counts, (targets, attributes), 1)
+    np.add.at(right, (targets, attributes), predictions == targets)
+    if not counts.all():
+        target, attribute = np.argwhere(counts == 0)[0]
+        raise ValueError(
+            "Expected images of every subpopulation; received: none with "
+            f"target={target}, attribute={attribute}"
+        )
+    accuracies = right / counts
+    rates = accuracies[positive]
+    return FairnessMetrics(
+        counts,
+        accuracies,
+        float(right.sum() / counts.sum()),
+        float(rates.max() - rates.min()),
+        float(accuracies.std()),
+        float(accuracies.min()),
+    )
+
+
+def _integers(values):
+    values = np.asarray(values)
+    if not np.issubdtype(values.dtype, np.integer) and values.dtype != bool:
+        raise ValueError(
+            f"Expected integers or booleans; received: dtype={values.dtype}"
+        )
+    return values.astype(int)
+
+
+def print_fairness(
+    metrics: dict[str, FairnessMetrics],
+    target: tuple[int, int],
+    console: Console | None = None,
+) -> None:
+    """Prints a table with a row for each model, as Table 2 of the paper.
+
+    Args:
+        metrics: `FairnessMetrics` by the name of a model.
+        target: the subpopulation that an edit was for: the values of the target and of
+            the attribute.
+        console: a rich console; None takes the terminal.
+
+    Example:
+
+    >>> from keras_moe.analysis import print_fairness
+    >>> from rich.console import Console
+    >>> print_fairness({}, (1, 1), console=Console(quiet=True))
+    """
+    table = Table(title="Fairness")
+    table.add_column("model")
+    for column in (
+        "target subpopulation",
+        "equality of opportunity",
+        "STD bias",
+        "max-min",
+        "accuracy",
+    ):
+        table.add_column(column, justify="right")
+    for name, row in metrics.items():
+        table.add_row(
+            name,
+            f"{row.accuracies[target]:.3f}",
+            f"{row.equality_of_opportunity:.3f}",
+            f"{row.std_bias:.3f}",
+            f"{row.max_min:.3f}",
+            f"{row.accuracy:.3f}",
+        )
+    (console or Console()).print(table)

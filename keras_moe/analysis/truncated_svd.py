@@ -1,0 +1,180 @@
+"""How much of its MLPs' rank a trained model needs.
+
+Axes: R singular values kept.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+from rich.console import Console
+from rich.table import Table
+
+# MLPs of blocks, on channels, across tokens, or of experts.
+_KERNELS = re.compile(r"block_\d+/.*(mlp|experts)/(hidden|output|gate)[/_]kernel$")
+
+
+class TruncatedSVD(NamedTuple):
+    """What a model does with its MLPs' kernels cut to lower ranks.
+
+    Attributes:
+        shares: of the singular values that were kept.
+        scores: what the score was at each share.
+        full: the score of the model as it is.
+        kernels: the names of the kernels.
+    """
+
+    shares: list[float]
+    scores: list[float]
+    full: float
+    kernels: list[str]
+
+    def to_dict(self) -> dict:
+        """A JSON-serialisable dict."""
+        return self._asdict()
+
+
+def truncate_kernel(kernel: Any, share: float) -> np.ndarray:
+    """The best approximation of matrices by a share of their singular values.
+
+    Args:
+        kernel: (..., I, O).
+        share: in (0, 1], of the min(I, O) singular values; at least one is kept.
+
+    Returns:
+        An array like `kernel`.
+
+    Raises:
+        ValueError: if the share is out of range.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import truncate_kernel
+    >>> truncate_kernel(np.diag([3.0, 2.0]), share=0.5).round(6).tolist()
+    [[3.0, 0.0], [0.0, 0.0]]
+    """
+    kernel = np.asarray(kernel)
+    return _truncated(np.linalg.svd(kernel, full_matrices=False), share, kernel.dtype)
+
+
+def _truncated(parts, share, dtype):
+    if not 0 < share <= 1:
+        raise ValueError(f"Expected 0 < share <= 1; received: share={share!r}")
+    left, values, right = parts
+    kept = max(round(share * values.shape[-1]), 1)
+    scaled = left[..., :kept] * values[..., None, :kept]
+    return (scaled @ right[..., :kept, :]).astype(dtype)
+
+
+def truncated_svd(
+    model: keras.Model,
+    images: Any,
+    labels: Any,
+    shares: Any = (0.1, 0.25, 0.5, 0.75, 0.9),
+    metric: str | None = None,
+    batch_size: int = 32,
+    verbose: Any = "auto",
+) -> TruncatedSVD:
+    """Evaluates a model with every MLP kernel cut to its largest singular values.
+
+    The kernels of all MLPs of blocks: on channels, across tokens, and of experts, each
+    expert's for itself. muMoE's factors, which have low ranks already, stay. So does
+    the model: its kernels come back.
+
+    Args:
+        model: a compiled classifier.
+        images: (B, height, width, channels).
+        labels: as the model's `evaluate` takes them.
+        shares: of the singular values of each kernel.
+        metric: which result of `evaluate`; None takes the first metric, such as
+            "accuracy", or the loss where there is none.
+        batch_size: of images.
+        verbose: a progress bar: 0 or False has none.
+
+    Returns:
+        `TruncatedSVD`.
+
+    Raises:
+        ValueError: if a share is out of range, no kernel of floats is found, or there
+            is no such metric.
+
+    Reference:
+        *Multilinear Mixture of Experts*, Figure 7.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("vmoe_digits", num_classes=10)
+    >>> images, labels = np.zeros((4, 16, 16, 1), "float32"), np.zeros(4, "int32")
+    >>> found = analysis.truncated_svd(model, images, labels, [0.5], verbose=0)
+    >>> len(found.scores), len(found.kernels)
+    (1, 8)
+    """
+    shares = [float(share) for share in shares]
+    kernels = [v for v in model.variables if _KERNELS.search(v.path)]
+    if not kernels or any(
+        "int" in keras.backend.standardize_dtype(v.dtype) for v in kernels
+    ):
+        raise ValueError(
+            "Expected a model with MLPs whose kernels are floats; received: "
+            f"{[(v.path, v.dtype) for v in kernels][:2]}"
+        )
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise ValueError(f"Expected shares in (0, 1]; received: shares={shares}")
+
+    def score():
+        found = model.evaluate(
+            images, labels, batch_size=batch_size, verbose=0, return_dict=True
+        )
+        name = metric or next((n for n in found if n != "loss"), "loss")
+        if name not in found:
+            raise ValueError(
+                f"Expected metric to be one of {list(found)}; received: "
+                f"metric={metric!r}"
+            )
+        return float(found[name])
+
+    full, scores = score(), []
+    kept = [np.array(ops.convert_to_numpy(v.value)) for v in kernels]
+    # Half-precision types have no decomposition.
+    parts = [
+        np.linalg.svd(value.astype("float32"), full_matrices=False) for value in kept
+    ]
+    bar = keras.utils.Progbar(len(shares), unit_name="share") if verbose else None
+    try:
+        for number, share in enumerate(shares):
+            for variable, value, part in zip(kernels, kept, parts):
+                variable.assign(_truncated(part, share, value.dtype))
+            scores.append(score())
+            if bar is not None:
+                bar.update(number + 1)
+    finally:
+        for variable, value in zip(kernels, kept):
+            variable.assign(value)
+    return TruncatedSVD(shares, scores, full, [v.path for v in kernels])
+
+
+def print_truncated_svd(found: TruncatedSVD, console: Console | None = None) -> None:
+    """Prints the scores by the share of singular values kept.
+
+    Args:
+        found: what `truncated_svd` returns.
+        console: a rich console; None takes the terminal.
+
+    Example:
+
+    >>> from keras_moe.analysis import TruncatedSVD, print_truncated_svd
+    >>> from rich.console import Console
+    >>> print_truncated_svd(TruncatedSVD([0.5], [0.9], 1.0, []), Console(quiet=True))
+    """
+    table = Table(title="MLPs with their largest singular values alone")
+    for column in ("share kept", "score", "change"):
+        table.add_column(column, justify="right")
+    for share, score in zip(found.shares, found.scores):
+        table.add_row(f"{share:.0%}", f"{score:.4f}", f"{score - found.full:+.4f}")
+    table.add_row("as it is", f"{found.full:.4f}", "")
+    (console or Console()).print(table)
