@@ -36,7 +36,7 @@ ONLY_IN = {
     "tensorflow": ("data/", "ops/kernels/"),
     "torch": ("data/", "ops/kernels/"),
     "keras_hub": ("models/",),
-    "matplotlib": ("analysis/plots.py",),
+    "matplotlib": ("analysis/plots/",),
     "tools": (),
     "guides": (),
 }
@@ -190,7 +190,7 @@ def test_the_checker_accepts_what_is_allowed(tmp_path):
             "models/a.py": "import keras_hub\nfrom .vit import c",
             "models/vit/a.py": "from .b import c\nfrom ..shared import d",
             "data/a.py": "import tensorflow as tf",
-            "analysis/plots.py": "import matplotlib.pyplot as plt\nimport pandas",
+            "analysis/plots/a.py": "import matplotlib.pyplot as plt\nimport pandas",
             "training/a.py": "from ..evaluation import few_shot",
         },
     )

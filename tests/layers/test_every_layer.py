@@ -6,6 +6,7 @@ from keras_moe import layers, losses, routers
 from keras_moe.layers import (
     MLP,
     AttentionPooling,
+    AttributeAdversary,
     ClassToken,
     EncoderBlock,
     ExpertCoefficients,
@@ -179,6 +180,7 @@ def mumoe(**kwargs):
         normalization="layer",
         use_bias=False,
         expert_noise=0.5,
+        edited_outputs=(3, 0),
         **kwargs,
     )
 
@@ -223,6 +225,7 @@ MAKERS = {
     "AttentionPooling": lambda **kw: AttentionPooling(
         2, 16, activation="relu", layer_norm_epsilon=1e-5, **kw
     ),
+    "AttributeAdversary": lambda **kw: AttributeAdversary(3, 0.5, **kw),
     "ClassToken": ClassToken,
     "EncoderBlock": lambda **kw: EncoderBlock(
         attention(dtype=kw.get("dtype")), mlp(dtype=kw.get("dtype")), **BLOCK, **kw

@@ -298,6 +298,47 @@ def test_saves_and_stays_finite(cls, dtype, tmp_path):
     assert cls.from_config(config).get_config() == config
 
 
+FACTORIZED = {
+    "cp": ((3,), {"rank": 4}),
+    "cp, three levels": ((3, 2, 2), {"rank": 4}),
+    "tr, levels": ((3, 2), {"factorization": "tr", "rank": (2, 3, 2, 4)}),
+    "tucker": ((3,), {"factorization": "tucker", "rank": (2, 3, 4)}),
+    "whole": ((3, 2), {"factorization": None}),
+}
+
+
+@pytest.mark.parametrize("case", FACTORIZED)
+def test_ablated_outputs_are_those_of_a_zeroed_slice(case):
+    levels, options = FACTORIZED[case]
+    layer = MuMoE(5, levels, activation="softmax", edited_outputs=(4, 1), **options)
+    generator = np.random.default_rng(0)
+    total = int(np.prod(levels))
+    x = generator.normal(size=(total + 1, 6)).astype("float32")
+    layer.build(x.shape)
+    for kernel in (*layer.gate.kernels, layer.logit_offsets):
+        kernel.assign(generator.normal(size=kernel.shape))
+    coefficients, routing = layer.gate(x)
+    whole, _ = layer(x)
+    factors = [ops.convert_to_tensor(f) for f in layer.experts.factors]
+    tensor = to_numpy(dense_tensor(factors, layer.experts.factorization))
+    tensor = tensor.reshape(total, 7, 5)
+    gates = to_numpy(routing.gates)
+    offsets = np.zeros((len(x), 5))
+    offsets[:, [4, 1]] = gates @ to_numpy(layer.logit_offsets)
+    z = np.concatenate([x, np.ones((len(x), 1), "f")], axis=1)
+    every = np.einsum("be,bi,eio->bo", gates, z, tensor)
+    np.testing.assert_allclose(to_numpy(whole), every + offsets, rtol=1e-4, atol=1e-4)
+    # Row b is without expert b; the last without the last again.
+    flat = np.minimum(np.arange(total + 1), total - 1)
+    places = np.stack(np.unravel_index(flat, levels), axis=-1)
+    found = to_numpy(layer.ablated(x, coefficients, places.astype("int32")))
+    for row, expert in enumerate(flat):
+        without = tensor.copy()
+        without[expert] = 0
+        expected = np.einsum("e,i,eio->o", gates[row], z[row], without) + offsets[row]
+        np.testing.assert_allclose(found[row], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_learns_with_batch_statistics():
     """One real fit: two clusters, of which each needs a map of its own."""
     generator = np.random.default_rng(0)
@@ -330,6 +371,8 @@ def test_learns_with_batch_statistics():
         (lambda: MuMoE(4, 4, rank=2, match_shape=(3, 4)), "match_shape=\\(3, 4\\)"),
         (lambda: MuMoE(4, 4, normalization="group"), "normalization='group'"),
         (lambda: MuMoE(4, 4, expert_noise=-1.0), "expert_noise=-1.0"),
+        (lambda: MuMoE(4, 4, edited_outputs=(4,)), "edited_outputs=\\(4,\\)"),
+        (lambda: MuMoE(4, 4, edited_outputs=(1, 1)), "edited_outputs=\\(1, 1\\)"),
         (
             lambda: MultilinearExperts(4, (4, 2), rank=2)(
                 np.ones((1, 3), "f"), [np.ones((1, 4), "f")]

@@ -1,0 +1,35 @@
+"""Pictures of what the experts do. They need matplotlib."""
+
+from keras_moe.analysis.plots.compute_allocation import (
+    plot_compute_maps,
+    plot_load_by_kind,
+    plot_routing_scores,
+    plot_tau_study,
+)
+from keras_moe.analysis.plots.expert_views import plot_expert_views
+from keras_moe.analysis.plots.router_study import plot_router_study
+from keras_moe.analysis.plots.specialisation import (
+    plot_ablation,
+    plot_expert_images,
+    plot_expert_load,
+    plot_expert_patches,
+    plot_polysemanticity,
+    plot_subpopulations,
+    plot_truncated_svd,
+)
+
+__all__ = [
+    "plot_ablation",
+    "plot_compute_maps",
+    "plot_expert_images",
+    "plot_expert_load",
+    "plot_expert_patches",
+    "plot_expert_views",
+    "plot_load_by_kind",
+    "plot_polysemanticity",
+    "plot_router_study",
+    "plot_routing_scores",
+    "plot_subpopulations",
+    "plot_tau_study",
+    "plot_truncated_svd",
+]

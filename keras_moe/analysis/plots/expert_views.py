@@ -1,0 +1,87 @@
+"""Pictures of what each expert looks at."""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from keras_moe.analysis.expert_views import expert_views
+from keras_moe.analysis.plots.figure import (
+    checked_images,
+    faded,
+    new_figure,
+)
+
+
+def plot_expert_views(
+    images: Any,
+    routing: Any,
+    grid: tuple[int, int],
+    path: str | os.PathLike,
+    images_per_expert: int = 8,
+    title: str = "What each expert looks at",
+) -> None:
+    """Draws what each expert of a layer looks at, and saves the picture.
+
+    One row for each expert: a map of where in the image it works, then the images in
+    which it works most, with the patches of other experts faded.
+
+    Args:
+        images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
+        routing: the layer's `Routing` of arrays (B, N, E).
+        grid: patches down and across.
+        path: where to save the picture; its suffix says the format.
+        images_per_expert: images in a row.
+        title: above the picture.
+
+    Raises:
+        ValueError: if images and routing do not fit.
+        ImportError: if matplotlib is not installed.
+
+    Example:
+
+    >>> import os, tempfile
+    >>> import numpy as np
+    >>> from keras_moe.analysis import plots
+    >>> from keras_moe.ops import Routing
+    >>> routing = Routing(*[np.ones((2, 4, 2))] * 6)
+    >>> path = os.path.join(tempfile.mkdtemp(), "experts.png")
+    >>> plots.plot_expert_views(np.zeros((2, 8, 8, 1)), routing, (2, 2), path)
+    >>> os.path.exists(path)
+    True
+    """
+    images = checked_images(images)
+    if len(images) != len(routing.combined):
+        raise ValueError(
+            "Expected a routing record for each image; received: "
+            f"{len(images)} images and {len(routing.combined)} records"
+        )
+    views = expert_views(routing, grid, images_per_expert)
+    columns = 1 + min(images_per_expert, len(images))
+    figure = new_figure(figsize=(1.0 + columns, 0.9 + 1.05 * len(views)), dpi=110)
+    axes = figure.subplots(len(views), columns, squeeze=False)
+    top = max(view.position_shares.max() for view in views)
+    height, width = images.shape[1] // grid[0], images.shape[2] // grid[1]
+    for row, (expert_axes, view) in enumerate(zip(axes, views)):
+        for axis in expert_axes:
+            axis.set_xticks([])
+            axis.set_yticks([])
+        heat = expert_axes[0].imshow(
+            view.position_shares, vmin=0, vmax=top or 1, cmap="viridis"
+        )
+        expert_axes[0].set_ylabel(
+            f"expert {row}", rotation=0, ha="right", va="center", fontsize=9
+        )
+        for axis, index, patches in zip(expert_axes[1:], view.images, view.patches):
+            axis.imshow(
+                faded(images[index], np.kron(patches, np.ones((height, width))))
+            )
+    axes[0, 0].set_title("where", fontsize=9)
+    if columns > 1:
+        axes[0, 1].set_title("images where it works most", fontsize=9, loc="left")
+    figure.suptitle(title, fontsize=11)
+    figure.subplots_adjust(left=0.09, right=0.93, top=0.91, bottom=0.02, hspace=0.06)
+    bar = figure.colorbar(heat, cax=figure.add_axes((0.945, 0.3, 0.012, 0.4)))
+    bar.set_label("share of images", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    figure.savefig(path)

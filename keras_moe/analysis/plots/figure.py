@@ -1,0 +1,43 @@
+"""Figures and images of all pictures. The only folder that needs matplotlib."""
+
+from typing import Any
+
+import numpy as np
+
+
+def new_figure(**kwargs) -> Any:
+    """A figure for files: it needs no display, and leaves the caller's alone."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Pictures need matplotlib: pip install 'keras-moe[plots]'"
+        ) from error
+    figure = Figure(**kwargs)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def checked_images(images: Any) -> np.ndarray:
+    """Images as an array, if they can be drawn."""
+    images = np.asarray(images)
+    if images.ndim != 4 or images.shape[-1] not in (1, 3):
+        raise ValueError(
+            "Expected images (batch, height, width, 1 or 3); "
+            f"received: shape={images.shape}"
+        )
+    return images
+
+
+def in_colour(image: Any) -> np.ndarray:
+    """An image in [-1, 1] as matplotlib draws it."""
+    image = np.clip((image + 1.0) / 2.0, 0.0, 1.0)
+    return np.broadcast_to(image, (*image.shape[:2], 3))
+
+
+def faded(image: Any, chosen: Any) -> np.ndarray:
+    """The image in colour, with what is not chosen faded to blue."""
+    image = in_colour(image)
+    blue = np.array([0.16, 0.24, 0.42])
+    return np.where(chosen[..., None] > 0, image, 0.25 * image + 0.75 * blue)

@@ -1,0 +1,344 @@
+"""Experts taken away, edited and steered, against the same done by hand."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import analysis, models
+from keras_moe.layers import MuMoE
+from keras_moe.ops.multilinear import dense_tensor
+from tests.small_models import SMALL, images, with_weights
+
+to_numpy = ops.convert_to_numpy
+SHAPE = (16, 8, 2)
+CLASSES = 3
+HEADS = {
+    "final": (4, {"rank": 5}),
+    "penultimate": ((3, 2), {"factorization": "tr", "rank": (2, 3, 2, 4)}),
+}
+LABELS = np.arange(24) % CLASSES
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+
+def classifier(num_experts=4, position="final", units=None, **kwargs):
+    options = {"rank": 5, **kwargs.pop("options", {})}
+    sizes = {**SMALL, "num_layers": 1, "moe_layers": None, **kwargs}
+    head = MuMoE(units or CLASSES, num_experts, **options)
+    model = models.ViTImageClassifier(
+        models.ViTBackbone(**sizes),
+        CLASSES,
+        pooling="average",
+        head=head,
+        head_position=position,
+    )
+    model = with_weights(model)
+    # So that images differ in what the head reads, and in its coefficients.
+    norm = model.backbone.get_layer("final_norm")
+    norm.gamma.assign(ops.full(norm.gamma.shape, 3.0))
+    norm.beta.assign(ops.zeros(norm.beta.shape))
+    for weight in model.weights:
+        if "moving_variance" in weight.path:
+            weight.assign(ops.full(weight.shape, 3.0))
+    return model
+
+
+def features(model, inputs):
+    parts = {"features": model.features, "gates": model.routing["head"].gates}
+    found = keras.Model(model.input, parts).predict(inputs, verbose=0)
+    return found["features"], found["gates"][:, 0]
+
+
+def weights_of_experts(model):
+    """(E, I + 1, O), of all levels."""
+    head = model.head
+    factors = [ops.convert_to_tensor(f) for f in head.experts.factors]
+    whole = to_numpy(dense_tensor(factors, head.experts.factorization))
+    return whole.reshape(-1, *whole.shape[-2:])
+
+
+def accuracies(logits, labels):
+    own = np.take_along_axis(logits, labels[:, None], 1)[:, 0]
+    others = np.where(np.eye(logits.shape[1], dtype=bool)[labels], -np.inf, logits)
+    right = own > others.max(axis=1)
+    counts = np.bincount(labels, minlength=logits.shape[1])
+    return np.bincount(labels, right, logits.shape[1]) / np.maximum(counts, 1)
+
+
+@pytest.mark.parametrize("position", HEADS)
+def test_ablation_of_a_head_is_the_naive_one(position):
+    num_experts, options = HEADS[position]
+    units = CLASSES if position == "final" else 7
+    model = classifier(num_experts, position, units, options=options)
+    inputs = images(24, *SHAPE)
+    found = analysis.ablate_experts(model, inputs, LABELS, verbose=0)
+    z, gates = features(model, inputs)
+    z = np.concatenate([z, np.ones((24, 1), "f")], axis=1)
+    whole = weights_of_experts(model)
+
+    def without(expert):
+        tensor = whole.copy()
+        if expert is not None:
+            tensor[expert] = 0.0
+        y = np.einsum("be,bi,eio->bo", gates, z, tensor)
+        if position == "penultimate":
+            kernel, bias = (to_numpy(w) for w in model.output_dense.weights)
+            y = np.maximum(y, 0) @ kernel + bias
+        return accuracies(y, LABELS)
+
+    np.testing.assert_allclose(found.accuracy, without(None))
+    expected = [without(expert) for expert in range(len(whole))]
+    np.testing.assert_allclose(found.ablated, expected, atol=1e-12)
+    # The test says something only if experts matter, and differently.
+    assert len(np.unique(found.ablated, axis=0)) > 1
+    assert found.counts.tolist() == [8, 8, 8]
+    some = analysis.ablate_experts(model, inputs, LABELS, experts=[2, 0], verbose=0)
+    np.testing.assert_array_equal(some.ablated, found.ablated[[2, 0]])
+
+
+def test_nothing_is_right_without_the_only_expert():
+    model = classifier(num_experts=1, options={"use_bias": False})
+    found = analysis.ablate_experts(model, images(24, *SHAPE), LABELS, verbose=0)
+    # All logits are 0 then: the first class must not be right by its place.
+    assert found.accuracy.sum() > 0
+    assert not found.ablated.any()
+    known = found.accuracy > 0
+    np.testing.assert_array_equal(found.changes[0], known.astype(float))
+
+
+def test_several_labels_each_have_an_accuracy():
+    model = classifier()
+    labels = (np.random.default_rng(0).random((24, CLASSES)) < 0.5).astype(int)
+    inputs = images(24, *SHAPE)
+    found = analysis.ablate_experts(model, inputs, labels, verbose=0)
+    right = (model.predict(inputs, verbose=0) > 0) == labels
+    np.testing.assert_allclose(found.accuracy, right.mean(axis=0))
+    z, gates = features(model, inputs)
+    z = np.concatenate([z, np.ones((24, 1), "f")], axis=1)
+    tensor = weights_of_experts(model)
+    tensor[1] = 0.0
+    y = np.einsum("be,bi,eio->bo", gates, z, tensor)
+    np.testing.assert_allclose(found.ablated[1], ((y > 0) == labels).mean(axis=0))
+
+
+@pytest.mark.parametrize("router", ["mumoe", "softmax_token_choice"])
+def test_ablation_in_a_block_zeroes_weights_and_brings_them_back(router):
+    model = classifier(
+        moe_layers=[0],
+        router=router,
+        router_options={"rank": 4} if router == "mumoe" else None,
+    )
+    inputs = images(24, *SHAPE)
+    feed_forward = model.backbone.get_layer("block_0").feed_forward
+    if router == "mumoe":
+        # As loud as the other's experts.
+        loud = feed_forward.output_experts.factors[-1]
+        loud.assign(20.0 * to_numpy(loud))
+    labels = model.predict(inputs, verbose=0).argmax(axis=1)
+    before = [to_numpy(w).copy() for w in model.weights]
+    found = analysis.ablate_experts(
+        model, inputs, labels, layer="block_0", experts=[3, 1], verbose=0
+    )
+    for weight, value in zip(model.weights, before):
+        np.testing.assert_array_equal(to_numpy(weight), value)
+    for row, expert in enumerate([3, 1]):
+        if router == "mumoe":
+            parts = [
+                feed_forward.hidden.factors[0],
+                feed_forward.output_experts.factors[0],
+            ]
+        else:
+            parts = [
+                feed_forward.experts.output_kernel,
+                feed_forward.experts.output_bias,
+            ]
+        kept = [to_numpy(v).copy() for v in parts]
+        for variable, value in zip(parts, kept):
+            changed = value.copy()
+            changed[expert] = 0
+            variable.assign(changed)
+        logits = model.predict(inputs, verbose=0)
+        np.testing.assert_allclose(found.ablated[row], accuracies(logits, labels))
+        for variable, value in zip(parts, kept):
+            variable.assign(value)
+    assert (found.changes != 0).any()
+
+
+def test_an_edit_moves_one_logit_by_equation_5():
+    model = classifier((2, 2))
+    inputs = images(10, *SHAPE)
+    inputs, members = inputs[:5], inputs[5:]
+    before = model.predict(inputs, verbose=0)
+    _, gates = features(model, inputs)
+    mean = features(model, members)[1].mean(axis=0)
+    np.testing.assert_allclose(
+        analysis.mean_coefficients(model, members), mean, atol=1e-6
+    )
+    edited = analysis.edit_expert_logits(model, members, output=1, strength=-3.0)
+    change = edited.predict(inputs, verbose=0) - before
+    np.testing.assert_allclose(change[:, 1], -3.0 * gates @ mean, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(change[:, [0, 2]], 0.0, atol=1e-6)
+    np.testing.assert_array_equal(model.predict(inputs, verbose=0), before)
+    # The default is the paper's: the number of experts, or 2.5 for all alike.
+    edited = analysis.edit_expert_logits(model, members, output=1)
+    change = edited.predict(inputs, verbose=0) - before
+    np.testing.assert_allclose(change[:, 1], 4.0 * gates @ mean, rtol=1e-4, atol=1e-5)
+    blind = analysis.edit_expert_logits(model, None, output=2)
+    change = blind.predict(inputs, verbose=0) - before
+    np.testing.assert_allclose(change, [[0.0, 0.0, 2.5]] * 5, atol=1e-5)
+
+
+def test_edits_add_up_are_saved_and_keep_the_training(tmp_path):
+    model = classifier()
+    model.compile(keras.optimizers.SGD(0.125), loss="auto")
+    inputs = images(5, *SHAPE)
+    before = model.predict(inputs, verbose=0)
+    _, gates = features(model, inputs)
+    first, second = np.arange(4.0), np.array([0.5, -1.0, 0.0, 2.0])
+    edited = model.with_logit_offsets(2, first).with_logit_offsets(0, second)
+    edited = edited.with_logit_offsets(2, second)
+    change = edited.predict(inputs, verbose=0) - before
+    expected = np.stack([gates @ second, np.zeros(5), gates @ (first + second)], 1)
+    np.testing.assert_allclose(change, expected, atol=1e-5)
+    assert edited.head.edited_outputs == (2, 0)
+    assert float(edited.optimizer.learning_rate) == 0.125
+    assert not any("logit_offsets" in w.path for w in edited.trainable_variables)
+    edited.save_to_preset(tmp_path / "preset")
+    again = models.from_preset(tmp_path / "preset")
+    np.testing.assert_allclose(
+        again.predict(inputs, verbose=0), before + expected, atol=1e-5
+    )
+    # A head of other classes is a new one, without the edits of the old.
+    new = models.from_preset(tmp_path / "preset", num_classes=2)
+    assert (new.head.units, new.head.edited_outputs) == (2, ())
+
+
+@pytest.mark.parametrize("router", ["mumoe", "softmax_token_choice"])
+def test_steering_adds_the_centre_before_the_experts(router):
+    sizes = {**SMALL, "num_layers": 1, "moe_layers": [0], "router": router}
+    if router == "mumoe":
+        sizes |= {"num_experts": (2, 2), "router_options": {"rank": 4}}
+    model = with_weights(models.ViTBackbone(**sizes))
+    for weight in model.weights:
+        if "moving_variance" in weight.path:
+            weight.assign(ops.ones(weight.shape))
+    inputs = images(3, *SHAPE)
+    steered = analysis.steer_expert(model, "block_0", expert=2, strength=1.5)
+    records = [
+        keras.Model(m.input, m.routing["block_0"]).predict(inputs, verbose=0)
+        for m in (model, steered)
+    ]
+    centres = analysis.expert_centres(model, "block_0")
+    if router == "mumoe":
+        kernels = [
+            to_numpy(k) for k in model.get_layer("block_0").feed_forward.router.kernels
+        ]
+        # Expert 2 is the first of the second half.
+        np.testing.assert_allclose(
+            centres[2], kernels[0][:, 1] + kernels[1][:, 0], rtol=1e-6
+        )
+    change = records[1].logits - records[0].logits
+    expected = 1.5 * centres[2] @ centres.T
+    np.testing.assert_allclose(
+        change, np.broadcast_to(expected, change.shape), rtol=1e-3, atol=1e-4
+    )
+    assert len(steered.weights) == len(model.weights)
+
+
+def test_truncated_svd_evaluates_the_best_approximation():
+    model = classifier(moe_layers=[0], router="softmax_token_choice")
+    model.compile(loss="sparse_categorical_crossentropy")
+    inputs = images(24, *SHAPE)
+    before = [to_numpy(w).copy() for w in model.weights]
+    found = analysis.truncated_svd(
+        model, inputs, LABELS, shares=[0.25, 1.0], metric="loss", verbose=0
+    )
+    for weight, value in zip(model.weights, before):
+        np.testing.assert_array_equal(to_numpy(weight), value)
+    assert {name.split("/")[-1] for name in found.kernels} == {
+        "hidden_kernel",
+        "output_kernel",
+    }
+    np.testing.assert_allclose(found.scores[1], found.full, rtol=1e-4)
+    experts = model.backbone.get_layer("block_0").feed_forward.experts
+    for kernel in (experts.hidden_kernel, experts.output_kernel):
+        value = to_numpy(kernel).copy()
+        for matrix in value:
+            left, singular, right = np.linalg.svd(matrix, full_matrices=False)
+            singular[len(singular) // 4 :] = 0.0
+            matrix[:] = left @ np.diag(singular) @ right
+        kernel.assign(value)
+    loss = model.evaluate(inputs, LABELS, verbose=0, return_dict=True)["loss"]
+    np.testing.assert_allclose(found.scores[0], loss, rtol=1e-4)
+    assert abs(found.scores[0] - found.full) > 1e-3
+
+
+def test_an_interrupted_intervention_leaves_the_model_whole():
+    model = classifier(moe_layers=[0], router="softmax_token_choice")
+    model.compile()
+    before = [to_numpy(w).copy() for w in model.weights]
+    inputs = images(24, *SHAPE)
+
+    calls = []
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return {"loss": 1.0} if "return_dict" in kwargs else np.zeros((24, CLASSES))
+
+    for name, run in (
+        ("predict", lambda: analysis.ablate_experts(
+            model, inputs, LABELS, layer="block_0", verbose=0
+        )),
+        ("evaluate", lambda: analysis.truncated_svd(model, inputs, LABELS, verbose=0)),
+    ):  # fmt: skip
+        calls.clear()
+        object.__setattr__(model, name, fail)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        object.__delattr__(model, name)
+    for weight, value in zip(model.weights, before):
+        np.testing.assert_array_equal(to_numpy(weight), value)
+
+
+@pytest.mark.backend_free
+def test_bad_arguments_are_refused():
+    model = classifier(moe_layers=[0], router="softmax_token_choice")
+    untrained = models.ViTBackbone(
+        **{**SMALL, "num_layers": 1, "moe_layers": [0]},
+        router="mumoe",
+        router_options={"rank": 4},
+    )
+    inputs = images(24, *SHAPE)
+    levels = classifier((2, 2), "penultimate", 6)
+    dense = models.ViTImageClassifier(model.backbone, CLASSES)
+
+    def ablate(labels=LABELS, model=model, **kwargs):
+        return analysis.ablate_experts(model, inputs, labels, verbose=0, **kwargs)
+
+    for call, message in (
+        (lambda: ablate(LABELS[:3]), "shape=\\(3,\\)"),
+        (lambda: ablate(LABELS + 1), "from 1 to 3"),
+        (lambda: ablate(LABELS / 2), "dtype=float64"),
+        (lambda: ablate(layer="block_7"), "block_7"),
+        (lambda: ablate(experts=[9]), "\\[9\\]"),
+        (lambda: ablate(experts=[]), "experts=\\[\\]"),
+        (lambda: ablate(model=dense), "without head"),
+        (lambda: analysis.edit_expert_logits(dense, None, 1), "ViTImageClassifier"),
+        (lambda: analysis.edit_expert_logits(levels, None, 1), "penultimate"),
+        (lambda: analysis.edit_expert_logits(model, inputs[:0], 1), "none"),
+        (lambda: analysis.edit_expert_logits(model, None, 5), "output=5"),
+        (lambda: analysis.edit_expert_logits(model, None, 1, np.nan), "nan"),
+        (lambda: analysis.steer_expert(model, "block_0", 9), "expert=9"),
+        (lambda: analysis.steer_expert(untrained, "block_0", 1), "zeros"),
+        (lambda: analysis.expert_centres(model, "block_1"), "block_1"),
+        (lambda: analysis.truncated_svd(model, inputs, LABELS, [0.0]), "0.0"),
+        (
+            lambda: analysis.truncated_svd(model, inputs, LABELS, metric="auc"),
+            "metric='auc'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

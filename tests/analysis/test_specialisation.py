@@ -1,0 +1,154 @@
+"""Polysemanticity, load and fairness, computed by hand; and their pictures."""
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from keras_moe import analysis
+from keras_moe.analysis import ExpertAblation, plots
+from keras_moe.data import oversample
+from keras_moe.ops import Routing
+
+pytestmark = pytest.mark.backend_free
+
+
+def ablation():
+    return ExpertAblation(
+        experts=np.array([0, 3, 5]),
+        counts=np.array([10, 10, 5, 0]),
+        accuracy=np.array([1.0, 0.5, 0.8, 0.0]),
+        ablated=np.array([[0, 0.5, 0.8, 0], [1.0, 0.25, 0.4, 0], [1.0, 0.5, 0.8, 0]]),
+    )
+
+
+def test_polysemanticity_by_hand():
+    found = ablation()
+    np.testing.assert_allclose(
+        found.changes, [[1, 0, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0, 0]]
+    )
+    np.testing.assert_allclose(found.polysemanticity, [0.0, np.sqrt(0.5), 1.0])
+    # The last expert does not matter.
+    np.testing.assert_allclose(found.mean_polysemanticity, np.sqrt(0.5) / 2)
+    assert json.loads(json.dumps(found.to_dict()))["experts"] == [0, 3, 5]
+    nobody = found._replace(ablated=np.tile(found.accuracy, (3, 1)))
+    assert nobody.mean_polysemanticity is None
+
+
+def test_a_class_may_gain():
+    changes = analysis.accuracy_changes([0.5, 0.5], [[0.75, 0.25]])
+    np.testing.assert_allclose(changes, [[-0.5, 0.5]])
+    np.testing.assert_allclose(analysis.class_polysemanticity(changes), [np.sqrt(0.5)])
+
+
+def test_the_table_has_the_experts_that_matter(capsys):
+    analysis.print_ablation(ablation(), ["a", "b", "c", "d"], console=Console(width=99))
+    text = capsys.readouterr().out
+    assert "a 100%" in text
+    assert "b 50%, c 50%" in text
+    assert " 5 " not in text
+
+
+def test_load_counts_large_coefficients():
+    gates = np.array([[[0.9, 0.1], [0.5, 0.5]], [[0.4, 0.6], [1.0, 0.0]]])
+    record = Routing(*[gates] * 6)
+    assert analysis.expert_load(record).tolist() == [3, 2]
+    assert analysis.expert_load(record, 0.95).tolist() == [1, 0]
+
+
+def test_fairness_by_hand():
+    #          target 1, attribute 0 | 1, 1    | 0, 0 | 0, 1
+    targets = [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
+    attributes = [0, 0, 0, 0, 1, 1, 0, 0, 1, 1]
+    predictions = [1, 1, 1, 0, 1, 0, 0, 0, 0, 1]
+    found = analysis.fairness_metrics(predictions, targets, attributes)
+    np.testing.assert_allclose(found.accuracies, [[1.0, 0.5], [0.75, 0.5]])
+    assert found.counts.tolist() == [[2, 2], [4, 2]]
+    assert found.equality_of_opportunity == 0.25
+    np.testing.assert_allclose(found.std_bias, np.std([1.0, 0.5, 0.75, 0.5]))
+    assert (found.max_min, found.accuracy) == (0.5, 0.7)
+    other = analysis.fairness_metrics(predictions, targets, attributes, positive=0)
+    assert other.equality_of_opportunity == 0.5
+    assert json.loads(json.dumps(found.to_dict()))["max_min"] == 0.5
+
+
+def test_fairness_table(capsys):
+    found = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
+    analysis.print_fairness({"linear": found}, (1, 1), Console(width=120))
+    assert "0.000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [3, 4, 7, 12])
+def test_oversampling_gives_as_many_places(count):
+    members = np.array([True, False, True, False, False, True])
+    indices = oversample(members, count, seed=1)
+    places = np.bincount(indices, minlength=6)
+    assert places[members].sum() == count
+    assert places[~members].tolist() == [1, 1, 1]
+    assert np.ptp(places[members]) <= 1
+    np.testing.assert_array_equal(indices, oversample(members, count, seed=1))
+    assert not np.array_equal(indices, oversample(members, count, seed=2))
+
+
+def test_pictures_are_drawn(tmp_path):
+    images = np.random.default_rng(0).uniform(-1, 1, (12, 8, 8, 1))
+    gates = np.random.default_rng(1).dirichlet([0.2] * 3, (12, 1))
+    head = Routing(*[gates] * 6)
+    block = Routing(*[np.random.default_rng(2).dirichlet([0.2] * 3, (12, 5))] * 6)
+    found = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
+    svd = analysis.TruncatedSVD([0.5, 0.1], [0.9, 0.4], 0.95, [])
+    names = list("abcdefghijkl")
+    for name, draw in {
+        "images": lambda path: plots.plot_expert_images(images, head, path, names),
+        "top": lambda path: plots.plot_expert_images(
+            images, head, path, experts=[2], seed=None, threshold=None
+        ),
+        "patches": lambda path: plots.plot_expert_patches(images, block, (2, 2), path),
+        "ablation": lambda path: plots.plot_ablation(
+            {"a": ablation(), "b": ablation()}, path, list("0123")
+        ),
+        "polysemanticity": lambda path: plots.plot_polysemanticity(
+            {"final": {2: [2.0], 4: [1.0, 1.2]}, "penultimate": {2: [3.0]}}, path
+        ),
+        "load": lambda path: plots.plot_expert_load({"a": head, "b": block}, path),
+        "subpopulations": lambda path: plots.plot_subpopulations(
+            found, found, path, target=(1, 1)
+        ),
+        "svd": lambda path: plots.plot_truncated_svd({"vit": svd}, path),
+    }.items():
+        path = tmp_path / f"{name}.png"
+        draw(path)
+        assert path.stat().st_size > 5_000, name
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: analysis.accuracy_changes([1.0], [[1.0, 1.0]]), "\\(1, 2\\)"),
+        (lambda: analysis.class_polysemanticity([1.0]), "shape=\\(1,\\)"),
+        (lambda: analysis.expert_load(Routing(*[np.ones((2, 2))] * 6)), "\\(2, 2\\)"),
+        (lambda: analysis.expert_load(Routing(*[np.ones((2, 2, 2))] * 6), 0), "0"),
+        (lambda: analysis.fairness_metrics([1], [1, 0], [1, 0]), "\\(1,\\)"),
+        (lambda: analysis.fairness_metrics([1, 0], [1, 0], [1, 0]), "target=0"),
+        (lambda: analysis.fairness_metrics([0.5, 0], [1, 0], [1, 0]), "float64"),
+        (lambda: analysis.fairness_metrics([1, 0], [0, 0], [1, 0]), "positive=1"),
+        (lambda: analysis.truncate_kernel(np.eye(2), 1.5), "share=1.5"),
+        (lambda: oversample([False, False], 3), "0 members"),
+        (lambda: oversample([True, True, False], 1), "count=1"),
+        (lambda: oversample([1, 0], 3), "int64"),
+        (
+            lambda: plots.plot_expert_images(
+                np.zeros((2, 4, 4, 1)), Routing(*[np.full((2, 1, 4), 0.25)] * 6), "x"
+            ),
+            "0.5",
+        ),
+        (lambda: plots.plot_ablation({}, "x"), "ablations={}"),
+        (lambda: plots.plot_polysemanticity({}, "x"), "scores={}"),
+        (lambda: plots.plot_expert_load({}, "x"), "routings={}"),
+        (lambda: plots.plot_truncated_svd({}, "x"), "found={}"),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
