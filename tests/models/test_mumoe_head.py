@@ -1,0 +1,162 @@
+"""muMoE heads of classifiers: final and penultimate."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import models
+from keras_moe.layers import MLP, MuMoE
+from tests.small_models import SMALL, images, with_weights
+
+to_numpy = ops.convert_to_numpy
+SHAPE = (16, 8, 2)
+HEADS = {
+    "final": {
+        "head": MuMoE(
+            3,
+            (4, 2),
+            factorization="tr",
+            rank=(2, 3, 2, 4),
+            activation="softmax",
+            normalization="layer",
+            expert_noise=0.5,
+            edited_outputs=(1,),
+        ),
+        "activation": "softmax",
+        "representation_dim": 6,
+    },
+    "penultimate": {
+        "head": MuMoE(7, 4, rank=5),
+        "head_position": "penultimate",
+        "head_bias": -2.0,
+        "multi_label": True,
+        "head_dtype": "mixed_bfloat16",
+    },
+}
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+
+def backbone(**kwargs):
+    sizes = {**SMALL, "num_layers": 1, "moe_layers": None, "seed": 0}
+    return models.ViTBackbone(**{**sizes, **kwargs})
+
+
+@pytest.mark.parametrize("position", HEADS)
+def test_outputs_saving_and_counts(position, tmp_path):
+    arguments = HEADS[position]
+    model = models.ViTImageClassifier(backbone(), 3, **arguments)
+    model = with_weights(model)
+    for weight in model.weights:
+        if "moving_variance" in weight.path:
+            weight.assign(ops.ones(weight.shape))
+    inputs = images(5, *SHAPE)
+    found = keras.Model(
+        model.input,
+        {"outputs": model.output, "features": model.features, **model.routing},
+    ).predict(inputs, verbose=0)
+    assert list(model.routing) == ["head"]
+    assert found["head"].gates.shape == (5, 1, model.head.gate.kinds.total)
+    # The same by hand, from what the head reads.
+    y, _ = model.head(found["features"])
+    y = to_numpy(ops.cast(y, "float32"))
+    if position == "final":
+        y = np.exp(y) / np.exp(y).sum(axis=1, keepdims=True)
+        tolerance = 1e-5
+    else:
+        kernel, bias = (to_numpy(w) for w in model.output_dense.weights)
+        y = np.maximum(y, 0) @ kernel + bias
+        # Heads in bfloat16, of 8 bits.
+        tolerance = 3e-2
+    np.testing.assert_allclose(found["outputs"], y, rtol=tolerance, atol=tolerance)
+    trained = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+    assert models.describe(model).parameters == trained
+
+    again = models.ViTImageClassifier.from_config(model.get_config())
+    assert again.get_config() == model.get_config()
+    assert [w.path for w in again.weights] == [w.path for w in model.weights]
+    model.save_to_preset(tmp_path / "preset")
+    loaded = models.from_preset(tmp_path / "preset")
+    np.testing.assert_allclose(
+        loaded.predict(inputs, verbose=0), found["outputs"], atol=1e-6
+    )
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("position", HEADS)
+def test_learns_and_is_batch_invariant(position):
+    """One tiny fit each: which half of the image is bright."""
+    arguments = HEADS[position]
+    model = models.ViTImageClassifier(backbone(), 3, **arguments)
+    labels = np.arange(48) % 3
+    inputs = 0.3 * images(48, *SHAPE)
+    inputs[labels == 1, :8] += 1.0
+    inputs[labels == 2, 8:] += 1.0
+    targets = np.eye(3)[labels] if position == "penultimate" else labels
+    model.compile(keras.optimizers.Adam(0.01), loss="auto", metrics=None)
+    losses = model.fit(inputs, targets, batch_size=24, epochs=12, verbose=0).history
+    assert losses["loss"][-1] < 0.5 * losses["loss"][0]
+    found = model.predict(inputs[:24], verbose=0)
+    alone = model.predict(inputs[3:4], verbose=0)
+    np.testing.assert_allclose(alone[0], found[3], rtol=2e-2, atol=1e-3)
+
+
+def test_a_head_is_a_description_and_serves_twice():
+    head = MuMoE(3, 4, rank=5, name="mine")
+    first, second = (models.ViTImageClassifier(backbone(), 3, head=head) for _ in "ab")
+    assert first.head.name == second.head.name == "head"
+    assert not head.built
+    assert not {id(v) for v in first.head.weights} & {
+        id(v) for v in second.head.weights
+    }
+
+
+@pytest.mark.backend_free
+def test_counts_of_a_head_on_a_large_backbone():
+    """Table 10: 128 experts, rank 512, 768 inputs and 1,000 classes."""
+    head = MuMoE(1000, 128, rank=512)
+    found = models.describe("vit_b32", num_classes=1000, head=head)
+    dense = models.describe("vit_b32")
+    assert found.parameters - dense.parameters == 1_069_568
+    head = MuMoE(1000, (128, 4, 4), rank=512)
+    found = models.describe("vit_b32", num_classes=1000, head=head)
+    assert found.parameters - dense.parameters == 1_079_808
+
+
+@pytest.mark.backend_free
+def test_bad_arguments_are_refused(tmp_path):
+    body = backbone()
+    saved = models.ViTImageClassifier(body, 3)
+    saved.save_to_preset(tmp_path / "preset")
+    head = MuMoE(3, 4, rank=5)
+    for call, message in (
+        (lambda: models.ViTImageClassifier(body, 4, head=head), "units=3"),
+        (lambda: models.ViTImageClassifier(body, 3, head=MLP(8)), "MuMoE"),
+        (lambda: models.ViTImageClassifier(body, 3, head="mumoe"), "head='mumoe'"),
+        (
+            lambda: models.ViTImageClassifier(body, 3, head_position="penultimate"),
+            "head=None",
+        ),
+        (
+            lambda: models.ViTImageClassifier(body, 3, head=head, head_position="last"),
+            "head_position='last'",
+        ),
+        (
+            lambda: models.ViTImageClassifier(body, 3, head=head, head_bias=-10.0),
+            "head_bias=-10.0",
+        ),
+        (
+            lambda: models.ViTImageClassifier(
+                body,
+                3,
+                head=MuMoE(7, 4, rank=5, edited_outputs=(2,)),
+                head_position="penultimate",
+            ),
+            "edited_outputs=\\(2,\\)",
+        ),
+        (lambda: models.from_preset(tmp_path / "preset", head=head), "num_classes"),
+        (lambda: saved.with_logit_offsets(1, np.ones(4)), "head=None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

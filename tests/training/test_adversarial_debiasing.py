@@ -1,0 +1,87 @@
+"""Features against an adversary: who learns what from whom."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import models, training
+from keras_moe.layers import AttributeAdversary
+from tests.gradients import gradient
+from tests.small_models import SMALL, images
+
+to_numpy = ops.convert_to_numpy
+
+
+def test_logits_train_the_adversary_and_confusion_the_features():
+    generator = np.random.default_rng(0)
+    features = generator.normal(size=(5, 4)).astype("float32")
+    layer = AttributeAdversary(3, confusion_weight=0.5)
+    layer.build(features.shape)
+    kernel, bias = (generator.normal(size=v.shape) for v in layer.weights)
+    kernel, bias = kernel.astype("float32"), bias.astype("float32")
+    cotangent = generator.normal(size=(5, 3)).astype("float32")
+
+    def loss(features, kernel, bias, own, training):
+        with keras.StatelessScope(
+            list(zip(layer.weights, (kernel, bias))), collect_losses=True
+        ) as scope:
+            logits = layer.call(features, training=training)
+        own = own * ops.sum(ops.multiply(logits, cotangent))
+        return own + sum(scope.losses) if scope.losses else own
+
+    of_logits = gradient(lambda *x: loss(*x, 1.0, False), features, kernel, bias)
+    np.testing.assert_array_equal(of_logits[0], 0.0)
+    np.testing.assert_allclose(of_logits[1], features.T @ cotangent, rtol=1e-4)
+    np.testing.assert_allclose(of_logits[2], cotangent.sum(axis=0), rtol=1e-4)
+    of_loss = gradient(lambda *x: loss(*x, 0.0, True), features, kernel, bias)
+    np.testing.assert_array_equal(of_loss[1], 0.0)
+    np.testing.assert_array_equal(of_loss[2], 0.0)
+    # Cross-entropy with the uniform distribution: softmax minus 1 / A.
+    logits = features @ kernel + bias
+    gates = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    expected = 0.5 * (gates - 1 / 3) @ kernel.T / 5
+    np.testing.assert_allclose(of_loss[0], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_features_forget_the_attribute():
+    """Brightness is the attribute; where the light is, the label."""
+    inputs = 0.2 * images(64, 16, 8, 2)
+    labels, attributes = np.arange(64) % 2, (np.arange(64) // 2) % 2
+    inputs[labels == 1, :8] += 1.0
+    inputs[labels == 0, 8:] += 1.0
+    inputs[attributes == 1] += 1.0
+    found = {}
+    for weight in (0.0, 3.0):
+        keras.utils.set_random_seed(0)
+        sizes = {**SMALL, "num_layers": 1, "moe_layers": None, "seed": 0}
+        classifier = models.ViTImageClassifier(
+            models.ViTBackbone(**sizes), 2, pooling="average"
+        )
+        classifier.compile(keras.optimizers.Adam(0.01), loss="auto")
+        model = training.adversarial_debiasing(classifier, 2, weight)
+        targets = {"predictions": labels, "attribute": attributes}
+        history = model.fit(inputs, targets, batch_size=32, epochs=60, verbose=0)
+        found[weight] = history.history["attribute_loss"][-1]
+        assert history.history["predictions_accuracy"][-1] > 0.9
+    # An adversary that knows nothing has a loss of log 2.
+    assert found[0.0] < 0.7 * np.log(2)
+    assert found[3.0] > 0.9 * np.log(2)
+    # The classifier has learnt with the model.
+    predicted = classifier.predict(inputs, verbose=0).argmax(axis=1)
+    assert (predicted == labels).mean() > 0.9
+
+
+@pytest.mark.backend_free
+def test_bad_arguments_are_refused():
+    backbone = models.ViTBackbone(**{**SMALL, "num_layers": 1, "moe_layers": None})
+    classifier = models.ViTImageClassifier(backbone, 2, compile=False)
+    with pytest.raises(ValueError, match="compiled=False"):
+        training.adversarial_debiasing(classifier)
+    with pytest.raises(ValueError, match="ViTBackbone"):
+        training.adversarial_debiasing(backbone)
+    classifier.compile()
+    with pytest.raises(ValueError, match="num_values=1"):
+        training.adversarial_debiasing(classifier, 1)
+    with pytest.raises(ValueError, match="confusion_weight=-1"):
+        training.adversarial_debiasing(classifier, 2, -1)
