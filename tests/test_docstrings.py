@@ -19,6 +19,7 @@ DOCUMENTED = (
     "data",
     "evaluation",
     "analysis",
+    "training",
 )
 
 
