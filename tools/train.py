@@ -77,12 +77,10 @@ def run(args: argparse.Namespace, console: Console) -> None:
     overrides = dict(parse_override(text) for text in args.set)
     if args.data is not None:
         overrides["data"] = args.data
-    if args.model:
-        overrides["model_arguments"] = {
-            **overrides.get("model_arguments", {}),
-            **dict(parse_override(text) for text in args.model),
-        }
     recipe = training.load_recipe(args.recipe, **overrides)
+    recipe = recipe.replace(
+        model_arguments=dict(parse_override(text) for text in args.model)
+    )
     folder = args.output or Path("runs") / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     console.print(settings_table(recipe))

@@ -446,6 +446,7 @@ def plot_training_history(
                 axis.plot(epochs, values, marker=marker, label=label)
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("epoch")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8)
     figure.suptitle(title, fontsize=11)

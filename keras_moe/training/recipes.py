@@ -100,9 +100,9 @@ class Recipe:
     >>> recipe = Recipe(
     ...     "mine", preset="vmoe_digits", epochs=2, batch_size=32, learning_rate=1e-3
     ... )
-    >>> model = recipe.model(num_classes=10, steps_per_epoch=42)
-    >>> model.optimizer.learning_rate.shape
-    ()
+    >>> schedule = recipe.schedule(steps_per_epoch=40)
+    >>> [round(float(schedule(step)), 6) for step in (0, 40, 80)]
+    [0.001, 0.0005, 0.0]
     """
 
     name: str
