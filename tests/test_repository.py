@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MEBIBYTE = 2**20
+# Folders beside the package whose files the wheel has inside it.
+SHIPPED = ("presets", "recipes")
 
 pytestmark = pytest.mark.backend_free
 
@@ -53,13 +55,14 @@ def test_no_big_files():
     assert big == {}
 
 
-def test_presets_parse():
-    for path in sorted((ROOT / "presets").rglob("*.json")):
+@pytest.mark.parametrize("folder", SHIPPED)
+def test_shipped_files_parse(folder):
+    for path in sorted((ROOT / folder).rglob("*.json")):
         try:
-            preset = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             pytest.fail(f"{path.name}: {error}")
-        assert isinstance(preset, dict), path.name
+        assert isinstance(content, dict), path.name
 
 
 @pytest.mark.parametrize("command", ["make quickstart", "make test"])
@@ -67,13 +70,13 @@ def test_readme_has_the_commands(command):
     assert command in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_wheel_carries_every_preset(tmp_path):
+def test_the_wheel_carries_every_preset_and_recipe(tmp_path):
     from hatchling.builders.wheel import WheelBuilder
 
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path))
-    packed = {
-        name.removeprefix("keras_moe/presets/")
-        for name in zipfile.ZipFile(wheel).namelist()
-        if name.startswith("keras_moe/presets/")
-    }
-    assert packed == {path.name for path in (ROOT / "presets").glob("*.json")}
+    names = zipfile.ZipFile(wheel).namelist()
+    for folder in SHIPPED:
+        place = f"keras_moe/{folder}/"
+        packed = {name.removeprefix(place) for name in names if name.startswith(place)}
+        assert packed == {path.name for path in (ROOT / folder).glob("*.json")}
+        assert packed

@@ -260,38 +260,71 @@ def build_steps(
     """
     if augment is None:
         return []
-    if isinstance(augment, str) or callable(augment):
+    if isinstance(augment, (str, dict)) or callable(augment):
         augment = [augment]
     if not isinstance(augment, Sequence):
         raise ValueError(
-            "Expected None, the name of an augmentation, a Keras layer, a callable or "
-            f"a sequence of these; received: augment={augment!r}"
+            "Expected None, the name of an augmentation or a dict of its name and "
+            "options, a Keras layer, a callable or a sequence of these; "
+            f"received: augment={augment!r}"
         )
     return [
         _build_step(
-            _by_name(item, image_shape, seed + i) if isinstance(item, str) else item
+            _by_name(item, image_shape, seed + i)
+            if isinstance(item, (str, dict))
+            else item
         )
         for i, item in enumerate(augment)
     ]
 
 
-def _by_name(name: str, image_shape: tuple[int, int, int], seed: int) -> Callable:
+def _by_name(
+    item: str | dict, image_shape: tuple[int, int, int], seed: int
+) -> Callable:
     plain = {**_PLAIN, **_CHANNELS_LAST, "seed": seed}
+    moved = {**plain, "fill_mode": "nearest"}
+    layers, (height, width, _) = keras.layers, image_shape
     makers = {
-        "flip": lambda: keras.layers.RandomFlip("horizontal", **plain),
-        "randaugment": lambda: RandAugment(),
-        "mixup": lambda: keras.layers.MixUp(alpha=0.2, **plain),
-        "cutmix": lambda: keras.layers.CutMix(**plain),
-        "random_resized_crop": lambda: RandomResizedCrop(*image_shape[:2]),
+        "flip": lambda: layers.RandomFlip("horizontal", **plain),
+        "translation": lambda factor=0.1: layers.RandomTranslation(
+            factor, factor, **moved
+        ),
+        "rotation": lambda factor=0.03: layers.RandomRotation(factor, **moved),
+        "randaugment": lambda num_ops=2, magnitude=1.0: RandAugment(num_ops, magnitude),
+        "mixup": lambda alpha=0.2: layers.MixUp(_positive(alpha), **plain),
+        "cutmix": lambda factor=1.0: layers.CutMix(factor, **plain),
+        "random_resized_crop": lambda scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3): (
+            RandomResizedCrop(height, width, scale, ratio)
+        ),
     }
-    if name not in makers:
-        close = difflib.get_close_matches(name, makers, n=1, cutoff=0.5)
+    options = dict(item) if isinstance(item, dict) else {"name": item}
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in makers:
+        close = difflib.get_close_matches(str(name), makers, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(
             f"Expected an augmentation, one of {sorted(makers)}; "
-            f"received: augment={name!r}{hint}"
+            f"received: augment={item!r}{hint}"
         )
-    return makers[name]()
+    known = list(inspect.signature(makers[name]).parameters)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise ValueError(
+            f"Expected options of {name!r}, any of {known}; received: augment={item!r}"
+        )
+    try:
+        return makers[name](**options)
+    except TypeError as error:
+        raise ValueError(
+            f"Expected numbers as options of {name!r}; received: augment={item!r}"
+        ) from error
+
+
+def _positive(alpha: float) -> float:
+    """Keras takes any, and gives images that are not numbers."""
+    if not alpha > 0:
+        raise ValueError(f"Expected a positive number; received: alpha={alpha}")
+    return alpha
 
 
 def _build_step(item: Any) -> Step:

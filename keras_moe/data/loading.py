@@ -1,11 +1,12 @@
 """From the name of a data set to batches that a model can be trained on."""
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keras_moe.data import digits
+from keras_moe.data import digits, folders
 from keras_moe.data.augmentation import Step, build_steps
 from keras_moe.data.tfds import Examples, count_classes, read_examples
 
@@ -38,11 +39,12 @@ def load(
     of their own, see there.
 
     Args:
-        source: `"digits"`, scikit-learn's handwritten digits, or `"tfds:NAME"` for a
-            classification data set of TensorFlow Datasets, such as `"tfds:cifar10"`;
-            it is downloaded if it is not in `data_dir`.
+        source: `"digits"`, scikit-learn's handwritten digits; `"tfds:NAME"` for a
+            classification data set of TensorFlow Datasets, such as `"tfds:cifar10"`,
+            which is downloaded if it is not in `data_dir`; or `"folder:PATH"` for
+            images in files `PATH/split/class/name.png` (or jpg, bmp, gif).
         split: `"train"`, `"test"` or `"all"` of the digits; any split of TensorFlow
-            Datasets, such as `"train[:90%]"`.
+            Datasets, such as `"train[:90%]"`; a folder's name.
         image_shape: (height, width, channels) of the images.
         batch_size: images per batch.
         augment: what to do to the images at random:
@@ -53,6 +55,11 @@ def load(
             - `"randaugment"`: `keras_moe.data.RandAugment`.
             - `"mixup"`, `"cutmix"`: `keras.layers.MixUp(0.2)`,
               `keras.layers.CutMix()`.
+            - `"translation"`, `"rotation"`: by up to a tenth of the image, 0.03 turns.
+            - a dict of a name and its options, such as `{"name": "mixup", "alpha":
+              0.5}`: `alpha` of mixup; `factor` of cutmix, translation and rotation;
+              `num_ops` and `magnitude` of randaugment; `scale` and `ratio` of
+              random_resized_crop.
             - a layer of Keras or KerasCV. All pixels are in [0, 255].
             - a callable, from images (TensorFlow) to images. If it has an argument
               `seed`, it gets two integers for `tf.random.stateless_*`. If it has an
@@ -140,7 +147,7 @@ def num_classes(source: str, data_dir: str | None = None) -> int:
     """Number of classes of a source that `load` knows; downloads nothing.
 
     Args:
-        source: `"digits"` or `"tfds:NAME"`.
+        source: `"digits"`, `"tfds:NAME"` or `"folder:PATH"`.
         data_dir: of TensorFlow Datasets.
 
     Raises:
@@ -152,17 +159,27 @@ def num_classes(source: str, data_dir: str | None = None) -> int:
     >>> num_classes("digits")
     10
     """
+    if (path := _folder_path(source)) is not None:
+        return len(folders.class_names(path))
     name = _tfds_name(source)
     return digits.NUM_CLASSES if name is None else count_classes(name, data_dir)
 
 
 def _open_split(tf, source, split, data_dir, shuffle, seed) -> Examples:
+    if (path := _folder_path(source)) is not None:
+        return folders.read_examples(path, split, shuffle, seed)
     name = _tfds_name(source)
     if name is not None:
         return read_examples(name, split, data_dir, shuffle, seed)
     pixels, labels = digits.read_pixels(split)
     dataset = tf.data.Dataset.from_tensor_slices((pixels, labels))
     return Examples(dataset, lambda pixels: pixels, len(labels))
+
+
+def _folder_path(source: str) -> str | None:
+    """The PATH of "folder:PATH", None for other sources."""
+    is_folder = isinstance(source, str) and source.startswith("folder:")
+    return source.removeprefix("folder:") if is_folder else None
 
 
 def _tfds_name(source: str) -> str | None:
@@ -174,10 +191,12 @@ def _tfds_name(source: str) -> str | None:
     hint = ""
     if isinstance(source, str) and source:
         guesses = ["digits"] if difflib.get_close_matches(source, ["digits"]) else []
-        guesses.append(f"tfds:{source.split(':')[-1] or 'NAME'}")
+        kind = "folder" if Path(source).is_dir() else "tfds"
+        guesses.append(f"{kind}:{source.split(':')[-1] or 'NAME'}")
         hint = f"; did you mean {' or '.join(map(repr, guesses))}?"
     raise ValueError(
-        f"Expected 'digits' or 'tfds:NAME'; received: source={source!r}{hint}"
+        "Expected 'digits', 'tfds:NAME' or 'folder:PATH'; "
+        f"received: source={source!r}{hint}"
     )
 
 

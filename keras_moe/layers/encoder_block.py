@@ -13,6 +13,10 @@ from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
 from keras_moe.ops.checks import check_bool
 
+# What is added to a block's seed for stochastic depth: one seed would give dropout and
+# depth the same draws, and a backbone's other sites have those just above.
+_DEPTH_SEED = 1_000_003
+
 
 @keras.saving.register_keras_serializable("keras_moe")
 class EncoderBlock(keras.layers.Layer):
@@ -24,10 +28,13 @@ class EncoderBlock(keras.layers.Layer):
         feed_forward: the layer on each token, such as `MLP`.
         dropout: on the token mixer's output.
         layer_norm_epsilon: of both normalisations.
-        seed: of the dropout.
+        seed: of the dropout; stochastic depth's follows from it.
         rematerialize: while training, keep the block's input only, and compute the
             rest again for the gradient: less memory for about a third more time.
             `keras.RematScope` does not go with auxiliary losses; this does.
+        stochastic_depth: while training, the share of examples for which a residual
+            branch is left out, drawn for each branch; the other examples' branches
+            are divided by the share that is kept.
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
@@ -41,7 +48,8 @@ class EncoderBlock(keras.layers.Layer):
         ValueError: if an argument is out of range.
 
     Reference:
-        *An Image is Worth 16x16 Words*, equations 2 and 3; *MLP-Mixer*, equation 1.
+        *An Image is Worth 16x16 Words*, equations 2 and 3; *MLP-Mixer*, equation 1;
+        *Deep Networks with Stochastic Depth*.
 
     Example:
 
@@ -60,6 +68,7 @@ class EncoderBlock(keras.layers.Layer):
         layer_norm_epsilon: float = 1e-6,
         seed: int | None = None,
         rematerialize: bool = False,
+        stochastic_depth: float = 0.0,
         **kwargs,
     ):
         # Tokens are cast in `call`; logits that an MoE block may get stay float32.
@@ -70,6 +79,7 @@ class EncoderBlock(keras.layers.Layer):
         self.layer_norm_epsilon = layer_norm_epsilon
         self.seed = seed
         self.rematerialize = check_bool("rematerialize", rematerialize)
+        self.stochastic_depth = check_dropout("stochastic_depth", stochastic_depth)
         self.mixer_norm = LayerNorm(
             layer_norm_epsilon, dtype=self.dtype_policy, name="mixer_norm"
         )
@@ -78,6 +88,14 @@ class EncoderBlock(keras.layers.Layer):
         )
         self.dropout_layer = keras.layers.Dropout(
             dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
+        )
+        # One layer for both branches, since each of its calls draws anew.
+        self.depth_layer = keras.layers.Dropout(
+            stochastic_depth,
+            noise_shape=(None, 1, 1),
+            seed=None if seed is None else seed + _DEPTH_SEED,
+            dtype=self.dtype_policy,
+            name="stochastic_depth",
         )
 
     def build(self, input_shape):
@@ -88,7 +106,8 @@ class EncoderBlock(keras.layers.Layer):
 
     def _mix(self, tokens, training):
         x = self.token_mixer(self.mixer_norm(tokens), training=training)
-        return tokens + self.dropout_layer(x, training=training)
+        x = self.dropout_layer(x, training=training)
+        return tokens + self.depth_layer(x, training=training)
 
     def call(self, tokens: Any, training: bool | None = None) -> Any:
         tokens = keras.ops.cast(tokens, self.compute_dtype)
@@ -99,7 +118,8 @@ class EncoderBlock(keras.layers.Layer):
     def _run(self, tokens, training):
         tokens = self._mix(tokens, training)
         x = self.feed_forward_norm(tokens)
-        return tokens + self.feed_forward(x, training=training)
+        x = self.feed_forward(x, training=training)
+        return tokens + self.depth_layer(x, training=training)
 
     def compute_output_spec(self, tokens, training=None):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
@@ -132,6 +152,7 @@ class EncoderBlock(keras.layers.Layer):
             layer_norm_epsilon=self.layer_norm_epsilon,
             seed=self.seed,
             rematerialize=self.rematerialize,
+            stochastic_depth=self.stochastic_depth,
         )
         return config
 
@@ -145,10 +166,13 @@ class MoEEncoderBlock(EncoderBlock):
         feed_forward: an `MoE` layer.
         dropout: on the token mixer's output.
         layer_norm_epsilon: of both normalisations.
-        seed: of the dropout.
+        seed: of the dropout; stochastic depth's follows from it.
         rematerialize: while training, keep the block's input only, and compute the
             rest again for the gradient: less memory for about a third more time.
             `keras.RematScope` does not go with auxiliary losses; this does.
+        stochastic_depth: while training, the share of examples for which a residual
+            branch is left out, drawn for each branch; the other examples' branches
+            are divided by the share that is kept.
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
@@ -195,7 +219,7 @@ class MoEEncoderBlock(EncoderBlock):
         x, routing = self.feed_forward(
             x, training=training, **_if_given(previous_logits)
         )
-        return tokens + x, routing
+        return tokens + self.depth_layer(x, training=training), routing
 
     def compute_output_spec(self, tokens, previous_logits=None, training=None):
         tokens = keras.KerasTensor(tokens.shape, self.compute_dtype)

@@ -3,6 +3,7 @@
 Axes: D hidden, H mlp.
 """
 
+import numbers
 from typing import Any
 
 import keras
@@ -13,8 +14,9 @@ from keras_moe.ops.checks import check_integer
 
 def check_dropout(name: str, rate: float) -> float:
     """`rate`, if it is one that drops something but not everything."""
-    if not 0 <= rate < 1:
-        raise ValueError(f"Expected {name} in [0, 1); received: {name}={rate}")
+    is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
+    if not is_number or not 0 <= rate < 1:
+        raise ValueError(f"Expected {name} in [0, 1); received: {name}={rate!r}")
     return rate
 
 

@@ -9,7 +9,13 @@ from keras_moe.models.variants import VARIANTS
 
 # Inside the wheel the files lie in the package, in a checkout beside it.
 _PACKAGE = Path(__file__).resolve().parent.parent
-_FOLDERS = (_PACKAGE / "presets", _PACKAGE.parent / "presets")
+
+
+def shipped_files(folder: str) -> dict[str, Path]:
+    """The JSON files of a folder that ships with the library, by name."""
+    folders = (_PACKAGE / folder, _PACKAGE.parent / folder)
+    found = next(path for path in folders if path.is_dir())
+    return {path.stem: path for path in sorted(found.glob("*.json"))}
 
 
 def builtin_presets() -> dict[str, dict]:
@@ -24,11 +30,10 @@ def builtin_presets() -> dict[str, dict]:
 
 @functools.cache
 def _read_presets():
-    folder = next(folder for folder in _FOLDERS if folder.is_dir())
     presets = {}
-    for path in sorted(folder.glob("*.json")):
+    for name, path in shipped_files("presets").items():
         preset = json.loads(path.read_text())
         sizes = VARIANTS[preset["variant"]].config()
         preset["config"] = {**sizes, **preset["config"]}
-        presets[path.stem] = preset
+        presets[name] = preset
     return presets

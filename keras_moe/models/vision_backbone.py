@@ -23,6 +23,7 @@ from keras_moe.layers import (
     resolve_moe_layers,
 )
 from keras_moe.layers.feed_forwards import feed_forward_layers, plain_options
+from keras_moe.layers.mlp import check_dropout
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.lora import LoraMixin
@@ -148,6 +149,9 @@ class VisionBackbone(
             if name in config:
                 check_bool(name, config[name])
         dropout, epsilon = config["dropout_rate"], config["layer_norm_epsilon"]
+        depth_rate = check_dropout("stochastic_depth", config["stochastic_depth"])
+        # 0 in the first block, the rate in the last.
+        depth_step = depth_rate / max(config["num_layers"] - 1, 1)
 
         def seeds(index, site):
             # Every site that draws has a seed of its own; the head's is `seed + 1`.
@@ -204,6 +208,7 @@ class VisionBackbone(
                     layer_norm_epsilon=epsilon,
                     seed=seeds(index + 1, 0),
                     rematerialize=config.get("rematerialize", False),
+                    stochastic_depth=index * depth_step,
                     dtype=dtype,
                     name=f"block_{index}",
                 )

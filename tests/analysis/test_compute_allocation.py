@@ -72,6 +72,8 @@ def test_routing_scores():
         ),
         (lambda: plots.plot_load_by_kind({}, "x.png"), "loads={}"),
         (lambda: plots.plot_routing_scores({}, "x.png"), "scores={}"),
+        (lambda: plots.plot_training_history({}, "x.png"), "history={}"),
+        (lambda: plots.plot_training_history({"loss": []}, "x.png"), "'loss'"),
         (
             lambda: plots.plot_compute_maps(
                 np.zeros((2, 4, 4, 1)), np.ones((1, 2, 2)), "x"

@@ -9,6 +9,7 @@ from keras_moe.data import (
     load_digits,
     num_classes,
 )
+from keras_moe.data.augmentation import _by_name
 
 tf = pytest.importorskip("tensorflow")
 
@@ -311,6 +312,60 @@ def test_keras_cv_layers():
 
 
 @backend_free
+def test_names_with_options_are_the_layers_with_these():
+    def make(name, **options):
+        return _by_name({"name": name, **options}, SHAPE, seed=3)
+
+    assert make("mixup", alpha=0.5).alpha == 0.5
+    assert make("cutmix", factor=0.5).factor == (0, 0.5)
+    assert make("randaugment", magnitude=0.25).magnitude == 0.25
+    assert make("random_resized_crop", scale=[0.5, 1.0]).scale == (0.5, 1.0)
+    assert make("rotation").get_config()["fill_mode"] == "nearest"
+    translation = make("translation", factor=0.3)
+    assert translation.height_factor == translation.width_factor == 0.3
+    weak, strong = (
+        arrays(load("digits", "test", SHAPE, augment={"name": "mixup", "alpha": a}))[1]
+        for a in (0.01, 100.0)
+    )
+    # The share of the first label: near 0 or 1, and near a half.
+    assert np.median(weak.max(1)) > 0.95
+    assert np.median(strong.max(1)) < 0.7
+
+
+@backend_free
+def test_folders_of_images(tmp_path):
+    generator = np.random.default_rng(0)
+    sizes = {"train/b": 3, "train/a": 2, "test/b": 1, "test/c": 1}
+    pixels = {}
+    for place, count in sizes.items():
+        (tmp_path / place).mkdir(parents=True)
+        for index in range(count):
+            name = f"{place}/{index}.png"
+            image = generator.integers(0, 255, (4, 6, 3)).astype("uint8")
+            pixels[image.tobytes()] = place.split("/")[1]
+            keras.utils.save_img(tmp_path / name, image, scale=False)
+    (tmp_path / "train" / "a" / "notes.txt").write_text("no image")
+    source = f"folder:{tmp_path}"
+    # Of all splits, so that labels mean the same in each.
+    assert num_classes(source) == 3
+    for split, count in (("train", 5), ("test", 2)):
+        images, labels = arrays(load(source, split, (4, 6, 3), seed=1))
+        assert len(images) == count
+        for image, label in zip(images, labels):
+            stored = np.round((image + 1) * 127.5).astype("uint8").tobytes()
+            assert "abc"[label] == pixels[stored]
+    again = [arrays(load(source, "train", (4, 6, 3), seed=1))[1] for _ in range(2)]
+    np.testing.assert_array_equal(*again)
+    grey = arrays(load(source, "test", (4, 6, 1)))[0]
+    assert grey.shape == (2, 4, 6, 1)
+    with pytest.raises(ValueError, match=r"one of .'test', 'train'.*split='dev'"):
+        load(source, "dev")
+    (tmp_path / "empty" / "a").mkdir(parents=True)
+    with pytest.raises(ValueError, match="split='empty' without any"):
+        load(source, "empty")
+
+
+@backend_free
 def test_num_classes():
     assert num_classes("digits") == 10
 
@@ -334,6 +389,13 @@ def test_num_classes():
         ({"augment": ["flip", "blur"]}, "augment='blur'"),
         ({"augment": 3}, "augment=3"),
         ({"augment": ["flip", 3]}, "3"),
+        ({"augment": {"alpha": 0.5}}, "{'alpha': 0.5}"),
+        ({"augment": {"name": "mixup", "alpa": 0.5}}, "'alpa': 0.5"),
+        ({"augment": {"name": "mixup", "alpha": "x"}}, "'alpha': 'x'"),
+        ({"augment": {"name": "mixup", "alpha": 0}}, "alpha=0"),
+        ({"augment": {"name": "randaugment", "magnitude": 15}}, "magnitude=15"),
+        ({"source": "folder:nowhere"}, "source='folder:nowhere'"),
+        ({"source": "tests"}, "did you mean 'folder:tests'"),
         ({"augment": keras.layers.RandomFlip}, "RandomFlip"),
     ],
 )

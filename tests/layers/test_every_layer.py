@@ -218,6 +218,7 @@ BLOCK = {
     "dropout": 0.1,
     "layer_norm_epsilon": 1e-5,
     "seed": 5,
+    "stochastic_depth": 0.3,
 }
 # LayerNorm keeps its weights as its policy says; routing is always float32.
 MAKERS = {

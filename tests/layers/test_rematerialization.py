@@ -25,7 +25,9 @@ def tokens():
 def dense_block(**kwargs):
     attention = SelfAttention(2, D // 2, dropout=0.2, seed=4)
     mlp = MLP(16, dropout=0.1, seed=2)
-    return EncoderBlock(attention, mlp, dropout=0.1, seed=5, **kwargs)
+    return EncoderBlock(
+        attention, mlp, dropout=0.1, stochastic_depth=0.4, seed=5, **kwargs
+    )
 
 
 def moe_block(dropless=False, **kwargs):
@@ -35,7 +37,9 @@ def moe_block(dropless=False, **kwargs):
     losses = {"importance": 0.5, "load": 0.5, "z": 0.1}
     moe = MoE(router, Experts(E, 16, dropout=0.1, seed=3), auxiliary_losses=losses)
     attention = SelfAttention(2, D // 2, dropout=0.2, seed=4)
-    return MoEEncoderBlock(attention, moe, dropout=0.1, seed=5, **kwargs)
+    return MoEEncoderBlock(
+        attention, moe, dropout=0.1, stochastic_depth=0.4, seed=5, **kwargs
+    )
 
 
 def dropless_block(**kwargs):

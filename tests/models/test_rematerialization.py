@@ -16,6 +16,7 @@ def fitted(rematerialize):
         dropout_rate=0.1,
         attention_dropout=0.1,
         expert_dropout=0.1,
+        stochastic_depth=0.5,
         auxiliary_losses={"importance": 1.0, "load": 1.0},
         seed=3,
         rematerialize=rematerialize,

@@ -24,6 +24,7 @@ NOT_DEFAULT = {
     "activation": "relu",
     "dropout_rate": 0.1,
     "attention_dropout": 0.2,
+    "stochastic_depth": 0.2,
     "layer_norm_epsilon": 1e-5,
     "moe_layers": [0, 1],
     "router": "sparsity_constrained_token_choice",

@@ -17,6 +17,7 @@ from keras_moe.analysis.plots.specialisation import (
     plot_subpopulations,
     plot_truncated_svd,
 )
+from keras_moe.analysis.plots.training_history import plot_training_history
 
 __all__ = [
     "plot_ablation",
@@ -31,5 +32,6 @@ __all__ = [
     "plot_routing_scores",
     "plot_subpopulations",
     "plot_tau_study",
+    "plot_training_history",
     "plot_truncated_svd",
 ]

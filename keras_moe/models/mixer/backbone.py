@@ -37,6 +37,7 @@ class MixerBackbone(VisionBackbone):
         mlp_dim: H of the MLPs across channels.
         activation: of all MLPs.
         dropout_rate: on embeddings, token MLPs and dense channel MLPs.
+        stochastic_depth: the last block's drop rate; see `ViTBackbone`.
         layer_norm_epsilon: of all normalisations.
         moe_layers, num_experts, router, router_options, num_selected_experts,
         expert_mlp_dim, capacity_factor, eval_capacity_factor, dropless,
@@ -86,6 +87,7 @@ class MixerBackbone(VisionBackbone):
         mlp_dim: int = 3072,
         activation: Any = "gelu_tanh",
         dropout_rate: float = 0.0,
+        stochastic_depth: float = 0.0,
         layer_norm_epsilon: float = 1e-6,
         moe_layers: Any = None,
         num_experts: Any = 32,

@@ -47,6 +47,9 @@ class ViTBackbone(VisionBackbone):
         activation: of the feed-forward layers.
         dropout_rate: on embeddings, attention outputs and dense feed-forward layers.
         attention_dropout: on attention weights.
+        stochastic_depth: the last block's drop rate; the first block's is 0, and those
+            between lie on a line. Drops residual branches for whole examples while
+            training; see `keras_moe.layers.EncoderBlock`.
         layer_norm_epsilon: of all normalisations.
         moe_layers: which blocks are MoE: None, indices, `"every_2"`, `"last_2"`; see
             `keras_moe.layers.resolve_moe_layers`.
@@ -96,8 +99,8 @@ class ViTBackbone(VisionBackbone):
         expert_activation: of the experts; None takes `activation`.
         rematerialize: while training, keep only the blocks' inputs for the gradient:
             less memory, more time; see `keras_moe.layers.EncoderBlock`.
-        seed: of noise and dropout, each site with one of its own that follows from
-            it; weights draw from Keras's global seed.
+        seed: of noise, dropout and stochastic depth, each site with one of its own that
+            follows from it; weights draw from Keras's global seed.
         dtype: dtype policy; routing is float32 under each.
         **kwargs: see `keras_hub.models.Backbone`.
 
@@ -145,6 +148,7 @@ class ViTBackbone(VisionBackbone):
         activation: Any = "gelu_tanh",
         dropout_rate: float = 0.0,
         attention_dropout: float = 0.0,
+        stochastic_depth: float = 0.0,
         layer_norm_epsilon: float = 1e-6,
         moe_layers: Any = None,
         num_experts: Any = 32,

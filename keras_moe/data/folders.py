@@ -1,0 +1,69 @@
+"""Images in files below one folder for each split and class."""
+
+from pathlib import Path
+
+import numpy as np
+
+from keras_moe.data.tfds import Examples
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
+
+
+def read_examples(path: str, split: str, shuffle: bool, seed: int) -> Examples:
+    """The images of a split; they stay in their files until `decode`."""
+    import tensorflow as tf
+
+    root = _root(path)
+    if split not in _folders(root):
+        raise ValueError(
+            f"Expected a split of folder:{path}, one of {_folders(root)}; "
+            f"received: split={split!r}"
+        )
+    classes = class_names(path)
+    files = [
+        (str(file), classes.index(name))
+        for name in _folders(root / split)
+        for file in sorted((root / split / name).iterdir())
+        if file.suffix.lower() in SUFFIXES
+    ]
+    if not files:
+        raise ValueError(
+            f"Expected images ({', '.join(SUFFIXES)}) in the folders of classes below "
+            f"folder:{path}; received: split={split!r} without any"
+        )
+    if shuffle:
+        # Files come class by class, and the pipeline shuffles what is near.
+        order = np.random.default_rng(seed).permutation(len(files))
+        files = [files[index] for index in order]
+    names, labels = zip(*files)
+
+    def decode(name):
+        image = tf.io.decode_image(
+            tf.io.read_file(name), channels=3, expand_animations=False
+        )
+        return tf.ensure_shape(image, (None, None, 3))
+
+    dataset = tf.data.Dataset.from_tensor_slices(
+        (list(names), np.array(labels, "int32"))
+    )
+    return Examples(dataset, decode, len(files))
+
+
+def class_names(path: str) -> list[str]:
+    """The classes of all splits together, in the order of their labels."""
+    root = _root(path)
+    return sorted({name for split in _folders(root) for name in _folders(root / split)})
+
+
+def _root(path: str) -> Path:
+    root = Path(path)
+    if not root.is_dir() or not any(_folders(root / name) for name in _folders(root)):
+        raise ValueError(
+            "Expected a folder with images in PATH/split/class/; "
+            f"received: source='folder:{path}'"
+        )
+    return root
+
+
+def _folders(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir())

@@ -1,0 +1,467 @@
+"""Published training settings as data: a file each, and one function that runs them."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_moe import data, models
+from keras_moe.models.builtin import shipped_files
+from keras_moe.ops.checks import (
+    check_argument_names,
+    check_integer,
+    check_not_negative,
+    check_one_of,
+    check_positive,
+    nearest,
+)
+from keras_moe.training.schedules import DECAYS, warmup_schedule
+
+
+class Datasets(NamedTuple):
+    """What a recipe trains on.
+
+    Attributes:
+        train: batches of images in [-1, 1] and one-hot or mixed labels, in any form
+            that `fit` takes.
+        test: the same for evaluation, with one-hot labels.
+        num_classes: the number of classes.
+        steps_per_epoch: batches in `train`.
+    """
+
+    train: Any
+    test: Any
+    num_classes: int
+    steps_per_epoch: int
+
+
+class Training(NamedTuple):
+    """What training gave.
+
+    Attributes:
+        model: the trained model.
+        history: lists with a value for each epoch: loss, accuracy, val_loss and
+            val_accuracy, those of the test images.
+        test_accuracy: of the last epoch.
+    """
+
+    model: keras.Model
+    history: dict[str, list[float]]
+    test_accuracy: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to train a model: everything but the machine.
+
+    The optimizer is one of Keras's, with a warm-up and a decay, for which the number of
+    steps must be known; hence `model` asks for it. Labels are vectors, since mixing
+    makes them so: the loss is the cross-entropy with these, and the accuracy on test
+    images that of their one class. Models with `multi_label=True` have the sum of
+    sigmoid losses instead.
+
+    Args:
+        name: of the recipe.
+        preset: what `keras_moe.models.from_preset` takes.
+        epochs: passes over the training images.
+        batch_size: images in a step.
+        learning_rate: at the end of the warm-up.
+        warmup_steps: steps in which the learning rate rises from 0.
+        decay: `"cosine"` or `"linear"`, to `final_learning_rate` at the last step.
+        final_learning_rate: after the last step.
+        optimizer: the name of a Keras optimizer.
+        optimizer_options: its further arguments, such as `{"beta_2": 0.95}`.
+        weight_decay: of all weights alike, times the learning rate of the step, as
+            `AdamW` of Keras and PyTorch have it; 0 for none.
+        gradient_clipping: largest norm of all gradients together, or None.
+        model_arguments: override the preset's, nested ones included.
+        data: the source of images, see `keras_moe.data.load`.
+        train_split: the split to train on.
+        test_split: the split to evaluate on after each epoch.
+        augment: names of augmentations, or dicts of a name and its options, in order;
+            see `keras_moe.data.load`.
+        dtype: the dtype policy. With `"mixed_float16"` losses are scaled.
+        seed: of weights, noise, order and augmentation.
+        description: a line about it.
+        source: where the settings are published.
+        notes: what differs from there.
+
+    Raises:
+        ValueError: if a setting is out of range, or is not JSON.
+
+    Example:
+
+    >>> from keras_moe.training import Recipe
+    >>> recipe = Recipe(
+    ...     "mine", preset="vmoe_digits", epochs=2, batch_size=32, learning_rate=1e-3
+    ... )
+    >>> schedule = recipe.schedule(steps_per_epoch=40)
+    >>> [round(float(schedule(step)), 6) for step in (0, 40, 80)]
+    [0.001, 0.0005, 0.0]
+    """
+
+    name: str
+    preset: str
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    warmup_steps: int = 0
+    decay: str = "cosine"
+    final_learning_rate: float = 0.0
+    optimizer: str = "adamw"
+    optimizer_options: dict = dataclasses.field(default_factory=dict)
+    weight_decay: float = 0.0
+    gradient_clipping: float | None = 1.0
+    model_arguments: dict = dataclasses.field(default_factory=dict)
+    data: str = "digits"
+    train_split: str = "train"
+    test_split: str = "test"
+    augment: Sequence = ()
+    dtype: str = "float32"
+    seed: int = 0
+    description: str = ""
+    source: str = ""
+    notes: str = ""
+
+    def __post_init__(self):
+        for name in ("epochs", "batch_size"):
+            check_integer(name, getattr(self, name))
+        for name in ("warmup_steps", "seed"):
+            check_integer(name, getattr(self, name), minimum=0)
+        for name in ("weight_decay", "final_learning_rate"):
+            check_not_negative(name, getattr(self, name))
+        check_positive("learning_rate", self.learning_rate)
+        if self.gradient_clipping is not None:
+            check_positive("gradient_clipping", self.gradient_clipping)
+        check_one_of("decay", self.decay, DECAYS)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is str and not isinstance(value, str):
+                raise ValueError(
+                    f"Expected {field.name} to be a string; "
+                    f"received: {field.name}={value!r}"
+                )
+            if field.type is dict and not isinstance(value, dict):
+                raise ValueError(
+                    f"Expected {field.name} to be a dict; "
+                    f"received: {field.name}={value!r}"
+                )
+            # A copy that nobody else has, as it comes out of a file.
+            object.__setattr__(self, field.name, _plain(field.name, value))
+        try:
+            keras.dtype_policies.get(self.dtype)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "Expected the name of a dtype policy such as 'mixed_bfloat16'; "
+                f"received: dtype={self.dtype!r}"
+            ) from error
+
+    def replace(self, **overrides: Any) -> "Recipe":
+        """A recipe with other settings.
+
+        Args:
+            **overrides: any setting. `model_arguments` are added to those that are
+                there. With another `data` the splits are "train" and "test", unless
+                they are given, too.
+
+        Raises:
+            ValueError: if a setting is unknown or out of range.
+        """
+        fields = {field.name: field for field in dataclasses.fields(self)}
+        check_argument_names(overrides, list(fields), "a recipe")
+        if isinstance(overrides.get("model_arguments"), dict):
+            overrides["model_arguments"] = {
+                **self.model_arguments,
+                **overrides["model_arguments"],
+            }
+        if overrides.get("data", self.data) != self.data:
+            for name in ("train_split", "test_split"):
+                overrides.setdefault(name, fields[name].default)
+        return dataclasses.replace(self, **overrides)
+
+    def to_dict(self) -> dict:
+        """All settings, JSON-serialisable."""
+        return dataclasses.asdict(self)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a JSON file that `load_recipe` reads."""
+        settings = self.to_dict()
+        # The file's name says it.
+        settings.pop("name")
+        Path(path).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    def schedule(
+        self, steps_per_epoch: int
+    ) -> keras.optimizers.schedules.LearningRateSchedule:
+        """The learning rate by step.
+
+        Args:
+            steps_per_epoch: steps in an epoch.
+
+        Raises:
+            ValueError: if the warm-up is as long as the run.
+        """
+        steps = self.epochs * check_integer("steps_per_epoch", steps_per_epoch)
+        if self.warmup_steps >= steps:
+            raise ValueError(
+                f"Expected a warm-up shorter than the run, which has {steps} steps "
+                f"(epochs={self.epochs} of {steps_per_epoch} steps); "
+                f"received: warmup_steps={self.warmup_steps}"
+            )
+        return warmup_schedule(
+            self.decay,
+            self.learning_rate,
+            steps,
+            self.warmup_steps,
+            self.final_learning_rate,
+        )
+
+    def new_model(self, num_classes: int) -> keras.Model:
+        """The model with a new head, not yet compiled for this recipe.
+
+        Args:
+            num_classes: of the head.
+        """
+        arguments = _plain("model_arguments", self.model_arguments)
+        return models.from_preset(
+            self.preset,
+            num_classes=num_classes,
+            **{"dtype": self.dtype, "seed": self.seed, **arguments},
+        )
+
+    def compile(self, model: keras.Model, steps_per_epoch: int) -> None:
+        """Gives a classifier the recipe's optimizer, loss and accuracy.
+
+        Args:
+            model: an image classifier.
+            steps_per_epoch: the schedule ends after `epochs` times as many.
+        """
+        schedule = self.schedule(steps_per_epoch)
+        try:
+            optimizer = type(keras.optimizers.get(self.optimizer))(
+                schedule,
+                weight_decay=float(self.weight_decay),
+                global_clipnorm=self.gradient_clipping,
+                **self.optimizer_options,
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "Expected the name of a Keras optimizer and its further arguments; "
+                f"received: optimizer={self.optimizer!r}, "
+                f"optimizer_options={self.optimizer_options!r}"
+            ) from error
+        loss = "auto"
+        if not model.multi_label:
+            loss = keras.losses.CategoricalCrossentropy(
+                from_logits=model.activation is None
+            )
+        model.compile(
+            optimizer=optimizer,
+            loss=loss,
+            metrics=[keras.metrics.CategoricalAccuracy(name="accuracy")],
+        )
+
+    def model(self, num_classes: int, steps_per_epoch: int) -> keras.Model:
+        """The compiled model.
+
+        Args:
+            num_classes: of a new head.
+            steps_per_epoch: the schedule ends after `epochs` times as many.
+
+        Raises:
+            ValueError: as `keras_moe.models.from_preset` and `schedule`.
+        """
+        self.schedule(steps_per_epoch)  # Before a large model is made for nothing.
+        model = self.new_model(num_classes)
+        self.compile(model, steps_per_epoch)
+        return model
+
+    def datasets(
+        self, image_shape: tuple[int, int, int], data_dir: str | None = None
+    ) -> Datasets:
+        """The images and labels.
+
+        All training batches are full, so that one program serves each step.
+
+        Args:
+            image_shape: (height, width, channels), the model's.
+            data_dir: of TensorFlow Datasets.
+
+        Raises:
+            ValueError: as `keras_moe.data.load`, and if no batch can be filled.
+        """
+        common = {
+            "image_shape": tuple(image_shape),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "one_hot": True,
+            "data_dir": data_dir,
+        }
+        train = data.load(
+            self.data,
+            self.train_split,
+            augment=self.augment,
+            shuffle=True,
+            drop_remainder=True,
+            **common,
+        )
+        test = data.load(self.data, self.test_split, shuffle=False, **common)
+        steps = int(train.cardinality())
+        if steps < 1:
+            raise ValueError(
+                "Expected a batch no larger than the images to train on; "
+                f"received: batch_size={self.batch_size}, data={self.data!r}, "
+                f"train_split={self.train_split!r}"
+            )
+        return Datasets(train, test, data.num_classes(self.data, data_dir), steps)
+
+
+def list_recipes() -> dict[str, str]:
+    """The recipes that ship with the library: their names, with a line about each.
+
+    Returns:
+        A dict from name to description.
+
+    Example:
+
+    >>> from keras_moe.training import list_recipes
+    >>> "mumoe_digits" in list_recipes()
+    True
+    """
+    return {
+        name: _read(path)["description"]
+        for name, path in shipped_files("recipes").items()
+    }
+
+
+def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
+    """Reads a recipe.
+
+    Args:
+        name_or_path: a name of `list_recipes`, or a JSON file of `Recipe.save`.
+        **overrides: other settings, see `Recipe.replace`.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ValueError: if there is no such recipe, or a setting is unknown or out of range.
+
+    Example:
+
+    >>> from keras_moe.training import load_recipe
+    >>> recipe = load_recipe(
+    ...     "mumoe_digits", epochs=9, model_arguments={"num_layers": 2}
+    ... )
+    >>> recipe.epochs, recipe.model_arguments["num_layers"]
+    (9, 2)
+    """
+    shipped = shipped_files("recipes")
+    path = shipped.get(str(name_or_path), Path(name_or_path))
+    if not path.is_file():
+        raise ValueError(
+            "Expected the name of a recipe or a JSON file; received: "
+            f"{str(name_or_path)!r} ({nearest(str(name_or_path), list(shipped))})"
+        )
+    settings = _read(path)
+    known = [field.name for field in dataclasses.fields(Recipe)]
+    check_argument_names(settings, known, f"a recipe in {path}")
+    try:
+        recipe = Recipe(**{"name": path.stem, **settings})
+    except TypeError as error:
+        # Those that have no default.
+        raise ValueError(
+            f"Expected all settings of a recipe in {path}; received: {error}"
+        ) from error
+    return recipe.replace(**overrides)
+
+
+def train(
+    recipe: Recipe,
+    datasets: Datasets | None = None,
+    data_dir: str | None = None,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
+    verbose: Any = "auto",
+) -> Training:
+    """Trains a model as a recipe says.
+
+    The same recipe gives the same weights on one machine and backend: it sets all of
+    Keras's random seeds.
+
+    Args:
+        recipe: the settings.
+        datasets: images of your own, in the place of the recipe's.
+        data_dir: of TensorFlow Datasets.
+        callbacks: for `fit`.
+        verbose: for `fit`.
+
+    Returns:
+        A `Training`: the model, the history and the accuracy.
+
+    Raises:
+        ValueError: if the recipe, model and images do not fit together, or the loss is
+            not finite any more.
+
+    Example:
+
+    >>> from keras_moe.training import load_recipe, train
+    >>> recipe = load_recipe("mumoe_digits", epochs=1, batch_size=512, warmup_steps=0)
+    >>> recipe = recipe.replace(model_arguments={"num_layers": 1, "hidden_dim": 8})
+    >>> sorted(train(recipe, verbose=0).history)
+    ['accuracy', 'loss', 'val_accuracy', 'val_loss']
+    """
+    keras.utils.set_random_seed(recipe.seed)
+    if datasets is None:
+        model = recipe.new_model(data.num_classes(recipe.data, data_dir))
+        datasets = recipe.datasets(model.backbone.image_shape, data_dir)
+    else:
+        model = recipe.new_model(datasets.num_classes)
+    recipe.compile(model, datasets.steps_per_epoch)
+
+    def stop_if_diverged(epoch, logs):
+        if not math.isfinite(logs["loss"]):
+            raise ValueError(
+                f"Expected a finite loss; received: loss={logs['loss']} in epoch "
+                f"{epoch + 1}. Try less than learning_rate={recipe.learning_rate}"
+            )
+
+    history = model.fit(
+        datasets.train,
+        epochs=recipe.epochs,
+        validation_data=datasets.test,
+        shuffle=False,  # The batches come shuffled.
+        callbacks=[
+            *callbacks,
+            keras.callbacks.LambdaCallback(on_epoch_end=stop_if_diverged),
+        ],
+        verbose=verbose,
+    ).history
+    history = {name: [float(x) for x in values] for name, values in history.items()}
+    return Training(model, history, history["val_accuracy"][-1])
+
+
+def _plain(name, value):
+    """A copy of the value as JSON gives it back."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected {name} to be JSON; received: {name}={value!r}"
+        ) from error
+
+
+def _read(path):
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"Expected JSON in {path}; received: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"Expected a dict of settings in {path}; received: {settings!r}"
+        )
+    return settings

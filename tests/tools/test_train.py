@@ -1,0 +1,91 @@
+import json
+import runpy
+from pathlib import Path
+
+import keras
+import pytest
+
+from keras_moe import models
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "image_shape=[8,8,1]",
+    "patch_size=4",
+    "hidden_dim=8",
+    "num_layers=2",
+    "token_mlp_dim=4",
+    "mlp_dim=8",
+    "num_experts=2",
+    "rematerialize=true",
+)
+SETTINGS = ("epochs=2", "batch_size=256", "warmup_steps=2", "dtype=mixed_bfloat16")
+
+
+@pytest.fixture
+def program(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    main = runpy.run_path(str(ROOT / "tools" / "train.py"))["main"]
+
+    def run(*arguments):
+        status = main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_one_command_trains_and_saves(program, tmp_path):
+    status, output, errors = program(
+        "--recipe", "mumoe_digits", "--output", tmp_path / "run",
+        "--set", *SETTINGS, "--model", *SMALL,
+    )  # fmt: skip
+    assert status == 0, errors
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["backend"] == keras.backend.backend()
+    # What was overridden, and what was not.
+    assert results["recipe"]["epochs"] == 2
+    assert results["recipe"]["model_arguments"]["hidden_dim"] == 8
+    assert results["recipe"]["model_arguments"]["stochastic_depth"] == 0.1
+    assert [len(values) for values in results["history"].values()] == [2] * 4
+    assert results["history"]["loss"][1] < results["history"]["loss"][0]
+    assert "learning_rate" in output
+    assert f"{results['test_accuracy']:.2%}" in output
+    model = models.from_preset(str(tmp_path / "run" / "preset"))
+    assert model.count_params() == results["parameters"]
+    assert model.backbone.get_layer("block_1").stochastic_depth == 0.1
+    picture = (tmp_path / "run" / "training.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--recipe", "mumoe_digit"), "nearest: mumoe_digits"),
+        (("--set", "epoch=1"), "nearest: epochs"),
+        (("--set", "epochs"), "NAME=VALUE"),
+        (("--set", "epochs=-1"), "epochs=-1"),
+        (("--model", "num_layer=1"), "nearest: num_layers"),
+        (("--data", "digit"), "source='digit'"),
+        (("--data", "folder:nowhere"), "source='folder:nowhere'"),
+        (("--set", "warmup_steps=9999"), "received: warmup_steps=9999"),
+        (("--set", "batch_size=9999"), "received: batch_size=9999"),
+        (("--output", "README.md"), "README.md"),
+    ],
+)
+def test_bad_input_ends_with_one_line(program, tmp_path, arguments, message):
+    given = {"--recipe": "mumoe_digits", "--output": tmp_path, "--model": SMALL[3]}
+    rest = [x for pair in given.items() if pair[0] not in arguments for x in pair]
+    status, _, errors = program(*arguments, *rest)
+    assert status == 1
+    assert errors.startswith("error: ")
+    assert len(errors.splitlines()) == 1
+    assert message in errors
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.backend_free
+def test_a_recipe_is_needed(program):
+    with pytest.raises(SystemExit) as ended:
+        program()
+    assert ended.value.code == 2

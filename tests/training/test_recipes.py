@@ -1,0 +1,311 @@
+"""Recipes: settings as data, and the training that follows from them."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.training import (
+    Recipe,
+    list_recipes,
+    load_recipe,
+    train,
+    warmup_schedule,
+)
+
+backend_free = pytest.mark.backend_free
+to_numpy = keras.ops.convert_to_numpy
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "image_shape": (4, 4, 1),
+    "patch_size": 2,
+    "hidden_dim": 4,
+    "num_layers": 1,
+    "token_mlp_dim": 4,
+    "mlp_dim": 4,
+    "num_experts": 2,
+}
+
+
+def recipe(**settings):
+    needed = {
+        "name": "mine",
+        "preset": "mumoe_mixer_s16_cp",
+        "epochs": 3,
+        "batch_size": 128,
+        "learning_rate": 0.1,
+        "model_arguments": SMALL,
+    }
+    return Recipe(**{**needed, **settings})
+
+
+def linear_model(multi_label=False):
+    """What `compile` and `train` see of a classifier, quick to compile."""
+    model = keras.Sequential(
+        [keras.Input((4, 4, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
+    )
+    model.multi_label, model.activation = multi_label, None
+    model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
+    return model
+
+
+@pytest.fixture
+def linear(monkeypatch):
+    monkeypatch.setattr(Recipe, "new_model", lambda self, num_classes: linear_model())
+
+
+# The files
+
+
+@backend_free
+def test_table_7():
+    mixer, clip = load_recipe("mumoe_mixer_s16"), load_recipe("mumoe_clip_b32")
+    for found, expected in (
+        (mixer, (1e-3, 4096, 1e-4, 10_000, 300, "mixed_bfloat16", 0)),
+        (clip, (3e-5, 4096, 1e-1, 500, 10, "mixed_float16", 0)),
+    ):
+        assert expected == (
+            found.learning_rate,
+            found.batch_size,
+            found.weight_decay,
+            found.warmup_steps,
+            found.epochs,
+            found.dtype,
+            found.seed,
+        )
+        assert found.model_arguments.get("dropout_rate", 0.0) == 0.0
+        assert found.gradient_clipping == 1.0
+        assert found.optimizer == "adamw"
+    assert mixer.model_arguments["stochastic_depth"] == 0.1
+    assert "stochastic_depth" not in clip.model_arguments
+    strengths = {item["name"]: item for item in mixer.augment if isinstance(item, dict)}
+    assert strengths["randaugment"]["magnitude"] == 15 / 30
+    assert strengths["mixup"]["alpha"] == 0.5
+    assert clip.augment == ["random_resized_crop"]
+
+
+@backend_free
+@pytest.mark.parametrize("name", list_recipes())
+def test_shipped_recipes_make_models(name):
+    found = load_recipe(name)
+    assert found.name == name
+    assert found.source
+    if "://" not in found.preset:
+        arguments = found.model_arguments
+        assert models.describe(found.preset, num_classes=10, **arguments).parameters
+    assert re.search(rf"\b{name}\b", (ROOT / "README.md").read_text())
+
+
+@backend_free
+def test_a_recipe_is_its_file(tmp_path):
+    nested = {"head": {"name": "mumoe", "num_experts": [4, 2]}}
+    settings = {"augment": ["flip", {"name": "mixup", "alpha": 0.5}]}
+    first = recipe(
+        model_arguments=nested, optimizer_options={"beta_2": 0.9}, **settings
+    )
+    first.save(tmp_path / "mine.json")
+    again = load_recipe(tmp_path / "mine.json")
+    assert again == first
+    assert again.model_arguments["head"]["num_experts"] == [4, 2]
+    assert json.loads(json.dumps(again.to_dict())) == again.to_dict()
+    # Whoever gave the dicts may change them.
+    nested["head"]["name"] = "other"
+    assert first.model_arguments["head"]["name"] == "mumoe"
+
+
+@backend_free
+def test_overrides():
+    mixer = load_recipe("mumoe_mixer_s16", model_arguments={"num_layers": 2})
+    assert mixer.model_arguments["num_layers"] == 2
+    assert mixer.model_arguments["stochastic_depth"] == 0.1
+    assert mixer.test_split == "validation"
+    # The splits are those of the recipe's data.
+    assert mixer.replace(data="digits").test_split == "test"
+    assert mixer.replace(data="folder:x", test_split="val").test_split == "val"
+    assert mixer.replace(epochs=1).test_split == "validation"
+
+
+# Schedule and optimizer
+
+
+@backend_free
+@pytest.mark.parametrize("warmup", [0, 20])
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_learning_rates(decay, warmup):
+    found = recipe(
+        learning_rate=0.8, final_learning_rate=0.2, warmup_steps=warmup, decay=decay
+    ).schedule(steps_per_epoch=40)
+    again = type(found).from_config(found.get_config())
+
+    def expected(step):
+        if step < warmup:
+            return 0.8 * step / warmup
+        share = min((step - warmup) / (120 - warmup), 1.0)
+        left = (1 + math.cos(math.pi * share)) / 2 if decay == "cosine" else 1 - share
+        return 0.2 + 0.6 * left
+
+    steps = [0, 1, 10, 19, 20, 45, 70, 119, 120, 500]
+    for schedule in (found, again):
+        rates = [float(schedule(step)) for step in steps]
+        np.testing.assert_allclose(rates, [expected(s) for s in steps], atol=1e-6)
+
+
+@backend_free
+def test_a_warm_up_as_long_as_the_run_is_refused():
+    mixer = load_recipe("mumoe_mixer_s16", epochs=2)
+    message = r"2 steps .epochs=2 of 1 steps.; received: warmup_steps=10000"
+    with pytest.raises(ValueError, match=message):
+        mixer.model(num_classes=10, steps_per_epoch=1)
+    with pytest.raises(ValueError, match="run of 9 steps; received: warmup_steps=9"):
+        warmup_schedule("cosine", 0.1, 9, 9)
+
+
+def test_weight_decay_reaches_every_weight():
+    model = linear_model()
+    mine = recipe(weight_decay=0.5, gradient_clipping=None, learning_rate=0.1)
+    mine.compile(model, steps_per_epoch=100)
+    weights = model.trainable_variables
+    for weight in weights:
+        weight.assign(keras.ops.ones(weight.shape))
+    # Without a gradient Adam's own step is none.
+    model.optimizer.apply([keras.ops.zeros(w.shape) for w in weights], weights)
+    for weight in weights:
+        np.testing.assert_allclose(to_numpy(weight), 1 - 0.1 * 0.5, rtol=1e-5)
+
+
+def test_gradients_are_clipped_together():
+    model = linear_model()
+    mine = recipe(
+        optimizer="sgd", optimizer_options={"momentum": 0.0}, gradient_clipping=0.5
+    )
+    mine.compile(model, steps_per_epoch=100)
+    weights = model.trainable_variables
+    before = [to_numpy(weight) for weight in weights]
+    model.optimizer.apply([keras.ops.ones(w.shape) for w in weights], weights)
+    steps = [to_numpy(w) - old for w, old in zip(weights, before)]
+    norm = np.sqrt(sum(np.square(step).sum() for step in steps))
+    assert norm == pytest.approx(0.1 * 0.5, rel=1e-4)
+
+
+@backend_free
+def test_the_optimizer_is_the_recipes():
+    model = recipe(
+        dtype="mixed_float16",
+        gradient_clipping=2.0,
+        weight_decay=0.3,
+        optimizer_options={"beta_2": 0.9},
+        seed=5,
+    ).model(num_classes=10, steps_per_epoch=10)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    inner = model.optimizer.inner_optimizer
+    assert isinstance(inner, keras.optimizers.AdamW)
+    assert (inner.global_clipnorm, inner.weight_decay, inner.beta_2) == (2.0, 0.3, 0.9)
+    assert model.backbone.dtype_policy.name == "mixed_float16"
+    assert model.backbone.get_config()["seed"] == 5
+    assert model.loss.from_logits is True
+    multi = linear_model(multi_label=True)
+    chosen = []
+    multi.compile = lambda optimizer, loss, metrics: chosen.append(loss)
+    recipe().compile(multi, steps_per_epoch=1)
+    # The classifier's own, of which there is one for labels that exclude nothing.
+    assert chosen == ["auto"]
+
+
+# Training
+
+
+def test_training_with_mixed_labels(linear):
+    mine = recipe(
+        augment=[{"name": "mixup", "alpha": 1.0}], epochs=2, learning_rate=0.05
+    )
+    datasets = mine.datasets((4, 4, 1))
+    assert datasets.num_classes == 10
+    assert datasets.steps_per_epoch == 1347 // 128 == len(list(datasets.train))
+    labels = np.concatenate([y for _, y in datasets.train.as_numpy_iterator()])
+    assert (labels.max(axis=1) < 0.99).mean() > 0.5
+    found = train(mine, verbose=0)
+    assert {name: len(values) for name, values in found.history.items()} == {
+        "accuracy": 2,
+        "loss": 2,
+        "val_accuracy": 2,
+        "val_loss": 2,
+    }
+    # Of the images' own labels, none of which is mixed.
+    images, labels = map(
+        np.concatenate, zip(*datasets.test.as_numpy_iterator(), strict=True)
+    )
+    assert set(labels.max(axis=1)) == {1.0}
+    predicted = found.model.predict(images, verbose=0).argmax(axis=1)
+    accuracy = (predicted == labels.argmax(axis=1)).mean()
+    assert found.test_accuracy == pytest.approx(accuracy, abs=1e-6)
+    assert accuracy > 0.5
+    assert int(found.model.optimizer.iterations) == 20
+    # The seed says it all; and other images may take the place of the recipe's.
+    again = train(mine, datasets=mine.datasets((4, 4, 1)), verbose=0)
+    assert again.history == found.history
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(linear):
+    mine = recipe(learning_rate=1e38, epochs=3, gradient_clipping=None)
+    with pytest.raises(ValueError, match=r"loss=.* in epoch [12]\. .*rate=1e\+38"):
+        train(mine, verbose=0)
+
+
+# Errors
+
+
+@backend_free
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0}, "epochs=0"),
+        ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"learning_rate": 0}, "learning_rate=0"),
+        ({"learning_rate": "high"}, "learning_rate='high'"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"final_learning_rate": -1}, "final_learning_rate=-1"),
+        ({"gradient_clipping": 0}, "gradient_clipping=0"),
+        ({"decay": "steps"}, "decay='steps'"),
+        ({"dtype": "half"}, "dtype='half'"),
+        ({"seed": None}, "seed=None"),
+        ({"preset": None}, "preset=None"),
+        ({"model_arguments": [1]}, r"model_arguments=\[1\]"),
+        ({"augment": [len]}, "augment="),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=f"Expected .*; received: {message}"):
+        recipe(**settings)
+
+
+@backend_free
+def test_what_does_not_fit_is_refused(tmp_path):
+    def refused(message, function, *arguments, **settings):
+        with pytest.raises(ValueError, match=message):
+            function(*arguments, **settings)
+
+    refused("'mumoe_digit' .nearest: mumoe_digits", load_recipe, "mumoe_digit")
+    refused("epoch=1 .nearest: epochs", load_recipe, "mumoe_digits", epoch=1)
+    refused("optimizer='adamx'", recipe(optimizer="adamx").compile, linear_model(), 1)
+    options = recipe(optimizer_options={"learning_rate": 1.0})
+    refused("options={'learning_rate'", options.compile, linear_model(), 1)
+    refused("batch_size=2000", recipe(batch_size=2000).datasets, (4, 4, 1))
+    refused("split='dev'", recipe(test_split="dev").datasets, (4, 4, 1))
+    refused("source='digit'", train, recipe(data="digit"))
+    wrong = recipe(model_arguments={"num_layer": 1})
+    refused("num_layer=1 .nearest: num_layers", wrong.model, 10, 1)
+    path = tmp_path / "bad.json"
+    for text, message in (
+        ("{", "Expected JSON in .*bad.json"),
+        ("[]", r"received: \[\]"),
+        ('{"preset": "vit_b16"}', "bad.json; received: .*'epochs'"),
+        ('{"presets": "vit_b16"}', "bad.json; received: presets"),
+    ):
+        path.write_text(text)
+        refused(message, load_recipe, path)
