@@ -126,17 +126,19 @@ class ExpertCoefficients(keras.layers.Layer):
     def _normalise(self, level, x, training):
         if self.normalization is None:
             return x
+        # Squares of what is kept anyway, for the gradient.
         if self.normalization == "layer":
-            mean = ops.mean(x, axis=-1, keepdims=True)
-            variance = ops.mean(ops.square(x - mean), axis=-1, keepdims=True)
+            centred = x - ops.mean(x, axis=-1, keepdims=True)
+            variance = ops.mean(centred * centred, axis=-1, keepdims=True)
         elif training and self.trainable:
             axes = tuple(range(len(x.shape) - 1))
             mean = ops.mean(x, axis=axes)
-            variance = ops.mean(ops.square(x - mean), axis=axes)
+            centred = x - mean
+            variance = ops.mean(centred * centred, axis=axes)
             self._keep(level, mean, variance, ops.size(x) // x.shape[-1])
         else:
-            mean, variance = self.means[level], self.variances[level]
-        return (x - mean) * ops.rsqrt(variance + _EPSILON)
+            centred, variance = x - self.means[level], self.variances[level]
+        return centred * ops.rsqrt(variance + _EPSILON)
 
     def _keep(self, level, mean, variance, count):
         """Moves the statistics. The kept variance is the unbiased one, as PyTorch's."""

@@ -135,11 +135,8 @@ class MultilinearExperts(keras.layers.Layer):
                 f"Expected coefficients for {len(self.num_experts)} levels, "
                 f"num_experts={self.num_experts}; received: {len(coefficients)}"
             )
-        if self.use_bias:
-            ones = ops.ones_like(inputs[..., :1])
-            inputs = ops.concatenate([inputs, ones], axis=-1)
         coefficients = [ops.cast(a, inputs.dtype) for a in coefficients]
-        factors = [ops.convert_to_tensor(factor) for factor in self.factors]
+        factors = [ops.cast(factor, inputs.dtype) for factor in self.factors]
         return tensors.multilinear(inputs, coefficients, factors, self.factorization)
 
     def expert_weights(self, indices: Any) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.ops.own_gradient import with_own_gradient
+
 FACTORIZATIONS = ("cp", "tr", "tucker", None)
 
 
@@ -62,7 +64,7 @@ def multilinear(
     """muMoE's forward pass of one layer.
 
     Args:
-        inputs: (..., I).
+        inputs: (..., I), or (..., I - 1), to which a constant 1 is added.
         coefficients: for each level, (..., N_l).
         factors: of `factor_shapes`.
         factorization: `"cp"`, `"tr"`, `"tucker"` or None.
@@ -87,10 +89,37 @@ def multilinear(
 def _cp(inputs, coefficients, factors):
     # Equation 2: everything is one elementwise product of rank R.
     *experts, of_input, of_output = factors
-    product = ops.matmul(inputs, of_input)
-    for coefficient, factor in zip(coefficients, experts):
-        product = product * ops.matmul(coefficient, factor)
-    return ops.matmul(product, ops.transpose(of_output))
+    reduced = _affine(inputs, of_input)
+    closing = ops.transpose(of_output)
+    return _merged_matmul(
+        _scale, _scale_gradients, closing, reduced, *coefficients, *experts
+    )
+
+
+def _scale(reduced, *pairs):
+    """Of coefficients and their factors: the input's projection, by each of them."""
+    for scale in _scales(pairs):
+        reduced = reduced * scale
+    return reduced
+
+
+def _scales(pairs):
+    levels = len(pairs) // 2
+    return [ops.matmul(a, factor) for a, factor in zip(pairs[:levels], pairs[levels:])]
+
+
+def _scale_gradients(upstream, reduced, *pairs):
+    levels, scales = len(pairs) // 2, _scales(pairs)
+    of_coefficients, of_factors = [], []
+    for level, (a, factor) in enumerate(zip(pairs[:levels], pairs[levels:])):
+        others = upstream * reduced
+        for scale in scales[:level] + scales[level + 1 :]:
+            others = others * scale
+        of_coefficients.append(ops.matmul(others, ops.transpose(factor)))
+        of_factors.append(_sum_of_products(a, others))
+    for scale in scales:
+        upstream = upstream * scale
+    return upstream, *of_coefficients, *of_factors
 
 
 def _tr(inputs, coefficients, factors):
@@ -101,30 +130,83 @@ def _tr(inputs, coefficients, factors):
     for coefficient, core in zip(coefficients, experts):
         matrix = _contract(coefficient, core)
         chain = matrix if chain is None else ops.matmul(chain, matrix)
-    chain = ops.matmul(chain, _contract(inputs, of_input))
     last, units, first = of_output.shape
     closing = ops.reshape(ops.transpose(of_output, (2, 0, 1)), (first * last, units))
-    leading = ops.shape(inputs)[:-1]
-    return ops.matmul(ops.reshape(chain, (*leading, first * last)), closing)
+    return _merged_matmul(
+        _ring, _ring_gradients, closing, chain, _contract(inputs, of_input)
+    )
 
 
 def _contract(vectors, core):
     """(..., N) and (R, N, S) to (..., R, S)."""
     rows, size, columns = core.shape
     matrix = ops.reshape(ops.transpose(core, (1, 0, 2)), (size, rows * columns))
-    outputs = ops.matmul(vectors, matrix)
+    outputs = _affine(vectors, matrix)
     return ops.reshape(outputs, (*ops.shape(vectors)[:-1], rows, columns))
+
+
+def _ring(chain, reduced):
+    rows, columns = chain.shape[-2], reduced.shape[-1]
+    product = ops.matmul(chain, reduced)
+    return ops.reshape(product, (*ops.shape(product)[:-2], rows * columns))
+
+
+def _ring_gradients(upstream, chain, reduced):
+    rows, columns = chain.shape[-2], reduced.shape[-1]
+    upstream = ops.reshape(upstream, (*ops.shape(upstream)[:-1], rows, columns))
+    return (
+        ops.matmul(upstream, ops.swapaxes(reduced, -1, -2)),
+        ops.matmul(ops.swapaxes(chain, -1, -2), upstream),
+    )
+
+
+def _affine(inputs, matrix):
+    """(..., I) by (I, R), or by (I + 1, R), whose last row belongs to a constant 1."""
+    size = inputs.shape[-1]
+    if matrix.shape[0] == size:
+        return ops.matmul(inputs, matrix)
+    # No copy of the inputs with ones behind them.
+    return ops.matmul(inputs, matrix[:size]) + matrix[size]
+
+
+def _merged_matmul(merge, gradients, closing, *parts):
+    """`merge(*parts)` by the matrix `closing`; only these are kept for the gradient.
+
+    What merges is made again in the backward pass: it is cheap beside the matmuls, and
+    would be most of the layer's memory.
+    """
+
+    def forward(closing, *parts):
+        return ops.matmul(merge(*parts), closing), (closing, *parts)
+
+    def backward(kept, upstream):
+        closing, *parts = kept
+        of_merged = ops.matmul(upstream, ops.transpose(closing))
+        of_closing = _sum_of_products(merge(*parts), upstream)
+        return of_closing, *gradients(of_merged, *parts)
+
+    return with_own_gradient(forward, backward, closing, *parts)
+
+
+def _sum_of_products(left, right):
+    """(..., N) and (..., M) to (N, M), summed over what leads."""
+    left = ops.reshape(left, (-1, left.shape[-1]))
+    return ops.matmul(
+        ops.transpose(left), ops.reshape(right, (-1, right.shape[-1]))
+    )
 
 
 def _tucker(inputs, coefficients, factors):
     *experts, of_input, of_output, core = factors
     reduced = [ops.matmul(a, factor) for a, factor in zip(coefficients, experts)]
-    reduced.append(ops.matmul(inputs, of_input))
+    reduced.append(_affine(inputs, of_input))
     return ops.matmul(_apply(core, reduced), ops.transpose(of_output))
 
 
 def _full(inputs, coefficients, factors):
     (tensor,) = factors
+    if tensor.shape[-2] != inputs.shape[-1]:
+        inputs = ops.concatenate([inputs, ops.ones_like(inputs[..., :1])], axis=-1)
     return _apply(tensor, [*coefficients, inputs])
 
 
