@@ -36,6 +36,7 @@ class ExpertCoefficients(keras.layers.Layer):
     Call arguments:
         inputs: (..., I).
         training: whether batch statistics are those of the batch, and are kept.
+        logits: the inputs by each kernel, if the caller has them.
 
     Output shape:
         `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record whose
@@ -106,9 +107,10 @@ class ExpertCoefficients(keras.layers.Layer):
                 )
 
     def call(
-        self, inputs: Any, training: bool | None = None
+        self, inputs: Any, training: bool | None = None, logits: Any = None
     ) -> tuple[tuple[Any, ...], Routing]:
-        logits = [ops.matmul(inputs, kernel) for kernel in self.kernels]
+        if logits is None:
+            logits = [ops.matmul(inputs, kernel) for kernel in self.kernels]
         normalised = [
             self._normalise(level, x, training) for level, x in enumerate(logits)
         ]
@@ -151,7 +153,7 @@ class ExpertCoefficients(keras.layers.Layer):
             new = ops.stop_gradient(new)
             kept.assign(_MOMENTUM * kept + (1.0 - _MOMENTUM) * new)
 
-    def compute_output_spec(self, inputs, training=None):
+    def compute_output_spec(self, inputs, training=None, logits=None):
         leading = tuple(inputs.shape[:-1])
         coefficients = tuple(
             keras.KerasTensor((*leading, count), "float32")

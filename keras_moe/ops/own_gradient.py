@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras import ops
+from keras import ops, tree
 
 
 def with_own_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
@@ -14,14 +14,14 @@ def with_own_gradient(forward: Callable, backward: Callable, *inputs: Any) -> An
     output that a gradient closes over until the garbage collector comes.
 
     Args:
-        forward: takes the inputs and returns one output tensor and a tuple of the
-            tensors to keep, each an input or the output.
-        backward: takes that tuple and the gradient in the output, and returns a tuple
+        forward: takes the inputs and returns an output, or a tuple of them, and a
+            tuple of the tensors to keep, each an input or an output.
+        backward: takes that tuple and the gradient in each output, and returns a tuple
             with a gradient for each input. It closes over no tensor.
         *inputs: tensors.
 
     Returns:
-        The output.
+        The output, or a tuple.
 
     Example:
 
@@ -42,6 +42,6 @@ def with_own_gradient(forward: Callable, backward: Callable, *inputs: Any) -> An
     @ops.custom_gradient
     def function(*inputs):
         outputs, kept = forward(*inputs)
-        return outputs, lambda upstream: backward(kept, upstream)
+        return outputs, lambda *upstream: backward(kept, *tree.flatten(upstream))
 
     return function(*inputs)

@@ -17,5 +17,5 @@ class _OwnGradient(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx, upstream):
-        return None, None, *ctx.gradient(ctx.saved_tensors, upstream)
+    def backward(ctx, *upstream):
+        return None, None, *ctx.gradient(ctx.saved_tensors, *upstream)
