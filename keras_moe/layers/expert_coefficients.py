@@ -36,6 +36,7 @@ class ExpertCoefficients(keras.layers.Layer):
     Call arguments:
         inputs: (..., I).
         training: whether batch statistics are those of the batch, and are kept.
+        logits: the inputs by each kernel, if the caller has them.
 
     Output shape:
         `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record whose
@@ -106,9 +107,10 @@ class ExpertCoefficients(keras.layers.Layer):
                 )
 
     def call(
-        self, inputs: Any, training: bool | None = None
+        self, inputs: Any, training: bool | None = None, logits: Any = None
     ) -> tuple[tuple[Any, ...], Routing]:
-        logits = [ops.matmul(inputs, kernel) for kernel in self.kernels]
+        if logits is None:
+            logits = [ops.matmul(inputs, kernel) for kernel in self.kernels]
         normalised = [
             self._normalise(level, x, training) for level, x in enumerate(logits)
         ]
@@ -126,17 +128,19 @@ class ExpertCoefficients(keras.layers.Layer):
     def _normalise(self, level, x, training):
         if self.normalization is None:
             return x
+        # Squares of what is kept anyway, for the gradient.
         if self.normalization == "layer":
-            mean = ops.mean(x, axis=-1, keepdims=True)
-            variance = ops.mean(ops.square(x - mean), axis=-1, keepdims=True)
+            centred = x - ops.mean(x, axis=-1, keepdims=True)
+            variance = ops.mean(centred * centred, axis=-1, keepdims=True)
         elif training and self.trainable:
             axes = tuple(range(len(x.shape) - 1))
             mean = ops.mean(x, axis=axes)
-            variance = ops.mean(ops.square(x - mean), axis=axes)
+            centred = x - mean
+            variance = ops.mean(centred * centred, axis=axes)
             self._keep(level, mean, variance, ops.size(x) // x.shape[-1])
         else:
-            mean, variance = self.means[level], self.variances[level]
-        return (x - mean) * ops.rsqrt(variance + _EPSILON)
+            centred, variance = x - self.means[level], self.variances[level]
+        return centred * ops.rsqrt(variance + _EPSILON)
 
     def _keep(self, level, mean, variance, count):
         """Moves the statistics. The kept variance is the unbiased one, as PyTorch's."""
@@ -149,7 +153,7 @@ class ExpertCoefficients(keras.layers.Layer):
             new = ops.stop_gradient(new)
             kept.assign(_MOMENTUM * kept + (1.0 - _MOMENTUM) * new)
 
-    def compute_output_spec(self, inputs, training=None):
+    def compute_output_spec(self, inputs, training=None, logits=None):
         leading = tuple(inputs.shape[:-1])
         coefficients = tuple(
             keras.KerasTensor((*leading, count), "float32")

@@ -44,6 +44,7 @@ class MultilinearExperts(keras.layers.Layer):
     Call arguments:
         inputs: (..., I).
         coefficients: a sequence of (..., N_l) for each level.
+        projected: the inputs by `input_matrix()`, if the caller has them.
 
     Output shape:
         (..., O).
@@ -129,18 +130,23 @@ class MultilinearExperts(keras.layers.Layer):
         limit = 1 / math.sqrt(fan_in)
         return keras.initializers.RandomUniform(-limit, limit)
 
-    def call(self, inputs: Any, coefficients: Any) -> Any:
+    def call(self, inputs: Any, coefficients: Any, projected: Any = None) -> Any:
         if len(coefficients) != len(self.num_experts):
             raise ValueError(
                 f"Expected coefficients for {len(self.num_experts)} levels, "
                 f"num_experts={self.num_experts}; received: {len(coefficients)}"
             )
-        if self.use_bias:
-            ones = ops.ones_like(inputs[..., :1])
-            inputs = ops.concatenate([inputs, ones], axis=-1)
         coefficients = [ops.cast(a, inputs.dtype) for a in coefficients]
-        factors = [ops.convert_to_tensor(factor) for factor in self.factors]
-        return tensors.multilinear(inputs, coefficients, factors, self.factorization)
+        return tensors.multilinear(
+            inputs, coefficients, self._tensors(), self.factorization, projected
+        )
+
+    def input_matrix(self) -> Any:
+        """The matrix (I, R), by which inputs are taken first; None for the tensor."""
+        return tensors.input_matrix(self._tensors(), self.factorization)
+
+    def _tensors(self):
+        return [ops.cast(factor, self.compute_dtype) for factor in self.factors]
 
     def expert_weights(self, indices: Any) -> Any:
         """The matrices of chosen experts, for inspection.
@@ -226,7 +232,7 @@ class MultilinearExperts(keras.layers.Layer):
             self._rank(inputs),
         )
 
-    def compute_output_spec(self, inputs, coefficients):
+    def compute_output_spec(self, inputs, coefficients, projected=None):
         shape = (*inputs.shape[:-1], self.units)
         return keras.KerasTensor(shape, self.compute_dtype)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.ops.own_gradient import with_own_gradient
+
 FACTORIZATIONS = ("cp", "tr", "tucker", None)
 
 
@@ -57,15 +59,20 @@ def factor_shapes(
 
 
 def multilinear(
-    inputs: Any, coefficients: list[Any], factors: list[Any], factorization: str | None
+    inputs: Any,
+    coefficients: list[Any],
+    factors: list[Any],
+    factorization: str | None,
+    projected: Any = None,
 ) -> Any:
     """muMoE's forward pass of one layer.
 
     Args:
-        inputs: (..., I).
+        inputs: (..., I), or (..., I - 1), to which a constant 1 is added.
         coefficients: for each level, (..., N_l).
         factors: of `factor_shapes`.
         factorization: `"cp"`, `"tr"`, `"tucker"` or None.
+        projected: the inputs by `input_matrix`, if they are known.
 
     Returns:
         (..., O).
@@ -81,50 +88,202 @@ def multilinear(
     >>> float(multilinear(np.ones((1, 1)), [np.ones((1, 2)) / 2], factors, "cp")[0, 0])
     15.0
     """
-    return _FORWARD[factorization](inputs, coefficients, factors)
+    if factorization is None:
+        return _full(inputs, coefficients, factors)
+    if projected is None:
+        (projected,) = projections(inputs, input_matrix(factors, factorization))
+    return _FORWARD[factorization](projected, coefficients, factors)
 
 
-def _cp(inputs, coefficients, factors):
+def input_matrix(factors: list[Any], factorization: str | None) -> Any:
+    """The matrix (I, R) by which a factorised layer takes its inputs first.
+
+    Args:
+        factors: of `factor_shapes`.
+        factorization: `"cp"`, `"tr"` or `"tucker"`; None has none.
+
+    Returns:
+        The matrix, or None.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.multilinear import input_matrix
+    >>> factors = [np.ones((2, 3, 4)), np.ones((4, 5, 6)), np.ones((6, 7, 2))]
+    >>> tuple(input_matrix(factors, "tr").shape)
+    (5, 24)
+    """
+    if factorization is None:
+        return None
+    if factorization == "tr":
+        return _core_matrix(factors[-2])
+    return factors[-3 if factorization == "tucker" else -2]
+
+
+def projections(inputs: Any, *matrices: Any) -> tuple[Any, ...]:
+    """Inputs by each of several matrices.
+
+    In the backward pass they are one matrix: the gradient in the inputs is one matmul,
+    and no sum of several, which would cost as much as they do.
+
+    Args:
+        inputs: (..., I).
+        *matrices: (I, R), or (I + 1, R) where the last row belongs to a constant 1:
+            no copy of the inputs with ones behind them is made.
+
+    Returns:
+        (..., R) for each.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.multilinear import projections
+    >>> first, second = projections(np.ones((1, 2)), np.ones((2, 3)), np.ones((3, 1)))
+    >>> float(first[0, 0]), float(second[0, 0])
+    (2.0, 3.0)
+    """
+    return with_own_gradient(_project, _project_gradients, inputs, *matrices)
+
+
+def _project(inputs, *matrices):
+    size = inputs.shape[-1]
+    outputs = []
+    for matrix in matrices:
+        output = ops.matmul(inputs, matrix[:size])
+        outputs.append(output if matrix.shape[0] == size else output + matrix[size])
+    return tuple(outputs), (inputs, *matrices)
+
+
+def _project_gradients(kept, *upstream):
+    inputs, *matrices = kept
+    size = inputs.shape[-1]
+    upstream = [_rows(x) for x in upstream]
+    together = ops.concatenate(upstream, axis=-1)
+    matrix = ops.concatenate([matrix[:size] for matrix in matrices], axis=-1)
+    of_inputs = ops.matmul(together, ops.transpose(matrix))
+    of_matrix = ops.matmul(ops.transpose(_rows(inputs)), together)
+    gradients, start = [ops.reshape(of_inputs, ops.shape(inputs))], 0
+    for matrix, own in zip(matrices, upstream):
+        part = of_matrix[:, start : start + matrix.shape[1]]
+        if matrix.shape[0] > size:
+            total = ops.sum(own, axis=0, keepdims=True)
+            part = ops.concatenate([part, total], axis=0)
+        gradients.append(part)
+        start += matrix.shape[1]
+    return tuple(gradients)
+
+
+def _rows(x):
+    """(..., N) as a matrix."""
+    return ops.reshape(x, (-1, x.shape[-1]))
+
+
+def _cp(projected, coefficients, factors):
     # Equation 2: everything is one elementwise product of rank R.
-    *experts, of_input, of_output = factors
-    product = ops.matmul(inputs, of_input)
-    for coefficient, factor in zip(coefficients, experts):
-        product = product * ops.matmul(coefficient, factor)
-    return ops.matmul(product, ops.transpose(of_output))
+    *experts, _, of_output = factors
+    closing = ops.transpose(of_output)
+    return _merged_matmul(
+        _scale, _scale_gradients, closing, projected, *coefficients, *experts
+    )
 
 
-def _tr(inputs, coefficients, factors):
+def _scale(projected, *pairs):
+    """Of coefficients and their factors: the input's projection, by each of them."""
+    for scale in _scales(pairs):
+        projected = projected * scale
+    return projected
+
+
+def _scales(pairs):
+    levels = len(pairs) // 2
+    return [ops.matmul(a, factor) for a, factor in zip(pairs[:levels], pairs[levels:])]
+
+
+def _scale_gradients(upstream, projected, *pairs):
+    levels, scales = len(pairs) // 2, _scales(pairs)
+    of_coefficients, of_factors = [], []
+    for level, (a, factor) in enumerate(zip(pairs[:levels], pairs[levels:])):
+        others = upstream * projected
+        for scale in scales[:level] + scales[level + 1 :]:
+            others = others * scale
+        of_coefficients.append(ops.matmul(others, ops.transpose(factor)))
+        of_factors.append(ops.matmul(ops.transpose(_rows(a)), _rows(others)))
+    for scale in scales:
+        upstream = upstream * scale
+    return upstream, *of_coefficients, *of_factors
+
+
+def _tr(projected, coefficients, factors):
     # Equation 3: matrices from the experts' cores, one from the input's; the ring
     # closes in the output's core.
-    *experts, of_input, of_output = factors
+    *experts, _, of_output = factors
     chain = None
     for coefficient, core in zip(coefficients, experts):
-        matrix = _contract(coefficient, core)
+        matrix = _as_core(ops.matmul(coefficient, _core_matrix(core)), core)
         chain = matrix if chain is None else ops.matmul(chain, matrix)
-    chain = ops.matmul(chain, _contract(inputs, of_input))
     last, units, first = of_output.shape
     closing = ops.reshape(ops.transpose(of_output, (2, 0, 1)), (first * last, units))
-    leading = ops.shape(inputs)[:-1]
-    return ops.matmul(ops.reshape(chain, (*leading, first * last)), closing)
+    projected = _as_core(projected, factors[-2])
+    return _merged_matmul(_ring, _ring_gradients, closing, chain, projected)
 
 
-def _contract(vectors, core):
-    """(..., N) and (R, N, S) to (..., R, S)."""
+def _core_matrix(core):
+    """(R, N, S) as (N, R S)."""
     rows, size, columns = core.shape
-    matrix = ops.reshape(ops.transpose(core, (1, 0, 2)), (size, rows * columns))
-    outputs = ops.matmul(vectors, matrix)
-    return ops.reshape(outputs, (*ops.shape(vectors)[:-1], rows, columns))
+    return ops.reshape(ops.transpose(core, (1, 0, 2)), (size, rows * columns))
 
 
-def _tucker(inputs, coefficients, factors):
-    *experts, of_input, of_output, core = factors
+def _as_core(x, core):
+    """(..., R S), which came from (R, N, S), as (..., R, S)."""
+    return ops.reshape(x, (*ops.shape(x)[:-1], core.shape[0], core.shape[2]))
+
+
+def _ring(chain, projected):
+    rows, columns = chain.shape[-2], projected.shape[-1]
+    product = ops.matmul(chain, projected)
+    return ops.reshape(product, (*ops.shape(product)[:-2], rows * columns))
+
+
+def _ring_gradients(upstream, chain, projected):
+    rows, columns = chain.shape[-2], projected.shape[-1]
+    upstream = ops.reshape(upstream, (*ops.shape(upstream)[:-1], rows, columns))
+    return (
+        ops.matmul(upstream, ops.swapaxes(projected, -1, -2)),
+        ops.matmul(ops.swapaxes(chain, -1, -2), upstream),
+    )
+
+
+def _merged_matmul(merge, gradients, closing, *parts):
+    """`merge(*parts)` by the matrix `closing`; only these are kept for the gradient.
+
+    What merges is made again in the backward pass: it is cheap beside the matmuls, and
+    would be most of the layer's memory.
+    """
+
+    def forward(closing, *parts):
+        return ops.matmul(merge(*parts), closing), (closing, *parts)
+
+    def backward(kept, upstream):
+        closing, *parts = kept
+        of_merged = ops.matmul(upstream, ops.transpose(closing))
+        merged = ops.transpose(_rows(merge(*parts)))
+        of_closing = ops.matmul(merged, _rows(upstream))
+        return of_closing, *gradients(of_merged, *parts)
+
+    return with_own_gradient(forward, backward, closing, *parts)
+
+
+def _tucker(projected, coefficients, factors):
+    *experts, _, of_output, core = factors
     reduced = [ops.matmul(a, factor) for a, factor in zip(coefficients, experts)]
-    reduced.append(ops.matmul(inputs, of_input))
+    reduced.append(projected)
     return ops.matmul(_apply(core, reduced), ops.transpose(of_output))
 
 
 def _full(inputs, coefficients, factors):
     (tensor,) = factors
+    if tensor.shape[-2] != inputs.shape[-1]:
+        inputs = ops.concatenate([inputs, ops.ones_like(inputs[..., :1])], axis=-1)
     return _apply(tensor, [*coefficients, inputs])
 
 
@@ -141,7 +300,7 @@ def _apply(tensor, vectors):
     return result
 
 
-_FORWARD = {"cp": _cp, "tr": _tr, "tucker": _tucker, None: _full}
+_FORWARD = {"cp": _cp, "tr": _tr, "tucker": _tucker}
 
 
 def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> Any:

@@ -55,6 +55,28 @@ def test_exact_for_any_alpha(alpha, size, spread):
     np.testing.assert_allclose(found.sum(axis=-1), 1.0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1, 16384])
+def test_one_logit_and_very_many(size):
+    generator = np.random.default_rng(3)
+    spread = np.array([[0.5], [1.0], [3.0], [0.0]])
+    logits = (spread * generator.normal(size=(4, size))).astype("float32")
+    # Nearly all of the weight where most are alike: the slowest there is to find.
+    logits[3] = -1.6 * np.linspace(0, 1, size) ** 0.3
+    program = one_program(entmax)
+    found = to_numpy(program(ops.convert_to_tensor(logits)))
+    expected = np.stack([exact(row, 1.5) for row in logits])
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_masked_logits_get_nothing():
+    logits = np.array([[1.0, -np.inf, 0.5], [-np.inf, 2.0, -np.inf]], "float32")
+    found = to_numpy(entmax(logits))
+    np.testing.assert_allclose(found[0, [0, 2]], exact([1.0, 0.5], 1.5), atol=1e-6)
+    np.testing.assert_allclose(found[:, [1]].T, [[0, 1]], atol=1e-6)
+    (slope,) = gradient(lambda x: ops.sum(entmax(x)[..., 0]), logits)
+    assert np.isfinite(slope).all()
+
+
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_gradient_is_that_of_the_function(alpha):
     generator = np.random.default_rng(1)

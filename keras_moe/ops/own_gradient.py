@@ -1,0 +1,47 @@
+"""Gradients written by hand, which keep what they name and nothing else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+
+def with_own_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
+    """What `forward` makes of tensors, with the gradient that `backward` tells.
+
+    As `keras.ops.custom_gradient`, which on PyTorch keeps all inputs, and keeps an
+    output that a gradient closes over until the garbage collector comes.
+
+    Args:
+        forward: takes the inputs and returns an output, or a tuple of them, and a
+            tuple of the tensors to keep, each an input or an output.
+        backward: takes that tuple and the gradient in each output, and returns a tuple
+            with a gradient for each input. It closes over no tensor.
+        *inputs: tensors.
+
+    Returns:
+        The output, or a tuple.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.own_gradient import with_own_gradient
+    >>> def backward(kept, upstream):
+    ...     return (upstream * kept[0],)
+    >>> x = with_own_gradient(lambda x: (2.0 * x, (x,)), backward, np.ones(1))
+    >>> float(x[0])
+    2.0
+    """
+    inputs = [ops.convert_to_tensor(x) for x in inputs]
+    if keras.backend.backend() == "torch":
+        from keras_moe.ops.kernels import own_gradient_torch
+
+        return own_gradient_torch.with_own_gradient(forward, backward, *inputs)
+
+    @ops.custom_gradient
+    def function(*inputs):
+        outputs, kept = forward(*inputs)
+        return outputs, lambda *upstream: backward(kept, *tree.flatten(upstream))
+
+    return function(*inputs)

@@ -1,0 +1,241 @@
+"""muMoE's layers and blocks over the dense layers that they replace.
+
+    KERAS_BACKEND=jax python tools/benchmark/mumoe_layer.py
+
+Forward and backward pass with gating, batch statistics and record, at as many
+parameters as the dense side has; entmax over softmax; what the forward pass keeps for
+the backward pass; and the peak of a layer with very many experts. Kept is what is
+neither a weight nor given by the caller, but the inputs count once on either side: a
+dense layer keeps nothing else. What stays of a gradient's program on TensorFlow nobody
+tells, so its bytes are those of JAX and PyTorch only.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+from gradients import forward_backward
+from rich.console import Console
+from rich.table import Table
+from timing import interleaved, print_ratios, wait
+
+from keras_moe.layers import MLP, MuMoE, MuMoEBlock
+from keras_moe.layers.activations import entmax15
+
+MIB = 2**20
+PARTS = ("layers", "blocks", "entmax", "peak")
+KINDS = ("cp", "tr")
+
+
+class Activation(keras.layers.Layer):
+    """A function over the last axis; `training` is taken, and no matter."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x, training=None):
+        return self.function(x)
+
+
+def randomised(layer: keras.layers.Layer, shape: tuple) -> keras.layers.Layer:
+    """The layer, built; its gate, which begins at zero, tells its tokens apart."""
+    layer.build(shape)
+    for kernel in layer.gate.kernels if hasattr(layer, "gate") else ():
+        kernel.assign(keras.random.normal(kernel.shape, stddev=0.05, seed=0))
+    return layer
+
+
+def dense_and_layers(counts: list[int], units: int, shape: tuple) -> dict:
+    layers = {"dense": keras.layers.Dense(units)}
+    for count in counts:
+        for kind in KINDS:
+            layers[f"{kind}, N={count}"] = MuMoE(units, count, kind)
+    return {name: randomised(layer, shape) for name, layer in layers.items()}
+
+
+def dense_and_blocks(count: int, mlp_dim: int, shape: tuple) -> dict:
+    layers = {"MLP": MLP(mlp_dim, activation="gelu")}
+    for kind in KINDS:
+        layers[f"{kind}, N={count}"] = MuMoEBlock(mlp_dim, None, count, kind)
+    return {name: randomised(layer, shape) for name, layer in layers.items()}
+
+
+def kept_bytes(layer: keras.layers.Layer, inputs: np.ndarray) -> float:
+    """The size of what the forward pass keeps, the inputs included; NaN if unknown."""
+    kept = {"jax": _kept_on_jax, "torch": _kept_on_torch}.get(keras.backend.backend())
+    if kept is None:
+        return np.nan
+    arrays, weights, x = kept(layer, inputs)
+    sizes = {pointer: size for pointer, size in arrays if pointer not in weights}
+    return sum(sizes.values()) + inputs.nbytes * (x not in sizes)
+
+
+def _kept_on_jax(layer, inputs):
+    import jax
+
+    state = [v.value for v in layer.non_trainable_variables]
+    trainable = [v.value for v in layer.trainable_variables]
+    x = jax.numpy.asarray(inputs)
+
+    def outputs(trainable, x):
+        outputs, state_after = layer.stateless_call(trainable, state, x, training=True)
+        return outputs[0] if isinstance(outputs, tuple) else outputs, state_after
+
+    # The function that `vjp` returns carries what it needs as the leaves of a tree.
+    _, backward, _ = jax.vjp(outputs, trainable, x, has_aux=True)
+    kept = jax.tree.leaves(backward)
+    arrays = [(a.unsafe_buffer_pointer(), a.nbytes) for a in kept]
+    weights = {v.unsafe_buffer_pointer() for v in (*trainable, *state)}
+    return arrays, weights, x.unsafe_buffer_pointer()
+
+
+def _kept_on_torch(layer, inputs):
+    import torch
+
+    arrays = []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        arrays.append((storage.data_ptr(), storage.nbytes()))
+        return tensor
+
+    x = torch.tensor(inputs, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = layer(x, training=True)
+    outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+    # A gradient written by hand keeps what its function closes over, besides.
+    nodes, seen = [outputs.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        function = getattr(node, "grad_fn", None)
+        function = getattr(node, "gradient", function)
+        for cell in getattr(function, "__closure__", None) or ():
+            if isinstance(cell.cell_contents, torch.Tensor):
+                keep(cell.cell_contents)
+    weights = {v.value.untyped_storage().data_ptr() for v in layer.variables}
+    return arrays, weights, x.untyped_storage().data_ptr()
+
+
+def measure(title: str, layers: dict, shape: tuple, rounds: int) -> None:
+    """Tables of the times and the bytes of layers, over the first of them."""
+    generator = np.random.default_rng(0)
+    inputs = generator.normal(size=shape).astype("float32")
+    units = layers["dense"].units if "dense" in layers else shape[-1]
+    cotangent = generator.normal(size=(*shape[:-1], units)).astype("float32")
+    steps = {
+        name: forward_backward(layer, inputs, cotangent)
+        for name, layer in layers.items()
+    }
+    baseline = next(iter(layers))
+    print_ratios(title, interleaved(steps, rounds), baseline)
+    table = Table(title=f"kept for the backward pass ({keras.backend.backend()})")
+    for column in ("candidate", "MiB", f"over {baseline}", "with outputs"):
+        table.add_column(column, justify="right")
+    kept = {name: kept_bytes(layer, inputs) for name, layer in layers.items()}
+    for name, size in kept.items():
+        table.add_row(
+            name,
+            f"{size / MIB:.1f}",
+            f"{size / kept[baseline]:.3f}",
+            f"{(size + cotangent.nbytes) / (kept[baseline] + cotangent.nbytes):.3f}",
+        )
+    Console().print(table)
+
+
+def measure_entmax(rows: int, count: int, rounds: int) -> None:
+    generator = np.random.default_rng(0)
+    logits, cotangent = (
+        generator.normal(size=(rows, count)).astype("float32") for _ in range(2)
+    )
+    steps = {}
+    for name, function in (("softmax", keras.ops.softmax), ("entmax", entmax15)):
+        layer = Activation(function)
+        layer.build(logits.shape)
+        steps[name] = forward_backward(layer, logits, cotangent)
+    title = f"({rows}, {count}), forward and backward"
+    print_ratios(title, interleaved(steps, rounds), "softmax")
+
+
+def peak_mib() -> float:
+    """Of this program; Linux's `ru_maxrss` begins with that of the one before it."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024
+
+
+def measure_peak(tokens: int, dim: int, count: int, rank: int) -> None:
+    """How far a forward and backward pass raises this process's peak memory."""
+    shape = (1, tokens, dim)
+    layer = randomised(MuMoE(dim, count, rank=rank), shape)
+    generator = np.random.default_rng(0)
+    inputs, cotangent = (
+        generator.normal(size=shape).astype("float32") for _ in range(2)
+    )
+    step = forward_backward(layer, inputs, cotangent)
+    before = peak_mib()
+    wait(step())
+    after = peak_mib()
+    print(
+        f"N={count}, rank {rank}, {tokens} tokens, {dim} -> {dim}: forward and "
+        f"backward add {after - before:.0f} MiB to the peak of the process "
+        f"({keras.backend.backend()})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--images", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=196, help="of one image")
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--experts", type=int, nargs="+", default=[64, 128, 512])
+    parser.add_argument("--block-dim", type=int, default=512)
+    parser.add_argument("--mlp-dim", type=int, default=2048)
+    parser.add_argument("--token-mlp-dim", type=int, default=256)
+    parser.add_argument("--block-experts", type=int, default=64)
+    parser.add_argument("--entmax-experts", type=int, default=512)
+    parser.add_argument("--peak-experts", type=int, default=16384)
+    parser.add_argument("--peak-rank", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+
+    rows = args.images * args.tokens
+    if "layers" in args.parts:
+        shape = (args.images, args.tokens, args.dim)
+        layers = dense_and_layers(args.experts, args.dim, shape)
+        measure(f"{rows} tokens, {args.dim} units", layers, shape, args.rounds)
+    if "blocks" in args.parts:
+        # The channel block sees tokens, the token block channels.
+        for name, shape, mlp_dim in (
+            ("tokens", (args.images, args.tokens, args.block_dim), args.mlp_dim),
+            (
+                "channels",
+                (args.images, args.block_dim, args.tokens),
+                args.token_mlp_dim,
+            ),
+        ):
+            blocks = dense_and_blocks(args.block_experts, mlp_dim, shape)
+            title = f"{shape[0] * shape[1]} {name}, {shape[-1]} -> {mlp_dim}"
+            measure(f"{title} -> {shape[-1]}", blocks, shape, args.rounds)
+    if "entmax" in args.parts:
+        measure_entmax(rows, args.entmax_experts, args.rounds)
+    if "peak" in args.parts:
+        if list(args.parts) == ["peak"]:
+            measure_peak(rows, args.dim, args.peak_experts, args.peak_rank)
+        else:
+            # A process of its own, whose peak nothing else has raised.
+            subprocess.run([sys.executable, *sys.argv, "--parts", "peak"], check=True)
+
+
+if __name__ == "__main__":
+    main()
