@@ -17,6 +17,7 @@ from keras_moe.ops.checks import (
     check_integer,
     check_not_negative,
     check_one_of,
+    check_positive,
 )
 
 
@@ -35,7 +36,8 @@ class MultilinearExperts(keras.layers.Layer):
             tensor, which is also the dense mixture of linear experts.
         rank: CP's R; (R_1, ..., R_(L+2)) for `"tr"` and `"tucker"`; or `"match_dense"`
             for as many parameters as a dense layer of I to O has, or one of
-            `match_shape`; TR then has ranks 4, ..., 4, R_(L+2).
+            `match_shape`; TR then has ranks 4, ..., 4, R_(L+2). A rank that is no
+            integer, such as 0.75, is a share of I, rounded down.
         match_shape: (inputs, units) of the dense layer for `"match_dense"`.
         use_bias: fold a bias into the input mode.
         expert_noise: sigma of the first expert mode's factors, N(1, sigma).
@@ -215,7 +217,7 @@ class MultilinearExperts(keras.layers.Layer):
 
     def _rank(self, inputs):
         if self.rank != "match_dense":
-            return self.rank
+            return resolved_rank(self.rank, inputs)
         return matching_rank(
             self.factorization,
             self.num_experts,
@@ -311,14 +313,41 @@ def check_rank(rank: Any, factorization: str | None, levels: int) -> Any:
     if rank == "match_dense" and factorization != "tucker":
         return rank
     if factorization == "cp":
-        return check_integer("rank", rank)
+        return _check_size(rank)
     if not isinstance(rank, (list, tuple)) or len(rank) != levels + 2:
         raise ValueError(
             f"Expected rank to be {levels + 2} integers for "
             f"factorization={factorization!r} and {levels} levels of experts; "
             f"received: rank={rank!r}"
         )
-    return tuple(check_integer("rank", size) for size in rank)
+    return tuple(_check_size(size) for size in rank)
+
+
+def _check_size(rank):
+    if isinstance(rank, float):
+        return check_positive("rank", rank)
+    return check_integer("rank", rank)
+
+
+def resolved_rank(rank: Any, inputs: int) -> Any:
+    """The rank with shares of the inputs' size as integers, of at least 1.
+
+    Args:
+        rank: an int, a share such as 0.75, or a tuple of them; `"match_dense"` stays.
+        inputs: I.
+
+    Returns:
+        An int or a tuple of them.
+
+    Example:
+
+    >>> from keras_moe.layers.multilinear_experts import resolved_rank
+    >>> resolved_rank(0.75, 196), resolved_rank((4, 4, 0.19), 512)
+    (147, (4, 4, 97))
+    """
+    if isinstance(rank, tuple):
+        return tuple(resolved_rank(size, inputs) for size in rank)
+    return max(int(rank * inputs), 1) if isinstance(rank, float) else rank
 
 
 def dense_parameters(shape: tuple[int, int]) -> int:

@@ -14,6 +14,7 @@ from keras_moe.layers.multilinear_experts import (
     MultilinearExperts,
     dense_parameters,
     matching_rank,
+    resolved_rank,
 )
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.checks import check_bool, check_integer
@@ -230,8 +231,8 @@ class MuMoEBlock(keras.layers.Layer):
         units: O; None takes the inputs' size.
         num_experts: see `MuMoE`.
         factorization: see `MuMoE`.
-        rank: see `MuMoE`; of both layers. `"match_dense"` matches the dense MLP, the
-            gate counted.
+        rank: see `MuMoE`; of both layers, shares being of the block's I.
+            `"match_dense"` matches the dense MLP, the gate counted.
         hidden_activation: between the layers; `"gelu"` is the exact form.
         input_norm: normalise the input of the first layer, but not the gate's.
         activation: see `MuMoE`.
@@ -316,6 +317,8 @@ class MuMoEBlock(keras.layers.Layer):
                 [(dim + bias, hidden), (hidden + bias, units)],
                 budget - self.gate.parameters(dim),
             )
+        # Shares are of the block's inputs, for both layers.
+        rank = resolved_rank(rank, dim)
         return (
             self._layer(self.mlp_dim, "hidden", rank),
             self._layer(units, "output", rank),

@@ -363,6 +363,8 @@ def test_learns_with_batch_statistics():
         (lambda: MuMoE(4, 0), "num_experts=0"),
         (lambda: MuMoE(4, ()), "num_experts=\\(\\)"),
         (lambda: MuMoE(4, 4, rank=0), "rank=0"),
+        (lambda: MuMoE(4, 4, rank=0.0), "rank=0.0"),
+        (lambda: MuMoE(4, 4, "tr", (2, 2, -0.5)), "rank=-0.5"),
         (lambda: MuMoE(4, 4, "tr", 3), "rank=3"),
         (lambda: MuMoE(4, (4, 2), "tr", (2, 2, 2)), "rank=\\(2, 2, 2\\)"),
         (lambda: MuMoE(4, 4, "tucker"), "rank='match_dense'"),
@@ -392,3 +394,23 @@ def built():
     experts = MultilinearExperts(4, 4, rank=2)
     experts.build((None, 3))
     return experts
+
+
+@pytest.mark.backend_free
+def test_a_share_is_of_the_inputs_of_the_block():
+    block = MuMoEBlock(12, num_experts=3, rank=0.75)
+    block.build((None, 5, 9))
+    assert {tuple(f.shape)[1] for f in block.hidden.factors} == {6}
+    assert {tuple(f.shape)[1] for f in block.output_experts.factors} == {6}
+    again = MuMoEBlock.from_config(block.get_config())
+    assert again.get_config()["rank"] == 0.75
+    layer = MuMoE(4, 3, "tr", (2, 2, 0.01))
+    layer.build((None, 9))
+    assert [tuple(f.shape) for f in layer.experts.factors] == [
+        (2, 3, 2),
+        (2, 10, 1),
+        (1, 4, 2),
+    ]
+    assert layer.parameters(9) == sum(
+        int(np.prod(w.shape)) for w in layer.trainable_weights
+    )

@@ -116,6 +116,24 @@ def test_upcycling_preserves_the_function_where_the_ranks_hold_it(case, backbone
     np.testing.assert_allclose(matrix[-1], to_numpy(layer.bias), atol=1e-5)
 
 
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("preset", "network", "mlps"),
+    [
+        ("mixer_s16", 18_528_264, 17_604_128),
+        ("mumoe_mixer_s16_cp", 18_630_616, 17_706_480),
+        ("mumoe_mixer_s16_tr", 18_290_792, 17_366_656),
+    ],
+)
+def test_counts_of_the_papers_mixers(preset, network, mlps):
+    """Tables 3, 4 and 9: 18.5M, 18.6M and 18.3M, of which MLPs 17.7M and 17.4M."""
+    found = models.describe(preset, num_classes=1000)
+    assert found.parameters == network
+    blocks = [part for part in found.parts if part.name.startswith("block_")]
+    norms = 4 * 512
+    assert sum(part.parameters - norms for part in blocks) == mlps
+
+
 def test_upcycling_with_less_rank_says_how_near():
     dense = MixerBackbone(**SMALL, token_mlp_dim=6)
     found = []
