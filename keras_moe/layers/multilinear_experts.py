@@ -361,7 +361,7 @@ def matching_rank(
     shapes: list[tuple[int, int]],
     budget: int,
 ) -> Any:
-    """The largest rank whose factors have at most `budget` parameters.
+    """The smallest rank whose factors have at least `budget` parameters.
 
     At least 1, whatever the budget.
 
@@ -375,20 +375,21 @@ def matching_rank(
         An int for CP, a tuple for TR, None without a factorisation.
 
     Reference:
-        *Multilinear Mixture of Experts*, appendix F.1: R_1 = R_2 = 4.
+        *Multilinear Mixture of Experts*, appendix F.1: R_1 = R_2 = 4; rounded up as in
+        its released code.
 
     Example:
 
     >>> from keras_moe.layers.multilinear_experts import matching_rank
     >>> matching_rank("cp", (64,), [(769, 1000)], 769_000)
-    419
+    420
     """
     if factorization is None:
         return None
     modes = sum(inputs + units for inputs, units in shapes)
     if factorization == "cp":
-        return max(budget // (len(shapes) * sum(num_experts) + modes), 1)
+        return max(-(-budget // (len(shapes) * sum(num_experts) + modes)), 1)
     narrow = 4
     fixed = len(shapes) * sum(narrow * count * narrow for count in num_experts)
-    last = max((budget - fixed) // (narrow * modes), 1)
+    last = max(-(-(budget - fixed) // (narrow * modes)), 1)
     return (*itertools.repeat(narrow, len(num_experts) + 1), last)

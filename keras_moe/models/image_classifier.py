@@ -18,7 +18,11 @@ from keras_moe.losses import SigmoidCrossentropy
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.lora import TaskLoraMixin
-from keras_moe.models.preset_loading import PresetMixin, TaskWeightsMixin
+from keras_moe.models.preset_loading import (
+    PresetMixin,
+    TaskWeightsMixin,
+    argument_names,
+)
 from keras_moe.models.quantization import quantized_head, settle_policies
 from keras_moe.ops import Routing
 from keras_moe.ops.checks import (
@@ -63,9 +67,10 @@ class ImageClassifier(
         dropout: before the head.
         head_dtype: dtype policy of the head; None takes the backbone's.
         pooled_norm: normalise what is pooled, for a backbone without `final_norm`.
-        head: a `MuMoE` layer in the place of the dense head, or before it; None has
-            the dense head alone. It is a description: the classifier makes a layer
-            like it, called "head", with the dtype policy of heads.
+        head: a `MuMoE` layer in the place of the dense head, or before it, or a dict
+            of such a layer's arguments, whose `units` are the classes unless given;
+            None has the dense head alone. It is a description: the classifier makes a
+            layer like it, called "head", with the dtype policy of heads.
         head_position: `"final"`, where the head's units are the classes; or
             `"penultimate"`, where ReLU and the dense head follow.
         **kwargs: see `keras_hub.models.ImageClassifier`.
@@ -409,7 +414,12 @@ def check_head(
                 f"head=None, head_position={head_position!r}"
             )
         return None
-    head = layer_argument(head, "head")
+    if isinstance(head, dict) and "class_name" not in head:
+        names = argument_names(MuMoE)
+        check_argument_names(head, names, "MuMoE")
+        head = MuMoE(**{"units": num_classes, **head})
+    else:
+        head = layer_argument(head, "head")
     if not isinstance(head, MuMoE):
         raise ValueError(f"Expected head to be None or a MuMoE; received: head={head}")
     if head_position == "final" and head.units != num_classes:

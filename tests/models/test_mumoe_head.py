@@ -102,6 +102,13 @@ def test_learns_and_is_batch_invariant(position):
     np.testing.assert_allclose(alone[0], found[3], rtol=2e-2, atol=1e-3)
 
 
+def test_a_dict_of_arguments_is_a_head():
+    model = models.ViTImageClassifier(backbone(), 3, head={"num_experts": 4, "rank": 5})
+    assert (model.head.units, model.head.gate.num_experts) == (3, (4,))
+    again = models.ViTImageClassifier.from_config(model.get_config())
+    assert again.get_config() == model.get_config()
+
+
 def test_a_head_is_a_description_and_serves_twice():
     head = MuMoE(3, 4, rank=5, name="mine")
     first, second = (models.ViTImageClassifier(backbone(), 3, head=head) for _ in "ab")
@@ -110,6 +117,14 @@ def test_a_head_is_a_description_and_serves_twice():
     assert not {id(v) for v in first.head.weights} & {
         id(v) for v in second.head.weights
     }
+
+
+@pytest.mark.backend_free
+def test_counts_of_matched_heads():
+    """Table 3: 769K for the linear head and CP, 771K for TR, with 64 experts."""
+    counts = [769_000]
+    counts += [MuMoE(1000, 64, kind).parameters(768) for kind in ("cp", "tr")]
+    assert counts == [769_000, 769_521, 771_928]
 
 
 @pytest.mark.backend_free
@@ -133,6 +148,7 @@ def test_bad_arguments_are_refused(tmp_path):
     for call, message in (
         (lambda: models.ViTImageClassifier(body, 4, head=head), "units=3"),
         (lambda: models.ViTImageClassifier(body, 3, head=MLP(8)), "MuMoE"),
+        (lambda: models.ViTImageClassifier(body, 3, head={"experts": 4}), "experts=4"),
         (lambda: models.ViTImageClassifier(body, 3, head="mumoe"), "head='mumoe'"),
         (
             lambda: models.ViTImageClassifier(body, 3, head_position="penultimate"),
