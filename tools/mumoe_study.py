@@ -291,8 +291,9 @@ class Specialisation(Study):
         plots.plot_expert_load(routings, output / "load.png")
         plots.plot_truncated_svd({"dense ViT": svd}, output / "svd.png")
         pictures = ["polysemanticity", "ablation", "load", "svd"]
-        if any((record.gates >= 0.5).any() for record in [routings[name]]):
-            title = f"Images of each expert: {name}"
+        # Of the last head; after few steps no coefficient may be that large.
+        if (record.gates >= 0.5).any():
+            title = f"Images of each expert: {name} experts"
             plots.plot_expert_images(
                 self.images, record, output / "images.png", labels, title=title
             )

@@ -260,8 +260,8 @@ def plot_ablation(
             axis.tick_params(labelsize=6)
             if class_names is not None:
                 axis.set_xticks(places, class_names)
-        if class_names is None:
-            row[0].set_xlabel("class", fontsize=7)
+    if class_names is None:
+        axes[-1, 0].set_xlabel("class", fontsize=8)
     axes[0, 0].set_ylim(min(-5, axes[0, 0].get_ylim()[0]), 105)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
@@ -367,6 +367,7 @@ def plot_expert_load(
         axis.bar(experts, load, color=[colours[e % len(colours)] for e in experts])
         unused = int((load == 0).sum())
         axis.set_title(f"{name}; {unused} without a token", fontsize=8, pad=3)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.tick_params(labelsize=7)
         axis.set_ylabel(f"tokens, a >= {threshold:g}", fontsize=7)
     axes[-1].set_xlabel("expert", fontsize=8)
