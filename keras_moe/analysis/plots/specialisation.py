@@ -82,9 +82,9 @@ def plot_expert_images(
             "Expected an expert with an image at least; received: none with a "
             f"coefficient of {threshold}"
         )
-    figure = new_figure(
-        figsize=(0.9 + 0.95 * images_per_expert, 0.7 + 1.2 * len(rows)), dpi=110
-    )
+    height = 0.35 + 0.95 * images.shape[1] / images.shape[2]
+    size = (0.9 + 0.95 * images_per_expert, 0.7 + height * len(rows))
+    figure = new_figure(figsize=size, dpi=110)
     axes = figure.subplots(len(rows), images_per_expert, squeeze=False)
     for axis in axes.flat:
         axis.set_xticks([])
