@@ -23,6 +23,7 @@ def study(monkeypatch):
         SIZES=small, TRAIN_NUMBERS=400, TEST_NUMBERS=100, SHARES=(0.5,)
     )
     tool["main"].__globals__.update(EXPERT_STRENGTHS=(1.0,), BLIND_STRENGTHS=(2.5,))
+    tool["Editing"].passes = 1
     return tool
 
 

@@ -23,12 +23,22 @@ from rich.console import Console
 from rich.table import Table
 from timing import interleaved, print_ratios, wait
 
-from keras_moe.layers import MLP, MuMoE, MuMoEBlock
+from keras_moe.layers import (
+    MLP,
+    EncoderBlock,
+    MoEEncoderBlock,
+    MuMoE,
+    MuMoEBlock,
+    TokenMLP,
+    TokenMuMoE,
+)
 from keras_moe.layers.activations import entmax15
 
 MIB = 2**20
 PARTS = ("layers", "blocks", "entmax", "peak")
 KINDS = ("cp", "tr")
+# Of the presets mumoe_mixer_s16_*.
+MIXER_RANKS = {"cp": 0.75, "tr": (4, 4, 0.19)}
 
 
 class Activation(keras.layers.Layer):
@@ -45,8 +55,9 @@ class Activation(keras.layers.Layer):
 def randomised(layer: keras.layers.Layer, shape: tuple) -> keras.layers.Layer:
     """The layer, built; its gate, which begins at zero, tells its tokens apart."""
     layer.build(shape)
-    for kernel in layer.gate.kernels if hasattr(layer, "gate") else ():
-        kernel.assign(keras.random.normal(kernel.shape, stddev=0.05, seed=0))
+    for weight in layer.weights:
+        if "gate/kernel" in weight.path:
+            weight.assign(keras.random.normal(weight.shape, stddev=0.05, seed=0))
     return layer
 
 
@@ -62,6 +73,23 @@ def dense_and_blocks(count: int, mlp_dim: int, shape: tuple) -> dict:
     layers = {"MLP": MLP(mlp_dim, activation="gelu")}
     for kind in KINDS:
         layers[f"{kind}, N={count}"] = MuMoEBlock(mlp_dim, None, count, kind)
+    return {name: randomised(layer, shape) for name, layer in layers.items()}
+
+
+def dense_and_mixer_blocks(count: int, sizes: tuple[int, int], shape: tuple) -> dict:
+    """Whole blocks of a Mixer: tokens and channels, with residuals and norms."""
+    token_mlp_dim, mlp_dim = sizes
+    layers = {
+        "Mixer": EncoderBlock(
+            TokenMLP(token_mlp_dim, activation="gelu"), MLP(mlp_dim, activation="gelu")
+        )
+    }
+    for kind in KINDS:
+        tokens, channels = (
+            MuMoEBlock(size, None, count, kind, rank=MIXER_RANKS[kind])
+            for size in sizes
+        )
+        layers[f"{kind}, N={count}"] = MoEEncoderBlock(TokenMuMoE(tokens), channels)
     return {name: randomised(layer, shape) for name, layer in layers.items()}
 
 
@@ -227,6 +255,10 @@ def main() -> None:
             blocks = dense_and_blocks(args.block_experts, mlp_dim, shape)
             title = f"{shape[0] * shape[1]} {name}, {shape[-1]} -> {mlp_dim}"
             measure(f"{title} -> {shape[-1]}", blocks, shape, args.rounds)
+        shape = (args.images, args.tokens, args.block_dim)
+        sizes = (args.token_mlp_dim, args.mlp_dim)
+        blocks = dense_and_mixer_blocks(args.block_experts, sizes, shape)
+        measure("a block of a Mixer", blocks, shape, args.rounds)
     if "entmax" in args.parts:
         measure_entmax(rows, args.entmax_experts, args.rounds)
     if "peak" in args.parts:
