@@ -100,7 +100,8 @@ def plot_expert_images(
             if labels is not None:
                 axis.set_xlabel(str(labels[index]), fontsize=7, labelpad=1)
     figure.suptitle(title, fontsize=11)
-    figure.tight_layout(pad=0.4)
+    # Room for the title, in inches.
+    figure.tight_layout(pad=0.4, rect=(0, 0, 1, 1 - 0.25 / size[1]))
     figure.savefig(path)
 
 
@@ -160,9 +161,8 @@ def plot_expert_patches(
         experts = range(min(gates.shape[2], 3))
     columns = min(check_integer("patches_per_expert", patches_per_expert), len(images))
     height, width = images.shape[1] // grid[0], images.shape[2] // grid[1]
-    figure = new_figure(
-        figsize=(0.9 + 0.95 * columns, 0.6 + 2.0 * len(experts)), dpi=110
-    )
+    size = (0.9 + 0.95 * columns, 0.6 + 2.1 * len(experts))
+    figure = new_figure(figsize=size, dpi=110)
     axes = figure.subplots(2 * len(experts), columns, squeeze=False)
     for axis in axes.flat:
         axis.set_xticks([])
@@ -188,7 +188,8 @@ def plot_expert_patches(
             f"expert {expert}", rotation=0, ha="right", va="center", fontsize=9
         )
     figure.suptitle(title, fontsize=11)
-    figure.tight_layout(pad=0.4)
+    # Room for the title, in inches.
+    figure.tight_layout(pad=0.4, rect=(0, 0, 1, 1 - 0.25 / size[1]))
     figure.savefig(path)
 
 
