@@ -326,7 +326,8 @@ class Editing(Study):
             progress.update(task, description=f"bias, seed {seed}")
             settings = {"run": "editing", "seed": seed, "rank": args.rank}
             settings |= {"experts": args.edited_experts, "shares": [RARE, COMMON]}
-            settings["passes"] = self.passes
+            settings |= {"passes": self.passes, "validation": VALIDATION}
+            settings["strengths"] = [EXPERT_STRENGTHS, BLIND_STRENGTHS]
             result, _ = self.once(settings, lambda seed=seed: (self.one(seed), {}))
             runs.append(result)
             progress.advance(task)
@@ -407,6 +408,15 @@ class Editing(Study):
             rows = [run["rows"][name] for run in runs]
             values = [spread([row[metric] for row in rows]) for metric in METRICS]
             table.add_row(name, *(plus_minus(value) for value in values))
+        console.print(table)
+        table = Table(title="Test accuracy by subpopulation, below 5 and from 5 on")
+        table.add_column("model", no_wrap=True)
+        for column in ("below", "below, inverted", "from 5 on", "from 5 on, inverted"):
+            table.add_column(column, justify="right")
+        for name in ("muMoE", "+ expert edit", "+ expert edit, N"):
+            found_here = [run["rows"][name]["accuracies"] for run in runs]
+            cells = np.reshape(found_here, (len(runs), -1)).T
+            table.add_row(name, *(plus_minus(spread(cell.tolist())) for cell in cells))
         console.print(table)
         console.print(
             "Strengths that validation data chose: "

@@ -42,8 +42,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nInterrupted: nothing was saved.", file=sys.stderr)
+        print("\nInterrupted: what is not trained to its end is lost.", file=sys.stderr)
         return 130
+    except Exception as error:
+        # An image that cannot be decoded is an error of TensorFlow's own.
+        if not type(error).__module__.startswith("tensorflow"):
+            raise
+        print(f"error: {' '.join(str(error).split())[:500]}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -64,6 +70,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(
             name,
             nargs="+",
+            action="extend",
             default=[],
             metavar="NAME=VALUE",
             help=f"override {what}; values are JSON, or else strings",

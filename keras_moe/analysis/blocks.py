@@ -1,4 +1,4 @@
-"""The blocks of a model that analysis looks into."""
+"""What analysis takes from its callers: blocks of models, and images."""
 
 from typing import Any
 
@@ -6,9 +6,32 @@ from typing import Any
 def moe_block(model: Any, name: str) -> Any:
     """A block with a mixture of experts, of a backbone or a classifier, by its name."""
     backbone = getattr(model, "backbone", model)
-    if name not in backbone.routing:
+    blocks = getattr(backbone, "routing", {})
+    if name not in blocks:
         raise ValueError(
-            f"Expected the name of an MoE block, one of {list(backbone.routing)}; "
-            f"received: {name!r}"
+            f"Expected the name of an MoE block, one of {list(blocks)}; "
+            f"received: {name!r} of {type(model).__name__}"
         )
     return backbone.get_layer(name)
+
+
+def mumoe_head(model: Any) -> Any:
+    """The muMoE head of a classifier."""
+    head = getattr(model, "head", None)
+    if head is None or not hasattr(model, "routing"):
+        raise ValueError(
+            "Expected a classifier with a muMoE head; received: "
+            f"{type(model).__name__} without head"
+        )
+    return head
+
+
+def check_images(images: Any) -> Any:
+    """`images`, if they are an array (B, height, width, channels) with an image."""
+    shape = getattr(images, "shape", None)
+    if shape is None or len(shape) != 4 or not shape[0]:
+        raise ValueError(
+            "Expected an array of at least one image (batch, height, width, "
+            f"channels); received: {type(images).__name__}, shape={shape}"
+        )
+    return images

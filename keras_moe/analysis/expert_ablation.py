@@ -12,7 +12,7 @@ from keras import ops
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.analysis.blocks import moe_block
+from keras_moe.analysis.blocks import check_images, moe_block, mumoe_head
 from keras_moe.analysis.specialisation import (
     accuracy_changes,
     class_polysemanticity,
@@ -20,8 +20,8 @@ from keras_moe.analysis.specialisation import (
 )
 from keras_moe.ops.checks import check_integer
 
-# Of pairs that are computed together.
-_ROWS = 4096
+# Pairs that are computed together, and that are listed together.
+_ROWS, _PAIRS = 1024, 2**20
 
 
 class ExpertAblation(NamedTuple):
@@ -76,8 +76,8 @@ def ablate_experts(
     each expert that has a part in it, many together. A block's experts take a pass over
     the images each.
 
-    Prediction is right if the label's logit is above all others; where ties are broken
-    by place, a model that is left with nothing would know one class.
+    A prediction is right if the label has the largest output, unless all outputs are
+    equal: a model that is left with nothing would otherwise know one class.
 
     Args:
         model: a classifier.
@@ -86,7 +86,7 @@ def ablate_experts(
             of which the accuracy of each decision is taken.
         layer: `"head"` for a muMoE head, or the name of an MoE block, such as
             `"block_1"`.
-        experts: which experts; None takes all.
+        experts: which experts; None takes all, of MoE++ the FFN experts.
         batch_size: of images.
         verbose: a progress bar: 0 or False has none.
 
@@ -94,9 +94,9 @@ def ablate_experts(
         `ExpertAblation`.
 
     Raises:
-        ValueError: if the labels do not fit, there is no such layer, or an expert has
-            no weights of its own (experts of several levels in a block, zero and copy
-            experts).
+        ValueError: if images and labels do not fit each other or the model, outputs
+            are not finite, there is no such layer, or an expert has no weights of its
+            own (experts of several levels in a block, zero and copy experts).
 
     Reference:
         *Multilinear Mixture of Experts*, section 4.1.2.
@@ -114,13 +114,14 @@ def ablate_experts(
     >>> found.changes.shape
     (4, 10)
     """
-    labels = _check_labels(labels, len(images), model.output.shape[-1])
+    images = check_images(images)
+    labels = _check_labels(labels, len(images), model)
     if layer == "head":
-        units = _head(model).gate.kinds.total
+        count = mumoe_head(model).gate.kinds.total
     else:
         feed_forward = moe_block(model, layer).feed_forward
-        units = feed_forward.router.kinds.total
-    experts = _check_experts(experts, units)
+        count = feed_forward.router.kinds.ffn
+    experts = _check_experts(experts, count)
     counts = np.full(labels.shape[1:], len(labels))
     if labels.ndim == 1:
         counts = np.bincount(labels, minlength=model.output.shape[-1])
@@ -133,20 +134,21 @@ def ablate_experts(
     return ExpertAblation(experts, counts, right / shares, (right - lost) / shares)
 
 
-def _check_labels(labels, count, classes):
-    labels = np.asarray(labels)
-    one_each = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
-    several = labels.ndim == 2 and labels.shape[1] == classes
-    if len(labels) != count or not count or not (one_each or several):
+def _check_labels(labels, count, model):
+    labels, classes = np.asarray(labels), model.output.shape[-1]
+    shape, top = (count,), classes
+    if getattr(model, "multi_label", labels.ndim == 2):
+        shape, top = (count, classes), 2
+    numbers = labels.dtype == bool or np.issubdtype(labels.dtype, np.number)
+    if labels.shape != shape or not numbers:
         raise ValueError(
-            f"Expected integer labels ({count},), or 0-1 labels ({count}, {classes}); "
-            f"received: shape={labels.shape}, dtype={labels.dtype}"
+            f"Expected labels of shape {shape}, 0 or 1 where they are of several "
+            f"classes; received: shape={labels.shape}, dtype={labels.dtype}"
         )
-    top = classes if one_each else 2
-    if labels.min() < 0 or labels.max() >= top:
+    if not np.isin(labels, np.arange(top)).all():
         raise ValueError(
-            f"Expected labels from 0 to {top - 1}; received: from {labels.min()} to "
-            f"{labels.max()}"
+            f"Expected labels that are integers from 0 to {top - 1}; received: from "
+            f"{labels.min()} to {labels.max()}, dtype={labels.dtype}"
         )
     return labels.astype("int32")
 
@@ -154,22 +156,15 @@ def _check_labels(labels, count, classes):
 def _check_experts(experts, count):
     if experts is None:
         return np.arange(count)
-    chosen = [check_integer("experts", expert, 0) for expert in experts]
+    try:
+        chosen = [check_integer("experts", expert, 0) for expert in experts]
+    except TypeError:
+        chosen = []
     if not chosen or max(chosen) >= count or len(set(chosen)) < len(chosen):
         raise ValueError(
-            f"Expected different experts below {count}; received: experts={chosen}"
+            f"Expected different experts below {count}; received: experts={experts}"
         )
     return np.array(chosen)
-
-
-def _head(model):
-    head = getattr(model, "head", None)
-    if head is None:
-        raise ValueError(
-            "Expected a classifier with a muMoE head, or layer='block_...'; received: "
-            f"{type(model).__name__} without head"
-        )
-    return head
 
 
 def _is_right(outputs, labels, threshold):
@@ -177,11 +172,17 @@ def _is_right(outputs, labels, threshold):
     if len(labels.shape) == 2:
         decided = ops.cast(outputs > threshold, "int32")
         return ops.cast(decided == labels, "float32")
-    own = ops.one_hot(labels, outputs.shape[-1], dtype="bool")
-    outputs = ops.cast(outputs, "float32")
-    largest = ops.max(ops.where(own, -np.inf, outputs), axis=-1)
-    right = ops.max(ops.where(own, outputs, -np.inf), axis=-1) > largest
+    right = ops.cast(ops.argmax(outputs, axis=-1), labels.dtype) == labels
+    if outputs.shape[-1] > 1:
+        undecided = ops.max(outputs, axis=-1) == ops.min(outputs, axis=-1)
+        right = ops.logical_and(right, ops.logical_not(undecided))
     return ops.cast(right, "float32")
+
+
+def _check_finite(outputs):
+    if not np.isfinite(np.asarray(outputs, "float32")).all():
+        raise ValueError("Expected a model with finite outputs; received: NaN or inf")
+    return ops.convert_to_tensor(outputs)
 
 
 def _threshold(model):
@@ -199,7 +200,8 @@ class _Scorer(keras.Model):
     """Says of features and labels whether the prediction without an expert is right."""
 
     def __init__(self, classifier):
-        super().__init__(name="scorer")
+        # A policy of its own: the global one may have less precision than the model.
+        super().__init__(name="scorer", dtype="float32")
         self.classifier = classifier
 
     def call(self, inputs):
@@ -223,33 +225,34 @@ def _ablate_head(model, images, labels, experts, batch_size, verbose):
         images, batch_size=batch_size, verbose=verbose
     )
     classes = model.output.shape[-1]
-    outputs = ops.convert_to_tensor(found["outputs"])
+    outputs = _check_finite(found["outputs"])
     before = _is_right(outputs, ops.convert_to_tensor(labels), _threshold(model))
     before = ops.convert_to_numpy(before)
-    # Where an expert has no part, nothing changes.
-    rows, columns = np.nonzero(found["gates"][:, experts] > 0)
     levels = model.head.gate.num_experts
-    places = np.stack(np.unravel_index(experts[columns], levels), axis=-1)
-    lost = np.zeros((len(experts), classes))
-    scorer = _Scorer(model)
-    bar = None
-    if verbose and len(rows):
-        bar = keras.utils.Progbar(len(rows), unit_name="pair")
-    for start in range(0, len(rows), _ROWS):
-        pairs = slice(start, start + _ROWS)
-        # Of one shape always, so that it is compiled once.
-        row = np.resize(rows[pairs], min(_ROWS, len(rows)))
-        place = np.resize(places[pairs], (len(row), len(levels))).astype("int32")
-        inputs = (found["features"][row], place, labels[row])
-        after = np.asarray(scorer.predict_on_batch(inputs))
-        size = len(rows[pairs])
-        difference = before[rows[pairs]] - after[:size]
-        if labels.ndim == 2:
-            np.add.at(lost, columns[pairs], difference)
-        else:
-            np.add.at(lost, (columns[pairs], labels[rows[pairs]]), difference)
+    lost, scorer = np.zeros((len(experts), classes)), _Scorer(model)
+    bar = keras.utils.Progbar(len(labels), unit_name="image") if verbose else None
+    # Pairs of some images at a time: with softmax there are B x E.
+    step = max(_PAIRS // len(experts), 1)
+    for first in range(0, len(labels), step):
+        # Where an expert has no part, nothing changes.
+        part = found["gates"][first : first + step][:, experts]
+        rows, columns = np.nonzero(part)
+        rows += first
+        for start in range(0, len(rows), _ROWS):
+            row, column = rows[start : start + _ROWS], columns[start : start + _ROWS]
+            place = np.stack(np.unravel_index(experts[column], levels), axis=-1)
+            # Of one shape always, so that it is compiled once.
+            whole = np.resize(row, _ROWS)
+            inputs = (
+                found["features"][whole],
+                np.resize(place, (_ROWS, len(levels))).astype("int32"),
+                labels[whole],
+            )
+            after = np.asarray(scorer.predict_on_batch(inputs))[: len(row)]
+            where = column if labels.ndim == 2 else (column, labels[row])
+            np.add.at(lost, where, before[row] - after)
         if bar is not None:
-            bar.update(start + size)
+            bar.update(min(first + step, len(labels)))
     return _by_class(before, labels, classes), lost
 
 
@@ -259,7 +262,7 @@ def _ablate_block(model, images, labels, slices, batch_size, verbose):
 
     def right():
         outputs = model.predict(images, batch_size=batch_size, verbose=0)
-        outputs = ops.convert_to_tensor(outputs)
+        outputs = _check_finite(outputs)
         found = _is_right(outputs, ops.convert_to_tensor(labels), _threshold(model))
         return _by_class(ops.convert_to_numpy(found), labels, classes)
 
@@ -322,7 +325,7 @@ def print_ablation(
     table.add_column("classes that lose most")
     for row in np.argsort(-changes.max(axis=1), kind="stable")[:top]:
         if not changes[row].any():
-            break
+            continue
         worst = np.argsort(-changes[row], kind="stable")[:4]
         losses = [f"{names[c]} {changes[row, c]:.0%}" for c in worst if changes[row, c]]
         table.add_row(

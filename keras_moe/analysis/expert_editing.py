@@ -3,10 +3,13 @@
 Axes: B batch, E experts.
 """
 
+import numbers
 from typing import Any
 
 import keras
 import numpy as np
+
+from keras_moe.analysis.blocks import check_images, mumoe_head
 
 # What the paper found best for the blind threshold.
 _BLIND_STRENGTH = 2.5
@@ -61,12 +64,13 @@ def edit_expert_logits(
     >>> change[0].round(3).tolist()  # an untrained gate shares alike: 2 * 4 / 4 ** 2
     [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
-    if not hasattr(model, "with_logit_offsets") or model.head is None:
+    experts = mumoe_head(model).gate.kinds.total
+    if strength is not None and not (
+        isinstance(strength, numbers.Real) and np.isfinite(strength)
+    ):
         raise ValueError(
-            "Expected a classifier with head=MuMoE(...) as its final layer; received: "
-            f"{type(model).__name__}"
+            f"Expected strength to be a finite number; received: strength={strength!r}"
         )
-    experts = model.head.gate.kinds.total
     if subpopulation is None:
         mean = np.ones(experts)
         strength = _BLIND_STRENGTH if strength is None else strength
@@ -85,10 +89,10 @@ def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarr
         batch_size: of images.
 
     Returns:
-        float64 (E,), which sums to 1.
+        float64 (E,), which sums to 1 where each image's coefficients do.
 
     Raises:
-        ValueError: if there is no image.
+        ValueError: if there is no muMoE head, or no image.
 
     Example:
 
@@ -101,8 +105,8 @@ def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarr
     >>> analysis.mean_coefficients(model, np.zeros((2, 16, 16, 1), "float32")).tolist()
     [0.25, 0.25, 0.25, 0.25]
     """
-    if not len(images):
-        raise ValueError("Expected at least one image; received: none")
+    mumoe_head(model)
+    images = check_images(images)
     gates = keras.Model(model.input, model.routing["head"].gates).predict(
         images, batch_size=batch_size, verbose=0
     )

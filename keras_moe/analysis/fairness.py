@@ -78,6 +78,7 @@ def fairness_metrics(
             f"received: {shapes}"
         )
     predictions, targets, attributes = arrays
+    positive = int(_integers(positive))
     if min(targets.min(), attributes.min()) < 0 or positive not in targets:
         raise ValueError(
             "Expected targets and attributes from 0 on, and the positive value among "
@@ -85,6 +86,12 @@ def fairness_metrics(
             f"attributes {sorted(set(attributes.tolist()))}, positive={positive}"
         )
     shape = (targets.max() + 1, attributes.max() + 1)
+    if shape[0] * shape[1] > len(targets):
+        raise ValueError(
+            "Expected images of every subpopulation; received: "
+            f"{len(targets)} images, targets up to {targets.max()} and attributes up "
+            f"to {attributes.max()}"
+        )
     counts, right = np.zeros(shape, int), np.zeros(shape, int)
     np.add.at(counts, (targets, attributes), 1)
     np.add.at(right, (targets, attributes), predictions == targets)
@@ -144,7 +151,13 @@ def print_fairness(
         "accuracy",
     ):
         table.add_column(column, justify="right")
+    target = tuple(int(value) for value in target)
     for name, row in metrics.items():
+        if any(not 0 <= i < size for i, size in zip(target, row.counts.shape)):
+            raise ValueError(
+                f"Expected a subpopulation of {row.counts.shape} values of target and "
+                f"attribute; received: target={target}"
+            )
         table.add_row(
             name,
             f"{row.accuracies[target]:.3f}",

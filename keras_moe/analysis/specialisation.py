@@ -39,6 +39,8 @@ def accuracy_changes(accuracy: Any, ablated: Any) -> np.ndarray:
             "Expected accuracies (classes,) and (experts, classes); "
             f"received: {accuracy.shape} and {ablated.shape}"
         )
+    if not (np.isfinite(accuracy).all() and np.isfinite(ablated).all()):
+        raise ValueError("Expected finite accuracies; received: NaN or inf")
     known = accuracy > 0
     return np.where(known, accuracy - ablated, 0.0) / np.where(known, accuracy, 1.0)
 
@@ -68,9 +70,10 @@ def class_polysemanticity(changes: Any) -> np.ndarray:
     [0.0, 0.632, 1.0]
     """
     changes = np.asarray(changes, float)
-    if changes.ndim != 2:
+    if changes.ndim != 2 or not changes.shape[1] or not np.isfinite(changes).all():
         raise ValueError(
-            f"Expected changes (experts, classes); received: shape={changes.shape}"
+            "Expected finite changes (experts, classes); received: "
+            f"shape={changes.shape}, values={changes}"
         )
     only = np.eye(changes.shape[1])[changes.argmax(axis=1)]
     return np.linalg.norm(changes - only, axis=1)

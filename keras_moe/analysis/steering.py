@@ -4,6 +4,7 @@ Axes: D hidden, E experts.
 """
 
 import math
+import numbers
 from typing import Any
 
 import numpy as np
@@ -98,17 +99,16 @@ def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> 
         raise ValueError(
             f"Expected an expert below {len(centres)}; received: expert={expert}"
         )
-    if not np.isfinite(strength):
-        raise ValueError(f"Expected a finite number; received: strength={strength}")
+    if not isinstance(strength, numbers.Real) or not np.isfinite(strength):
+        raise ValueError(
+            f"Expected strength to be a finite number; received: strength={strength!r}"
+        )
     if not centres[expert].any():
         raise ValueError(
             "Expected a trained router; received: a cluster centre of zeros, "
             f"block={block!r}, expert={expert}"
         )
-    steered = type(model).from_config(model.get_config())
-    steered.set_weights(model.get_weights())
+    steered = model.copy()
     offset = moe_block(steered, block).feed_forward_norm.beta
     offset.assign(ops.convert_to_numpy(offset.value) + strength * centres[expert])
-    if model.compiled:
-        steered.compile_from_config(model.get_compile_config())
     return steered

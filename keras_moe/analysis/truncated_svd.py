@@ -12,6 +12,8 @@ from keras import ops
 from rich.console import Console
 from rich.table import Table
 
+from keras_moe.analysis.blocks import check_images
+
 # MLPs of blocks, on channels, across tokens, or of experts.
 _KERNELS = re.compile(r"block_\d+/.*(mlp|experts)/(hidden|output|gate)[/_]kernel$")
 
@@ -57,7 +59,14 @@ def truncate_kernel(kernel: Any, share: float) -> np.ndarray:
     [[3.0, 0.0], [0.0, 0.0]]
     """
     kernel = np.asarray(kernel)
-    return _truncated(np.linalg.svd(kernel, full_matrices=False), share, kernel.dtype)
+    if kernel.ndim < 2 or not np.isfinite(np.asarray(kernel, "float64")).all():
+        raise ValueError(
+            f"Expected finite matrices (..., I, O); received: shape={kernel.shape}"
+        )
+    exact = kernel.astype("float64")
+    # Of whole numbers the best approximation has fractions.
+    dtype = "float64" if np.issubdtype(kernel.dtype, np.integer) else kernel.dtype
+    return _truncated(np.linalg.svd(exact, full_matrices=False), share, dtype)
 
 
 def _truncated(parts, share, dtype):
@@ -114,15 +123,27 @@ def truncated_svd(
     >>> len(found.scores), len(found.kernels)
     (1, 8)
     """
-    shares = [float(share) for share in shares]
+    images = check_images(images)
+    try:
+        shares = [float(share) for share in shares]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"Expected shares to be numbers; received: shares={shares!r}"
+        ) from None
     kernels = [v for v in model.variables if _KERNELS.search(v.path)]
-    if not kernels or any(
-        "int" in keras.backend.standardize_dtype(v.dtype) for v in kernels
-    ):
+    types = {keras.backend.standardize_dtype(v.dtype) for v in kernels}
+    if not kernels or any("int" in dtype for dtype in types):
         raise ValueError(
             "Expected a model with MLPs whose kernels are floats; received: "
-            f"{[(v.path, v.dtype) for v in kernels][:2]}"
+            f"{len(kernels)} kernels of {sorted(types)}"
         )
+    if any("lora" in v.path for v in model.variables):
+        raise ValueError(
+            "Expected a model without low-rank pairs beside its kernels; received "
+            "some: save_to_preset and load it first"
+        )
+    if not model.compiled:
+        raise ValueError("Expected a compiled model; received: compiled=False")
     if not shares or not all(0 < share <= 1 for share in shares):
         raise ValueError(f"Expected shares in (0, 1]; received: shares={shares}")
 
@@ -140,6 +161,11 @@ def truncated_svd(
 
     full, scores = score(), []
     kept = [np.array(ops.convert_to_numpy(v.value)) for v in kernels]
+    for variable, value in zip(kernels, kept):
+        if not np.isfinite(value.astype("float32")).all():
+            raise ValueError(
+                f"Expected finite kernels; received: NaN or inf in {variable.path}"
+            )
     # Half-precision types have no decomposition.
     parts = [
         np.linalg.svd(value.astype("float32"), full_matrices=False) for value in kept

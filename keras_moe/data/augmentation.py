@@ -64,6 +64,11 @@ class RandomResizedCrop:
             raise ValueError(
                 f"Expected a positive size; received: height={height}, width={width}"
             )
+        for name, pair in (("scale", scale), ("ratio", ratio)):
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+                raise ValueError(
+                    f"Expected the lowest and the highest; received: {name}={pair!r}"
+                )
         if not 0 < scale[0] <= scale[1] <= 1:
             raise ValueError(
                 f"Expected 0 < lowest <= highest <= 1; received: scale={scale}"
@@ -178,8 +183,10 @@ class RandAugment:
     """
 
     def __init__(self, num_ops: int = 2, magnitude: float = 1.0):
-        if num_ops < 1:
-            raise ValueError(f"Expected at least 1; received: num_ops={num_ops}")
+        if not isinstance(num_ops, int) or num_ops < 1:
+            raise ValueError(
+                f"Expected an integer of at least 1; received: num_ops={num_ops!r}"
+            )
         if not 0 <= magnitude <= 1:
             raise ValueError(
                 f"Expected a share in [0, 1]; received: magnitude={magnitude}"

@@ -1,5 +1,6 @@
 """Images in files below one folder for each split and class."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,16 @@ def read_examples(path: str, split: str, shuffle: bool, seed: int) -> Examples:
         )
     classes = class_names(path)
     files = [
-        (str(file), classes.index(name))
+        # As bytes: a name need not be UTF-8.
+        (os.fsencode(file), classes.index(name))
         for name in _folders(root / split)
         for file in sorted((root / split / name).iterdir())
-        if file.suffix.lower() in SUFFIXES
+        if file.suffix.lower() in SUFFIXES and file.is_file()
     ]
+    if len(classes) < 2:
+        raise ValueError(
+            f"Expected at least two classes in folder:{path}; received: {classes}"
+        )
     if not files:
         raise ValueError(
             f"Expected images ({', '.join(SUFFIXES)}) in the folders of classes below "
@@ -57,7 +63,11 @@ def class_names(path: str) -> list[str]:
 
 def _root(path: str) -> Path:
     root = Path(path)
-    if not root.is_dir() or not any(_folders(root / name) for name in _folders(root)):
+    if (
+        not path
+        or not root.is_dir()
+        or not any(_folders(root / name) for name in _folders(root))
+    ):
         raise ValueError(
             "Expected a folder with images in PATH/split/class/; "
             f"received: source='folder:{path}'"
@@ -66,4 +76,8 @@ def _root(path: str) -> Path:
 
 
 def _folders(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+    return sorted(
+        entry.name
+        for entry in path.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".")
+    )

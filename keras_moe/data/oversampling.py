@@ -1,5 +1,6 @@
 """Oversampling: examples of a small subpopulation, more than once."""
 
+import numbers
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
             "Expected booleans, one for each example; received: "
             f"shape={members.shape}, dtype={members.dtype}"
         )
+    if not isinstance(count, numbers.Integral):
+        raise ValueError(f"Expected count to be an integer; received: count={count!r}")
     found = np.flatnonzero(members)
     if not 0 < len(found) <= count:
         raise ValueError(

@@ -121,7 +121,7 @@ class ExpertCoefficients(keras.layers.Layer):
             noisy_logits=outer(normalised, ops.add),
             affinity=gates,
             gates=gates,
-            dispatched=ops.cast(gates > 0, "float32"),
+            dispatched=ops.cast(gates != 0, "float32"),
             combined=gates,
         )
 
@@ -150,7 +150,8 @@ class ExpertCoefficients(keras.layers.Layer):
             (self.means[level], mean),
             (self.variances[level], variance),
         ):
-            new = ops.stop_gradient(new)
+            # A batch without tokens has no statistics.
+            new = ops.where(count > 0, ops.stop_gradient(new), kept)
             kept.assign(_MOMENTUM * kept + (1.0 - _MOMENTUM) * new)
 
     def compute_output_spec(self, inputs, training=None, logits=None):

@@ -5,6 +5,7 @@ Axes: L levels of hierarchy, N_l experts of a level, I inputs, O units, R ranks.
 
 import itertools
 import math
+import numbers
 from typing import Any
 
 import keras
@@ -17,7 +18,6 @@ from keras_moe.ops.checks import (
     check_integer,
     check_not_negative,
     check_one_of,
-    check_positive,
 )
 
 
@@ -37,7 +37,7 @@ class MultilinearExperts(keras.layers.Layer):
         rank: CP's R; (R_1, ..., R_(L+2)) for `"tr"` and `"tucker"`; or `"match_dense"`
             for as many parameters as a dense layer of I to O has, or one of
             `match_shape`; TR then has ranks 4, ..., 4, R_(L+2). A rank that is no
-            integer, such as 0.75, is a share of I, rounded down.
+            integer, such as 0.75, is a share of I of at most 1, rounded down.
         match_shape: (inputs, units) of the dense layer for `"match_dense"`.
         use_bias: fold a bias into the input mode.
         expert_noise: sigma of the first expert mode's factors, N(1, sigma).
@@ -324,9 +324,14 @@ def check_rank(rank: Any, factorization: str | None, levels: int) -> Any:
 
 
 def _check_size(rank):
-    if isinstance(rank, float):
-        return check_positive("rank", rank)
-    return check_integer("rank", rank)
+    if isinstance(rank, numbers.Integral) or not isinstance(rank, numbers.Real):
+        return check_integer("rank", rank)
+    if not 0 < rank <= 1:
+        raise ValueError(
+            "Expected rank to be an integer of at least 1, or a share above 0 and of "
+            f"at most 1; received: rank={rank!r}"
+        )
+    return float(rank)
 
 
 def resolved_rank(rank: Any, inputs: int) -> Any:

@@ -199,6 +199,11 @@ class MuMoE(keras.layers.Layer):
 
 
 def _check_outputs(edited_outputs, units):
+    if not isinstance(edited_outputs, (list, tuple)):
+        raise ValueError(
+            "Expected edited_outputs to be a sequence of units; received: "
+            f"edited_outputs={edited_outputs!r}"
+        )
     outputs = tuple(check_integer("edited_outputs", i, 0) for i in edited_outputs)
     if len(set(outputs)) < len(outputs) or any(i >= units for i in outputs):
         raise ValueError(

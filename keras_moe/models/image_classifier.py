@@ -15,6 +15,7 @@ from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.losses import SigmoidCrossentropy
+from keras_moe.models.copying import CopyMixin, copied
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.lora import TaskLoraMixin
@@ -37,6 +38,7 @@ HEAD_POSITIONS = ("final", "penultimate")
 
 
 class ImageClassifier(
+    CopyMixin,
     PresetMixin,
     TaskWeightsMixin,
     TaskLoraMixin,
@@ -275,8 +277,7 @@ class ImageClassifier(
         outputs = before if output in before else (*before, output)
         config = self.get_config()
         config["head"]["config"]["edited_outputs"] = outputs
-        edited = type(self).from_config(config)
-        _copy_weights(self, edited, without="logit_offsets")
+        edited = copied(self, config, without="logit_offsets")
         table = np.zeros((experts, len(outputs)), "float32")
         if before:
             table[:, : len(before)] = keras.ops.convert_to_numpy(
@@ -284,8 +285,6 @@ class ImageClassifier(
             )
         table[:, outputs.index(output)] += offsets
         edited.head.logit_offsets.assign(table)
-        if self.compiled:
-            edited.compile_from_config(self.get_compile_config())
         return edited
 
     def compile(
@@ -417,6 +416,8 @@ def check_head(
     if isinstance(head, dict) and "class_name" not in head:
         names = argument_names(MuMoE)
         check_argument_names(head, names, "MuMoE")
+        if "num_experts" not in head:
+            raise ValueError(f"Expected num_experts of a head; received: head={head}")
         head = MuMoE(**{"units": num_classes, **head})
     else:
         head = layer_argument(head, "head")
@@ -438,23 +439,6 @@ def check_head(
             f"edited_outputs={head.edited_outputs}, head_position='penultimate'"
         )
     return head
-
-
-def _copy_weights(source, target, without):
-    """Copies all weights between models that were made alike, but for one's name."""
-    pairs = [
-        [weight for weight in model.weights if weight.name != without]
-        for model in (source, target)
-    ]
-    shapes = [[(w.name, tuple(w.shape)) for w in weights] for weights in pairs]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            "Expected a model that its config makes again; received weights beside "
-            "it, such as low-rank pairs: save_to_preset and load it first"
-        )
-    for old, new in zip(*pairs):
-        # Through an array: on JAX both variables would share one buffer.
-        new.assign(keras.ops.convert_to_numpy(old))
 
 
 def check_pooling(pooling: str | None, class_token: bool) -> str:

@@ -24,6 +24,7 @@ from keras_moe.layers import (
 )
 from keras_moe.layers.feed_forwards import feed_forward_layers, plain_options
 from keras_moe.layers.mlp import check_dropout
+from keras_moe.models.copying import CopyMixin
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.lora import LoraMixin
@@ -59,6 +60,7 @@ _SWITCHES = (
 
 
 class VisionBackbone(
+    CopyMixin,
     PresetMixin,
     LoraMixin,
     QuantizedBackboneMixin,

@@ -7,10 +7,10 @@ from keras import ops
 
 from keras_moe.ops.own_gradient import with_own_gradient
 
-# Newton's steps; each doubles the digits near the threshold. At alpha = 1.5 no logits
-# were found, of up to 16,384, that need more than 6 for float32.
-_STEPS = {1.5: 6}
-_STEPS_OF_OTHERS = 10
+# Newton's steps; each doubles the digits near the threshold. With more logits more of
+# them may crowd just below it, which takes longer.
+_STEPS, _STEPS_OF_MANY, _MANY = {1.5: 6}, {1.5: 10}, 512
+_STEPS_OF_OTHERS, _STEPS_OF_MANY_OTHERS = 10, 20
 
 
 def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
@@ -80,10 +80,16 @@ def _solve(scores, alpha):
     scaled = (alpha - 1.0) * (scores - top)
     # The largest alone would give 1 at this threshold, so the sum is at least 1.
     tau = -ops.ones_like(top)
-    for _ in range(_STEPS.get(alpha, _STEPS_OF_OTHERS)):
+    for _ in range(_steps(alpha, scores.shape[-1])):
         tau = tau + _newton_step(ops.maximum(scaled - tau, 0.0), power)
     gates = _power(ops.maximum(scaled - tau, 0.0), power)
     return gates / ops.sum(gates, axis=-1, keepdims=True)
+
+
+def _steps(alpha, count):
+    if count is not None and count <= _MANY:
+        return _STEPS.get(alpha, _STEPS_OF_OTHERS)
+    return _STEPS_OF_MANY.get(alpha, _STEPS_OF_MANY_OTHERS)
 
 
 def _newton_step(rest, power):

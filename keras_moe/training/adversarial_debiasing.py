@@ -1,7 +1,5 @@
 """Adversarial debiasing: features from which an attribute cannot be read."""
 
-from typing import Any
-
 import keras
 
 from keras_moe.layers import AttributeAdversary
@@ -25,7 +23,7 @@ def adversarial_debiasing(
     Returns:
         A compiled model with the outputs "predictions" and "attribute":
         `fit(images, {"predictions": labels, "attribute": attributes})`, the attributes
-        integers (B,).
+        integers (B,) from 0 to `num_values - 1`.
 
     Raises:
         ValueError: if the classifier is not compiled or has no `features`, or an
@@ -46,10 +44,11 @@ def adversarial_debiasing(
     >>> sorted(name for name in history.history if "accuracy" in name)
     ['attribute_accuracy', 'predictions_accuracy']
     """
-    if not hasattr(classifier, "features") or not classifier.compiled:
+    compiled = getattr(classifier, "compiled", False)
+    if not hasattr(classifier, "features") or not compiled:
         raise ValueError(
             "Expected a compiled classifier with features; received: "
-            f"{type(classifier).__name__}, compiled={classifier.compiled}"
+            f"{type(classifier).__name__}, compiled={compiled}"
         )
     adversary = AttributeAdversary(num_values, confusion_weight, name="attribute")
     model = keras.Model(
@@ -60,18 +59,19 @@ def adversarial_debiasing(
         },
     )
     settings = keras.saving.deserialize_keras_object(classifier.get_compile_config())
+    if isinstance(settings["metrics"], dict):
+        settings["metrics"] = list(settings["metrics"].values())
     attribute_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     attribute_metric = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
     model.compile(
         optimizer=settings["optimizer"],
         loss={"predictions": settings["loss"], "attribute": attribute_loss},
         metrics={
-            "predictions": _as_list(settings["metrics"]),
+            "predictions": keras.tree.flatten(settings["metrics"]),
             "attribute": [attribute_metric],
         },
+        run_eagerly=settings["run_eagerly"],
+        steps_per_execution=settings["steps_per_execution"],
+        jit_compile=settings["jit_compile"],
     )
     return model
-
-
-def _as_list(metrics: Any) -> list:
-    return metrics if isinstance(metrics, list) else [metrics]

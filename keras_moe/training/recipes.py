@@ -79,7 +79,9 @@ class Recipe:
         weight_decay: of all weights alike, times the learning rate of the step, as
             `AdamW` of Keras and PyTorch have it; 0 for none.
         gradient_clipping: largest norm of all gradients together, or None.
-        model_arguments: override the preset's, nested ones included.
+        model_arguments: override the preset's; a nested one, such as
+            `router_options`, is replaced as a whole. The number of classes follows from
+            the data, `dtype` and `seed` are the recipe's own.
         data: the source of images, see `keras_moe.data.load`.
         train_split: the split to train on.
         test_split: the split to evaluate on after each epoch.
@@ -139,6 +141,16 @@ class Recipe:
         if self.gradient_clipping is not None:
             check_positive("gradient_clipping", self.gradient_clipping)
         check_one_of("decay", self.decay, DECAYS)
+        if set(str(self.name)) & set("/\\") or str(self.name) in ("", ".", ".."):
+            raise ValueError(
+                f"Expected a name without folders; received: name={self.name!r}"
+            )
+        for name in ("num_classes", "dtype", "seed"):
+            if isinstance(self.model_arguments, dict) and name in self.model_arguments:
+                raise ValueError(
+                    f"Expected no {name} in model_arguments, which the recipe or its "
+                    f"data say; received: {name}={self.model_arguments[name]!r}"
+                )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is str and not isinstance(value, str):
@@ -166,8 +178,8 @@ class Recipe:
 
         Args:
             **overrides: any setting. `model_arguments` are added to those that are
-                there. With another `data` the splits are "train" and "test", unless
-                they are given, too.
+                there, nested ones replaced as a whole. With another `data` the splits
+                are "train" and "test", unless they are given, too.
 
         Raises:
             ValueError: if a setting is unknown or out of range.
@@ -448,7 +460,7 @@ def train(
 def _plain(name, value):
     """A copy of the value as JSON gives it back."""
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"Expected {name} to be JSON; received: {name}={value!r}"

@@ -59,9 +59,7 @@ def weights_of_experts(model):
 
 
 def accuracies(logits, labels):
-    own = np.take_along_axis(logits, labels[:, None], 1)[:, 0]
-    others = np.where(np.eye(logits.shape[1], dtype=bool)[labels], -np.inf, logits)
-    right = own > others.max(axis=1)
+    right = (logits.argmax(axis=1) == labels) & (np.ptp(logits, axis=1) > 0)
     counts = np.bincount(labels, minlength=logits.shape[1])
     return np.bincount(labels, right, logits.shape[1]) / np.maximum(counts, 1)
 
@@ -109,6 +107,7 @@ def test_nothing_is_right_without_the_only_expert():
 
 def test_several_labels_each_have_an_accuracy():
     model = classifier()
+    model.multi_label = True
     labels = (np.random.default_rng(0).random((24, CLASSES)) < 0.5).astype(int)
     inputs = images(24, *SHAPE)
     found = analysis.ablate_experts(model, inputs, labels, verbose=0)
@@ -274,6 +273,7 @@ def test_truncated_svd_evaluates_the_best_approximation():
     assert abs(found.scores[0] - found.full) > 1e-3
 
 
+@pytest.mark.backend_free
 def test_an_interrupted_intervention_leaves_the_model_whole():
     model = classifier(moe_layers=[0], router="softmax_token_choice")
     model.compile()
@@ -286,7 +286,9 @@ def test_an_interrupted_intervention_leaves_the_model_whole():
         calls.append(1)
         if len(calls) > 1:
             raise KeyboardInterrupt
-        return {"loss": 1.0} if "return_dict" in kwargs else np.zeros((24, CLASSES))
+        return (
+            {"loss": 1.0} if "return_dict" in kwargs else np.zeros((24, CLASSES), "f")
+        )
 
     for name, run in (
         ("predict", lambda: analysis.ablate_experts(
@@ -301,6 +303,45 @@ def test_an_interrupted_intervention_leaves_the_model_whole():
         object.__delattr__(model, name)
     for weight, value in zip(model.weights, before):
         np.testing.assert_array_equal(to_numpy(weight), value)
+
+
+@pytest.mark.backend_free
+def test_experts_with_negative_coefficients_are_ablated():
+    model = classifier(options={"activation": "tanh"})
+    inputs = images(24, *SHAPE)
+    z, gates = features(model, inputs)
+    assert (gates < 0).any()
+    found = analysis.ablate_experts(model, inputs, LABELS, verbose=0)
+    z, whole = np.concatenate([z, np.ones((24, 1), "f")], 1), weights_of_experts(model)
+    for expert in range(4):
+        tensor = whole.copy()
+        tensor[expert] = 0
+        y = np.einsum("be,bi,eio->bo", gates, z, tensor)
+        np.testing.assert_allclose(found.ablated[expert], accuracies(y, LABELS))
+
+
+@pytest.mark.backend_free
+def test_copies_keep_what_is_frozen_and_need_no_loss():
+    model = classifier(moe_layers=[0], router="softmax_token_choice")
+    model.backbone.trainable = False
+    model.compile(loss=lambda y, p: ops.mean(p))
+    with pytest.warns(UserWarning, match="defaults"):
+        edited = analysis.edit_expert_logits(model, None, 1)
+    assert len(edited.trainable_weights) == len(model.trainable_weights)
+    with pytest.warns(UserWarning, match="defaults"):
+        steered = analysis.steer_expert(model, "block_0", 1)
+    assert len(steered.trainable_weights) == len(model.trainable_weights)
+    shared = {id(w) for w in model.weights} & {id(w) for w in steered.weights}
+    assert not shared
+    model.backbone.enable_lora(2)
+    model.compile()
+    for refused in (
+        lambda: analysis.steer_expert(model, "block_0", 1),
+        lambda: analysis.edit_expert_logits(model, None, 1),
+        lambda: analysis.truncated_svd(model, images(24, *SHAPE), LABELS),
+    ):
+        with pytest.raises(ValueError, match="low-rank"):
+            refused()
 
 
 @pytest.mark.backend_free
@@ -321,20 +362,35 @@ def test_bad_arguments_are_refused():
     for call, message in (
         (lambda: ablate(LABELS[:3]), "shape=\\(3,\\)"),
         (lambda: ablate(LABELS + 1), "from 1 to 3"),
-        (lambda: ablate(LABELS / 2), "dtype=float64"),
+        (lambda: ablate(LABELS / 2), "from 0.0 to 1.0"),
+        (lambda: ablate(np.full(24, np.nan)), "nan"),
+        (lambda: ablate(np.eye(3)[LABELS]), "shape=\\(24, 3\\)"),
         (lambda: ablate(layer="block_7"), "block_7"),
         (lambda: ablate(experts=[9]), "\\[9\\]"),
         (lambda: ablate(experts=[]), "experts=\\[\\]"),
+        (lambda: ablate(experts=5), "experts=5"),
         (lambda: ablate(model=dense), "without head"),
+        (
+            lambda: analysis.ablate_experts(model, np.nan * inputs, LABELS, verbose=0),
+            "NaN",
+        ),
+        (
+            lambda: analysis.ablate_experts(model, inputs[0], LABELS, verbose=0),
+            "\\(16, 8, 2\\)",
+        ),
         (lambda: analysis.edit_expert_logits(dense, None, 1), "ViTImageClassifier"),
         (lambda: analysis.edit_expert_logits(levels, None, 1), "penultimate"),
-        (lambda: analysis.edit_expert_logits(model, inputs[:0], 1), "none"),
+        (lambda: analysis.edit_expert_logits(model, inputs[:0], 1), "\\(0, 16"),
+        (lambda: analysis.edit_expert_logits(model, iter([]), 1), "iterator"),
         (lambda: analysis.edit_expert_logits(model, None, 5), "output=5"),
-        (lambda: analysis.edit_expert_logits(model, None, 1, np.nan), "nan"),
+        (lambda: analysis.edit_expert_logits(model, None, 1, np.nan), "strength=nan"),
+        (lambda: analysis.edit_expert_logits(model, None, 1, "2"), "strength='2'"),
         (lambda: analysis.steer_expert(model, "block_0", 9), "expert=9"),
+        (lambda: analysis.steer_expert(model, "block_0", 1, None), "strength=None"),
         (lambda: analysis.steer_expert(untrained, "block_0", 1), "zeros"),
         (lambda: analysis.expert_centres(model, "block_1"), "block_1"),
         (lambda: analysis.truncated_svd(model, inputs, LABELS, [0.0]), "0.0"),
+        (lambda: analysis.truncated_svd(model, inputs, LABELS, 0.5), "shares=0.5"),
         (
             lambda: analysis.truncated_svd(model, inputs, LABELS, metric="auc"),
             "metric='auc'",

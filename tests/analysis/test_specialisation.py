@@ -68,6 +68,9 @@ def test_fairness_by_hand():
     assert found.equality_of_opportunity == 0.25
     np.testing.assert_allclose(found.std_bias, np.std([1.0, 0.5, 0.75, 0.5]))
     assert (found.max_min, found.accuracy) == (0.5, 0.7)
+    as_bool = np.array(targets, bool)
+    same = analysis.fairness_metrics(predictions, as_bool, attributes, positive=True)
+    assert same.equality_of_opportunity == 0.25
     other = analysis.fairness_metrics(predictions, targets, attributes, positive=0)
     assert other.equality_of_opportunity == 0.5
     assert json.loads(json.dumps(found.to_dict()))["max_min"] == 0.5
@@ -129,14 +132,22 @@ def test_pictures_are_drawn(tmp_path):
         (lambda: analysis.class_polysemanticity([1.0]), "shape=\\(1,\\)"),
         (lambda: analysis.expert_load(Routing(*[np.ones((2, 2))] * 6)), "\\(2, 2\\)"),
         (lambda: analysis.expert_load(Routing(*[np.ones((2, 2, 2))] * 6), 0), "0"),
+        (lambda: analysis.accuracy_changes([np.nan], [[1.0]]), "NaN"),
+        (lambda: analysis.class_polysemanticity([[np.nan, 1.0]]), "nan"),
+        (lambda: analysis.fairness_metrics([1, 0], [1, 0], [0, 10**10]), "2 images"),
         (lambda: analysis.fairness_metrics([1], [1, 0], [1, 0]), "\\(1,\\)"),
-        (lambda: analysis.fairness_metrics([1, 0], [1, 0], [1, 0]), "target=0"),
+        (lambda: analysis.fairness_metrics([1, 0], [1, 0], [1, 0]), "2 images"),
+        (
+            lambda: analysis.fairness_metrics([1] * 4, [1, 1, 0, 0], [1, 1, 0, 1]),
+            "target=1, attribute=0",
+        ),
         (lambda: analysis.fairness_metrics([0.5, 0], [1, 0], [1, 0]), "float64"),
         (lambda: analysis.fairness_metrics([1, 0], [0, 0], [1, 0]), "positive=1"),
         (lambda: analysis.truncate_kernel(np.eye(2), 1.5), "share=1.5"),
         (lambda: oversample([False, False], 3), "0 members"),
         (lambda: oversample([True, True, False], 1), "count=1"),
         (lambda: oversample([1, 0], 3), "int64"),
+        (lambda: oversample([True, False], 3.0), "count=3.0"),
         (
             lambda: plots.plot_expert_images(
                 np.zeros((2, 4, 4, 1)), Routing(*[np.full((2, 1, 4), 0.25)] * 6), "x"

@@ -364,6 +364,8 @@ def test_learns_with_batch_statistics():
         (lambda: MuMoE(4, ()), "num_experts=\\(\\)"),
         (lambda: MuMoE(4, 4, rank=0), "rank=0"),
         (lambda: MuMoE(4, 4, rank=0.0), "rank=0.0"),
+        (lambda: MuMoE(4, 4, rank=4.0), "rank=4.0"),
+        (lambda: MuMoE(4, 4, edited_outputs=3), "edited_outputs=3"),
         (lambda: MuMoE(4, 4, "tr", (2, 2, -0.5)), "rank=-0.5"),
         (lambda: MuMoE(4, 4, "tr", 3), "rank=3"),
         (lambda: MuMoE(4, (4, 2), "tr", (2, 2, 2)), "rank=\\(2, 2, 2\\)"),

@@ -129,3 +129,22 @@ def test_half_precision_is_computed_in_float32():
 def test_alpha_out_of_range_is_refused(alpha):
     with pytest.raises(ValueError, match="alpha="):
         entmax(np.ones((1, 2), "float32"), alpha)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [{0.0: 2, -1.41238: 1157, -1.51573: 15154}, {0.0: 2, -1.41321: 2035, -1.6445: 1}],
+)
+def test_logits_that_crowd_below_the_threshold(counts):
+    """Newton's steps are slow where many logits have nearly no share."""
+    logits = np.repeat(list(counts), list(counts.values())).astype("float32")
+    found = to_numpy(entmax(logits))
+    low, high = -1.0, 0.0
+    halves = logits.astype("float64") / 2
+    for _ in range(100):
+        tau = (low + high) / 2
+        total = (np.maximum(halves - tau, 0) ** 2).sum()
+        low, high = (tau, high) if total > 1 else (low, tau)
+    expected = np.maximum(halves - tau, 0) ** 2
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert np.abs(found - expected).sum() < 1e-4

@@ -53,7 +53,7 @@ def test_all_parts_are_stored_drawn_and_not_repeated(study, tmp_path, capsys):
     assert study["main"](arguments) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     (score,) = results["specialisation"]["heads"]["final 2"]["polysemanticity"]
-    assert score > 0
+    assert score >= 0
     (run,) = results["editing"]["runs"]
     assert set(run["rows"]) == {
         "linear",

@@ -1,0 +1,53 @@
+"""Copies of models, which share nothing with them."""
+
+import warnings
+from typing import Any
+
+import keras
+
+
+class CopyMixin:
+    """Adds `copy`."""
+
+    def copy(self) -> Any:
+        """A new model with the same config, weights and settings of training.
+
+        Its optimizer starts afresh.
+
+        Raises:
+            ValueError: if the model has weights that its config does not tell, such as
+                low-rank pairs.
+        """
+        return copied(self, self.get_config())
+
+
+def copied(model: Any, config: dict, without: str | None = None) -> Any:
+    """A model of another config, with the weights that both have.
+
+    Args:
+        model: a backbone or a task.
+        config: its config, changed.
+        without: the name of weights that may be new or change their shape.
+    """
+    new = type(model).from_config(config)
+    both = [[w for w in each.weights if w.name != without] for each in (model, new)]
+    shapes = [[(w.name, tuple(w.shape)) for w in weights] for weights in both]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "Expected a model that its config makes again; received weights beside "
+            "it, such as low-rank pairs: save_to_preset and load it first"
+        )
+    for old_weight, new_weight in zip(*both):
+        # Through an array: on JAX both variables would share one buffer.
+        new_weight.assign(keras.ops.convert_to_numpy(old_weight))
+        new_weight.trainable = old_weight.trainable
+    if getattr(model, "compiled", False):
+        try:
+            new.compile_from_config(model.get_compile_config())
+        except (TypeError, ValueError) as error:
+            warnings.warn(
+                "The copy is compiled with defaults: the model's own settings cannot "
+                f"be read back ({error})",
+                stacklevel=3,
+            )
+    return new
