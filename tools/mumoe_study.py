@@ -62,7 +62,7 @@ EXPERT_STRENGTHS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 BLIND_STRENGTHS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.5, 5.0)
 METRICS = {
     "target": "target",
-    "equality_of_opportunity": "opportunity",
+    "equality_of_opportunity": "eq. opp.",
     "std_bias": "STD bias",
     "max_min": "max-min",
     "accuracy": "accuracy",
@@ -376,7 +376,7 @@ class Editing(Study):
         )
         rows["+ adversarial"] = evaluate(debiased, test)
         edits = {
-            "+ blind threshold": (None, BLIND_STRENGTHS),
+            "+ blind thresh.": (None, BLIND_STRENGTHS),
             "+ expert edit": (
                 images[members],
                 [share * args.edited_experts for share in EXPERT_STRENGTHS],

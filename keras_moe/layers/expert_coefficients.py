@@ -150,9 +150,10 @@ class ExpertCoefficients(keras.layers.Layer):
             (self.means[level], mean),
             (self.variances[level], variance),
         ):
+            old = ops.convert_to_tensor(kept)
             # A batch without tokens has no statistics.
-            new = ops.where(count > 0, ops.stop_gradient(new), kept)
-            kept.assign(_MOMENTUM * kept + (1.0 - _MOMENTUM) * new)
+            new = ops.where(count > 0, ops.stop_gradient(new), old)
+            kept.assign(_MOMENTUM * old + (1.0 - _MOMENTUM) * new)
 
     def compute_output_spec(self, inputs, training=None, logits=None):
         leading = tuple(inputs.shape[:-1])

@@ -60,7 +60,7 @@ def test_all_parts_are_stored_drawn_and_not_repeated(study, tmp_path, capsys):
         "muMoE",
         "+ oversampling",
         "+ adversarial",
-        "+ blind threshold",
+        "+ blind thresh.",
         "+ expert edit",
         "+ expert edit, N",
     }
