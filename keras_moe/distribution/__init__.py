@@ -1,0 +1,6 @@
+"""Models on many devices: meshes and layout maps for `keras.distribution`."""
+
+from keras_moe.distribution.auto import auto
+from keras_moe.distribution.layouts import Layouts, layouts
+
+__all__ = ["Layouts", "auto", "layouts"]
