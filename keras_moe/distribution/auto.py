@@ -8,8 +8,8 @@ import keras
 from keras_moe.distribution.layouts import Layouts, layouts
 
 INSTEAD = {
-    "tensorflow": "make and compile the model within the scope of a "
-    "tf.distribute.MirroredStrategy, which is data parallel",
+    "tensorflow": "make the model and compile it with jit_compile=False within the "
+    "scope of a tf.distribute.MirroredStrategy, which is data parallel",
     "torch": "wrap the model in torch.nn.parallel.DistributedDataParallel in a "
     "training loop of your own, which is data parallel",
 }
@@ -33,8 +33,8 @@ def auto(
     attention is computed once, and tokens travel to their experts and back (all-to-all)
     where experts have a capacity and whole groups lie on each device: the batch should
     have a multiple of as many groups. Without capacity (`dropless=True`, and token
-    choice at inference) or with fewer groups the numbers are the same, but experts'
-    kernels or tokens are gathered.
+    choice at inference) the numbers are the same, but every device gathers the
+    experts and runs all rows; with fewer groups it gathers the tokens.
 
     Args:
         model_or_preset: what `keras_moe.models.describe` takes: a preset's name or
@@ -58,8 +58,7 @@ def auto(
             if nothing is there to split. muMoE blocks are not split.
 
     Reference:
-        *GShard*, section 3; *Scaling Vision with Sparse Mixture of Experts*, appendix
-        A.3.
+        *GShard*, section 3; *Megatron-LM*, section 3.
 
     Example:
 

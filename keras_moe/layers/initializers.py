@@ -5,6 +5,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops.by_group import on_several_devices
+
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PerExpert(keras.initializers.Initializer):
@@ -37,7 +39,7 @@ class PerExpert(keras.initializers.Initializer):
         slices = [
             self._of_expert(index)(shape, dtype=dtype) for index in range(num_experts)
         ]
-        if keras.distribution.distribution() is None:
+        if not on_several_devices():
             return ops.stack(slices)
         # Of a stack, along an axis that is split, XLA makes the whole on every device.
         place = ops.arange(num_experts, dtype="int32")

@@ -7,8 +7,24 @@ import keras
 from keras import ops, tree
 
 
+def on_several_devices() -> bool:
+    """Whether a distribution over more than one device is set.
+
+    Returns:
+        True or False.
+
+    Example:
+
+    >>> from keras_moe.ops.by_group import on_several_devices
+    >>> on_several_devices()
+    False
+    """
+    distribution = keras.distribution.distribution()
+    return distribution is not None and distribution.device_mesh.devices.size > 1
+
+
 def by_group(function: Callable, *arrays: Any) -> Any:
-    """`function(*arrays)`, as a batch over the groups where a distribution is set.
+    """`function(*arrays)`, on several devices as a batch over the groups.
 
     On one device it is quickest to flatten all groups into one table. A partitioner
     then cannot know that an index stays within its group, and gathers all groups on
@@ -30,7 +46,7 @@ def by_group(function: Callable, *arrays: Any) -> Any:
     >>> tuple(by_group(lambda x: ops.sum(x, axis=1), np.ones((3, 5))).shape)
     (3,)
     """
-    if keras.distribution.distribution() is None:
+    if not on_several_devices():
         return function(*arrays)
     given = [x is not None for x in arrays]
 

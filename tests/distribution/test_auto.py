@@ -138,7 +138,8 @@ def test_no_part_is_made_whole_for_want_of_a_way(results):
 
 def test_without_capacity_kernels_are_gathered(results):
     # The documented price: no partitioner knows how many rows each expert gets.
-    assert "all-gather" in results["dropless", "experts on the batch"]["collectives"]
+    sent = results["dropless", "experts on the batch"]["collectives"]
+    assert {"f32[8,16,32]", "f32[8,32,16]"} <= set(sent["all-gather"])
 
 
 def test_whole_batch_groups_leave_experts_where_they_are(results):
