@@ -7,7 +7,7 @@ from keras_moe._version import __version__
 
 # These need more than Keras (KerasHub, tf.data, matplotlib), so they are imported
 # when they are first used.
-_LAZY = ("analysis", "data", "evaluation", "models", "training")
+_LAZY = ("analysis", "data", "distribution", "evaluation", "models", "training")
 
 __all__ = [*_LAZY, "__version__", "layers", "losses", "ops", "routers"]
 

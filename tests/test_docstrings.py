@@ -17,6 +17,7 @@ DOCUMENTED = (
     "layers",
     "models",
     "data",
+    "distribution",
     "evaluation",
     "analysis",
     "training",

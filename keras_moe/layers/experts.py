@@ -10,6 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe.layers import activations
+from keras_moe.layers.activation_layout import with_layout
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import check_dropout
 from keras_moe.ops.checks import check_bool, check_integer
@@ -160,14 +161,20 @@ class Experts(keras.layers.Layer):
         if group_sizes is not None:
             return self._call_rows(inputs, group_sizes, training)
         num_groups, num_experts, capacity, dim = ops.shape(inputs)
+        # From the tokens' devices to the experts'. Both ends are fixed, here and below,
+        # or tokens or kernels would be gathered, forward or for the gradient.
+        x = with_layout(inputs, f"{self.path}/slots/dispatched")
+        x = with_layout(x, f"{self.path}/slots/input")
         # One matmul per layer and expert over the slots of all groups.
-        x = ops.transpose(inputs, (1, 0, 2, 3))
+        x = ops.transpose(x, (1, 0, 2, 3))
         x = ops.reshape(x, (num_experts, num_groups * capacity, dim))
         x = self._mlp(
             x, ops.matmul, lambda weight: ops.expand_dims(weight, 1), training
         )
         x = ops.reshape(x, (num_experts, num_groups, capacity, dim))
-        return ops.transpose(x, (1, 0, 2, 3))
+        x = ops.transpose(x, (1, 0, 2, 3))
+        x = with_layout(x, f"{self.path}/slots/output")
+        return with_layout(x, f"{self.path}/slots/returned")
 
     def _call_rows(self, rows, group_sizes, training):
         ends = ops.cumsum(group_sizes)

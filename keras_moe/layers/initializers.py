@@ -5,6 +5,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops.by_group import on_several_devices
+
 
 @keras.saving.register_keras_serializable("keras_moe")
 class PerExpert(keras.initializers.Initializer):
@@ -34,9 +36,18 @@ class PerExpert(keras.initializers.Initializer):
         if self.shared:
             value = self.initializer(shape, dtype=dtype)
             return ops.tile(value[None], [num_experts] + [1] * len(shape))
-        return ops.stack(
-            [self._of_expert(index)(shape, dtype=dtype) for index in range(num_experts)]
-        )
+        slices = [
+            self._of_expert(index)(shape, dtype=dtype) for index in range(num_experts)
+        ]
+        if not on_several_devices():
+            return ops.stack(slices)
+        # Of a stack, along an axis that is split, XLA makes the whole on every device.
+        place = ops.arange(num_experts, dtype="int32")
+        place = ops.reshape(place, (-1, *(1 for _ in shape)))
+        value = 0.0
+        for index, matrix in enumerate(slices):
+            value = ops.where(place == index, matrix, value)
+        return ops.cast(value, dtype or keras.config.floatx())
 
     def _of_expert(self, index):
         seed = getattr(self.initializer, "seed", None)

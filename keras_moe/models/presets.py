@@ -158,6 +158,44 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
     overrides.pop("dtype", None)  # Counts are the same under each.
     if num_classes is not None:
         overrides["num_classes"] = num_classes
+    if isinstance(preset, keras.Model) and not is_convertible(preset):
+        return _describe_model(preset, overrides)
+    backbone_cls, config, classifier_cls, task, name = _architecture(preset, overrides)
+    parts, num_tokens, dim = backbone_cls.describe_parts(**config)
+    if "num_classes" in task:
+        parts += classifier_cls.describe_parts(config, num_tokens, dim, **task)
+    return Description(os.fspath(name), num_tokens, parts)
+
+
+def unbuilt_blocks(preset: Any, **overrides) -> list[keras.layers.Layer]:
+    """The blocks of a model's backbone as layers without weights.
+
+    Args:
+        preset: as for `describe`.
+        **overrides: any argument of the backbone or the task.
+
+    Returns:
+        An `EncoderBlock` or `MoEEncoderBlock` for each block.
+
+    Raises:
+        ValueError: as `describe`.
+
+    Example:
+
+    >>> from keras_moe.models.presets import unbuilt_blocks
+    >>> unbuilt_blocks("vmoe_h14")[31].feed_forward.experts.num_experts
+    32
+    """
+    if isinstance(preset, keras.Model) and not is_convertible(preset):
+        backbone, config = _backbone_of(preset, overrides)
+        backbone_cls = type(backbone)
+    else:
+        backbone_cls, config, *_ = _architecture(preset, overrides)
+    return backbone_cls.unbuilt_blocks(**config)
+
+
+def _architecture(preset, overrides):
+    """Classes and arguments of backbone and task, and the preset's name."""
     builtin = builtin_presets().get(preset) if isinstance(preset, str) else None
     if builtin:
         backbone_cls, classifier_cls = _classes(builtin)
@@ -168,8 +206,6 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
         backbone_cls, config, classifier_cls, task, _ = model_arguments(plan, overrides)
         overrides, task = {}, task or {}
         preset = preset if isinstance(preset, (str, os.PathLike)) else file.path
-    elif isinstance(preset, keras.Model):
-        return _describe_model(preset, overrides)
     else:
         folder = check_preset(preset)
         loader = get_preset_loader(folder)
@@ -189,14 +225,21 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
             task = load_json(folder, "task.json")["config"]
     backbone_overrides, task_overrides = split_arguments(classifier_cls, overrides)
     config.update(backbone_overrides)
-    parts, num_tokens, dim = backbone_cls.describe_parts(**config)
     task = {name: task[name] for name in _TASK_SIZES if name in task} | task_overrides
-    if "num_classes" in task:
-        parts += classifier_cls.describe_parts(config, num_tokens, dim, **task)
-    return Description(os.fspath(preset), num_tokens, parts)
+    return backbone_cls, config, classifier_cls, task, preset
 
 
 def _describe_model(model, overrides):
+    backbone, config = _backbone_of(model, overrides)
+    parts, num_tokens, dim = type(backbone).describe_parts(**config)
+    if model is not backbone:
+        task = {name: getattr(model, name) for name in _TASK_SIZES}
+        parts += type(model).describe_parts(config, num_tokens, dim, **task)
+    return Description(model.name, num_tokens, parts)
+
+
+def _backbone_of(model, overrides):
+    """A model's backbone, and the arguments that it was made with."""
     if overrides:
         raise ValueError(
             f"Expected no further arguments with a model; received: {overrides}"
@@ -210,11 +253,7 @@ def _describe_model(model, overrides):
     names = [*argument_names(type(backbone))]
     config = {k: v for k, v in backbone.get_config().items() if k in names}
     config.pop("dtype", None)
-    parts, num_tokens, dim = type(backbone).describe_parts(**config)
-    if model is not backbone:
-        task = {name: getattr(model, name) for name in _TASK_SIZES}
-        parts += type(model).describe_parts(config, num_tokens, dim, **task)
-    return Description(model.name, num_tokens, parts)
+    return backbone, config
 
 
 def _classes(builtin):

@@ -358,7 +358,7 @@ class VisionBackbone(
         given = (config.get("router_options") or {}).get("num_slots")
         if given is not None:
             return given
-        blocks = cls._layers(dtype="float32", **cls._complete(config))["blocks"]
+        blocks = cls.unbuilt_blocks(**config)
         soft = next((b for b in blocks if isinstance(b, MoEEncoderBlock)), None)
         return soft and soft.feed_forward.router.slots_per_expert
 
@@ -374,6 +374,15 @@ class VisionBackbone(
         not_of_layers = ("dtype", "name", "trainable")
         complete = {**defaults, **config}
         return {k: v for k, v in complete.items() if k not in not_of_layers}
+
+    @classmethod
+    def unbuilt_blocks(cls, **config) -> list:
+        """The blocks of a backbone, not built.
+
+        Args:
+            **config: the arguments of the constructor. No weight is allocated.
+        """
+        return cls._layers(dtype="float32", **cls._complete(config))["blocks"]
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.ops.by_group import by_group
 from keras_moe.ops.routing import (
     RaggedPlan,
     SlotPlan,
@@ -103,6 +104,13 @@ def dispatch(tokens: Any, plan: Any) -> Any:
     if isinstance(plan, SoftPlan):
         weights = ops.cast(plan.dispatch, tokens.dtype)
         return ops.einsum("gsd,gsec->gecd", tokens, weights)
+    if isinstance(plan, RaggedPlan):
+        return _gather(tokens, plan)
+    return by_group(lambda x, *plan_: _gather(x, type(plan)(*plan_)), tokens, *plan)
+
+
+def _gather(tokens, plan):
+    """`dispatch` by index."""
     num_groups, num_tokens, dim = ops.shape(tokens)
     if isinstance(plan, RaggedPlan):
         rows = plan.row_tokens
@@ -176,8 +184,14 @@ def combine(outputs: Any, plan: Any) -> Any:
     if isinstance(plan, SoftPlan):
         weights = ops.cast(plan.combine, outputs.dtype)
         return ops.einsum("gecd,gsec->gsd", outputs, weights)
-    if isinstance(plan, SlotPlan):
-        return _combine_slots(outputs, plan)
+    if isinstance(plan, RaggedPlan):
+        return _combine_choices(outputs, plan)
+    way = _combine_slots if isinstance(plan, SlotPlan) else _combine_choices
+    return by_group(lambda x, *plan_: way(x, type(plan)(*plan_)), outputs, *plan)
+
+
+def _combine_choices(outputs, plan):
+    """`combine` from the tokens' side: a token has K choices."""
     dim = outputs.shape[-1]
     num_groups, num_tokens, num_choices = ops.shape(plan.combine_weights)
     total = weighted_sum_of_rows(

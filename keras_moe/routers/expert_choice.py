@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops.by_group import by_group
 from keras_moe.ops.checks import check_bool, check_positive
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
 from keras_moe.ops.routing import SlotPlan
@@ -160,9 +161,13 @@ class ExpertChoiceRouter(SparseRouter):
             # As if the group had its real tokens alone.
             real = ops.sum(ops.cast(mask, "int32"), axis=1)
             filled_slots = self.group_capacity(real, training)
-        return expert_choice(
-            affinity, gates, capacity, mask, self.normalize_gates, filled_slots
-        )
+
+        def allocate(affinity, gates, mask, filled_slots):
+            return expert_choice(
+                affinity, gates, capacity, mask, self.normalize_gates, filled_slots
+            )
+
+        return by_group(allocate, affinity, gates, mask, filled_slots)
 
     def num_slots(self, num_tokens: int) -> int:
         return self.num_experts * self.group_capacity(num_tokens, None)

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops.by_group import by_group
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.checks import (
     check_bool,
@@ -258,24 +259,28 @@ class PathwayAwareRouter(TokenChoiceRouter):
             keep = [not zero.start <= e < zero.stop for e in range(kinds.total)]
             gates = ops.where(ops.convert_to_tensor(keep, "bool"), gates, 0.0)
         arguments = {
-            "mask": mask,
             "normalize_gates": self.normalize_gates,
             "in_place_experts": kinds.zero_computation,
         }
         if self.serves_every_token(training):
             return dropless_token_choice(
-                affinity, gates, self.num_selected_experts, **arguments
+                affinity, gates, self.num_selected_experts, mask, **arguments
             )
         capacity, in_place_capacity = self.capacities(ops.shape(affinity)[1], training)
-        return token_choice(
-            affinity,
-            gates,
-            self.num_selected_experts,
-            capacity,
-            priority=self.priority,
-            in_place_capacity=in_place_capacity,
-            **arguments,
-        )
+
+        def allocate(affinity, gates, mask):
+            return token_choice(
+                affinity,
+                gates,
+                self.num_selected_experts,
+                capacity,
+                priority=self.priority,
+                mask=mask,
+                in_place_capacity=in_place_capacity,
+                **arguments,
+            )
+
+        return by_group(allocate, affinity, gates, mask)
 
     def capacities(self, num_tokens: Any, training: bool | None) -> tuple[Any, Any]:
         """The capacities of an FFN and of a zero-computation expert (equation 8).

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops.by_group import by_group
 from keras_moe.ops.checks import (
     check_bool,
     check_one_of,
@@ -177,15 +178,20 @@ class TokenChoiceRouter(SparseRouter):
             return dropless_token_choice(
                 affinity, gates, self.num_selected_experts, mask, self.normalize_gates
             )
-        return token_choice(
-            affinity,
-            gates,
-            self.num_selected_experts,
-            self.group_capacity(ops.shape(affinity)[1], training),
-            priority=self.priority,
-            mask=mask,
-            normalize_gates=self.normalize_gates,
-        )
+        capacity = self.group_capacity(ops.shape(affinity)[1], training)
+
+        def allocate(affinity, gates, mask):
+            return token_choice(
+                affinity,
+                gates,
+                self.num_selected_experts,
+                capacity,
+                priority=self.priority,
+                mask=mask,
+                normalize_gates=self.normalize_gates,
+            )
+
+        return by_group(allocate, affinity, gates, mask)
 
     def num_slots(self, num_tokens: int) -> int:
         return num_tokens * self.num_selected_experts

@@ -1,0 +1,7 @@
+"""Models on many devices: meshes and layout maps for `keras.distribution`."""
+
+from keras_moe.distribution.auto import auto
+from keras_moe.distribution.gathering import gathered
+from keras_moe.distribution.layouts import Layouts, layouts
+
+__all__ = ["Layouts", "auto", "gathered", "layouts"]

@@ -1,0 +1,246 @@
+"""Which axis of which weight and activation is split over which axis of the devices.
+
+Axes: B batch, N tokens, D hidden, H mlp, G groups, E experts, C capacity.
+"""
+
+from typing import Any, NamedTuple
+
+from keras_moe.layers import MLP, MoE, SelfAttention
+from keras_moe.models.presets import unbuilt_blocks
+from keras_moe.ops.checks import check_integer
+
+BATCH, EXPERT, MODEL = "batch", "expert", "model"
+# Of the batch axis, where experts are split over a part of it only: the devices that
+# hold the same experts, and those among which the experts are dealt.
+REPLICA = "replica"
+
+# Tables of path -> axes. The first word of a path is what Keras calls the model or the
+# block; the rest names the layer.
+ATTENTION_WEIGHTS = {
+    "attention/(query|key|value)/kernel": (None, MODEL, None),
+    "attention/(query|key|value)/bias": (MODEL, None),
+    "attention/attention_output/kernel": (MODEL, None, None),
+}
+ATTENTION_ACTIVATIONS = {
+    "attention/(query|key|value)/output": (BATCH, None, MODEL, None),
+    "attention/output": (BATCH, None, None),
+}
+# The same for a Mixer's MLPs across the tokens, which lie along the second axis there.
+MLP_WEIGHTS = {
+    "{mlp}/hidden/kernel": (None, MODEL),
+    "{mlp}/hidden/bias": (MODEL,),
+    "{mlp}/output/kernel": (MODEL, None),
+}
+MLP_ACTIVATIONS = {
+    "{mlp}/hidden/output": (BATCH, None, MODEL),
+    "{mlp}/output": (BATCH, None, None),
+}
+# With what LoRA and int8 add, where it has the same axes.
+EXPERT_WEIGHTS = {
+    "experts/(hidden|gate)_(kernel|lora_b)": (EXPERT, None, MODEL),
+    "experts/(hidden|gate)_(bias|scale)": (EXPERT, MODEL),
+    "experts/output_(kernel|lora_a)": (EXPERT, MODEL, None),
+    "experts/output_(bias|scale)": (EXPERT, None),
+    "experts/(hidden_lora_a|gate_lora_a|output_lora_b)": (EXPERT, None, None),
+}
+# From where the tokens are to where their experts are, and back: all-to-all.
+EXPERT_ACTIVATIONS = {
+    "experts/slots/(input|output)": (REPLICA, EXPERT, None, None),  # (G, E, C, D)
+    "experts/slots/(dispatched|returned)": (BATCH, None, None, None),
+    # What routing gathers and sorts must not draw the residual stream with it.
+    "feed_forward_norm/output": (BATCH, None, None),
+    "stochastic_depth/output": (BATCH, None, None),
+}
+
+
+class Layouts(NamedTuple):
+    """How a model lies on devices.
+
+    Attributes:
+        mesh: axis to size, of the mesh on which the data and all but the experts lie.
+        expert_mesh: the same devices in the same order, with the batch axis cut into
+            `"replica"` and `"expert"` where the experts are split over a part of it;
+            else `mesh`.
+        weights: regular expression of paths to axes; a weight that matches none is on
+            every device.
+        activations: the same for the outputs of layers.
+
+    Example:
+
+    >>> from keras_moe import distribution
+    >>> plan = distribution.layouts("vmoe_b16", 8, expert_parallel=4)
+    >>> plan.mesh, plan.expert_mesh
+    ({'batch': 8}, {'replica': 2, 'expert': 4})
+    """
+
+    mesh: dict
+    expert_mesh: dict
+    weights: dict
+    activations: dict
+
+    def on_expert_mesh(self, axes: tuple) -> bool:
+        """Whether axes of a rule are those of `expert_mesh`."""
+        return EXPERT in axes or REPLICA in axes
+
+
+def layouts(
+    model_or_preset: Any,
+    num_devices: int,
+    expert_parallel: Any = None,
+    model_parallel: int = 1,
+    batch_size: int | None = None,
+    **overrides: Any,
+) -> Layouts:
+    """The rules by which `auto` lays out a model, without any device or weight.
+
+    Args:
+        model_or_preset: as for `auto`.
+        num_devices: how many devices there are.
+        expert_parallel: as for `auto`.
+        model_parallel: as for `auto`.
+        batch_size: as for `auto`.
+        **overrides: as for `auto`.
+
+    Returns:
+        `Layouts`.
+
+    Raises:
+        ValueError: as `auto`.
+
+    Reference:
+        *GShard*, section 3, for experts on the batch's devices; *Megatron-LM*, section
+        3, for attention and MLP.
+
+    Example:
+
+    >>> from keras_moe import distribution
+    >>> plan = distribution.layouts("vmoe_b16", 8, model_parallel=2)
+    >>> plan.mesh
+    {'batch': 4, 'model': 2}
+    >>> plan.weights["(.*/)?experts/output_(kernel|lora_a)"]
+    ('batch', 'model', None)
+    """
+    num_devices = check_integer("num_devices", num_devices)
+    model_parallel = check_integer("model_parallel", model_parallel)
+    if num_devices % model_parallel:
+        raise ValueError(
+            f"Expected model_parallel to divide the {num_devices} devices; "
+            f"received: model_parallel={model_parallel}"
+        )
+    batch_devices = num_devices // model_parallel
+    parts = _parts(unbuilt_blocks(model_or_preset, **overrides))
+    if batch_size is not None and check_integer("batch_size", batch_size) % (
+        batch_devices
+    ):
+        raise ValueError(
+            f"Expected a batch_size that the {batch_devices} devices of the batch axis "
+            f"divide; received: batch_size={batch_size}"
+        )
+    experts = sorted({part.num_experts for kind, part in parts if kind == "experts"})
+    expert_parallel = _expert_devices(expert_parallel, batch_devices, experts)
+    _check_model_parallel(model_parallel, parts)
+
+    of_model = {} if model_parallel == 1 else {MODEL: model_parallel}
+    mesh = expert_mesh = {BATCH: batch_devices, **of_model}
+    # What the tables' axes are called on the mesh; None where they are not split.
+    names = {BATCH: BATCH, EXPERT: BATCH, REPLICA: None, MODEL: None}
+    if of_model:
+        names[MODEL] = MODEL
+    if expert_parallel == 1:
+        names[EXPERT] = None
+    elif expert_parallel < batch_devices:
+        replicas = batch_devices // expert_parallel
+        expert_mesh = {REPLICA: replicas, EXPERT: expert_parallel, **of_model}
+        names.update({EXPERT: EXPERT, REPLICA: REPLICA})
+
+    kinds = {kind for kind, _ in parts}
+    weights, activations = {}, {}
+    if model_parallel > 1:
+        if "attention" in kinds:
+            weights.update(ATTENTION_WEIGHTS)
+            activations.update(ATTENTION_ACTIVATIONS)
+        for mlp in sorted(kinds & {"mlp", "token_mlp"}):
+            for rules, table in (
+                (weights, MLP_WEIGHTS),
+                (activations, MLP_ACTIVATIONS),
+            ):
+                rules.update({path.format(mlp=mlp): x for path, x in table.items()})
+    if "experts" in kinds:
+        weights.update(EXPERT_WEIGHTS)
+    if expert_parallel > 1:
+        activations.update(EXPERT_ACTIVATIONS)
+    return Layouts(
+        mesh, expert_mesh, _on_mesh(weights, names), _on_mesh(activations, names, True)
+    )
+
+
+def _parts(blocks):
+    """The layers that can be split, each with the name of its kind."""
+    parts = []
+    for block in blocks:
+        if isinstance(block.token_mixer, SelfAttention):
+            parts.append(("attention", block.token_mixer))
+        elif isinstance(block.token_mixer, MLP):
+            parts.append(("token_mlp", block.token_mixer))
+        if isinstance(block.feed_forward, MLP):
+            parts.append(("mlp", block.feed_forward))
+        elif isinstance(block.feed_forward, MoE):
+            parts.append(("experts", block.feed_forward.experts))
+    return parts
+
+
+def _expert_devices(expert_parallel, batch_devices, experts):
+    """Over how many devices the experts are split."""
+    if expert_parallel is None:
+        fits = experts and all(count % batch_devices == 0 for count in experts)
+        return batch_devices if fits else 1
+    if expert_parallel == BATCH:
+        expert_parallel = batch_devices
+    expert_parallel = check_integer("expert_parallel", expert_parallel)
+    if expert_parallel > 1 and not experts:
+        raise ValueError(
+            "Expected expert_parallel=1 or None for a model without experts that have "
+            "tokens dispatched to them (in a muMoE block every expert takes part); "
+            f"received: expert_parallel={expert_parallel}"
+        )
+    if batch_devices % expert_parallel:
+        raise ValueError(
+            f"Expected expert_parallel to divide the {batch_devices} devices of the "
+            f"batch axis; received: expert_parallel={expert_parallel}"
+        )
+    for count in experts:
+        if count % expert_parallel:
+            raise ValueError(
+                "Expected expert_parallel to divide num_experts; received: "
+                f"expert_parallel={expert_parallel}, num_experts={count}"
+            )
+    return expert_parallel
+
+
+def _check_model_parallel(model_parallel, parts):
+    if model_parallel == 1:
+        return
+    if not parts:
+        raise ValueError(
+            "Expected model_parallel=1 for a model without attention, MLPs or routed "
+            "experts: no weight would be split; "
+            f"received: model_parallel={model_parallel}"
+        )
+    for kind, part in parts:
+        name = "num_heads" if kind == "attention" else "mlp_dim"
+        if (size := getattr(part, name)) % model_parallel:
+            raise ValueError(
+                f"Expected model_parallel to divide {name} of the {kind}; received: "
+                f"model_parallel={model_parallel}, {name}={size}"
+            )
+
+
+def _on_mesh(table, names, keep_whole=False):
+    """The rules with the mesh's names, without those that split nothing."""
+    rules = {}
+    for path, axes in table.items():
+        axes = tuple(names.get(axis) for axis in axes)
+        # An activation that is whole on each device may have to be made so.
+        if keep_whole or any(axes):
+            rules[f"(.*/)?{path}"] = axes
+    return rules

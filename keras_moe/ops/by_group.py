@@ -1,0 +1,58 @@
+"""Work on groups that lie on several devices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+
+def on_several_devices() -> bool:
+    """Whether a distribution over more than one device is set.
+
+    Returns:
+        True or False.
+
+    Example:
+
+    >>> from keras_moe.ops.by_group import on_several_devices
+    >>> on_several_devices()
+    False
+    """
+    distribution = keras.distribution.distribution()
+    return distribution is not None and distribution.device_mesh.devices.size > 1
+
+
+def by_group(function: Callable, *arrays: Any) -> Any:
+    """`function(*arrays)`, on several devices as a batch over the groups.
+
+    On one device it is quickest to flatten all groups into one table. A partitioner
+    then cannot know that an index stays within its group, and gathers all groups on
+    every device; as a batch over groups, each device works on its own.
+
+    Args:
+        function: of arrays whose first axis is G, to the same (nested); no group
+            depends on another.
+        *arrays: (G, ...), or None.
+
+    Returns:
+        What `function` returns.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras import ops
+    >>> from keras_moe.ops.by_group import by_group
+    >>> tuple(by_group(lambda x: ops.sum(x, axis=1), np.ones((3, 5))).shape)
+    (3,)
+    """
+    if not on_several_devices():
+        return function(*arrays)
+    given = [x is not None for x in arrays]
+
+    def of_one(present):
+        present = iter(present)
+        one = [ops.expand_dims(next(present), 0) if has else None for has in given]
+        return tree.map_structure(lambda x: x[0], function(*one))
+
+    return ops.vectorized_map(of_one, [x for x in arrays if x is not None])

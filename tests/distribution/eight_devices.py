@@ -1,0 +1,187 @@
+"""Trains one step of small models on 8 virtual devices, and prints what it saw.
+
+A process of its own: XLA counts its devices when it starts. Arguments: a folder for
+XLA's dumps, and the cases as JSON, `[[model, layout], ...]`.
+"""
+
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+DUMPS = Path(sys.argv[1])
+os.environ.update(
+    KERAS_BACKEND="jax",
+    JAX_PLATFORMS="cpu",
+    XLA_FLAGS="--xla_force_host_platform_device_count=8 "
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text "
+    "--xla_dump_hlo_module_re=.*(train_step|call).*",
+)
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+
+from keras_moe import distribution, models  # noqa: E402
+
+VIT = {
+    "image_shape": (16, 16, 3),
+    "patch_size": 8,
+    "hidden_dim": 16,
+    "num_layers": 1,
+    "mlp_dim": 32,
+    "num_heads": 8,
+    "moe_layers": "every_1",
+    "num_experts": 8,
+    "images_per_group": 1,
+    "class_token": False,
+    "seed": 0,
+}
+MIXER = {
+    name: value
+    for name, value in VIT.items()
+    if name not in ("num_heads", "class_token")
+}
+MODELS = {
+    "token choice": {**VIT, "num_layers": 2, "moe_layers": "last_1"},
+    "max gate": {**VIT, "priority": "max_gate"},
+    "dropless": {**VIT, "dropless": True},
+    "whole batch": {**VIT, "images_per_group": None},
+    "expert choice": {**VIT, "router": "softmax_expert_choice"},
+    "sinkhorn": {**VIT, "router": "sinkhorn_expert_choice"},
+    "soft": {**VIT, "router": "soft"},
+    "einsum": {**VIT, "dispatcher": "einsum"},
+    "rematerialize": {**VIT, "rematerialize": True},
+    "moe++": {**VIT, "zero_experts": 1, "copy_experts": 1, "constant_experts": 1},
+    "mumoe": {**VIT, "router": "mumoe"},
+    "mixer": {
+        **MIXER,
+        "token_mlp_dim": 8,
+        "num_layers": 2,
+        "moe_layers": "last_1",
+    },
+    # Its experts are larger than what Keras makes on one device.
+    "large": {
+        **VIT,
+        "hidden_dim": 256,
+        "expert_mlp_dim": 4096,
+        "shared_expert_initialization": False,
+    },
+}
+LAYOUTS = {
+    "data": {"expert_parallel": 1},
+    "experts on the batch": {"expert_parallel": "batch"},
+    "experts on their own": {"expert_parallel": 2},
+    "model": {"expert_parallel": 1, "model_parallel": 8},
+    "model and data": {"expert_parallel": 1, "model_parallel": 2},
+    "model and experts": {"expert_parallel": "batch", "model_parallel": 2},
+    "all three": {"expert_parallel": 2, "model_parallel": 2},
+}
+IMAGES = np.random.default_rng(1).normal(size=(16, 16, 16, 3)).astype("float32")
+LABELS = np.arange(16) % 3
+
+
+def preset_of(model):
+    return "mixer_s16" if "token_mlp_dim" in MODELS[model] else "vit_s16"
+
+
+def make(model):
+    """The classifier as a user makes it."""
+    keras.utils.set_random_seed(0)
+    return models.from_preset(preset_of(model), num_classes=3, **MODELS[model])
+
+
+def train_step(classifier):
+    """The loss of one step, and what it adds to each weight."""
+    generator = np.random.default_rng(0)
+    for weight in classifier.trainable_weights:
+        weight.assign(generator.normal(size=weight.shape) * 0.3)
+    classifier.compile(
+        optimizer=keras.optimizers.SGD(1.0, momentum=0.9),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    before = [np.asarray(weight.value) for weight in classifier.trainable_weights]
+    loss = float(np.ravel(classifier.train_on_batch(IMAGES, LABELS))[0])
+    after = [np.asarray(weight.value) for weight in classifier.trainable_weights]
+    return loss, [new - old for new, old in zip(after, before)]
+
+
+def shards(variable):
+    """The shapes of a variable's parts, and the devices that have them."""
+    parts = variable.value.addressable_shards
+    (shape,) = {part.data.shape for part in parts}
+    return {
+        "path": variable.path,
+        "shape": list(variable.shape),
+        "shard": list(shape),
+        "devices": len({part.device for part in parts}),
+    }
+
+
+def compiled(name):
+    """The newest program of that name."""
+    found = DUMPS.glob(f"*{name}*after_optimizations.txt")
+    return max(found, key=lambda path: path.stat().st_mtime).read_text()
+
+
+def collectives(program):
+    """The shapes of the operands of each kind of collective operation."""
+    found = {}
+    pattern = r"= (.*?) (all-to-all|all-gather|reduce-scatter)(?:-start)?\("
+    for result, kind in re.findall(pattern, program):
+        found.setdefault(kind, []).extend(re.findall(r"\w+\[[\d,]*\]", result))
+    return found
+
+
+SINGLE = {}
+
+
+def run(model, layout):
+    arguments = dict(LAYOUTS[layout])
+    overrides = {k: v for k, v in MODELS[model].items() if k != "seed"}
+    if overrides.get("router") == "mumoe":
+        arguments.pop("expert_parallel")
+    found = distribution.auto(
+        preset_of(model), batch_size=len(IMAGES), **arguments, **overrides
+    )
+    if model == "large":
+        with found.scope():
+            classifier = make(model)
+        program = compiled("jit___call")
+        return {
+            "weights": [shards(weight) for weight in classifier.weights],
+            "made": sorted(set(re.findall(r"f32\[[\d,]+\]", program))),
+        }
+    if model not in SINGLE:
+        SINGLE[model] = train_step(make(model))
+    with found.scope():
+        classifier = make(model)
+        weights = [shards(weight) for weight in classifier.weights]
+        loss, changes = train_step(classifier)
+    program = compiled("train_step")
+    expected_loss, expected = SINGLE[model]
+    slots = [
+        shards(variable)
+        for variable in classifier.optimizer.variables
+        if "momentum" in variable.path
+    ]
+    return {
+        "class": type(found).__name__,
+        "loss": abs(loss - expected_loss) / max(1, abs(expected_loss)),
+        "gradients": max(
+            float(np.abs(a - b).max() / max(1, np.abs(b).max()))
+            for a, b in zip(changes, expected)
+        ),
+        "moved": sum(bool(np.any(b)) for b in expected),
+        "weights": weights,
+        "slots": slots,
+        "bytes": sum(4 * math.prod(weight["shard"]) for weight in weights),
+        "collectives": collectives(program),
+    }
+
+
+if __name__ == "__main__":
+    results = [[*case, run(*case)] for case in json.loads(sys.argv[2])]
+    print("RESULTS " + json.dumps(results))

@@ -1,0 +1,160 @@
+"""Models on 8 virtual devices: the numbers of one device, and what is sent."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.backend_free
+
+# Every layout with token choice, and every router with the layouts that differ for it.
+ALL_LAYOUTS = (
+    "data",
+    "experts on the batch",
+    "experts on their own",
+    "model",
+    "model and data",
+    "model and experts",
+    "all three",
+)
+WITH_CAPACITY = (
+    "max gate",
+    "expert choice",
+    "sinkhorn",
+    "soft",
+    "einsum",
+    "rematerialize",
+    "moe++",
+)
+CASES = [
+    *itertools.product(["token choice"], ALL_LAYOUTS),
+    *itertools.product(WITH_CAPACITY, ["experts on the batch"]),
+    *itertools.product(["expert choice", "soft"], ["experts on their own"]),
+    *itertools.product(
+        ["dropless", "whole batch"],
+        ["data", "experts on the batch", "experts on their own", "all three"],
+    ),
+    *itertools.product(["mumoe"], ["data", "model and data"]),
+    ("mixer", "all three"),
+    ("mixer", "model"),
+]
+# Mesh sizes that the layouts promise: (expert parallel, model parallel).
+SPLITS = {
+    "data": (1, 1),
+    "experts on the batch": (8, 1),
+    "experts on their own": (2, 1),
+    "model": (1, 8),
+    "model and data": (1, 2),
+    "model and experts": (4, 2),
+    "all three": (2, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What happened in each case, from one process."""
+    dumps = tmp_path_factory.mktemp("dumps")
+    script = Path(__file__).with_name("eight_devices.py")
+    cases = [*CASES, ("large", "experts on the batch")]
+    done = subprocess.run(
+        [sys.executable, str(script), str(dumps), json.dumps(cases)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    line = done.stdout.splitlines()[-1].removeprefix("RESULTS ")
+    found = {(model, layout): result for model, layout, result in json.loads(line)}
+    found["stderr"] = done.stderr
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_step_is_that_of_one_device(results, case):
+    result = results[case]
+    assert result["loss"] < 1e-5
+    assert result["gradients"] < 1e-5
+    assert result["moved"] > 10
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_each_device_has_what_the_layout_promises(results, case):
+    result = results[case]
+    split = dict(zip(("experts", "model"), SPLITS[case[1]]))
+    total = 0
+    for weight in result["weights"]:
+        assert weight["devices"] == 8
+        size, shard = math.prod(weight["shape"]), math.prod(weight["shard"])
+        assert shard * parts_of(weight["path"], **split) == size, weight
+        total += 4 * shard
+    assert result["bytes"] == total
+    shards = {str(weight["shape"]): weight["shard"] for weight in result["weights"]}
+    for slot in result["slots"]:
+        assert shards[str(slot["shape"])] == slot["shard"]
+
+
+def parts_of(path, experts, model):
+    """Into how many parts a weight is cut, said another way than by patterns."""
+    *_, layer, name = ["", "", *path.split("/")]
+    parents = path.split("/")[:-1]
+    if layer == "experts":
+        return experts * (1 if name == "output_bias" else model)
+    if "attention" in parents:
+        return 1 if path.endswith("attention_output/bias") else model
+    if "mlp" in parents or "token_mlp" in parents:
+        return 1 if path.endswith("output/bias") else model
+    return 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (model, layout)
+        for model, layout in CASES
+        if SPLITS[layout][0] > 1 and model not in ("dropless", "whole batch")
+    ],
+    ids=" ".join,
+)
+def test_tokens_travel_and_experts_stay(results, case):
+    sent = results[case]["collectives"]
+    # There and back, and the same for the gradient. The batched tokens alone do: what
+    # is gathered has no axis of size D = 16 or H = 32.
+    assert "all-to-all" in sent
+    gathered = sent.get("all-gather", [])
+    assert not [x for x in gathered if {"16]", "32]"} & {x.split(",")[-1]}]
+
+
+def test_no_part_is_made_whole_for_want_of_a_way(results):
+    assert "rematerialization" not in results["stderr"]
+
+
+def test_without_capacity_kernels_are_gathered(results):
+    # The documented price: no partitioner knows how many rows each expert gets.
+    sent = results["dropless", "experts on the batch"]["collectives"]
+    assert {"f32[8,16,32]", "f32[8,32,16]"} <= set(sent["all-gather"])
+
+
+def test_whole_batch_groups_leave_experts_where_they_are(results):
+    sent = results["whole batch", "experts on the batch"]["collectives"]
+    kernels = {"f32[8,16,32]", "f32[8,32,16]"}
+    assert not kernels & set(sent.get("all-gather", []))
+
+
+def test_a_large_model_is_never_whole(results):
+    result = results["large", "experts on the batch"]
+    (kernel,) = (
+        x for x in result["weights"] if x["path"].endswith("experts/hidden_kernel")
+    )
+    assert kernel["shape"] == [8, 256, 4096]
+    assert kernel["shard"] == [1, 256, 4096]
+    # The program that draws it, on each device.
+    assert "f32[1,4096,256]" in result["made"]
+    assert "f32[8,4096,256]" not in result["made"]

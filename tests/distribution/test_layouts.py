@@ -1,0 +1,139 @@
+"""The rules, and the doors at which numbers that do not divide are refused."""
+
+import re
+
+import keras
+import pytest
+
+from keras_moe import distribution, models
+from keras_moe.distribution.auto import check_paths
+
+SMALL = {
+    "image_shape": (16, 16, 3),
+    "patch_size": 8,
+    "hidden_dim": 16,
+    "num_layers": 2,
+    "mlp_dim": 32,
+    "num_experts": 4,
+    "moe_layers": "last_1",
+}
+VIT = {**SMALL, "num_heads": 4}
+MIXER = {**SMALL, "token_mlp_dim": 8}
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("cls", "preset", "config"),
+    [
+        (models.ViTBackbone, "vit_s16", VIT),
+        (models.ViTBackbone, "vit_s16", {**VIT, "moe_layers": None}),
+        (models.ViTBackbone, "vit_s16", {**VIT, "gated_experts": True}),
+        (models.ViTBackbone, "vit_s16", {**VIT, "router": "soft"}),
+        (models.ViTBackbone, "vit_s16", {**VIT, "router": "mumoe"}),
+        (models.MixerBackbone, "mixer_s16", MIXER),
+        (
+            models.MixerBackbone,
+            "mixer_s16",
+            {**MIXER, "router": "mumoe", "token_mixer": "mumoe"},
+        ),
+    ],
+)
+def test_each_rule_has_weights_and_each_weight_one_rule(cls, preset, config):
+    plan = distribution.layouts(preset, 8, model_parallel=2, **config)
+    backbone = cls(**config)
+    assert distribution.layouts(backbone, 8, model_parallel=2) == plan
+    paths = [weight.path for weight in backbone.weights]
+    check_paths(plan, paths)
+    for rule, axes in plan.weights.items():
+        if "lora_a|" in rule:  # a rule for LoRA's pairs alone
+            continue
+        matched = [w for w in backbone.weights if re.fullmatch(rule, w.path)]
+        assert matched, rule
+        assert {len(weight.shape) for weight in matched} == {len(axes)}
+
+
+@pytest.mark.backend_free
+def test_meshes():
+    def meshes(*arguments, **options):
+        plan = distribution.layouts("vmoe_b16", *arguments, **options)
+        return plan.mesh, plan.expert_mesh
+
+    whole = {"batch": 8}
+    assert meshes(8) == (whole, whole)
+    assert meshes(8, "batch") == (whole, whole)
+    assert meshes(8, 8) == (whole, whole)
+    assert meshes(8, 2) == (whole, {"replica": 4, "expert": 2})
+    assert meshes(8, 2, 2) == (
+        {"batch": 4, "model": 2},
+        {"replica": 2, "expert": 2, "model": 2},
+    )
+    # 32 experts do not lie on 3 devices: all have all.
+    assert distribution.layouts("vmoe_b16", 3).weights == {}
+    assert distribution.layouts("vit_b16", 8).weights == {}
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("preset", "arguments", "message"),
+    [
+        ("vmoe_b16", {"expert_parallel": 3}, "8 devices.*received: expert_parallel=3"),
+        (
+            "vmoe_b16",
+            {"expert_parallel": "batch", "num_experts": 12},
+            "expert_parallel=8, num_experts=12",
+        ),
+        ("vmoe_b16", {"expert_parallel": "all"}, "'all'"),
+        ("vit_b16", {"expert_parallel": 8}, "without experts.*expert_parallel=8"),
+        (
+            "vit_b16",
+            {"expert_parallel": 8, "router": "mumoe", "moe_layers": "every_2"},
+            "muMoE.*expert_parallel=8",
+        ),
+        ("vit_b16", {"model_parallel": 3}, "8 devices.*model_parallel=3"),
+        ("vit_b16", {"model_parallel": 8}, "model_parallel=8, num_heads=12"),
+        ("vit_b16", {"model_parallel": 4, "mlp_dim": 30}, "=4, mlp_dim=30"),
+        (
+            "mixer_s16",
+            {"model_parallel": 4, "token_mlp_dim": 30},
+            "token_mlp.*=4, mlp_dim=30",
+        ),
+        (
+            "mixer_s16",
+            {
+                "model_parallel": 2,
+                "router": "mumoe",
+                "token_mixer": "mumoe",
+                "moe_layers": "every_1",
+            },
+            "no weight would be split.*model_parallel=2",
+        ),
+        ("vmoe_b16", {"batch_size": 12}, "8 devices.*batch_size=12"),
+        ("vmoe_b16", {"batch_size": 0}, "batch_size=0"),
+        ("vmoe_b61", {}, "vmoe_b61"),
+        ("vmoe_b16", {"num_expert": 3}, "num_expert"),
+    ],
+)
+def test_what_does_not_divide_is_refused(preset, arguments, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        distribution.layouts(preset, 8, **arguments)
+
+
+@pytest.mark.backend_free
+def test_rules_that_do_not_fit_are_refused():
+    plan = distribution.layouts("vmoe_b16", 8)
+    with pytest.raises(ValueError, match=r"paths=.*'head/kernel'"):
+        check_paths(plan, ["head/kernel"])
+    twice = plan._replace(weights={**plan.weights, ".*hidden_kernel": ("batch",)})
+    with pytest.raises(ValueError, match=r"matches .*hidden_kernel"):
+        check_paths(twice, ["block_1/moe/experts/hidden_kernel"])
+
+
+def test_other_backends_are_told_what_works():
+    backend = keras.backend.backend()
+    if backend == "jax":
+        found = distribution.auto("vmoe_digits", keras.distribution.list_devices()[:1])
+        assert type(found) is keras.distribution.DataParallel
+        return
+    instead = {"tensorflow": "MirroredStrategy", "torch": "DistributedDataParallel"}
+    with pytest.raises(ValueError, match=f"{instead[backend]}.*backend='{backend}'"):
+        distribution.auto("vmoe_digits")

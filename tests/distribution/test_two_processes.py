@@ -1,0 +1,63 @@
+"""A true run of two processes, each with half of the devices and of the batch."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.backend_free
+
+
+def start(*arguments):
+    script = Path(__file__).with_name("two_processes.py")
+    return subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def loss_of(process):
+    try:
+        output, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors[-4000:]
+    return float(output.split("LOSS")[-1])
+
+
+def weights_of(path):
+    found = {}
+    with h5py.File(path) as file:
+        file.visititems(
+            lambda name, item: (
+                found.update({name: np.array(item)}) if hasattr(item, "dtype") else None
+            )
+        )
+    return found
+
+
+def test_two_processes_train_and_save_what_one_does(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together, alone = tmp_path / "two.weights.h5", tmp_path / "one.weights.h5"
+    processes = [start(number, port, together) for number in (0, 1)]
+    losses = [loss_of(process) for process in processes]
+    expected = loss_of(start(0, "alone", alone))
+    assert losses == pytest.approx([expected, expected], rel=1e-5)
+    found, wanted = weights_of(together), weights_of(alone)
+    assert found.keys() == wanted.keys()
+    assert len(found) > 15
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)
