@@ -23,22 +23,23 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
-import json
 import math
 import sys
 import time
-import zipfile
-import zlib
 from pathlib import Path
 
 import keras
 import numpy as np
 from results import (
+    check_converged,
     digest,
+    earlier_results,
     plain,
     progress_of_runs,
+    read_arrays,
     read_result,
     spread,
+    write_arrays,
     write_json,
 )
 from rich.console import Console
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         (args.output / "runs").mkdir(parents=True, exist_ok=True)
         kinds = ExpertKinds(*args.kinds)
         # Parts of an earlier command stay.
-        results = earlier_results(args.output / "results.json")
+        results = earlier_results(args.output / "results.json", keras.backend.backend())
         if "costs" in args.parts:
             results["costs"] = costs(kinds, args)
             print_costs(results["costs"], console)
@@ -138,18 +139,6 @@ def main(argv: list[str] | None = None) -> int:
     write_json(args.output / "results.json", plain(results))
     console.print(f"results   {args.output / 'results.json'}")
     return 0
-
-
-def earlier_results(path: Path) -> dict:
-    """The results that are there, of this backend."""
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        results = {}
-    backend = keras.backend.backend()
-    if not isinstance(results, dict) or results.get("backend") != backend:
-        return {"backend": backend}
-    return results
 
 
 def costs(kinds: ExpertKinds, args: argparse.Namespace) -> dict:
@@ -297,12 +286,9 @@ class Training:
         result = read_result(path, settings)
         # Damaged files are no result: the run is done again.
         is_whole = isinstance(result, dict) and set(result) == RESULTS
-        if not is_whole or read_arrays(arrays) is None:
+        if not is_whole or set(read_arrays(arrays) or ()) != ARRAYS:
             result, kept = self.train(overrides, seed)
-            part = arrays.with_name(arrays.name + ".part")
-            with open(part, "wb") as file:
-                np.savez_compressed(file, **kept)
-            os.replace(part, arrays)
+            write_arrays(arrays, kept)
             write_json(path, {"settings": settings, "result": result})
         return result
 
@@ -363,11 +349,7 @@ class Training:
         )
         begin = time.perf_counter()
         history = model.fit(batches, epochs=args.epochs, shuffle=False, verbose=0)
-        if not math.isfinite(history.history["loss"][-1]):
-            raise ValueError(
-                "Expected a run that converges; received: a loss that is not finite. "
-                "Try a smaller --learning-rate"
-            )
+        check_converged(history.history)
         seconds = time.perf_counter() - begin
         outputs = keras.Model(
             model.input, {"logits": model.output, "routing": model.routing}
@@ -424,16 +406,6 @@ class Training:
         }
         plots.plot_routing_scores(scores, paths[2], title="Gates of the last MoE block")
         return paths
-
-
-def read_arrays(path: Path) -> dict | None:
-    """The arrays that a run kept, or None if they are not there or not whole."""
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = dict(stored)
-    except (OSError, ValueError, zipfile.BadZipFile, zlib.error):
-        return None
-    return arrays if set(arrays) == ARRAYS else None
 
 
 def print_costs(found: dict, console: Console) -> None:

@@ -27,13 +27,23 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import keras
 import numpy as np
-from results import digest, plain, progress_of_runs, read_result, spread, write_json
+from results import (
+    check_converged,
+    digest,
+    earlier_results,
+    plain,
+    progress_of_runs,
+    read_arrays,
+    read_result,
+    spread,
+    write_arrays,
+    write_json,
+)
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -95,9 +105,11 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"expected --{name.replace('_', '-')} of at least 1")
     if min(args.experts) < 1 or args.learning_rate <= 0:
         parser.error("expected --experts of at least 1 and --learning-rate above 0")
-    console, results = Console(), {"backend": keras.backend.backend()}
+    console = Console()
     try:
         (args.output / "runs").mkdir(parents=True, exist_ok=True)
+        # Parts of an earlier command stay.
+        results = earlier_results(args.output / "results.json", keras.backend.backend())
         for name in args.parts:
             part = {
                 "specialisation": Specialisation,
@@ -144,10 +156,7 @@ class Study:
         result, arrays = read_result(path, settings), read_arrays(arrays_path)
         if result is None or arrays is None:
             result, arrays = make()
-            part = Path(f"{arrays_path}.part")
-            with open(part, "wb") as file:
-                np.savez_compressed(file, **arrays)
-            os.replace(part, arrays_path)
+            write_arrays(arrays_path, arrays)
             write_json(path, {"settings": settings, "result": plain(result)})
         return result, arrays
 
@@ -168,11 +177,7 @@ class Study:
             epochs=self.passes * self.args.epochs,
             verbose=0,
         )
-        if not np.isfinite(history.history["loss"][-1]):
-            raise ValueError(
-                "Expected a run that converges; received: a loss that is not finite. "
-                "Try a smaller --learning-rate"
-            )
+        check_converged(history.history)
 
 
 class Specialisation(Study):
@@ -528,15 +533,6 @@ def average(rows: list[dict]) -> analysis.FairnessMetrics:
     return analysis.FairnessMetrics(
         *(np.mean([row[field] for row in rows], axis=0) for field in fields)
     )
-
-
-def read_arrays(path: Path) -> dict | None:
-    """The arrays that a run kept, or None if they are not there or not whole."""
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            return dict(stored)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-        return None
 
 
 def percent(value: dict) -> str:

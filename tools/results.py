@@ -4,9 +4,12 @@ import hashlib
 import json
 import os
 import statistics
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
@@ -57,3 +60,40 @@ def read_result(path: Path, settings: dict) -> Any:
         return record["result"] if record["settings"] == settings else None
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
+
+
+def earlier_results(path: Path, backend: str) -> dict:
+    """The results that are there, of this backend: parts of an earlier command."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        results = {}
+    if not isinstance(results, dict) or results.get("backend") != backend:
+        return {"backend": backend}
+    return results
+
+
+def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """Writes an .npz file as a whole, or not at all."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        np.savez_compressed(file, **arrays)
+    os.replace(part, path)
+
+
+def read_arrays(path: Path) -> dict[str, Any] | None:
+    """The arrays that a run kept, or None if they are not there or not whole."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return dict(stored)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+
+
+def check_converged(history: dict[str, list[float]]) -> None:
+    """Raises ValueError if the last loss of a run is not finite."""
+    if not np.isfinite(history["loss"][-1]):
+        raise ValueError(
+            "Expected a run that converges; received: a loss that is not finite. "
+            "Try a smaller --learning-rate"
+        )

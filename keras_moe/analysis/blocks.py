@@ -1,6 +1,11 @@
-"""What analysis takes from its callers: blocks of models, and images."""
+"""What analysis takes from its callers: blocks of models, weights, and images."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+from keras import ops
 
 
 def moe_block(model: Any, name: str) -> Any:
@@ -35,3 +40,21 @@ def check_images(images: Any) -> Any:
             f"channels); received: {type(images).__name__}, shape={shape}"
         )
     return images
+
+
+@contextlib.contextmanager
+def restored(variables: list) -> Iterator[list[np.ndarray]]:
+    """Variables may change within the context, and have their values again after it.
+
+    Args:
+        variables: a list of them.
+
+    Yields:
+        Their values.
+    """
+    kept = [np.array(ops.convert_to_numpy(v.value)) for v in variables]
+    try:
+        yield kept
+    finally:
+        for variable, value in zip(variables, kept):
+            variable.assign(value)

@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from keras_moe.analysis.patches import of_patches
 from keras_moe.ops.checks import check_integer
 from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
 
@@ -106,13 +107,7 @@ def compute_map(routing: Any, kinds: ExpertKinds, grid: tuple[int, int]) -> np.n
     [[[2.0, 2.0], [2.0, 2.0]]]
     """
     counts = ffn_experts_per_token(routing, kinds)
-    num_patches = grid[0] * grid[1]
-    if counts.shape[1] not in (num_patches, num_patches + 1):
-        raise ValueError(
-            f"Expected {num_patches} or {num_patches + 1} tokens for grid={grid}; "
-            f"received: {counts.shape[1]} tokens"
-        )
-    return counts[:, -num_patches:].reshape(-1, *grid)
+    return of_patches(counts, grid).reshape(-1, *grid)
 
 
 def load_by_kind(

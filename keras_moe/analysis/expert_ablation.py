@@ -3,7 +3,6 @@
 Axes: B batch, C classes, E experts, L levels of hierarchy, P pairs of image and expert.
 """
 
-import contextlib
 from typing import Any, NamedTuple
 
 import keras
@@ -12,7 +11,12 @@ from keras import ops
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.analysis.blocks import check_images, moe_block, mumoe_head
+from keras_moe.analysis.blocks import (
+    check_images,
+    moe_block,
+    mumoe_head,
+    restored,
+)
 from keras_moe.analysis.specialisation import (
     accuracy_changes,
     class_polysemanticity,
@@ -269,26 +273,15 @@ def _ablate_block(model, images, labels, slices, batch_size, verbose):
     bar = keras.utils.Progbar(len(slices), unit_name="expert") if verbose else None
     before, lost = right(), []
     for number, parts in enumerate(slices):
-        with zeroed(parts):
+        with restored([variable for variable, _ in parts]):
+            for variable, index in parts:
+                value = np.array(ops.convert_to_numpy(variable.value))
+                value[index] = 0
+                variable.assign(value)
             lost.append(before - right())
         if bar is not None:
             bar.update(number + 1)
     return before, np.stack(lost)
-
-
-@contextlib.contextmanager
-def zeroed(slices: list[tuple[Any, tuple]]):
-    """Parts of variables are zero within the context, and come back after it."""
-    kept = [(v, ops.convert_to_numpy(v.value).copy()) for v, _ in slices]
-    try:
-        for variable, index in slices:
-            value = ops.convert_to_numpy(variable.value).copy()
-            value[index] = 0
-            variable.assign(value)
-        yield
-    finally:
-        for variable, value in kept:
-            variable.assign(value)
 
 
 def print_ablation(

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_moe.analysis.patches import of_patches
+
 
 class ExpertView(NamedTuple):
     """What one expert works on.
@@ -53,17 +55,10 @@ def expert_views(
     >>> view.images.tolist(), view.position_shares.tolist()
     ([1], [[0.5, 1.0]])
     """
-    combined = np.asarray(routing.combined)
-    num_patches = grid[0] * grid[1]
-    if combined.ndim != 3 or combined.shape[1] not in (num_patches, num_patches + 1):
-        raise ValueError(
-            f"Expected routing arrays (batch, {num_patches} or {num_patches + 1} "
-            f"tokens, experts) for grid={grid}; received: shape={combined.shape}"
-        )
-    dispatched = np.asarray(routing.dispatched)[:, -num_patches:] > 0
-    weight = combined[:, -num_patches:].sum(axis=1)
+    dispatched = of_patches(routing.dispatched, grid) > 0
+    weight = of_patches(routing.combined, grid).sum(axis=1)
     views = []
-    for expert in range(combined.shape[-1]):
+    for expert in range(weight.shape[-1]):
         order = np.argsort(-weight[:, expert], kind="stable")[:images_per_expert]
         patches = dispatched[..., expert].reshape(-1, *grid)
         views.append(ExpertView(patches.mean(axis=0), order, patches[order]))

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-from keras import ops
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.analysis.blocks import check_images
+from keras_moe.analysis.blocks import check_images, restored
 
 # MLPs of blocks, on channels, across tokens, or of experts.
 _KERNELS = re.compile(r"block_\d+/.*(mlp|experts)/(hidden|output|gate)[/_]kernel$")
@@ -160,27 +159,24 @@ def truncated_svd(
         return float(found[name])
 
     full, scores = score(), []
-    kept = [np.array(ops.convert_to_numpy(v.value)) for v in kernels]
-    for variable, value in zip(kernels, kept):
-        if not np.isfinite(value.astype("float32")).all():
-            raise ValueError(
-                f"Expected finite kernels; received: NaN or inf in {variable.path}"
-            )
-    # Half-precision types have no decomposition.
-    parts = [
-        np.linalg.svd(value.astype("float32"), full_matrices=False) for value in kept
-    ]
-    bar = keras.utils.Progbar(len(shares), unit_name="share") if verbose else None
-    try:
+    with restored(kernels) as kept:
+        for variable, value in zip(kernels, kept):
+            if not np.isfinite(value.astype("float32")).all():
+                raise ValueError(
+                    f"Expected finite kernels; received: NaN or inf in {variable.path}"
+                )
+        # Half-precision types have no decomposition.
+        parts = [
+            np.linalg.svd(value.astype("float32"), full_matrices=False)
+            for value in kept
+        ]
+        bar = keras.utils.Progbar(len(shares), unit_name="share") if verbose else None
         for number, share in enumerate(shares):
             for variable, value, part in zip(kernels, kept, parts):
                 variable.assign(_truncated(part, share, value.dtype))
             scores.append(score())
             if bar is not None:
                 bar.update(number + 1)
-    finally:
-        for variable, value in zip(kernels, kept):
-            variable.assign(value)
     return TruncatedSVD(shares, scores, full, [v.path for v in kernels])
 
 

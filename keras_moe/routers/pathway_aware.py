@@ -8,7 +8,6 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.by_group import by_group
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.checks import (
     check_bool,
@@ -18,7 +17,6 @@ from keras_moe.ops.checks import (
 )
 from keras_moe.ops.expert_kinds import expert_kinds
 from keras_moe.ops.routing import HeterogeneousPlan, RaggedPlan, RoutingPlan
-from keras_moe.ops.token_choice import dropless_token_choice, token_choice
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
 DEFAULT_CAPACITY_FACTOR = 1.1
@@ -258,29 +256,11 @@ class PathwayAwareRouter(TokenChoiceRouter):
             zero = kinds.slices()["zero"]
             keep = [not zero.start <= e < zero.stop for e in range(kinds.total)]
             gates = ops.where(ops.convert_to_tensor(keep, "bool"), gates, 0.0)
-        arguments = {
-            "normalize_gates": self.normalize_gates,
-            "in_place_experts": kinds.zero_computation,
-        }
-        if self.serves_every_token(training):
-            return dropless_token_choice(
-                affinity, gates, self.num_selected_experts, mask, **arguments
-            )
+        arguments = {"in_place_experts": kinds.zero_computation}
         capacity, in_place_capacity = self.capacities(ops.shape(affinity)[1], training)
-
-        def allocate(affinity, gates, mask):
-            return token_choice(
-                affinity,
-                gates,
-                self.num_selected_experts,
-                capacity,
-                priority=self.priority,
-                mask=mask,
-                in_place_capacity=in_place_capacity,
-                **arguments,
-            )
-
-        return by_group(allocate, affinity, gates, mask)
+        if capacity is not None:
+            arguments["in_place_capacity"] = in_place_capacity
+        return self.choose(affinity, gates, mask, capacity, **arguments)
 
     def capacities(self, num_tokens: Any, training: bool | None) -> tuple[Any, Any]:
         """The capacities of an FFN and of a zero-computation expert (equation 8).

@@ -174,11 +174,30 @@ class TokenChoiceRouter(SparseRouter):
         return self.num_selected_experts
 
     def allocate(self, affinity, gates, mask=None, training=None):
-        if self.serves_every_token(training):
-            return dropless_token_choice(
-                affinity, gates, self.num_selected_experts, mask, self.normalize_gates
-            )
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
+        return self.choose(affinity, gates, mask, capacity)
+
+    def choose(
+        self, affinity: Any, gates: Any, mask: Any, capacity: Any, **arguments: Any
+    ) -> Any:
+        """The plan of tokens that choose, each served if `capacity` is None.
+
+        Args:
+            affinity: float32 (G, S, E).
+            gates: float32 (G, S, E).
+            mask: boolean (G, S), or None.
+            capacity: C, or None.
+            **arguments: further ones of `token_choice`.
+        """
+        if capacity is None:
+            return dropless_token_choice(
+                affinity,
+                gates,
+                self.num_selected_experts,
+                mask,
+                self.normalize_gates,
+                **arguments,
+            )
 
         def allocate(affinity, gates, mask):
             return token_choice(
@@ -189,6 +208,7 @@ class TokenChoiceRouter(SparseRouter):
                 priority=self.priority,
                 mask=mask,
                 normalize_gates=self.normalize_gates,
+                **arguments,
             )
 
         return by_group(allocate, affinity, gates, mask)

@@ -239,11 +239,12 @@ class Recipe:
         Args:
             num_classes: of the head.
         """
-        arguments = _plain("model_arguments", self.model_arguments)
         return models.from_preset(
             self.preset,
             num_classes=num_classes,
-            **{"dtype": self.dtype, "seed": self.seed, **arguments},
+            dtype=self.dtype,
+            seed=self.seed,
+            **_plain("model_arguments", self.model_arguments),
         )
 
     def compile(self, model: keras.Model, steps_per_epoch: int) -> None:

@@ -6,16 +6,20 @@ from keras_moe.analysis.plots.compute_allocation import (
     plot_routing_scores,
     plot_tau_study,
 )
+from keras_moe.analysis.plots.expert_images import (
+    plot_expert_images,
+    plot_expert_patches,
+)
 from keras_moe.analysis.plots.expert_views import plot_expert_views
+from keras_moe.analysis.plots.interventions import (
+    plot_subpopulations,
+    plot_truncated_svd,
+)
 from keras_moe.analysis.plots.router_study import plot_router_study
 from keras_moe.analysis.plots.specialisation import (
     plot_ablation,
-    plot_expert_images,
     plot_expert_load,
-    plot_expert_patches,
     plot_polysemanticity,
-    plot_subpopulations,
-    plot_truncated_svd,
 )
 from keras_moe.analysis.plots.training_history import plot_training_history
 

@@ -9,6 +9,7 @@ from keras_moe.analysis.plots.figure import (
     checked_images,
     in_colour,
     new_figure,
+    save_figure,
 )
 
 _KINDS = {
@@ -207,9 +208,7 @@ def plot_routing_scores(
         axis.set_xlabel("gate")
         axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     axes[0].set_ylabel("% of tokens")
-    figure.suptitle(title, fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path)
+    save_figure(figure, path, title)
 
 
 def plot_tau_study(
@@ -283,6 +282,4 @@ def plot_tau_study(
     for axis in (left, right):
         axis.set_xlabel("tau")
         axis.grid(alpha=0.25)
-    figure.suptitle(title, fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path)
+    save_figure(figure, path, title)

@@ -9,6 +9,7 @@ from keras_moe.analysis.expert_views import expert_views
 from keras_moe.analysis.plots.figure import (
     checked_images,
     faded,
+    name_row,
     new_figure,
 )
 
@@ -69,9 +70,7 @@ def plot_expert_views(
         heat = expert_axes[0].imshow(
             view.position_shares, vmin=0, vmax=top or 1, cmap="viridis"
         )
-        expert_axes[0].set_ylabel(
-            f"expert {row}", rotation=0, ha="right", va="center", fontsize=9
-        )
+        name_row(expert_axes[0], f"expert {row}")
         for axis, index, patches in zip(expert_axes[1:], view.images, view.patches):
             axis.imshow(
                 faded(images[index], np.kron(patches, np.ones((height, width))))

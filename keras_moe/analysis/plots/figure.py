@@ -1,5 +1,6 @@
 """Figures and images of all pictures. The only folder that needs matplotlib."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -41,3 +42,17 @@ def faded(image: Any, chosen: Any) -> np.ndarray:
     image = in_colour(image)
     blue = np.array([0.16, 0.24, 0.42])
     return np.where(chosen[..., None] > 0, image, 0.25 * image + 0.75 * blue)
+
+
+def name_row(axis: Any, name: str) -> None:
+    """Writes a name to the left of a row's first axis."""
+    axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
+
+
+def save_figure(
+    figure: Any, path: str | os.PathLike, title: str, **layout: Any
+) -> None:
+    """Saves a figure with its title, and its parts laid out by `tight_layout`."""
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout(**layout)
+    figure.savefig(path)

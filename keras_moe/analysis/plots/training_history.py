@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import new_figure
+from keras_moe.analysis.plots.figure import new_figure, save_figure
 
 
 def plot_training_history(
@@ -60,6 +60,4 @@ def plot_training_history(
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path)
+    save_figure(figure, path, title)
