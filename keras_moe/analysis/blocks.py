@@ -11,10 +11,11 @@ from keras import ops
 def moe_block(model: Any, name: str) -> Any:
     """A block with a mixture of experts, of a backbone or a classifier, by its name."""
     backbone = getattr(model, "backbone", model)
-    blocks = getattr(backbone, "routing", {})
+    # Without those of token mixers, whose records have the block's name and a slash.
+    blocks = [key for key in getattr(backbone, "routing", {}) if "/" not in key]
     if name not in blocks:
         raise ValueError(
-            f"Expected the name of an MoE block, one of {list(blocks)}; "
+            f"Expected the name of an MoE block, one of {blocks}; "
             f"received: {name!r} of {type(model).__name__}"
         )
     return backbone.get_layer(name)

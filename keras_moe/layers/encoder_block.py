@@ -24,7 +24,8 @@ class EncoderBlock(keras.layers.Layer):
 
     Args:
         token_mixer: the layer through which tokens (B, N, D) see each other,
-            `SelfAttention` or `TokenMLP`.
+            `SelfAttention` or `TokenMLP`; the record of `TokenMuMoE` does not leave
+            the block.
         feed_forward: the layer on each token, such as `MLP`.
         dropout: on the token mixer's output.
         layer_norm_epsilon: of both normalisations.
@@ -104,10 +105,25 @@ class EncoderBlock(keras.layers.Layer):
         self.feed_forward_norm.build(input_shape)
         build_once(self.feed_forward, input_shape)
 
-    def _mix(self, tokens, training):
-        x = self.token_mixer(self.mixer_norm(tokens), training=training)
+    def _mix(self, tokens, training, ablated=None):
+        """The tokens, and the records of a token mixer with experts, one or none.
+
+        `ablated` is the expert of each example that such a mixer goes without.
+        """
+        x, records = self.mixer_norm(tokens), ()
+        if ablated is not None:
+            x = self.token_mixer.ablated(x, ablated)
+        else:
+            x = self.token_mixer(x, training=training)
+            if self.mixes_by_experts:
+                x, *records = x
         x = self.dropout_layer(x, training=training)
-        return tokens + self.depth_layer(x, training=training)
+        return tokens + self.depth_layer(x, training=training), tuple(records)
+
+    @property
+    def mixes_by_experts(self) -> bool:
+        """Whether the token mixer has experts, and so a record."""
+        return hasattr(self.token_mixer, "router")
 
     def call(self, tokens: Any, training: bool | None = None) -> Any:
         tokens = keras.ops.cast(tokens, self.compute_dtype)
@@ -116,7 +132,7 @@ class EncoderBlock(keras.layers.Layer):
         return self._run(tokens, training)
 
     def _run(self, tokens, training):
-        tokens = self._mix(tokens, training)
+        tokens, _ = self._mix(tokens, training)
         x = self.feed_forward_norm(tokens)
         x = self.feed_forward(x, training=training)
         return tokens + self.depth_layer(x, training=training)
@@ -162,8 +178,8 @@ class MoEEncoderBlock(EncoderBlock):
     """An `EncoderBlock` whose feed-forward layer is a mixture of experts.
 
     Args:
-        token_mixer: `SelfAttention` or `TokenMLP`.
-        feed_forward: an `MoE` layer.
+        token_mixer: `SelfAttention`, `TokenMLP` or `TokenMuMoE`.
+        feed_forward: an `MoE` layer or a `MuMoEBlock`.
         dropout: on the token mixer's output.
         layer_norm_epsilon: of both normalisations.
         seed: of the dropout; stochastic depth's follows from it.
@@ -182,7 +198,8 @@ class MoEEncoderBlock(EncoderBlock):
         training: passed on.
 
     Output shape:
-        `(tokens, Routing)`: tokens (B, N, D), and the MoE layer's routing record.
+        `(tokens, Routing)`: tokens (B, N, D), and the MoE layer's routing record. With
+        `TokenMuMoE` a third: its record, of channels.
 
     Raises:
         ValueError: as `EncoderBlock`.
@@ -204,7 +221,7 @@ class MoEEncoderBlock(EncoderBlock):
         tokens: Any,
         previous_logits: Any = None,
         training: bool | None = None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple:
         tokens = keras.ops.cast(tokens, self.compute_dtype)
         inputs = (tokens,) if previous_logits is None else (tokens, previous_logits)
         if self.rematerialize and training:
@@ -214,18 +231,42 @@ class MoEEncoderBlock(EncoderBlock):
         return self._run_moe(training, *inputs)
 
     def _run_moe(self, training, tokens, previous_logits=None):
-        tokens = self._mix(tokens, training)
+        tokens, of_mixer = self._mix(tokens, training)
         x = self.feed_forward_norm(tokens)
         x, routing = self.feed_forward(
             x, training=training, **_if_given(previous_logits)
         )
-        return tokens + self.depth_layer(x, training=training), routing
+        return tokens + self.depth_layer(x, training=training), routing, *of_mixer
+
+    def ablated(self, tokens: Any, experts: Any, mixer: bool = False) -> Any:
+        """The tokens after the block as if one muMoE expert's weights were zero.
+
+        Args:
+            tokens: (B, N, D), before the block.
+            experts: integers (B, L), each example's expert by its place at each level.
+            mixer: whether the expert is one of the token mixer's.
+
+        Returns:
+            (B, N, D).
+
+        Reference:
+            *Multilinear Mixture of Experts*, section 4.1.2.
+        """
+        tokens = keras.ops.cast(tokens, self.compute_dtype)
+        tokens, _ = self._mix(tokens, False, experts if mixer else None)
+        x = self.feed_forward_norm(tokens)
+        if mixer:
+            return tokens + self.feed_forward(x, training=False)[0]
+        return tokens + self.feed_forward.ablated(x, experts)
 
     def compute_output_spec(self, tokens, previous_logits=None, training=None):
         tokens = keras.KerasTensor(tokens.shape, self.compute_dtype)
-        return self.feed_forward.compute_output_spec(
+        spec = self.feed_forward.compute_output_spec(
             tokens, **_if_given(previous_logits)
         )
+        if not self.mixes_by_experts:
+            return spec
+        return *spec, self.token_mixer.compute_output_spec(tokens)[1]
 
 
 def _if_given(previous_logits):

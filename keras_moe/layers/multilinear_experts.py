@@ -178,25 +178,34 @@ class MultilinearExperts(keras.layers.Layer):
             matrices.append(tensors.expert_matrix(factors, place, self.factorization))
         return ops.stack(matrices)
 
-    def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
-        """Parts of variables whose being zero makes an expert's matrix zero.
+    def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
+        """The outputs as if one expert's matrix were zero, for each row another.
+
+        Coefficients are not shared out again.
 
         Args:
-            expert: the expert.
+            inputs: (..., I).
+            coefficients: for each level (..., N_l).
+            experts: integers (..., L), each row's expert by its place at each level;
+                axes of size 1 before the last are for all rows.
 
         Returns:
-            A list of a variable and an index into it.
+            (..., O).
 
-        Raises:
-            ValueError: if experts form several levels, whose factors they share.
+        Reference:
+            *Multilinear Mixture of Experts*, section 4.1.2.
         """
-        if len(self.num_experts) > 1:
-            raise ValueError(
-                "Expected one level of experts, each with factors of its own; "
-                f"received: num_experts={self.num_experts}"
-            )
-        place = (slice(None), expert) if self.factorization == "tr" else (expert,)
-        return [(self.factors[0], place)]
+        chosen = [
+            a * ops.one_hot(experts[..., level], count, dtype=a.dtype)
+            for level, (a, count) in enumerate(zip(coefficients, self.num_experts))
+        ]
+        # All experts but one, as a sum over the first level at which they part from
+        # it: exactly zero where nobody else takes part.
+        outputs = 0.0
+        for level, (a, own) in enumerate(zip(coefficients, chosen)):
+            others = [*chosen[:level], a - own, *coefficients[level + 1 :]]
+            outputs = outputs + self(inputs, others)
+        return outputs
 
     @property
     def expert_rank_bound(self) -> int:

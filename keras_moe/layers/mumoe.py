@@ -161,16 +161,7 @@ class MuMoE(keras.layers.Layer):
         Reference:
             *Multilinear Mixture of Experts*, section 4.1.2.
         """
-        chosen = [
-            a * ops.one_hot(experts[:, level], count, dtype=a.dtype)
-            for level, (a, count) in enumerate(zip(coefficients, self.gate.num_experts))
-        ]
-        # All experts but one, as a sum over the first level at which they part from
-        # it: exactly zero where nobody else takes part.
-        outputs = 0.0
-        for level, (a, own) in enumerate(zip(coefficients, chosen)):
-            others = [*chosen[:level], a - own, *coefficients[level + 1 :]]
-            outputs = outputs + self.experts(inputs, others)
+        outputs = self.experts.ablated(inputs, coefficients, experts)
         return self._edited(outputs, outer(coefficients, ops.multiply))
 
     def compute_output_spec(self, inputs, training=None):
@@ -370,10 +361,28 @@ class MuMoEBlock(keras.layers.Layer):
         multiply_adds += hidden.multiply_adds(dim) + output.multiply_adds(self.mlp_dim)
         return 2 * num_tokens * multiply_adds
 
-    def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
-        """See `MultilinearExperts.expert_slices`; of both layers."""
-        layers = (self.hidden, self.output_experts)
-        return [part for layer in layers for part in layer.expert_slices(expert)]
+    def ablated(self, inputs: Any, experts: Any) -> Any:
+        """The outputs as if one expert's weights were zero, for each example another.
+
+        Of both layers. Nothing else changes: coefficients are not shared out again.
+
+        Args:
+            inputs: (B, ..., I).
+            experts: integers (B, L), each example's expert by its place at each level.
+
+        Returns:
+            (B, ..., O).
+
+        Reference:
+            *Multilinear Mixture of Experts*, section 4.1.2.
+        """
+        coefficients, _ = self.gate(inputs)
+        between = (1,) * (len(inputs.shape) - 2)
+        experts = ops.reshape(experts, (-1, *between, experts.shape[-1]))
+        x = inputs if self.norm is None else self.norm(inputs)
+        x = self.hidden.ablated(x, coefficients, experts)
+        x = self.hidden_activation(x)
+        return self.output_experts.ablated(x, coefficients, experts)
 
     @property
     def router(self) -> ExpertCoefficients:

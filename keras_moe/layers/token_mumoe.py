@@ -18,7 +18,7 @@ class TokenMuMoE(keras.layers.Layer):
     """A `MuMoEBlock` across the tokens, whose inputs are the D channels.
 
     Like `TokenMLP` it serves images of one size. Each channel has coefficients of its
-    own; they are no record of tokens, and do not leave the layer.
+    own, so that the record's axis of tokens has channels.
 
     Args:
         block: a `MuMoEBlock`.
@@ -28,7 +28,7 @@ class TokenMuMoE(keras.layers.Layer):
         (B, N, D).
 
     Output shape:
-        (B, N, D).
+        `(tokens, Routing)`: (B, N, D), and the record of the coefficients (B, D, E).
 
     Raises:
         ValueError: if the number of tokens is unknown, or another one.
@@ -41,8 +41,9 @@ class TokenMuMoE(keras.layers.Layer):
     >>> import numpy as np
     >>> from keras_moe.layers import MuMoEBlock, TokenMuMoE
     >>> layer = TokenMuMoE(MuMoEBlock(16, num_experts=4, rank=8))
-    >>> tuple(layer(np.ones((1, 4, 8), "float32")).shape)
-    (1, 4, 8)
+    >>> tokens, routing = layer(np.ones((1, 4, 8), "float32"))
+    >>> tuple(tokens.shape), tuple(routing.gates.shape)
+    ((1, 4, 8), (1, 8, 4))
     """
 
     def __init__(self, block: Any, **kwargs):
@@ -55,14 +56,27 @@ class TokenMuMoE(keras.layers.Layer):
         self.num_tokens = known_num_tokens(input_shape)
         build_once(self.block, (input_shape[0], input_shape[2], input_shape[1]))
 
-    def call(self, tokens: Any, training: bool | None = None) -> Any:
+    def call(self, tokens: Any, training: bool | None = None) -> tuple[Any, Any]:
         check_num_tokens(tokens, self.num_tokens)
         channels = ops.transpose(tokens, (0, 2, 1))
-        outputs, _ = self.block(channels, training=training)
-        return ops.transpose(outputs, (0, 2, 1))
+        outputs, routing = self.block(channels, training=training)
+        return ops.transpose(outputs, (0, 2, 1)), routing
+
+    def ablated(self, tokens: Any, experts: Any) -> Any:
+        """See `MuMoEBlock.ablated`: (B, N, D), for the expert of each example."""
+        channels = ops.transpose(tokens, (0, 2, 1))
+        return ops.transpose(self.block.ablated(channels, experts), (0, 2, 1))
+
+    @property
+    def router(self) -> Any:
+        """What decides which experts a channel gets."""
+        return self.block.router
 
     def compute_output_spec(self, tokens, training=None):
-        return keras.KerasTensor(tokens.shape, self.compute_dtype)
+        batch, num_tokens, dim = tokens.shape
+        channels = keras.KerasTensor((batch, dim, num_tokens), self.compute_dtype)
+        _, routing = self.block.compute_output_spec(channels)
+        return keras.KerasTensor(tokens.shape, self.compute_dtype), routing
 
     def parameters(self, num_tokens: int, dim: int) -> int:
         """The number of parameters for (B, num_tokens, dim)."""

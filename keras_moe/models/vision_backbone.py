@@ -124,9 +124,11 @@ class VisionBackbone(
         for block in blocks:
             if isinstance(block, MoEEncoderBlock):
                 has_residual = block.feed_forward.router.gating_residual
-                x, routing[block.name] = block(
+                x, routing[block.name], *of_mixer = block(
                     x, **({"previous_logits": logits} if has_residual else {})
                 )
+                for record in of_mixer:
+                    routing[f"{block.name}/token_mixer"] = record
                 logits = routing[block.name].logits
             else:
                 x = block(x)
@@ -221,7 +223,11 @@ class VisionBackbone(
 
     @property
     def routing(self) -> dict:
-        """The symbolic `Routing` of each MoE block, by the block's name."""
+        """The symbolic `Routing` of each MoE block, by the block's name.
+
+        A token mixer with experts has a record of channels (B, D, E) besides, such as
+        "block_0/token_mixer".
+        """
         return dict(self._routing)
 
     @property

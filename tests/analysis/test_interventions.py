@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 from keras_moe import analysis, models
+from keras_moe.analysis.without_experts import ablated_part
 from keras_moe.layers import MuMoE
 from keras_moe.ops.multilinear import dense_tensor
 from tests.small_models import SMALL, images, with_weights
@@ -121,19 +122,10 @@ def test_several_labels_each_have_an_accuracy():
     np.testing.assert_allclose(found.ablated[1], ((y > 0) == labels).mean(axis=0))
 
 
-@pytest.mark.parametrize("router", ["mumoe", "softmax_token_choice"])
-def test_ablation_in_a_block_zeroes_weights_and_brings_them_back(router):
-    model = classifier(
-        moe_layers=[0],
-        router=router,
-        router_options={"rank": 4} if router == "mumoe" else None,
-    )
+def test_ablation_in_a_routed_block_zeroes_weights_and_brings_them_back():
+    model = classifier(moe_layers=[0], router="softmax_token_choice")
     inputs = images(24, *SHAPE)
-    feed_forward = model.backbone.get_layer("block_0").feed_forward
-    if router == "mumoe":
-        # As loud as the other's experts.
-        loud = feed_forward.output_experts.factors[-1]
-        loud.assign(20.0 * to_numpy(loud))
+    experts = model.backbone.get_layer("block_0").feed_forward.experts
     labels = model.predict(inputs, verbose=0).argmax(axis=1)
     before = [to_numpy(w).copy() for w in model.weights]
     found = analysis.ablate_experts(
@@ -142,16 +134,7 @@ def test_ablation_in_a_block_zeroes_weights_and_brings_them_back(router):
     for weight, value in zip(model.weights, before):
         np.testing.assert_array_equal(to_numpy(weight), value)
     for row, expert in enumerate([3, 1]):
-        if router == "mumoe":
-            parts = [
-                feed_forward.hidden.factors[0],
-                feed_forward.output_experts.factors[0],
-            ]
-        else:
-            parts = [
-                feed_forward.experts.output_kernel,
-                feed_forward.experts.output_bias,
-            ]
+        parts = [experts.output_kernel, experts.output_bias]
         kept = [to_numpy(v).copy() for v in parts]
         for variable, value in zip(parts, kept):
             changed = value.copy()
@@ -162,6 +145,116 @@ def test_ablation_in_a_block_zeroes_weights_and_brings_them_back(router):
         for variable, value in zip(parts, kept):
             variable.assign(value)
     assert (found.changes != 0).any()
+
+
+def mumoe_mixer(levels, **options):
+    """A classifier of which each block's two muMoEs matter."""
+    model = models.MixerImageClassifier(
+        models.MixerBackbone(
+            image_shape=SHAPE,
+            patch_size=4,
+            hidden_dim=8,
+            num_layers=2,
+            token_mlp_dim=6,
+            mlp_dim=12,
+            moe_layers="every_1",
+            router="mumoe",
+            num_experts=levels,
+            router_options={"activation": "softmax", **options},
+            token_mixer="mumoe",
+        ),
+        CLASSES,
+    )
+    with_weights(model)
+    for weight in model.weights:
+        if "moving_variance" in weight.path:
+            weight.assign(ops.full(weight.shape, 0.1))
+        elif weight.path.endswith("output/output_factor"):
+            # So that the experts are louder than what passes them by.
+            weight.assign(30.0 * to_numpy(weight))
+    norm = model.backbone.get_layer("final_norm")
+    norm.beta.assign(ops.zeros(norm.beta.shape))
+    model.output_dense.bias.assign(ops.zeros(CLASSES))
+    return model
+
+
+def as_whole_tensors(model, levels):
+    """The same function with every expert's matrix stored, not factorised."""
+    whole = mumoe_mixer(levels, factorization=None)
+    stored = {weight.path: weight for weight in model.weights}
+    for weight in whole.weights:
+        if not weight.path.endswith("/tensor"):
+            weight.assign(to_numpy(stored[weight.path]))
+    for block in ("block_0", "block_1"):
+        for name, part in mumoes(model, block).items():
+            into = mumoes(whole, block)[name]
+            for ours, theirs in (
+                (part.hidden, into.hidden),
+                (part.output_experts, into.output_experts),
+            ):
+                factors = [ops.convert_to_tensor(f) for f in ours.factors]
+                tensor = dense_tensor(factors, ours.factorization)
+                theirs.factors[0].assign(to_numpy(tensor))
+    return whole
+
+
+def mumoes(model, block):
+    layer = model.backbone.get_layer(block)
+    return {
+        block: layer.feed_forward,
+        f"{block}/token_mixer": layer.token_mixer.block,
+    }
+
+
+@pytest.mark.parametrize("layer", ["block_0", "block_1", "block_0/token_mixer"])
+@pytest.mark.parametrize(
+    ("levels", "options"),
+    [
+        ((4,), {"rank": 5}),
+        ((2, 3), {"factorization": "tr", "rank": (2, 2, 2, 4)}),
+    ],
+    ids=["one level", "two levels"],
+)
+def test_ablation_in_a_mumoe_block_zeroes_slices_of_the_whole_tensor(
+    layer, levels, options
+):
+    model = mumoe_mixer(levels, **options)
+    inputs = images(24, *SHAPE)
+    labels = model.predict(inputs, verbose=0).argmax(axis=1)
+    experts = [3, 0, 1]
+    found = analysis.ablate_experts(
+        model, inputs, labels, layer, experts, batch_size=10, verbose=0
+    )
+    ablated = ablated_part(model, layer)
+    tokens = keras.Model(model.input, ablated.inputs).predict(inputs, verbose=0)
+    naive = as_whole_tensors(model, levels)
+    logits = naive.predict(inputs, verbose=0)
+    np.testing.assert_allclose(found.accuracy, accuracies(logits, labels))
+    part = mumoes(naive, layer.split("/")[0])[layer]
+    tensors = [part.hidden.factors[0], part.output_experts.factors[0]]
+    kept = [to_numpy(v).copy() for v in tensors]
+    for row, expert in enumerate(experts):
+        place = np.unravel_index(expert, levels)
+        for variable, value in zip(tensors, kept):
+            value = value.copy()
+            value[place] = 0
+            variable.assign(value)
+        logits = naive.predict(inputs, verbose=0)
+        without = ablated.without(tokens, np.array([place] * 24, "int32"))
+        np.testing.assert_allclose(to_numpy(without), logits, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found.ablated[row], accuracies(logits, labels))
+    assert (found.changes != 0).any()
+
+
+def test_images_in_which_an_expert_has_no_part_are_not_computed_again():
+    model = mumoe_mixer((2, 2), activation="entmax", rank=5)
+    gate = model.backbone.get_layer("block_1").feed_forward.gate
+    # The first expert of the second level always, the other never.
+    gate.means[1].assign([-1e3, 1e3])
+    inputs = images(8, *SHAPE)
+    labels = model.predict(inputs, verbose=0).argmax(axis=1)
+    found = analysis.ablate_experts(model, inputs, labels, "block_1", verbose=0)
+    np.testing.assert_array_equal(found.ablated[[1, 3]], [found.accuracy] * 2)
 
 
 def test_an_edit_moves_one_logit_by_equation_5():

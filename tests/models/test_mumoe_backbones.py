@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 from keras_moe import models
+from keras_moe.analysis import expert_load
 from keras_moe.models import (
     MixerBackbone,
     MixerImageClassifier,
@@ -65,6 +66,15 @@ def test_trains_saves_and_keeps_statistics(name, rematerialize, tmp_path):
     records = keras.Model(model.input, model.routing).predict(images(), verbose=0)
     for record in records.values():
         np.testing.assert_allclose(record.gates.sum(axis=-1), 1.0, rtol=1e-5)
+    if name == "mixer":
+        blocks = ["block_0", "block_1"]
+        assert sorted(records) == sorted(
+            [*blocks, *(f"{b}/token_mixer" for b in blocks)]
+        )
+        # Of 4 patches, and of 8 channels.
+        assert records["block_1"].gates.shape == (6, 4, 4)
+        assert records["block_1/token_mixer"].gates.shape == (6, 8, 4)
+        assert expert_load(records["block_1/token_mixer"], 0.01).sum() > 0
     backbone = model.backbone
     assert backbone.expert_kinds == ((8 if name == "vit" else 4), 0, 0, 0)
     trained = sum(int(np.prod(v.shape)) for v in backbone.trainable_variables)

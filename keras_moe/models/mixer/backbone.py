@@ -46,7 +46,8 @@ class MixerBackbone(VisionBackbone):
             MoE layers in the place of channel MLPs; see `ViTBackbone`.
         token_mixer: `"mlp"`, or `"mumoe"` for `keras_moe.layers.TokenMuMoE` in the
             blocks of `moe_layers`, with `num_experts` and `router_options`; takes
-            `router="mumoe"`.
+            `router="mumoe"`. `routing` then has `"block_0/token_mixer"`, ... besides,
+            records of channels (B, D, E).
         rematerialize: as `ViTBackbone`'s.
         seed: of noise and dropout; see `ViTBackbone`.
         dtype: dtype policy; routing is float32 under each.

@@ -1,0 +1,236 @@
+"""How many predictions are right, and how many fewer without each expert.
+
+Axes: B batch, C classes, E experts, L levels of hierarchy.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_moe.analysis.blocks import moe_block, mumoe_head, restored
+
+# The end of the name of a block's token mixer.
+MIXER = "/token_mixer"
+# Pairs of image and expert that are listed together, and of a head computed together.
+_PAIRS, _ROWS = 2**20, 1024
+
+
+class MuMoEPart:
+    """A muMoE in a classifier: what comes before it, and what follows without experts.
+
+    Args:
+        model: the classifier.
+        layer: `"head"`, or the name of a block or of its token mixer.
+    """
+
+    def __init__(self, model: keras.Model, layer: str):
+        self.is_head, self.is_mixer = layer == "head", layer.endswith(MIXER)
+        if self.is_head:
+            self.layer, self.inputs = mumoe_head(model), model.features
+            self.gate = self.layer.gate
+            self.rest = model.classify
+        else:
+            name = layer.removesuffix(MIXER)
+            self.layer = moe_block(model, name)
+            self.inputs = self.layer.input
+            part = self.layer.token_mixer if self.is_mixer else self.layer.feed_forward
+            self.gate = part.router
+            self.rest = _rest(model, name)
+        # The largest part that an expert has in a token of an image.
+        self.shares = ops.max(ops.abs(model.routing[layer].gates), axis=1)
+
+    def without(self, inputs: Any, experts: Any) -> Any:
+        """The classifier's outputs as if one expert's weights were zero.
+
+        Args:
+            inputs: what the muMoE's layer reads, (B, D) or (B, N, D).
+            experts: integers (B, L), each image's expert.
+
+        Returns:
+            (B, C).
+        """
+        if self.is_head:
+            coefficients, _ = self.gate(inputs)
+            return self.rest(self.layer.ablated(inputs, coefficients, experts))
+        return self.rest(self.layer.ablated(inputs, experts, mixer=self.is_mixer))
+
+
+def _rest(model, name):
+    """From the tokens behind a block to the classifier's outputs."""
+    backbone = model.backbone
+    blocks = keras.Model(backbone.features[name], backbone.output)
+    classifier = keras.Model(model.pooler.input, model.output)
+    return lambda tokens: classifier(blocks(tokens))
+
+
+def ablated_part(model: keras.Model, layer: str) -> Any:
+    """The part of a classifier whose experts are ablated.
+
+    Args:
+        model: the classifier.
+        layer: see `ablate_experts`.
+
+    Returns:
+        A `MuMoEPart`, or the feed-forward layer of a block with a router.
+
+    Raises:
+        ValueError: if there is no such layer.
+    """
+    if layer != "head":
+        name = str(layer).removesuffix(MIXER)
+        block = moe_block(model, name)
+        if name != layer and layer not in model.routing:
+            raise ValueError(
+                "Expected a block whose token mixer has experts; "
+                f"received: layer={layer!r}"
+            )
+        if name == layer and not hasattr(block.feed_forward, "ablated"):
+            return block.feed_forward
+    return MuMoEPart(model, layer)
+
+
+def num_experts(part: Any) -> int:
+    """How many experts of a part can be ablated."""
+    if isinstance(part, MuMoEPart):
+        return part.gate.kinds.total
+    return part.router.kinds.ffn
+
+
+def scores(
+    model: keras.Model,
+    part: Any,
+    images: Any,
+    labels: np.ndarray,
+    experts: np.ndarray,
+    batch_size: int,
+    verbose: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many predictions are right, (C,), and how many fewer without, (E, C).
+
+    Args:
+        model: the classifier.
+        part: of `ablated_part`.
+        images: (B, height, width, channels).
+        labels: int32 (B,) or (B, C).
+        experts: (E,), which experts.
+        batch_size: of images.
+        verbose: whether there is a progress bar.
+    """
+    if isinstance(part, MuMoEPart):
+        return _by_pairs(model, part, images, labels, experts, batch_size, verbose)
+    slices = [part.expert_slices(int(expert)) for expert in experts]
+    return _by_passes(model, slices, images, labels, batch_size, verbose)
+
+
+def _is_right(outputs, labels, threshold):
+    """(B,), or with several labels (B, C): 1 where the prediction is right."""
+    if len(labels.shape) == 2:
+        decided = ops.cast(outputs > threshold, "int32")
+        return ops.cast(decided == labels, "float32")
+    right = ops.cast(ops.argmax(outputs, axis=-1), labels.dtype) == labels
+    if outputs.shape[-1] > 1:
+        undecided = ops.max(outputs, axis=-1) == ops.min(outputs, axis=-1)
+        right = ops.logical_and(right, ops.logical_not(undecided))
+    return ops.cast(right, "float32")
+
+
+def _check_finite(outputs):
+    if not np.isfinite(np.asarray(outputs, "float32")).all():
+        raise ValueError("Expected a model with finite outputs; received: NaN or inf")
+    return ops.convert_to_tensor(outputs)
+
+
+def _threshold(model):
+    return 0.0 if getattr(model, "activation", None) is None else 0.5
+
+
+def _by_class(right, labels, classes):
+    """(B, ...) summed over the images of each class, (C,)."""
+    if labels.ndim == 2:
+        return right.sum(axis=0, dtype="float64")
+    return np.bincount(labels, weights=right, minlength=classes)
+
+
+class _Scorer(keras.Model):
+    """Says of inputs and labels whether the prediction without an expert is right."""
+
+    def __init__(self, classifier, part):
+        # A policy of its own: the global one may have less precision than the model.
+        super().__init__(name="scorer", dtype="float32")
+        self.classifier, self.part = classifier, part
+
+    def call(self, inputs):
+        tokens, experts, labels = inputs
+        outputs = self.part.without(tokens, experts)
+        return _is_right(outputs, labels, _threshold(self.classifier))
+
+
+def _by_pairs(model, part, images, labels, experts, batch_size, verbose):
+    """Each image once more for each expert that has a part in it."""
+    classes, levels = model.output.shape[-1], part.gate.num_experts
+    before = keras.Model(
+        model.input,
+        {"inputs": part.inputs, "shares": part.shares, "outputs": model.output},
+    )
+    scorer = _Scorer(model, part)
+    right, lost = np.zeros(classes), np.zeros((len(experts), classes))
+    # All tokens of many images take much memory; features are short.
+    step, rows_together = batch_size, batch_size
+    if part.is_head:
+        # With softmax there are as many pairs as images times experts.
+        step, rows_together = max(_PAIRS // len(experts), 1), _ROWS
+    bar = keras.utils.Progbar(len(labels), unit_name="image") if verbose else None
+    for first in range(0, len(labels), step):
+        of_step = labels[first : first + step]
+        found = before.predict(
+            images[first : first + step], batch_size=batch_size, verbose=0
+        )
+        outputs = _check_finite(found["outputs"])
+        whole = _is_right(outputs, ops.convert_to_tensor(of_step), _threshold(model))
+        whole = ops.convert_to_numpy(whole)
+        right += _by_class(whole, of_step, classes)
+        # Where an expert has no part, nothing changes.
+        rows, columns = np.nonzero(found["shares"][:, experts])
+        for start in range(0, len(rows), rows_together):
+            row = rows[start : start + rows_together]
+            column = columns[start : start + rows_together]
+            place = np.stack(np.unravel_index(experts[column], levels), axis=-1)
+            # Of one shape always, so that it is compiled once.
+            padded = np.resize(row, rows_together)
+            inputs = (
+                found["inputs"][padded],
+                np.resize(place, (rows_together, len(levels))).astype("int32"),
+                of_step[padded],
+            )
+            after = np.asarray(scorer.predict_on_batch(inputs))[: len(row)]
+            where = column if labels.ndim == 2 else (column, of_step[row])
+            np.add.at(lost, where, whole[row] - after)
+        if bar is not None:
+            bar.update(min(first + step, len(labels)))
+    return right, lost
+
+
+def _by_passes(model, slices, images, labels, batch_size, verbose):
+    """A pass over the images without each expert, whose weights come back."""
+    classes = model.output.shape[-1]
+
+    def right():
+        outputs = model.predict(images, batch_size=batch_size, verbose=0)
+        outputs = _check_finite(outputs)
+        found = _is_right(outputs, ops.convert_to_tensor(labels), _threshold(model))
+        return _by_class(ops.convert_to_numpy(found), labels, classes)
+
+    bar = keras.utils.Progbar(len(slices), unit_name="expert") if verbose else None
+    before, lost = right(), []
+    for number, parts in enumerate(slices):
+        with restored([variable for variable, _ in parts]):
+            for variable, index in parts:
+                value = np.array(ops.convert_to_numpy(variable.value))
+                value[index] = 0
+                variable.assign(value)
+            lost.append(before - right())
+        if bar is not None:
+            bar.update(number + 1)
+    return before, np.stack(lost)
