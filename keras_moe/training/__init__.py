@@ -4,11 +4,10 @@ from keras_moe.training.adversarial_debiasing import adversarial_debiasing
 from keras_moe.training.recipes import (
     Datasets,
     Recipe,
-    Training,
     list_recipes,
     load_recipe,
-    train,
 )
+from keras_moe.training.run import Training, train
 from keras_moe.training.schedules import WarmupLinearDecay, warmup_schedule
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
 
