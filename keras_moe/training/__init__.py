@@ -1,6 +1,20 @@
 """Training: recipes, schedules, sparse upcycling of dense models, and debiasing."""
 
 from keras_moe.training.adversarial_debiasing import adversarial_debiasing
+from keras_moe.training.checkpoints import (
+    Checkpoint,
+    clean_checkpoints,
+    find_checkpoint,
+    list_checkpoints,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from keras_moe.training.non_finite import (
+    NonFinite,
+    NonFiniteLoss,
+    StopOnNonFinite,
+    locate_non_finite,
+)
 from keras_moe.training.recipes import (
     Datasets,
     Recipe,
@@ -8,18 +22,30 @@ from keras_moe.training.recipes import (
     load_recipe,
 )
 from keras_moe.training.run import Training, train
+from keras_moe.training.run_checkpoint import RunCheckpoint
 from keras_moe.training.schedules import WarmupLinearDecay, warmup_schedule
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
 
 __all__ = [
+    "Checkpoint",
     "Datasets",
+    "NonFinite",
+    "NonFiniteLoss",
     "Recipe",
+    "RunCheckpoint",
+    "StopOnNonFinite",
     "Training",
     "UpcyclingReport",
     "WarmupLinearDecay",
     "adversarial_debiasing",
+    "clean_checkpoints",
+    "find_checkpoint",
+    "list_checkpoints",
     "list_recipes",
     "load_recipe",
+    "locate_non_finite",
+    "restore_checkpoint",
+    "save_checkpoint",
     "train",
     "upcycle",
     "warmup_schedule",
