@@ -2,7 +2,7 @@
 
 from keras_moe.data.augmentation import RandAugment, RandomResizedCrop
 from keras_moe.data.digits import load_digits
-from keras_moe.data.loading import load, num_classes
+from keras_moe.data.loading import load, num_classes, num_examples
 from keras_moe.data.oversampling import oversample
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "load",
     "load_digits",
     "num_classes",
+    "num_examples",
     "oversample",
 ]

@@ -3,14 +3,12 @@
 import os
 from pathlib import Path
 
-import numpy as np
-
-from keras_moe.data.tfds import Examples
+from keras_moe.data.examples import IndexedExamples
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 
 
-def read_examples(path: str, split: str, shuffle: bool, seed: int) -> Examples:
+def read_examples(path: str, split: str) -> IndexedExamples:
     """The images of a split; they stay in their files until `decode`."""
     import tensorflow as tf
 
@@ -37,11 +35,8 @@ def read_examples(path: str, split: str, shuffle: bool, seed: int) -> Examples:
             f"Expected images ({', '.join(SUFFIXES)}) in the folders of classes below "
             f"folder:{path}; received: split={split!r} without any"
         )
-    if shuffle:
-        # Files come class by class, and the pipeline shuffles what is near.
-        order = np.random.default_rng(seed).permutation(len(files))
-        files = [files[index] for index in order]
-    names, labels = zip(*files)
+    names = tf.constant([name for name, _ in files])
+    labels = tf.constant([label for _, label in files], "int32")
 
     def decode(name):
         image = tf.io.decode_image(
@@ -49,10 +44,9 @@ def read_examples(path: str, split: str, shuffle: bool, seed: int) -> Examples:
         )
         return tf.ensure_shape(image, (None, None, 3))
 
-    dataset = tf.data.Dataset.from_tensor_slices(
-        (list(names), np.array(labels, "int32"))
+    return IndexedExamples(
+        len(files), lambda index: (names[index], labels[index]), decode
     )
-    return Examples(dataset, decode, len(files))
 
 
 def class_names(path: str) -> list[str]:

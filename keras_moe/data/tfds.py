@@ -1,59 +1,55 @@
 """Classification data sets of TensorFlow Datasets: an image and one class label."""
 
 import difflib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-
-class Examples(NamedTuple):
-    """What a source gives to the pipeline.
-
-    Fields:
-        dataset: `tf.data.Dataset` of (stored, label), whatever `decode` reads.
-        decode: from what is stored to pixels (height, width, channels).
-        count: number of examples.
-    """
-
-    dataset: Any
-    decode: Callable[[Any], Any]
-    count: int
+from keras_moe.data.examples import RecordExamples, RecordFile
 
 
-def read_examples(
-    name: str, split: str, data_dir: str | None, shuffle: bool, seed: int
-) -> Examples:
+def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples:
     """Opens a split, downloading and preparing the data set if it is not there.
 
     Images stay encoded until `decode`, so that shuffling holds bytes, not pixels.
     """
+    import tensorflow as tf
     import tensorflow_datasets as tfds
 
     builder = _open(name, data_dir)
-    image, label = _features(name, builder.info)
+    info = builder.info
+    image, label = _features(name, info)
     builder.download_and_prepare()
     try:
-        count = builder.info.splits[split].num_examples
+        found = info.splits[split]
+        files = [
+            RecordFile(f.filename, f.skip, f.take) for f in found.file_instructions
+        ]
     except (KeyError, ValueError, AssertionError) as error:
         raise ValueError(
-            f"Expected a split of tfds:{name}, one of {sorted(builder.info.splits)}, "
+            f"Expected a split of tfds:{name}, one of {sorted(info.splits)}, "
             "or a slice or sum of them such as 'train[:90%]'; "
             f"received: split={split!r}"
         ) from error
-    if not count:
+    if not sum(file.take for file in files):
         raise ValueError(
             f"Expected a split of tfds:{name} with examples; received: split={split!r}"
         )
-    dataset = builder.as_dataset(
-        split=split,
-        shuffle_files=shuffle,
-        decoders={image: tfds.decode.SkipDecoding()},
-        read_config=tfds.ReadConfig(shuffle_seed=seed),
-    )
-    dataset = dataset.map(lambda example: (example[image], example[label]))
-    return Examples(dataset, builder.info.features[image].decode_example, count)
+    # Which its files are unless the data set was prepared for something else.
+    if info.file_format != tfds.core.FileFormat.TFRECORD:
+        raise ValueError(
+            f"Expected tfds:{name} to be prepared in TFRecord files; "
+            f"received: file_format={info.file_format.value!r}"
+        )
+
+    def read(record):
+        example = info.features.deserialize_example(
+            record, decoders={image: tfds.decode.SkipDecoding()}
+        )
+        return example[image], tf.cast(example[label], "int32")
+
+    return RecordExamples(files, read, info.features[image].decode_example)
 
 
 def count_classes(name: str, data_dir: str | None) -> int:

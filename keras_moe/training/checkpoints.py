@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -87,7 +87,7 @@ def save_checkpoint(
     >>> from keras_moe.training import save_checkpoint
     >>> folder, weight = tempfile.mkdtemp(), keras.Variable([1.0, 2.0])
     >>> path = save_checkpoint(folder, 7, {"model": [weight]}, {"note": "good"})
-    >>> weight.assign([0.0, 0.0])
+    >>> changed = weight.assign([0.0, 0.0])
     >>> found = find_checkpoint(folder)
     >>> restore_checkpoint(found, {"model": [weight]})
     >>> found.step, found.state["note"], float(weight[1])
@@ -220,7 +220,9 @@ def restore_checkpoint(
         for name, shape in file.shapes.items():
             group, index, rest = name.split("/", 2)
             start = tuple(int(x) for x in rest.rpartition("@")[2].split(",") if x)
-            pieces.setdefault((group, int(index)), []).append((start, shape, file, name))
+            pieces.setdefault((group, int(index)), []).append(
+                (start, shape, file, name)
+            )
     for group, variables in groups.items():
         for index, variable in enumerate(variables):
             _assign(variable, pieces[group, index])

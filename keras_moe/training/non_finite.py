@@ -18,6 +18,12 @@ class NonFiniteLoss(ValueError):
         step: how many steps were made when it was seen.
         message: what was seen.
         since: the first step that may be to blame.
+
+    Example:
+
+    >>> from keras_moe.training import NonFiniteLoss
+    >>> NonFiniteLoss(7, "Expected a finite loss; received: loss=nan").step
+    7
     """
 
     def __init__(self, step: int, message: str, since: int = 1):
@@ -137,7 +143,7 @@ def locate_non_finite(
     >>> model.compile("sgd", "mse")
     >>> images = np.full((2, 1), 1000.0)
     >>> locate_non_finite(model, images, images)
-    NonFinite(what='output', where='sequential/second')
+    NonFinite(what='output', where='second')
     """
     bad = first_non_finite_weight(model)
     if bad is not None:
@@ -190,8 +196,9 @@ class _Watch:
 
     def __init__(self):
         self.found = None
-        # Layers in the order in which they came to their end.
+        # Layers in the order in which they came to their end, and their paths.
         self.order = []
+        self._within = []
 
     @contextlib.contextmanager
     def layers_of(self, model):
@@ -212,17 +219,21 @@ class _Watch:
 
     def _watched(self, layer, call):
         def watched(*args, **kwargs):
-            self._look("input", layer, (args, kwargs))
+            # Layers without weights have no path of their own.
+            path = layer.path or "/".join([*self._within[-1:], layer.name])
+            self._look("input", path, (args, kwargs))
+            self._within.append(path)
             outputs = call(*args, **kwargs)
-            self._look("output", layer, outputs)
-            self.order.append(layer)
+            self._within.pop()
+            self._look("output", path, outputs)
+            self.order.append((layer, path))
             return outputs
 
         return watched
 
-    def _look(self, what, layer, values):
+    def _look(self, what, path, values):
         if self.found is None and not all(map(_is_finite, tree.flatten(values))):
-            self.found = NonFinite(what, layer.path)
+            self.found = NonFinite(what, path)
 
 
 class _Gradients(keras.optimizers.Optimizer):
@@ -250,10 +261,9 @@ def _bad_gradient(model, x, y, order):
         for variable, value in metrics:
             variable.assign(value)
     # Gradients flow from the last layer to the first.
-    for layer in reversed(order):
-        own = [*layer._trainable_variables]
-        if any(id(variable) in bad for variable in own):
-            return NonFinite("gradient", layer.path)
+    for layer, path in reversed(order):
+        if any(id(variable) in bad for variable in layer._trainable_variables):
+            return NonFinite("gradient", path)
     for variable in model.trainable_variables:
         if id(variable) in bad:
             return NonFinite("gradient", variable.path)

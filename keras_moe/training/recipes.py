@@ -27,10 +27,10 @@ class Datasets(NamedTuple):
 
     Attributes:
         train: batches of images in [-1, 1] and one-hot or mixed labels, in any form
-            that `fit` takes.
+            that `fit` takes with `steps_per_epoch`: of one epoch, or without end.
         test: the same for evaluation, with one-hot labels.
         num_classes: the number of classes.
-        steps_per_epoch: batches in `train`.
+        steps_per_epoch: batches of `train` in an epoch.
     """
 
     train: Any
@@ -279,15 +279,21 @@ class Recipe:
         return model
 
     def datasets(
-        self, image_shape: tuple[int, int, int], data_dir: str | None = None
+        self,
+        image_shape: tuple[int, int, int],
+        data_dir: str | None = None,
+        start_step: int = 0,
     ) -> Datasets:
         """The images and labels.
 
-        All training batches are full, so that one program serves each step.
+        All training batches are full, so that one program serves each step, and they
+        have no end: `fit` needs `steps_per_epoch`. The batch of a step follows from
+        the recipe and the number of the step alone.
 
         Args:
             image_shape: (height, width, channels), the model's.
             data_dir: of TensorFlow Datasets.
+            start_step: the step whose batch is the first, for training that goes on.
 
         Raises:
             ValueError: as `keras_moe.data.load`, and if no batch can be filled.
@@ -299,22 +305,25 @@ class Recipe:
             "one_hot": True,
             "data_dir": data_dir,
         }
-        train = data.load(
-            self.data,
-            self.train_split,
-            augment=self.augment,
-            shuffle=True,
-            drop_remainder=True,
-            **common,
+        steps = (
+            data.num_examples(self.data, self.train_split, data_dir) // self.batch_size
         )
-        test = data.load(self.data, self.test_split, shuffle=False, **common)
-        steps = int(train.cardinality())
         if steps < 1:
             raise ValueError(
                 "Expected a batch no larger than the images to train on; "
                 f"received: batch_size={self.batch_size}, data={self.data!r}, "
                 f"train_split={self.train_split!r}"
             )
+        train = data.load(
+            self.data,
+            self.train_split,
+            augment=self.augment,
+            shuffle=True,
+            repeat=True,
+            start_batch=start_step,
+            **common,
+        )
+        test = data.load(self.data, self.test_split, shuffle=False, **common)
         return Datasets(train, test, data.num_classes(self.data, data_dir), steps)
 
 

@@ -9,6 +9,7 @@ import pytest
 from keras_moe.data import load, num_classes
 
 tfds = pytest.importorskip("tensorflow_datasets")
+tf = pytest.importorskip("tensorflow")
 
 pytestmark = pytest.mark.backend_free
 
@@ -262,3 +263,28 @@ def test_without_tensorflow_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(ImportError, match=r"keras-moe\[data\]"):
         load("tfds:mnist", "train")
+
+
+def test_batches_without_end_begin_anywhere(data_dir):
+    def read(start, count):
+        dataset = load(
+            "tfds:insects",
+            "train[3:]",
+            (6, 6, 3),
+            batch_size=4,
+            augment="flip",
+            data_dir=data_dir,
+            repeat=True,
+            start_batch=start,
+        )
+        images, labels = zip(*dataset.take(count).as_numpy_iterator())
+        return np.stack(images), np.stack(labels)
+
+    # 27 examples: 6 batches in an epoch.
+    images, labels = read(0, 14)
+    for start in (2, 6, 13):
+        assert same(read(start, 14 - start), (images[start:], labels[start:]))
+    # Whatever the program's own seed.
+    tf.random.set_seed(3)
+    assert same(read(0, 14), (images, labels))
+    assert not np.array_equal(labels[:6], labels[6:12])
