@@ -96,6 +96,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.history = {}
         self.last = None
         self._found = None
+        self._moved = False
         self._callbacks = []
 
     def restore(self, model: keras.Model) -> int:
@@ -142,7 +143,7 @@ class RunCheckpoint(keras.callbacks.Callback):
             for name, callback in self._with_state():
                 if name in states:
                     callback.set_state(states[name])
-        return [_GoesOn(self), *self._callbacks, self]
+        return [_First(self), *self._callbacks, self]
 
     def on_epoch_begin(self, epoch, logs=None):
         # `fit` has reset the metrics just before.
@@ -154,20 +155,21 @@ class RunCheckpoint(keras.callbacks.Callback):
             restore_checkpoint(found, metrics)
         _set_random_state(found.state["random"])
 
-    # At a batch's begin and not at an end: where no callback waits for the logs of
-    # each step, JAX computes ahead.
-    def on_train_batch_begin(self, batch, logs=None):
-        within = self.step % self.steps_per_epoch
-        if self.every and within and self.step % self.every == 0:
-            self._save()
-        self.step += 1
-
     def on_epoch_end(self, epoch, logs=None):
         for name, value in (logs or {}).items():
             self.history.setdefault(name, []).append(float(value))
         self.finished = epoch + 1 >= self.params["epochs"] or self.model.stop_training
         if self.finished or self.step % (self.every or self.step) == 0:
             self._save()
+
+    def before_step(self) -> None:
+        """Counts a step, and saves first what was made before it, if it is time."""
+        within = self.step % self.steps_per_epoch
+        # Just restored, there is nothing new.
+        if self.every and within and self.step % self.every == 0 and self._moved:
+            self._save()
+        self.step += 1
+        self._moved = True
 
     def _save(self):
         model = self.model
@@ -233,10 +235,12 @@ class RunCheckpoint(keras.callbacks.Callback):
                 yield f"{name} {counts[name]}", callback
 
 
-class _GoesOn(keras.callbacks.Callback):
-    """Ends the epoch in which a run begins where its steps end, without ending `fit`.
+class _First(keras.callbacks.Callback):
+    """The first of all callbacks: what others do at a step is not yet done.
 
-    All epochs of `fit` have as many steps, and the first may be a part of one.
+    It saves within an epoch, and ends the epoch in which a run begins where its steps
+    end, without ending `fit`: all epochs of `fit` have as many steps, and the first may
+    be a part of one.
     """
 
     def __init__(self, checkpoint: RunCheckpoint):
@@ -245,13 +249,16 @@ class _GoesOn(keras.callbacks.Callback):
         self.left = -checkpoint.step % checkpoint.steps_per_epoch
         self.stopped = False
 
+    # At a batch's begin and not at an end: where no callback waits for the logs of
+    # each step, JAX computes ahead.
     def on_train_batch_begin(self, batch, logs=None):
+        self.checkpoint.before_step()
         if self.left:
             self.left -= 1
             # Seen after this batch: `fit` leaves the epoch, and keeps its iterator.
             self.stopped = self.model.stop_training = self.left == 0
 
-    # The first of all callbacks, so that any other may still stop the run.
+    # Any other callback may still stop the run.
     def on_epoch_end(self, epoch, logs=None):
         if self.stopped:
             self.stopped = self.model.stop_training = False
