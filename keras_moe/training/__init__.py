@@ -9,6 +9,7 @@ from keras_moe.training.checkpoints import (
     restore_checkpoint,
     save_checkpoint,
 )
+from keras_moe.training.evaluation_callback import FewShot, PeriodicEvaluation
 from keras_moe.training.non_finite import (
     NonFinite,
     NonFiniteLoss,
@@ -21,6 +22,7 @@ from keras_moe.training.recipes import (
     list_recipes,
     load_recipe,
 )
+from keras_moe.training.router_health import RouterHealth
 from keras_moe.training.run import Training, train
 from keras_moe.training.run_checkpoint import RunCheckpoint
 from keras_moe.training.schedules import WarmupLinearDecay, warmup_schedule
@@ -29,9 +31,12 @@ from keras_moe.training.upcycling import UpcyclingReport, upcycle
 __all__ = [
     "Checkpoint",
     "Datasets",
+    "FewShot",
     "NonFinite",
     "NonFiniteLoss",
+    "PeriodicEvaluation",
     "Recipe",
+    "RouterHealth",
     "RunCheckpoint",
     "StopOnNonFinite",
     "Training",

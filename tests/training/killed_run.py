@@ -24,11 +24,11 @@ os.environ.update(
     JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
 )
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
+import keras
+import numpy as np
+import tensorflow as tf
 
-from keras_moe import layers, routers, training  # noqa: E402
+from keras_moe import layers, routers, training
 
 EPOCHS, STEPS, EVERY = 4, 25, 2
 RECIPE = training.Recipe(

@@ -222,9 +222,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
 def test_other_variables_are_refused(tmp_path):
     save(tmp_path, 1)
     found = training.find_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match="Expected 1 variables of 'model' .*: 5"):
+    with pytest.raises(ValueError, match=r"Expected 1 variables of 'model' .*: 5"):
         training.restore_checkpoint(found, {"model": variables()[:1]})
-    with pytest.raises(ValueError, match="variables of 'other' .*: None"):
+    with pytest.raises(ValueError, match=r"variables of 'other' .*: None"):
         training.restore_checkpoint(found, {"other": variables()})
     with pytest.raises(ValueError, match=r"Expected shape \(3, 5\)"):
         training.restore_checkpoint(found, {"model": [variables()[0]] * 5})
