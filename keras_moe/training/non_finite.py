@@ -236,7 +236,7 @@ class _Watch:
             self.found = NonFinite(what, path)
 
 
-class _Gradients(keras.optimizers.Optimizer):
+class GradientProbe(keras.optimizers.Optimizer):
     """Puts each weight's gradient in the weight's place."""
 
     def __init__(self):
@@ -250,7 +250,7 @@ def _bad_gradient(model, x, y, order):
     optimizer = model.optimizer
     metrics = [(v, ops.convert_to_numpy(v.value)) for v in model.metrics_variables]
     try:
-        model.optimizer = _Gradients()
+        model.optimizer = GradientProbe()
         model.optimizer.build(model.trainable_variables)
         model.make_train_function(force=True)
         model.train_on_batch(x, y)

@@ -16,6 +16,7 @@ from keras import ops
 
 from keras_moe.analysis.routing_statistics import routing_statistics
 from keras_moe.ops.checks import check_bool
+from keras_moe.training.event_file import EventFile
 from keras_moe.training.files import write_text
 from keras_moe.training.periodic import PeriodicCallback
 
@@ -58,15 +59,13 @@ class RouterHealth(PeriodicCallback):
             the noise being the same each time; or as at inference, where nothing is
             dropped by default.
         csv_path: a CSV file with a row for each time and layer; None for none.
-        tensorboard: a folder for TensorBoard's events, which need TensorFlow; None for
-            none.
+        tensorboard: a folder for TensorBoard's events; None for none.
         min_entropy: a layer whose entropy is below has collapsed: there is a warning.
         max_share: the same for an expert's share above it, if there are more than two.
         max_dead: the same for a share of dead experts above it.
 
     Raises:
         ValueError: if an argument is out of range, or the model has no router.
-        ImportError: if TensorBoard is asked for, and TensorFlow is not installed.
 
     Example:
 
@@ -114,8 +113,7 @@ class RouterHealth(PeriodicCallback):
                     f"Expected {name} between 0 and 1; received: {name}={limit!r}"
                 )
         self.layers = []
-        self._summary = None if tensorboard is None else _summary(tensorboard)
-        self._writer = None
+        self._events = None
         self._of, self._probe = None, None
 
     def measure(self):
@@ -147,8 +145,7 @@ class RouterHealth(PeriodicCallback):
         for row in rows:
             self._warn(row)
         self._write_csv()
-        if self._summary is not None:
-            self._write_summary(rows)
+        self._write_events(rows)
 
     def get_state(self):
         return {**super().get_state(), "layers": list(self.layers)}
@@ -192,18 +189,18 @@ class RouterHealth(PeriodicCallback):
             writer.writerow({**row, "expert_shares": shares})
         write_text(self.csv_path, text.getvalue())
 
-    def _write_summary(self, rows):
-        if self._writer is None:
-            self._writer = self._summary.create_file_writer(str(self.tensorboard))
-        with self._writer.as_default():
-            for row in rows:
-                name, step = f"router/{row['layer']}", row["step"]
-                for column in COLUMNS[3:-1]:
-                    if row[column] is not None:
-                        self._summary.scalar(f"{name}/{column}", row[column], step=step)
-                for expert, share in enumerate(row["expert_shares"]):
-                    self._summary.scalar(f"{name}/load/{expert}", share, step=step)
-        self._writer.flush()
+    def _write_events(self, rows):
+        if self.tensorboard is None:
+            return
+        if self._events is None:
+            self._events = EventFile(self.tensorboard)
+        for row in rows:
+            name = f"router/{row['layer']}"
+            figures = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}
+            for expert, share in enumerate(row["expert_shares"]):
+                figures[f"{name}/load/{expert}"] = share
+            known = {tag: x for tag, x in figures.items() if x is not None}
+            self._events.write(row["step"], known)
 
 
 class _RoutingProbe(keras.Model):
@@ -254,11 +251,3 @@ def _row(name, found):
         "mean_max_gate": found.mean_max_gate,
         "expert_shares": [float(share) for share in shares],
     }
-
-
-def _summary(folder):
-    """`tf.summary`, through the callback of Keras, which alone may import it here."""
-    try:
-        return keras.callbacks.TensorBoard(str(folder), write_graph=False).summary
-    except ImportError as error:
-        raise ImportError("TensorBoard's events need TensorFlow") from error

@@ -118,6 +118,9 @@ def train(
     if checkpoint is not None:
         every = checkpoint.around(every)
     images = run.datasets(first_step)
+    if first_step % run.steps_per_epoch:
+        # Makes the metrics' variables, which have their values in the checkpoint.
+        model.evaluate(images.test, steps=1, verbose=0)
     try:
         history = model.fit(
             images.train,

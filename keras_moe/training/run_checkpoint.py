@@ -102,6 +102,10 @@ class RunCheckpoint(keras.callbacks.Callback):
     def restore(self, model: keras.Model) -> int:
         """Gives a compiled model the state of the newest checkpoint that is whole.
 
+        Of a checkpoint within an epoch the metrics' running means are restored when
+        `fit` begins. On TensorFlow they are not there before the first batch: call
+        `model.evaluate(..., steps=1)` once before.
+
         Args:
             model: compiled as the run's was.
 

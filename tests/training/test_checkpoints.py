@@ -22,7 +22,7 @@ backend_free = pytest.mark.backend_free
 def variables(seed=0):
     draw = np.random.default_rng(seed)
     made = [
-        keras.Variable(draw.normal(size=shape), dtype=dtype, name=f"w{i}")
+        keras.Variable(draw.normal(size=shape), False, dtype=dtype, name=f"w{i}")
         for i, (shape, dtype) in enumerate(
             [
                 ((3, 5), "float32"),
@@ -32,7 +32,7 @@ def variables(seed=0):
             ]
         )
     ]
-    return [*made, keras.Variable(seed, dtype="int64" if seed < 0 else "int32")]
+    return [*made, keras.Variable(seed, False, dtype="int32")]
 
 
 def save(folder, step, seed=0, keep=3):
@@ -212,7 +212,7 @@ def test_what_was_being_written_is_removed_at_the_next_start(tmp_path):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
     save(tmp_path, 1)
-    bad = keras.Variable(np.full((3,), value), name="bad")
+    bad = keras.Variable(np.full((3,), value), dtype="float32")
     with pytest.raises(tensor_file.NonFiniteValues, match="NaN or Inf in model/00000"):
         training.save_checkpoint(tmp_path, 2, {"model": [bad]}, {})
     assert names(tmp_path) == ["step-00000001"]
