@@ -1,6 +1,7 @@
 """Training: recipes, schedules, sparse upcycling of dense models, and debiasing."""
 
 from keras_moe.training.adversarial_debiasing import adversarial_debiasing
+from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.recipes import (
     Datasets,
     Recipe,
@@ -14,6 +15,8 @@ from keras_moe.training.upcycling import UpcyclingReport, upcycle
 
 __all__ = [
     "Datasets",
+    "MeanAveragePrecision",
+    "PrecisionAt1",
     "Recipe",
     "Training",
     "UpcyclingReport",
