@@ -6,6 +6,7 @@
 import numpy as np
 
 from keras_moe.data.examples import IndexedExamples
+from keras_moe.data.labels import Classes
 
 NUM_CLASSES = 10
 SPLITS = ("train", "test", "all")
@@ -101,6 +102,7 @@ def read_examples(split: str) -> IndexedExamples:
         len(labels),
         lambda index: (pixels[index], labels[index]),
         decode=lambda stored: stored,
+        classes=Classes(NUM_CLASSES, tuple(map(str, range(NUM_CLASSES)))),
     )
 
 

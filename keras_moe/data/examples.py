@@ -4,10 +4,13 @@ Every order begins anywhere at little cost: a pass over the data is the same whe
 is read from its start or from its middle.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from keras_moe.data.labels import Classes
 
 # Encoded examples that shuffling of record files holds: a gigabyte of photographs.
 # The files are shuffled besides.
@@ -45,10 +48,20 @@ class IndexedExamples:
         count: number of examples.
         read: from an index (int64) to what is stored and its labels.
         decode: from what is stored to pixels (height, width, channels).
+        classes: of the labels.
+        kept: indices of the examples that are left, None for all.
     """
 
-    def __init__(self, count: int, read: Callable, decode: Callable):
+    def __init__(self, count: int, read: Callable, decode: Callable, classes: Classes):
         self.count, self.read, self.decode = count, read, decode
+        self.classes, self.kept = classes, None
+
+    def without(self, excluded: np.ndarray) -> "IndexedExamples":
+        """These examples but for some, which are given by their indices."""
+        examples = copy.copy(self)
+        examples.kept = np.delete(np.arange(self.count), excluded)
+        examples.count = len(examples.kept)
+        return examples
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
         """One pass of a host.
@@ -69,6 +82,7 @@ class IndexedExamples:
         batches, rest = divmod(self.count, common)
         first, last = share.bounds(rest)
         full = batches * share.batch_size
+        kept = None if self.kept is None else tf.constant(self.kept, "int64")
         if seed is not None:
             numbers = tf.random.stateless_uniform([2], seed, None, None, "int32")
 
@@ -78,11 +92,12 @@ class IndexedExamples:
             position = tf.where(
                 own < full, position, batches * common + first + own - full
             )
-            if seed is None:
-                return position, position
-            return position, tf.random.experimental.index_shuffle(
-                position, numbers, self.count - 1
-            )
+            index = position
+            if seed is not None:
+                index = tf.random.experimental.index_shuffle(
+                    position, numbers, self.count - 1
+                )
+            return position, index if kept is None else kept[index]
 
         length = full + last - first if length is None else length
         return tf.data.Dataset.range(start, length).map(place)
@@ -114,33 +129,61 @@ class RecordExamples:
         files: in the order of the source.
         read: from a record to what is stored and its labels.
         decode: from what is stored to pixels (height, width, channels).
+        classes: of the labels.
     """
 
-    def __init__(self, files: Sequence[RecordFile], read: Callable, decode: Callable):
+    def __init__(
+        self,
+        files: Sequence[RecordFile],
+        read: Callable,
+        decode: Callable,
+        classes: Classes,
+    ):
         self.files, self.read, self.decode = list(files), read, decode
         self.count = sum(file.take for file in self.files)
+        self.classes, self.kept = classes, None
+
+    def without(self, excluded: np.ndarray) -> "RecordExamples":
+        """These examples but for some, which are given by their indices."""
+        examples = copy.copy(self)
+        examples.kept = np.delete(np.arange(self.count), excluded)
+        examples.count = len(examples.kept)
+        return examples
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
         """One pass of a host, see `IndexedExamples.pass_over`."""
         import tensorflow as tf
 
         first, last = share.bounds(self.count)
-        files = _between(self.files, first, last)
+        if self.kept is None:
+            begin, end = first, last
+        else:
+            begin, end = int(self.kept[first]), int(self.kept[last - 1]) + 1
+            is_kept = np.zeros(end - begin, bool)
+            is_kept[self.kept[first:last] - begin] = True
+            is_kept = tf.constant(is_kept)
+        files = _between(self.files, begin, end)
         paths = tf.constant([file.path for file in files])
         skip, take = (
             tf.constant([getattr(file, name) for file in files], "int64")
             for name in ("skip", "take")
         )
+        before = tf.cumsum(take, exclusive=True)
         indices = tf.range(len(files))
         if seed is not None:
-            # Of this graph, so that the program's own has no say. Not 0, which TensorFlow
+            # Of this graph, so that the program's own has no say. Not 0: TensorFlow
             # would compare with the tensor below.
             tf.random.set_seed(1)
             indices = tf.random.experimental.stateless_shuffle(indices, seed)
 
         def records(file):
             opened = tf.data.TFRecordDataset(paths[file])
-            return opened.skip(skip[file]).take(take[file])
+            opened = opened.skip(skip[file]).take(take[file])
+            if self.kept is None:
+                return opened
+            opened = opened.enumerate(before[file])
+            opened = opened.filter(lambda index, _: is_kept[index])
+            return opened.map(lambda _, record: record)
 
         dataset = tf.data.Dataset.from_tensor_slices(indices)
         if seed is None:

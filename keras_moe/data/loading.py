@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_moe.data import digits
 from keras_moe.data.augmentation import build_steps
 from keras_moe.data.examples import Share
+from keras_moe.data.exclusion import excluded_indices
+from keras_moe.data.label_hierarchy import as_hierarchy
+from keras_moe.data.labels import make_labels
 from keras_moe.data.pipeline import Plan, batches
 from keras_moe.data.sources import count_classes, open_source
 
@@ -24,6 +28,11 @@ def load(
     data_dir: str | None = None,
     repeat: bool = False,
     start_batch: int = 0,
+    multi_label: bool = False,
+    hierarchy: Any = None,
+    max_labels: int | None = None,
+    shard: tuple[int, int] = (0, 1),
+    exclude: Any = (),
 ) -> Any:
     """Loads batches of images and labels as a `tf.data.Dataset`, for any backend.
 
@@ -44,12 +53,17 @@ def load(
     Args:
         source: `"digits"`, scikit-learn's handwritten digits; `"tfds:NAME"` for a
             classification data set of TensorFlow Datasets, such as `"tfds:cifar10"`,
-            which is downloaded if it is not in `data_dir`; or `"folder:PATH"` for
-            images in files `PATH/split/class/name.png` (or jpg, bmp, gif).
+            which is downloaded if it is not in `data_dir`; `"tfrecord:GLOB"` for
+            TFRecord files, or a folder of such, with a `dataset.json` beside them that
+            names the classes, see `write_tfrecords`; or `"folder:PATH"` for images in
+            files `PATH/split/class/name.png` (or jpg, bmp, gif), or with several
+            labels each in `PATH/split/labels.json`, such as
+            `{"name.png": ["cat", "animal"]}`.
         split: `"train"`, `"test"` or `"all"` of the digits; any split of TensorFlow
-            Datasets, such as `"train[:90%]"`; a folder's name.
+            Datasets, such as `"train[:90%]"`; a word in the names of TFRecord files,
+            such as `train-00000-of-00008.tfrecord`; a folder's name.
         image_shape: (height, width, channels) of the images.
-        batch_size: images per batch.
+        batch_size: images per batch, those of all shards together.
         augment: what to do to the images at random:
 
             - None: nothing.
@@ -77,7 +91,8 @@ def load(
         shuffle: by default True for splits that begin with "train".
         seed: of the order and of the augmentation. The digits' own split into train
             and test does not depend on it.
-        one_hot: whether labels are one-hot vectors; mixing labels makes them so.
+        one_hot: whether labels are one-hot vectors, or 0-1 vectors with `multi_label`;
+            mixing labels makes them so.
         drop_remainder: whether to drop a last batch that is not full.
         data_dir: of TensorFlow Datasets.
         repeat: whether passes follow one another without end. All batches are full:
@@ -85,15 +100,30 @@ def load(
         start_batch: with `repeat`, the batch to begin with. Layers and callables with
             a random state of their own cannot go on where they were, and there is a
             warning.
+        multi_label: whether examples have several labels. They are numbers of classes,
+            sorted and padded with -1, for `keras_moe.losses.SparseSigmoidCrossentropy`;
+            with `one_hot` they are vectors.
+        hierarchy: a `LabelHierarchy`, its dict or its file, with `multi_label`: an
+            example has all classes above its own, too. Labels are then those of the
+            hierarchy, in which the source's classes are found by their names.
+        max_labels: with `multi_label`, how many numbers there are for an example; the
+            default is the most that can come, where the source knows.
+        shard: (index, count), the part of this host among several. All have equally
+            many batches, and see different examples. Images in memory and in folders
+            are rows of the batches of one host alone; of record files each host reads
+            its own part. With a distribution of Keras set `auto_shard_dataset=False`.
+        exclude: indices of examples in the order of the source to leave out, or a JSON
+            file of `tools/deduplicate.py`.
 
     Returns:
         A `tf.data.Dataset` of (images, labels): float32 (batch, height, width,
-        channels) in [-1, 1]; int32 (batch,), or float32 (batch, classes). Layers in
-        `augment` may change the size of the images.
+        channels) in [-1, 1]; int32 (batch,) or (batch, max_labels), or float32 (batch,
+        classes). Layers in `augment` may change the size of the images.
 
     Raises:
         ValueError: if the source, the split or another argument is not known or out
-            of range, or if the data set has not one image and one label per example.
+            of range, or if the data set has not one image and one label per example,
+            or several with `multi_label`.
         ImportError: if TensorFlow, TensorFlow Datasets or scikit-learn is needed and
             not installed.
 
@@ -114,26 +144,40 @@ def load(
             "Expected repeat=True with a batch to start at; "
             f"received: repeat={repeat}, start_batch={start_batch}"
         )
+    if max_labels is not None:
+        max_labels = _check_integer("max_labels", max_labels, minimum=1)
+    index, count = _check_shard(shard, batch_size)
     _check_split(split)
     steps = build_steps(augment, image_shape, seed)
     one_hot = one_hot or any(step.mixes_labels for step in steps)
-    depth = num_classes(source, data_dir)
+    if hierarchy is not None:
+        hierarchy = as_hierarchy(hierarchy)
     _tensorflow()
 
     examples = open_source(source, split, data_dir)
-    if repeat and examples.count < batch_size:
+    labels = make_labels(
+        examples.classes, source, bool(multi_label), hierarchy, max_labels, one_hot
+    )
+    excluded = excluded_indices(exclude, source, split, examples.count)
+    if len(excluded):
+        examples = examples.without(excluded)
+    full = bool(drop_remainder or repeat)
+    rest = examples.count % batch_size
+    if (repeat and examples.count < batch_size) or (not full and 0 < rest < count):
+        what = "without them" if len(excluded) else f"of {source!r}, split={split!r}"
         raise ValueError(
-            f"Expected a batch no larger than the {examples.count} examples of "
-            f"{source!r}, split={split!r}; received: batch_size={batch_size}"
+            "Expected a batch no larger than the examples, and an example of a last "
+            f"batch for each shard or drop_remainder=True; there are {examples.count} "
+            f"examples {what}; received: batch_size={batch_size}, shard={shard}"
         )
     plan = Plan(
         image_shape=image_shape,
         steps=steps,
-        num_classes=depth if one_hot else None,
-        share=Share(0, 1, batch_size),
+        labels=labels,
+        share=Share(index, count, batch_size // count),
         shuffle=split.startswith("train") if shuffle is None else bool(shuffle),
         seed=seed,
-        drop_remainder=bool(drop_remainder or repeat),
+        drop_remainder=full,
         start_batch=start_batch if repeat else None,
     )
     return batches(examples, plan)
@@ -143,7 +187,7 @@ def num_classes(source: str, data_dir: str | None = None) -> int:
     """Number of classes of a source that `load` knows; downloads nothing.
 
     Args:
-        source: `"digits"`, `"tfds:NAME"` or `"folder:PATH"`.
+        source: as of `load`.
         data_dir: of TensorFlow Datasets.
 
     Raises:
@@ -158,13 +202,16 @@ def num_classes(source: str, data_dir: str | None = None) -> int:
     return count_classes(source, data_dir)
 
 
-def num_examples(source: str, split: str, data_dir: str | None = None) -> int:
+def num_examples(
+    source: str, split: str, data_dir: str | None = None, exclude: Any = ()
+) -> int:
     """Number of examples in a split of a source that `load` knows.
 
     Args:
         source: as of `load`.
         split: as of `load`.
         data_dir: of TensorFlow Datasets.
+        exclude: as of `load`; these are not counted.
 
     Raises:
         ValueError: if the source or the split is not known.
@@ -178,7 +225,28 @@ def num_examples(source: str, split: str, data_dir: str | None = None) -> int:
     """
     _check_split(split)
     _tensorflow()
-    return open_source(source, split, data_dir).count
+    count = open_source(source, split, data_dir).count
+    return count - len(excluded_indices(exclude, source, split, count))
+
+
+def process_shard() -> tuple[int, int]:
+    """The `shard` of this process among those of a run on several hosts.
+
+    Returns:
+        JAX's index of the process and number of processes; (0, 1) with other
+        backends, with which Keras does not train on several hosts.
+
+    Example:
+
+    >>> from keras_moe.data import process_shard
+    >>> process_shard()
+    (0, 1)
+    """
+    if keras.backend.backend() != "jax":
+        return 0, 1
+    import jax
+
+    return jax.process_index(), jax.process_count()
 
 
 def _tensorflow() -> Any:
@@ -189,6 +257,21 @@ def _tensorflow() -> Any:
             'Input pipelines are tf.data: pip install "keras-moe[data]"'
         ) from error
     return tf
+
+
+def _check_shard(shard: Any, batch_size: int) -> tuple[int, int]:
+    try:
+        index, count = shard
+        index = _check_integer("shard[0]", index, minimum=0)
+        count = _check_integer("shard[1]", count, minimum=1)
+    except (TypeError, ValueError):
+        index, count = 0, 0
+    if index >= count or batch_size % count:
+        raise ValueError(
+            "Expected (index, count) with 0 <= index < count, where count divides "
+            f"batch_size; received: shard={shard!r}, batch_size={batch_size}"
+        )
+    return index, count
 
 
 def _check_split(split: Any) -> None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from keras_moe.data.augmentation import Step
 from keras_moe.data.examples import IndexedExamples, RecordExamples, Share
+from keras_moe.data.labels import Labels
 
 
 class Plan(NamedTuple):
@@ -13,7 +14,7 @@ class Plan(NamedTuple):
     Fields:
         image_shape: (height, width, channels) of the images.
         steps: the augmentations.
-        num_classes: of one-hot labels, None for labels as they are.
+        labels: how labels are made.
         share: the host's.
         shuffle: whether the order is random.
         seed: of order and augmentation.
@@ -23,7 +24,7 @@ class Plan(NamedTuple):
 
     image_shape: tuple[int, int, int]
     steps: list[Step]
-    num_classes: int | None
+    labels: Labels
     share: Share
     shuffle: bool
     seed: int
@@ -48,13 +49,10 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
     def prepare(item, key):
         stored, labels = examples.read(item)
         pixels = tf.cast(examples.decode(stored), "float32")
-        return _to_channels(tf, pixels, channels), labels, key
+        return _to_channels(tf, pixels, channels), plan.labels(labels), key
 
     def resize(images, labels, key):
         return tf.image.resize(images, (height, width)), labels, key
-
-    def one_hot(images, labels, keys):
-        return images, tf.one_hot(labels, plan.num_classes), keys
 
     def finish(images, labels, _):
         return tf.clip_by_value(images, 0.0, 255.0) / 127.5 - 1.0, labels
@@ -67,8 +65,6 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
     dataset = dataset.map(resize, num_parallel_calls=tf.data.AUTOTUNE)
     dataset = _augmented(tf, dataset, per_image)
     dataset = dataset.batch(plan.share.batch_size, drop_remainder=plan.drop_remainder)
-    if plan.num_classes is not None:
-        dataset = dataset.map(one_hot)
     dataset = _augmented(tf, dataset, per_batch)
     dataset = dataset.map(finish, num_parallel_calls=tf.data.AUTOTUNE)
     return dataset.prefetch(tf.data.AUTOTUNE)

@@ -1,9 +1,9 @@
-"""The sources of examples by name: the digits, TensorFlow Datasets, folders."""
+"""The sources of examples by name."""
 
 import difflib
 from pathlib import Path
 
-from keras_moe.data import digits, folders, tfds
+from keras_moe.data import digits, folders, tfds, tfrecord
 from keras_moe.data.examples import IndexedExamples, RecordExamples
 
 
@@ -16,6 +16,8 @@ def open_source(
         return folders.read_examples(name, split)
     if kind == "tfds":
         return tfds.read_examples(name, split, data_dir)
+    if kind == "tfrecord":
+        return tfrecord.read_examples(name, split)
     return digits.read_examples(split)
 
 
@@ -26,6 +28,8 @@ def count_classes(source: str, data_dir: str | None) -> int:
         return len(folders.class_names(name))
     if kind == "tfds":
         return tfds.count_classes(name, data_dir)
+    if kind == "tfrecord":
+        return tfrecord.count_classes(name)
     return digits.NUM_CLASSES
 
 
@@ -36,7 +40,7 @@ def split_source(source: str) -> tuple[str, str]:
     if isinstance(source, str):
         kind, _, name = source.partition(":")
         # A folder without a name has an error of its own.
-        if (kind == "folder" and ":" in source) or (kind == "tfds" and name):
+        if (kind in ("tfds", "tfrecord") and name) or source.startswith("folder:"):
             return kind, name
     hint = ""
     if isinstance(source, str) and source:
@@ -45,6 +49,6 @@ def split_source(source: str) -> tuple[str, str]:
         guesses.append(f"{kind}:{source.split(':')[-1] or 'NAME'}")
         hint = f"; did you mean {' or '.join(map(repr, guesses))}?"
     raise ValueError(
-        "Expected 'digits', 'tfds:NAME' or 'folder:PATH'; "
+        "Expected 'digits', 'tfds:NAME', 'tfrecord:GLOB' or 'folder:PATH'; "
         f"received: source={source!r}{hint}"
     )

@@ -1,4 +1,4 @@
-"""Classification data sets of TensorFlow Datasets: an image and one class label."""
+"""Classification data sets of TensorFlow Datasets: an image and its class labels."""
 
 import difflib
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from keras_moe.data.examples import RecordExamples, RecordFile
+from keras_moe.data.labels import Classes
 
 
 def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples:
@@ -14,10 +15,10 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
 
     Images stay encoded until `decode`, so that shuffling holds bytes, not pixels.
     """
+    builder = _open(name, data_dir)
     import tensorflow as tf
     import tensorflow_datasets as tfds
 
-    builder = _open(name, data_dir)
     info = builder.info
     image, label = _features(name, info)
     builder.download_and_prepare()
@@ -49,13 +50,18 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
         )
         return example[image], tf.cast(example[label], "int32")
 
-    return RecordExamples(files, read, info.features[image].decode_example)
+    return RecordExamples(
+        files,
+        read,
+        info.features[image].decode_example,
+        _classes(info.features[label]),
+    )
 
 
 def count_classes(name: str, data_dir: str | None) -> int:
     """Number of classes, without downloading the data."""
     info = _open(name, data_dir).info
-    return info.features[_features(name, info)[1]].num_classes
+    return _classes(info.features[_features(name, info)[1]]).count
 
 
 def _open(name: str, data_dir: str | None) -> Any:
@@ -79,6 +85,16 @@ def _open(name: str, data_dir: str | None) -> Any:
         ) from error
 
 
+def _classes(labels: Any) -> Classes:
+    """What a feature knows, a `ClassLabel` or a sequence of such."""
+    import tensorflow_datasets as tfds
+
+    if isinstance(labels, tfds.features.Sequence):
+        one = labels.feature
+        return Classes(one.num_classes, tuple(one.names), max_labels=0)
+    return Classes(labels.num_classes, tuple(labels.names))
+
+
 def _features(name: str, info: Any) -> tuple[str, str]:
     """The keys of the image and of the label, or an error that says what is there."""
     import tensorflow_datasets as tfds
@@ -89,8 +105,12 @@ def _features(name: str, info: Any) -> tuple[str, str]:
         keys = None
     image, label = keys if keys and len(keys) == 2 else ("image", "label")
     is_dict = isinstance(features, tfds.features.FeaturesDict)
+    if keys is None and is_dict and label not in features:
+        label = "labels"
     pixels = features[image] if is_dict and image in features else None
     classes = features[label] if is_dict and label in features else None
+    if isinstance(classes, tfds.features.Sequence):
+        classes = classes.feature
     if (
         isinstance(pixels, tfds.features.Image)
         and isinstance(classes, tfds.features.ClassLabel)
@@ -100,7 +120,7 @@ def _features(name: str, info: Any) -> tuple[str, str]:
     ):
         return image, label
     raise ValueError(
-        f"Expected tfds:{name} to have an image (1 or 3 channels, uint8) and one class "
-        f"label per example; received: features={features}, "
+        f"Expected tfds:{name} to have an image (1 or 3 channels, uint8) and class "
+        f"labels; received: features={features}, "
         f"supervised_keys={info.supervised_keys}"
     )

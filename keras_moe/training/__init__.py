@@ -10,6 +10,7 @@ from keras_moe.training.checkpoints import (
     save_checkpoint,
 )
 from keras_moe.training.evaluation_callback import FewShot, PeriodicEvaluation
+from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.non_finite import (
     NonFinite,
     NonFiniteLoss,
@@ -32,9 +33,11 @@ __all__ = [
     "Checkpoint",
     "Datasets",
     "FewShot",
+    "MeanAveragePrecision",
     "NonFinite",
     "NonFiniteLoss",
     "PeriodicEvaluation",
+    "PrecisionAt1",
     "Recipe",
     "RouterHealth",
     "RunCheckpoint",

@@ -288,7 +288,8 @@ class Recipe:
 
         All training batches are full, so that one program serves each step, and they
         have no end: `fit` needs `steps_per_epoch`. The batch of a step follows from
-        the recipe and the number of the step alone.
+        the recipe and the number of the step alone. On several hosts each has its part
+        of a batch; with a distribution of Keras set `auto_shard_dataset=False`.
 
         Args:
             image_shape: (height, width, channels), the model's.
@@ -304,6 +305,7 @@ class Recipe:
             "seed": self.seed,
             "one_hot": True,
             "data_dir": data_dir,
+            "shard": data.process_shard(),
         }
         steps = (
             data.num_examples(self.data, self.train_split, data_dir) // self.batch_size
