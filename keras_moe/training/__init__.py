@@ -1,6 +1,8 @@
 """Training: recipes, schedules, sparse upcycling of dense models, and debiasing."""
 
+from keras_moe.training.adafactor import ViTGAdafactor
 from keras_moe.training.adversarial_debiasing import adversarial_debiasing
+from keras_moe.training.optimizers import optimizer_class
 from keras_moe.training.recipes import (
     Datasets,
     Recipe,
@@ -17,10 +19,12 @@ __all__ = [
     "Recipe",
     "Training",
     "UpcyclingReport",
+    "ViTGAdafactor",
     "WarmupLinearDecay",
     "adversarial_debiasing",
     "list_recipes",
     "load_recipe",
+    "optimizer_class",
     "train",
     "upcycle",
     "warmup_schedule",
