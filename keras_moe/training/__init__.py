@@ -11,7 +11,11 @@ from keras_moe.training.recipes import (
     load_recipe,
     train,
 )
-from keras_moe.training.schedules import WarmupLinearDecay, warmup_schedule
+from keras_moe.training.schedules import (
+    WarmupCooldown,
+    WarmupLinearDecay,
+    warmup_schedule,
+)
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
 
 __all__ = [
@@ -20,6 +24,7 @@ __all__ = [
     "Training",
     "UpcyclingReport",
     "ViTGAdafactor",
+    "WarmupCooldown",
     "WarmupLinearDecay",
     "adversarial_debiasing",
     "list_recipes",

@@ -1,5 +1,7 @@
 """Optimizers by name, all with groups of weights."""
 
+from typing import Any
+
 import keras
 
 from keras_moe.ops.checks import check_one_of
@@ -61,3 +63,48 @@ def optimizer_class(name: str) -> type:
     True
     """
     return OPTIMIZERS[check_one_of("optimizer", str(name).lower(), OPTIMIZERS)]
+
+
+def make_optimizer(name: str, options: dict, **arguments: Any) -> Any:
+    """An optimizer by name.
+
+    Args:
+        name: as for `optimizer_class`.
+        options: arguments of that class alone.
+        **arguments: that all of them have.
+
+    Raises:
+        ValueError: if there is no such optimizer, or it does not take the options.
+    """
+    try:
+        if twice := options.keys() & arguments.keys():
+            raise ValueError(f"the recipe itself says {', '.join(sorted(twice))}")
+        return optimizer_class(name)(**arguments, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "Expected the name of an optimizer and its further arguments; received: "
+            f"optimizer={name!r}, optimizer_options={options!r} ({error})"
+        ) from error
+
+
+class StopAfterBatches(keras.callbacks.Callback):
+    """Ends `fit` after so many batches, counted over all runs of the optimizer.
+
+    Args:
+        batches: that the optimizer has seen by then.
+    """
+
+    def __init__(self, batches: int):
+        super().__init__()
+        self.batches = batches
+        self._left = batches
+
+    def on_train_begin(self, logs=None):
+        optimizer = self.model.optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        self._left = self.batches - int(optimizer.batches_seen)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._left -= 1
+        if self._left <= 0:
+            self.model.stop_training = True

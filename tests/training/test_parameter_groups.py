@@ -1,4 +1,4 @@
-"""Learning rates, weight decay, accumulation and averages by group, on any optimizer."""
+"""Groups of weights, weight decay, accumulation and averages of any optimizer."""
 
 import keras
 import numpy as np
@@ -99,14 +99,14 @@ def test_what_is_no_group_is_refused():
         with pytest.raises(ValueError, match=f"Expected .*{message}"):
             make(0.1, groups=groups)
     paths = ["block_1/moe/experts/hidden_kernel", "predictions/kernel"]
-    with pytest.raises(ValueError, match="match='expert' .nearest: .*experts"):
+    with pytest.raises(ValueError, match=r"match='expert' .nearest: .*experts"):
         group_factors([{"match": "expert"}], paths)
     with pytest.raises(ValueError, match="match='router'"):
         group_factors([{"match": "router"}], paths)
-    with pytest.raises(ValueError, match="match='head' .its 1 weights are in groups"):
+    with pytest.raises(ValueError, match=r"match='head' .its 1 weights are in groups"):
         group_factors([{"match": ".*kernel"}, {"match": "head"}], paths)
     optimizer = make(0.1, groups=[{"match": "three/.*"}])
-    with pytest.raises(ValueError, match="match='three/.*' .nearest: "):
+    with pytest.raises(ValueError, match=r"match='three/.*' .nearest: "):
         optimizer.build(weights())
     assert set(NAMED_GROUPS) == {"experts", "router", "head", "kernels", "rest"}
 
