@@ -16,17 +16,21 @@ from keras_moe.training.schedules import (
     WarmupLinearDecay,
     warmup_schedule,
 )
+from keras_moe.training.souping import Soup, cooldown_branch, greedy_soup
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
 
 __all__ = [
     "Datasets",
     "Recipe",
+    "Soup",
     "Training",
     "UpcyclingReport",
     "ViTGAdafactor",
     "WarmupCooldown",
     "WarmupLinearDecay",
     "adversarial_debiasing",
+    "cooldown_branch",
+    "greedy_soup",
     "list_recipes",
     "load_recipe",
     "optimizer_class",
