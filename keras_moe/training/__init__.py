@@ -1,5 +1,6 @@
 """Training: recipes, schedules, sparse upcycling of dense models, and debiasing."""
 
+from keras_moe.training.adafactor import ViTGAdafactor
 from keras_moe.training.adversarial_debiasing import adversarial_debiasing
 from keras_moe.training.checkpoints import (
     Checkpoint,
@@ -17,6 +18,7 @@ from keras_moe.training.non_finite import (
     StopOnNonFinite,
     locate_non_finite,
 )
+from keras_moe.training.optimizers import optimizer_class
 from keras_moe.training.recipes import (
     Datasets,
     Recipe,
@@ -26,7 +28,12 @@ from keras_moe.training.recipes import (
 from keras_moe.training.router_health import RouterHealth
 from keras_moe.training.run import Training, train
 from keras_moe.training.run_checkpoint import RunCheckpoint
-from keras_moe.training.schedules import WarmupLinearDecay, warmup_schedule
+from keras_moe.training.schedules import (
+    WarmupCooldown,
+    WarmupLinearDecay,
+    warmup_schedule,
+)
+from keras_moe.training.souping import Soup, cooldown_branch, greedy_soup
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
 
 __all__ = [
@@ -41,17 +48,23 @@ __all__ = [
     "Recipe",
     "RouterHealth",
     "RunCheckpoint",
+    "Soup",
     "StopOnNonFinite",
     "Training",
     "UpcyclingReport",
+    "ViTGAdafactor",
+    "WarmupCooldown",
     "WarmupLinearDecay",
     "adversarial_debiasing",
     "clean_checkpoints",
+    "cooldown_branch",
     "find_checkpoint",
+    "greedy_soup",
     "list_checkpoints",
     "list_recipes",
     "load_recipe",
     "locate_non_finite",
+    "optimizer_class",
     "restore_checkpoint",
     "save_checkpoint",
     "train",

@@ -113,8 +113,10 @@ def train(
         )
         first_step = checkpoint.restore(model)
         if checkpoint.finished:
+            # As at the end of `fit`: averages take the weights' place.
+            model.optimizer.finalize_variable_values(model.trainable_weights)
             return _training(model, checkpoint.history)
-    every = [*callbacks, StopOnNonFinite(first_step)]
+    every = [*recipe.callbacks(), *callbacks, StopOnNonFinite(first_step)]
     if checkpoint is not None:
         every = checkpoint.around(every)
     images = run.datasets(first_step)
@@ -124,7 +126,7 @@ def train(
     try:
         history = model.fit(
             images.train,
-            epochs=recipe.epochs,
+            epochs=recipe.passes(run.steps_per_epoch),
             initial_epoch=first_step // run.steps_per_epoch,
             steps_per_epoch=run.steps_per_epoch,
             validation_data=images.test,

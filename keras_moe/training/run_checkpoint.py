@@ -259,8 +259,9 @@ class _First(keras.callbacks.Callback):
         self.checkpoint.before_step()
         if self.left:
             self.left -= 1
-            # Seen after this batch: `fit` leaves the epoch, and keeps its iterator.
-            self.stopped = self.model.stop_training = self.left == 0
+            if self.left == 0:
+                # Seen after this batch: `fit` leaves the epoch, and keeps its iterator.
+                self.stopped = self.model.stop_training = True
 
     # Any other callback may still stop the run.
     def on_epoch_end(self, epoch, logs=None):
