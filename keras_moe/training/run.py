@@ -45,7 +45,7 @@ def train(
     recipe: Recipe,
     datasets: Datasets | Callable[[int], Datasets] | None = None,
     data_dir: str | None = None,
-    callbacks: Sequence[keras.callbacks.Callback] = (),
+    callbacks: Sequence[keras.callbacks.Callback] | Callable = (),
     verbose: Any = "auto",
     checkpoint_dir: str | os.PathLike | None = None,
     checkpoint_every: int | None = None,
@@ -68,7 +68,8 @@ def train(
             them from the number of steps that were made, whose `train` begins after as
             many batches and does not end; checkpoints need this.
         data_dir: of TensorFlow Datasets.
-        callbacks: for `fit`.
+        callbacks: for `fit`; or a function from the model and the `Datasets` to them,
+            such as `RouterHealth` needs for its images.
         verbose: for `fit`.
         checkpoint_dir: a folder for the checkpoints of this run.
         checkpoint_every: steps between checkpoints; None is one at each epoch's end.
@@ -116,10 +117,12 @@ def train(
             # As at the end of `fit`: averages take the weights' place.
             model.optimizer.finalize_variable_values(model.trainable_weights)
             return _training(model, checkpoint.history)
+    images = run.datasets(first_step)
+    if callable(callbacks):
+        callbacks = callbacks(model, images)
     every = [*recipe.callbacks(), *callbacks, StopOnNonFinite(first_step)]
     if checkpoint is not None:
         every = checkpoint.around(every)
-    images = run.datasets(first_step)
     if first_step % run.steps_per_epoch:
         # Makes the metrics' variables, which have their values in the checkpoint.
         model.evaluate(images.test, steps=1, verbose=0)

@@ -190,9 +190,9 @@ def test_what_cannot_be_evaluated_is_refused():
     with pytest.raises(ValueError, match="evaluator 'bad'; received: x='much'"):
         evaluation.measure()
     dense = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    with pytest.raises(ValueError, match="with features; received: Sequential"):
+    with pytest.raises(ValueError, match=r"with features; received: Sequential"):
         training.FewShot((IMAGES, [0] * 8), (IMAGES, [0] * 8))(dense)
     health = training.RouterHealth(IMAGES)
     health.set_model(dense)
-    with pytest.raises(ValueError, match="with MoE blocks.*received: Sequential"):
+    with pytest.raises(ValueError, match=r"with MoE blocks.*received: Sequential"):
         health.measure()

@@ -39,7 +39,8 @@ def plot_router_health(
     >>> health = os.path.join(folder, "health.csv")
     >>> with open(health, "w") as file:
     ...     _ = file.write("step,layer,load_entropy,dead_experts,dropped_choices,")
-    ...     _ = file.write("mean_max_gate,expert_shares\\n10,block_1,0.9,0,,0.6,0.3 0.7")
+    ...     _ = file.write("mean_max_gate,expert_shares\\n")
+    ...     _ = file.write("10,block_1,0.9,0,,0.6,0.3 0.7\\n")
     >>> picture = os.path.join(folder, "health.png")
     >>> plots.plot_router_health(health, picture)
     >>> os.path.exists(picture)
