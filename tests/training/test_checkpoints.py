@@ -22,7 +22,9 @@ backend_free = pytest.mark.backend_free
 def variables(seed=0):
     draw = np.random.default_rng(seed)
     made = [
-        keras.Variable(draw.normal(size=shape), False, dtype=dtype, name=f"w{i}")
+        keras.Variable(
+            draw.normal(size=shape), dtype=dtype, trainable=False, name=f"w{i}"
+        )
         for i, (shape, dtype) in enumerate(
             [
                 ((3, 5), "float32"),
@@ -32,7 +34,7 @@ def variables(seed=0):
             ]
         )
     ]
-    return [*made, keras.Variable(seed, False, dtype="int32")]
+    return [*made, keras.Variable(seed, dtype="int32", trainable=False)]
 
 
 def save(folder, step, seed=0, keep=3):

@@ -277,7 +277,7 @@ def test_a_run_of_steps_ends_there():
     going_on.on_train_begin()
     model.stop_training = False
     for batch, ends in enumerate((False, False, False, True)):
-        going_on.on_train_batch_end(batch)
+        going_on.on_train_batch_begin(batch)
         assert model.stop_training is ends
 
 

@@ -51,7 +51,8 @@ def test_every_router_has_figures(name):
     with training.periodic.unchanged(health.model):
         figures = health.measure()
     assert all(np.isfinite(list(figures.values())))
-    assert 0 <= figures["router/entropy"] <= 1
+    # In float64, of up to some thousand tokens.
+    assert 0 <= figures["router/entropy"] <= 1 + 1e-12
     assert 0 <= figures["router/dead"] <= 1
     (row,) = health._rows
     assert row["layer"] == "block_1"
