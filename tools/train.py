@@ -5,8 +5,12 @@
     python tools/train.py --recipe mumoe_digits --set epochs=10 --model num_experts=16
     python tools/train.py --recipe mumoe_clip_b32 --data folder:photos
 
+The same command again goes on with a run that was ended, whatever ended it, from its
+newest checkpoint; --restart begins anew.
+
 Writes to the output folder: `preset`, which `from_preset` loads; `results.json` with
-the settings and what came of each epoch; and `training.png`, the curves.
+the settings and what came of each epoch; `training.png`, the curves; `checkpoints`; and
+of models with experts `router_health.csv`, its picture, and `tensorboard`.
 """
 
 import os
@@ -23,13 +27,14 @@ import time
 from pathlib import Path
 
 import keras
+import numpy as np
 from overrides import parse_override
 from results import write_json
 from rich.console import Console
 from rich.table import Table
 
 import keras_moe
-from keras_moe import training
+from keras_moe import data, training
 from keras_moe.analysis import plots
 
 
@@ -42,7 +47,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nInterrupted: what is not trained to its end is lost.", file=sys.stderr)
+        print(
+            "\nInterrupted: the same command goes on from the last checkpoint.",
+            file=sys.stderr,
+        )
         return 130
     except Exception as error:
         # An image that cannot be decoded is an error of TensorFlow's own.
@@ -65,6 +73,37 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data-dir", help="of TensorFlow Datasets")
     parser.add_argument(
         "--output", type=Path, help="a folder; runs/ and the recipe's name by default"
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="STEPS",
+        help="steps between checkpoints; by default one at each epoch's end",
+    )
+    parser.add_argument("--keep-checkpoints", type=int, default=3, metavar="N")
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="remove the checkpoints of an earlier run, and begin anew",
+    )
+    parser.add_argument(
+        "--health-every",
+        type=int,
+        default=1,
+        metavar="EPOCHS",
+        help="look at the routers every so many epochs; 0 never",
+    )
+    parser.add_argument(
+        "--few-shot-every",
+        type=int,
+        default=0,
+        metavar="EPOCHS",
+        help="few-shot accuracy every so many epochs; 0 never",
+    )
+    parser.add_argument("--shots", type=int, nargs="+", default=[5, 10])
+    parser.add_argument(
+        "--few-shot-data",
+        help="images with splits train and test; the recipe's by default",
     )
     for name, what in (("--set", "the recipe's settings"), ("--model", "the model's")):
         parser.add_argument(
@@ -92,8 +131,21 @@ def run(args: argparse.Namespace, console: Console) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     console.print(settings_table(recipe))
 
-    trained = training.train(recipe, data_dir=args.data_dir)
+    checkpoints = folder / "checkpoints"
+    trained = training.train(
+        recipe,
+        data_dir=args.data_dir,
+        callbacks=lambda model, datasets: watchers(
+            args, recipe, folder, model, datasets
+        ),
+        checkpoint_dir=checkpoints,
+        checkpoint_every=args.checkpoint_every,
+        keep_checkpoints=args.keep_checkpoints,
+        resume=not args.restart,
+    )
     trained.model.save_to_preset(folder / "preset")
+    # Of all lives of the run.
+    watched = training.find_checkpoint(checkpoints).state["callbacks"]
     backend = keras.backend.backend()
     results = {
         "recipe": recipe.to_dict(),
@@ -106,14 +158,21 @@ def run(args: argparse.Namespace, console: Console) -> None:
         "parameters": trained.model.count_params(),
         "test_accuracy": trained.test_accuracy,
         "history": trained.history,
+        "router_health": watched.get("RouterHealth 1", {}).get("layers", []),
+        "evaluations": watched.get("PeriodicEvaluation 1", {}).get("records", []),
         "seconds": time.perf_counter() - begin,
     }
     write_json(folder / "results.json", results)
     # The last, as it needs matplotlib.
     picture = folder / "training.png"
-    plots.plot_training_history(
-        trained.history, picture, title=f"{recipe.name} on {recipe.data}"
-    )
+    title = f"{recipe.name} on {recipe.data}"
+    # What callbacks measured has a slash in its name.
+    curves = {name: x for name, x in trained.history.items() if "/" not in name}
+    plots.plot_training_history(curves, picture, title=title)
+    if results["router_health"]:
+        plots.plot_router_health(
+            folder / "router_health.csv", folder / "router_health.png", title=title
+        )
     for name, value in {
         "test accuracy": f"{trained.test_accuracy:.2%}",
         "parameters": f"{results['parameters']:,}",
@@ -123,6 +182,47 @@ def run(args: argparse.Namespace, console: Console) -> None:
         "picture": picture,
     }.items():
         console.print(f"{name:<14} {value}", highlight=False)
+
+
+def watchers(
+    args: argparse.Namespace,
+    recipe: training.Recipe,
+    folder: Path,
+    model: keras.Model,
+    datasets: training.Datasets,
+) -> list[keras.callbacks.Callback]:
+    """What looks at the model now and then."""
+    found = []
+    if args.health_every and model.routing:
+        images, _ = next(iter(datasets.test))
+        found.append(
+            training.RouterHealth(
+                np.asarray(images),
+                every=args.health_every,
+                csv_path=folder / "router_health.csv",
+                tensorboard=folder / "tensorboard",
+            )
+        )
+    if args.few_shot_every:
+        source = args.few_shot_data or recipe.data
+        splits = ("train", "test")
+        if args.few_shot_data is None:
+            splits = (recipe.train_split, recipe.test_split)
+        pools = [
+            data.load(
+                source,
+                split,
+                model.backbone.image_shape,
+                shuffle=False,
+                data_dir=args.data_dir,
+            )
+            for split in splits
+        ]
+        few_shot = training.FewShot(*pools, shots=args.shots)
+        found.append(
+            training.PeriodicEvaluation({"few_shot": few_shot}, args.few_shot_every)
+        )
+    return found
 
 
 def settings_table(recipe: training.Recipe) -> Table:

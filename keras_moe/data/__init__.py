@@ -2,14 +2,21 @@
 
 from keras_moe.data.augmentation import RandAugment, RandomResizedCrop
 from keras_moe.data.digits import load_digits
-from keras_moe.data.loading import load, num_classes
+from keras_moe.data.label_hierarchy import LabelHierarchy
+from keras_moe.data.loading import load, num_classes, num_examples, process_shard
 from keras_moe.data.oversampling import oversample
+from keras_moe.data.tfrecord import find_corrupt_files, write_tfrecords
 
 __all__ = [
+    "LabelHierarchy",
     "RandAugment",
     "RandomResizedCrop",
+    "find_corrupt_files",
     "load",
     "load_digits",
     "num_classes",
+    "num_examples",
     "oversample",
+    "process_shard",
+    "write_tfrecords",
 ]

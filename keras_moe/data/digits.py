@@ -5,6 +5,9 @@
 
 import numpy as np
 
+from keras_moe.data.examples import IndexedExamples
+from keras_moe.data.labels import Classes
+
 NUM_CLASSES = 10
 SPLITS = ("train", "test", "all")
 TEST_FRACTION = 0.25
@@ -88,6 +91,19 @@ def read_pixels(
     )
     chosen = train if split == "train" else test
     return pixels[chosen], labels[chosen]
+
+
+def read_examples(split: str) -> IndexedExamples:
+    """The images of a split for a pipeline."""
+    import tensorflow as tf
+
+    pixels, labels = (tf.constant(values) for values in read_pixels(split))
+    return IndexedExamples(
+        len(labels),
+        lambda index: (pixels[index], labels[index]),
+        decode=lambda stored: stored,
+        classes=Classes(NUM_CLASSES, tuple(map(str, range(NUM_CLASSES)))),
+    )
 
 
 def check_image_shape(image_shape: tuple[int, int, int]) -> tuple[int, int, int]:

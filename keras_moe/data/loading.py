@@ -1,18 +1,18 @@
 """From the name of a data set to batches that a model can be trained on."""
 
-import difflib
-from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
-from keras_moe.data import digits, folders
-from keras_moe.data.augmentation import Step, build_steps
-from keras_moe.data.tfds import Examples, count_classes, read_examples
-
-# Encoded examples that shuffling holds: a gigabyte of photographs. Files are
-# shuffled besides.
-_SHUFFLE_BUFFER = 10_000
+from keras_moe.data import digits
+from keras_moe.data.augmentation import build_steps
+from keras_moe.data.examples import Share
+from keras_moe.data.exclusion import excluded_indices
+from keras_moe.data.label_hierarchy import as_hierarchy
+from keras_moe.data.labels import make_labels
+from keras_moe.data.pipeline import Plan, batches
+from keras_moe.data.sources import count_classes, open_source
 
 
 def load(
@@ -26,6 +26,13 @@ def load(
     one_hot: bool = False,
     drop_remainder: bool = False,
     data_dir: str | None = None,
+    repeat: bool = False,
+    start_batch: int = 0,
+    multi_label: bool = False,
+    hierarchy: Any = None,
+    max_labels: int | None = None,
+    shard: tuple[int, int] = (0, 1),
+    exclude: Any = (),
 ) -> Any:
     """Loads batches of images and labels as a `tf.data.Dataset`, for any backend.
 
@@ -38,15 +45,25 @@ def load(
     augmentation. Exceptions are layers and callables in `augment` with randomness
     of their own, see there.
 
+    With `repeat` the data set has no end, and batch n of it follows from the arguments
+    alone, in any process: `start_batch=n` gives, bit for bit, what comes after n
+    batches. Images in memory and in folders begin there at once; of record files the
+    records before are read, not decoded.
+
     Args:
         source: `"digits"`, scikit-learn's handwritten digits; `"tfds:NAME"` for a
             classification data set of TensorFlow Datasets, such as `"tfds:cifar10"`,
-            which is downloaded if it is not in `data_dir`; or `"folder:PATH"` for
-            images in files `PATH/split/class/name.png` (or jpg, bmp, gif).
+            which is downloaded if it is not in `data_dir`; `"tfrecord:GLOB"` for
+            TFRecord files, or a folder of such, with a `dataset.json` beside them that
+            names the classes, see `write_tfrecords`; or `"folder:PATH"` for images in
+            files `PATH/split/class/name.png` (or jpg, bmp, gif), or with several
+            labels each in `PATH/split/labels.json`, such as
+            `{"name.png": ["cat", "animal"]}`.
         split: `"train"`, `"test"` or `"all"` of the digits; any split of TensorFlow
-            Datasets, such as `"train[:90%]"`; a folder's name.
+            Datasets, such as `"train[:90%]"`; a word in the names of TFRecord files,
+            such as `train-00000-of-00008.tfrecord`; a folder's name.
         image_shape: (height, width, channels) of the images.
-        batch_size: images per batch.
+        batch_size: images per batch, those of all shards together.
         augment: what to do to the images at random:
 
             - None: nothing.
@@ -74,18 +91,39 @@ def load(
         shuffle: by default True for splits that begin with "train".
         seed: of the order and of the augmentation. The digits' own split into train
             and test does not depend on it.
-        one_hot: whether labels are one-hot vectors; mixing labels makes them so.
+        one_hot: whether labels are one-hot vectors, or 0-1 vectors with `multi_label`;
+            mixing labels makes them so.
         drop_remainder: whether to drop a last batch that is not full.
         data_dir: of TensorFlow Datasets.
+        repeat: whether passes follow one another without end. All batches are full:
+            what does not fill one at the end of a pass is left out of it.
+        start_batch: with `repeat`, the batch to begin with. Layers and callables with
+            a random state of their own cannot go on where they were, and there is a
+            warning.
+        multi_label: whether examples have several labels. They are numbers of classes,
+            sorted and padded with -1, for `keras_moe.losses.SparseSigmoidCrossentropy`;
+            with `one_hot` they are vectors.
+        hierarchy: a `LabelHierarchy`, its dict or its file, with `multi_label`: an
+            example has all classes above its own, too. Labels are then those of the
+            hierarchy, in which the source's classes are found by their names.
+        max_labels: with `multi_label`, how many numbers there are for an example; the
+            default is the most that can come, where the source knows.
+        shard: (index, count), the part of this host among several. All have equally
+            many batches, and see different examples. Images in memory and in folders
+            are rows of the batches of one host alone; of record files each host reads
+            its own part. With a distribution of Keras set `auto_shard_dataset=False`.
+        exclude: indices of examples in the order of the source to leave out, or a JSON
+            file of `tools/deduplicate.py`.
 
     Returns:
         A `tf.data.Dataset` of (images, labels): float32 (batch, height, width,
-        channels) in [-1, 1]; int32 (batch,), or float32 (batch, classes). Layers in
-        `augment` may change the size of the images.
+        channels) in [-1, 1]; int32 (batch,) or (batch, max_labels), or float32 (batch,
+        classes). Layers in `augment` may change the size of the images.
 
     Raises:
         ValueError: if the source, the split or another argument is not known or out
-            of range, or if the data set has not one image and one label per example.
+            of range, or if the data set has not one image and one label per example,
+            or several with `multi_label`.
         ImportError: if TensorFlow, TensorFlow Datasets or scikit-learn is needed and
             not installed.
 
@@ -97,57 +135,59 @@ def load(
     model.fit(train, validation_data=load("digits", "test", shape, one_hot=True))
     ```
     """
-    height, width, channels = digits.check_image_shape(image_shape)
+    image_shape = digits.check_image_shape(image_shape)
     batch_size = _check_integer("batch_size", batch_size, minimum=1)
     seed = _check_integer("seed", seed, minimum=0)
-    if not isinstance(split, str):
-        raise ValueError(f"Expected the name of a split; received: split={split!r}")
-    steps = build_steps(augment, (height, width, channels), seed)
-    shuffle = split.startswith("train") if shuffle is None else bool(shuffle)
+    start_batch = _check_integer("start_batch", start_batch, minimum=0)
+    if start_batch and not repeat:
+        raise ValueError(
+            "Expected repeat=True with a batch to start at; "
+            f"received: repeat={repeat}, start_batch={start_batch}"
+        )
+    if max_labels is not None:
+        max_labels = _check_integer("max_labels", max_labels, minimum=1)
+    index, count = _check_shard(shard, batch_size)
+    _check_split(split)
+    steps = build_steps(augment, image_shape, seed)
     one_hot = one_hot or any(step.mixes_labels for step in steps)
-    depth = num_classes(source, data_dir)
-    tf = _tensorflow()
+    if hierarchy is not None:
+        hierarchy = as_hierarchy(hierarchy)
+    _tensorflow()
 
-    examples = _open_split(tf, source, split, data_dir, shuffle, seed)
-    dataset = examples.dataset
-    if shuffle:
-        dataset = dataset.shuffle(min(examples.count, _SHUFFLE_BUFFER), seed=seed)
-
-    # From the first that mixes labels on, augmentation works on batches.
-    first_mixer = [step.mixes_labels for step in steps] + [True]
-    per_image = steps[: first_mixer.index(True)]
-    per_batch = steps[len(per_image) :]
-
-    def prepare(stored, label):
-        pixels = tf.cast(examples.decode(stored), "float32")
-        return _to_channels(tf, pixels, channels), tf.cast(label, "int32")
-
-    def resize(images, labels):
-        return tf.image.resize(images, (height, width)), labels
-
-    def finish(images, labels):
-        images = tf.clip_by_value(images, 0.0, 255.0) / 127.5 - 1.0
-        return images, labels
-
-    dataset = dataset.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-    if per_image and per_image[0].reads_full_size:
-        dataset = _augmented(tf, dataset, per_image[:1], seed, 0)
-        per_image = per_image[1:]
-    dataset = dataset.map(resize, num_parallel_calls=tf.data.AUTOTUNE)
-    dataset = _augmented(tf, dataset, per_image, seed, len(steps))
-    dataset = dataset.batch(batch_size, drop_remainder=drop_remainder)
-    if one_hot:
-        dataset = dataset.map(lambda images, label: (images, tf.one_hot(label, depth)))
-    dataset = _augmented(tf, dataset, per_batch, seed, 2 * len(steps))
-    dataset = dataset.map(finish, num_parallel_calls=tf.data.AUTOTUNE)
-    return dataset.prefetch(tf.data.AUTOTUNE)
+    examples = open_source(source, split, data_dir)
+    labels = make_labels(
+        examples.classes, source, bool(multi_label), hierarchy, max_labels, one_hot
+    )
+    excluded = excluded_indices(exclude, source, split, examples.count)
+    if len(excluded):
+        examples = examples.without(excluded)
+    full = bool(drop_remainder or repeat)
+    rest = examples.count % batch_size
+    if (repeat and examples.count < batch_size) or (not full and 0 < rest < count):
+        what = "without them" if len(excluded) else f"of {source!r}, split={split!r}"
+        raise ValueError(
+            "Expected a batch no larger than the examples, and an example of a last "
+            f"batch for each shard or drop_remainder=True; there are {examples.count} "
+            f"examples {what}; received: batch_size={batch_size}, shard={shard}"
+        )
+    plan = Plan(
+        image_shape=image_shape,
+        steps=steps,
+        labels=labels,
+        share=Share(index, count, batch_size // count),
+        shuffle=split.startswith("train") if shuffle is None else bool(shuffle),
+        seed=seed,
+        drop_remainder=full,
+        start_batch=start_batch if repeat else None,
+    )
+    return batches(examples, plan)
 
 
 def num_classes(source: str, data_dir: str | None = None) -> int:
     """Number of classes of a source that `load` knows; downloads nothing.
 
     Args:
-        source: `"digits"`, `"tfds:NAME"` or `"folder:PATH"`.
+        source: as of `load`.
         data_dir: of TensorFlow Datasets.
 
     Raises:
@@ -159,78 +199,54 @@ def num_classes(source: str, data_dir: str | None = None) -> int:
     >>> num_classes("digits")
     10
     """
-    if (path := _folder_path(source)) is not None:
-        return len(folders.class_names(path))
-    name = _tfds_name(source)
-    return digits.NUM_CLASSES if name is None else count_classes(name, data_dir)
+    return count_classes(source, data_dir)
 
 
-def _open_split(tf, source, split, data_dir, shuffle, seed) -> Examples:
-    if (path := _folder_path(source)) is not None:
-        return folders.read_examples(path, split, shuffle, seed)
-    name = _tfds_name(source)
-    if name is not None:
-        return read_examples(name, split, data_dir, shuffle, seed)
-    pixels, labels = digits.read_pixels(split)
-    dataset = tf.data.Dataset.from_tensor_slices((pixels, labels))
-    return Examples(dataset, lambda pixels: pixels, len(labels))
+def num_examples(
+    source: str, split: str, data_dir: str | None = None, exclude: Any = ()
+) -> int:
+    """Number of examples in a split of a source that `load` knows.
+
+    Args:
+        source: as of `load`.
+        split: as of `load`.
+        data_dir: of TensorFlow Datasets.
+        exclude: as of `load`; these are not counted.
+
+    Raises:
+        ValueError: if the source or the split is not known.
+        ImportError: as `load`.
+
+    Example:
+
+    >>> from keras_moe.data import num_examples
+    >>> num_examples("digits", "test")
+    450
+    """
+    _check_split(split)
+    _tensorflow()
+    count = open_source(source, split, data_dir).count
+    return count - len(excluded_indices(exclude, source, split, count))
 
 
-def _folder_path(source: str) -> str | None:
-    """The PATH of "folder:PATH", None for other sources."""
-    is_folder = isinstance(source, str) and source.startswith("folder:")
-    return source.removeprefix("folder:") if is_folder else None
+def process_shard() -> tuple[int, int]:
+    """The `shard` of this process among those of a run on several hosts.
 
+    Returns:
+        JAX's index of the process and number of processes; (0, 1) with other
+        backends, with which Keras does not train on several hosts.
 
-def _tfds_name(source: str) -> str | None:
-    """The NAME of "tfds:NAME", None for the digits; raises for anything else."""
-    if source == "digits":
-        return None
-    if isinstance(source, str) and source.startswith("tfds:") and source != "tfds:":
-        return source.removeprefix("tfds:")
-    hint = ""
-    if isinstance(source, str) and source:
-        guesses = ["digits"] if difflib.get_close_matches(source, ["digits"]) else []
-        kind = "folder" if Path(source).is_dir() else "tfds"
-        guesses.append(f"{kind}:{source.split(':')[-1] or 'NAME'}")
-        hint = f"; did you mean {' or '.join(map(repr, guesses))}?"
-    raise ValueError(
-        "Expected 'digits', 'tfds:NAME' or 'folder:PATH'; "
-        f"received: source={source!r}{hint}"
-    )
+    Example:
 
+    >>> from keras_moe.data import process_shard
+    >>> process_shard()
+    (0, 1)
+    """
+    if keras.backend.backend() != "jax":
+        return 0, 1
+    import jax
 
-def _augmented(tf, dataset, steps: list[Step], seed: int, offset: int):
-    """Applies steps to a data set, with a seed for each of its elements."""
-    # A map for each: only those without state of their own may run in parallel.
-    for index, step in enumerate(steps):
-        # Other numbers in every pass over the data set, the same in the next process.
-        seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
-
-        def apply(example, element, step=step, index=offset + index):
-            # Steps share the numbers of an element, not the seeds made of them.
-            pair = tf.stack([tf.cast(element % (2**31 - 1), "int32"), index])
-            return step.function(*example, pair)
-
-        parallel = tf.data.AUTOTUNE if step.is_stateless else None
-        dataset = tf.data.Dataset.zip((dataset, seeds)).map(
-            apply, num_parallel_calls=parallel
-        )
-    return dataset
-
-
-def _to_channels(tf, pixels, channels: int):
-    given = pixels.shape[-1]
-    if given == channels:
-        return pixels
-    if given == 1:
-        return tf.repeat(pixels, channels, axis=-1)
-    if (given, channels) == (3, 1):
-        return tf.image.rgb_to_grayscale(pixels)
-    raise ValueError(
-        "Expected as many channels as the images have, or grey images, or one channel; "
-        f"received: image_shape with {channels} channels for images with {given}"
-    )
+    return jax.process_index(), jax.process_count()
 
 
 def _tensorflow() -> Any:
@@ -241,6 +257,26 @@ def _tensorflow() -> Any:
             'Input pipelines are tf.data: pip install "keras-moe[data]"'
         ) from error
     return tf
+
+
+def _check_shard(shard: Any, batch_size: int) -> tuple[int, int]:
+    try:
+        index, count = shard
+        index = _check_integer("shard[0]", index, minimum=0)
+        count = _check_integer("shard[1]", count, minimum=1)
+    except (TypeError, ValueError):
+        index, count = 0, 0
+    if index >= count or batch_size % count:
+        raise ValueError(
+            "Expected (index, count) with 0 <= index < count, where count divides "
+            f"batch_size; received: shard={shard!r}, batch_size={batch_size}"
+        )
+    return index, count
+
+
+def _check_split(split: Any) -> None:
+    if not isinstance(split, str):
+        raise ValueError(f"Expected the name of a split; received: split={split!r}")
 
 
 def _check_integer(name: str, value: Any, minimum: int) -> int:

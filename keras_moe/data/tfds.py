@@ -1,65 +1,67 @@
-"""Classification data sets of TensorFlow Datasets: an image and one class label."""
+"""Classification data sets of TensorFlow Datasets: an image and its class labels."""
 
 import difflib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-
-class Examples(NamedTuple):
-    """What a source gives to the pipeline.
-
-    Fields:
-        dataset: `tf.data.Dataset` of (stored, label), whatever `decode` reads.
-        decode: from what is stored to pixels (height, width, channels).
-        count: number of examples.
-    """
-
-    dataset: Any
-    decode: Callable[[Any], Any]
-    count: int
+from keras_moe.data.examples import RecordExamples, RecordFile
+from keras_moe.data.labels import Classes
 
 
-def read_examples(
-    name: str, split: str, data_dir: str | None, shuffle: bool, seed: int
-) -> Examples:
+def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples:
     """Opens a split, downloading and preparing the data set if it is not there.
 
     Images stay encoded until `decode`, so that shuffling holds bytes, not pixels.
     """
+    builder = _open(name, data_dir)
+    import tensorflow as tf
     import tensorflow_datasets as tfds
 
-    builder = _open(name, data_dir)
-    image, label = _features(name, builder.info)
+    info = builder.info
+    image, label = _features(name, info)
     builder.download_and_prepare()
     try:
-        count = builder.info.splits[split].num_examples
+        found = info.splits[split]
+        files = [
+            RecordFile(f.filename, f.skip, f.take) for f in found.file_instructions
+        ]
     except (KeyError, ValueError, AssertionError) as error:
         raise ValueError(
-            f"Expected a split of tfds:{name}, one of {sorted(builder.info.splits)}, "
+            f"Expected a split of tfds:{name}, one of {sorted(info.splits)}, "
             "or a slice or sum of them such as 'train[:90%]'; "
             f"received: split={split!r}"
         ) from error
-    if not count:
+    if not sum(file.take for file in files):
         raise ValueError(
             f"Expected a split of tfds:{name} with examples; received: split={split!r}"
         )
-    dataset = builder.as_dataset(
-        split=split,
-        shuffle_files=shuffle,
-        decoders={image: tfds.decode.SkipDecoding()},
-        read_config=tfds.ReadConfig(shuffle_seed=seed),
+    # Which its files are unless the data set was prepared for something else.
+    if info.file_format != tfds.core.FileFormat.TFRECORD:
+        raise ValueError(
+            f"Expected tfds:{name} to be prepared in TFRecord files; "
+            f"received: file_format={info.file_format.value!r}"
+        )
+
+    def read(record):
+        example = info.features.deserialize_example(
+            record, decoders={image: tfds.decode.SkipDecoding()}
+        )
+        return example[image], tf.cast(example[label], "int32")
+
+    return RecordExamples(
+        files,
+        read,
+        info.features[image].decode_example,
+        _classes(info.features[label]),
     )
-    dataset = dataset.map(lambda example: (example[image], example[label]))
-    return Examples(dataset, builder.info.features[image].decode_example, count)
 
 
 def count_classes(name: str, data_dir: str | None) -> int:
     """Number of classes, without downloading the data."""
     info = _open(name, data_dir).info
-    return info.features[_features(name, info)[1]].num_classes
+    return _classes(info.features[_features(name, info)[1]]).count
 
 
 def _open(name: str, data_dir: str | None) -> Any:
@@ -83,6 +85,16 @@ def _open(name: str, data_dir: str | None) -> Any:
         ) from error
 
 
+def _classes(labels: Any) -> Classes:
+    """What a feature knows, a `ClassLabel` or a sequence of such."""
+    import tensorflow_datasets as tfds
+
+    if isinstance(labels, tfds.features.Sequence):
+        one = labels.feature
+        return Classes(one.num_classes, tuple(one.names), max_labels=0)
+    return Classes(labels.num_classes, tuple(labels.names))
+
+
 def _features(name: str, info: Any) -> tuple[str, str]:
     """The keys of the image and of the label, or an error that says what is there."""
     import tensorflow_datasets as tfds
@@ -93,8 +105,12 @@ def _features(name: str, info: Any) -> tuple[str, str]:
         keys = None
     image, label = keys if keys and len(keys) == 2 else ("image", "label")
     is_dict = isinstance(features, tfds.features.FeaturesDict)
+    if keys is None and is_dict and label not in features:
+        label = "labels"
     pixels = features[image] if is_dict and image in features else None
     classes = features[label] if is_dict and label in features else None
+    if isinstance(classes, tfds.features.Sequence):
+        classes = classes.feature
     if (
         isinstance(pixels, tfds.features.Image)
         and isinstance(classes, tfds.features.ClassLabel)
@@ -104,7 +120,7 @@ def _features(name: str, info: Any) -> tuple[str, str]:
     ):
         return image, label
     raise ValueError(
-        f"Expected tfds:{name} to have an image (1 or 3 channels, uint8) and one class "
-        f"label per example; received: features={features}, "
+        f"Expected tfds:{name} to have an image (1 or 3 channels, uint8) and class "
+        f"labels; received: features={features}, "
         f"supervised_keys={info.supervised_keys}"
     )

@@ -16,7 +16,10 @@ from keras_moe.losses.auxiliary import (
     get,
     serialize,
 )
-from keras_moe.losses.classification import SigmoidCrossentropy
+from keras_moe.losses.classification import (
+    SigmoidCrossentropy,
+    SparseSigmoidCrossentropy,
+)
 from keras_moe.losses.entropy_losses import (
     global_entropy_loss,
     local_entropy_loss,
@@ -44,6 +47,7 @@ __all__ = [
     "MergedEntropyLoss",
     "MutualInformationLoss",
     "SigmoidCrossentropy",
+    "SparseSigmoidCrossentropy",
     "TargetEntropyLoss",
     "ZLoss",
     "get",

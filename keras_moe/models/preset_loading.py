@@ -49,7 +49,9 @@ class TaskWeightsMixin:
 
     def _not_the_head(self):
         skipped = list(self.backbone._flatten_layers())
-        return [*skipped, self.optimizer] if self.optimizer is not None else skipped
+        # There is none with compile=False.
+        optimizer = getattr(self, "optimizer", None)
+        return skipped if optimizer is None else [*skipped, optimizer]
 
 
 class PresetMixin:

@@ -1,26 +1,72 @@
 """Training: recipes, schedules, sparse upcycling of dense models, and debiasing."""
 
+from keras_moe.training.adafactor import ViTGAdafactor
 from keras_moe.training.adversarial_debiasing import adversarial_debiasing
+from keras_moe.training.checkpoints import (
+    Checkpoint,
+    clean_checkpoints,
+    find_checkpoint,
+    list_checkpoints,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from keras_moe.training.evaluation_callback import FewShot, PeriodicEvaluation
+from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
+from keras_moe.training.non_finite import (
+    NonFinite,
+    NonFiniteLoss,
+    StopOnNonFinite,
+    locate_non_finite,
+)
+from keras_moe.training.optimizers import optimizer_class
 from keras_moe.training.recipes import (
     Datasets,
     Recipe,
-    Training,
     list_recipes,
     load_recipe,
-    train,
 )
-from keras_moe.training.schedules import WarmupLinearDecay, warmup_schedule
+from keras_moe.training.router_health import RouterHealth
+from keras_moe.training.run import Training, train
+from keras_moe.training.run_checkpoint import RunCheckpoint
+from keras_moe.training.schedules import (
+    WarmupCooldown,
+    WarmupLinearDecay,
+    warmup_schedule,
+)
+from keras_moe.training.souping import Soup, cooldown_branch, greedy_soup
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
 
 __all__ = [
+    "Checkpoint",
     "Datasets",
+    "FewShot",
+    "MeanAveragePrecision",
+    "NonFinite",
+    "NonFiniteLoss",
+    "PeriodicEvaluation",
+    "PrecisionAt1",
     "Recipe",
+    "RouterHealth",
+    "RunCheckpoint",
+    "Soup",
+    "StopOnNonFinite",
     "Training",
     "UpcyclingReport",
+    "ViTGAdafactor",
+    "WarmupCooldown",
     "WarmupLinearDecay",
     "adversarial_debiasing",
+    "clean_checkpoints",
+    "cooldown_branch",
+    "find_checkpoint",
+    "greedy_soup",
+    "list_checkpoints",
     "list_recipes",
     "load_recipe",
+    "locate_non_finite",
+    "optimizer_class",
+    "restore_checkpoint",
+    "save_checkpoint",
     "train",
     "upcycle",
     "warmup_schedule",

@@ -1,8 +1,7 @@
-"""Published training settings as data: a file each, and one function that runs them."""
+"""Published training settings as data: a file each."""
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,11 @@ from keras_moe.ops.checks import (
     check_positive,
     nearest,
 )
-from keras_moe.training.schedules import DECAYS, warmup_schedule
+from keras_moe.training.optimizers import StopAfterBatches, make_optimizer
+from keras_moe.training.parameter_groups import check_groups, group_factors
+from keras_moe.training.schedules import DECAYS, check_cooldown, warmup_schedule
+
+DECAY_TIMES = ("learning_rate", "share_of_peak")
 
 
 class Datasets(NamedTuple):
@@ -28,10 +31,10 @@ class Datasets(NamedTuple):
 
     Attributes:
         train: batches of images in [-1, 1] and one-hot or mixed labels, in any form
-            that `fit` takes.
+            that `fit` takes with `steps_per_epoch`: of one epoch, or without end.
         test: the same for evaluation, with one-hot labels.
         num_classes: the number of classes.
-        steps_per_epoch: batches in `train`.
+        steps_per_epoch: batches of `train` in an epoch.
     """
 
     train: Any
@@ -40,27 +43,13 @@ class Datasets(NamedTuple):
     steps_per_epoch: int
 
 
-class Training(NamedTuple):
-    """What training gave.
-
-    Attributes:
-        model: the trained model.
-        history: lists with a value for each epoch: loss, accuracy, val_loss and
-            val_accuracy, those of the test images.
-        test_accuracy: of the last epoch.
-    """
-
-    model: keras.Model
-    history: dict[str, list[float]]
-    test_accuracy: float
-
-
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """How to train a model: everything but the machine.
 
-    The optimizer is one of Keras's, with a warm-up and a decay, for which the number of
-    steps must be known; hence `model` asks for it. Labels are vectors, since mixing
+    The learning rate has a warm-up and a decay, for which the number of steps must be
+    known; hence `model` asks for it. A step is an update of the weights, with or
+    without accumulation. Labels are vectors, since mixing
     makes them so: the loss is the cross-entropy with these, and the accuracy on test
     images that of their one class. Models with `multi_label=True` have the sum of
     sigmoid losses instead.
@@ -68,17 +57,34 @@ class Recipe:
     Args:
         name: of the recipe.
         preset: what `keras_moe.models.from_preset` takes.
-        epochs: passes over the training images.
         batch_size: images in a step.
         learning_rate: at the end of the warm-up.
+        epochs: passes over the training images, or None where there are `steps`.
+        steps: steps in the place of `epochs`.
         warmup_steps: steps in which the learning rate rises from 0.
-        decay: `"cosine"` or `"linear"`, to `final_learning_rate` at the last step.
+        decay: `"cosine"` or `"linear"`, to `final_learning_rate` at the last step;
+            `"rsqrt"`, a reciprocal square root, or `"constant"`.
+        timescale: of `"rsqrt"`: so many steps after the warm-up, the learning rate is
+            0.71 of that at its end.
+        cooldown_steps: the last steps, in which the learning rate of `"rsqrt"` or
+            `"constant"` falls on a line to `final_learning_rate`.
         final_learning_rate: after the last step.
-        optimizer: the name of a Keras optimizer.
+        optimizer: `"vitg_adafactor"`, or the name of a Keras optimizer; see
+            `optimizer_class`.
         optimizer_options: its further arguments, such as `{"beta_2": 0.95}`.
-        weight_decay: of all weights alike, times the learning rate of the step, as
-            `AdamW` of Keras and PyTorch have it; 0 for none.
+        weight_decay: of all weights alike, but for `groups`; 0 for none.
+        weight_decay_times: `"learning_rate"`, that of the step, as `AdamW` of Keras and
+            PyTorch and the V-MoE release have it; or `"share_of_peak"`, the same
+            divided by `learning_rate`, as big_vision has it.
+        groups: dicts that give weights learning rates and weight decay of their own,
+            such as `{"match": "head", "weight_decay": 10.0}`, a factor; see
+            `ParameterGroups`.
         gradient_clipping: largest norm of all gradients together, or None.
+        gradient_accumulation_steps: the batches into which that of a step is divided,
+            one after the other, where memory is short. Tokens compete for experts, and
+            losses of routers are taken, within each of them.
+        ema_momentum: share that an average of the weights keeps of itself in each step;
+            the model is evaluated, and left, with the averages. None for no average.
         model_arguments: override the preset's; a nested one, such as
             `router_options`, is replaced as a whole. The number of classes follows from
             the data, `dtype` and `seed` are the recipe's own.
@@ -109,16 +115,23 @@ class Recipe:
 
     name: str
     preset: str
-    epochs: int
     batch_size: int
     learning_rate: float
+    epochs: int | None = None
+    steps: int | None = None
     warmup_steps: int = 0
     decay: str = "cosine"
+    timescale: int = 10_000
+    cooldown_steps: int = 0
     final_learning_rate: float = 0.0
     optimizer: str = "adamw"
     optimizer_options: dict = dataclasses.field(default_factory=dict)
     weight_decay: float = 0.0
+    weight_decay_times: str = "learning_rate"
+    groups: Sequence = ()
     gradient_clipping: float | None = 1.0
+    gradient_accumulation_steps: int = 1
+    ema_momentum: float | None = None
     model_arguments: dict = dataclasses.field(default_factory=dict)
     data: str = "digits"
     train_split: str = "train"
@@ -131,9 +144,21 @@ class Recipe:
     notes: str = ""
 
     def __post_init__(self):
-        for name in ("epochs", "batch_size"):
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(
+                "Expected either epochs or steps; "
+                f"received: epochs={self.epochs!r}, steps={self.steps!r}"
+            )
+        length = "steps" if self.epochs is None else "epochs"
+        for name in ("batch_size", "timescale", "gradient_accumulation_steps", length):
             check_integer(name, getattr(self, name))
-        for name in ("warmup_steps", "seed"):
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                "Expected gradient_accumulation_steps to divide batch_size; received: "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, "
+                f"batch_size={self.batch_size}"
+            )
+        for name in ("warmup_steps", "cooldown_steps", "seed"):
             check_integer(name, getattr(self, name), minimum=0)
         for name in ("weight_decay", "final_learning_rate"):
             check_not_negative(name, getattr(self, name))
@@ -141,6 +166,14 @@ class Recipe:
         if self.gradient_clipping is not None:
             check_positive("gradient_clipping", self.gradient_clipping)
         check_one_of("decay", self.decay, DECAYS)
+        check_cooldown(self.decay, self.cooldown_steps, self.final_learning_rate)
+        check_one_of("weight_decay_times", self.weight_decay_times, DECAY_TIMES)
+        check_groups(self.groups)
+        if check_not_negative("ema_momentum", self.ema_momentum or 0.0) >= 1:
+            raise ValueError(
+                "Expected ema_momentum to be below 1; "
+                f"received: ema_momentum={self.ema_momentum!r}"
+            )
         if set(str(self.name)) & set("/\\") or str(self.name) in ("", ".", ".."):
             raise ValueError(
                 f"Expected a name without folders; received: name={self.name!r}"
@@ -179,7 +212,8 @@ class Recipe:
         Args:
             **overrides: any setting. `model_arguments` are added to those that are
                 there, nested ones replaced as a whole. With another `data` the splits
-                are "train" and "test", unless they are given, too.
+                are "train" and "test", unless they are given, too. `epochs` and `steps`
+                take each other's place.
 
         Raises:
             ValueError: if a setting is unknown or out of range.
@@ -194,6 +228,9 @@ class Recipe:
         if overrides.get("data", self.data) != self.data:
             for name in ("train_split", "test_split"):
                 overrides.setdefault(name, fields[name].default)
+        for name, other in (("epochs", "steps"), ("steps", "epochs")):
+            if overrides.get(name) is not None:
+                overrides.setdefault(other, None)
         return dataclasses.replace(self, **overrides)
 
     def to_dict(self) -> dict:
@@ -207,22 +244,46 @@ class Recipe:
         settings.pop("name")
         Path(path).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Updates of the weights in the run.
+
+        Args:
+            steps_per_epoch: batches in an epoch: with accumulation, several for each
+                update.
+        """
+        batches = check_integer("steps_per_epoch", steps_per_epoch)
+        if self.steps is not None:
+            return self.steps
+        return self.epochs * batches // self.gradient_accumulation_steps
+
+    def passes(self, steps_per_epoch: int) -> int:
+        """How many epochs `fit` needs; `callbacks` end the last one in time.
+
+        Args:
+            steps_per_epoch: batches in an epoch.
+        """
+        batches = check_integer("steps_per_epoch", steps_per_epoch)
+        if self.epochs is not None:
+            return self.epochs
+        return -(-self.steps * self.gradient_accumulation_steps // batches)
+
     def schedule(
         self, steps_per_epoch: int
     ) -> keras.optimizers.schedules.LearningRateSchedule:
         """The learning rate by step.
 
         Args:
-            steps_per_epoch: steps in an epoch.
+            steps_per_epoch: batches in an epoch.
 
         Raises:
-            ValueError: if the warm-up is as long as the run.
+            ValueError: if the warm-up is as long as the run, or the cooldown begins
+                before its end.
         """
-        steps = self.epochs * check_integer("steps_per_epoch", steps_per_epoch)
+        steps = self.total_steps(steps_per_epoch)
         if self.warmup_steps >= steps:
             raise ValueError(
                 f"Expected a warm-up shorter than the run, which has {steps} steps "
-                f"(epochs={self.epochs} of {steps_per_epoch} steps); "
+                f"(epochs={self.epochs}, {steps_per_epoch} batches in an epoch); "
                 f"received: warmup_steps={self.warmup_steps}"
             )
         return warmup_schedule(
@@ -231,6 +292,8 @@ class Recipe:
             steps,
             self.warmup_steps,
             self.final_learning_rate,
+            self.timescale,
+            self.cooldown_steps,
         )
 
     def new_model(self, num_classes: int) -> keras.Model:
@@ -252,22 +315,36 @@ class Recipe:
 
         Args:
             model: an image classifier.
-            steps_per_epoch: the schedule ends after `epochs` times as many.
+            steps_per_epoch: batches in an epoch; the schedule ends with the last one.
+
+        Raises:
+            ValueError: if the optimizer does not exist, or a group has no weights in
+                the model.
         """
         schedule = self.schedule(steps_per_epoch)
-        try:
-            optimizer = type(keras.optimizers.get(self.optimizer))(
-                schedule,
-                weight_decay=float(self.weight_decay),
-                global_clipnorm=self.gradient_clipping,
-                **self.optimizer_options,
-            )
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                "Expected the name of a Keras optimizer and its further arguments; "
-                f"received: optimizer={self.optimizer!r}, "
-                f"optimizer_options={self.optimizer_options!r}"
-            ) from error
+        # An optimizer would say it after the first batch.
+        group_factors(self.groups, [x.path for x in model.trainable_variables])
+        peak = (
+            self.learning_rate if self.weight_decay_times == "share_of_peak" else None
+        )
+        ema = {} if self.ema_momentum is None else {"ema_momentum": self.ema_momentum}
+        optimizer = make_optimizer(
+            self.optimizer,
+            self.optimizer_options,
+            learning_rate=schedule,
+            weight_decay=float(self.weight_decay),
+            peak_learning_rate=peak,
+            groups=self.groups,
+            global_clipnorm=self.gradient_clipping,
+            gradient_accumulation_steps=(
+                # Of one batch, Keras knows no accumulation.
+                self.gradient_accumulation_steps
+                if self.gradient_accumulation_steps > 1
+                else None
+            ),
+            use_ema=bool(ema),
+            **ema,
+        )
         loss = "auto"
         if not model.multi_label:
             loss = keras.losses.CategoricalCrossentropy(
@@ -284,53 +361,80 @@ class Recipe:
 
         Args:
             num_classes: of a new head.
-            steps_per_epoch: the schedule ends after `epochs` times as many.
+            steps_per_epoch: batches in an epoch; the schedule ends with the last one.
 
         Raises:
-            ValueError: as `keras_moe.models.from_preset` and `schedule`.
+            ValueError: as `keras_moe.models.from_preset`, `schedule` and `compile`.
         """
         self.schedule(steps_per_epoch)  # Before a large model is made for nothing.
         model = self.new_model(num_classes)
         self.compile(model, steps_per_epoch)
         return model
 
+    def callbacks(self) -> list[keras.callbacks.Callback]:
+        """What `fit` needs besides the compiled model: callbacks, put before others.
+
+        With `steps` the run ends at the last one, within an epoch if need be. With
+        `ema_momentum` the averages of the weights take the weights' place for each
+        evaluation, and at the end.
+        """
+        found: list[keras.callbacks.Callback] = []
+        if self.steps is not None:
+            batches = self.steps * self.gradient_accumulation_steps
+            found.append(StopAfterBatches(batches))
+        if self.ema_momentum is not None:
+            found.append(keras.callbacks.SwapEMAWeights())
+        return found
+
     def datasets(
-        self, image_shape: tuple[int, int, int], data_dir: str | None = None
+        self,
+        image_shape: tuple[int, int, int],
+        data_dir: str | None = None,
+        start_step: int = 0,
     ) -> Datasets:
         """The images and labels.
 
-        All training batches are full, so that one program serves each step.
+        All training batches are full, so that one program serves each step, and they
+        have no end: `fit` needs `steps_per_epoch`. A batch follows from the recipe and
+        its number alone. On several hosts each has its part
+        of a batch; with a distribution of Keras set `auto_shard_dataset=False`.
 
         Args:
             image_shape: (height, width, channels), the model's.
             data_dir: of TensorFlow Datasets.
+            start_step: how many batches were trained on before, for training that
+                goes on.
 
         Raises:
             ValueError: as `keras_moe.data.load`, and if no batch can be filled.
         """
+        batch_size = self.batch_size // self.gradient_accumulation_steps
         common = {
             "image_shape": tuple(image_shape),
-            "batch_size": self.batch_size,
+            "batch_size": batch_size,
             "seed": self.seed,
             "one_hot": True,
             "data_dir": data_dir,
+            "shard": data.process_shard(),
         }
-        train = data.load(
-            self.data,
-            self.train_split,
-            augment=self.augment,
-            shuffle=True,
-            drop_remainder=True,
-            **common,
-        )
-        test = data.load(self.data, self.test_split, shuffle=False, **common)
-        steps = int(train.cardinality())
+        count = data.num_examples(self.data, self.train_split, data_dir)
+        steps = count // batch_size
         if steps < 1:
             raise ValueError(
                 "Expected a batch no larger than the images to train on; "
                 f"received: batch_size={self.batch_size}, data={self.data!r}, "
                 f"train_split={self.train_split!r}"
             )
+        train = data.load(
+            self.data,
+            self.train_split,
+            augment=self.augment,
+            shuffle=True,
+            repeat=True,
+            start_batch=start_step,
+            **common,
+        )
+        test = data.load(self.data, self.test_split, shuffle=False, **common)
         return Datasets(train, test, data.num_classes(self.data, data_dir), steps)
 
 
@@ -392,70 +496,6 @@ def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
             f"Expected all settings of a recipe in {path}; received: {error}"
         ) from error
     return recipe.replace(**overrides)
-
-
-def train(
-    recipe: Recipe,
-    datasets: Datasets | None = None,
-    data_dir: str | None = None,
-    callbacks: Sequence[keras.callbacks.Callback] = (),
-    verbose: Any = "auto",
-) -> Training:
-    """Trains a model as a recipe says.
-
-    The same recipe gives the same weights on one machine and backend: it sets all of
-    Keras's random seeds.
-
-    Args:
-        recipe: the settings.
-        datasets: images of your own, in the place of the recipe's.
-        data_dir: of TensorFlow Datasets.
-        callbacks: for `fit`.
-        verbose: for `fit`.
-
-    Returns:
-        A `Training`: the model, the history and the accuracy.
-
-    Raises:
-        ValueError: if the recipe, model and images do not fit together, or the loss is
-            not finite any more.
-
-    Example:
-
-    >>> from keras_moe.training import load_recipe, train
-    >>> recipe = load_recipe("mumoe_digits", epochs=1, batch_size=512, warmup_steps=0)
-    >>> recipe = recipe.replace(model_arguments={"num_layers": 1, "hidden_dim": 8})
-    >>> sorted(train(recipe, verbose=0).history)
-    ['accuracy', 'loss', 'val_accuracy', 'val_loss']
-    """
-    keras.utils.set_random_seed(recipe.seed)
-    if datasets is None:
-        model = recipe.new_model(data.num_classes(recipe.data, data_dir))
-        datasets = recipe.datasets(model.backbone.image_shape, data_dir)
-    else:
-        model = recipe.new_model(datasets.num_classes)
-    recipe.compile(model, datasets.steps_per_epoch)
-
-    def stop_if_diverged(epoch, logs):
-        if not math.isfinite(logs["loss"]):
-            raise ValueError(
-                f"Expected a finite loss; received: loss={logs['loss']} in epoch "
-                f"{epoch + 1}. Try less than learning_rate={recipe.learning_rate}"
-            )
-
-    history = model.fit(
-        datasets.train,
-        epochs=recipe.epochs,
-        validation_data=datasets.test,
-        shuffle=False,  # The batches come shuffled.
-        callbacks=[
-            *callbacks,
-            keras.callbacks.LambdaCallback(on_epoch_end=stop_if_diverged),
-        ],
-        verbose=verbose,
-    ).history
-    history = {name: [float(x) for x in values] for name, values in history.items()}
-    return Training(model, history, history["val_accuracy"][-1])
 
 
 def _plain(name, value):

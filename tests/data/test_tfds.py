@@ -9,6 +9,7 @@ import pytest
 from keras_moe.data import load, num_classes
 
 tfds = pytest.importorskip("tensorflow_datasets")
+tf = pytest.importorskip("tensorflow")
 
 pytestmark = pytest.mark.backend_free
 
@@ -200,11 +201,6 @@ CLASS = tfds.features.ClassLabel(num_classes=3)
 @pytest.mark.parametrize(
     ("name", "features", "values"),
     [
-        (
-            "many_labels",
-            {"image": IMAGE, "label": tfds.features.Sequence(CLASS)},
-            {"image": np.zeros((4, 4, 3), "uint8"), "label": [0, 2]},
-        ),
         ("no_label", {"image": IMAGE}, {"image": np.zeros((4, 4, 3), "uint8")}),
         (
             "no_image",
@@ -258,7 +254,64 @@ def test_supervised_keys_name_the_features(tmp_path):
     assert sorted(labels) == [0, 1, 2]
 
 
+def test_several_labels(tmp_path):
+    several = [[0, 2], [], [1]]
+    make_builder(
+        "many_labels",
+        tmp_path,
+        {"image": IMAGE, "labels": tfds.features.Sequence(CLASS)},
+        lambda index: {
+            "image": np.full((4, 4, 3), index, "uint8"),
+            "labels": several[index],
+        },
+        supervised_keys=None,
+        splits={"train": 3},
+    )
+    source, folder = "tfds:many_labels", str(tmp_path)
+    assert num_classes(source, folder) == 3
+
+    def read(**options):
+        dataset = load(
+            source, "train", (4, 4, 3), data_dir=folder, multi_label=True, **options
+        )
+        images, labels = arrays(dataset)
+        order = np.argsort(images[:, 0, 0, 0])
+        return labels[order].tolist()
+
+    assert read(max_labels=2) == [[0, 2], [-1, -1], [1, -1]]
+    assert read(one_hot=True) == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+    with pytest.raises(ValueError, match=r"Expected max_labels.*max_labels=None"):
+        read()
+    with pytest.raises(ValueError, match="multi_label=True with 'tfds:many_labels'"):
+        load(source, "train", data_dir=folder)
+
+
 def test_without_tensorflow_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(ImportError, match=r"keras-moe\[data\]"):
         load("tfds:mnist", "train")
+
+
+def test_batches_without_end_begin_anywhere(data_dir):
+    def read(start, count):
+        dataset = load(
+            "tfds:insects",
+            "train[3:]",
+            (6, 6, 3),
+            batch_size=4,
+            augment="flip",
+            data_dir=data_dir,
+            repeat=True,
+            start_batch=start,
+        )
+        images, labels = zip(*dataset.take(count).as_numpy_iterator())
+        return np.stack(images), np.stack(labels)
+
+    # 27 examples: 6 batches in an epoch.
+    images, labels = read(0, 14)
+    for start in (2, 6, 13):
+        assert same(read(start, 14 - start), (images[start:], labels[start:]))
+    # Whatever the program's own seed.
+    tf.random.set_seed(3)
+    assert same(read(0, 14), (images, labels))
+    assert not np.array_equal(labels[:6], labels[6:12])

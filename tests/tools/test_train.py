@@ -38,6 +38,7 @@ def test_one_command_trains_and_saves(program, tmp_path):
     status, output, errors = program(
         "--recipe", "mumoe_digits", "--output", tmp_path / "run",
         "--set", *SETTINGS, "--model", *SMALL,
+        "--few-shot-every", 2, "--shots", 2, "--checkpoint-every", 4,
     )  # fmt: skip
     assert status == 0, errors
     results = json.loads((tmp_path / "run" / "results.json").read_text())
@@ -46,15 +47,35 @@ def test_one_command_trains_and_saves(program, tmp_path):
     assert results["recipe"]["epochs"] == 2
     assert results["recipe"]["model_arguments"]["hidden_dim"] == 8
     assert results["recipe"]["model_arguments"]["stochastic_depth"] == 0.1
-    assert [len(values) for values in results["history"].values()] == [2] * 4
+    assert {name: len(values) for name, values in results["history"].items()} == {
+        **dict.fromkeys(("loss", "accuracy", "val_loss", "val_accuracy"), 2),
+        **{f"router/{name}": 2 for name in ("entropy", "dead", "dropped", "max_gate")},
+        "few_shot/2_shot": 1,
+    }
+    assert [row["epoch"] for row in results["router_health"]] == [1, 1, 2, 2]
+    assert results["evaluations"][0]["epoch"] == 2
     assert results["history"]["loss"][1] < results["history"]["loss"][0]
     assert "learning_rate" in output
     assert f"{results['test_accuracy']:.2%}" in output
     model = models.from_preset(str(tmp_path / "run" / "preset"))
     assert model.count_params() == results["parameters"]
     assert model.backbone.get_layer("block_1").stochastic_depth == 0.1
-    picture = (tmp_path / "run" / "training.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
+    for name in ("training", "router_health"):
+        picture = (tmp_path / "run" / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(names) == ["step-00000004", "step-00000008", "step-00000010"]
+    # The same command again has nothing to do; another recipe is another run.
+    again = ("--recipe", "mumoe_digits", "--output", tmp_path / "run", "--set")
+    status, output, errors = program(*again, *SETTINGS, "--model", *SMALL)
+    assert status == 0, errors
+    assert "Epoch" not in output
+    repeated = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert repeated["history"] == results["history"]
+    assert repeated["router_health"] == results["router_health"]
+    status, _, errors = program(*again, *SETTINGS, "epochs=3", "--model", *SMALL)
+    assert status == 1
+    assert "epochs=3 (there 2)" in errors
 
 
 @pytest.mark.backend_free

@@ -158,7 +158,7 @@ def test_learning_rates(decay, warmup):
 @backend_free
 def test_a_warm_up_as_long_as_the_run_is_refused():
     mixer = load_recipe("mumoe_mixer_s16", epochs=2)
-    message = r"2 steps .epochs=2 of 1 steps.; received: warmup_steps=10000"
+    message = r"2 steps .epochs=2, 1 batches .*; received: warmup_steps=10000"
     with pytest.raises(ValueError, match=message):
         mixer.model(num_classes=10, steps_per_epoch=1)
     with pytest.raises(ValueError, match="run of 9 steps; received: warmup_steps=9"):
@@ -216,6 +216,89 @@ def test_the_optimizer_is_the_recipes():
     assert chosen == ["auto"]
 
 
+def test_groups_and_decay_reach_the_optimizer():
+    model = linear_model()
+    mine = recipe(
+        weight_decay=0.5,
+        weight_decay_times="share_of_peak",
+        learning_rate=0.1,
+        groups=[{"match": ".*bias", "weight_decay": 0.0}],
+    )
+    mine.compile(model, steps_per_epoch=100)
+    kernel, bias = model.trainable_variables
+    for weight in (kernel, bias):
+        weight.assign(keras.ops.ones(weight.shape))
+    gradients = [keras.ops.zeros(w.shape) for w in (kernel, bias)]
+    model.optimizer.apply(gradients, [kernel, bias])
+    np.testing.assert_allclose(to_numpy(kernel), 0.5, rtol=1e-6)
+    np.testing.assert_array_equal(to_numpy(bias), 1.0)
+    wrong = recipe(groups=[{"match": "experts"}])
+    with pytest.raises(ValueError, match="match='experts'"):
+        wrong.compile(linear_model(), steps_per_epoch=1)
+
+
+def fitted(mine, count=1024):
+    """A model after `fit` as the recipe says, on noise; and the last validation."""
+    draw = np.random.default_rng(0)
+    images = draw.normal(size=(count, 4, 4, 1)).astype("float32")
+    labels = np.eye(10, dtype="float32")[draw.integers(10, size=count)]
+    batch = mine.batch_size // mine.gradient_accumulation_steps
+    keras.utils.set_random_seed(0)
+    model = linear_model()
+    mine.compile(model, count // batch)
+    history = model.fit(
+        images,
+        labels,
+        batch_size=batch,
+        epochs=mine.passes(count // batch),
+        validation_data=(images, labels),
+        callbacks=mine.callbacks(),
+        shuffle=False,
+        verbose=0,
+    ).history
+    loss = model.evaluate(images, labels, verbose=0, return_dict=True)["loss"]
+    return model, history["val_loss"], loss
+
+
+def test_a_run_of_steps_ends_there():
+    mine = recipe(epochs=None, steps=20, batch_size=64, gradient_accumulation_steps=2)
+    assert mine.total_steps(32) == 20
+    # 40 batches, of 32 in an epoch.
+    assert mine.passes(32) == 2
+    model, losses, _ = fitted(mine)
+    assert len(losses) == 2
+    assert int(model.optimizer.iterations) == 20
+    assert int(model.optimizer.batches_seen) == 40
+    assert float(to_numpy(model.optimizer.learning_rate)) == pytest.approx(0, abs=1e-8)
+    # A run that goes on has fewer to go.
+    mine.callbacks()[0].set_model(model)
+    going_on = mine.replace(steps=22).callbacks()[0]
+    going_on.set_model(model)
+    going_on.on_train_begin()
+    model.stop_training = False
+    for batch, ends in enumerate((False, False, False, True)):
+        going_on.on_train_batch_begin(batch)
+        assert model.stop_training is ends
+
+
+def test_averages_are_evaluated_and_kept():
+    plain, averaged = recipe(epochs=2), recipe(epochs=2, ema_momentum=0.9)
+    assert plain.callbacks() == []
+    _, losses, _ = fitted(plain)
+    _, averaged_losses, loss = fitted(averaged)
+    # The weights that are trained are the same, their averages are evaluated.
+    assert abs(losses[-1] - averaged_losses[-1]) > 1e-3
+    assert averaged_losses[-1] == pytest.approx(loss, rel=1e-5)
+
+
+@backend_free
+def test_epochs_and_steps_take_each_others_place():
+    run = recipe(epochs=None, steps=10)
+    assert (run.replace(epochs=2).epochs, run.replace(epochs=2).steps) == (2, None)
+    assert recipe().replace(steps=7).epochs is None
+    assert recipe(batch_size=64, gradient_accumulation_steps=4).total_steps(10) == 7
+
+
 # Training
 
 
@@ -225,8 +308,9 @@ def test_training_with_mixed_labels(linear):
     )
     datasets = mine.datasets((4, 4, 1))
     assert datasets.num_classes == 10
-    assert datasets.steps_per_epoch == 1347 // 128 == len(list(datasets.train))
-    labels = np.concatenate([y for _, y in datasets.train.as_numpy_iterator()])
+    assert datasets.steps_per_epoch == 1347 // 128
+    train_images = datasets.train.take(datasets.steps_per_epoch)
+    labels = np.concatenate([y for _, y in train_images.as_numpy_iterator()])
     assert (labels.max(axis=1) < 0.99).mean() > 0.5
     found = train(mine, verbose=0)
     assert {name: len(values) for name, values in found.history.items()} == {
@@ -272,6 +356,16 @@ def test_a_loss_that_is_not_finite_ends_the_training(linear):
         ({"final_learning_rate": -1}, "final_learning_rate=-1"),
         ({"gradient_clipping": 0}, "gradient_clipping=0"),
         ({"decay": "steps"}, "decay='steps'"),
+        ({"epochs": None}, "epochs=None, steps=None"),
+        ({"steps": 10}, "epochs=3, steps=10"),
+        ({"epochs": None, "steps": 0}, "steps=0"),
+        ({"timescale": 0}, "timescale=0"),
+        ({"cooldown_steps": 5}, "cooldown_steps=5, decay='cosine'"),
+        ({"weight_decay_times": "peak"}, "weight_decay_times='peak'"),
+        ({"groups": {"match": "head"}}, "groups={'match': 'head'}"),
+        ({"groups": [{"match": "head", "rate": 1.0}]}, "rate=1.0"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3, batch"),
+        ({"ema_momentum": 1.0}, "ema_momentum=1.0"),
         ({"dtype": "half"}, "dtype='half'"),
         ({"seed": None}, "seed=None"),
         ({"preset": None}, "preset=None"),
@@ -304,7 +398,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     for text, message in (
         ("{", "Expected JSON in .*bad.json"),
         ("[]", r"received: \[\]"),
-        ('{"preset": "vit_b16"}', "bad.json; received: .*'epochs'"),
+        ('{"preset": "vit_b16"}', "bad.json; received: .*'batch_size'"),
         ('{"presets": "vit_b16"}', "bad.json; received: presets"),
     ):
         path.write_text(text)

@@ -1,0 +1,218 @@
+"""What a source gives to the pipeline: its examples, in an order that seeds determine.
+
+Every order begins anywhere at little cost: a pass over the data is the same whether it
+is read from its start or from its middle.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.data.labels import Classes
+
+# Encoded examples that shuffling of record files holds: a gigabyte of photographs.
+# The files are shuffled besides.
+SHUFFLE_BUFFER = 10_000
+# Files read at a time, and records in a row from each, where the order is random.
+_OPEN_FILES, _RECORDS_IN_A_ROW = 16, 16
+
+
+class Share(NamedTuple):
+    """The part of a data set that one of several hosts reads.
+
+    Fields:
+        index: of the host.
+        count: number of hosts.
+        batch_size: of the host's own batches.
+    """
+
+    index: int
+    count: int
+    batch_size: int
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """First and last but one of `number` things that are dealt out in a row."""
+        first, last = (number * i // self.count for i in (self.index, self.index + 1))
+        return first, last
+
+
+class IndexedExamples:
+    """Examples that any index finds at once: arrays in memory, or files.
+
+    The order is a permutation of all indices. Hosts read their rows of common batches,
+    so that these are the same for any number of hosts.
+
+    Args:
+        count: number of examples.
+        read: from an index (int64) to what is stored and its labels.
+        decode: from what is stored to pixels (height, width, channels).
+        classes: of the labels.
+        kept: indices of the examples that are left, None for all.
+    """
+
+    def __init__(self, count: int, read: Callable, decode: Callable, classes: Classes):
+        self.count, self.read, self.decode = count, read, decode
+        self.classes, self.kept = classes, None
+
+    def without(self, excluded: np.ndarray) -> "IndexedExamples":
+        """These examples but for some, which are given by their indices."""
+        examples = copy.copy(self)
+        examples.kept = np.delete(np.arange(self.count), excluded)
+        examples.count = len(examples.kept)
+        return examples
+
+    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
+        """One pass of a host.
+
+        Args:
+            share: the host's.
+            seed: (2,) int64 of the order, or None for the order of the source.
+            start: how many of the host's examples to leave out at the start.
+            length: how many of the host's examples there are, None for all.
+
+        Returns:
+            A `tf.data.Dataset` of (position, item): the position in the order of all
+            hosts, int64, and what `read` takes.
+        """
+        import tensorflow as tf
+
+        common = share.batch_size * share.count
+        batches, rest = divmod(self.count, common)
+        first, last = share.bounds(rest)
+        full = batches * share.batch_size
+        kept = None if self.kept is None else tf.constant(self.kept, "int64")
+        if seed is not None:
+            numbers = tf.random.stateless_uniform([2], seed, None, None, "int32")
+
+        def place(own):
+            batch, row = own // share.batch_size, own % share.batch_size
+            position = batch * common + share.index * share.batch_size + row
+            position = tf.where(
+                own < full, position, batches * common + first + own - full
+            )
+            index = position
+            if seed is not None:
+                index = tf.random.experimental.index_shuffle(
+                    position, numbers, self.count - 1
+                )
+            return position, index if kept is None else kept[index]
+
+        length = full + last - first if length is None else length
+        return tf.data.Dataset.range(start, length).map(place)
+
+
+class RecordFile(NamedTuple):
+    """A TFRecord file, or part of one.
+
+    Fields:
+        path: of the file.
+        skip: records that are left out at its start.
+        take: records that are read.
+    """
+
+    path: str
+    skip: int
+    take: int
+
+
+class RecordExamples:
+    """Examples in TFRecord files, which are read one after the other.
+
+    The order is that of the files, of the records of a few files in turn, and of a
+    buffer of `SHUFFLE_BUFFER` encoded records. A pass that does not begin at its start
+    reads what it leaves out, but decodes nothing of it. Hosts have files, or parts of
+    files, of their own.
+
+    Args:
+        files: in the order of the source.
+        read: from a record to what is stored and its labels.
+        decode: from what is stored to pixels (height, width, channels).
+        classes: of the labels.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[RecordFile],
+        read: Callable,
+        decode: Callable,
+        classes: Classes,
+    ):
+        self.files, self.read, self.decode = list(files), read, decode
+        self.count = sum(file.take for file in self.files)
+        self.classes, self.kept = classes, None
+
+    def without(self, excluded: np.ndarray) -> "RecordExamples":
+        """These examples but for some, which are given by their indices."""
+        examples = copy.copy(self)
+        examples.kept = np.delete(np.arange(self.count), excluded)
+        examples.count = len(examples.kept)
+        return examples
+
+    def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
+        """One pass of a host, see `IndexedExamples.pass_over`."""
+        import tensorflow as tf
+
+        first, last = share.bounds(self.count)
+        if self.kept is None:
+            begin, end = first, last
+        else:
+            begin, end = int(self.kept[first]), int(self.kept[last - 1]) + 1
+            is_kept = np.zeros(end - begin, bool)
+            is_kept[self.kept[first:last] - begin] = True
+            is_kept = tf.constant(is_kept)
+        files = _between(self.files, begin, end)
+        paths = tf.constant([file.path for file in files])
+        skip, take = (
+            tf.constant([getattr(file, name) for file in files], "int64")
+            for name in ("skip", "take")
+        )
+        before = tf.cumsum(take, exclusive=True)
+        indices = tf.range(len(files))
+        if seed is not None:
+            # Of this graph, so that the program's own has no say. Not 0: TensorFlow
+            # would compare with the tensor below.
+            tf.random.set_seed(1)
+            indices = tf.random.experimental.stateless_shuffle(indices, seed)
+
+        def records(file):
+            opened = tf.data.TFRecordDataset(paths[file])
+            opened = opened.skip(skip[file]).take(take[file])
+            if self.kept is None:
+                return opened
+            opened = opened.enumerate(before[file])
+            opened = opened.filter(lambda index, _: is_kept[index])
+            return opened.map(lambda _, record: record)
+
+        dataset = tf.data.Dataset.from_tensor_slices(indices)
+        if seed is None:
+            dataset = dataset.flat_map(records)
+        else:
+            dataset = dataset.interleave(
+                records,
+                cycle_length=min(_OPEN_FILES, len(files)),
+                block_length=_RECORDS_IN_A_ROW,
+                num_parallel_calls=tf.data.AUTOTUNE,
+            ).shuffle(
+                min(last - first, SHUFFLE_BUFFER),
+                seed=tf.random.stateless_uniform([], seed, None, None, "int64"),
+                reshuffle_each_iteration=False,
+            )
+        if length is not None:
+            dataset = dataset.take(length)
+        return dataset.skip(start).enumerate(tf.cast(start, "int64") + first)
+
+
+def _between(files: list[RecordFile], first: int, last: int) -> list[RecordFile]:
+    """The files' records from `first` to `last`, exclusive."""
+    ends = np.cumsum([file.take for file in files])
+    chosen = []
+    for file, end in zip(files, ends.tolist()):
+        before = max(first - (end - file.take), 0)
+        after = max(end - last, 0)
+        if before + after < file.take:
+            chosen.append(
+                RecordFile(file.path, file.skip + before, file.take - before - after)
+            )
+    return chosen

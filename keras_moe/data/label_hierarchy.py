@@ -1,0 +1,195 @@
+"""Classes of which one is a kind of others, such as a beagle, a dog, an animal."""
+
+import graphlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class LabelHierarchy:
+    """Classes, and for each the classes that it is a kind of.
+
+    An example of a class is one of all classes above it, too: labels are closed
+    upward. A class may have several parents, and none may be above itself.
+
+    Args:
+        classes: names; a class's number is its place.
+        parents: from a class to those directly above it. Classes that are left out
+            have none.
+
+    Raises:
+        ValueError: if a name comes twice or is not among the classes, or if a class is
+            above itself.
+
+    Example:
+
+    >>> from keras_moe.data import LabelHierarchy
+    >>> hierarchy = LabelHierarchy(
+    ...     ["animal", "beagle", "cat", "dog"],
+    ...     {"beagle": ["dog"], "dog": ["animal"], "cat": ["animal"]},
+    ... )
+    >>> hierarchy.close([1])
+    [0, 1, 3]
+    """
+
+    def __init__(self, classes: Sequence[str], parents: Mapping[str, Sequence[str]]):
+        self.classes = _names("classes", classes)
+        number = {name: index for index, name in enumerate(self.classes)}
+        if not self.classes or len(number) < len(self.classes):
+            twice = sorted({x for x in self.classes if self.classes.count(x) > 1})
+            raise ValueError(
+                "Expected at least one class and each once; "
+                f"received: {len(self.classes)} classes, more than once: {twice[:5]}"
+            )
+        if not isinstance(parents, Mapping):
+            raise ValueError(
+                "Expected a dict from a class to its parents; "
+                f"received: parents={parents!r}"
+            )
+        self.parents = {
+            name: _names(f"parents of {name!r}", above)
+            for name, above in parents.items()
+            if above
+        }
+        for name, above in self.parents.items():
+            unknown = [other for other in (name, *above) if other not in number]
+            if unknown:
+                raise ValueError(
+                    f"Expected names of the {len(number)} classes; received: "
+                    f"{unknown[0]!r} in parents[{name!r}]={above!r}"
+                )
+        self._above = [
+            [number[above] for above in self.parents.get(name, ())]
+            for name in self.classes
+        ]
+        self._closed = self._closures()
+
+    def _closures(self) -> list[list[int]]:
+        """Each class with all above it: the class itself first, the others sorted."""
+        closed: dict[int, set[int]] = {}
+        # Each class after those above it.
+        order = graphlib.TopologicalSorter(dict(enumerate(self._above)))
+        try:
+            for index in order.static_order():
+                above = [closed[other] for other in self._above[index]]
+                closed[index] = {index}.union(*above)
+        except graphlib.CycleError as error:
+            # From above to below.
+            names = " -> ".join(self.classes[index] for index in error.args[1][::-1])
+            raise ValueError(
+                f"Expected no class above itself; received: {names}"
+            ) from error
+        return [
+            [index, *sorted(closed[index] - {index})]
+            for index in range(len(self.classes))
+        ]
+
+    def close(self, labels: Sequence[int]) -> list[int]:
+        """The labels and all classes above them, sorted.
+
+        Args:
+            labels: numbers of classes.
+
+        Raises:
+            ValueError: if a number is out of range.
+        """
+        for label in labels:
+            if not 0 <= label < len(self.classes):
+                raise ValueError(
+                    f"Expected labels in [0, {len(self.classes)}); "
+                    f"received: labels={list(labels)}"
+                )
+        return sorted({above for label in labels for above in self._closed[label]})
+
+    def table(self) -> np.ndarray:
+        """The closure of each class as a table.
+
+        Returns:
+            int32 (classes, most): a class, then all above it, then -1.
+        """
+        most = max(map(len, self._closed))
+        table = np.full((len(self._closed), most), -1, "int32")
+        for row, closed in zip(table, self._closed):
+            row[: len(closed)] = closed
+        return table
+
+    def to_dict(self) -> dict:
+        """The arguments, JSON-serialisable."""
+        parents = {name: list(above) for name, above in self.parents.items()}
+        return {"classes": list(self.classes), "parents": parents}
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a JSON file that `load` reads, as a whole or not at all."""
+        write_json(Path(path), self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "LabelHierarchy":
+        """Reads a JSON file with "classes" and "parents".
+
+        Args:
+            path: a file of `save`, or the `dataset.json` beside TFRecord files.
+
+        Raises:
+            ValueError: if it is no such file, or as the constructor.
+        """
+        settings = read_json(Path(path))
+        missing = {"classes", "parents"} - set(settings)
+        if missing:
+            raise ValueError(
+                f"Expected 'classes' and 'parents' in {path}; "
+                f"received: {sorted(settings)}"
+            )
+        return cls(settings["classes"], settings["parents"])
+
+    def __eq__(self, other: Any) -> bool:
+        same_kind = isinstance(other, LabelHierarchy)
+        return same_kind and self.to_dict() == other.to_dict()
+
+    __hash__ = None
+
+
+def as_hierarchy(hierarchy: Any) -> LabelHierarchy:
+    """A hierarchy from itself, from its dict or from its file."""
+    if isinstance(hierarchy, LabelHierarchy):
+        return hierarchy
+    if isinstance(hierarchy, (str, os.PathLike)):
+        return LabelHierarchy.load(hierarchy)
+    if isinstance(hierarchy, dict) and set(hierarchy) == {"classes", "parents"}:
+        return LabelHierarchy(**hierarchy)
+    raise ValueError(
+        "Expected a LabelHierarchy, a dict of its classes and parents, or the path of "
+        f"its file; received: hierarchy={hierarchy!r}"
+    )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file as a whole, or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict:
+    """A dict in a JSON file, or an error that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"Expected a JSON file; received: {path}") from error
+    except ValueError as error:
+        raise ValueError(f"Expected JSON in {path}; received: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"Expected a dict in {path}; received: {value!r:.100}")
+    return value
+
+
+def _names(what: str, names: Any) -> tuple[str, ...]:
+    if isinstance(names, (list, tuple)) and all(isinstance(x, str) for x in names):
+        return tuple(names)
+    raise ValueError(f"Expected a list of names; received: {what}={names!r:.100}")

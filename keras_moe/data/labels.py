@@ -1,0 +1,126 @@
+"""From the classes of an example to the labels of a batch."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.data.label_hierarchy import LabelHierarchy
+
+
+class Classes(NamedTuple):
+    """What a source knows of its labels.
+
+    Fields:
+        count: number of classes.
+        names: of the classes, or None.
+        max_labels: most labels of an example; None for one and only one label, 0 for
+            several, nobody knows how many.
+    """
+
+    count: int
+    names: tuple[str, ...] | None = None
+    max_labels: int | None = None
+
+
+class Labels(NamedTuple):
+    """How labels of examples become those of batches.
+
+    Fields:
+        count: number of classes.
+        max_labels: numbers of an example, padded with -1; None for one number.
+        dense: whether labels are float32 vectors (count,) instead of numbers.
+        closure: int32 (classes of the source, most): what each class of the source
+            stands for, padded with -1. None for itself alone.
+    """
+
+    count: int
+    max_labels: int | None
+    dense: bool
+    closure: np.ndarray | None
+
+    def __call__(self, labels: Any) -> Any:
+        """Labels of one example, as tensors of TensorFlow.
+
+        Args:
+            labels: int32, () or (any,), where negative ones are none.
+        """
+        import tensorflow as tf
+
+        if self.max_labels is None:
+            return tf.one_hot(labels, self.count) if self.dense else labels
+        labels = tf.reshape(labels, [-1])
+        labels = tf.boolean_mask(labels, labels >= 0)
+        if self.closure is not None:
+            labels = tf.reshape(tf.gather(self.closure, labels), [-1])
+            labels = tf.boolean_mask(labels, labels >= 0)
+        labels = tf.unique(tf.sort(labels)).y
+        if self.dense:
+            ones = tf.ones_like(labels, "float32")
+            return tf.scatter_nd(labels[:, None], ones, [self.count])
+        found = tf.size(labels)
+        enough = tf.debugging.assert_less_equal(
+            found,
+            self.max_labels,
+            f"Expected at most max_labels={self.max_labels} labels of an example; "
+            "received more",
+        )
+        with tf.control_dependencies([enough]):
+            labels = tf.pad(labels, [[0, self.max_labels - found]], constant_values=-1)
+        return tf.ensure_shape(labels, [self.max_labels])
+
+
+def make_labels(
+    classes: Classes,
+    source: str,
+    multi_label: bool,
+    hierarchy: LabelHierarchy | None,
+    max_labels: int | None,
+    dense: bool,
+) -> Labels:
+    """Labels as the arguments of `keras_moe.data.load` say, or an error."""
+    if not multi_label:
+        if classes.max_labels is not None:
+            raise ValueError(
+                f"Expected multi_label=True with {source!r}, whose examples have "
+                "several labels; received: multi_label=False"
+            )
+        if hierarchy is not None or max_labels is not None:
+            raise ValueError(
+                "Expected hierarchy and max_labels with multi_label=True alone; "
+                f"received: hierarchy={hierarchy}, max_labels={max_labels}"
+            )
+        return Labels(classes.count, None, dense, None)
+    count, most = classes.count, classes.max_labels
+    most = 1 if most is None else most
+    closure = None
+    if hierarchy is not None:
+        count = len(hierarchy.classes)
+        closure = hierarchy.table()[_places(classes, source, hierarchy)]
+        most *= closure.shape[1]
+    if max_labels is None:
+        max_labels = min(most, count)
+    if not max_labels and not dense:
+        raise ValueError(
+            f"Expected max_labels, the most labels of an example of {source!r}, which "
+            "does not say it, or one_hot=True; received: max_labels=None"
+        )
+    return Labels(count, max_labels, dense, closure)
+
+
+def _places(classes: Classes, source: str, hierarchy: LabelHierarchy) -> list[int]:
+    """The numbers in the hierarchy of a source's classes."""
+    if classes.names is None:
+        if classes.count != len(hierarchy.classes):
+            raise ValueError(
+                f"Expected a hierarchy of the {classes.count} classes of {source!r}, "
+                f"which have no names; received: {len(hierarchy.classes)} classes"
+            )
+        return list(range(classes.count))
+    number = {name: index for index, name in enumerate(hierarchy.classes)}
+    unknown = [name for name in classes.names if name not in number]
+    if unknown:
+        raise ValueError(
+            f"Expected every class of {source!r} in the hierarchy; "
+            f"received: a hierarchy without {unknown[:5]}"
+        )
+    return [number[name] for name in classes.names]

@@ -1,0 +1,151 @@
+"""From examples to batches: order, decoding, augmentation, batching."""
+
+import warnings
+from typing import Any, NamedTuple
+
+from keras_moe.data.augmentation import Step
+from keras_moe.data.examples import IndexedExamples, RecordExamples, Share
+from keras_moe.data.labels import Labels
+
+
+class Plan(NamedTuple):
+    """What `batches` does.
+
+    Fields:
+        image_shape: (height, width, channels) of the images.
+        steps: the augmentations.
+        labels: how labels are made.
+        share: the host's.
+        shuffle: whether the order is random.
+        seed: of order and augmentation.
+        drop_remainder: whether a last batch that is not full is left out.
+        start_batch: the first batch of an endless sequence; None for a single pass.
+    """
+
+    image_shape: tuple[int, int, int]
+    steps: list[Step]
+    labels: Labels
+    share: Share
+    shuffle: bool
+    seed: int
+    drop_remainder: bool
+    start_batch: int | None
+
+
+def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
+    """A `tf.data.Dataset` of batches, images in [-1, 1].
+
+    Each example carries a key, two integers: of the pass over the data, and of its
+    place therein. All randomness of an augmentation follows from it.
+    """
+    import tensorflow as tf
+
+    height, width, channels = plan.image_shape
+    # From the first that mixes labels on, augmentation works on batches.
+    first_mixer = [step.mixes_labels for step in plan.steps] + [True]
+    per_image = list(enumerate(plan.steps))[: first_mixer.index(True)]
+    per_batch = list(enumerate(plan.steps))[len(per_image) :]
+
+    def prepare(item, key):
+        stored, labels = examples.read(item)
+        pixels = tf.cast(examples.decode(stored), "float32")
+        return _to_channels(tf, pixels, channels), plan.labels(labels), key
+
+    def resize(images, labels, key):
+        return tf.image.resize(images, (height, width)), labels, key
+
+    def finish(images, labels, _):
+        return tf.clip_by_value(images, 0.0, 255.0) / 127.5 - 1.0, labels
+
+    dataset = _passes(tf, examples, plan)
+    dataset = dataset.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+    if per_image and per_image[0][1].reads_full_size:
+        dataset = _augmented(tf, dataset, per_image[:1])
+        per_image = per_image[1:]
+    dataset = dataset.map(resize, num_parallel_calls=tf.data.AUTOTUNE)
+    dataset = _augmented(tf, dataset, per_image)
+    dataset = dataset.batch(plan.share.batch_size, drop_remainder=plan.drop_remainder)
+    dataset = _augmented(tf, dataset, per_batch)
+    dataset = dataset.map(finish, num_parallel_calls=tf.data.AUTOTUNE)
+    return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def _passes(tf, examples, plan: Plan):
+    """A data set of (item, key): one pass, or passes without end."""
+    share = plan.share
+    per_pass = examples.count // (share.batch_size * share.count)
+    endless = plan.start_batch is not None
+    if endless:
+        first, skipped = divmod(plan.start_batch, per_pass)
+        if plan.start_batch and not all(step.is_stateless for step in plan.steps):
+            warnings.warn(
+                "Augmentations with a random state of their own do not go on where "
+                "they were: these batches are not those of a run without a break",
+                stacklevel=4,
+            )
+        numbers = tf.data.Dataset.range(first, tf.int64.max)
+    else:
+        first, skipped = 0, 0
+        # Another number in every pass over the data set, the same in each process.
+        numbers = tf.data.Dataset.random(
+            seed=plan.seed, rerandomize_each_iteration=True
+        ).take(1)
+    whole = endless or plan.drop_remainder
+    length = per_pass * share.batch_size if whole else None
+
+    def one_pass(number):
+        seed = tf.stack([tf.constant(plan.seed, "int64"), number])
+        start = 0
+        if skipped:
+            start = tf.where(number == first, skipped * share.batch_size, 0)
+        dataset = examples.pass_over(
+            share, seed if plan.shuffle else None, tf.cast(start, "int64"), length
+        )
+        # One number for the two of the seed, and the place beside it.
+        return dataset.map(
+            lambda position, item: (
+                item,
+                tf.random.experimental.stateless_fold_in(seed, position),
+            )
+        )
+
+    dataset = numbers.flat_map(one_pass)
+    if endless:
+        return dataset.apply(
+            tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+        )
+    first, last = share.bounds(examples.count % (share.batch_size * share.count))
+    count = per_pass * share.batch_size + (0 if whole else last - first)
+    return dataset.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
+    """Applies steps, given with their numbers, to images or to batches."""
+    # A map for each: only those without state of their own may run in parallel.
+    for number, step in steps:
+
+        def apply(images, labels, key, step=step, number=number):
+            # A batch has the key of its first image. Steps share the key of an
+            # image, not the seeds made of it.
+            pair = tf.random.experimental.stateless_fold_in(
+                tf.reshape(key, [-1, 2])[0], number
+            )
+            return (*step.function(images, labels, pair), key)
+
+        parallel = tf.data.AUTOTUNE if step.is_stateless else None
+        dataset = dataset.map(apply, num_parallel_calls=parallel)
+    return dataset
+
+
+def _to_channels(tf, pixels, channels: int):
+    given = pixels.shape[-1]
+    if given == channels:
+        return pixels
+    if given == 1:
+        return tf.repeat(pixels, channels, axis=-1)
+    if (given, channels) == (3, 1):
+        return tf.image.rgb_to_grayscale(pixels)
+    raise ValueError(
+        "Expected as many channels as the images have, or grey images, or one channel; "
+        f"received: image_shape with {channels} channels for images with {given}"
+    )

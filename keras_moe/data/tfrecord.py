@@ -1,0 +1,330 @@
+"""Images and labels in TFRecord files of `tf.train.Example`.
+
+A file `dataset.json` beside them says what the files cannot:
+
+    {
+      "classes": ["cat", "dog"],               names, or a number of classes
+      "features": {"image": "image/encoded", "label": "image/class/label"},
+      "first_label": 0,                        the number of the first class
+      "max_labels": 3,                         for several labels per example
+      "counts": {"train-00000-of-00001.tfrecord": 1000},
+      "parents": {"cat": ["animal"]}           see `LabelHierarchy`
+    }
+
+Only "classes" is needed. Without "counts" the records are counted.
+"""
+
+import glob
+import os
+import re
+import struct
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_moe.data.examples import RecordExamples, RecordFile
+from keras_moe.data.label_hierarchy import LabelHierarchy, read_json, write_json
+from keras_moe.data.labels import Classes
+
+SIDECAR = "dataset.json"
+FEATURES = {"image": "image/encoded", "label": "image/class/label"}
+_KEYS = {"classes", "features", "first_label", "max_labels", "counts", "parents"}
+
+
+def read_examples(pattern: str, split: str) -> RecordExamples:
+    """The images of a split; they stay encoded until `decode`."""
+    import tensorflow as tf
+
+    paths = _files(pattern)
+    settings, classes = _settings(pattern)
+    # Of a name such as "train-00000-of-00008.tfrecord" or "photos-train.tfrecord".
+    chosen = [p for p in paths if split in re.split(r"[-_.]", p.name)]
+    if not chosen:
+        raise ValueError(
+            f"Expected files of tfrecord:{pattern} with the split as a word of their "
+            f"names; received: split={split!r}, {[p.name for p in paths[:3]]}"
+        )
+    counts = settings.get("counts", {})
+    files = [
+        RecordFile(str(p), 0, counts[p.name] if p.name in counts else count_records(p))
+        for p in chosen
+    ]
+    files = [file for file in files if file.take]
+    if not files:
+        raise ValueError(
+            f"Expected examples in tfrecord:{pattern}; "
+            f"received: split={split!r} without any"
+        )
+    names = {**FEATURES, **settings.get("features", {})}
+    _check_first(files[0].path, names)
+    first_label = settings.get("first_label", 0)
+
+    def read(record):
+        example = tf.io.parse_single_example(
+            record,
+            {
+                names["image"]: tf.io.FixedLenFeature([], "string"),
+                names["label"]: tf.io.VarLenFeature("int64"),
+            },
+        )
+        labels = tf.cast(example[names["label"]].values, "int32") - first_label
+        right = (labels >= 0) & (labels < classes.count)
+        checks = [
+            tf.debugging.Assert(
+                tf.reduce_all(right),
+                [f"Expected labels of {classes.count} classes; received:", labels],
+            )
+        ]
+        if classes.max_labels is None:
+            one = f"Expected one label per example without 'max_labels' in {SIDECAR}"
+            checks.append(tf.debugging.assert_equal(tf.size(labels), 1, one))
+        with tf.control_dependencies(checks):
+            image = tf.identity(example[names["image"]])
+        return image, labels if classes.max_labels is not None else labels[0]
+
+    def decode(encoded):
+        image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
+        return tf.ensure_shape(image, (None, None, 3))
+
+    return RecordExamples(files, read, decode, classes)
+
+
+def count_classes(pattern: str) -> int:
+    """Number of classes, which the file beside the records says."""
+    _files(pattern)
+    return _settings(pattern)[1].count
+
+
+def count_records(path: Path) -> int:
+    """Counts a file's records by their lengths, without reading them.
+
+    Raises:
+        ValueError: if the file ends within a record.
+    """
+    size, at, count = path.stat().st_size, 0, 0
+    with path.open("rb") as file:
+        while at < size:
+            header = file.read(12)
+            length = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else size
+            # The length, its checksum, the record, its checksum.
+            at += 16 + length
+            if at > size:
+                raise ValueError(
+                    f"Expected whole records; received: {path}, whose record "
+                    f"{count} goes on after the end of the file"
+                )
+            file.seek(at)
+            count += 1
+    return count
+
+
+def find_corrupt_files(pattern: str) -> list[str]:
+    """The TFRecord files of a source that cannot be read to their end.
+
+    It reads all files: for when reading batches fails over corrupt records, where
+    TensorFlow does not say in which file.
+
+    Args:
+        pattern: a folder or a glob, as in `"tfrecord:PATTERN"`.
+
+    Example:
+
+    ```python
+    find_corrupt_files("photos/train-*.tfrecord")
+    ```
+    """
+    import tensorflow as tf
+
+    corrupt = []
+    for path in map(str, _files(pattern)):
+        try:
+            for _ in tf.data.TFRecordDataset(path):
+                pass
+        except tf.errors.DataLossError:
+            corrupt.append(path)
+    return corrupt
+
+
+def write_tfrecords(
+    folder: str | os.PathLike,
+    split: str,
+    examples: Iterable[tuple[Any, Any]],
+    classes: Sequence[str] | int,
+    parents: Mapping[str, Sequence[str]] | None = None,
+    num_files: int = 1,
+) -> None:
+    """Writes images and labels as TFRecord files, which `"tfrecord:FOLDER"` reads.
+
+    The files come into place when all are written; a write that fails leaves what was
+    there. Splits are written one by one, with the same classes.
+
+    Args:
+        folder: made if it is not there.
+        split: the files are `split-00000-of-00002.tfrecord` and so on.
+        examples: (image, label) or (image, labels): encoded bytes of a JPEG or PNG
+            file, or uint8 (height, width, 1 or 3); the number of a class, or a list
+            of such. Either every example has a list, or none.
+        classes: names, or how many there are.
+        parents: see `LabelHierarchy`.
+        num_files: examples are dealt out to them in turn.
+
+    Raises:
+        ValueError: if an argument is out of range, or the classes are not those of
+            the splits that are there.
+
+    Example:
+
+    ```python
+    write_tfrecords("photos", "train", [(jpeg_bytes, [0, 2])], ["a", "b", "c"])
+    batches = load("tfrecord:photos", "train", multi_label=True)
+    ```
+    """
+    if not isinstance(split, str) or not re.fullmatch(r"[A-Za-z0-9]+", split):
+        raise ValueError(
+            f"Expected a split of letters and digits; received: split={split!r}"
+        )
+    if isinstance(num_files, bool) or not isinstance(num_files, int) or num_files < 1:
+        raise ValueError(
+            f"Expected an integer of at least 1; received: num_files={num_files!r}"
+        )
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {"features": FEATURES, "first_label": 0}
+    settings["classes"] = classes if isinstance(classes, int) else list(classes)
+    count = classes if isinstance(classes, int) else len(classes)
+    if parents is not None:
+        settings["parents"] = LabelHierarchy(classes, parents).to_dict()["parents"]
+    before = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else {}
+    for name in ("classes", "parents"):
+        if before and before.get(name) != settings.get(name):
+            raise ValueError(
+                f"Expected the {name} of {folder / SIDECAR}; "
+                f"received: {name}={settings.get(name)!r:.100}"
+            )
+    names = [f"{split}-{i:05}-of-{num_files:05}.tfrecord" for i in range(num_files)]
+    # A glob of the records does not match them.
+    parts = [folder / f".{uuid.uuid4().hex}.part" for _ in names]
+    try:
+        counts, most = _write(parts, examples, count)
+        old = [p for p in folder.glob(f"{split}-*.tfrecord") if p.name not in names]
+        for part, name in zip(parts, names):
+            os.replace(part, folder / name)
+        for path in old:
+            path.unlink()
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)
+    kept = {
+        name: number
+        for name, number in before.get("counts", {}).items()
+        if name not in {path.name for path in old}
+    }
+    settings["counts"] = {**kept, **dict(zip(names, counts))}
+    if most is not None:
+        settings["max_labels"] = max(most, before.get("max_labels", 1))
+    write_json(folder / SIDECAR, settings)
+
+
+def _write(parts, examples, num_classes) -> tuple[list[int], int | None]:
+    """Numbers of examples, and the most labels of one, None for single labels."""
+    import tensorflow as tf
+
+    counts, most, is_list = [0] * len(parts), 1, None
+    writers = [tf.io.TFRecordWriter(str(part)) for part in parts]
+    try:
+        for number, (image, labels) in enumerate(examples):
+            one = isinstance(labels, (int, np.integer))
+            values = [int(labels)] if one else [int(label) for label in labels]
+            if is_list is None:
+                is_list = not one
+            if is_list == one or not all(0 <= x < num_classes for x in values):
+                raise ValueError(
+                    f"Expected labels of {num_classes} classes, all alike numbers or "
+                    f"lists; received: {labels!r} of example {number}"
+                )
+            if not isinstance(image, bytes):
+                image = tf.io.encode_png(np.asarray(image)).numpy()
+            features = {
+                FEATURES["image"]: tf.train.Feature(
+                    bytes_list=tf.train.BytesList(value=[image])
+                ),
+                FEATURES["label"]: tf.train.Feature(
+                    int64_list=tf.train.Int64List(value=values)
+                ),
+            }
+            example = tf.train.Example(features=tf.train.Features(feature=features))
+            writers[number % len(writers)].write(example.SerializeToString())
+            counts[number % len(writers)] += 1
+            most = max(most, len(values))
+    finally:
+        for writer in writers:
+            writer.close()
+    if not sum(counts):
+        raise ValueError("Expected examples to write; received: none")
+    return counts, most if is_list else None
+
+
+def _files(pattern: str) -> list[Path]:
+    pattern_of_files = (
+        os.path.join(pattern, "*.tfrecord*") if os.path.isdir(pattern) else pattern
+    )
+    paths = [Path(path) for path in sorted(glob.glob(pattern_of_files))]
+    paths = [path for path in paths if path.is_file() and path.suffix != ".json"]
+    if not paths:
+        raise ValueError(
+            "Expected a folder with TFRecord files, or a glob that matches some; "
+            f"received: source='tfrecord:{pattern}'"
+        )
+    return paths
+
+
+def _settings(pattern: str) -> tuple[dict, Classes]:
+    """What the file beside the records says."""
+    folder = Path(pattern) if os.path.isdir(pattern) else _files(pattern)[0].parent
+    path = folder / SIDECAR
+    if not path.is_file():
+        raise ValueError(
+            f'Expected {SIDECAR} with {{"classes": [names]}} or their number beside '
+            f"the TFRecord files; received: source='tfrecord:{pattern}' without"
+        )
+    settings = read_json(path)
+    unknown = sorted(set(settings) - _KEYS)
+    names = settings.get("classes")
+    most = settings.get("max_labels")
+    is_count = isinstance(names, int) and not isinstance(names, bool) and names > 0
+    is_list = isinstance(names, list) and names and len(set(names)) == len(names)
+    if unknown or not (is_count or is_list):
+        raise ValueError(
+            f"Expected 'classes' in {path}, a number or names, and any of "
+            f"{sorted(_KEYS)}; received: classes={names!r:.100}, unknown={unknown}"
+        )
+    if most is not None and not (isinstance(most, int) and most > 0):
+        raise ValueError(
+            f"Expected a positive number in {path}; received: max_labels={most!r}"
+        )
+    if is_count:
+        return settings, Classes(names, None, most)
+    return settings, Classes(len(names), tuple(names), most)
+
+
+def _check_first(path: str, names: dict[str, str]) -> None:
+    """Reads the first record, so that missing features are known at the door."""
+    import tensorflow as tf
+
+    try:
+        record = next(iter(tf.data.TFRecordDataset(path).take(1)), None)
+        example = tf.train.Example.FromString(record.numpy())
+    except Exception as error:
+        raise ValueError(
+            f"Expected records of tf.train.Example in {path}; received: {error}"
+        ) from error
+    found = example.features.feature
+    for kind, field in (("image", "bytes_list"), ("label", "int64_list")):
+        if names[kind] not in found or not found[names[kind]].HasField(field):
+            raise ValueError(
+                f"Expected a feature {names[kind]!r} ({field}) in {path}, or another "
+                f"name under 'features' in {SIDECAR}; received: {sorted(found)}"
+            )

@@ -1,0 +1,209 @@
+"""Metrics of multi-label classification for `compile`.
+
+Their exact counterparts, for arrays, are in `keras_moe.evaluation`. Keras gives
+sample weights to `compile(weighted_metrics=...)` alone, not to `metrics`.
+
+Axes: B batch, C classes, L labels of an example.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.ops.checks import check_integer, check_positive
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class PrecisionAt1(keras.metrics.Mean):
+    """The share of examples whose highest score is that of one of their classes.
+
+    An example without labels counts as wrong.
+
+    Args:
+        sparse_labels: whether labels are numbers of classes (B, L), padded with -1;
+            otherwise vectors (B, C), positive for the example's classes.
+        name: the metric's name.
+        dtype: see `keras.metrics.Metric`.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.training import PrecisionAt1
+    >>> metric = PrecisionAt1(sparse_labels=True)
+    >>> scores = np.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
+    >>> metric.update_state(np.array([[0, 2], [1, -1]]), scores)
+    >>> float(metric.result())
+    0.5
+    """
+
+    def __init__(
+        self,
+        sparse_labels: bool = False,
+        name: str = "precision_at_1",
+        dtype: Any = None,
+    ):
+        super().__init__(name=name, dtype=dtype)
+        self.sparse_labels = bool(sparse_labels)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        y_true, y_pred = ops.convert_to_tensor(y_true), ops.convert_to_tensor(y_pred)
+        _check_shapes(y_true, y_pred, self.sparse_labels)
+        top = ops.expand_dims(ops.argmax(y_pred, axis=-1), -1)
+        if self.sparse_labels:
+            hit = ops.any(ops.cast(y_true, "int32") == ops.cast(top, "int32"), axis=-1)
+        else:
+            hit = ops.take_along_axis(y_true, top, axis=-1)[:, 0] > 0
+        return super().update_state(
+            ops.cast(hit, self.dtype), _vector(sample_weight, y_pred)
+        )
+
+    def get_config(self):
+        return {**super().get_config(), "sparse_labels": self.sparse_labels}
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class MeanAveragePrecision(keras.metrics.Metric):
+    """The average precision of each class, and the mean over those with examples.
+
+    Logits are rounded to bins, of which the metric counts the examples and the
+    positives: it is the exact average precision of the rounded logits, where what
+    falls into one bin is tied. Its memory is 8 bytes for each class and bin, whatever
+    the number of examples: 64 MB for 20,000 classes. Without bins, see
+    `keras_moe.evaluation.streamed_average_precision`. It is 0 without positives.
+
+    Args:
+        num_classes: C.
+        num_bins: into which logits are put.
+        max_logit: bins are equal parts of [-max_logit, max_logit], and logits beyond
+            fall into the outermost.
+        from_logits: whether predictions are logits; otherwise probabilities, of which
+            logits are taken.
+        sparse_labels: whether labels are numbers of classes (B, L), padded with -1;
+            otherwise vectors (B, C), positive for the example's classes.
+        name: the metric's name.
+        dtype: see `keras.metrics.Metric`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.training import MeanAveragePrecision
+    >>> metric = MeanAveragePrecision(num_classes=2)
+    >>> metric.update_state(np.eye(2), np.array([[2.0, 1.0], [-2.0, -1.0]]))
+    >>> float(metric.result())
+    0.75
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        num_bins: int = 400,
+        max_logit: float = 20.0,
+        from_logits: bool = True,
+        sparse_labels: bool = False,
+        name: str = "mean_average_precision",
+        dtype: Any = None,
+    ):
+        super().__init__(name=name, dtype=dtype)
+        self.num_classes = check_integer("num_classes", num_classes)
+        self.num_bins = check_integer("num_bins", num_bins, minimum=2)
+        self.max_logit = check_positive("max_logit", max_logit)
+        self.from_logits = bool(from_logits)
+        self.sparse_labels = bool(sparse_labels)
+        # Flat, as they are added to.
+        size = (self.num_classes * self.num_bins,)
+        self.positives = self.add_weight(size, "zeros", name="positives")
+        self.examples = self.add_weight(size, "zeros", name="examples")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        y_true = ops.convert_to_tensor(y_true)
+        y_pred = ops.cast(ops.convert_to_tensor(y_pred), "float32")
+        _check_shapes(y_true, y_pred, self.sparse_labels)
+        if y_pred.shape[1] != self.num_classes:
+            raise ValueError(
+                f"Expected predictions of num_classes={self.num_classes}; "
+                f"received: y_pred.shape={tuple(y_pred.shape)}"
+            )
+        weight = _vector(sample_weight, y_pred)
+        if weight is None:
+            weight = ops.ones_like(y_pred[:, 0])
+        weight = ops.expand_dims(ops.cast(weight, self.dtype), -1)
+        if not self.from_logits:
+            tiny = keras.config.epsilon()
+            y_pred = ops.clip(y_pred, tiny, 1.0 - tiny)
+            y_pred = ops.log(y_pred) - ops.log(1.0 - y_pred)
+        # In [0, num_bins) before it is an integer: infinity has none.
+        share = (y_pred + self.max_logit) / (2.0 * self.max_logit)
+        bins = ops.clip(share * self.num_bins, 0.0, self.num_bins - 1.0)
+        first = ops.arange(self.num_classes, dtype="int32") * self.num_bins
+        places = ops.cast(bins, "int32") + first
+        self._add(self.examples, places, ops.broadcast_to(weight, ops.shape(places)))
+        if self.sparse_labels:
+            labels = ops.cast(y_true, "int32")
+            places = ops.take_along_axis(places, ops.maximum(labels, 0), axis=1)
+            is_label = labels >= 0
+        else:
+            is_label = y_true > 0
+        self._add(self.positives, places, ops.where(is_label, weight, 0.0))
+
+    def _add(self, counts, places, values):
+        flat = ops.segment_sum(
+            ops.reshape(values, [-1]),
+            ops.reshape(places, [-1]),
+            num_segments=self.num_classes * self.num_bins,
+        )
+        counts.assign_add(flat)
+
+    def average_precisions(self):
+        """The average precision of each class (C,), and which classes are there."""
+        shape = (self.num_classes, self.num_bins)
+        positives, examples = (
+            ops.flip(ops.reshape(ops.convert_to_tensor(counts), shape), axis=1)
+            for counts in (self.positives, self.examples)
+        )
+        found, every = ops.cumsum(positives, axis=1), ops.cumsum(examples, axis=1)
+        precision = ops.where(every > 0, found / ops.maximum(every, 1e-30), 0.0)
+        total = found[:, -1]
+        values = ops.sum(precision * positives, axis=1) / ops.where(
+            total > 0, total, 1.0
+        )
+        return values, total > 0
+
+    def result(self):
+        values, is_there = self.average_precisions()
+        is_there = ops.cast(is_there, values.dtype)
+        return ops.sum(values * is_there) / ops.maximum(ops.sum(is_there), 1.0)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_classes": self.num_classes,
+            "num_bins": self.num_bins,
+            "max_logit": self.max_logit,
+            "from_logits": self.from_logits,
+            "sparse_labels": self.sparse_labels,
+        }
+
+
+def _check_shapes(y_true, y_pred, sparse_labels):
+    fits = len(y_true.shape) == len(y_pred.shape) == 2
+    if not fits or not (sparse_labels or y_true.shape[1] == y_pred.shape[1]):
+        raise ValueError(
+            "Expected labels and predictions (batch, classes), or labels (batch, "
+            "labels) with sparse_labels=True; received: y_true.shape="
+            f"{tuple(y_true.shape)}, y_pred.shape={tuple(y_pred.shape)}, "
+            f"sparse_labels={sparse_labels}"
+        )
+
+
+def _vector(sample_weight, y_pred):
+    """Weights (B,), of any shape that has a number for each example, or for all."""
+    if sample_weight is None:
+        return None
+    weight = ops.cast(ops.convert_to_tensor(sample_weight), "float32")
+    if len(weight.shape) == 0:
+        return ops.broadcast_to(weight, ops.shape(y_pred)[:1])
+    return ops.reshape(weight, [-1])

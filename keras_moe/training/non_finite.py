@@ -1,0 +1,282 @@
+"""Where NaN and Inf come from: the check of the loss, and the search for the layer."""
+
+import contextlib
+import inspect
+import math
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops, tree
+
+_MARGIN = 4
+
+
+class NonFiniteLoss(ValueError):
+    """A loss, or weights, with NaN or Inf.
+
+    Args:
+        step: how many steps were made when it was seen.
+        message: what was seen.
+        since: the first step that may be to blame.
+
+    Example:
+
+    >>> from keras_moe.training import NonFiniteLoss
+    >>> NonFiniteLoss(7, "Expected a finite loss; received: loss=nan").step
+    7
+    """
+
+    def __init__(self, step: int, message: str, since: int = 1):
+        super().__init__(message)
+        self.step = step
+        self.since = since
+
+
+class NonFinite(NamedTuple):
+    """What is not finite, and where it was so first.
+
+    Attributes:
+        what: `"weights"`, before the step; `"inputs"` of the model; `"input"` or
+            `"output"` of a layer; `"loss"`, of finite outputs; `"gradient"`, of a
+            finite loss; or `"update"`, of finite gradients.
+        where: the path of the layer, such as `"block_1/moe/experts"`, or of the weight.
+    """
+
+    what: str
+    where: str
+
+    def __str__(self):
+        if self.what == "inputs":
+            return "in the images or labels of the batch"
+        if self.what == "loss":
+            return "in the loss, of outputs that are finite"
+        return f"in the {self.what} of {self.where}"
+
+
+class StopOnNonFinite(keras.callbacks.Callback):
+    """Raises `NonFiniteLoss` when the loss of training is NaN or Inf.
+
+    The loss is that of `fit`'s logs, which is fetched from the device anyway, on JAX
+    by a thread of its own while the next steps are computed.
+
+    Args:
+        first_step: how many steps were made before `fit`.
+
+    Example:
+
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe.training import StopOnNonFinite
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> bad = np.full((4, 1), np.nan)
+    >>> try:
+    ...     model.fit(bad, bad, verbose=0, callbacks=[StopOnNonFinite()])
+    ... except ValueError as error:
+    ...     print(error)
+    Expected a finite loss; received: loss=nan in step 1
+    """
+
+    # `fit` may call `on_train_batch_end` from another thread.
+    async_safe = True
+
+    def __init__(self, first_step: int = 0):
+        super().__init__()
+        self.step = first_step
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._before = self.step
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.step += 1
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._check(logs, self._before + batch + 1)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._check(logs, self.step)
+
+    def _check(self, logs, step):
+        loss = (logs or {}).get("loss", 0.0)
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(
+                step,
+                f"Expected a finite loss; received: loss={loss} in step {step}",
+                # Logs of several steps are looked at side by side.
+                since=step - _MARGIN,
+            )
+
+
+def locate_non_finite(
+    model: keras.Model, x: Any, y: Any, gradients: bool = True
+) -> NonFinite | None:
+    """Finds where a training step first has NaN or Inf.
+
+    The model is called op by op as in training, and every layer's inputs and outputs
+    are looked at, nested ones before those that they are in. What is recomputed in the
+    backward pass (`rematerialize=True`) is looked at from outside only.
+
+    The model is left as it was.
+
+    Args:
+        model: compiled, with the weights from before the step.
+        x: the batch's inputs.
+        y: its targets.
+        gradients: whether to look at the gradients, too, if the loss is finite. This
+            compiles a step.
+
+    Returns:
+        A `NonFinite`, or None if everything is finite.
+
+    Example:
+
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe.training import locate_non_finite
+    >>> model = keras.Sequential(
+    ...     [
+    ...         keras.Input((1,)),
+    ...         keras.layers.Dense(1, name="first", kernel_initializer="ones"),
+    ...         keras.layers.Activation("exponential", name="second"),
+    ...     ]
+    ... )
+    >>> model.compile("sgd", "mse")
+    >>> images = np.full((2, 1), 1000.0)
+    >>> locate_non_finite(model, images, images)
+    NonFinite(what='output', where='second')
+    """
+    bad = first_non_finite_weight(model)
+    if bad is not None:
+        return NonFinite("weights", bad)
+    if not all(_is_finite(value) for value in tree.flatten([x, y])):
+        return NonFinite("inputs", "")
+    saved = [(v, ops.convert_to_numpy(v.value)) for v in model.variables]
+    watch = _Watch()
+    try:
+        with watch.layers_of(model):
+            y_pred = _in_training(model, x)
+        if watch.found is not None:
+            return watch.found
+        loss = model.compute_loss(x=x, y=ops.convert_to_tensor(y), y_pred=y_pred)
+        if not _is_finite(loss):
+            return NonFinite("loss", "")
+        return _bad_gradient(model, x, y, watch.order) if gradients else None
+    finally:
+        for variable, value in saved:
+            variable.assign(value)
+
+
+def first_non_finite_weight(model: keras.Model) -> str | None:
+    """The path of the first weight with NaN or Inf, or None.
+
+    Args:
+        model: built.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe.training.non_finite import first_non_finite_weight
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> first_non_finite_weight(model) is None
+    True
+    """
+    for variable in model.weights:
+        if not _is_finite(variable.value):
+            return variable.path
+    return None
+
+
+def _in_training(model, x):
+    takes = "training" in inspect.signature(model.call).parameters
+    return model(x, **({"training": True} if takes else {}))
+
+
+class _Watch:
+    """The first non-finite value among the layers' inputs and outputs."""
+
+    def __init__(self):
+        self.found = None
+        # Layers in the order in which they came to their end, and their paths.
+        self.order = []
+        self._within = []
+
+    @contextlib.contextmanager
+    def layers_of(self, model):
+        layers = [
+            layer
+            for layer in model._flatten_layers(include_self=False)
+            if not isinstance(layer, keras.layers.InputLayer)
+        ]
+        calls = [layer.call for layer in layers]
+        for layer, call in zip(layers, calls):
+            layer.call = self._watched(layer, call)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                # The method of the class shows again.
+                del layer.call
+
+    def _watched(self, layer, call):
+        def watched(*args, **kwargs):
+            # Layers without weights have no path of their own.
+            path = layer.path or "/".join([*self._within[-1:], layer.name])
+            self._look("input", path, (args, kwargs))
+            self._within.append(path)
+            outputs = call(*args, **kwargs)
+            self._within.pop()
+            self._look("output", path, outputs)
+            self.order.append((layer, path))
+            return outputs
+
+        return watched
+
+    def _look(self, what, path, values):
+        if self.found is None and not all(map(_is_finite, tree.flatten(values))):
+            self.found = NonFinite(what, path)
+
+
+class GradientProbe(keras.optimizers.Optimizer):
+    """Puts each weight's gradient in the weight's place."""
+
+    def __init__(self):
+        super().__init__(learning_rate=1.0)
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign(variable, ops.cast(gradient, variable.dtype))
+
+
+def _bad_gradient(model, x, y, order):
+    optimizer = model.optimizer
+    metrics = [(v, ops.convert_to_numpy(v.value)) for v in model.metrics_variables]
+    try:
+        model.optimizer = GradientProbe()
+        model.optimizer.build(model.trainable_variables)
+        model.make_train_function(force=True)
+        model.train_on_batch(x, y)
+        bad = {id(v) for v in model.trainable_variables if not _is_finite(v.value)}
+    finally:
+        model.optimizer = optimizer
+        model.train_function = None
+        for variable, value in metrics:
+            variable.assign(value)
+    # Gradients flow from the last layer to the first.
+    for layer, path in reversed(order):
+        if any(id(variable) in bad for variable in layer._trainable_variables):
+            return NonFinite("gradient", path)
+    for variable in model.trainable_variables:
+        if id(variable) in bad:
+            return NonFinite("gradient", variable.path)
+    return None
+
+
+def _is_finite(value):
+    if not ops.is_tensor(value) and not hasattr(value, "dtype"):
+        return True
+    if "float" not in keras.backend.standardize_dtype(value.dtype):
+        return True
+    try:
+        return bool(ops.all(ops.isfinite(value)))
+    except TypeError:
+        # Within a transformation of JAX there are no values to look at.
+        return True

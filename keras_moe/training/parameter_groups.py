@@ -1,0 +1,232 @@
+"""Learning rates and weight decay by groups of weights, for any optimizer of Keras."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_moe.ops.checks import (
+    check_argument_names,
+    check_not_negative,
+    check_positive,
+)
+
+# What a group may match by name. Weights of muMoE layers have factors for kernels: of
+# these only the gate has a kernel.
+NAMED_GROUPS = {
+    "experts": r"(.*/)?((zero_computation_)?experts|moe/(hidden|output))/.*",
+    "router": r"(.*/)?(router|moe/gate)/.*",
+    "head": r"(.*/)?(predictions|head)/.*",
+    "kernels": r"(.*/)?([a-z]+_)?kernel(_\d+)?",
+    "rest": r".*",
+}
+
+
+class Factors(NamedTuple):
+    """What a weight's learning rate and weight decay are multiplied by."""
+
+    learning_rate: float = 1.0
+    weight_decay: float = 1.0
+
+
+def check_groups(groups: Any) -> list[dict]:
+    """Groups as a list of dicts, if they are well formed.
+
+    Args:
+        groups: dicts of `"match"` and, as there is need, `"learning_rate"` and
+            `"weight_decay"`; see `ParameterGroups`.
+
+    Raises:
+        ValueError: if they are no such dicts.
+    """
+    if isinstance(groups, (str, dict)) or not isinstance(groups, Iterable):
+        raise ValueError(f"Expected a list of groups; received: groups={groups!r}")
+    checked = []
+    for group in groups:
+        if not hasattr(group, "items") or not isinstance(group.get("match"), str):
+            raise ValueError(
+                "Expected groups to be dicts with a string 'match'; "
+                f"received: {group!r}"
+            )
+        check_argument_names(group, ["match", *Factors._fields], "a group")
+        for name in Factors._fields:
+            check_not_negative(name, group.get(name, 1.0))
+        try:
+            re.compile(group["match"])
+        except re.error as error:
+            raise ValueError(
+                "Expected a regular expression or one of "
+                f"{', '.join(NAMED_GROUPS)}; received: match={group['match']!r} "
+                f"({error})"
+            ) from error
+        checked.append(dict(group))
+    return checked
+
+
+def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]:
+    """The factors of each weight.
+
+    Args:
+        groups: as for `ParameterGroups`. The first that matches a path counts.
+        paths: of the weights.
+
+    Returns:
+        `Factors` for each path.
+
+    Raises:
+        ValueError: if a group gets no weight, which is a name misspelt more often than
+            not.
+
+    Example:
+
+    >>> from keras_moe.training.parameter_groups import group_factors
+    >>> groups = [{"match": "head", "learning_rate": 10.0}, {"match": "kernels"}]
+    >>> group_factors(groups, ["predictions/bias", "mlp/hidden/kernel"])[0]
+    Factors(learning_rate=10.0, weight_decay=1.0)
+    """
+    found: list[Factors | None] = [None] * len(paths)
+    for group in groups:
+        match = group["match"]
+        pattern = re.compile(NAMED_GROUPS.get(match, match))
+        matched = [i for i, path in enumerate(paths) if pattern.fullmatch(path)]
+        new = [i for i in matched if found[i] is None]
+        if not new:
+            if matched:
+                reason = f"its {len(matched)} weights are in groups before it"
+            else:
+                names = [*NAMED_GROUPS, *paths]
+                close = difflib.get_close_matches(match, names, n=3, cutoff=0.3)
+                reason = f"nearest: {', '.join(close or paths[:3])}"
+            raise ValueError(
+                "Expected every group to have a weight, whose whole path it matches; "
+                f"received: match={match!r} ({reason})"
+            )
+        for index in new:
+            found[index] = Factors(*(group.get(x, 1.0) for x in Factors._fields))
+    return [factors or Factors() for factors in found]
+
+
+class ParameterGroups:
+    """Comes before an optimizer of Keras among the bases of a class.
+
+    Adds to it groups of weights with learning rates and weight decay of their own, and
+    weight decay relative to the peak rate. Gradients of all groups are clipped
+    together. With gradient accumulation, schedules and moving averages count updates
+    of the weights, where Keras counts batches.
+
+    Args:
+        groups: a sequence of dicts. `"match"` is a regular expression for the whole
+            path of a weight, such as `"block_0/.*"`, or a name: `"experts"`,
+            `"router"`, `"head"` (of a classifier), `"kernels"` (without biases,
+            scales of norms, embeddings and tokens), `"rest"`; see `NAMED_GROUPS`.
+            `"learning_rate"` and `"weight_decay"` are factors for what the others
+            have, 1 by default. The first group that matches counts. Weights of no
+            group have factors of 1. With a learning rate of 0 weights stay as they
+            are.
+        peak_learning_rate: with it a step takes `weight_decay * learning_rate /
+            peak_learning_rate` of a weight, whatever its group's learning rate, as
+            big_vision's optimizers do. By default it takes `weight_decay *
+            learning_rate`, as those of Keras and PyTorch do, and its group's learning
+            rate is a factor of that, too.
+        *args: of the optimizer.
+        **kwargs: of the optimizer.
+
+    Raises:
+        ValueError: if a group is not well formed, or, once the weights are known, if a
+            group matches none of them.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        groups: Sequence[dict] = (),
+        peak_learning_rate: float | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.groups = check_groups(groups)
+        if peak_learning_rate is not None:
+            check_positive("peak_learning_rate", peak_learning_rate)
+        self.peak_learning_rate = peak_learning_rate
+        self._rate_scale = 1.0
+
+    @property
+    def batches_seen(self):
+        """Batches so far: with accumulation, several for each of `iterations`."""
+        return self._iterations
+
+    def build(self, variables):
+        if self.built:
+            return
+        paths = [getattr(variable, "path", variable.name) for variable in variables]
+        self._factors = group_factors(self.groups, paths)
+        super().build(variables)
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        gradients = dict(zip(map(id, trainable_variables), grads, strict=True))
+        for factor, members in self._by_factor(
+            trainable_variables, lambda factors: factors.learning_rate
+        ):
+            super()._backend_update_step(
+                [gradients[id(variable)] for variable in members],
+                members,
+                learning_rate if factor == 1.0 else learning_rate * factor,
+            )
+
+    def _apply_weight_decay(self, variables):
+        if not self.weight_decay:
+            return
+        for factor, members in self._by_factor(variables, self._decay_factor):
+            # What the optimizer decays by is the learning rate, times this.
+            self._rate_scale = factor
+            try:
+                super()._apply_weight_decay(members)
+            finally:
+                self._rate_scale = 1.0
+
+    def _decay_factor(self, factors: Factors) -> float:
+        if self.peak_learning_rate is None or factors.learning_rate == 0:
+            return factors.weight_decay * factors.learning_rate
+        return factors.weight_decay / self.peak_learning_rate
+
+    def _by_factor(self, variables: Sequence, factor_of: Callable) -> list[tuple]:
+        """The factors but 0 that variables have, each with these variables."""
+        members = {}
+        for variable in variables:
+            factor = factor_of(self._factors[self._get_variable_index(variable)])
+            members.setdefault(factor, []).append(variable)
+        return [(factor, chosen) for factor, chosen in members.items() if factor]
+
+    def _get_current_learning_rate(self):
+        rate = self._learning_rate
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            rate = rate(self.iterations)
+        else:
+            rate = super()._get_current_learning_rate()
+        return rate if self._rate_scale == 1.0 else rate * self._rate_scale
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        batches = self.gradient_accumulation_steps
+        if not batches:
+            super()._update_model_variables_moving_average(trainable_variables)
+            return
+        # Keras would average anew after batches that change no weight.
+        done = ops.cast(self._iterations, "int32") + 1
+        kept = ops.where(done % batches == 0, self.ema_momentum, 1.0)
+        kept = ops.where(done <= batches, 0.0, kept)
+        for variable, average in zip(
+            trainable_variables, self._model_variables_moving_average, strict=True
+        ):
+            share = ops.cast(kept, variable.dtype)
+            average.assign(share * average + (1 - share) * variable)
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            groups=[dict(group) for group in self.groups],
+            peak_learning_rate=self.peak_learning_rate,
+        )
+        return config

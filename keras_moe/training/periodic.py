@@ -1,0 +1,138 @@
+"""What is measured now and then while a model is trained, and leaves no trace in it."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_moe.ops.checks import check_integer, check_one_of
+
+UNITS = ("epochs", "steps")
+
+
+class PeriodicCallback(keras.callbacks.Callback):
+    """Measures every so many epochs or steps; subclasses say what, in `measure`.
+
+    Figures come into the logs at the end of the epoch: the progress line, the history
+    and callbacks after this one have them. Training is the same, bit for bit, with it
+    and without.
+
+    Args:
+        every: how many epochs or steps lie between.
+        unit: `"epochs"` or `"steps"`.
+
+    Attributes:
+        records: a dict for each time, with "epoch" and "step", those that were made.
+
+    Example:
+
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe.training.periodic import PeriodicCallback
+    >>> class Norm(PeriodicCallback):
+    ...     def measure(self):
+    ...         return {"norm": float(np.linalg.norm(self.model.get_weights()[0]))}
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> x, norm = np.ones((4, 1)), Norm(every=2)
+    >>> history = model.fit(x, x, epochs=4, verbose=0, callbacks=[norm]).history
+    >>> len(history["norm"]), [record["step"] for record in norm.records]
+    (2, [2, 4])
+    """
+
+    def __init__(self, every: int = 1, unit: str = "epochs"):
+        super().__init__()
+        self.every = check_integer("every", every)
+        self.unit = check_one_of("unit", unit, UNITS)
+        self.records = []
+        self._step = 0
+        self._epoch = 0
+        self._measured = 0
+
+    def measure(self) -> dict[str, float]:
+        """The figures of `self.model` as it is."""
+        raise NotImplementedError
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    # As the batch begins, and not at its end: no step waits for its logs.
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.unit == "steps":
+            self._measure_if_due(self._step)
+        self._step += 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.unit == "steps":
+            self._measure_if_due(self._step)
+        elif (epoch + 1) % self.every == 0:
+            self._measure()
+        # Of several in an epoch the last.
+        last = self.records[-1] if self.records else {"epoch": 0}
+        if logs is not None and last["epoch"] == epoch + 1:
+            logs.update({k: v for k, v in last.items() if k not in ("epoch", "step")})
+
+    def get_state(self) -> dict:
+        """What a checkpoint of the run keeps, JSON."""
+        return {
+            "step": self._step,
+            "measured": self._measured,
+            "records": list(self.records),
+        }
+
+    def set_state(self, state: dict) -> None:
+        """Goes on from the state of a checkpoint."""
+        self._step, self._measured = state["step"], state["measured"]
+        self.records = list(state["records"])
+
+    def _measure_if_due(self, step):
+        if step and step % self.every == 0 and step != self._measured:
+            self._measure()
+
+    def _measure(self):
+        with unchanged(self.model):
+            figures = self.measure()
+        self._measured = self._step
+        record = {"epoch": self._epoch + 1, "step": self._step, **figures}
+        self.records.append(record)
+        self.measured(record)
+
+    def measured(self, record: dict[str, Any]) -> None:
+        """Called with each new record, once the model is as it was."""
+
+
+@contextlib.contextmanager
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """Seeds, running metrics and random states come back after the context.
+
+    Within it, the variables of a model that `fit` trains on JAX have their values.
+
+    Args:
+        model: in training.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe.training.periodic import unchanged
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dropout(0.5, seed=1)])
+    >>> with unchanged(model):
+    ...     _ = model(keras.ops.ones((1, 1)), training=True)
+    >>> int(model.non_trainable_variables[0][1])
+    0
+    """
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
+    variables = [*model.non_trainable_variables, *model.metrics_variables]
+    values = [np.array(ops.convert_to_numpy(v.value)) for v in variables]
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, values):
+            variable.assign(value)
+        random.setstate(states[0])
+        np.random.set_state(states[1])

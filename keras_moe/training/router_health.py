@@ -1,0 +1,253 @@
+"""Whether the routers do well: a probe now and then, and a warning on collapse.
+
+Axes: B batch, N tokens, E experts.
+"""
+
+import csv
+import io
+import os
+import statistics
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_moe.analysis.routing_statistics import routing_statistics
+from keras_moe.ops.checks import check_bool
+from keras_moe.training.event_file import EventFile
+from keras_moe.training.files import write_text
+from keras_moe.training.periodic import PeriodicCallback
+
+COLUMNS = (
+    "epoch",
+    "step",
+    "layer",
+    "load_entropy",
+    "largest_share",
+    "dead_experts",
+    "dropped_tokens",
+    "dropped_choices",
+    "mean_max_gate",
+    "expert_shares",
+)
+# An expert with less than this part of an equal share is dead.
+DEAD = 0.01
+
+
+class RouterHealth(PeriodicCallback):
+    """Routes a fixed batch of images every so many epochs or steps, and reports.
+
+    For each layer: the share of all assignments that each expert served, the entropy
+    of these shares over log E, the share of dead experts (with less than a hundredth of
+    1/E), the share of tokens that no expert served and of choices that were dropped,
+    and the mean over tokens of the largest gate; see
+    `keras_moe.analysis.routing_statistics`. Any router, and muMoE, whose coefficients
+    other than zero count as served.
+
+    The logs, and with them the progress line and the history, get the worst layer's:
+    `router/entropy`, `router/dead`, `router/dropped` (of the choices; of the tokens
+    where these do not choose), and the mean over layers `router/max_gate`.
+
+    Args:
+        images: (B, height, width, channels), the probe. As many as in a training step
+            meet the capacity of training.
+        every: how many epochs or steps lie between.
+        unit: `"epochs"` or `"steps"`.
+        training: whether to route as in training, with its capacity, noise and dropout,
+            the noise being the same each time; or as at inference, where nothing is
+            dropped by default.
+        csv_path: a CSV file with a row for each time and layer; None for none.
+        tensorboard: a folder for TensorBoard's events; None for none.
+        min_entropy: a layer whose entropy is below has collapsed: there is a warning.
+        max_share: the same for an expert's share above it, if there are more than two.
+        max_dead: the same for a share of dead experts above it.
+
+    Raises:
+        ValueError: if an argument is out of range, or the model has no router.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import models
+    >>> from keras_moe.training import RouterHealth
+    >>> model = models.from_preset("vmoe_digits", num_classes=10, num_layers=2)
+    >>> health = RouterHealth(np.zeros((4, 16, 16, 1), "float32"), min_entropy=0.0)
+    >>> health.set_model(model)
+    >>> sorted(health.measure())
+    ['router/dead', 'router/dropped', 'router/entropy', 'router/max_gate']
+    """
+
+    def __init__(
+        self,
+        images: Any,
+        every: int = 1,
+        unit: str = "epochs",
+        training: bool = True,
+        csv_path: str | os.PathLike | None = None,
+        tensorboard: str | os.PathLike | None = None,
+        min_entropy: float = 0.5,
+        max_share: float = 0.75,
+        max_dead: float = 0.5,
+    ):
+        super().__init__(every, unit)
+        shape = getattr(images, "shape", ())
+        if len(shape) != 4 or not shape[0]:
+            raise ValueError(
+                "Expected an array of at least one image (batch, height, width, "
+                f"channels); received: shape={tuple(shape)}"
+            )
+        self.images = np.asarray(images)
+        self.training = check_bool("training", training)
+        self.csv_path, self.tensorboard = csv_path, tensorboard
+        self.limits = {
+            "min_entropy": min_entropy,
+            "max_share": max_share,
+            "max_dead": max_dead,
+        }
+        for name, limit in self.limits.items():
+            is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+            if not is_number or not 0 <= limit <= 1:
+                raise ValueError(
+                    f"Expected {name} between 0 and 1; received: {name}={limit!r}"
+                )
+        self.layers = []
+        self._events = None
+        self._of, self._probe = None, None
+
+    def measure(self):
+        if self._of is not self.model:
+            self._of, self._probe = self.model, _RoutingProbe(self.model, self.training)
+        self._rows = [
+            _row(name, routing_statistics(record, selected))
+            for name, (record, selected) in self._probe.route(self.images).items()
+        ]
+        dropped = [
+            row["dropped_tokens"]
+            if row["dropped_choices"] is None
+            else row["dropped_choices"]
+            for row in self._rows
+        ]
+        return {
+            "router/entropy": min(row["load_entropy"] for row in self._rows),
+            "router/dead": max(row["dead_experts"] for row in self._rows),
+            "router/dropped": max(dropped),
+            "router/max_gate": statistics.fmean(
+                row["mean_max_gate"] for row in self._rows
+            ),
+        }
+
+    def measured(self, record):
+        place = {name: record[name] for name in ("epoch", "step")}
+        rows = [{**place, **row} for row in self._rows]
+        self.layers += rows
+        for row in rows:
+            self._warn(row)
+        self._write_csv()
+        self._write_events(rows)
+
+    def get_state(self):
+        return {**super().get_state(), "layers": list(self.layers)}
+
+    def set_state(self, state):
+        super().set_state(state)
+        self.layers = list(state["layers"])
+        # Rows of steps that will be made again go.
+        self._write_csv()
+
+    def _warn(self, row):
+        reasons, limits = [], self.limits
+        if row["load_entropy"] < limits["min_entropy"]:
+            reasons.append(
+                f"load_entropy={row['load_entropy']:.3f} < {limits['min_entropy']}"
+            )
+        many = len(row["expert_shares"]) > 2
+        if many and row["largest_share"] > limits["max_share"]:
+            reasons.append(
+                f"largest_share={row['largest_share']:.3f} > {limits['max_share']}"
+            )
+        if row["dead_experts"] > limits["max_dead"]:
+            reasons.append(
+                f"dead_experts={row['dead_experts']:.3f} > {limits['max_dead']}"
+            )
+        if reasons:
+            warnings.warn(
+                f"The router of {row['layer']} has collapsed in step {row['step']}: "
+                f"{', '.join(reasons)}",
+                stacklevel=2,
+            )
+
+    def _write_csv(self):
+        if self.csv_path is None:
+            return
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for row in self.layers:
+            shares = " ".join(f"{share:.6g}" for share in row["expert_shares"])
+            writer.writerow({**row, "expert_shares": shares})
+        write_text(self.csv_path, text.getvalue())
+
+    def _write_events(self, rows):
+        if self.tensorboard is None:
+            return
+        if self._events is None:
+            self._events = EventFile(self.tensorboard)
+        for row in rows:
+            name = f"router/{row['layer']}"
+            figures = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}
+            for expert, share in enumerate(row["expert_shares"]):
+                figures[f"{name}/load/{expert}"] = share
+            known = {tag: x for tag, x in figures.items() if x is not None}
+            self._events.write(row["step"], known)
+
+
+class _RoutingProbe(keras.Model):
+    """The routing records of a model, as they are in training if need be."""
+
+    def __init__(self, model, training):
+        super().__init__(name="routing_probe")
+        routing = getattr(model, "routing", None)
+        if not routing:
+            raise ValueError(
+                "Expected a model with MoE blocks, whose `routing` has their records; "
+                f"received: {type(model).__name__}"
+            )
+        self.records = keras.Model(model.input, routing)
+        self.in_training = training
+        # Plain numbers, which Keras need not track.
+        self.selected = {name: _num_selected_experts(model, name) for name in routing}
+
+    def call(self, images):
+        return self.records(images, training=self.in_training)
+
+    def route(self, images):
+        for number, variable in enumerate(self.records.non_trainable_variables):
+            if variable.path.endswith("seed_generator_state"):
+                variable.assign(ops.cast([number, 0], variable.dtype))
+        found = self.predict_on_batch(images)
+        return {name: (found[name], self.selected[name]) for name in self.selected}
+
+
+def _num_selected_experts(model, name):
+    backbone = getattr(model, "backbone", model)
+    if name == "head":
+        return None
+    block = backbone.get_layer(name)
+    router = getattr(block.feed_forward, "router", None)
+    return getattr(router, "num_selected_experts", None)
+
+
+def _row(name, found):
+    shares = found.expert_shares
+    return {
+        "layer": name,
+        "load_entropy": found.load_entropy,
+        "largest_share": float(shares.max()),
+        "dead_experts": float((shares < DEAD / len(shares)).mean()),
+        "dropped_tokens": found.dropped_tokens,
+        "dropped_choices": found.dropped_choices,
+        "mean_max_gate": found.mean_max_gate,
+        "expert_shares": [float(share) for share in shares],
+    }

@@ -1,0 +1,240 @@
+"""A run: the model of a recipe, trained on its images."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_moe import data
+from keras_moe.training.non_finite import (
+    NonFinite,
+    NonFiniteLoss,
+    StopOnNonFinite,
+    first_non_finite_weight,
+    locate_non_finite,
+)
+from keras_moe.training.recipes import Datasets, Recipe
+from keras_moe.training.run_checkpoint import RunCheckpoint
+
+# What says nothing about how a model is trained.
+_WORDS = ("description", "source", "notes")
+# Without checkpoints, a run is made again from its start to see where it went wrong,
+# if it is no longer than this.
+_SHORT_RUN = 1000
+
+
+class Training(NamedTuple):
+    """What training gave.
+
+    Attributes:
+        model: the trained model.
+        history: lists with a value for each epoch: loss, accuracy, val_loss and
+            val_accuracy, those of the test images.
+        test_accuracy: of the last epoch.
+    """
+
+    model: keras.Model
+    history: dict[str, list[float]]
+    test_accuracy: float
+
+
+def train(
+    recipe: Recipe,
+    datasets: Datasets | Callable[[int], Datasets] | None = None,
+    data_dir: str | None = None,
+    callbacks: Sequence[keras.callbacks.Callback] | Callable = (),
+    verbose: Any = "auto",
+    checkpoint_dir: str | os.PathLike | None = None,
+    checkpoint_every: int | None = None,
+    keep_checkpoints: int = 3,
+    resume: bool = True,
+) -> Training:
+    """Trains a model as a recipe says.
+
+    The same recipe gives the same weights on one machine and backend: it sets all of
+    Keras's random seeds. With `checkpoint_dir` a run that was ended, by whatever, goes
+    on where its newest checkpoint is when it is started again, and comes to the same
+    weights and history as one that was not; see `RunCheckpoint`.
+
+    A loss that is not finite ends the run. The steps since the last checkpoint are
+    then made again to say in which layer it began.
+
+    Args:
+        recipe: the settings.
+        datasets: images of your own, in the place of the recipe's. Or a function to
+            them from the number of steps that were made, whose `train` begins after as
+            many batches and does not end; checkpoints need this.
+        data_dir: of TensorFlow Datasets.
+        callbacks: for `fit`; or a function from the model and the `Datasets` to them,
+            such as `RouterHealth` needs for its images.
+        verbose: for `fit`.
+        checkpoint_dir: a folder for the checkpoints of this run.
+        checkpoint_every: steps between checkpoints; None is one at each epoch's end.
+        keep_checkpoints: how many stay.
+        resume: whether a run whose checkpoints are there goes on; if not, they are
+            removed.
+
+    Returns:
+        A `Training`: the model, the history and the accuracy.
+
+    Raises:
+        ValueError: if the recipe, model and images do not fit together; if the
+            checkpoints are of another recipe, or all corrupt; or if the loss is not
+            finite any more.
+        OSError: if the last checkpoint cannot be written.
+
+    Example:
+
+    >>> from keras_moe.training import load_recipe, train
+    >>> recipe = load_recipe("mumoe_digits", epochs=1, batch_size=512, warmup_steps=0)
+    >>> recipe = recipe.replace(model_arguments={"num_layers": 1, "hidden_dim": 8})
+    >>> sorted(train(recipe, verbose=0).history)
+    ['accuracy', 'loss', 'val_accuracy', 'val_loss']
+    """
+    if checkpoint_dir is not None and isinstance(datasets, Datasets):
+        raise ValueError(
+            "Expected a function from steps to datasets for a run with checkpoints; "
+            f"received: datasets={type(datasets).__name__}"
+        )
+    run = _Run(recipe, datasets, data_dir)
+    model = run.new_model()
+    checkpoint, first_step = None, 0
+    if checkpoint_dir is not None:
+        settings = {k: v for k, v in recipe.to_dict().items() if k not in _WORDS}
+        checkpoint = RunCheckpoint(
+            checkpoint_dir,
+            run.steps_per_epoch,
+            checkpoint_every,
+            keep_checkpoints,
+            settings,
+            restart=not resume,
+        )
+        first_step = checkpoint.restore(model)
+        if checkpoint.finished:
+            # As at the end of `fit`: averages take the weights' place.
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+            return _training(model, checkpoint.history)
+    images = run.datasets(first_step)
+    if callable(callbacks):
+        callbacks = callbacks(model, images)
+    every = [*recipe.callbacks(), *callbacks, StopOnNonFinite(first_step)]
+    if checkpoint is not None:
+        every = checkpoint.around(every)
+    if first_step % run.steps_per_epoch:
+        # Makes the metrics' variables, which have their values in the checkpoint.
+        model.evaluate(images.test, steps=1, verbose=0)
+    try:
+        history = model.fit(
+            images.train,
+            epochs=recipe.passes(run.steps_per_epoch),
+            initial_epoch=first_step // run.steps_per_epoch,
+            steps_per_epoch=run.steps_per_epoch,
+            validation_data=images.test,
+            shuffle=False,  # The batches come shuffled.
+            callbacks=every,
+            verbose=verbose,
+        ).history
+    except NonFiniteLoss as error:
+        del model
+        raise ValueError(_diagnosis(error, run, checkpoint, verbose)) from error
+    if checkpoint is not None:
+        history = checkpoint.history
+    return _training(model, history)
+
+
+class _Run:
+    """What a recipe begins with, and its images from any step on."""
+
+    def __init__(self, recipe, datasets, data_dir):
+        self.recipe, self.given, self.data_dir = recipe, datasets, data_dir
+        self._opened = {}
+
+    def new_model(self):
+        """The compiled model at step 0."""
+        recipe = self.recipe
+        keras.utils.set_random_seed(recipe.seed)
+        if self.given is None:
+            model = recipe.new_model(data.num_classes(recipe.data, self.data_dir))
+            self._shape = model.backbone.image_shape
+        else:
+            model = recipe.new_model(self.datasets(0).num_classes)
+        self.steps_per_epoch = self.datasets(0).steps_per_epoch
+        recipe.compile(model, self.steps_per_epoch)
+        return model
+
+    def datasets(self, step):
+        """The images after so many steps."""
+        if isinstance(self.given, Datasets):
+            return self.given
+        if step not in self._opened:
+            self._opened[step] = (
+                self.recipe.datasets(self._shape, self.data_dir, start_step=step)
+                if self.given is None
+                else self.given(step)
+            )
+        return self._opened[step]
+
+    def batches(self, step):
+        """The batches after so many steps, as NumPy arrays, without end."""
+        while True:
+            for x, y, *_ in self.datasets(step).train:
+                yield _to_numpy(x), _to_numpy(y)
+
+
+def _to_numpy(value):
+    return ops.convert_to_numpy(value) if ops.is_tensor(value) else np.asarray(value)
+
+
+def _diagnosis(error, run, checkpoint, verbose):
+    """What went wrong, where, and what is left."""
+    recipe = run.recipe
+    found = None
+    good = checkpoint and checkpoint.last
+    if good or error.step <= _SHORT_RUN:
+        found = _first_non_finite(error, run, checkpoint, verbose)
+    epoch = (error.step - 1) // run.steps_per_epoch + 1
+    parts = [f"{error}, in epoch {epoch}"]
+    if found is not None:
+        parts.append(f"The first NaN or Inf was {found[1]}, in step {found[0]}")
+    else:
+        parts.append("With checkpoints, one would see where it began")
+    if good:
+        parts.append(f"The last good checkpoint is {good}")
+    parts.append(f"Try less than learning_rate={recipe.learning_rate}")
+    return ". ".join(parts)
+
+
+def _first_non_finite(error, run, checkpoint, verbose):
+    """Makes the steps since the last checkpoint again, looking at the last ones."""
+    model = run.new_model()
+    done = 0
+    if checkpoint is not None:
+        done = checkpoint.restore(model)
+    batches = run.batches(done)
+    progress = keras.utils.Progbar(
+        error.step - done, verbose=0 if verbose == 0 else 1, unit_name="step again"
+    )
+    for step in range(done + 1, error.step + 1):
+        x, y = next(batches)
+        looked_at = step >= error.since
+        if looked_at:
+            found = locate_non_finite(model, x, y, gradients=False)
+            if found is not None:
+                return step, found
+            before = [ops.convert_to_numpy(v.value) for v in model.variables]
+        model.train_on_batch(x, y)
+        bad = looked_at and first_non_finite_weight(model)
+        if bad:
+            for variable, value in zip(model.variables, before):
+                variable.assign(value)
+            return step, locate_non_finite(model, x, y) or NonFinite("update", bad)
+        progress.update(step - done)
+    return None
+
+
+def _training(model, history):
+    history = {name: [float(x) for x in values] for name, values in history.items()}
+    return Training(model, history, history["val_accuracy"][-1])

@@ -1,0 +1,301 @@
+"""The callback that saves a run while it goes on, and lets it go on after its end."""
+
+import importlib
+import os
+import random
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_moe._version import __version__
+from keras_moe.ops.checks import check_integer
+from keras_moe.training.checkpoints import (
+    Checkpoint,
+    clean_checkpoints,
+    find_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from keras_moe.training.non_finite import NonFiniteLoss
+from keras_moe.training.tensor_file import NonFiniteValues
+
+
+class RunCheckpoint(keras.callbacks.Callback):
+    """Saves all that a run is: at its epochs' ends, or every so many steps.
+
+    Weights, the optimizer's variables, seeds of layers, running means of the metrics,
+    Python's and NumPy's random state, the history, and the state of other callbacks,
+    if they have the methods `get_state`, which returns JSON, and `set_state`. A run
+    that goes on from there, with batches from `step` on, is the run that never
+    stopped: bit for bit, where the backend computes the same twice.
+
+    A checkpoint that cannot be written leaves those before as they are. There is a
+    warning, and the next one is tried; for the last one of the run an error. Weights
+    that are not finite are never saved.
+
+    Args:
+        folder: of the run's checkpoints, and of nothing else.
+        steps_per_epoch: steps in an epoch.
+        every: steps between checkpoints; None saves at the end of each epoch. The end
+            of the run is saved always.
+        keep: how many checkpoints stay.
+        settings: JSON, such as a recipe's `to_dict()`. A run with others is refused.
+        restart: whether to remove the checkpoints that are there, and begin anew.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+
+    >>> import tempfile
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe.training import RunCheckpoint
+    >>> def run(folder, epochs):
+    ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    ...     checkpoint = RunCheckpoint(folder, steps_per_epoch=2)
+    ...     step = checkpoint.restore(model)
+    ...     model.fit(
+    ...         np.ones((4, 2)),
+    ...         np.ones((4, 1)),
+    ...         batch_size=2,
+    ...         epochs=epochs,
+    ...         initial_epoch=step // 2,
+    ...         callbacks=checkpoint.around([]),
+    ...         verbose=0,
+    ...     )
+    ...     return step, len(checkpoint.history["loss"])
+    >>> folder = tempfile.mkdtemp()
+    >>> run(folder, epochs=1), run(folder, epochs=3)
+    ((0, 1), (2, 3))
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        steps_per_epoch: int,
+        every: int | None = None,
+        keep: int = 3,
+        settings: dict | None = None,
+        restart: bool = False,
+    ):
+        super().__init__()
+        self.folder = folder
+        self.steps_per_epoch = check_integer("steps_per_epoch", steps_per_epoch)
+        self.every = None if every is None else check_integer("every", every)
+        self.keep = check_integer("keep", keep)
+        self.settings = dict(settings or {})
+        self.restart = restart
+        # Steps that were made, and whether the run is over.
+        self.step = 0
+        self.finished = False
+        self.history = {}
+        self.last = None
+        self._found = None
+        self._moved = False
+        self._callbacks = []
+
+    def restore(self, model: keras.Model) -> int:
+        """Gives a compiled model the state of the newest checkpoint that is whole.
+
+        Of a checkpoint within an epoch the metrics' running means are restored when
+        `fit` begins. On TensorFlow they are not there before the first batch: call
+        `model.evaluate(..., steps=1)` once before.
+
+        Args:
+            model: compiled as the run's was.
+
+        Returns:
+            How many steps were made: 0 if there is no checkpoint.
+
+        Raises:
+            ValueError: if the settings differ, or no checkpoint is whole.
+        """
+        clean_checkpoints(self.folder, everything=self.restart)
+        # Only once: a run that is restored again goes on.
+        self.restart = False
+        found = find_checkpoint(self.folder)
+        if found is None:
+            return 0
+        state = found.state
+        self._check(found)
+        model.optimizer.build(model.trainable_variables)
+        restore_checkpoint(found, _groups(model))
+        self._found, self.last = found, found.path
+        self.step, self.finished = found.step, state["finished"]
+        self.history = {name: list(values) for name, values in state["history"].items()}
+        return self.step
+
+    def around(
+        self, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> list[keras.callbacks.Callback]:
+        """All callbacks for `fit`, with this one in its place.
+
+        Args:
+            callbacks: the others, whose state is saved with the run.
+
+        Returns:
+            What `fit` takes as `callbacks`.
+        """
+        self._callbacks = list(callbacks)
+        if self._found is not None:
+            states = self._found.state["callbacks"]
+            for name, callback in self._with_state():
+                if name in states:
+                    callback.set_state(states[name])
+        return [_First(self), *self._callbacks, self]
+
+    def on_epoch_begin(self, epoch, logs=None):
+        # `fit` has reset the metrics just before.
+        found, self._found = self._found, None
+        if found is None:
+            return
+        if self.step % self.steps_per_epoch:
+            metrics = {"metrics": self.model.metrics_variables}
+            restore_checkpoint(found, metrics)
+        _set_random_state(found.state["random"])
+
+    def on_epoch_end(self, epoch, logs=None):
+        for name, value in (logs or {}).items():
+            self.history.setdefault(name, []).append(float(value))
+        self.finished = epoch + 1 >= self.params["epochs"] or self.model.stop_training
+        if self.finished or self.step % (self.every or self.step) == 0:
+            self._save()
+
+    def before_step(self) -> None:
+        """Counts a step, and saves first what was made before it, if it is time."""
+        within = self.step % self.steps_per_epoch
+        # Just restored, there is nothing new.
+        if self.every and within and self.step % self.every == 0 and self._moved:
+            self._save()
+        self.step += 1
+        self._moved = True
+
+    def _save(self):
+        model = self.model
+        if hasattr(model, "jax_state_sync"):
+            model.jax_state_sync()
+        groups = _groups(model)
+        if self.step % self.steps_per_epoch:
+            groups["metrics"] = model.metrics_variables
+        state = {
+            "settings": self.settings,
+            "steps_per_epoch": self.steps_per_epoch,
+            "finished": self.finished,
+            "history": self.history,
+            "callbacks": {name: x.get_state() for name, x in self._with_state()},
+            "random": _random_state(),
+            "versions": _versions(),
+        }
+        try:
+            path = save_checkpoint(self.folder, self.step, groups, state, self.keep)
+        except NonFiniteValues as error:
+            raise NonFiniteLoss(self.step, str(error)) from error
+        except OSError as error:
+            good = f"the last good one is {self.last}" if self.last else "there is none"
+            message = (
+                f"The checkpoint of step {self.step} could not be written: {error}; "
+                f"{good}"
+            )
+            if self.finished:
+                raise OSError(message) from error
+            warnings.warn(f"{message}. The run goes on without it", stacklevel=2)
+        else:
+            self.last = path
+
+    def _check(self, found: Checkpoint):
+        state = found.state
+        pairs = [("steps_per_epoch", state["steps_per_epoch"], self.steps_per_epoch)]
+        pairs += [
+            (name, state["settings"].get(name), self.settings.get(name))
+            for name in sorted({*state["settings"], *self.settings})
+        ]
+        different = [
+            f"{name}={new!r} (there {old!r})" for name, old, new in pairs if old != new
+        ]
+        if different:
+            raise ValueError(
+                f"Expected the settings of the run in {self.folder}; received: "
+                f"{', '.join(different)}. Take another folder, or begin anew"
+            )
+        old, new = state["versions"], _versions()
+        if old != new:
+            warnings.warn(
+                f"The checkpoint in {found.path} was made with {old}, and this is "
+                f"{new}: the run goes on, but not bit for bit",
+                stacklevel=3,
+            )
+
+    def _with_state(self):
+        counts = {}
+        for callback in self._callbacks:
+            if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
+                name = type(callback).__name__
+                counts[name] = counts.get(name, 0) + 1
+                yield f"{name} {counts[name]}", callback
+
+
+class _First(keras.callbacks.Callback):
+    """The first of all callbacks: what others do at a step is not yet done.
+
+    It saves within an epoch, and ends the epoch in which a run begins where its steps
+    end, without ending `fit`: all epochs of `fit` have as many steps, and the first may
+    be a part of one.
+    """
+
+    def __init__(self, checkpoint: RunCheckpoint):
+        super().__init__()
+        self.checkpoint = checkpoint
+        self.left = -checkpoint.step % checkpoint.steps_per_epoch
+        self.stopped = False
+
+    # At a batch's begin and not at an end: where no callback waits for the logs of
+    # each step, JAX computes ahead.
+    def on_train_batch_begin(self, batch, logs=None):
+        self.checkpoint.before_step()
+        if self.left:
+            self.left -= 1
+            if self.left == 0:
+                # Seen after this batch: `fit` leaves the epoch, and keeps its iterator.
+                self.stopped = self.model.stop_training = True
+
+    # Any other callback may still stop the run.
+    def on_epoch_end(self, epoch, logs=None):
+        if self.stopped:
+            self.stopped = self.model.stop_training = False
+
+
+def _groups(model) -> dict[str, list[Any]]:
+    return {
+        # With the states of seeds.
+        "model": [*model.trainable_variables, *model.non_trainable_variables],
+        "optimizer": list(model.optimizer.variables),
+    }
+
+
+def _random_state():
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, keys.tolist(), *rest],
+    }
+
+
+def _set_random_state(state):
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+
+
+def _versions():
+    backend = keras.backend.backend()
+    return {
+        "keras_moe": __version__,
+        "keras": keras.__version__,
+        backend: importlib.import_module(backend).__version__,
+    }

@@ -1,0 +1,263 @@
+"""Model soups: the weights of several checkpoints, averaged greedily.
+
+And the branches of a run whose checkpoints these are.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from keras_moe import models
+from keras_moe.ops.checks import check_bool, check_integer
+from keras_moe.training.recipes import Recipe
+from keras_moe.training.schedules import OPEN_ENDED
+
+
+class Soup(NamedTuple):
+    """What went into a soup.
+
+    Attributes:
+        ingredients: positions of checkpoints in the order in which they were added; one
+            that was added n times stands there n times, and counts n times.
+        scores: the metric after each was added.
+        single_scores: the metric of each checkpoint alone.
+    """
+
+    ingredients: tuple[int, ...]
+    scores: tuple[float, ...]
+    single_scores: tuple[float, ...]
+
+
+def greedy_soup(
+    model: keras.Model,
+    checkpoints: Sequence,
+    metric: Callable[[keras.Model], float],
+    replacement: bool = True,
+    max_ingredients: int = 16,
+) -> Soup:
+    """Averages those checkpoints into a model that are best together.
+
+    Begins with the best checkpoint. Each round tries to add each of them to the average
+    and keeps the one that gives the highest metric, until none raises it. A round
+    evaluates the model once for each checkpoint.
+
+    Only floats are averaged: integers are those of the best checkpoint, and seeds stay
+    the model's. Beside the model two sets of its weights are in memory, whatever the
+    number of checkpoints, and a third while one is read that is no `.weights.h5`.
+
+    Args:
+        model: of the checkpoints' shapes. It ends up with the soup's weights, or, if
+            there is an error, with those that it had. Its optimizer is left alone.
+        checkpoints: files `.weights.h5` or `.keras`, folders of `save_to_preset`, or
+            lists of arrays as `model.get_weights()` gives them, in any mixture.
+        metric: from the model, with a checkpoint's or a soup's weights, to a number of
+            which more is better, on validation data.
+        replacement: whether a checkpoint may be added more than once.
+        max_ingredients: the longest list of ingredients.
+
+    Returns:
+        A `Soup`.
+
+    Raises:
+        ValueError: if there is no checkpoint, one does not fit the model, the model is
+            quantised, or the metric is not finite.
+
+    Reference:
+        *LIMoE*, appendix A.3; *Model soups*, section 2.
+
+    Example:
+
+    >>> from keras_moe.training import greedy_soup
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> checkpoints = [[np.full((1, 1), x), np.zeros(1)] for x in (0.0, 3.0)]
+    >>> def metric(model):
+    ...     return -abs(float(model.get_weights()[0].item()) - 1.0)
+    >>> soup = greedy_soup(model, checkpoints, metric)
+    >>> soup.ingredients, soup.scores  # (0 + 3 + 0) / 3
+    ((0, 1, 0), (-1.0, -0.5, 0.0))
+    """
+    checkpoints = list(checkpoints)
+    if not checkpoints:
+        raise ValueError("Expected at least one checkpoint; received: none")
+    check_bool("replacement", replacement)
+    check_integer("max_ingredients", max_ingredients)
+    for variable in model.weights:
+        if variable.dtype in ("int8", "uint8"):
+            raise ValueError(
+                "Expected a model whose weights are floats, made before it is "
+                f"quantised; received: {variable.path} of {variable.dtype}"
+            )
+    before = [keras.ops.convert_to_numpy(x) for x in model.variables]
+    weights = {id(x) for x in model.weights}
+    averaged = [x for x in model.weights if keras.backend.is_float_dtype(x.dtype)]
+    done = False
+
+    def score(position):
+        value = float(metric(model))
+        if not np.isfinite(value):
+            raise ValueError(
+                f"Expected a finite metric; received: {value} with checkpoint "
+                f"{_name(checkpoints, position)}"
+            )
+        return value
+
+    def taste(position):
+        """The metric of the soup with one more checkpoint, which the model then is."""
+        _load(model, checkpoints, position)
+        for variable, total in zip(averaged, totals, strict=True):
+            variable.assign((total + _numpy(variable)) / (len(ingredients) + 1))
+        return score(position)
+
+    def add(position):
+        _load(model, checkpoints, position)
+        for variable, total in zip(averaged, totals, strict=True):
+            total += _numpy(variable)
+        ingredients.append(position)
+
+    try:
+        totals = [np.zeros(x.shape, "float32") for x in averaged]
+        ingredients: list[int] = []
+        singles = []
+        for position in range(len(checkpoints)):
+            _load(model, checkpoints, position)
+            singles.append(score(position))
+        add(int(np.argmax(singles)))
+        scores = [max(singles)]
+        while len(ingredients) < max_ingredients:
+            found = {
+                position: taste(position)
+                for position in range(len(checkpoints))
+                if replacement or position not in ingredients
+            }
+            if not found or max(found.values()) <= scores[-1]:
+                break
+            best = max(found, key=found.get)
+            add(best)
+            scores.append(found[best])
+        # Integers are its own.
+        _load(model, checkpoints, ingredients[0])
+        for variable, total in zip(averaged, totals, strict=True):
+            variable.assign(total / len(ingredients))
+        done = True
+    finally:
+        for variable, value in zip(model.variables, before, strict=True):
+            if not done or id(variable) not in weights:
+                variable.assign(value)
+    return Soup(tuple(ingredients), tuple(scores), tuple(singles))
+
+
+def cooldown_branch(
+    recipe: Recipe, start_step: int, cooldown_steps: int, **overrides: Any
+) -> Recipe:
+    """The recipe of a branch that leaves a run at a step and cools down.
+
+    Up to that step both have the same learning rates, so that the branch goes on from
+    the run's checkpoint there: weights, optimizer and place in the data. Branches of
+    several lengths, or with other data, are what `greedy_soup` mixes.
+
+    Args:
+        recipe: the run's.
+        start_step: of the checkpoint.
+        cooldown_steps: in which the learning rate falls to `final_learning_rate`, 0 by
+            default.
+        **overrides: other settings, such as `data`.
+
+    Returns:
+        The recipe, named after the branch unless there is a `name`.
+
+    Raises:
+        ValueError: if the run's learning rates depend on its length, or the branch
+            would start in its warm-up or cooldown.
+
+    Reference:
+        *LIMoE*, appendix A.3: after 700k steps a branch of 125k, and three of 40k from
+        step 650k, two of them with other data.
+
+    Example:
+
+    >>> from keras_moe.training import Recipe, cooldown_branch
+    >>> settings = {"batch_size": 8, "learning_rate": 1e-3, "decay": "rsqrt"}
+    >>> run = Recipe("run", preset="vmoe_b16", steps=700_000, **settings)
+    >>> branch = cooldown_branch(run, 650_000, 40_000)
+    >>> branch.name, branch.steps, branch.cooldown_steps
+    ('run_cooldown_650000_40000', 690000, 40000)
+    """
+    check_integer("start_step", start_step, minimum=0)
+    check_integer("cooldown_steps", cooldown_steps)
+    if recipe.decay not in OPEN_ENDED:
+        raise ValueError(
+            f"Expected a decay among {OPEN_ENDED}, whose learning rates do not depend "
+            f"on the run's length; received: decay={recipe.decay!r}"
+        )
+    last = float("inf") if recipe.steps is None else recipe.steps
+    if not recipe.warmup_steps <= start_step <= last - recipe.cooldown_steps:
+        raise ValueError(
+            f"Expected a branch after the warm-up of {recipe.warmup_steps} steps and "
+            f"before the cooldown of {recipe.cooldown_steps}, in a run of "
+            f"steps={recipe.steps}; received: start_step={start_step}"
+        )
+    settings = {
+        "name": f"{recipe.name}_cooldown_{start_step}_{cooldown_steps}",
+        "steps": start_step + cooldown_steps,
+        "cooldown_steps": cooldown_steps,
+    }
+    return recipe.replace(**{**settings, **overrides})
+
+
+def _numpy(variable) -> np.ndarray:
+    return keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32"))
+
+
+def _name(checkpoints, position) -> str:
+    """What to call a checkpoint in an error."""
+    checkpoint = checkpoints[position]
+    is_path = isinstance(checkpoint, (str, os.PathLike))
+    return f"{position}, {os.fspath(checkpoint)}" if is_path else f"{position}"
+
+
+def _load(model: keras.Model, checkpoints: Sequence, position: int) -> None:
+    """Puts a checkpoint's weights into the model."""
+    checkpoint, name = checkpoints[position], _name(checkpoints, position)
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        _assign(model.weights, [np.asarray(array) for array in checkpoint], name)
+        return
+    path = os.fspath(checkpoint)
+    if not os.path.exists(path):
+        raise ValueError(
+            "Expected a file of weights or a preset's folder; "
+            f"received: checkpoint {name}"
+        )
+    try:
+        if path.endswith(".weights.h5"):
+            optimizer = getattr(model, "optimizer", None)
+            skipped = [] if optimizer is None else [optimizer]
+            keras.saving.load_weights(model, path, objects_to_skip=skipped)
+            return
+        # These have weights in several files, or an optimizer among them.
+        load = models.from_preset if os.path.isdir(path) else keras.saving.load_model
+        other = load(path, compile=False)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"Expected the weights of the model; received: checkpoint {name}: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    _assign(model.weights, other.weights, name)
+
+
+def _assign(variables: Sequence, values: Sequence, name: str) -> None:
+    if len(variables) != len(values):
+        raise ValueError(
+            f"Expected {len(variables)} arrays, one for each of the model's weights; "
+            f"received: checkpoint {name} of {len(values)}"
+        )
+    for variable, value in zip(variables, values, strict=True):
+        if tuple(variable.shape) != tuple(value.shape):
+            raise ValueError(
+                f"Expected {variable.path} of shape {tuple(variable.shape)}; "
+                f"received: checkpoint {name} with {tuple(value.shape)}"
+            )
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)

@@ -1,0 +1,76 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from keras_moe.data import LabelHierarchy
+
+pytestmark = pytest.mark.backend_free
+
+CLASSES = ["animal", "beagle", "cat", "dog", "pet", "rock"]
+PARENTS = {"beagle": ["dog"], "dog": ["animal", "pet"], "cat": ["animal", "pet"]}
+
+
+def test_labels_are_closed_upward():
+    hierarchy = LabelHierarchy(CLASSES, PARENTS)
+    assert hierarchy.close([1]) == [0, 1, 3, 4]
+    assert hierarchy.close([5, 2]) == [0, 2, 4, 5]
+    assert hierarchy.close([]) == []
+    # Of a table, a row is the closure of its class.
+    table = hierarchy.table()
+    assert table.shape == (6, 4)
+    for index, row in enumerate(table):
+        assert row[0] == index
+        assert sorted(row[row >= 0]) == hierarchy.close([index])
+    for wrong in (-1, 6):
+        with pytest.raises(ValueError, match=rf"received: labels=\[{wrong}\]"):
+            hierarchy.close([wrong])
+
+
+def test_a_hierarchy_is_its_file(tmp_path):
+    hierarchy = LabelHierarchy(CLASSES, PARENTS)
+    hierarchy.save(tmp_path / "classes.json")
+    again = LabelHierarchy.load(tmp_path / "classes.json")
+    assert again == hierarchy
+    np.testing.assert_array_equal(again.table(), hierarchy.table())
+    assert again != LabelHierarchy(CLASSES, {})
+    assert LabelHierarchy(**json.loads(json.dumps(hierarchy.to_dict()))) == hierarchy
+
+
+def test_long_chains():
+    names = [str(index) for index in range(3000)]
+    parents = {a: [b] for a, b in itertools.pairwise(names)}
+    assert LabelHierarchy(names, parents).close([0]) == list(range(3000))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], {}), "0 classes"),
+        ((["a", "b", "a"], {}), r"more than once: \['a'\]"),
+        (("ab", {}), "classes='ab'"),
+        ((["a", "b"], {"a": ["c"]}), r"'c' in parents\['a'\]"),
+        ((["a", "b"], {"c": ["a"]}), r"'c' in parents\['c'\]"),
+        ((["a", "b"], {"a": "b"}), "parents of 'a'='b'"),
+        ((["a", "b"], [-1, 0]), r"parents=\[-1, 0\]"),
+        ((["a"], {"a": ["a"]}), "a -> a"),
+        (
+            (["a", "b", "c", "d"], {"a": ["b"], "b": ["c"], "c": ["d", "b"]}),
+            "(b -> c -> b|c -> b -> c)",
+        ),
+    ],
+)
+def test_bad_hierarchies(arguments, message):
+    with pytest.raises(ValueError, match=f"Expected .*received: .*{message}"):
+        LabelHierarchy(*arguments)
+
+
+def test_bad_files(tmp_path):
+    path = tmp_path / "classes.json"
+    with pytest.raises(ValueError, match=r"Expected a JSON file.*classes\.json"):
+        LabelHierarchy.load(path)
+    for text, message in (("{", "Expected JSON in"), ('{"classes": []}', "'parents'")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            LabelHierarchy.load(path)

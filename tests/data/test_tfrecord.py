@@ -1,0 +1,307 @@
+"""TFRecord files, and what every source can do: several labels, shards, exclusion."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.data import (
+    LabelHierarchy,
+    find_corrupt_files,
+    load,
+    num_classes,
+    num_examples,
+    write_tfrecords,
+)
+
+tf = pytest.importorskip("tensorflow")
+
+pytestmark = pytest.mark.backend_free
+
+SHAPE = (4, 4, 1)
+CLASSES = ["animal", "bee", "cat", "rock"]
+PARENTS = {"bee": ["animal"], "cat": ["animal"]}
+# Of example n.
+SEVERAL = [[1], [2, 3], [], [3], [1, 2], [3, 1], [2]]
+
+
+def image(index):
+    return np.full((4, 4, 3), index, "uint8")
+
+
+def write(folder, count=23, num_files=3, labels=None, split="train", **options):
+    labels = labels or (lambda index: index % 4)
+    write_tfrecords(
+        folder,
+        split,
+        ((image(index), labels(index)) for index in range(count)),
+        CLASSES,
+        num_files=num_files,
+        **options,
+    )
+    return f"tfrecord:{folder}"
+
+
+def read(source, split="train", **options):
+    """Numbers of the examples and their labels, a batch each."""
+    dataset = load(source, split, **{"image_shape": SHAPE, "shuffle": False, **options})
+    if options.get("repeat"):
+        dataset = dataset.take(12)
+    return [
+        (np.round((x[:, 0, 0, 0] + 1) * 127.5).astype(int).tolist(), y.tolist())
+        for x, y in dataset.as_numpy_iterator()
+    ]
+
+
+def numbers(batches):
+    return [number for images, _ in batches for number in images]
+
+
+def test_written_files_are_read(tmp_path):
+    source = write(tmp_path)
+    write(tmp_path, 5, 1, split="test")
+    assert num_classes(source) == 4
+    assert num_examples(source, "train") == 23
+    ((images, labels),) = read(source, batch_size=23)
+    # Dealt out to three files in turn.
+    assert images == [n for file in range(3) for n in range(file, 23, 3)]
+    assert labels == [n % 4 for n in images]
+    assert numbers(read(source, "test")) == [0, 1, 2, 3, 4]
+    assert numbers(read(f"tfrecord:{tmp_path}/*-of-00001*", "test")) == [0, 1, 2, 3, 4]
+    # Without counts, the records are counted.
+    settings = json.loads((tmp_path / "dataset.json").read_text())
+    assert settings.pop("counts")["train-00001-of-00003.tfrecord"] == 8
+    (tmp_path / "dataset.json").write_text(json.dumps(settings))
+    assert num_examples(source, "train") == 23
+    shuffled = numbers(read(source, shuffle=True))
+    assert sorted(shuffled) == list(range(23))
+    assert shuffled != sorted(shuffled)
+
+
+def test_files_of_others(tmp_path):
+    with tf.io.TFRecordWriter(str(tmp_path / "photos-val.rec")) as writer:
+        for number in range(1, 4):
+            feature = {
+                "jpg": tf.train.Feature(
+                    bytes_list=tf.train.BytesList(
+                        value=[tf.io.encode_png(image(number)).numpy()]
+                    )
+                ),
+                "cls": tf.train.Feature(int64_list=tf.train.Int64List(value=[number])),
+            }
+            example = tf.train.Example(features=tf.train.Features(feature=feature))
+            writer.write(example.SerializeToString())
+    source = f"tfrecord:{tmp_path}/*.rec"
+
+    def describe(**settings):
+        (tmp_path / "dataset.json").write_text(json.dumps(settings))
+
+    names = {"image": "jpg", "label": "cls"}
+    describe(classes=3, features=names, first_label=1)
+    assert read(source, "val") == [([1, 2, 3], [0, 1, 2])]
+    describe(classes=3, features=names)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="labels of 3 classes"):
+        read(source, "val")
+    describe(classes=3, features={"image": "jpg"})
+    with pytest.raises(ValueError, match=r"'image/class/label'.*\['cls', 'jpg'\]"):
+        read(source, "val")
+    describe(classes=3, features=names, first_labels=1)
+    with pytest.raises(ValueError, match=r"unknown=\['first_labels'\]"):
+        read(source, "val")
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path):
+    source = write(tmp_path)
+    before = sorted(tmp_path.iterdir())
+
+    def broken():
+        yield image(0), 1
+        yield image(1), 9
+
+    with pytest.raises(ValueError, match="received: 9 of example 1"):
+        write_tfrecords(tmp_path, "train", broken(), CLASSES)
+    assert sorted(tmp_path.iterdir()) == before
+    assert len(numbers(read(source))) == 23
+    # A write that succeeds replaces all files of the split.
+    write(tmp_path, 4, 2)
+    assert sorted(numbers(read(source))) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"Expected the classes of .*dataset\.json"):
+        write_tfrecords(tmp_path, "test", [(image(0), 0)], ["a", "b"])
+
+
+def test_corrupt_files_are_named(tmp_path):
+    source = write(tmp_path)
+    path = tmp_path / "train-00001-of-00003.tfrecord"
+    (tmp_path / "dataset.json").write_text(json.dumps({"classes": CLASSES}))
+    content = path.read_bytes()
+    path.write_bytes(content[:-7])
+    with pytest.raises(ValueError, match=r"whole records.*train-00001.*record 7"):
+        read(source)
+    path.write_bytes(content[:100] + b"x" + content[101:])
+    with pytest.raises(tf.errors.DataLossError):
+        read(source)
+    assert find_corrupt_files(str(tmp_path)) == [str(path)]
+
+
+def test_several_labels(tmp_path):
+    source = write(tmp_path, 7, 1, lambda index: SEVERAL[index], parents=PARENTS)
+    with pytest.raises(ValueError, match="Expected multi_label=True"):
+        read(source)
+    ((_, sparse),) = read(source, multi_label=True)
+    assert sparse == [[*sorted(labels), -1, -1][:2] for labels in SEVERAL]
+    ((_, sparse),) = read(source, multi_label=True, max_labels=4)
+    assert sparse[1] == [2, 3, -1, -1]
+    closed = [[0, 1], [0, 2, 3], [], [3], [0, 1, 2], [0, 1, 3], [0, 2]]
+    hierarchy = LabelHierarchy(CLASSES, PARENTS)
+    for given in (hierarchy, hierarchy.to_dict(), tmp_path / "dataset.json"):
+        ((_, sparse),) = read(source, multi_label=True, hierarchy=given)
+        assert sparse == [[*labels, *[-1] * 4][:4] for labels in closed]
+    ((_, dense),) = read(source, multi_label=True, hierarchy=hierarchy, one_hot=True)
+    assert [np.flatnonzero(row).tolist() for row in dense] == closed
+    with pytest.raises(tf.errors.InvalidArgumentError, match="most max_labels=1"):
+        read(source, multi_label=True, max_labels=1)
+    # Classes are found by name.
+    larger = LabelHierarchy(["thing", *reversed(CLASSES)], {"rock": ["thing"]})
+    ((_, sparse),) = read(source, multi_label=True, hierarchy=larger)
+    assert sparse[3] == [0, 1, -1, -1]
+    # Mixing needs vectors, and makes them.
+    ((_, mixed),) = read(source, multi_label=True, augment="mixup")
+    assert np.shape(mixed) == (7, 4)
+    assert 0 < np.max(mixed) <= 1
+
+
+def test_single_labels_in_a_hierarchy():
+    tens = LabelHierarchy(
+        [*map(str, range(10)), "even"], {str(n): ["even"] for n in range(0, 10, 2)}
+    )
+    options = {"image_shape": SHAPE, "multi_label": True, "hierarchy": tens}
+    _, labels = next(load("digits", "test", **options).as_numpy_iterator())
+    _, single = next(load("digits", "test", SHAPE).as_numpy_iterator())
+    np.testing.assert_array_equal(labels[:, 0], single)
+    np.testing.assert_array_equal(labels[:, 1], np.where(single % 2, -1, 10))
+
+
+def test_folders_with_several_labels(tmp_path):
+    for split, count in (("train", 7), ("test", 2)):
+        (tmp_path / split / "images").mkdir(parents=True)
+        listed = {}
+        for index in range(count):
+            name = f"images/{index}.png"
+            keras.utils.save_img(tmp_path / split / name, image(index), scale=False)
+            listed[name] = [CLASSES[label] for label in SEVERAL[index]]
+        (tmp_path / split / "labels.json").write_text(json.dumps(listed))
+    source = f"folder:{tmp_path}"
+    # Nothing is only an animal.
+    assert num_classes(source) == 3
+    ((images, labels),) = read(source, multi_label=True)
+    assert images == list(range(7))
+    assert labels == [
+        [*sorted(label - 1 for label in labels), -1, -1][:2] for labels in SEVERAL
+    ]
+    hierarchy = LabelHierarchy(CLASSES, PARENTS)
+    ((_, labels),) = read(source, "test", multi_label=True, hierarchy=hierarchy)
+    assert labels == [[0, 1, -1, -1], [0, 2, 3, -1]]
+    unknown = LabelHierarchy(["bee", "cat"], {})
+    with pytest.raises(ValueError, match=r"a hierarchy without \['rock'\]"):
+        read(source, multi_label=True, hierarchy=unknown)
+    (tmp_path / "test" / "labels.json").write_text('{"images/9.png": ["cat"]}')
+    with pytest.raises(ValueError, match=r"received: 'images/9\.png'"):
+        read(source, "test", multi_label=True)
+    (tmp_path / "test" / "labels.json").unlink()
+    with pytest.raises(ValueError, match=r"received: \['train'\] with, \['test'\]"):
+        read(source, multi_label=True)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """The same 23 images in TFRecord files and in a folder."""
+    folder = tmp_path_factory.mktemp("images")
+    records = write(folder / "records")
+    for index in range(23):
+        place = folder / "files" / "train" / CLASSES[index % 4]
+        place.mkdir(parents=True, exist_ok=True)
+        keras.utils.save_img(place / f"{index}.png", image(index), scale=False)
+    return {"tfrecord": records, "folder": f"folder:{folder / 'files'}"}
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "folder"])
+def test_shards(sources, kind):
+    source = sources[kind]
+    # A pass in order: disjoint, complete, equally many batches.
+    parts = [read(source, batch_size=6, shard=(i, 3)) for i in range(3)]
+    assert [len(part) for part in parts] == [4, 4, 4]
+    assert sorted(n for part in parts for n in numbers(part)) == list(range(23))
+    options = {"batch_size": 6, "shuffle": True, "seed": 3}
+    parts = [
+        read(source, **options, drop_remainder=True, shard=(i, 3)) for i in range(3)
+    ]
+    assert [[len(x) for x, _ in part] for part in parts] == [[2, 2, 2]] * 3
+    seen = [n for part in parts for n in numbers(part)]
+    assert len(set(seen)) == 18
+    # And passes without end, from the middle.
+    options["repeat"] = True
+    whole = [read(source, **options, shard=(i, 3)) for i in range(3)]
+    later = [read(source, **options, shard=(i, 3), start_batch=4) for i in range(3)]
+    for part, rest in zip(whole, later):
+        assert part[4:] == rest[:8]
+    epoch = [n for part in whole for n in numbers(part[:3])]
+    assert len(set(epoch)) == 18
+    if kind == "folder":
+        # Batches are those of one host.
+        together = [
+            [number for part in whole for number in part[step][0]]
+            for step in range(len(whole[0]))
+        ]
+        assert together == [images for images, _ in read(source, **options)]
+
+
+def test_shards_that_cannot_be(sources):
+    for shard in ((2, 2), (-1, 2), (0, 5), 3, (0, 1.5)):
+        with pytest.raises(ValueError, match=r"Expected .index, count.*shard="):
+            read(sources["folder"], batch_size=6, shard=shard)
+    with pytest.raises(ValueError, match="an example of a last batch for each shard"):
+        read(sources["folder"], batch_size=22, shard=(0, 2))
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "folder"])
+def test_excluded_examples_do_not_come(sources, kind, tmp_path):
+    source = sources[kind]
+    order = numbers(read(source))
+    indices = [0, 5, 6, 7, 8, 9, 22, 5]
+    kept = [n for i, n in enumerate(order) if i not in indices]
+    assert numbers(read(source, exclude=indices)) == kept
+    assert num_examples(source, "train", exclude=indices) == 16
+    found = [
+        read(source, shuffle=True, batch_size=4, shard=(i, 2), exclude=indices)
+        for i in range(2)
+    ]
+    assert sorted(n for part in found for n in numbers(part)) == sorted(kept)
+    path = tmp_path / "duplicates.json"
+    path.write_text(json.dumps({"split": "train", "count": 23, "indices": indices}))
+    assert numbers(read(source, exclude=path)) == kept
+    path.write_text(json.dumps({"split": "train", "count": 24, "indices": indices}))
+    with pytest.raises(ValueError, match="received: split='train', count=24"):
+        read(source, exclude=path)
+    for wrong in ([23], [-1], [0.5], list(range(23))):
+        with pytest.raises(ValueError, match="indices of some of 23 examples"):
+            read(source, exclude=wrong)
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(ValueError, match="received: source='tfrecord:"):
+        read(f"tfrecord:{tmp_path}")
+    source = write(tmp_path)
+    with pytest.raises(ValueError, match=r"split='dev', \['train-00000"):
+        read(source, "dev")
+    (tmp_path / "dataset.json").unlink()
+    with pytest.raises(ValueError, match=r"Expected dataset\.json"):
+        num_classes(source)
+    for options, message in (
+        ({"split": "a-b"}, "split='a-b'"),
+        ({"num_files": 0}, "num_files=0"),
+        ({"parents": {"bee": ["x"]}}, "'x' in parents"),
+        ({"count": 0}, "examples to write"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write(tmp_path / "other", **options)

@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+from sklearn.metrics import (
+    average_precision_score,
+    label_ranking_average_precision_score,
+)
+
+from keras_moe.evaluation import (
+    average_precision,
+    mean_average_precision,
+    precision_at_1,
+    streamed_average_precision,
+)
+
+pytestmark = pytest.mark.backend_free
+
+N, C = 60, 7
+
+
+def drawn(seed=0, decimals=1):
+    """Labels, the numbers of these, scores with ties, and weights."""
+    rng = np.random.default_rng(seed)
+    labels = rng.uniform(size=(N, C)) < 0.3
+    # A class without examples, and an example without classes.
+    labels[:, 2] = False
+    labels[0] = False
+    sparse = np.full((N, C + 1), -1)
+    for row, mine in zip(sparse, labels):
+        row[: mine.sum()] = np.flatnonzero(mine)
+    scores = np.round(rng.normal(size=(N, C)) + labels, decimals)
+    weights = rng.integers(0, 3, N).astype(float)
+    return labels, sparse, scores, weights
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_average_precision_is_that_of_scikit_learn(seed, weighted):
+    labels, sparse, scores, weights = drawn(seed)
+    weights = weights if weighted else None
+    expected = np.array(
+        [
+            average_precision_score(labels[:, c], scores[:, c], sample_weight=weights)
+            if labels[:, c].any()
+            else np.nan
+            for c in range(C)
+        ]
+    )
+    found = average_precision(labels, scores, weights)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_array_equal(
+        average_precision(sparse, scores, weights, sparse_labels=True), found
+    )
+    mean = mean_average_precision(labels, scores, weights)
+    assert mean == pytest.approx(np.nanmean(expected), rel=1e-12)
+
+    def batches():
+        for at in range(0, N, 13):
+            part = slice(at, at + 13)
+            yield sparse[part], scores[part], None if weights is None else weights[part]
+
+    streamed = streamed_average_precision(batches, C, sparse_labels=True)
+    np.testing.assert_allclose(streamed, expected, rtol=1e-12)
+
+
+def test_over_examples_it_ranks_classes():
+    labels, _, scores, weights = drawn()
+    some = labels.any(axis=1)
+    expected = label_ranking_average_precision_score(
+        labels[some], scores[some], sample_weight=weights[some]
+    )
+    found = mean_average_precision(labels, scores, weights, over="examples")
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_precision_at_1():
+    labels, sparse, scores, weights = drawn(decimals=9)
+    hits = [labels[n, np.argmax(scores[n])] for n in range(N)]
+    assert precision_at_1(labels, scores) == pytest.approx(np.mean(hits))
+    expected = np.average(hits, weights=weights)
+    assert precision_at_1(labels, scores, weights) == pytest.approx(expected)
+    assert precision_at_1(sparse, scores, weights, True) == pytest.approx(expected)
+
+
+def test_what_does_not_fit_is_refused():
+    labels, sparse, scores, _ = drawn()
+    for arguments, message in (
+        ((sparse, scores), "sparse_labels=False"),
+        ((labels, scores[:9]), r"\(9, 7\)"),
+        ((labels, scores, np.zeros(N)), "with sum 0.0"),
+        ((labels, scores, -np.ones(N)), "minimum -1.0"),
+        ((labels, scores, np.ones(9)), r"\(9,\)"),
+        ((sparse + 1, scores, None, True), "labels from 0 to 7"),
+        ((labels, scores * np.nan), "finite scores"),
+        ((labels & False, scores), "a class with examples"),
+    ):
+        with pytest.raises(ValueError, match=f"Expected.*{message}"):
+            mean_average_precision(*arguments)
+    rounds = iter([scores, scores - 1])
+    with pytest.raises(ValueError, match="the same batches twice"):
+        streamed_average_precision(lambda: [(labels, next(rounds))], C)
+    with pytest.raises(ValueError, match="Expected batches"):
+        streamed_average_precision(lambda: [], C)

@@ -1,0 +1,61 @@
+"""The losses of classification heads."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+
+# Numbers of classes: none, several, one that comes twice.
+SPARSE = np.array([[-1, -1, -1], [4, 0, -1], [2, 2, -1], [1, 2, 3]])
+DENSE = np.array(
+    [[0, 0, 0, 0, 0], [1, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0, 1, 1, 1, 0]], "float32"
+)
+
+
+def values(loss, labels, predictions):
+    return ops.convert_to_numpy(loss(labels, ops.convert_to_tensor(predictions)))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("from_logits", [True, False])
+def test_sparse_labels_are_the_dense_ones(smoothing, from_logits):
+    predictions = np.random.default_rng(0).normal(0, 3, (4, 5)).astype("float32")
+    if not from_logits:
+        predictions = 1 / (1 + np.exp(-predictions))
+    options = {
+        "from_logits": from_logits,
+        "label_smoothing": smoothing,
+        "reduction": "none",
+    }
+    expected = values(SigmoidCrossentropy(**options), DENSE, predictions)
+    found = values(SparseSigmoidCrossentropy(**options), SPARSE, predictions)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_sparse_labels_train_as_the_dense_ones():
+    images = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
+
+    def trained(loss, labels):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, "linear")])
+        model.layers[0].set_weights([np.ones((3, 5)), np.zeros(5)])
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        history = model.fit(images, labels, batch_size=2, shuffle=False, verbose=0)
+        return history.history["loss"], model.get_weights()[0]
+
+    dense, sparse = (
+        trained(SigmoidCrossentropy(), DENSE),
+        trained(SparseSigmoidCrossentropy(), SPARSE),
+    )
+    np.testing.assert_allclose(sparse[0], dense[0], rtol=1e-5)
+    np.testing.assert_allclose(sparse[1], dense[1], rtol=1e-5)
+
+
+@pytest.mark.backend_free
+def test_config_and_shapes():
+    loss = SparseSigmoidCrossentropy(label_smoothing=0.1, from_logits=False)
+    again = keras.losses.deserialize(keras.losses.serialize(loss))
+    assert again.get_config() == loss.get_config()
+    with pytest.raises(ValueError, match=r"received: y_true\.shape=\(4,\)"):
+        SparseSigmoidCrossentropy().call(np.zeros(4), np.zeros((4, 5)))

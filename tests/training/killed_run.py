@@ -1,0 +1,157 @@
+"""Kills a training run again and again until it comes to its end, on JAX.
+
+Arguments: a folder, and how often to kill. Prints what happened. Lives are forked from
+a process that has imported everything and computed nothing, so each is short.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+os.environ.update(
+    KERAS_BACKEND="jax",
+    JAX_PLATFORMS="cpu",
+    CUDA_VISIBLE_DEVICES="",
+    TF_CPP_MIN_LOG_LEVEL="3",
+    XLA_FLAGS="--xla_backend_optimization_level=0",
+    JAX_COMPILATION_CACHE_DIR=str(Path(sys.argv[1]) / "programs"),
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+)
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_moe import layers, routers, training
+
+EPOCHS, STEPS, EVERY = 4, 25, 2
+RECIPE = training.Recipe(
+    "killed",
+    preset="vmoe_digits",
+    epochs=EPOCHS,
+    batch_size=8,
+    learning_rate=1e-2,
+    warmup_steps=5,
+    weight_decay=0.1,
+)
+
+
+def new_model(self, num_classes):
+    """What is random in a V-MoE, quick to make: noise of the router, and dropout."""
+    tokens = keras.Input((8, 4))
+    router = routers.TokenChoiceRouter(4, 1, capacity_factor=1.0, seed=1)
+    moe = layers.MoE(
+        router, layers.Experts(4, 8, seed=2), auxiliary_losses={"importance": 0.1}
+    )
+    outputs, _ = moe(tokens)
+    outputs = keras.layers.Dropout(0.2, seed=3)(outputs + tokens)
+    outputs = keras.layers.Dense(num_classes)(keras.layers.Flatten()(outputs))
+    model = keras.Model(tokens, outputs)
+    model.multi_label, model.activation = False, None
+    return model
+
+
+def datasets(step):
+    """Noise, another for each step."""
+    draw = np.random.default_rng(0)
+    tokens = draw.normal(size=(EPOCHS * STEPS, 8, 8, 4)).astype("float32")
+    labels = np.eye(3, dtype="float32")[draw.integers(3, size=(EPOCHS * STEPS, 8))]
+    train = tf.data.Dataset.from_tensor_slices((tokens[step:], labels[step:])).repeat()
+    return training.Datasets(train, (tokens[0], labels[0]), 3, STEPS)
+
+
+class Counts(keras.callbacks.Callback):
+    """A callback with a state of its own."""
+
+    steps = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.steps += 1
+
+    def get_state(self):
+        return {"steps": self.steps}
+
+    def set_state(self, state):
+        self.steps = state["steps"]
+
+
+def live(folder):
+    """Trains, in a process of its own, and returns the process's number."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        training.Recipe.new_model = new_model
+        training.train(
+            RECIPE,
+            datasets,
+            callbacks=[Counts()],
+            verbose=0,
+            checkpoint_dir=folder,
+            checkpoint_every=EVERY,
+        )
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def newest(folder):
+    found = training.list_checkpoints(folder)
+    return int(found[-1].name.removeprefix("step-")) if found else 0
+
+
+def is_writing(folder):
+    return any(folder.glob(".writing-*"))
+
+
+def main():
+    root, wanted = Path(sys.argv[1]), int(sys.argv[2])
+    begin = time.perf_counter()
+    uninterrupted, killed = root / "uninterrupted", root / "killed"
+    _, status = os.waitpid(live(uninterrupted), 0)
+    assert status == 0, status
+    alone = time.perf_counter() - begin
+    draw = random.Random(0)
+    in_a_write, steps = 0, []
+    for kill in range(wanted):
+        start = newest(killed)
+        child = live(killed)
+        if kill % 10 == 9:
+            # While it starts.
+            time.sleep(draw.uniform(0, 1))
+        else:
+            gain = draw.randrange(0, 4 * EVERY)
+            while newest(killed) < start + gain:
+                time.sleep(0.001)
+            if kill % 2:
+                while not is_writing(killed):
+                    pass
+            # A step and its checkpoint take about as long.
+            time.sleep(draw.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert status == signal.SIGKILL, status
+        in_a_write += is_writing(killed)
+        steps.append(newest(killed))
+    _, status = os.waitpid(live(killed), 0)
+    assert status == 0, status
+    results = {
+        "in a write": in_a_write,
+        "steps": steps,
+        "seconds": time.perf_counter() - begin,
+        "seconds alone": alone,
+    }
+    print("RESULTS " + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

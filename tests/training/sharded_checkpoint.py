@@ -1,0 +1,92 @@
+"""One of two processes on loopback, which save a sharded model, and restore it.
+
+Arguments: the process's number, the port of the first, and a folder. It restores on
+another layout, and compares; and prints how many weights were split there.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+NUMBER, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+os.environ.update(
+    KERAS_BACKEND="jax",
+    JAX_PLATFORMS="cpu",
+    JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
+    XLA_FLAGS="--xla_backend_optimization_level=0 "
+    "--xla_force_host_platform_device_count=2",
+)
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+
+CONFIG = {
+    "image_shape": (16, 16, 3),
+    "patch_size": 8,
+    "hidden_dim": 16,
+    "num_layers": 1,
+    "mlp_dim": 32,
+    "num_heads": 2,
+    "moe_layers": "every_1",
+    "num_experts": 4,
+    "images_per_group": 1,
+    "class_token": False,
+}
+
+
+def make(**layout):
+    from keras_moe import distribution, models
+
+    keras.distribution.set_distribution(
+        distribution.auto("vit_s16", batch_size=8, **layout, **CONFIG)
+    )
+    keras.utils.set_random_seed(0)
+    model = models.from_preset("vit_s16", num_classes=3, seed=0, **CONFIG)
+    model.compile(keras.optimizers.SGD(1.0, momentum=0.9))
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def groups(model):
+    return {"model": model.variables, "optimizer": model.optimizer.variables}
+
+
+def values(model):
+    from keras_moe import distribution
+
+    return [
+        distribution.gathered(variable)
+        for variables in groups(model).values()
+        for variable in variables
+    ]
+
+
+def main():
+    keras.utils.set_random_seed(0)
+    # Before anything asks for devices.
+    keras.distribution.initialize(f"127.0.0.1:{PORT}", 2, NUMBER)
+    from keras_moe import training
+
+    model = make()
+    draw = np.random.default_rng(0)
+    for variable in [*model.weights, *model.optimizer.variables[2:]]:
+        variable.assign(draw.normal(size=variable.shape))
+    expected = values(model)
+    training.save_checkpoint(FOLDER / "run", 1, groups(model), {})
+    # A collective, so that the first process has committed.
+    values(model)
+    found = training.find_checkpoint(FOLDER / "run")
+    other = make(model_parallel=2)
+    before = [variable.value.sharding for variable in other.variables]
+    training.restore_checkpoint(found, groups(other))
+    for a, b in zip(values(other), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [variable.value.sharding for variable in other.variables] == before
+    split = [x for x in other.weights if not x.value.sharding.is_fully_replicated]
+    if NUMBER == 0:
+        np.savez(FOLDER / "expected.npz", *expected)
+    print("SPLIT", len(split))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Checkpoints are whole or not there, and are what was written."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import training
+from keras_moe.training import tensor_file
+
+ROOT = Path(__file__).resolve().parents[2]
+to_numpy = keras.ops.convert_to_numpy
+backend_free = pytest.mark.backend_free
+
+
+def variables(seed=0):
+    draw = np.random.default_rng(seed)
+    made = [
+        keras.Variable(
+            draw.normal(size=shape), dtype=dtype, trainable=False, name=f"w{i}"
+        )
+        for i, (shape, dtype) in enumerate(
+            [
+                ((3, 5), "float32"),
+                ((), "float32"),
+                ((7,), "bfloat16"),
+                ((0, 2), "int32"),
+            ]
+        )
+    ]
+    return [*made, keras.Variable(seed, dtype="int32", trainable=False)]
+
+
+def save(folder, step, seed=0, keep=3):
+    state = {"seed": seed}
+    return training.save_checkpoint(
+        folder, step, {"model": variables(seed)}, state, keep
+    )
+
+
+def restored(found):
+    made = variables(99)
+    training.restore_checkpoint(found, {"model": made})
+    return made
+
+
+def assert_same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    save(tmp_path, 5, seed=1)
+    found = training.find_checkpoint(tmp_path)
+    assert (found.step, found.state) == (5, {"seed": 1})
+    assert_same(restored(found), variables(1))
+    assert found.variables["model"][2]["dtype"] == "bfloat16"
+
+
+@backend_free
+def test_the_arrays_are_a_safetensors_file(tmp_path):
+    from safetensors.numpy import load_file
+
+    path = save(tmp_path, 5, seed=1)
+    (file,) = path.glob("arrays-*.safetensors")
+    found = load_file(file)
+    key = next(name for name in found if name.startswith("model/00000/"))
+    np.testing.assert_array_equal(found[key], to_numpy(variables(1)[0].value))
+
+
+@backend_free
+def test_the_last_ones_are_kept(tmp_path):
+    for step in range(5):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    # A run that went on from an older one comes to the same step again.
+    save(tmp_path, 3, seed=7, keep=2)
+    assert names(tmp_path) == ["step-00000003"]
+    assert training.find_checkpoint(tmp_path).state == {"seed": 7}
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@backend_free
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("name", ["arrays", "state.json", "manifest.json"])
+def test_a_corrupt_checkpoint_is_skipped_with_a_warning(tmp_path, name, damage):
+    for step in (1, 2, 3):
+        save(tmp_path, step, seed=step)
+    (file,) = (tmp_path / "step-00000003").glob(f"{name}*")
+    damage(file)
+    with pytest.warns(UserWarning, match=r"step-00000003 \(.*step-00000002 is whole"):
+        found = training.find_checkpoint(tmp_path)
+    assert found.step == 2
+    assert_same(restored(found), variables(2))
+    # A corrupt one does not stand in the way.
+    save(tmp_path, 3, seed=4)
+    assert training.find_checkpoint(tmp_path).state == {"seed": 4}
+
+
+@backend_free
+def test_if_all_are_corrupt_nothing_begins_anew_by_itself(tmp_path):
+    assert training.find_checkpoint(tmp_path) is None
+    cut(save(tmp_path, 1) / "state.json")
+    with pytest.raises(ValueError, match=r"step-00000001 \(state.json is not what"):
+        training.find_checkpoint(tmp_path)
+
+
+@backend_free
+@pytest.mark.parametrize("failing", ["os.fsync", "os.rename", "write", "json"])
+def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch, failing):
+    save(tmp_path, 1, seed=1)
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if failing == "write":
+        monkeypatch.setattr("keras_moe.training.checkpoints.write_tensors", full)
+    elif failing == "json":
+        monkeypatch.setattr("keras_moe.training.checkpoints._write", full)
+    else:
+        monkeypatch.setattr(failing, full)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2, seed=2)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    assert_same(restored(training.find_checkpoint(tmp_path)), variables(1))
+    save(tmp_path, 2, seed=2)
+    assert training.find_checkpoint(tmp_path).step == 2
+
+
+LIMITED = """
+import resource, signal, sys, warnings
+import keras, numpy as np
+from keras_moe import training
+
+folder = sys.argv[1]
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+def model(units):
+    made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units)])
+    made.compile("sgd", "mse")
+    return made
+
+def fit(units, folder, steps):
+    checkpoint = training.RunCheckpoint(folder, steps_per_epoch=2, every=1, keep=9)
+    made = model(units)
+    checkpoint.restore(made)
+    made.fit(np.ones((4, 4)), np.ones((4, units)), batch_size=2, epochs=2, verbose=0,
+             callbacks=checkpoint.around([]))
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    try:
+        # 400 kB of weights: no file may be as large.
+        fit(20_000, folder, 4)
+    except OSError as error:
+        print("ERROR", error)
+print("WARNINGS", [str(x.message) for x in told if "checkpoint" in str(x.message)])
+"""
+
+
+@backend_free
+def test_a_run_goes_on_when_the_disk_is_full(tmp_path):
+    save(tmp_path / "other", 1)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "run")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    # In the middle of the run a warning each, at its end an error.
+    assert done.stdout.count("File too large") == 4, done.stdout
+    assert "ERROR The checkpoint of step 4" in done.stdout
+    assert "there is none. The run goes on" in done.stdout
+    assert names(tmp_path / "run") == []
+
+
+@backend_free
+def test_what_was_being_written_is_removed_at_the_next_start(tmp_path):
+    save(tmp_path, 1)
+    stale = tmp_path / ".writing-step-00000002"
+    stale.mkdir()
+    (stale / "arrays-00000-of-00001.safetensors").write_bytes(b"half")
+    assert training.find_checkpoint(tmp_path).step == 1
+    training.clean_checkpoints(tmp_path)
+    assert names(tmp_path) == ["step-00000001"]
+    training.clean_checkpoints(tmp_path, everything=True)
+    assert names(tmp_path) == []
+
+
+@backend_free
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
+    save(tmp_path, 1)
+    bad = keras.Variable(np.full((3,), value), dtype="float32")
+    with pytest.raises(tensor_file.NonFiniteValues, match="NaN or Inf in model/00000"):
+        training.save_checkpoint(tmp_path, 2, {"model": [bad]}, {})
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@backend_free
+def test_other_variables_are_refused(tmp_path):
+    save(tmp_path, 1)
+    found = training.find_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"Expected 1 variables of 'model' .*: 5"):
+        training.restore_checkpoint(found, {"model": variables()[:1]})
+    with pytest.raises(ValueError, match=r"variables of 'other' .*: None"):
+        training.restore_checkpoint(found, {"other": variables()})
+    with pytest.raises(ValueError, match=r"Expected shape \(3, 5\)"):
+        training.restore_checkpoint(found, {"model": [variables()[0]] * 5})
+
+
+@backend_free
+def test_nothing_that_is_read_can_run_code(tmp_path):
+    path = save(tmp_path, 1)
+    kinds = {file.suffix for file in path.iterdir()}
+    assert kinds == {".json", ".safetensors"}
+    (file,) = path.glob("*.safetensors")
+    file.write_bytes(json.dumps({"a": 1}).encode())
+    with pytest.raises(ValueError, match="Expected a safetensors file"):
+        training.tensor_file.TensorFile(file)

@@ -1,0 +1,51 @@
+"""A run that is killed twenty times is the run that never was: bit for bit, on JAX."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keras_moe import training
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.backend_free
+
+
+def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(tmp_path):
+    script = Path(__file__).with_name("killed_run.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), "20"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(done.stdout.split("RESULTS ")[1])
+    # All over the run, and while checkpoints were being written.
+    assert len(results["steps"]) == 20
+    assert results["steps"][-1] > 50
+    assert len(set(results["steps"])) > 10
+    assert results["in a write"] > 2
+    killed, uninterrupted = (
+        training.find_checkpoint(tmp_path / name)
+        for name in ("killed", "uninterrupted")
+    )
+    assert killed.step == uninterrupted.step == 100
+    # History, random state, and the state of a callback; then all arrays.
+    assert killed.state == uninterrupted.state
+    assert killed.state["callbacks"] == {"Counts 1": {"steps": 100}}
+    assert len(killed.state["history"]["val_loss"]) == 4
+    (name,) = (path.name for path in killed.path.glob("arrays-*"))
+    assert (killed.path / name).read_bytes() == (uninterrupted.path / name).read_bytes()
+    # Nothing half-written is left, and no more than is to be kept.
+    assert {path.name for path in (tmp_path / "killed").iterdir()} == {
+        "step-00000096",
+        "step-00000098",
+        "step-00000100",
+    }

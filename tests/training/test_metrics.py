@@ -1,0 +1,122 @@
+"""Metrics for `compile` against the exact functions of arrays."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.evaluation import mean_average_precision, precision_at_1
+from keras_moe.training import MeanAveragePrecision, PrecisionAt1
+
+N, C = 50, 6
+
+
+def drawn():
+    """Labels, the numbers of these, logits, and weights that leave examples out."""
+    rng = np.random.default_rng(0)
+    labels = (rng.uniform(size=(N, C)) < 0.3).astype("float32")
+    labels[:, 2] = 0
+    sparse = np.full((N, C), -1, "int32")
+    for row, mine in zip(sparse, labels):
+        row[: int(mine.sum())] = np.flatnonzero(mine)
+    logits = (rng.normal(size=(N, C)) + labels).astype("float32")
+    weights = np.where(np.arange(N) % 7 == 3, 0, 1).astype("float32")
+    return labels, sparse, logits, weights
+
+
+def value(metric, labels, scores, weights=None):
+    for at in range(0, N, 20):
+        part = slice(at, at + 20)
+        metric.update_state(
+            labels[part], scores[part], None if weights is None else weights[part]
+        )
+    return float(metric.result())
+
+
+@pytest.mark.parametrize("sparse_labels", [False, True])
+def test_metrics_are_those_of_arrays(sparse_labels):
+    dense, sparse, logits, weights = drawn()
+    labels = sparse if sparse_labels else dense
+    binned = MeanAveragePrecision(C, num_bins=16, sparse_labels=sparse_labels)
+    # 40 / 16 = 2.5 is the width of a bin: many logits are tied.
+    rounded = np.floor(np.clip((logits + 20) / 2.5, 0, 15))
+    finer = MeanAveragePrecision(C, 4000, 5.0, sparse_labels=sparse_labels)
+    top = PrecisionAt1(sparse_labels=sparse_labels)
+    for weight in (None, weights):
+        for metric in (binned, finer, top):
+            metric.reset_state()
+        expected = mean_average_precision(dense, rounded, weight)
+        assert value(binned, labels, logits, weight) == pytest.approx(expected)
+        exact = mean_average_precision(dense, logits, weight)
+        assert value(finer, labels, logits, weight) == pytest.approx(exact, abs=1e-3)
+        assert value(top, labels, logits, weight) == pytest.approx(
+            precision_at_1(dense, logits, weight)
+        )
+
+
+def test_probabilities_are_their_logits():
+    dense, _, logits, _ = drawn()
+    metric = MeanAveragePrecision(C, from_logits=False)
+    probabilities = 1 / (1 + np.exp(-logits))
+    # Logits beyond the last bins, too.
+    assert value(metric, dense, probabilities) == pytest.approx(
+        value(MeanAveragePrecision(C), dense, logits), abs=2e-3
+    )
+    metric.reset_state()
+    metric.update_state(dense[:2], np.array([[0.0] * C, [1.0] * C]))
+    assert np.isfinite(float(metric.result()))
+
+
+@pytest.mark.parametrize("sparse_labels", [False, True])
+def test_fit_reports_them(sparse_labels):
+    dense, sparse, logits, weights = drawn()
+    model = keras.Sequential([keras.Input((C,)), keras.layers.Dense(C)])
+    model.layers[0].set_weights([np.eye(C), np.zeros(C)])
+    model.compile(
+        "sgd",
+        "mse",
+        weighted_metrics=[
+            PrecisionAt1(sparse_labels),
+            MeanAveragePrecision(C, sparse_labels=sparse_labels),
+        ],
+    )
+    labels = sparse if sparse_labels else dense
+    found = model.evaluate(
+        logits,
+        labels,
+        sample_weight=weights,
+        batch_size=32,
+        verbose=0,
+        return_dict=True,
+    )
+    assert found["precision_at_1"] == pytest.approx(
+        precision_at_1(dense, logits, weights)
+    )
+    # The layer may carry a logit over the edge of a bin.
+    rounded = np.floor((logits + 20) / 0.1)
+    assert found["mean_average_precision"] == pytest.approx(
+        mean_average_precision(dense, rounded, weights), abs=5e-3
+    )
+
+
+@pytest.mark.backend_free
+def test_configs_and_bad_input():
+    for metric in (
+        PrecisionAt1(sparse_labels=True, name="p"),
+        MeanAveragePrecision(3, 10, 2.0, from_logits=False, sparse_labels=True),
+    ):
+        again = keras.metrics.deserialize(keras.metrics.serialize(metric))
+        assert again.get_config() == metric.get_config()
+    # Without positives there is nothing to average, and no number that is none.
+    assert float(MeanAveragePrecision(3).result()) == 0.0
+    for make, message in (
+        (lambda: MeanAveragePrecision(0), "num_classes=0"),
+        (lambda: MeanAveragePrecision(3, num_bins=1), "num_bins=1"),
+        (lambda: MeanAveragePrecision(3, max_logit=0), "max_logit=0"),
+    ):
+        with pytest.raises(ValueError, match=f"Expected .*received: {message}"):
+            make()
+    for metric in (MeanAveragePrecision(3), PrecisionAt1()):
+        with pytest.raises(ValueError, match="sparse_labels=False"):
+            metric.update_state(np.zeros((4, 2)), np.zeros((4, 3)))
+    with pytest.raises(ValueError, match="num_classes=3"):
+        MeanAveragePrecision(3).update_state(np.zeros((4, 2)), np.zeros((4, 2)))

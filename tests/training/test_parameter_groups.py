@@ -1,0 +1,251 @@
+"""Groups of weights, weight decay, accumulation and averages of any optimizer."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.models import from_preset
+from keras_moe.training import (
+    ViTGAdafactor,
+    WarmupLinearDecay,
+    optimizer_class,
+)
+from keras_moe.training.optimizers import OPTIMIZERS
+from keras_moe.training.parameter_groups import NAMED_GROUPS, group_factors
+from tests.symbolic import symbolic_model
+
+backend_free = pytest.mark.backend_free
+to_numpy = keras.ops.convert_to_numpy
+
+
+def weights(value=1.0):
+    """A kernel and a bias of a layer each for "one" and "two"."""
+    found = []
+    for scope in ("one", "two"):
+        with keras.name_scope(scope):
+            found.append(
+                keras.Variable(np.full((2, 3), value, "float32"), name="kernel")
+            )
+            found.append(keras.Variable(np.full((3,), value, "float32"), name="bias"))
+    return found
+
+
+def apply(optimizer, variables, gradient=0.0):
+    optimizer.apply([keras.ops.full(v.shape, gradient) for v in variables], variables)
+    return [float(to_numpy(v).ravel()[0]) for v in variables]
+
+
+GROUPS = [
+    {"match": "two/kernel", "learning_rate": 0.1, "weight_decay": 3.0},
+    {"match": "two/.*", "learning_rate": 0.0},
+    {"match": "kernels", "weight_decay": 0.5},
+]
+
+
+# Which weights
+
+
+@backend_free
+def test_the_first_match_counts():
+    paths = ["one/kernel", "one/bias", "two/kernel", "two/bias"]
+    found = group_factors(GROUPS, paths)
+    assert [tuple(f) for f in found] == [(1.0, 0.5), (1.0, 1.0), (0.1, 3.0), (0.0, 1.0)]
+
+
+@backend_free
+@pytest.mark.parametrize(
+    ("preset", "arguments", "names"),
+    [
+        ("vmoe_b16_every2_e8", {}, {"experts", "router", "head", "kernels", "rest"}),
+        ("soft_moe_s16", {}, {"experts", "router", "head", "kernels", "rest"}),
+        ("moepp_vit_s16", {}, {"experts", "router", "head", "kernels", "rest"}),
+        ("mumoe_vit_s16_cp", {}, {"experts", "router", "head", "kernels", "rest"}),
+        ("mixer_s16", {"router": "soft", "moe_layers": "every_2"}, {"experts"}),
+        ("vit_s16", {"head": {"num_experts": 4}}, {"head", "kernels", "rest"}),
+    ],
+)
+def test_names_of_groups(preset, arguments, names):
+    model = symbolic_model(lambda: from_preset(preset, num_classes=3, **arguments))
+    paths = [weight.path for weight in model.trainable_variables]
+
+    def of(name):
+        found = group_factors([{"match": name, "learning_rate": 9.0}], paths)
+        return {p for p, f in zip(paths, found, strict=True) if f.learning_rate == 9.0}
+
+    groups = {name: of(name) for name in names}
+    for name, words in {
+        "experts": ("experts/", "moe/hidden/", "moe/output/"),
+        "router": ("router/", "moe/gate/"),
+        "head": ("predictions/", "head/"),
+        "kernels": ("kernel",),
+        "rest": ("",),
+    }.items():
+        if name in groups:
+            assert groups[name] == {p for p in paths if any(w in p for w in words)}
+    if "router" in groups:
+        assert not groups["experts"] & groups["router"]
+
+
+@backend_free
+def test_what_is_no_group_is_refused():
+    make = optimizer_class("adamw")
+    for groups, message in (
+        ("head", "groups='head'"),
+        ([{"learning_rate": 1.0}], "'match'; received: {'learning_rate'"),
+        ([{"match": "(", "learning_rate": 1.0}], r"match='\('"),
+        ([{"match": "a", "lr": 1.0}], r"a group; received: lr=1.0"),
+        ([{"match": "a", "learning_rate": -1.0}], "learning_rate=-1.0"),
+    ):
+        with pytest.raises(ValueError, match=f"Expected .*{message}"):
+            make(0.1, groups=groups)
+    paths = ["block_1/moe/experts/hidden_kernel", "predictions/kernel"]
+    with pytest.raises(ValueError, match=r"match='expert' .nearest: .*experts"):
+        group_factors([{"match": "expert"}], paths)
+    with pytest.raises(ValueError, match="match='router'"):
+        group_factors([{"match": "router"}], paths)
+    with pytest.raises(ValueError, match=r"match='head' .its 1 weights are in groups"):
+        group_factors([{"match": ".*kernel"}, {"match": "head"}], paths)
+    optimizer = make(0.1, groups=[{"match": "three/.*"}])
+    with pytest.raises(ValueError, match=r"match='three/.*' .nearest: "):
+        optimizer.build(weights())
+    assert set(NAMED_GROUPS) == {"experts", "router", "head", "kernels", "rest"}
+
+
+# What they get
+
+
+def test_decay_times_the_learning_rate():
+    optimizer = optimizer_class("sgd")(0.1, weight_decay=0.5, groups=GROUPS)
+    # 1 - rate * group's rate * decay * group's decay.
+    expected = [1 - 0.1 * 0.5 * 0.5, 1 - 0.1 * 0.5, 1 - 0.01 * 0.5 * 3.0, 1.0]
+    np.testing.assert_allclose(apply(optimizer, weights()), expected, rtol=1e-6)
+
+
+def test_decay_relative_to_the_peak():
+    # At step 0 of 10 the rate is at its peak of 0.2, at step 5 half of it.
+    optimizer = optimizer_class("adamw")(
+        WarmupLinearDecay(0.2, total_steps=10),
+        weight_decay=0.01,
+        peak_learning_rate=0.2,
+        groups=GROUPS,
+    )
+    variables = weights()
+    optimizer.build(variables)
+    first = [1 - 0.01 * 0.5, 1 - 0.01, 1 - 0.01 * 3.0, 1.0]
+    np.testing.assert_allclose(apply(optimizer, variables), first, rtol=1e-6)
+    optimizer.iterations.assign(5)
+    second = [1 - 0.01 * 0.5 / 2, 1 - 0.01 / 2, 1 - 0.01 * 3.0 / 2, 1.0]
+    found = np.divide(apply(optimizer, variables), first)
+    np.testing.assert_allclose(found, second, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_groups_of_every_optimizer_are_that_optimizer(name):
+    """Each group moves as it does with an optimizer of its own."""
+    make = optimizer_class(name)
+    options = {} if name == "vitg_adafactor" else {"weight_decay": 0.5}
+    together, alone = weights(0.5), weights(0.5)
+    grouped = make(0.1, groups=GROUPS, **options)
+    singles = [
+        make(0.1 * rate, **({"weight_decay": 0.5 * decay} if options else {}))
+        for rate, decay in ((1.0, 0.5), (1.0, 1.0), (0.1, 3.0))
+    ]
+    for step in range(3):
+        apply(grouped, together, gradient=0.3 + step)
+        for single, variable in zip(singles, alone, strict=False):
+            apply(single, [variable], gradient=0.3 + step)
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_allclose(to_numpy(one), to_numpy(other), rtol=1e-5)
+    # And the last group stays.
+    assert (to_numpy(together[3]) == 0.5).all()
+    assert (to_numpy(together[0]) != 0.5).all()
+
+
+def test_without_groups_it_is_keras():
+    ours, theirs = weights(0.5), weights(0.5)
+    options = {"learning_rate": 0.1, "weight_decay": 0.3, "global_clipnorm": 1.0}
+    grouped = optimizer_class("adamw")(**options)
+    plain = keras.optimizers.AdamW(**options)
+    for step in range(3):
+        apply(grouped, ours, gradient=0.3 + step)
+        apply(plain, theirs, gradient=0.3 + step)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+    if keras.backend.backend() == "torch":
+        # All weights in one call, as Keras's own.
+        assert hasattr(grouped, "_parallel_update_step")
+
+
+def test_all_groups_are_clipped_together():
+    # 18 gradients of 1 have a norm of sqrt(18).
+    optimizer = optimizer_class("sgd")(1.0, groups=GROUPS, global_clipnorm=0.5)
+    moved = np.subtract(1.0, apply(optimizer, weights(), gradient=1.0))
+    step = 0.5 / np.sqrt(18)
+    np.testing.assert_allclose(moved, [step, step, 0.1 * step, 0.0], rtol=1e-4)
+
+
+# Accumulation, and averages
+
+
+def regression(optimizer, seed=3):
+    keras.utils.set_random_seed(seed)
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(5, activation="tanh", name="one")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(2, name="two")(hidden))
+    model.compile(optimizer, loss="mse")
+    return model
+
+
+def data(count=24):
+    draw = np.random.default_rng(0)
+    return draw.normal(size=(count, 4)), draw.normal(size=(count, 2))
+
+
+@pytest.mark.parametrize("name", ["adamw", "vitg_adafactor"])
+def test_accumulated_batches_are_one_batch(name):
+    def trained(batch_size, **options):
+        optimizer = optimizer_class(name)(
+            # Rises for 2 updates, and falls until the sixth.
+            WarmupLinearDecay(0.1, total_steps=6, warmup_steps=2),
+            weight_decay=0.1,
+            global_clipnorm=0.5,
+            groups=[{"match": "two/.*", "learning_rate": 0.5}],
+            use_ema=True,
+            ema_momentum=0.7,
+            **options,
+        )
+        model = regression(optimizer)
+        model.fit(*data(), batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+        averages = [to_numpy(v) for v in optimizer._model_variables_moving_average]
+        # `fit` leaves the averages in the model.
+        for weight, average in zip(model.weights, averages, strict=True):
+            np.testing.assert_array_equal(to_numpy(weight), average)
+        return int(optimizer.iterations), averages
+
+    whole, parts = trained(8), trained(2, gradient_accumulation_steps=4)
+    assert whole[0] == parts[0] == 6
+    for one, other in zip(whole[1], parts[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_a_compiled_model_keeps_its_groups(tmp_path):
+    optimizer = optimizer_class("adamw")(
+        0.01, weight_decay=0.5, groups=[{"match": "two/.*", "weight_decay": 0.0}]
+    )
+    model = regression(optimizer)
+    model.fit(*data(), shuffle=False, verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert again.optimizer.get_config() == optimizer.get_config()
+    for each in (model, again):
+        each.fit(*data(), shuffle=False, verbose=0)
+    for one, other in zip(model.weights, again.weights, strict=True):
+        np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+
+
+@backend_free
+def test_names_of_optimizers():
+    assert optimizer_class("AdamW") is optimizer_class("adamw")
+    assert optimizer_class("vitg_adafactor") is ViTGAdafactor
+    with pytest.raises(ValueError, match="received: optimizer='adamx'"):
+        optimizer_class("adamx")

@@ -1,0 +1,199 @@
+"""What the routers do while a model is trained, and that nobody notices."""
+
+import csv
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models, training
+from tests.small_models import SMALL
+
+to_numpy = keras.ops.convert_to_numpy
+IMAGES = np.random.default_rng(0).normal(size=(8, 16, 8, 2)).astype("float32")
+LABELS = np.eye(3, dtype="float32")[np.arange(8) % 3]
+VIT = {**SMALL, "num_layers": 2, "seed": 0}
+ROUTERS = {
+    "token choice": {"capacity_factor": 1.0, "dropout_rate": 0.1},
+    "expert choice": {"router": "softmax_expert_choice"},
+    "soft": {"router": "soft"},
+    "sinkhorn": {"router": "sinkhorn_token_choice"},
+    "moe++": {"zero_experts": 1, "copy_experts": 1, "constant_experts": 1},
+    "mumoe": {"router": "mumoe"},
+}
+
+
+def classifier(**options):
+    keras.utils.set_random_seed(0)
+    made = models.from_preset("vit_s16", num_classes=3, **{**VIT, **options})
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    made.compile("sgd", loss, metrics=[keras.metrics.CategoricalAccuracy()])
+    return made
+
+
+def fit(model, *callbacks, epochs=3, **options):
+    return model.fit(
+        IMAGES,
+        LABELS,
+        batch_size=4,
+        shuffle=False,
+        epochs=epochs,
+        callbacks=callbacks,
+        verbose=0,
+        **options,
+    ).history
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_every_router_has_figures(name):
+    health = training.RouterHealth(IMAGES[:4], min_entropy=0.0, max_share=1.0)
+    health.set_model(classifier(**ROUTERS[name]))
+    with training.periodic.unchanged(health.model):
+        figures = health.measure()
+    assert all(np.isfinite(list(figures.values())))
+    # In float64, of up to some thousand tokens.
+    assert 0 <= figures["router/entropy"] <= 1 + 1e-12
+    assert 0 <= figures["router/dead"] <= 1
+    (row,) = health._rows
+    assert row["layer"] == "block_1"
+    assert sum(row["expert_shares"]) == pytest.approx(1.0)
+    has_choices = name in ("token choice", "sinkhorn", "moe++")
+    assert (row["dropped_choices"] is not None) == has_choices
+    if name == "token choice":
+        # As in training: some choices find their expert full.
+        assert row["dropped_choices"] > 0
+        inference = training.RouterHealth(IMAGES[:4], training=False)
+        inference.set_model(health.model)
+        assert inference.measure()["router/dropped"] == 0
+
+
+def test_training_is_the_same_with_it(tmp_path):
+    plain, watched = classifier(**ROUTERS["token choice"]), None
+    expected = fit(plain)
+    watched = classifier(**ROUTERS["token choice"])
+    board = tmp_path / "board"
+    health = training.RouterHealth(
+        IMAGES[:4],
+        unit="steps",
+        csv_path=tmp_path / "health.csv",
+        tensorboard=board,
+        min_entropy=0.0,
+        max_share=1.0,
+        max_dead=1.0,
+    )
+    few_shot = training.FewShot(
+        (IMAGES, LABELS.argmax(1)), (IMAGES, LABELS.argmax(1)), shots=(1, 2)
+    )
+    # An evaluator may do what it likes with metrics.
+    evaluation = training.PeriodicEvaluation(
+        {
+            "few_shot": few_shot,
+            "task": lambda model: {
+                "loss": model.evaluate(IMAGES, LABELS, verbose=0, return_dict=True)[
+                    "loss"
+                ]
+            },
+        },
+        every=2,
+        path=tmp_path / "evaluation.json",
+    )
+    history = fit(watched, health, evaluation)
+    assert {name: history[name] for name in expected} == expected
+    for a, b in zip(
+        [*watched.variables, *watched.optimizer.variables],
+        [*plain.variables, *plain.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
+    # Measured after each of the 2 x 3 steps, and reported at each epoch's end.
+    assert [record["step"] for record in health.records] == [1, 2, 3, 4, 5, 6]
+    assert len(history["router/entropy"]) == 3
+    assert len(history["few_shot/1_shot"]) == len(history["task/loss"]) == 1
+    with open(tmp_path / "health.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    shares = [float(share) for share in rows[-1]["expert_shares"].split()]
+    assert sum(shares) == pytest.approx(1.0, abs=1e-4)
+    assert evaluation.records[0].keys() == {
+        "epoch", "step", "few_shot/1_shot", "few_shot/2_shot", "task/loss",
+    }  # fmt: skip
+    events = _events(board)
+    assert ("router/block_1/load_entropy", 6) in events
+    assert events["router/block_1/load_entropy", 6] == pytest.approx(
+        health.layers[-1]["load_entropy"], rel=1e-6
+    )
+    assert ("router/block_1/load/3", 1) in events
+
+
+def _events(folder):
+    import tensorflow as tf
+
+    found = {}
+    for path in folder.glob("events*"):
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            for value in event.summary.value:
+                found[value.tag, event.step] = value.simple_value
+    return found
+
+
+def test_a_collapse_is_told():
+    model = classifier(noise_std=0.0)
+    router = model.backbone.get_layer("block_1").feed_forward.router
+    kernel = next(w for w in router.weights if w.path.endswith("kernel"))
+    # All tokens alike: all of them to the same two of four experts.
+    kernel.assign(np.zeros(kernel.shape))
+    health = training.RouterHealth(IMAGES[:4], training=False, max_dead=0.25)
+    health.set_model(model)
+    with pytest.warns(UserWarning, match=r"block_1 has collapsed in step 0: .*dead_ex"):
+        health.on_epoch_end(0, {})
+    assert health.layers[0]["dead_experts"] == 0.5
+
+
+def test_what_was_measured_goes_on_with_the_run(tmp_path):
+    path = tmp_path / "health.csv"
+    health = training.RouterHealth(IMAGES[:4], csv_path=path, min_entropy=0.0)
+    model = classifier()
+    fit(model, health, epochs=1)
+    state, text = health.get_state(), path.read_text()
+    fit(model, health, epochs=1)
+    assert len(path.read_text()) > len(text)
+    again = training.RouterHealth(IMAGES[:4], csv_path=path)
+    again.set_state(state)
+    assert path.read_text() == text
+    assert again.records == health.records[:1]
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"unit": "batches"}, "unit='batches'"),
+        ({"training": 1}, "training=1"),
+        ({"min_entropy": 1.5}, "min_entropy=1.5"),
+        ({"max_dead": True}, "max_dead=True"),
+        ({"images": IMAGES[0]}, r"shape=\(16, 8, 2\)"),
+    ],
+)
+def test_health_checks_its_arguments(options, message):
+    with pytest.raises(ValueError, match=f"Expected .*received: {message}"):
+        training.RouterHealth(**{"images": IMAGES, **options})
+
+
+@pytest.mark.backend_free
+def test_what_cannot_be_evaluated_is_refused():
+    with pytest.raises(ValueError, match=r"at least one evaluator; .*evaluators=\{\}"):
+        training.PeriodicEvaluation({})
+    with pytest.raises(ValueError, match="received: few_shot=3"):
+        training.PeriodicEvaluation({"few_shot": 3})
+    evaluation = training.PeriodicEvaluation({"bad": lambda model: {"x": "much"}})
+    with pytest.raises(ValueError, match="evaluator 'bad'; received: x='much'"):
+        evaluation.measure()
+    dense = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match=r"with features; received: Sequential"):
+        training.FewShot((IMAGES, [0] * 8), (IMAGES, [0] * 8))(dense)
+    health = training.RouterHealth(IMAGES)
+    health.set_model(dense)
+    with pytest.raises(ValueError, match=r"with MoE blocks.*received: Sequential"):
+        health.measure()

@@ -1,0 +1,272 @@
+"""Runs that end too early go on; runs that go wrong say where."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import layers, routers, training
+from keras_moe.training import Recipe, train
+
+to_numpy = keras.ops.convert_to_numpy
+backend_free = pytest.mark.backend_free
+
+
+def tokens_model(self=None, num_classes=10):
+    """A classifier with a router's noise and dropout, quick to compile."""
+    images = keras.Input((4, 4, 1))
+    tokens = keras.layers.Reshape((4, 4))(images)
+    router = routers.TokenChoiceRouter(2, 1, capacity_factor=1.0, seed=1)
+    moe = layers.MoE(router, layers.Experts(2, 4, seed=2), name="moe")
+    outputs, _ = moe(tokens)
+    outputs = keras.layers.Dropout(0.2, seed=3)(outputs + tokens)
+    head = keras.layers.Dense(num_classes, name="head")
+    model = keras.Model(images, head(keras.layers.Flatten()(outputs)))
+    model.multi_label, model.activation = False, None
+    model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
+    return model
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(Recipe, "new_model", tokens_model)
+
+
+def recipe(**settings):
+    return Recipe(
+        **{
+            "name": "mine",
+            "preset": "vmoe_digits",
+            "epochs": 2,
+            "batch_size": 192,
+            "learning_rate": 1e-2,
+            "augment": ["flip"],
+            "weight_decay": 0.1,
+            **settings,
+        }
+    )
+
+
+class Ends(keras.callbacks.Callback):
+    """Ends the process, so to speak, before a step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+
+
+def run(folder, *callbacks, every=3, mine=None, **options):
+    return train(
+        mine or recipe(),
+        callbacks=callbacks,
+        verbose=0,
+        checkpoint_dir=folder,
+        checkpoint_every=every,
+        **options,
+    )
+
+
+def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path):
+    # Without checkpoints, and with the digits' own order and augmentation.
+    expected = train(recipe(), verbose=0)
+    # Of 14 steps in 2 epochs: in the first epoch, and in the second.
+    for step in (5, 6):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, Ends(step))
+    assert training.list_checkpoints(tmp_path)[-1].name == "step-00000009"
+    found = run(tmp_path)
+    assert found.history == expected.history
+    # Not only close: the CPU computes the same program the same way.
+    for a, b in zip(found.model.variables, expected.model.variables, strict=True):
+        np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
+    optimizers = found.model.optimizer.variables, expected.model.optimizer.variables
+    for a, b in zip(*optimizers, strict=True):
+        np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
+    # What is at its end is not trained again.
+    again = run(tmp_path, Ends(0))
+    assert again.history == expected.history
+    assert again.test_accuracy == expected.test_accuracy
+    np.testing.assert_array_equal(
+        to_numpy(again.model.weights[0].value), to_numpy(found.model.weights[0].value)
+    )
+
+
+@backend_free
+def test_early_stopping_ends_a_run_for_good(small, tmp_path):
+    stop = keras.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=100.0)
+    mine = recipe(epochs=4)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Ends(4), mine=mine)
+    # The part of an epoch is an epoch for other callbacks.
+    first = run(tmp_path, stop, mine=mine)
+    assert len(first.history["loss"]) == 2
+    assert run(tmp_path, Ends(0), mine=mine).history == first.history
+
+
+@backend_free
+def test_another_recipe_is_refused_by_its_differences(small, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Ends(4))
+    other = recipe(learning_rate=0.5, batch_size=128, description="another word")
+    message = (
+        r"steps_per_epoch=10 \(there 7\), batch_size=128 \(there 192\), "
+        r"learning_rate=0.5 \(there 0.01\)\. "
+    )
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, mine=other)
+    again = run(tmp_path, mine=other, resume=False)
+    assert len(again.history["loss"]) == 2
+
+
+@backend_free
+def test_datasets_of_ones_own_must_say_where_they_begin(small, tmp_path):
+    datasets = recipe().datasets((4, 4, 1))
+    with pytest.raises(ValueError, match="Expected a function from steps to datasets"):
+        run(tmp_path, datasets=datasets)
+
+
+@backend_free
+def test_another_version_is_told(small, tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Ends(4))
+    monkeypatch.setattr("keras_moe.training.run_checkpoint.__version__", "0.0.0")
+    with pytest.warns(UserWarning, match=r"0\.0\.0.*not bit for bit"):
+        run(tmp_path)
+
+
+# What is not finite
+
+
+class Poison(keras.layers.Layer):
+    """The inputs, and NaN where a weight says so."""
+
+    def build(self, shape):
+        self.amount = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        return x + keras.ops.log(1.0 - self.amount) * 0.0
+
+
+class Nested(keras.layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = Poison(name="inner")
+        self.root = keras.layers.Dense(4, name="root")
+
+    def build(self, shape):
+        self.inner.build(shape)
+        self.root.build(shape)
+
+    def call(self, x):
+        return self.root(self.inner(x))
+
+
+class Root(keras.layers.Layer):
+    """Finite, with a gradient that is not: the root of 0."""
+
+    def build(self, shape):
+        self.shift = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, x):
+        return x + keras.ops.sqrt(self.shift)
+
+
+def compiled(*middle):
+    model = keras.Sequential(
+        [keras.Input((4,)), *middle, keras.layers.Dense(1, name="last")]
+    )
+    model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
+    return model
+
+
+X = np.ones((2, 4), "float32")
+Y = np.ones((2, 1), "float32")
+
+
+def test_the_first_layer_that_is_not_finite_is_found():
+    model = compiled(Nested(name="nested"))
+    assert training.locate_non_finite(model, X, Y) is None
+    model.layers[0].inner.amount.assign(1.0)
+    before = [to_numpy(v.value).copy() for v in model.variables]
+    found = training.locate_non_finite(model, X, Y)
+    assert found.what == "output"
+    assert found.where.endswith("nested/inner")
+    assert str(found) == f"in the output of {found.where}"
+    model.layers[0].inner.amount.assign(0.0)
+    bad = np.where([[True], [False]], np.inf, X)
+    assert training.locate_non_finite(model, bad, Y).what == "inputs"
+    assert training.locate_non_finite(model, X, Y * np.nan).what == "inputs"
+    assert training.locate_non_finite(model, X, Y * 1e38).what == "loss"
+    model.layers[0].root.bias.assign([np.nan] * 4)
+    found = training.locate_non_finite(model, X, Y)
+    assert found.what == "weights"
+    assert found.where.endswith("nested/root/bias")
+    assert len(before) == len(model.variables)
+
+
+def test_a_gradient_that_is_not_finite_is_found():
+    model = compiled(keras.layers.Dense(4, name="first"), Root(name="root"))
+    before = [to_numpy(v.value).copy() for v in model.variables]
+    optimizer = model.optimizer
+    found = training.locate_non_finite(model, X, Y)
+    assert (found.what, found.where.split("/")[-1]) == ("gradient", "root")
+    # Left as it was, and still of use.
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(to_numpy(variable.value), value)
+    assert model.optimizer is optimizer
+    assert np.isfinite(model.train_on_batch(X, Y)[0])
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_run_says_where_it_went_wrong(monkeypatch, tmp_path, every):
+    def model_with_root(self, num_classes):
+        model = tokens_model(num_classes=num_classes)
+        # Its gradient is not finite from the fourth step on: the shift falls to 0.
+        root = _FallsToZero(name="falls")
+        made = keras.Model(model.input, root(model.output))
+        made.multi_label, made.activation = False, None
+        made.backbone = model.backbone
+        return made
+
+    monkeypatch.setattr(Recipe, "new_model", model_with_root)
+    folder = None if every is None else tmp_path
+    mine = recipe(
+        gradient_clipping=None,
+        optimizer="sgd",
+        weight_decay=0.0,
+        learning_rate=1.0,
+        final_learning_rate=1.0,
+    )
+    # The loss may be seen a step later, after the weights.
+    with pytest.raises(
+        ValueError, match=r"Expected finite|Expected a finite"
+    ) as raised:
+        run(folder, mine=mine, every=every)
+    message = str(raised.value)
+    assert "NaN" in message or "loss=nan in step" in message
+    assert "in the output of falls, in step 4" in message
+    assert "learning_rate=1.0" in message
+    assert ("The last good checkpoint is" in message) == (every is not None)
+    if every is not None:
+        assert [x.name for x in training.list_checkpoints(folder)] == ["step-00000002"]
+        state = json.loads((folder / "step-00000002" / "state.json").read_text())
+        assert state["state"]["finished"] is False
+
+
+class _FallsToZero(keras.layers.Layer):
+    """The logarithm of a weight that each step lowers: 0 in the fourth."""
+
+    def build(self, shape):
+        self.left = self.add_weight(shape=(), initializer=lambda *a, **k: 2.5)
+        self.built = True
+
+    def call(self, x):
+        # The gradient of the weight is 1, whatever the rest.
+        self.add_loss(self.left * 1.0)
+        return x + 0.0 * keras.ops.log(keras.ops.stop_gradient(self.left))

@@ -1,0 +1,86 @@
+"""Two processes write a checkpoint together, each its own pieces."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import training
+from keras_moe.training.tensor_file import TensorFile
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.backend_free
+
+
+def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("sharded_checkpoint.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(number), str(port), str(tmp_path)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in (0, 1)
+    ]
+    split = []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors[-4000:]
+            split.append(int(output.split("SPLIT")[-1]))
+    finally:
+        for process in processes:
+            process.kill()
+    # Attention's four kernels and three biases, and the experts' four.
+    assert split == [11, 11]
+
+    # This process has one device, and another backend.
+    found = training.find_checkpoint(tmp_path / "run")
+    with np.load(tmp_path / "expected.npz", allow_pickle=False) as stored:
+        expected = list(stored.values())
+    made = {
+        group: [
+            keras.Variable(np.zeros(x["shape"]), dtype=x["dtype"], trainable=False)
+            for x in described
+        ]
+        for group, described in found.variables.items()
+    }
+    training.restore_checkpoint(found, made)
+    for variable, value in zip(
+        [*made["model"], *made["optimizer"]], expected, strict=True
+    ):
+        np.testing.assert_array_equal(
+            keras.ops.convert_to_numpy(variable.value), value, err_msg=variable.path
+        )
+
+    # Each process wrote two of four experts, one of each device.
+    files = sorted(found.path.glob("arrays-*.safetensors"))
+    manifest = json.loads((found.path / "manifest.json").read_text())
+    assert {path.name for path in files} == manifest["files"].keys() - {"state.json"}
+    assert [path.name for path in files] == [
+        "arrays-00000-of-00002.safetensors",
+        "arrays-00001-of-00002.safetensors",
+    ]
+    for number, path in enumerate(files):
+        pieces = {
+            name.rpartition("@")[2]: shape
+            for name, shape in TensorFile(path).shapes.items()
+            if "/experts/hidden_kernel@" in name and name.startswith("model/")
+        }
+        assert pieces == {
+            f"{2 * number},0,0": (1, 16, 32),
+            f"{2 * number + 1},0,0": (1, 16, 32),
+        }

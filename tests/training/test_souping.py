@@ -1,0 +1,236 @@
+"""Greedy soups, and the branches whose checkpoints they mix."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.models import from_preset
+from keras_moe.training import Recipe, Soup, cooldown_branch, greedy_soup
+
+backend_free = pytest.mark.backend_free
+to_numpy = keras.ops.convert_to_numpy
+
+
+def point_model():
+    """A model that is a point of a plane, a seed and a counter."""
+    model = keras.Sequential(
+        [
+            keras.Input((2,)),
+            keras.layers.Dropout(0.5, seed=1),
+            keras.layers.Dense(1, use_bias=False, name="dense"),
+        ]
+    )
+    return model
+
+
+def array(x, y):
+    return [np.array([[x], [y]], "float32")]
+
+
+def closeness(target):
+    def metric(model):
+        point = to_numpy(model.get_layer("dense").kernel)[:, 0]
+        return -float(np.square(point - target).sum())
+
+    return metric
+
+
+POINTS = [array(x, y) for x, y in ((0, 0), (4, 0), (0, 3), (5, 5), (-2, 1))]
+
+
+def greedily(target, replacement):
+    """The same by plain averages of plain lists."""
+    points = np.array([point[0][:, 0] for point in POINTS])
+
+    def value(chosen):
+        return -np.square(points[list(chosen)].mean(0) - target).sum()
+
+    chosen, last = [], -np.inf
+    while True:
+        rest = [i for i in range(len(points)) if replacement or i not in chosen]
+        best = max(rest, key=lambda i: value([*chosen, i]))
+        if value([*chosen, best]) <= last + 1e-6:
+            return tuple(chosen), value
+        chosen.append(best)
+        last = value(chosen)
+
+
+@backend_free
+@pytest.mark.parametrize("replacement", [True, False])
+def test_rounds_of_the_greedy_search(replacement):
+    for target in ((1.4, 0.3), (1.1, 1.9), (0.0, 0.0)):
+        model = point_model()
+        soup = greedy_soup(model, POINTS, closeness(target), replacement, 5)
+        chosen, value = greedily(target, replacement)
+        assert soup.ingredients == chosen[:5]
+        for length in range(1, len(soup.ingredients) + 1):
+            expected = value(soup.ingredients[:length])
+            assert soup.scores[length - 1] == pytest.approx(expected, abs=1e-5)
+        assert list(soup.scores) == sorted(soup.scores)
+        # And the model is that soup.
+        assert closeness(target)(model) == pytest.approx(soup.scores[-1], abs=1e-5)
+
+
+@backend_free
+def test_the_best_of_all_mixtures():
+    # Twice the first and once the second is the target: no other mixture of three is
+    # as good, and the greedy search finds it.
+    points, target = [array(0, 0), array(3, 0), array(0, 9)], (1.0, 0.0)
+
+    def value(mixture):
+        mean = np.mean([points[i][0][:, 0] for i in mixture], axis=0)
+        return -np.square(mean - target).sum()
+
+    mixtures = [
+        mixture
+        for length in (1, 2, 3)
+        for mixture in itertools.combinations_with_replacement(range(3), length)
+    ]
+    best = max(mixtures, key=value)
+    assert best == (0, 0, 1)
+    soup = greedy_soup(point_model(), points, closeness(target))
+    assert tuple(sorted(soup.ingredients)) == best
+    assert soup.scores[-1] == pytest.approx(0.0, abs=1e-12)
+    assert soup.single_scores == pytest.approx((-1.0, -4.0, -82.0))
+    # Without replacement there is no third.
+    once = greedy_soup(point_model(), points, closeness(target), replacement=False)
+    assert once.ingredients == (0, 1)
+    assert once.scores[-1] == pytest.approx(-0.25)
+    short = greedy_soup(point_model(), points, closeness(target), max_ingredients=2)
+    assert short.ingredients == (0, 1)
+
+
+def test_files_of_every_kind(tmp_path, op_by_op):
+    """Each alone is the checkpoint; and what is no float is not averaged."""
+    settings = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "num_heads": 2}
+
+    def classifier():
+        return from_preset("vmoe_digits", num_classes=3, **settings)
+
+    model = classifier()
+    paths = [tmp_path / "a.weights.h5", tmp_path / "b.keras", tmp_path / "preset"]
+    values = []
+    for factor, path in enumerate(paths, 1):
+        for variable in model.variables:
+            variable.assign(np.full(variable.shape, factor))
+        values.append(model.get_weights())
+        if path.suffix == ".h5":
+            model.save_weights(path)
+        elif path.suffix == ".keras":
+            model.save(path)
+        else:
+            model.save_to_preset(path)
+    checkpoints = [*paths, values[0]]
+    other = classifier()
+
+    def mean(model):
+        return float(to_numpy(model.output_dense.kernel).mean())
+
+    for position, factor in ((2, 3.0), (3, 1.0)):
+        soup = greedy_soup(other, [checkpoints[position]], mean)
+        assert soup == Soup((0,), (factor,), (factor,))
+        for weight in other.weights:
+            np.testing.assert_array_equal(to_numpy(weight), factor)
+    # The metric wants 1.6: the second and the first.
+    seeds = [x for x in other.variables if "seed" in x.path]
+    own = [to_numpy(seed).tolist() for seed in seeds]
+    soup = greedy_soup(
+        other,
+        checkpoints[:2],
+        lambda model: -abs(mean(model) - 1.6),
+        max_ingredients=2,
+    )
+    assert soup.ingredients == (1, 0)
+    for weight in other.weights:
+        np.testing.assert_array_equal(to_numpy(weight), 1.5)
+    assert seeds
+    for seed, value in zip(seeds, own, strict=True):
+        assert to_numpy(seed).tolist() == value
+
+
+@backend_free
+def test_an_error_leaves_the_model_as_it_was(tmp_path):
+    model = point_model()
+    before = model.get_weights()
+    wide = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(1, use_bias=False, name="dense")]
+    )
+    wide.save_weights(tmp_path / "wide.weights.h5")
+    (tmp_path / "torn.weights.h5").write_bytes(b"none")
+    good = array(1, 1)
+    for checkpoints, metric, message in (
+        ([], closeness((0, 0)), "at least one checkpoint"),
+        ([good, array(1, 1) * 2], closeness((0, 0)), "checkpoint 1 of 2"),
+        (
+            [good, [np.zeros((3, 1))]],
+            closeness((0, 0)),
+            r"dense/kernel of shape \(2, 1\); received: checkpoint 1 with \(3, 1\)",
+        ),
+        (
+            [good, tmp_path / "wide.weights.h5"],
+            closeness((0, 0)),
+            "checkpoint 1, .*wide.weights.h5: .*dense",
+        ),
+        ([good, tmp_path / "torn.weights.h5"], closeness((0, 0)), "torn.weights.h5"),
+        ([good, tmp_path / "no.weights.h5"], closeness((0, 0)), "no.weights.h5"),
+        ([tmp_path, good], closeness((0, 0)), "checkpoint 0, "),
+        ([good], lambda model: float("nan"), "finite metric; received: nan with"),
+    ):
+        with pytest.raises(ValueError, match=f"Expected .*{message}"):
+            greedy_soup(model, checkpoints, metric)
+        np.testing.assert_array_equal(model.get_weights()[0], before[0])
+
+
+@backend_free
+def test_quantised_models_are_refused():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.quantize("int8")
+    with pytest.raises(ValueError, match="kernel of int8"):
+        greedy_soup(model, [model.get_weights()], lambda model: 0.0)
+
+
+# Branches
+
+
+RUN = {
+    "name": "run",
+    "preset": "vmoe_digits",
+    "batch_size": 8,
+    "learning_rate": 0.1,
+    "steps": 1000,
+    "warmup_steps": 100,
+    "decay": "rsqrt",
+    "timescale": 50,
+    "cooldown_steps": 200,
+}
+
+
+@backend_free
+def test_branches_of_a_run():
+    run = Recipe(**RUN)
+    branch = cooldown_branch(run, 600, 80, data="folder:other")
+    assert (branch.name, branch.total_steps(10)) == ("run_cooldown_600_80", 680)
+    assert (branch.data, branch.preset) == ("folder:other", run.preset)
+    mine, theirs = branch.schedule(10), run.schedule(10)
+    for step in range(0, 601, 30):
+        assert float(mine(step)) == float(theirs(step))
+    assert float(mine(640)) == pytest.approx(float(theirs(600)) / 2)
+    assert float(mine(680)) == 0.0
+    epochs = run.replace(epochs=3, decay="constant")
+    assert cooldown_branch(epochs, 500, 10).epochs is None
+
+
+@backend_free
+def test_what_is_no_branch_is_refused():
+    run = Recipe(**RUN)
+    cosine = run.replace(decay="cosine", cooldown_steps=0)
+    for recipe, arguments, message in (
+        (cosine, (600, 80), "decay='cosine'"),
+        (run, (99, 80), "start_step=99"),
+        (run, (801, 80), "start_step=801"),
+        (run, (600, 0), "cooldown_steps=0"),
+    ):
+        with pytest.raises(ValueError, match=f"Expected .*; received: {message}"):
+            cooldown_branch(recipe, *arguments)
