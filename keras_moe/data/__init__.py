@@ -1,10 +1,11 @@
 """Input pipelines and augmentation. Needs TensorFlow only when a pipeline is built."""
 
-from keras_moe.data.augmentation import RandAugment, RandomResizedCrop
+from keras_moe.data.augmentation import RandAugment
 from keras_moe.data.digits import load_digits
 from keras_moe.data.label_hierarchy import LabelHierarchy
 from keras_moe.data.loading import load, num_classes, num_examples, process_shard
 from keras_moe.data.oversampling import oversample
+from keras_moe.data.random_resized_crop import RandomResizedCrop
 from keras_moe.data.tfrecord import find_corrupt_files, write_tfrecords
 
 __all__ = [

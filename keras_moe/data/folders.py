@@ -65,6 +65,7 @@ def read_examples(path: str, split: str) -> IndexedExamples:
         lambda index: (tf.io.read_file(places[index]), labels[index]),
         decode,
         Classes(len(names), tuple(names), most if several else None),
+        encoded_channels=3,
     )
 
 
