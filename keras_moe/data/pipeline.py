@@ -49,6 +49,10 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
 
     # A crop comes first only where it sees the image at its full size.
     crop = per_image.pop(0) if per_image and per_image[0][1].crop else None
+    # What needs no order is done in one function: an image is still in the cache.
+    is_stateless = [step.is_stateless for _, step in per_image] + [False]
+    at_once = per_image[: is_stateless.index(False)]
+    one_by_one = per_image[len(at_once) :]
 
     def prepare(item, key):
         stored, labels = examples.read(item)
@@ -63,19 +67,29 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
             pixels = _to_channels(tf, pixels, channels)
             if crop is not None:
                 pixels, _ = crop[1].function(pixels, None, seed)
-        return tf.image.resize(pixels, (height, width)), plan.labels(labels), key
+        pixels = tf.image.resize(pixels, (height, width))
+        labels = plan.labels(labels)
+        for number, step in at_once:
+            pixels, labels = step.function(pixels, labels, _seed(tf, key, number))
+        if not one_by_one and not per_batch:
+            pixels = scaled(pixels)
+        return pixels, labels, key
 
-    def finish(images, labels, _):
-        if per_image or per_batch:  # Else nothing has left the range.
+    def scaled(images):
+        if at_once or one_by_one or per_batch:  # Else nothing has left the range.
             images = tf.clip_by_value(images, 0.0, 255.0)
-        return images * (1 / 127.5) - 1.0, labels
+        return images * (1 / 127.5) - 1.0
 
+    parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
     dataset = _passes(tf, examples, plan)
-    dataset = dataset.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-    dataset = _augmented(tf, dataset, per_image)
+    dataset = dataset.map(prepare, **parallel)
+    dataset = _augmented(tf, dataset, one_by_one)
     dataset = dataset.batch(plan.share.batch_size, drop_remainder=plan.drop_remainder)
     dataset = _augmented(tf, dataset, per_batch)
-    dataset = dataset.map(finish, num_parallel_calls=tf.data.AUTOTUNE)
+    if one_by_one or per_batch:
+        dataset = dataset.map(lambda x, y, _: (scaled(x), y), **parallel)
+    else:
+        dataset = dataset.map(lambda x, y, _: (x, y))
     return dataset.prefetch(tf.data.AUTOTUNE)
 
 
