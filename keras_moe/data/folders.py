@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from keras_moe.data.examples import IndexedExamples
-from keras_moe.data.label_hierarchy import read_json
+from keras_moe.data.json_files import read_json
 from keras_moe.data.labels import Classes
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from keras_moe.data.examples import RecordExamples, RecordFile
-from keras_moe.data.label_hierarchy import LabelHierarchy, read_json, write_json
+from keras_moe.data.json_files import read_json, write_json
+from keras_moe.data.label_hierarchy import LabelHierarchy
 from keras_moe.data.labels import Classes
 
 SIDECAR = "dataset.json"
