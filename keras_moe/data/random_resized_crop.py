@@ -132,15 +132,17 @@ class RandomResizedCrop:
         """
         limits = tf.cast(size, "float32")
         uniform = tf.random.stateless_uniform([count, self._NUM_DRAWS, 4], seed)
-        low, high = self.scale
-        area = (low + (high - low) * uniform[..., 0]) * tf.reduce_prod(limits)
-        log_low, log_high = np.log(self.ratio)
-        ratio = tf.exp(log_low + (log_high - log_low) * uniform[..., 1])
-        sides = tf.round(tf.sqrt(tf.stack([area / ratio, area * ratio], axis=-1)))
+        low = np.array([self.scale[0], np.log(self.ratio[0])], "float32")
+        high = np.array([self.scale[1], np.log(self.ratio[1])], "float32")
+        share, log_ratio = tf.unstack(low + (high - low) * uniform[..., :2], axis=-1)
+        mean = tf.sqrt(share * tf.reduce_prod(limits))
+        sides = mean[..., None] * tf.exp(log_ratio[..., None] * [-0.5, 0.5])
+        sides = tf.round(sides)
         fits = tf.reduce_all((sides >= 1) & (sides <= limits), axis=-1)
-        # After the draws what is taken if none fits: a centred crop.
-        nearest = tf.clip_by_value(limits[1] / limits[0], *self.ratio)
-        centred = tf.round(tf.minimum(limits, limits[::-1] * [1 / nearest, nearest]))
+        # After the draws what is taken if none fits: a centred crop, as high and as
+        # wide as the lowest and the highest ratio permit.
+        permitted = limits[::-1] * [1 / self.ratio[0], self.ratio[1]]
+        centred = tf.maximum(tf.round(tf.minimum(limits, permitted)), 1.0)
         centred = tf.concat([centred, [0.5, 0.5]], axis=0)
         draws = tf.concat([sides, uniform[..., 2:]], axis=-1)
         draws = tf.concat([draws, tf.tile(centred[None, None], [count, 1, 1])], axis=1)
