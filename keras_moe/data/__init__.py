@@ -4,6 +4,7 @@ from keras_moe.data.augmentation import RandAugment, RandomResizedCrop
 from keras_moe.data.digits import load_digits
 from keras_moe.data.loading import load, num_classes
 from keras_moe.data.oversampling import oversample
+from keras_moe.data.padding import padded, predictions
 
 __all__ = [
     "RandAugment",
@@ -12,4 +13,6 @@ __all__ = [
     "load_digits",
     "num_classes",
     "oversample",
+    "padded",
+    "predictions",
 ]

@@ -45,6 +45,13 @@ CASES = [
     ("mixer", "all three"),
     ("mixer", "model"),
 ]
+# With the number of images: those of the last batch of 16 are no multiple of 8.
+EVALUATIONS = [
+    ("token choice", "experts on the batch", 19),
+    ("token choice", "all three", 19),
+    ("capacity at inference", "experts on the batch", 18),
+    ("capacity at inference", "experts on the batch", 19),
+]
 # Mesh sizes that the layouts promise: (expert parallel, model parallel).
 SPLITS = {
     "data": (1, 1),
@@ -64,7 +71,13 @@ def results(tmp_path_factory):
     script = Path(__file__).with_name("eight_devices.py")
     cases = [*CASES, ("large", "experts on the batch")]
     done = subprocess.run(
-        [sys.executable, str(script), str(dumps), json.dumps(cases)],
+        [
+            sys.executable,
+            str(script),
+            str(dumps),
+            json.dumps(cases),
+            json.dumps(EVALUATIONS),
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
@@ -72,7 +85,7 @@ def results(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     line = done.stdout.splitlines()[-1].removeprefix("RESULTS ")
-    found = {(model, layout): result for model, layout, result in json.loads(line)}
+    found = {tuple(case): result for *case, result in json.loads(line)}
     found["stderr"] = done.stderr
     return found
 
@@ -158,3 +171,14 @@ def test_a_large_model_is_never_whole(results):
     # The program that draws it, on each device.
     assert "f32[1,4096,256]" in result["made"]
     assert "f32[8,4096,256]" not in result["made"]
+
+
+@pytest.mark.parametrize("case", EVALUATIONS, ids=lambda case: " ".join(map(str, case)))
+def test_evaluation_is_that_of_one_device(results, case):
+    result = results[case]
+    if case == ("capacity at inference", "experts on the batch", 19):
+        # The last image's group of two has a copy of it in it, which competes.
+        assert max(result["logits"][:18]) < 1e-4
+        return
+    assert max(result["logits"]) < 1e-4
+    assert max(result["figures"]) < 1e-5
