@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,12 @@ EVALUATIONS = [
     ("capacity at inference", "experts on the batch", 18),
     ("capacity at inference", "experts on the batch", 19),
 ]
+# Why the arithmetic has no answer, by model.
+WITHOUT_COSTS = {
+    "dropless": "without which every device runs all rows",
+    "whole batch": "whole groups on each device",
+    "mumoe": "an MLP or an MoE layer",
+}
 # Mesh sizes that the layouts promise: (expert parallel, model parallel).
 SPLITS = {
     "data": (1, 1),
@@ -143,6 +150,33 @@ def test_tokens_travel_and_experts_stay(results, case):
     assert "all-to-all" in sent
     gathered = sent.get("all-gather", [])
     assert not [x for x in gathered if {"16]", "32]"} & {x.split(",")[-1]}]
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_costs_on_paper_are_those_measured(results, case):
+    model, layout = case
+    costs = results[case]["costs"]
+    if model in WITHOUT_COSTS:
+        assert re.search(WITHOUT_COSTS[model], costs)
+        return
+
+    def size(arrays):
+        return sum(
+            4 * math.prod(array["shard"])
+            for array in arrays
+            if "seed_generator" not in array["path"]
+        )
+
+    assert costs["weights"] == costs["gradients"] == size(results[case]["weights"])
+    assert costs["optimizer (momentum)"] == size(results[case]["slots"])
+    # A device keeps its own part of what it sends.
+    dealt = SPLITS[layout][0]
+    arrays = results[case]["collectives"].get("all-to-all", [])
+    buffers = sum(
+        4 * math.prod(map(int, re.findall(r"\d+", array.split("[")[1])))
+        for array in arrays
+    )
+    assert costs["all-to-all (tokens)"] == buffers * (dealt - 1) // dealt
 
 
 def test_no_part_is_made_whole_for_want_of_a_way(results):
