@@ -18,7 +18,7 @@ from keras_moe.distribution.block_costs import (
     weight_shapes,
 )
 from keras_moe.distribution.chips import CHIPS, Chip
-from keras_moe.distribution.layouts import BATCH, MODEL, layouts
+from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks
 from keras_moe.layers import MoE
 from keras_moe.models.presets import describe, unbuilt_blocks
 from keras_moe.ops.checks import check_integer, check_one_of, check_positive
@@ -214,16 +214,11 @@ def costs(
     check_positive("utilization", utilization)
     check_integer("text_tokens", text_tokens, minimum=0)
     batch_size = check_integer("batch_size", batch_size)
-    plan = layouts(
-        model_or_preset,
-        num_devices,
-        expert_parallel,
-        model_parallel,
-        batch_size,
-        **overrides,
+    blocks = unbuilt_blocks(model_or_preset, **overrides)
+    plan = layouts_of_blocks(
+        blocks, num_devices, expert_parallel, model_parallel, batch_size
     )
     model = describe(model_or_preset, num_classes, **overrides)
-    blocks = unbuilt_blocks(model_or_preset, **overrides)
     dim, batch_devices = model.hidden_dim, plan.mesh[BATCH]
     sequences = (model.num_tokens, text_tokens) if text_tokens else (model.num_tokens,)
     share = Share(
