@@ -3,6 +3,7 @@
 #   make quickstart    train and look inside a small mixture of experts
 #   make test          the whole suite on JAX, TensorFlow and PyTorch
 #   make lint          formatting and static checks
+#   make guides        the notebooks, from the guides' sources
 #   make clean         forget .venv, caches and built packages
 #
 # ARGS is passed on: make test ARGS="-k routing"
@@ -31,7 +32,7 @@ ALL := $(VENV)/.installed-all
 QUICKSTART := $(VENV)/.installed-quickstart-$(KERAS_BACKEND)
 
 .NOTPARALLEL:
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test lint guides clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -46,6 +47,9 @@ test: $(ALL)
 lint: $(ALL)
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m ruff check .
+
+guides: $(ALL)
+	@$(BIN)/python -m jupytext --quiet --to ipynb guides/*.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

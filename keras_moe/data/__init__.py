@@ -10,6 +10,7 @@ from keras_moe.data.digits import load_digits
 from keras_moe.data.label_hierarchy import LabelHierarchy
 from keras_moe.data.loading import load, num_classes, num_examples, process_shard
 from keras_moe.data.oversampling import oversample
+from keras_moe.data.padding import padded, predictions
 from keras_moe.data.random_resized_crop import RandomResizedCrop
 from keras_moe.data.tfrecord import find_corrupt_files, write_tfrecords
 
@@ -26,6 +27,8 @@ __all__ = [
     "num_classes",
     "num_examples",
     "oversample",
+    "padded",
+    "predictions",
     "process_shard",
     "write_tfrecords",
 ]

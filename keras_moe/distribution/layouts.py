@@ -120,6 +120,37 @@ def layouts(
     >>> plan.weights["(.*/)?experts/output_(kernel|lora_a)"]
     ('batch', 'model', None)
     """
+    blocks = unbuilt_blocks(model_or_preset, **overrides)
+    return layouts_of_blocks(
+        blocks, num_devices, expert_parallel, model_parallel, batch_size
+    )
+
+
+def layouts_of_blocks(
+    blocks: list,
+    num_devices: int,
+    expert_parallel: Any = None,
+    model_parallel: int = 1,
+    batch_size: int | None = None,
+) -> Layouts:
+    """`layouts` of a model's blocks.
+
+    Args:
+        blocks: of `unbuilt_blocks`.
+        num_devices: as for `layouts`.
+        expert_parallel: as for `layouts`.
+        model_parallel: as for `layouts`.
+        batch_size: as for `layouts`.
+
+    Raises:
+        ValueError: as `layouts`.
+
+    Example:
+
+    >>> from keras_moe.distribution.layouts import layouts_of_blocks
+    >>> layouts_of_blocks([], 8).mesh
+    {'batch': 8}
+    """
     num_devices = check_integer("num_devices", num_devices)
     model_parallel = check_integer("model_parallel", model_parallel)
     if num_devices % model_parallel:
@@ -128,7 +159,7 @@ def layouts(
             f"received: model_parallel={model_parallel}"
         )
     batch_devices = num_devices // model_parallel
-    parts = _parts(unbuilt_blocks(model_or_preset, **overrides))
+    parts = _parts(blocks)
     if batch_size is not None and check_integer("batch_size", batch_size) % (
         batch_devices
     ):

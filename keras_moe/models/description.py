@@ -32,11 +32,13 @@ class Description(NamedTuple):
         name: the preset.
         num_tokens: tokens per image, the class token included.
         parts: its parts in order.
+        hidden_dim: D, the size of a token.
     """
 
     name: str
     num_tokens: int
     parts: list[Part]
+    hidden_dim: int
 
     @property
     def parameters(self) -> int:
@@ -58,6 +60,7 @@ class Description(NamedTuple):
         return {
             "name": self.name,
             "num_tokens": self.num_tokens,
+            "hidden_dim": self.hidden_dim,
             "parameters": self.parameters,
             "active_parameters": self.active_parameters,
             "gflops": self.gflops,

@@ -164,7 +164,7 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
     parts, num_tokens, dim = backbone_cls.describe_parts(**config)
     if "num_classes" in task:
         parts += classifier_cls.describe_parts(config, num_tokens, dim, **task)
-    return Description(os.fspath(name), num_tokens, parts)
+    return Description(os.fspath(name), num_tokens, parts, dim)
 
 
 def unbuilt_blocks(preset: Any, **overrides) -> list[keras.layers.Layer]:
@@ -235,7 +235,7 @@ def _describe_model(model, overrides):
     if model is not backbone:
         task = {name: getattr(model, name) for name in _TASK_SIZES}
         parts += type(model).describe_parts(config, num_tokens, dim, **task)
-    return Description(model.name, num_tokens, parts)
+    return Description(model.name, num_tokens, parts, dim)
 
 
 def _backbone_of(model, overrides):

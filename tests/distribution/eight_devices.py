@@ -1,7 +1,8 @@
 """Trains one step of small models on 8 virtual devices, and prints what it saw.
 
 A process of its own: XLA counts its devices when it starts. Arguments: a folder for
-XLA's dumps, and the cases as JSON, `[[model, layout], ...]`.
+XLA's dumps, and cases as JSON: `[[model, layout], ...]` to train, and
+`[[model, layout, images], ...]` to evaluate.
 """
 
 import json
@@ -24,7 +25,7 @@ os.environ.update(
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
-from keras_moe import distribution, models  # noqa: E402
+from keras_moe import data, distribution, models  # noqa: E402
 
 VIT = {
     "image_shape": (16, 16, 3),
@@ -61,6 +62,11 @@ MODELS = {
         "token_mlp_dim": 8,
         "num_layers": 2,
         "moe_layers": "last_1",
+    },
+    "capacity at inference": {
+        **VIT,
+        "images_per_group": 2,
+        "eval_capacity_factor": 0.5,
     },
     # Its experts are larger than what Keras makes on one device.
     "large": {
@@ -135,6 +141,52 @@ def collectives(program):
     return found
 
 
+def evaluation(classifier, images, labels, on_several):
+    """Loss, metrics and logits, of batches of 16 of which the last is not full."""
+    generator = np.random.default_rng(0)
+    for weight in classifier.weights:
+        if "seed_generator" not in weight.path:
+            weight.assign(generator.normal(size=weight.shape) * 0.3)
+    classifier.compile(
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=None,
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()],
+    )
+    if on_several:
+        batches = data.padded(images, labels, batch_size=16, model=classifier)
+        logits = data.predictions(classifier, images, batch_size=16, verbose=0)
+        return classifier.evaluate(batches, verbose=0), logits
+    found = classifier.evaluate(images, labels, batch_size=16, verbose=0)
+    return found, classifier.predict(images, batch_size=16, verbose=0)
+
+
+def evaluated(model, layout, count):
+    """How far evaluation of `count` images is from that on one device."""
+    images = np.concatenate([IMAGES, IMAGES[:, ::-1]])[:count]
+    labels = np.arange(count) % 3
+    overrides = {k: v for k, v in MODELS[model].items() if k != "seed"}
+    found = distribution.auto(preset_of(model), **LAYOUTS[layout], **overrides)
+    expected, expected_logits = evaluation(make(model), images, labels, False)
+    with found.scope():
+        figures, logits = evaluation(make(model), images, labels, True)
+    return {
+        "figures": [abs(a - b) for a, b in zip(figures, expected)],
+        "logits": np.abs(logits - expected_logits).max(axis=-1).tolist(),
+    }
+
+
+def arithmetic(model, arguments, overrides):
+    """What the costs on paper are, or why there are none."""
+    try:
+        found = distribution.costs(
+            preset_of(model), 8, len(IMAGES), optimizer="momentum", dtype="float32",
+            num_classes=3, **arguments, **overrides,
+        )  # fmt: skip
+    except ValueError as error:
+        return str(error)
+    return {**found.memory, **found.traffic}
+
+
 SINGLE = {}
 
 
@@ -169,6 +221,7 @@ def run(model, layout):
     ]
     return {
         "class": type(found).__name__,
+        "costs": arithmetic(model, arguments, overrides),
         "loss": abs(loss - expected_loss) / max(1, abs(expected_loss)),
         "gradients": max(
             float(np.abs(a - b).max() / max(1, np.abs(b).max()))
@@ -183,5 +236,7 @@ def run(model, layout):
 
 
 if __name__ == "__main__":
-    results = [[*case, run(*case)] for case in json.loads(sys.argv[2])]
+    cases, evaluations = map(json.loads, sys.argv[2:])
+    results = [[*case, run(*case)] for case in cases]
+    results += [[*case, evaluated(*case)] for case in evaluations]
     print("RESULTS " + json.dumps(results))

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,19 @@ CASES = [
     ("mixer", "all three"),
     ("mixer", "model"),
 ]
+# With the number of images: those of the last batch of 16 are no multiple of 8.
+EVALUATIONS = [
+    ("token choice", "experts on the batch", 19),
+    ("token choice", "all three", 19),
+    ("capacity at inference", "experts on the batch", 18),
+    ("capacity at inference", "experts on the batch", 19),
+]
+# Why the arithmetic has no answer, by model.
+WITHOUT_COSTS = {
+    "dropless": "without which every device runs all rows",
+    "whole batch": "whole groups on each device",
+    "mumoe": "an MLP or an MoE layer",
+}
 # Mesh sizes that the layouts promise: (expert parallel, model parallel).
 SPLITS = {
     "data": (1, 1),
@@ -64,7 +78,13 @@ def results(tmp_path_factory):
     script = Path(__file__).with_name("eight_devices.py")
     cases = [*CASES, ("large", "experts on the batch")]
     done = subprocess.run(
-        [sys.executable, str(script), str(dumps), json.dumps(cases)],
+        [
+            sys.executable,
+            str(script),
+            str(dumps),
+            json.dumps(cases),
+            json.dumps(EVALUATIONS),
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
@@ -72,7 +92,7 @@ def results(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     line = done.stdout.splitlines()[-1].removeprefix("RESULTS ")
-    found = {(model, layout): result for model, layout, result in json.loads(line)}
+    found = {tuple(case): result for *case, result in json.loads(line)}
     found["stderr"] = done.stderr
     return found
 
@@ -132,6 +152,33 @@ def test_tokens_travel_and_experts_stay(results, case):
     assert not [x for x in gathered if {"16]", "32]"} & {x.split(",")[-1]}]
 
 
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_costs_on_paper_are_those_measured(results, case):
+    model, layout = case
+    costs = results[case]["costs"]
+    if model in WITHOUT_COSTS:
+        assert re.search(WITHOUT_COSTS[model], costs)
+        return
+
+    def size(arrays):
+        return sum(
+            4 * math.prod(array["shard"])
+            for array in arrays
+            if "seed_generator" not in array["path"]
+        )
+
+    assert costs["weights"] == costs["gradients"] == size(results[case]["weights"])
+    assert costs["optimizer (momentum)"] == size(results[case]["slots"])
+    # A device keeps its own part of what it sends.
+    dealt = SPLITS[layout][0]
+    arrays = results[case]["collectives"].get("all-to-all", [])
+    buffers = sum(
+        4 * math.prod(map(int, re.findall(r"\d+", array.split("[")[1])))
+        for array in arrays
+    )
+    assert costs["all-to-all (tokens)"] == buffers * (dealt - 1) // dealt
+
+
 def test_no_part_is_made_whole_for_want_of_a_way(results):
     assert "rematerialization" not in results["stderr"]
 
@@ -158,3 +205,14 @@ def test_a_large_model_is_never_whole(results):
     # The program that draws it, on each device.
     assert "f32[1,4096,256]" in result["made"]
     assert "f32[8,4096,256]" not in result["made"]
+
+
+@pytest.mark.parametrize("case", EVALUATIONS, ids=lambda case: " ".join(map(str, case)))
+def test_evaluation_is_that_of_one_device(results, case):
+    result = results[case]
+    if case == ("capacity at inference", "experts on the batch", 19):
+        # The last image's group of two has a copy of it in it, which competes.
+        assert max(result["logits"][:18]) < 1e-4
+        return
+    assert max(result["logits"]) < 1e-4
+    assert max(result["figures"]) < 1e-5

@@ -1,0 +1,364 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Training at scale, on paper
+#
+# What does it take to train V-MoE-H/14 or LIMoE-H/14? This guide does the arithmetic
+# before any machine is rented: does the model fit, what travels between the chips, how
+# long is a step, and which command starts it. Every figure below is computed when the
+# guide runs, by `keras_moe.distribution.costs`. It needs no accelerator, and no weight
+# is ever made.
+#
+# In Colab, install the library from a checkout first: `%pip install -q
+# ./keras_moe[jax]`.
+
+# %%
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+from rich.console import Console
+from rich.table import Table
+
+from keras_moe import distribution, models
+
+console = Console(width=120, force_jupyter=False)
+GIB = 2**30
+
+
+def table(title, rows):
+    """Prints rows, dicts of one shape, as a table."""
+    shown = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        shown.add_column(name, justify="left" if name == "layout" else "right")
+    for row in rows:
+        shown.add_row(*map(str, row.values()))
+    console.print(shown)
+
+
+# %% [markdown]
+# ## The model
+#
+# V-MoE-H/14 is a ViT-H/14 in which every other block has 32 experts, of which each
+# token takes two.
+
+# %%
+D, H, E, MOE_BLOCKS = 1280, 5120, 32, 16
+model = models.describe("vmoe_h14")
+expert = 2 * D * H + H + D
+print(f"one expert:    2 x {D} x {H} + {H} + {D} = {expert / 1e6:.1f}M parameters")
+print(
+    f"all experts:   {MOE_BLOCKS} blocks x {E} x {expert / 1e6:.1f}M"
+    f" = {MOE_BLOCKS * E * expert / 1e9:.2f}B"
+)
+print(f"everything:    {model.parameters / 1e9:.2f}B")
+print(f"for one token: {model.active_parameters / 1e9:.2f}B")
+print(f"one image:     {model.num_tokens} tokens, {model.gflops:.0f} GFLOPs forward")
+
+# %% [markdown]
+# Nearly all parameters are experts', and a token meets few of them. That is why the
+# experts are what we split: each device keeps some of them, and tokens travel.
+#
+# ## Does it fit?
+#
+# With Adam, training keeps 16 bytes for a parameter: the weight, its gradient and two
+# moments, each in float32. (Matmuls are in bfloat16, the weights stay float32.)
+
+# %%
+need = 16 * model.parameters
+chip = distribution.CHIPS["tpu_v4"]
+print(f"16 bytes x {model.parameters / 1e9:.2f}B = {need / GIB:.0f} GiB")
+print(f"one {chip.name} has {chip.memory / GIB:.0f} GiB")
+
+# %% [markdown]
+# It does not fit whole. What if a pod slice of 256 chips shares out the experts? With
+# `expert_parallel=n`, n chips deal the experts among them, and 256 / n groups of chips
+# do the same with their own part of the batch.
+
+# %%
+CHIPS, BATCH = 256, 4096
+
+
+def plan(name, preset, devices, batch_size, **options):
+    """One row: what a layout costs."""
+    found = distribution.costs(preset, devices, batch_size, **options)
+    fastest, slowest = found.step_seconds
+    return {
+        "layout": name,
+        "weights": f"{found.memory['weights'] / GIB:.1f}",
+        "activations": f"{found.memory['activations'] / GIB:.1f}",
+        "all GiB": f"{found.memory_bytes / GIB:.1f}",
+        "fits": "yes" if found.fits else "no",
+        "all-to-all": f"{found.traffic['all-to-all (tokens)'] / 1e9:.2f}",
+        "all-reduce GB": f"{found.traffic['all-reduce (gradients)'] / 1e9:.2f}",
+        "step ms": f"{1e3 * fastest:.0f} to {1e3 * slowest:.0f}",
+    }
+
+
+table(
+    f"V-MoE-H/14, {CHIPS} x {chip.name}, a batch of {BATCH}: each chip",
+    [
+        plan(f"expert_parallel={n}", "vmoe_h14", CHIPS, BATCH, expert_parallel=n)
+        for n in (1, 2, 4, 8, 16, 32)
+    ],
+)
+
+# %% [markdown]
+# Memory is in GiB, what leaves a chip in a step in GB. Read the rows from the top.
+# Plain data parallelism (`expert_parallel=1`) has all experts everywhere: too much
+# memory, and every gradient is summed over all chips. Each doubling halves the experts
+# on a chip. What is not halved any more are attention, the dense blocks and the
+# activations.
+#
+# **Split over as many devices as the experts allow (32 here), unless memory is
+# plentiful**: the experts' gradients then need to be summed over 256 / 32 chips only,
+# and the tokens that travel instead are fewer bytes.
+#
+# ## What travels
+#
+# A group of 8 images is routed together. An expert takes at most `C` of its tokens,
+# `C = ceil(S K c / E)` rounded up to a multiple of 4. Slots are sent whether they are
+# full or not, to the experts and back, and for the gradient once more. Of all that, the
+# part for a chip's own experts stays.
+
+# %%
+S = 8 * model.num_tokens
+block = models.presets.unbuilt_blocks("vmoe_h14")[1]
+router = block.feed_forward.router
+C = router.group_capacity(S, training=True)
+groups = BATCH // CHIPS // 8
+ways = 32
+buffer = groups * E * C * D * 2
+sent = 4 * MOE_BLOCKS * buffer * (ways - 1) // ways
+print(
+    f"C = {S} x {router.num_selected_experts} x {router.capacity_factor} / {E} -> {C}"
+)
+print(
+    f"slots of a chip: {groups} groups x {E} x {C} x {D} numbers x 2 bytes"
+    f" = {buffer / 1e6:.1f} MB"
+)
+print(
+    f"a step sends:    4 x {MOE_BLOCKS} blocks x {buffer / 1e6:.1f} MB"
+    f" x {ways - 1}/{ways} = {sent / 1e9:.2f} GB from each chip,"
+    f" {CHIPS * sent / 1e12:.2f} TB from all"
+)
+found = distribution.costs("vmoe_h14", CHIPS, BATCH, expert_parallel=ways)
+assert found.traffic["all-to-all (tokens)"] == sent
+
+# %% [markdown]
+# ## How long is a step?
+#
+# The backward pass does twice the forward pass's work: three times the FLOPs in all.
+# No chip reaches its peak. We assume 40% of it; measure yours, and put it in as
+# `utilization=`. In a torus most data pass through other chips on their way, so that an
+# all-to-all gets a part of the links' bandwidth only.
+
+# %%
+flops = 3 * 1e9 * model.gflops * BATCH / CHIPS
+print(f"3 x {model.gflops:.0f} GFLOPs x {BATCH} / {CHIPS} = {flops / 1e12:.1f} TFLOPs")
+print(
+    f"at 40% of {chip.peak_flops / 1e12:.0f} TFLOP/s:"
+    f" {1e3 * flops / (0.4 * chip.peak_flops):.0f} ms"
+)
+rate = chip.all_to_all_bandwidth(ways)
+print(
+    f"all-to-all: {sent / 1e9:.2f} GB at {rate / 1e9:.0f} GB/s"
+    f" = {1e3 * sent / rate:.0f} ms (all links: {chip.bandwidth / 1e9:.0f} GB/s)"
+)
+found.print(console)
+
+# %% [markdown]
+# The last two rows are the ends of a range: sending hides wholly behind computing, or
+# not at all. Where a real step is slower than both, look for padding, an input
+# pipeline that does not keep up, or groups that do not lie whole on a chip.
+#
+# ## Other pods, and eight H200
+#
+# When activations are too much, `rematerialize=True` ("again" in the tables) keeps the
+# blocks' inputs alone and computes the rest again: a third more work, and tokens travel
+# half as often again. When the optimizer's state is
+# too much, Adafactor keeps a bfloat16 moment and sums of rows and columns.
+
+# %%
+for name in ("tpu_v4", "tpu_v5e", "tpu_v5p"):
+    table(
+        f"V-MoE-H/14, {CHIPS} x {name}, a batch of {BATCH}, expert_parallel=32",
+        [
+            plan(
+                f"{optimizer}{', again' if again else ''}",
+                "vmoe_h14",
+                CHIPS,
+                BATCH,
+                chip=name,
+                expert_parallel=ways,
+                optimizer=optimizer,
+                rematerialize=again,
+            )
+            for optimizer, again in (
+                ("adam", False),
+                ("adafactor", False),
+                ("adafactor", True),
+            )
+        ],
+    )
+
+# %% [markdown]
+# Eight H200 in one machine are few chips with much memory each. With 8 devices each has
+# four experts of a block. Every GPU reaches every other directly, so nothing passes
+# through a third one. The batch is what the memory leaves room for.
+
+# %%
+table(
+    "V-MoE-H/14, 8 x h200, adam: each GPU",
+    [
+        plan(
+            f"{size} images, experts/{n}, heads/{m}{', again' if again else ''}",
+            "vmoe_h14",
+            8,
+            size,
+            chip="h200",
+            expert_parallel=n,
+            model_parallel=m,
+            rematerialize=again,
+        )
+        for size, n, m, again in (
+            (64, 1, 1, False),
+            (512, 8, 1, False),
+            (512, 4, 2, False),
+            (512, 8, 1, True),
+            (2048, 8, 1, True),
+        )
+    ],
+)
+
+# %% [markdown]
+# Splitting heads and hidden units (`model_parallel=2`) saves weights outside the
+# experts, which are few, and pays by sums of activations in every block. **Take it only
+# where one image's share of a block does not fit otherwise**; for these models it does
+# not pay.
+#
+# ## LIMoE-H/14
+#
+# One tower reads images and texts; both modalities are routed together. Published
+# (LIMoE, A.3 and Table 4): H/14 with 32 experts in 12 of 32 blocks, one expert for each
+# token, images of 288 pixels, 16 text tokens, a batch of 21,502, Adafactor.
+#
+# The model itself is not in the zoo, so we describe it as `vmoe_h14` with other
+# arguments. What is approximated:
+#
+# - 288 is no multiple of 14. We take 294, which gives 441 patches, 27.6 for each text
+#   token; the paper says that there are about 27.
+# - The batch is rounded up to a multiple of the chips. All that lies on a chip is one
+#   group, as in the paper; the capacity factor is V-MoE's.
+# - The text's embedding, the contrastive head and its exchange of representations are
+#   left out. So is attention's mask, and the two modalities' different positions.
+
+# %%
+LIMOE = {
+    "image_shape": (294, 294, 3),
+    # Blocks 3, 7, 11, ... of A.3, counted from 0.
+    "moe_layers": [2, 6, 10, 14, 17, 20, 23, 25, 27, 29, 30, 31],
+    "num_selected_experts": 1,
+    "class_token": False,
+}
+limoe = models.describe("vmoe_h14", **LIMOE)
+VOCABULARY = 32_000 * D  # T5's, as large as it is usually trained
+print(f"{limoe.num_tokens} patches, {limoe.num_tokens / 16:.1f} for each text token")
+print(f"parameters: {(limoe.parameters + VOCABULARY) / 1e9:.2f}B (paper: 5.6B)")
+print(f"for a token: {(limoe.active_parameters + VOCABULARY) / 1e6:.0f}M (paper: 675M)")
+
+
+def limoe_plan(name, chips, chip, batch_size=21_502, **options):
+    images = -(-batch_size // chips)
+    return plan(
+        name.format(images * chips),
+        "vmoe_h14",
+        chips,
+        images * chips,
+        chip=chip,
+        expert_parallel=min(chips, 32),
+        optimizer="adafactor",
+        text_tokens=16,
+        images_per_group=images,
+        **{"rematerialize": True, **LIMOE, **options},
+    )
+
+
+for name in ("tpu_v4", "tpu_v5e", "tpu_v5p"):
+    table(
+        f"LIMoE-H/14 on {name}, adafactor, rematerialised, expert_parallel=32",
+        [limoe_plan(f"{n} chips, {{}} pairs", n, name) for n in (256, 1024)],
+    )
+table(
+    "LIMoE-H/14, 8 x h200, adafactor, expert_parallel=8",
+    [
+        limoe_plan("{} pairs, again", 8, "h200"),
+        limoe_plan("{} pairs, again", 8, "h200", batch_size=8192),
+        limoe_plan("{} pairs", 8, "h200", batch_size=512, rematerialize=False),
+    ],
+)
+
+# %% [markdown]
+# The published batch is too much for eight GPUs. A contrastive loss needs its whole
+# batch at once: it cannot be cut into pieces whose gradients are added up. So a batch
+# that does not fit means rematerialisation or more chips, not accumulation.
+#
+# ## The command
+#
+# One process runs on each host. All of them are told who they are, and each reads its
+# own part of the data. The layout is the one of the tables above.
+
+
+# %%
+def command(preset, batch_size, expert_parallel, hosts=1, model=(), model_parallel=1):
+    """The shell command on the first host."""
+    parts = [
+        "python tools/train.py --recipe vmoe_b16_i21k",
+        f"--set preset={preset} batch_size={batch_size} dtype=mixed_bfloat16",
+        f"--model {' '.join(model)}" if model else "",
+        f"--devices all --expert-parallel {expert_parallel}",
+        f"--model-parallel {model_parallel}" if model_parallel > 1 else "",
+        f"--coordinator HOST:PORT --num-processes {hosts} --process-id 0"
+        if hosts > 1
+        else "",
+    ]
+    return " \\\n    ".join(part for part in parts if part)
+
+
+print(f"# {CHIPS} chips of a v4 pod, four on a host; on host n, --process-id n")
+print(command("vmoe_h14", BATCH, ways, hosts=CHIPS // 4))
+print("\n# eight H200")
+print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
+
+# %% [markdown]
+# `tools/plan.py` prints the same arithmetic for any preset, chip and layout:
+#
+# ```shell
+# python tools/plan.py --preset vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
+# ```
+#
+# ## When it does not fit
+#
+# In this order, since each costs more than the one before:
+#
+# 1. split experts over more devices (`expert_parallel="batch"` where it divides);
+# 2. Adafactor in the place of Adam;
+# 3. `rematerialize=True`;
+# 4. a smaller batch, with accumulation of gradients where the loss allows;
+# 5. `model_parallel=2`;
+# 6. more chips.
+#
+# How far to trust it: bytes of weights and of the all-to-all are exact (the tests
+# compare them with compiled programs). Activations are counted as XLA keeps them on a
+# CPU, where it fuses least: a pod needs less. What nobody can compute is the
+# utilisation: time ten steps, and put in what you see.

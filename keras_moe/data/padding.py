@@ -1,0 +1,205 @@
+"""Batches that are all full, so that several devices can share each of them.
+
+Axes: B batch, N examples, M examples with padding.
+"""
+
+import numbers
+from typing import Any
+
+import keras
+import numpy as np
+
+
+def padded(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+    num_examples: int | None = None,
+    model: keras.Model | None = None,
+) -> Any:
+    """Batches for `evaluate` and `validation_data` that are all full.
+
+    A distribution splits each batch evenly over devices, which the last one of an epoch
+    seldom allows. Here it is filled with copies of its last example that have weight 0.
+    Keras divides a batch's loss by B, and averages over batches by B, padding and all:
+    therefore every real example has weight M / N, and the epoch's loss is that of the N
+    examples alone. Averages of `weighted_metrics` do not see a factor of all weights,
+    and are exact, too; a metric that counts, such as `TruePositives`, counts M / N for
+    each. What is in compile's `metrics` reads no weights, and would take padding for
+    examples: give `model`, and it is refused.
+
+    No image sees another at inference by default, so padding changes no prediction.
+    With `eval_capacity_factor` it competes for capacity within its group: predictions
+    are exact for groups of real images alone, as all are where the images of the last
+    batch are a multiple of `images_per_group`.
+
+    Args:
+        x: images, or a structure of arrays; or a `tf.data.Dataset` of batches
+            `(images, labels)` or `(images, labels, sample_weight)`, of any sizes.
+        y: labels, with arrays.
+        sample_weight: (N,), with arrays.
+        batch_size: B, a multiple of the devices that share a batch. None takes that of
+            the dataset, or of arrays 32 at most, rounded up to such a multiple.
+        num_examples: N of a dataset, which is otherwise read once to count.
+        model: whose compiled metrics are checked.
+
+    Returns:
+        A `tf.data.Dataset` of batches `(images, labels, weights)` with float32
+        weights, or of `(images,)` where there are no labels.
+
+    Raises:
+        ValueError: if the devices do not divide the batch, there are no examples or no
+            end of them, or `model` has metrics that read no weights.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.data import padded
+    >>> batches = padded(np.zeros((5, 2, 2, 3)), np.arange(5), batch_size=4)
+    >>> _, (images, labels, weights) = batches.as_numpy_iterator()
+    >>> images.shape, labels.tolist(), weights.round(2).tolist()
+    ((4, 2, 2, 3), [4, 4, 4, 4], [1.600000023841858, 0.0, 0.0, 0.0])
+    """
+    if model is not None:
+        _check_metrics(model)
+    return _padded(x, y, sample_weight, batch_size, num_examples)[0]
+
+
+def predictions(
+    model: keras.Model,
+    x: Any,
+    batch_size: int | None = None,
+    num_examples: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What a model says of each example, on several devices, without the padding.
+
+    Args:
+        model: any.
+        x: as for `padded`.
+        batch_size: as for `padded`.
+        num_examples: as for `padded`.
+        **kwargs: see `keras.Model.predict`.
+
+    Returns:
+        What `model.predict` gives, for N examples.
+
+    Raises:
+        ValueError: as `padded`.
+
+    Example:
+
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe.data import predictions
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    >>> predictions(model, np.ones((5, 2)), batch_size=4, verbose=0).shape
+    (5, 3)
+    """
+    batches, length = _padded(x, None, None, batch_size, num_examples)
+    outputs = model.predict(batches, **kwargs)
+    return keras.tree.map_structure(lambda output: output[:length], outputs)
+
+
+def _padded(x, y, sample_weight, batch_size, num_examples):
+    """The full batches, and N: examples come before all padding."""
+    import tensorflow as tf
+
+    if isinstance(x, tf.data.Dataset):
+        if y is not None or sample_weight is not None:
+            raise ValueError(
+                "Expected neither y nor sample_weight with a dataset, which has its own"
+            )
+        if x.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise ValueError(
+                "Expected a dataset with an end; received: one that repeats"
+            )
+        if num_examples is None:
+            sizes = x.map(lambda *batch: _size(tf, batch))
+            num_examples = int(sizes.reduce(np.int64(0), lambda x, size: x + size))
+    elif isinstance(x, keras.utils.PyDataset):
+        # The models of this library are KerasHub's tasks, which take none.
+        raise ValueError("Expected arrays or a tf.data.Dataset; received: a PyDataset")
+    else:
+        if y is None and sample_weight is not None:
+            raise ValueError("Expected labels with sample_weight; received: y=None")
+        arrays = tuple(part for part in (x, y, sample_weight) if part is not None)
+        lengths = {len(array) for array in keras.tree.flatten(arrays)}
+        if len(lengths) != 1 or num_examples not in (None, *lengths):
+            raise ValueError(
+                "Expected arrays of one length; received: "
+                f"lengths={sorted(lengths)}, num_examples={num_examples}"
+            )
+        (num_examples,) = lengths
+        x = tf.data.Dataset.from_tensor_slices(arrays).batch(32)
+    if num_examples < 1:
+        raise ValueError(
+            f"Expected at least one example; received: num_examples={num_examples}"
+        )
+    devices = _batch_devices()
+    if batch_size is None:
+        batch_size = next(int(size) for size in x.map(lambda *b: _size(tf, b)))
+        batch_size = -(-batch_size // devices) * devices
+    elif (
+        not isinstance(batch_size, numbers.Integral)
+        or batch_size < 1
+        or batch_size % devices
+    ):
+        raise ValueError(
+            f"Expected batch_size to be a positive multiple of the {devices} devices "
+            f"that share a batch; received: batch_size={batch_size!r}"
+        )
+    return _filled(tf, x, int(batch_size), num_examples), num_examples
+
+
+def _filled(tf, dataset, batch_size, num_examples):
+    num_batches = -(-num_examples // batch_size)
+    scale = num_batches * batch_size / num_examples
+
+    def fill_batch(*batch):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        size = _size(tf, batch)
+
+        def fill(array):
+            padding = tf.repeat(array[-1:], batch_size - size, axis=0)
+            array = tf.concat([array, padding], axis=0)
+            return tf.ensure_shape(array, (batch_size, *array.shape[1:]))
+
+        x = tf.nest.map_structure(fill, x)
+        if y is None:
+            return (x,)
+        weights = tf.ones([size]) if weights is None else tf.cast(weights, "float32")
+        is_real = tf.range(batch_size, dtype=tf.int64) < size
+        is_real = tf.reshape(is_real, [-1] + [1] * (weights.shape.rank - 1))
+        weights = fill(weights) * tf.cast(is_real, "float32") * scale
+        return x, tf.nest.map_structure(fill, y), weights
+
+    dataset = dataset.rebatch(batch_size).map(
+        fill_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    )
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
+    return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def _size(tf, batch):
+    return tf.shape(keras.tree.flatten(batch)[0], out_type=tf.int64)[0]
+
+
+def _batch_devices():
+    """How many devices share a batch under the current distribution."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return 1
+    mesh = distribution.device_mesh
+    return dict(zip(mesh.axis_names, mesh.shape))[distribution.batch_dim_name]
+
+
+def _check_metrics(model):
+    metrics = model.get_compile_config().get("metrics")
+    if metrics:
+        raise ValueError(
+            "Expected a model compiled with weighted_metrics=... in the place of "
+            "metrics=..., which read no weights and would count padding; received: "
+            f"metrics={metrics}"
+        )

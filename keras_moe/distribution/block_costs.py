@@ -1,0 +1,189 @@
+"""What one encoder block costs a device: weights, activations, what it sends.
+
+Axes: B batch, N tokens, D hidden, H mlp, E experts, C capacity, S group_size.
+"""
+
+from typing import Any, NamedTuple
+
+from keras_moe.layers import MLP, MoE, SelfAttention
+
+# What is kept of a token's D, of an attention weight and of a hidden unit.
+PER_TOKEN, PER_PAIR, PER_HIDDEN_UNIT = 11, 3, 3
+# A router's logits, noisy logits and gates, in float32.
+ROUTING_BYTES = 3 * 4
+
+
+class Share(NamedTuple):
+    """A device's share of the batch.
+
+    Attributes:
+        images: how many.
+        batch_size: images of all devices together.
+        sequences: the tokens of each image's sequences: its own, and those of a text
+            that goes with it.
+        dim: D.
+        model_parallel: over how many devices heads and hidden units are split.
+        itemsize: bytes of a number in the tokens' dtype.
+    """
+
+    images: int
+    batch_size: int
+    sequences: tuple
+    dim: int
+    model_parallel: int
+    itemsize: int
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of the share."""
+        return self.images * sum(self.sequences)
+
+
+def weight_shapes(block: Any, num_tokens: int, dim: int) -> dict[str, tuple]:
+    """Shapes by path of those weights of a block that a layout may split.
+
+    Args:
+        block: an `EncoderBlock`, not built.
+        num_tokens: N.
+        dim: D.
+
+    Example:
+
+    >>> from keras_moe.distribution.block_costs import weight_shapes
+    >>> from keras_moe.models.presets import unbuilt_blocks
+    >>> block = unbuilt_blocks("vmoe_b16")[1]
+    >>> weight_shapes(block, 197, 768)["block_1/moe/experts/output_kernel"]
+    (32, 3072, 768)
+    """
+    shapes = {}
+    mixer, feed_forward = block.token_mixer, block.feed_forward
+    if isinstance(mixer, SelfAttention):
+        heads, size = mixer.num_heads, mixer.key_dim
+        for name in ("query", "key", "value"):
+            shapes[f"attention/{name}/kernel"] = (dim, heads, size)
+            shapes[f"attention/{name}/bias"] = (heads, size)
+        shapes["attention/attention_output/kernel"] = (heads, size, dim)
+        shapes["attention/attention_output/bias"] = (dim,)
+    elif isinstance(mixer, MLP):
+        shapes.update(_mlp_shapes("token_mlp", num_tokens, mixer.mlp_dim))
+    if isinstance(feed_forward, MLP):
+        shapes.update(_mlp_shapes("mlp", dim, feed_forward.mlp_dim))
+    elif isinstance(feed_forward, MoE):
+        experts = feed_forward.experts
+        count, size = experts.num_experts, experts.mlp_dim
+        biases = {"output": (count, dim)}
+        for name in ("hidden", "gate") if experts.gated else ("hidden",):
+            shapes[f"moe/experts/{name}_kernel"] = (count, dim, size)
+            biases[name] = (count, size)
+        shapes["moe/experts/output_kernel"] = (count, size, dim)
+        if experts.use_bias:
+            for name, shape in biases.items():
+                shapes[f"moe/experts/{name}_bias"] = shape
+    return {f"{block.name}/{path}": shape for path, shape in shapes.items()}
+
+
+def _mlp_shapes(name, size, mlp_dim):
+    return {
+        f"{name}/hidden/kernel": (size, mlp_dim),
+        f"{name}/hidden/bias": (mlp_dim,),
+        f"{name}/output/kernel": (mlp_dim, size),
+        f"{name}/output/bias": (size,),
+    }
+
+
+def expert_slots(block: Any, share: Share) -> int:
+    """The slots of all experts for a device's tokens, while training.
+
+    Args:
+        block: an `EncoderBlock`, not built.
+        share: of the batch.
+
+    Returns:
+        Groups times E times C; 0 for a dense block; without capacity the tokens times
+        the experts that each selects.
+
+    Raises:
+        ValueError: if groups do not lie whole on the device.
+    """
+    moe = block.feed_forward
+    if not isinstance(moe, MoE):
+        return 0
+    router = moe.router
+    if router.groups_by_image(True):
+        num_groups, size = share.images, sum(share.sequences)
+    else:
+        images = share.batch_size
+        if moe.group_size is not None:
+            images = min(images, moe.group_size // share.sequences[0])
+        # Images with their texts.
+        size = images * sum(share.sequences)
+        num_groups, rest = divmod(share.tokens, size)
+        if rest:
+            raise ValueError(
+                "Expected whole groups on each device; received: groups of "
+                f"{size} tokens, {share.tokens} tokens on each device"
+            )
+    capacity = router.group_capacity(size, True)
+    if capacity is None:
+        return num_groups * router.num_slots(size)
+    return num_groups * moe.experts.num_experts * capacity
+
+
+def activation_bytes(block: Any, share: Share) -> int:
+    """What a block keeps for its gradient, on each device.
+
+    Per token 11 D; with attention 3 numbers for each head and pair of tokens; 3 H for
+    an MLP, whose activation is in between, and as much for an expert's slot, and 2 D
+    for its input and output; the router's logits and gates. This is what XLA's compiled
+    training steps were found to keep on CPU, where it fuses least. A gradient needs
+    8 D (the block's input, the norms' outputs, the sum between, queries, keys, values
+    and context), 1 per pair, and 2 H. Gated experts keep one H more either way. Tensor
+    parallelism splits pairs and hidden units, and of the 11 D is taken to split none.
+
+    Args:
+        block: an `EncoderBlock`, not built.
+        share: of the batch.
+    """
+    split, dim = share.model_parallel, share.dim
+    mixer, feed_forward = block.token_mixer, block.feed_forward
+    numbers = PER_TOKEN * dim * share.tokens
+    if isinstance(mixer, SelfAttention):
+        pairs = share.images * sum(length**2 for length in share.sequences)
+        numbers += PER_PAIR * mixer.num_heads * pairs // split
+    elif isinstance(mixer, MLP):
+        numbers += PER_HIDDEN_UNIT * mixer.mlp_dim * dim * share.images // split
+    else:
+        raise ValueError(
+            "Expected a block with attention or MLPs; received: "
+            f"token_mixer={type(mixer).__name__}"
+        )
+    routing = 0
+    if isinstance(feed_forward, MLP):
+        numbers += PER_HIDDEN_UNIT * feed_forward.mlp_dim * share.tokens // split
+    elif isinstance(feed_forward, MoE):
+        slots, experts = expert_slots(block, share), feed_forward.experts
+        hidden = (PER_HIDDEN_UNIT + experts.gated) * experts.mlp_dim
+        numbers += slots * hidden // split + slots * 2 * dim
+        routing = share.tokens * feed_forward.router.num_experts * ROUTING_BYTES
+    else:
+        raise ValueError(
+            "Expected a block with an MLP or an MoE layer; received: "
+            f"feed_forward={type(feed_forward).__name__}"
+        )
+    return numbers * share.itemsize + routing
+
+
+def model_parallel_bytes(block: Any, share: Share) -> int:
+    """The activations of a block that are summed over the devices of its heads.
+
+    The token mixer's and the feed-forward layer's outputs; for the gradient as many.
+
+    Args:
+        block: an `EncoderBlock`, not built.
+        share: of the batch.
+
+    Reference:
+        *Megatron-LM*, section 3.
+    """
+    slots = expert_slots(block, share) or share.tokens
+    return (share.tokens + slots) * share.dim * share.itemsize

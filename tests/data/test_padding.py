@@ -1,0 +1,125 @@
+"""Full batches: the numbers of the examples alone."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.data import padded, predictions
+from tests.small_models import SMALL, images, with_weights
+
+# 11 images in batches of 4: the last has 3, with one copy that weighs nothing.
+IMAGES = images(11, *SMALL["image_shape"])
+LABELS = np.arange(11) % 3
+WEIGHTS = np.linspace(0.5, 2, 11).astype("float32")
+
+
+def classifier(**overrides):
+    model = models.from_preset("vit_s16", num_classes=3, **{**SMALL, **overrides})
+    model.compile(
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=None,
+        weighted_metrics=[
+            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+            keras.metrics.SparseCategoricalCrossentropy(
+                from_logits=True, name="entropy"
+            ),
+        ],
+    )
+    return with_weights(model)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return classifier()
+
+
+def dataset(*arrays, batch_size=4):
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size)
+
+
+@pytest.mark.parametrize("arrays", [(IMAGES, LABELS), (IMAGES, LABELS, WEIGHTS)])
+def test_loss_and_metrics_are_those_of_the_examples(model, arrays):
+    keys = dict(zip(("sample_weight",), arrays[2:]))
+    expected = model.evaluate(*arrays[:2], batch_size=4, verbose=0, **keys)
+    for batches in (padded(*arrays, batch_size=4), padded(dataset(*arrays))):
+        assert {len(part) for batch in batches for part in batch} == {4}
+        found = model.evaluate(batches, verbose=0)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: IMAGES, lambda: dataset(IMAGES, LABELS, batch_size=5)]
+)
+def test_predictions_have_no_padding(model, make):
+    found = predictions(model, make(), batch_size=4, verbose=0)
+    expected = model.predict(IMAGES, batch_size=4, verbose=0)
+    assert found.shape == (11, 3)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_validation_while_training(model):
+    batches = padded(dataset(IMAGES, LABELS), model=model)
+    history = model.fit(
+        IMAGES[:4], LABELS[:4], epochs=2, verbose=0, validation_data=batches
+    ).history
+    expected = model.evaluate(IMAGES, LABELS, batch_size=4, verbose=0)
+    found = [history[name][-1] for name in ("val_loss", "val_accuracy", "val_entropy")]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_groups_of_real_images_are_as_they_were():
+    model = classifier(eval_capacity_factor=0.5, images_per_group=2)
+    whole = model.predict(IMAGES[:10], batch_size=4, verbose=0)
+    # Ten images: the last batch has a group of two, and a group of copies.
+    found = predictions(model, IMAGES[:10], batch_size=4, verbose=0)
+    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+    # Eleven: the last of them shares its group with a copy.
+    found = predictions(model, IMAGES, batch_size=4, verbose=0)
+    np.testing.assert_allclose(found[:10], whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.backend_free
+def test_batch_sizes():
+    def sizes(batches):
+        return [len(batch[0]) for batch in batches]
+
+    assert sizes(padded(IMAGES, LABELS)) == [11]
+    assert sizes(padded(dataset(IMAGES, LABELS))) == [4, 4, 4]
+    assert sizes(padded(dataset(IMAGES, LABELS), batch_size=6)) == [6, 6]
+    assert padded(dataset(IMAGES), num_examples=11).cardinality() == 3
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": IMAGES, "batch_size": 0}, "batch_size=0"),
+        ({"x": IMAGES, "y": LABELS[:3]}, r"lengths=\[3, 11\]"),
+        ({"x": IMAGES, "num_examples": 3}, "num_examples=3"),
+        ({"x": IMAGES[:0]}, "num_examples=0"),
+        ({"x": IMAGES, "sample_weight": WEIGHTS}, "y=None"),
+        ({"x": keras.utils.PyDataset()}, "a PyDataset"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        padded(**arguments)
+
+
+@pytest.mark.backend_free
+def test_datasets_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="repeats"):
+        padded(dataset(IMAGES).repeat())
+    with pytest.raises(ValueError, match="neither y nor sample_weight"):
+        padded(dataset(IMAGES), LABELS)
+
+
+@pytest.mark.backend_free
+def test_metrics_that_would_count_padding_are_refused(model):
+    padded(IMAGES, LABELS, model=model)
+    plain = models.from_preset("vit_s16", num_classes=3, **SMALL)
+    with pytest.raises(ValueError, match="weighted_metrics"):
+        padded(IMAGES, LABELS, model=plain)

@@ -1,0 +1,208 @@
+"""The arithmetic of training: counts by hand, and XLA's own account."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.distribution import CHIPS, Chip, costs
+from keras_moe.distribution.chips import torus_sides
+
+# 9 tokens and a class token; 2 experts of 2 for each token, groups of 2 images.
+SMALL = {
+    "image_shape": (12, 12, 3),
+    "patch_size": 4,
+    "hidden_dim": 8,
+    "num_layers": 1,
+    "num_heads": 2,
+    "mlp_dim": 16,
+    "num_experts": 4,
+    "num_selected_experts": 2,
+    "moe_layers": [0],
+    "images_per_group": 2,
+    "capacity_factor": 1.0,
+    "capacity_multiple_of": None,
+}
+
+
+def small(*arguments, **options):
+    return costs("vit_s16", *arguments, **{**SMALL, **options})
+
+
+@pytest.mark.backend_free
+def test_counts_by_hand():
+    chip = Chip("one", 1e9, 1e6, 1e9, 2, 1e6, 0, "made up")
+    found = small(4, 8, chip, model_parallel=1, utilization=0.5)
+    model = models.describe("vit_s16", **SMALL)
+    # Kernels and biases of 4 experts: 3 are elsewhere.
+    expert = 2 * 8 * 16 + 16 + 8
+    assert found.parameters == model.parameters
+    assert found.device_parameters == model.parameters - 3 * expert
+    assert found.memory["weights"] == 4 * found.device_parameters
+    assert found.memory["optimizer (adam)"] == 8 * found.device_parameters
+    # One group of 20 tokens: 4 experts of 10 slots, in bfloat16, there and back, twice.
+    assert found.traffic["all-to-all (tokens)"] == 4 * (40 * 8 * 2) * 3 // 4
+    assert found.all_to_all_bytes == 4 * found.traffic["all-to-all (tokens)"]
+    shared = 4 * (model.parameters - 4 * expert)
+    assert found.traffic["all-reduce (gradients)"] == shared * 2 * 3 // 4
+    assert found.traffic["all-reduce (heads, hidden units)"] == 0
+    assert found.flops == 3 * sum(part.flops for part in model.parts) * 2
+    assert found.seconds["compute"] == found.flops / 0.5e9
+    sending = sum(found.traffic.values()) / 2e6
+    np.testing.assert_allclose(found.communication_seconds, sending)
+    np.testing.assert_allclose(
+        found.step_seconds,
+        (max(found.seconds["compute"], sending), found.seconds["compute"] + sending),
+    )
+    assert found.fits
+    assert not small(4, 8, chip._replace(memory=1e3)).fits
+
+
+@pytest.mark.backend_free
+def test_layouts_change_what_they_should():
+    data, experts = small(4, 8, expert_parallel=1), small(4, 8, expert_parallel=2)
+    assert data.traffic["all-to-all (tokens)"] == 0
+    assert data.device_parameters == data.parameters
+    # Gradients of experts are summed over the two devices that have the same.
+    assert (
+        0
+        < experts.traffic["all-reduce (gradients)"]
+        < data.traffic["all-reduce (gradients)"]
+    )
+    heads = small(4, 8, expert_parallel=1, model_parallel=2)
+    # (10 tokens + 10 slots per image) of D = 8 in bfloat16, forward and backward.
+    assert heads.traffic["all-reduce (heads, hidden units)"] == 2 * 4 * (
+        (10 + 20) * 8 * 2
+    )
+    again = small(4, 8, rematerialize=True)
+    kept = small(4, 8)
+    # The inputs of the one block of 2 images beside all that it keeps.
+    assert again.memory["activations"] == kept.memory["activations"] + 2 * 10 * 8 * 2
+    assert again.flops > kept.flops
+    ratio = again.traffic["all-to-all (tokens)"] / kept.traffic["all-to-all (tokens)"]
+    assert ratio == 1.5
+
+
+@pytest.mark.backend_free
+def test_optimizers_and_text():
+    def state(optimizer):
+        found = costs("vit_s16", 1, 8, optimizer=optimizer, num_layers=1)
+        return found.memory[f"optimizer ({optimizer})"], found.parameters
+
+    (none, size), (adam, _), (adafactor, _) = map(state, ("sgd", "adam", "adafactor"))
+    assert (none, adam) == (0, 8 * size)
+    # Two bytes, and sums of rows and columns.
+    assert 2 * size < adafactor < 4 * size
+    without, with_text = small(4, 8), small(4, 8, text_tokens=5)
+    # Groups of 2 x 15 tokens in the place of 2 x 10.
+    assert with_text.traffic["all-to-all (tokens)"] == (
+        without.traffic["all-to-all (tokens)"] * 3 // 2
+    )
+    assert without.flops < with_text.flops < 1.5 * without.flops
+    assert with_text.parameters == without.parameters
+
+
+@pytest.mark.backend_free
+def test_a_torus_passes_data_on():
+    assert torus_sides(24, 3) == (2, 3, 4)
+    assert torus_sides(7, 2) == (1, 7)
+    chip = CHIPS["tpu_v4"]
+    # Half of a ring of 16 sends half of its data over the two cuts, each way.
+    ring = chip._replace(torus=1, links=2)
+    crossing = 8 / 2
+    assert ring.all_to_all_bandwidth(16) == 2 * chip.link_bandwidth / crossing
+    assert chip.all_to_all_bandwidth(2) <= chip.bandwidth
+    assert CHIPS["h200"].all_to_all_bandwidth(8) == CHIPS["h200"].bandwidth
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 8, "tpu_v9"), "'tpu_v9'"),
+        ((4, 9), "batch_size=9"),
+        ((4, 4), r"groups of 20 tokens, 10 tokens on each device"),
+        ((8, 16, "h200", 8), "expert_parallel=8, num_experts=4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        small(*arguments)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "lion"}, "'lion'"),
+        ({"dtype": "int8"}, "'int8'"),
+        ({"utilization": 0}, "utilization=0"),
+        ({"dropless": True, "capacity_factor": None}, "4 devices share the batch"),
+        ({"router": "mumoe", "num_selected_experts": None}, "MuMoE"),
+    ],
+)
+def test_options_that_have_no_costs_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        small(4, 8, **options)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="XLA's account")
+def test_memory_is_what_xla_says():
+    import jax
+
+    arguments = {
+        "image_shape": (64, 64, 3),
+        "patch_size": 8,
+        "hidden_dim": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "mlp_dim": 256,
+        "moe_layers": "every_2",
+        "num_experts": 8,
+        "num_selected_experts": 1,
+        "images_per_group": 4,
+    }
+    model = models.from_preset("vit_s16", num_classes=10, **arguments)
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+
+    def loss(trainable, state, images):
+        logits, state, losses = model.stateless_call(
+            trainable, state, images, training=True, return_losses=True
+        )
+        return keras.ops.mean(logits**2) + sum(losses), state
+
+    def step(trainable, state, slots, images):
+        (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(
+            trainable, state, images
+        )
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return value, trainable, state, slots
+
+    held = [
+        [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+        )
+    ]
+    images = jax.ShapeDtypeStruct((16, *arguments["image_shape"]), "float32")
+    found = (
+        jax.jit(step, donate_argnums=(0, 1, 2))
+        .lower(*held, images)
+        .compile()
+        .memory_analysis()
+    )
+    ours = costs("vit_s16", 1, 16, dtype="float32", num_classes=10, **arguments)
+    np.testing.assert_allclose(
+        ours.memory["weights"] + ours.memory["optimizer (adam)"],
+        found.argument_size_in_bytes - 4 * np.prod(images.shape),
+        rtol=1e-3,
+    )
+    # What XLA keeps at once follows from its own order of operations.
+    np.testing.assert_allclose(
+        ours.memory["gradients"] + ours.memory["activations"],
+        found.temp_size_in_bytes,
+        rtol=0.15,
+    )

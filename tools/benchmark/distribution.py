@@ -1,0 +1,215 @@
+"""`fit` under a distribution: over `fit` without one, and on 1, 2, 4 and 8 devices.
+
+    python tools/benchmark/distribution.py
+    python tools/benchmark/distribution.py --parts overhead --rounds 15
+
+On JAX, on CPU. The devices are virtual, and share the machine's cores: a step's time on
+several of them shows what splitting costs, never what it gains. Each count of devices
+runs in processes of its own, in a shuffled order.
+"""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from timing import interleaved, print_ratios
+
+from keras_moe import distribution, models
+
+# On several devices: whole groups on each of 8.
+SPLIT = {
+    "image_shape": (64, 64, 3),
+    "patch_size": 8,
+    "hidden_dim": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "mlp_dim": 512,
+    "moe_layers": "every_2",
+    "num_experts": 8,
+    "images_per_group": 2,
+}
+BATCH_SIZE, STEPS = 32, 8
+# name -> preset, overrides, batch size, steps: many of the small ones, so that what
+# `fit` does once per call is spread as it is in a real epoch.
+CASES = {
+    "vmoe_digits": ("vmoe_digits", {}, 16, 64),
+    "4 blocks, D=128": ("vit_s16", SPLIT, BATCH_SIZE, STEPS),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("overhead", "devices"),
+        default=["overhead", "devices"],
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="of the overhead")
+    parser.add_argument(
+        "--devices", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=3, help="for each count of devices"
+    )
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(measured(args.child)))
+        return
+    if "overhead" in args.parts:
+        for case in CASES:
+            overhead(case, args.rounds)
+    if "devices" in args.parts:
+        on_devices(args.devices, args.processes)
+
+
+def compiled(preset: str, **overrides) -> keras.Model:
+    model = models.from_preset(preset, num_classes=10, **overrides)
+    model.compile(
+        optimizer=keras.optimizers.Adam(1e-4),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[],
+    )
+    return model
+
+
+def examples(model: keras.Model, count: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    images = generator.normal(size=(count, *model.backbone.image_shape))
+    return images.astype("float32"), generator.integers(10, size=count)
+
+
+def overhead(case: str, rounds: int) -> None:
+    """Prints `fit` under a distribution over one device, over `fit` without."""
+    preset, overrides, batch_size, steps = CASES[case]
+    devices = keras.distribution.list_devices()[:1]
+    found = distribution.auto(preset, devices, batch_size=batch_size, **overrides)
+    plain = compiled(preset, **overrides)
+    with found.scope():
+        distributed = compiled(preset, **overrides)
+    images, labels = examples(plain, batch_size * steps)
+
+    def fit(model):
+        model.fit(images, labels, batch_size=batch_size, shuffle=False, verbose=0)
+
+    def fit_distributed():
+        with found.scope():
+            fit(distributed)
+
+    seconds = interleaved(
+        {
+            "fit": lambda: fit(plain),
+            "fit, one device's distribution": fit_distributed,
+        },
+        rounds,
+    )
+    print_ratios(f"{case}, batch {batch_size}, {steps} steps", seconds, "fit")
+
+
+def on_devices(counts: list[int], processes: int) -> None:
+    """Prints a step's time and memory by the number of virtual devices."""
+    runs = [count for count in counts for _ in range(processes)]
+    random.Random(0).shuffle(runs)
+    found = {count: [] for count in counts}
+    for count in runs:
+        flags = f"--xla_force_host_platform_device_count={count}"
+        done = subprocess.run(
+            [sys.executable, __file__, "--child", str(count)],
+            env={**os.environ, "XLA_FLAGS": flags},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        found[count].append(json.loads(done.stdout.splitlines()[-1]))
+    table = Table(
+        title=f"batch {BATCH_SIZE} on virtual CPU devices, experts on the batch's "
+        f"devices ({os.cpu_count()} cores for all)"
+    )
+    table.add_column("devices")
+    for column in (
+        "ms per step",
+        f"over {counts[0]}",
+        "MiB per device",
+        "on paper",
+        "process GiB",
+    ):
+        table.add_column(column, justify="right")
+    medians = {
+        count: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        for count, runs in found.items()
+    }
+    for count, median in medians.items():
+        ratio = median["seconds"] / medians[counts[0]]["seconds"]
+        table.add_row(
+            str(count),
+            f"{1e3 * median['seconds']:.0f}",
+            f"{ratio:.2f}",
+            f"{median['device_bytes'] / 2**20:.1f}",
+            f"{median['paper_bytes'] / 2**20:.1f}",
+            f"{median['process_bytes'] / 2**30:.2f}",
+        )
+    Console().print(table)
+
+
+def measured(count: int) -> dict:
+    """A step's time, and what a device and the process hold, in this process."""
+    import jax
+
+    devices = keras.distribution.list_devices()
+    if len(devices) != count:
+        raise ValueError(f"Expected {count} devices; received: {devices}")
+    found = distribution.auto("vit_s16", devices, batch_size=BATCH_SIZE, **SPLIT)
+    with found.scope():
+        model = compiled("vit_s16", **SPLIT)
+        images, labels = examples(model, BATCH_SIZE * STEPS)
+
+        def fit():
+            begin = time.perf_counter()
+            model.fit(images, labels, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
+            return (time.perf_counter() - begin) / STEPS
+
+        fit()  # compiles
+        seconds = [fit() for _ in range(3)]
+    held = dict.fromkeys(jax.devices(), 0)
+    for variable in (*model.variables, *model.optimizer.variables):
+        for shard in variable.value.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    costs = distribution.costs(
+        "vit_s16", count, BATCH_SIZE, dtype="float32", num_classes=10, **SPLIT
+    )
+    return {
+        "seconds": statistics.median(seconds),
+        "device_bytes": max(held.values()),
+        "paper_bytes": costs.memory["weights"] + costs.memory["optimizer (adam)"],
+        "process_bytes": peak_memory(),
+    }
+
+
+def peak_memory() -> int:
+    """The most that this process has held: its parent's peak is not in it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    raise ValueError("Expected VmHWM in /proc/self/status")
+
+
+if __name__ == "__main__":
+    main()
