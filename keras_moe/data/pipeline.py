@@ -54,7 +54,9 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
     at_once = per_image[: is_stateless.index(False)]
     one_by_one = per_image[len(at_once) :]
 
-    def prepare(item, key):
+    def prepare(placed, number_of_pass):
+        position, item = placed
+        key = tf.stack([number_of_pass, position])
         stored, labels = examples.read(item)
         seed = None if crop is None else _seed(tf, key, crop[0])
         if crop is not None and _decodes_in_part(examples, crop[1]):
@@ -94,7 +96,7 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
 
 
 def _passes(tf, examples, plan: Plan):
-    """A data set of (item, key): one pass, or passes without end."""
+    """A data set of ((position, item), pass): one pass, or passes without end."""
     share = plan.share
     per_pass = examples.count // (share.batch_size * share.count)
     endless = plan.start_batch is not None
@@ -124,9 +126,9 @@ def _passes(tf, examples, plan: Plan):
         dataset = examples.pass_over(
             share, seed if plan.shuffle else None, tf.cast(start, "int64"), length
         )
-        # Once per pass: an operation takes longer than the numbers it makes.
-        mixed = _mixed(tf, seed)
-        return dataset.map(lambda position, item: (item, tf.stack([mixed, position])))
+        # Without a function: what comes here is not done in parallel.
+        number_of_pass = tf.data.Dataset.from_tensors(_mixed(tf, seed)).repeat()
+        return tf.data.Dataset.zip((dataset, number_of_pass))
 
     dataset = numbers.flat_map(one_pass)
     if endless:
