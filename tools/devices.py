@@ -69,6 +69,8 @@ def set_devices(args: argparse.Namespace, preset: str, batch_size: int, **overri
         args.expert_parallel,
         args.model_parallel,
         batch_size,
+        # A recipe gives each process its own part of a batch.
+        auto_shard_dataset=False,
         **overrides,
     )
     keras.distribution.set_distribution(found)

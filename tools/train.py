@@ -4,6 +4,7 @@
     python tools/train.py --recipe mumoe_mixer_s16 --set preset=mumoe_mixer_s16_tr
     python tools/train.py --recipe mumoe_digits --set epochs=10 --model num_experts=16
     python tools/train.py --recipe mumoe_clip_b32 --data folder:photos
+    python tools/train.py --recipe vmoe_b16_i21k --data tfrecord:photos --devices all
 
 The same command again goes on with a run that was ended, whatever ended it, from its
 newest checkpoint; --restart begins anew.
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+from devices import add_device_arguments, set_devices, start_processes
 from overrides import parse_override
 from results import write_json
 from rich.console import Console
@@ -68,7 +70,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--recipe", required=True, help=f"{names}; or a JSON file")
     parser.add_argument(
-        "--data", help="digits, tfds:NAME or folder:PATH in the place of the recipe's"
+        "--data",
+        help="digits, tfds:NAME, tfrecord:GLOB or folder:PATH in the place of the "
+        "recipe's",
     )
     parser.add_argument("--data-dir", help="of TensorFlow Datasets")
     parser.add_argument(
@@ -105,6 +109,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--few-shot-data",
         help="images with splits train and test; the recipe's by default",
     )
+    add_device_arguments(parser)
     for name, what in (("--set", "the recipe's settings"), ("--model", "the model's")):
         parser.add_argument(
             name,
@@ -120,6 +125,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace, console: Console) -> None:
     """Trains, and saves what came of it."""
     begin = time.perf_counter()
+    start_processes(args)
     overrides = dict(parse_override(text) for text in args.set)
     if args.data is not None:
         overrides["data"] = args.data
@@ -129,20 +135,40 @@ def run(args: argparse.Namespace, console: Console) -> None:
     )
     folder = args.output or Path("runs") / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
-    console.print(settings_table(recipe))
+    number, num_processes = data.process_shard()
+    if number == 0:
+        console.print(settings_table(recipe))
 
     checkpoints = folder / "checkpoints"
-    trained = training.train(
-        recipe,
-        data_dir=args.data_dir,
-        callbacks=lambda model, datasets: watchers(
-            args, recipe, folder, model, datasets
-        ),
-        checkpoint_dir=checkpoints,
-        checkpoint_every=args.checkpoint_every,
-        keep_checkpoints=args.keep_checkpoints,
-        resume=not args.restart,
-    )
+    before = keras.distribution.distribution()
+    try:
+        set_devices(
+            args,
+            recipe.preset,
+            recipe.batch_size // recipe.gradient_accumulation_steps,
+            **recipe.model_arguments,
+        )
+        trained = training.train(
+            recipe,
+            data_dir=args.data_dir,
+            callbacks=lambda model, datasets: watchers(
+                args, recipe, folder, model, datasets
+            ),
+            checkpoint_dir=checkpoints,
+            checkpoint_every=args.checkpoint_every,
+            keep_checkpoints=args.keep_checkpoints,
+            resume=not args.restart,
+            verbose="auto" if number == 0 else 0,
+        )
+    finally:
+        keras.distribution.set_distribution(before)
+    if number:
+        return
+    if num_processes > 1:
+        # No process has all weights; their pieces are in the last checkpoint.
+        trained = training.train(
+            recipe, data_dir=args.data_dir, checkpoint_dir=checkpoints
+        )
     trained.model.save_to_preset(folder / "preset")
     # Of all lives of the run.
     watched = training.find_checkpoint(checkpoints).state["callbacks"]

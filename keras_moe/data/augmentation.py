@@ -18,6 +18,8 @@ from keras_moe.data.random_resized_crop import RandomResizedCrop
 VALUE_RANGE = (0, 255)
 # Keras's, and those of KerasCV besides.
 LABEL_MIXERS = {"MixUp", "CutMix", "FourierMix"}
+# The names of augmentations that are such layers.
+LABEL_MIXING_NAMES = ("mixup", "cutmix")
 # The layers made here do not follow the policy and the data format of the models:
 # bfloat16 has 8 bits, too few for fractions of a pixel value.
 _PLAIN = {"dtype": "float32"}

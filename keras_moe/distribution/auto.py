@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from keras_moe.distribution.layouts import Layouts, layouts
+from keras_moe.ops.checks import check_bool
 
 INSTEAD = {
     "tensorflow": "make the model and compile it with jit_compile=False within the "
@@ -21,6 +22,7 @@ def auto(
     expert_parallel: Any = None,
     model_parallel: int = 1,
     batch_size: int | None = None,
+    auto_shard_dataset: bool = True,
     **overrides: Any,
 ) -> keras.distribution.DataParallel | keras.distribution.ModelParallel:
     """A distribution under which a model trains on many devices, on JAX.
@@ -47,6 +49,8 @@ def auto(
         model_parallel: over how many devices attention's heads and the MLPs' and
             experts' hidden units are split.
         batch_size: of all devices together, to check it; None does not.
+        auto_shard_dataset: whether Keras deals the batches of a `tf.data.Dataset` among
+            processes; not where each has its own part, as those of recipes do.
         **overrides: arguments of the model that differ from the preset.
 
     Returns:
@@ -89,13 +93,17 @@ def auto(
     )
     if isinstance(model_or_preset, keras.Model):
         check_paths(plan, [weight.path for weight in model_or_preset.weights])
-    return _distribution(plan, devices)
+    return _distribution(
+        plan, devices, check_bool("auto_shard_dataset", auto_shard_dataset)
+    )
 
 
-def _distribution(plan, devices):
+def _distribution(plan, devices, auto_shard_dataset):
     mesh = _mesh(plan.mesh, devices)
     if not plan.weights:
-        return keras.distribution.DataParallel(device_mesh=mesh)
+        return keras.distribution.DataParallel(
+            device_mesh=mesh, auto_shard_dataset=auto_shard_dataset
+        )
     # JAX has an array on each of two meshes in one program, if these have the same
     # devices in the same order.
     expert_mesh = mesh
@@ -107,7 +115,9 @@ def _distribution(plan, devices):
             axes, expert_mesh if plan.on_expert_mesh(axes) else mesh
         )
     return keras.distribution.ModelParallel(
-        layout_map=layout_map, batch_dim_name=mesh.axis_names[0]
+        layout_map=layout_map,
+        batch_dim_name=mesh.axis_names[0],
+        auto_shard_dataset=auto_shard_dataset,
     )
 
 

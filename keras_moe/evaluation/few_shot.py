@@ -454,7 +454,11 @@ def _extract(
             f"Expected a keras.Model or a callable; received: model={model!r}"
         )
     # A model's own prediction step is compiled; calling it is not.
-    predict = model.predict_on_batch if isinstance(model, keras.Model) else model
+    predict = model
+    if isinstance(model, keras.Model):
+        predict = model.predict_on_batch
+        if keras.distribution.distribution() is not None:
+            predict = _of_full_batches(predict)
     batches, num_batches = _batches(name, data, batch_size)
     progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
     features, labels, bad_images, seen = [], [], [], 0
@@ -492,6 +496,20 @@ def _extract(
         )
     features = np.concatenate(features)
     return _check_features(f"features of {name}", features), np.concatenate(labels)
+
+
+def _of_full_batches(predict: Callable) -> Callable:
+    """Fills a last batch up to the first one's size: devices share each batch."""
+    size = 0
+
+    def of_images(images):
+        nonlocal size
+        size = max(size, len(images))
+        padding = np.repeat(images[-1:], size - len(images), axis=0)
+        outputs = predict(np.concatenate([images, padding]))
+        return keras.tree.map_structure(lambda x: x[: len(images)], outputs)
+
+    return of_images
 
 
 def _batches(name: str, data: Any, batch_size: int) -> tuple[Iterator, int | None]:

@@ -10,15 +10,19 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_moe import data, models
+from keras_moe.data.augmentation import LABEL_MIXING_NAMES
+from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models.builtin import shipped_files
 from keras_moe.ops.checks import (
     check_argument_names,
+    check_bool,
     check_integer,
     check_not_negative,
     check_one_of,
     check_positive,
     nearest,
 )
+from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.optimizers import StopAfterBatches, make_optimizer
 from keras_moe.training.parameter_groups import check_groups, group_factors
 from keras_moe.training.schedules import DECAYS, check_cooldown, warmup_schedule
@@ -32,7 +36,7 @@ class Datasets(NamedTuple):
     Attributes:
         train: batches of images in [-1, 1] and one-hot or mixed labels, in any form
             that `fit` takes with `steps_per_epoch`: of one epoch, or without end.
-        test: the same for evaluation, with one-hot labels.
+        test: the same for evaluation, with labels that are not mixed.
         num_classes: the number of classes.
         steps_per_epoch: batches of `train` in an epoch.
     """
@@ -93,6 +97,12 @@ class Recipe:
         test_split: the split to evaluate on after each epoch.
         augment: names of augmentations, or dicts of a name and its options, in order;
             see `keras_moe.data.load`.
+        multi_label: whether images have several labels. The model then has
+            `multi_label=True`, the labels stay numbers of classes unless `augment`
+            mixes them, and the metrics are precision at 1 and mean average precision.
+        hierarchy: with `multi_label`, a file of a `keras_moe.data.LabelHierarchy`.
+        max_labels: see `keras_moe.data.load`.
+        exclude: a file of images not to train on, see `keras_moe.data.load`.
         dtype: the dtype policy. With `"mixed_float16"` losses are scaled.
         seed: of weights, noise, order and augmentation.
         description: a line about it.
@@ -137,6 +147,10 @@ class Recipe:
     train_split: str = "train"
     test_split: str = "test"
     augment: Sequence = ()
+    multi_label: bool = False
+    hierarchy: str | None = None
+    max_labels: int | None = None
+    exclude: str | None = None
     dtype: str = "float32"
     seed: int = 0
     description: str = ""
@@ -178,6 +192,13 @@ class Recipe:
             raise ValueError(
                 f"Expected a name without folders; received: name={self.name!r}"
             )
+        check_bool("multi_label", self.multi_label)
+        for name in ("hierarchy", "max_labels"):
+            if getattr(self, name) is not None and not self.multi_label:
+                raise ValueError(
+                    f"Expected multi_label=True with {name}; "
+                    f"received: {name}={getattr(self, name)!r}"
+                )
         for name in ("num_classes", "dtype", "seed"):
             if isinstance(self.model_arguments, dict) and name in self.model_arguments:
                 raise ValueError(
@@ -307,11 +328,12 @@ class Recipe:
             num_classes=num_classes,
             dtype=self.dtype,
             seed=self.seed,
+            **{"multi_label": True} if self.multi_label else {},
             **_plain("model_arguments", self.model_arguments),
         )
 
     def compile(self, model: keras.Model, steps_per_epoch: int) -> None:
-        """Gives a classifier the recipe's optimizer, loss and accuracy.
+        """Gives a classifier the recipe's optimizer, loss and metrics.
 
         Args:
             model: an image classifier.
@@ -345,16 +367,27 @@ class Recipe:
             use_ema=bool(ema),
             **ema,
         )
+        loss, metrics = self._loss_and_metrics(model)
+        # Weighted, so that images which fill up a batch count for nothing.
+        model.compile(optimizer=optimizer, loss=loss, weighted_metrics=metrics)
+
+    def _loss_and_metrics(self, model):
+        from_logits = model.activation is None
+        if self.multi_label:
+            numbers = not self._mixes_labels()
+            loss = SparseSigmoidCrossentropy if numbers else SigmoidCrossentropy
+            precision = MeanAveragePrecision(
+                model.num_classes, from_logits=from_logits, sparse_labels=numbers
+            )
+            return loss(from_logits), [PrecisionAt1(numbers), precision]
         loss = "auto"
         if not model.multi_label:
-            loss = keras.losses.CategoricalCrossentropy(
-                from_logits=model.activation is None
-            )
-        model.compile(
-            optimizer=optimizer,
-            loss=loss,
-            metrics=[keras.metrics.CategoricalAccuracy(name="accuracy")],
-        )
+            loss = keras.losses.CategoricalCrossentropy(from_logits)
+        return loss, [keras.metrics.CategoricalAccuracy(name="accuracy")]
+
+    def _mixes_labels(self):
+        names = [x.get("name") if isinstance(x, dict) else x for x in self.augment]
+        return any(name in LABEL_MIXING_NAMES for name in names)
 
     def model(self, num_classes: int, steps_per_epoch: int) -> keras.Model:
         """The compiled model.
@@ -413,11 +446,15 @@ class Recipe:
             "image_shape": tuple(image_shape),
             "batch_size": batch_size,
             "seed": self.seed,
-            "one_hot": True,
+            "one_hot": not self.multi_label or self._mixes_labels(),
             "data_dir": data_dir,
+            "multi_label": self.multi_label,
+            "hierarchy": self.hierarchy,
+            "max_labels": self.max_labels,
             "shard": data.process_shard(),
         }
-        count = data.num_examples(self.data, self.train_split, data_dir)
+        exclude = self.exclude or ()
+        count = data.num_examples(self.data, self.train_split, data_dir, exclude)
         steps = count // batch_size
         if steps < 1:
             raise ValueError(
@@ -432,10 +469,24 @@ class Recipe:
             shuffle=True,
             repeat=True,
             start_batch=start_step,
+            exclude=exclude,
             **common,
         )
         test = data.load(self.data, self.test_split, shuffle=False, **common)
-        return Datasets(train, test, data.num_classes(self.data, data_dir), steps)
+        return Datasets(train, test, self.num_classes(data_dir), steps)
+
+    def num_classes(self, data_dir: str | None = None) -> int:
+        """Number of classes of the images, or of the hierarchy.
+
+        Args:
+            data_dir: of TensorFlow Datasets.
+
+        Raises:
+            ValueError: as `keras_moe.data.num_classes`.
+        """
+        if self.hierarchy is not None:
+            return len(data.LabelHierarchy.load(self.hierarchy).classes)
+        return data.num_classes(self.data, data_dir)
 
 
 def list_recipes() -> dict[str, str]:

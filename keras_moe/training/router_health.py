@@ -207,7 +207,8 @@ class _RoutingProbe(keras.Model):
     """The routing records of a model, as they are in training if need be."""
 
     def __init__(self, model, training):
-        super().__init__(name="routing_probe")
+        # The global policy is not the model's.
+        super().__init__(name="routing_probe", dtype="float32")
         routing = getattr(model, "routing", None)
         if not routing:
             raise ValueError(
@@ -232,7 +233,8 @@ class _RoutingProbe(keras.Model):
 
 def _num_selected_experts(model, name):
     backbone = getattr(model, "backbone", model)
-    if name == "head":
+    # Of muMoE in a head or a token mixer, all experts take part.
+    if name == "head" or "/" in name:
         return None
     block = backbone.get_layer(name)
     router = getattr(block.feed_forward, "router", None)

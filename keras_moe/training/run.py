@@ -32,8 +32,9 @@ class Training(NamedTuple):
     Attributes:
         model: the trained model.
         history: lists with a value for each epoch: loss, accuracy, val_loss and
-            val_accuracy, those of the test images.
-        test_accuracy: of the last epoch.
+            val_accuracy, those of the test images. With several labels
+            precision_at_1 and mean_average_precision instead.
+        test_accuracy: of the last epoch, or its precision at 1.
     """
 
     model: keras.Model
@@ -118,6 +119,10 @@ def train(
             model.optimizer.finalize_variable_values(model.trainable_weights)
             return _training(model, checkpoint.history)
     images = run.datasets(first_step)
+    test = images.test
+    if keras.distribution.distribution() is not None:
+        # Each batch is shared by the devices.
+        test = data.padded(test, model=model)
     if callable(callbacks):
         callbacks = callbacks(model, images)
     every = [*recipe.callbacks(), *callbacks, StopOnNonFinite(first_step)]
@@ -125,14 +130,14 @@ def train(
         every = checkpoint.around(every)
     if first_step % run.steps_per_epoch:
         # Makes the metrics' variables, which have their values in the checkpoint.
-        model.evaluate(images.test, steps=1, verbose=0)
+        model.evaluate(test, steps=1, verbose=0)
     try:
         history = model.fit(
             images.train,
             epochs=recipe.passes(run.steps_per_epoch),
             initial_epoch=first_step // run.steps_per_epoch,
             steps_per_epoch=run.steps_per_epoch,
-            validation_data=images.test,
+            validation_data=test,
             shuffle=False,  # The batches come shuffled.
             callbacks=every,
             verbose=verbose,
@@ -157,7 +162,7 @@ class _Run:
         recipe = self.recipe
         keras.utils.set_random_seed(recipe.seed)
         if self.given is None:
-            model = recipe.new_model(data.num_classes(recipe.data, self.data_dir))
+            model = recipe.new_model(recipe.num_classes(self.data_dir))
             self._shape = model.backbone.image_shape
         else:
             model = recipe.new_model(self.datasets(0).num_classes)
@@ -237,4 +242,5 @@ def _first_non_finite(error, run, checkpoint, verbose):
 
 def _training(model, history):
     history = {name: [float(x) for x in values] for name, values in history.items()}
-    return Training(model, history, history["val_accuracy"][-1])
+    accuracy = history.get("val_accuracy") or history["val_precision_at_1"]
+    return Training(model, history, accuracy[-1])
