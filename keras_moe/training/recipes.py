@@ -369,7 +369,9 @@ class Recipe:
         )
         loss, metrics = self._loss_and_metrics(model)
         # Weighted, so that images which fill up a batch count for nothing.
-        model.compile(optimizer=optimizer, loss=loss, weighted_metrics=metrics)
+        model.compile(
+            optimizer=optimizer, loss=loss, metrics=None, weighted_metrics=metrics
+        )
 
     def _loss_and_metrics(self, model):
         from_logits = model.activation is None
