@@ -174,7 +174,7 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         if self.momentum:
             state = self._first_moments[index]
             kept = self.momentum * ops.cast(state, "float32")
-            # The update itself is not rounded.
+            # The update itself is not rounded. (optax rounds 0.9 m, too.)
             update = kept + (1 - self.momentum) * update
             self.assign(state, ops.cast(update, state.dtype))
         change = ops.cast(learning_rate, "float32") * update
