@@ -1,17 +1,26 @@
 """Input pipelines and augmentation. Needs TensorFlow only when a pipeline is built."""
 
-from keras_moe.data.augmentation import RandAugment, RandomResizedCrop
+from keras_moe.data.augmentation import RandAugment
+from keras_moe.data.deduplication import (
+    ImageHashes,
+    find_duplicates,
+    image_hashes,
+)
 from keras_moe.data.digits import load_digits
 from keras_moe.data.label_hierarchy import LabelHierarchy
 from keras_moe.data.loading import load, num_classes, num_examples, process_shard
 from keras_moe.data.oversampling import oversample
+from keras_moe.data.random_resized_crop import RandomResizedCrop
 from keras_moe.data.tfrecord import find_corrupt_files, write_tfrecords
 
 __all__ = [
+    "ImageHashes",
     "LabelHierarchy",
     "RandAugment",
     "RandomResizedCrop",
     "find_corrupt_files",
+    "find_duplicates",
+    "image_hashes",
     "load",
     "load_digits",
     "num_classes",

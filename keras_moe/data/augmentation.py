@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
+
+from keras_moe.data.random_resized_crop import RandomResizedCrop
 
 VALUE_RANGE = (0, 255)
 # Keras's, and those of KerasCV besides.
@@ -21,138 +22,6 @@ LABEL_MIXERS = {"MixUp", "CutMix", "FourierMix"}
 # bfloat16 has 8 bits, too few for fractions of a pixel value.
 _PLAIN = {"dtype": "float32"}
 _CHANNELS_LAST = {"data_format": "channels_last"}
-
-
-class RandomResizedCrop:
-    """Crops a random part of random shape, and resizes it bilinearly.
-
-    Keras has no such layer. The area's share and the logarithm of the aspect ratio
-    are uniform; of ten draws the first that fits into the image is taken, and if
-    none does, the largest centred crop with the nearest permitted aspect ratio.
-    As the first augmentation of a pipeline it reads the image at its full size.
-
-    Args:
-        height: of the result.
-        width: of the result.
-        scale: lowest and highest share of the area, in (0, 1].
-        ratio: lowest and highest width / height of the crop, positive.
-
-    Raises:
-        ValueError: if an argument is out of range.
-
-    Reference:
-        *Going Deeper with Convolutions*, section 6.
-
-    Example:
-
-    ```python
-    crop = RandomResizedCrop(224, 224, scale=(0.2, 1.0))
-    dataset = load("tfds:cifar10", "train", augment=[crop, "flip"])
-    ```
-    """
-
-    _NUM_DRAWS = 10
-
-    def __init__(
-        self,
-        height: int,
-        width: int,
-        scale: tuple[float, float] = (0.08, 1.0),
-        ratio: tuple[float, float] = (3 / 4, 4 / 3),
-    ):
-        if height < 1 or width < 1:
-            raise ValueError(
-                f"Expected a positive size; received: height={height}, width={width}"
-            )
-        for name, pair in (("scale", scale), ("ratio", ratio)):
-            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-                raise ValueError(
-                    f"Expected the lowest and the highest; received: {name}={pair!r}"
-                )
-        if not 0 < scale[0] <= scale[1] <= 1:
-            raise ValueError(
-                f"Expected 0 < lowest <= highest <= 1; received: scale={scale}"
-            )
-        if not 0 < ratio[0] <= ratio[1]:
-            raise ValueError(f"Expected 0 < lowest <= highest; received: ratio={ratio}")
-        self.height, self.width = int(height), int(width)
-        self.scale, self.ratio = tuple(scale), tuple(ratio)
-
-    def __call__(self, images: Any, seed: Any) -> Any:
-        """Crops tensors of TensorFlow.
-
-        Args:
-            images: (height, width, channels), or a batch of them; each image of a
-                batch is cropped differently.
-            seed: (2,) integers, as those of `tf.random.stateless_uniform`.
-        """
-        import tensorflow as tf
-
-        if len(images.shape) == 3:
-            return self(images[None], seed)[0]
-        top, left, crop_height, crop_width = self._draw(tf, tf.shape(images), seed)
-        # Output pixel i reads input at top + (i + 1/2) crop / size - 1/2, as
-        # `tf.image.resize` of the crop does, except that a reading just outside
-        # the crop finds the image's pixel there.
-        scale_y, scale_x = crop_height / self.height, crop_width / self.width
-        zero = tf.zeros_like(top)
-        resized = tf.raw_ops.ImageProjectiveTransformV3(
-            images=tf.cast(images, "float32"),
-            transforms=tf.stack(
-                [
-                    scale_x,
-                    zero,
-                    left + 0.5 * scale_x - 0.5,
-                    zero,
-                    scale_y,
-                    top + 0.5 * scale_y - 0.5,
-                    zero,
-                    zero,
-                ],
-                axis=1,
-            ),
-            output_shape=[self.height, self.width],
-            fill_value=0.0,
-            interpolation="BILINEAR",
-            fill_mode="NEAREST",
-        )
-        return tf.ensure_shape(
-            resized, [images.shape[0], self.height, self.width, images.shape[3]]
-        )
-
-    def _draw(self, tf, shape, seed):
-        """Top, left, height and width of the crops, each (batch,) float32."""
-        batch = shape[0]
-        height, width = tf.cast(shape[1], "float32"), tf.cast(shape[2], "float32")
-        uniform = tf.random.stateless_uniform([4, batch, self._NUM_DRAWS], seed)
-        low, high = self.scale
-        area = (low + (high - low) * uniform[0]) * height * width
-        log_low, log_high = np.log(self.ratio)
-        ratio = tf.exp(log_low + (log_high - log_low) * uniform[1])
-        widths = tf.round(tf.sqrt(area * ratio))
-        heights = tf.round(tf.sqrt(area / ratio))
-        fits = (heights >= 1) & (heights <= height) & (widths >= 1) & (widths <= width)
-        # Falling numbers, as argmax promises nothing about equal ones.
-        order = tf.range(self._NUM_DRAWS, 0, -1)
-        first = tf.argmax(tf.where(fits, order, 0), axis=1)[:, None]
-
-        def pick(values):
-            return tf.gather(values, first, batch_dims=1)[:, 0]
-
-        nearest = tf.clip_by_value(width / height, *self.ratio)
-        any_fits = tf.reduce_any(fits, axis=1)
-        crop_height = tf.where(
-            any_fits, pick(heights), tf.round(tf.minimum(height, width / nearest))
-        )
-        crop_width = tf.where(
-            any_fits, pick(widths), tf.round(tf.minimum(width, height * nearest))
-        )
-        at = tf.where(any_fits[None], uniform[2:, :, 0], 0.5)
-        top = tf.floor(at[0] * (height - crop_height + 1))
-        left = tf.floor(at[1] * (width - crop_width + 1))
-        # at < 1, but its product may round up.
-        top = tf.minimum(top, height - crop_height)
-        return top, tf.minimum(left, width - crop_width), crop_height, crop_width
 
 
 class RandAugment:
@@ -245,14 +114,15 @@ class Step(NamedTuple):
 
     Fields:
         function: (images, labels, seed) -> (images, labels).
-        reads_full_size: whether it takes images of any size, as the first step.
+        crop: the `RandomResizedCrop` that it is, which as the first step takes images
+            of any size, or None.
         mixes_labels: whether it needs a batch and one-hot labels.
         is_stateless: whether all its randomness comes from the seed, so that
             calls may run in parallel and in any order.
     """
 
     function: Callable[[Any, Any, Any], tuple[Any, Any]]
-    reads_full_size: bool
+    crop: RandomResizedCrop | None
     mixes_labels: bool
     is_stateless: bool
 
@@ -359,9 +229,8 @@ def _build_step(item: Any) -> Step:
             images = apply(images, seed)
         return tf.cast(images, "float32"), labels
 
-    return Step(
-        function, isinstance(item, RandomResizedCrop), mixes_labels, is_stateless
-    )
+    crop = item if isinstance(item, RandomResizedCrop) else None
+    return Step(function, crop, mixes_labels, is_stateless)
 
 
 def call_with_seed(layer: keras.layers.Layer, data: Any, seed: Any) -> Any:

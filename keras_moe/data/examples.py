@@ -49,12 +49,22 @@ class IndexedExamples:
         read: from an index (int64) to what is stored and its labels.
         decode: from what is stored to pixels (height, width, channels).
         classes: of the labels.
-        kept: indices of the examples that are left, None for all.
+        encoded_channels: what is stored are the bytes of an image file, of which
+            `decode` makes so many channels; None for something else.
     """
 
-    def __init__(self, count: int, read: Callable, decode: Callable, classes: Classes):
+    def __init__(
+        self,
+        count: int,
+        read: Callable,
+        decode: Callable,
+        classes: Classes,
+        encoded_channels: int | None = None,
+    ):
         self.count, self.read, self.decode = count, read, decode
-        self.classes, self.kept = classes, None
+        self.classes, self.encoded_channels = classes, encoded_channels
+        # Indices of the examples that are left, None for all.
+        self.kept = None
 
     def without(self, excluded: np.ndarray) -> "IndexedExamples":
         """These examples but for some, which are given by their indices."""
@@ -130,6 +140,7 @@ class RecordExamples:
         read: from a record to what is stored and its labels.
         decode: from what is stored to pixels (height, width, channels).
         classes: of the labels.
+        encoded_channels: as of `IndexedExamples`.
     """
 
     def __init__(
@@ -138,10 +149,13 @@ class RecordExamples:
         read: Callable,
         decode: Callable,
         classes: Classes,
+        encoded_channels: int | None = None,
     ):
         self.files, self.read, self.decode = list(files), read, decode
         self.count = sum(file.take for file in self.files)
-        self.classes, self.kept = classes, None
+        self.classes, self.encoded_channels = classes, encoded_channels
+        # Indices of the examples that are left, None for all.
+        self.kept = None
 
     def without(self, excluded: np.ndarray) -> "RecordExamples":
         """These examples but for some, which are given by their indices."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.data.label_hierarchy import read_json
+from keras_moe.data.json_files import read_json
 
 
 def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.ndarray:

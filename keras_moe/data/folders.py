@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from keras_moe.data.examples import IndexedExamples
-from keras_moe.data.label_hierarchy import read_json
+from keras_moe.data.json_files import read_json
 from keras_moe.data.labels import Classes
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
@@ -65,6 +65,7 @@ def read_examples(path: str, split: str) -> IndexedExamples:
         lambda index: (tf.io.read_file(places[index]), labels[index]),
         decode,
         Classes(len(names), tuple(names), most if several else None),
+        encoded_channels=3,
     )
 
 

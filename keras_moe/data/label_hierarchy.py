@@ -1,13 +1,14 @@
 """Classes of which one is a kind of others, such as a beagle, a dog, an animal."""
 
 import graphlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from keras_moe.data.json_files import read_json, write_json
 
 
 class LabelHierarchy:
@@ -164,29 +165,6 @@ def as_hierarchy(hierarchy: Any) -> LabelHierarchy:
         "Expected a LabelHierarchy, a dict of its classes and parents, or the path of "
         f"its file; received: hierarchy={hierarchy!r}"
     )
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file as a whole, or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def read_json(path: Path) -> dict:
-    """A dict in a JSON file, or an error that names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"Expected a JSON file; received: {path}") from error
-    except ValueError as error:
-        raise ValueError(f"Expected JSON in {path}; received: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"Expected a dict in {path}; received: {value!r:.100}")
-    return value
 
 
 def _names(what: str, names: Any) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from keras_moe.data.augmentation import Step
 from keras_moe.data.examples import IndexedExamples, RecordExamples, Share
 from keras_moe.data.labels import Labels
+from keras_moe.data.random_resized_crop import RandomResizedCrop
 
 
 class Plan(NamedTuple):
@@ -46,32 +47,56 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
     per_image = list(enumerate(plan.steps))[: first_mixer.index(True)]
     per_batch = list(enumerate(plan.steps))[len(per_image) :]
 
-    def prepare(item, key):
+    # A crop comes first only where it sees the image at its full size.
+    crop = per_image.pop(0) if per_image and per_image[0][1].crop else None
+    # What needs no order is done in one function: an image is still in the cache.
+    is_stateless = [step.is_stateless for _, step in per_image] + [False]
+    at_once = per_image[: is_stateless.index(False)]
+    one_by_one = per_image[len(at_once) :]
+
+    def prepare(placed, number_of_pass):
+        position, item = placed
+        key = tf.stack([number_of_pass, position])
         stored, labels = examples.read(item)
-        pixels = tf.cast(examples.decode(stored), "float32")
-        return _to_channels(tf, pixels, channels), plan.labels(labels), key
+        seed = None if crop is None else _seed(tf, key, crop[0])
+        if crop is not None and _decodes_in_part(examples, crop[1]):
+            pixels = crop[1].crop.decode(
+                stored, examples.decode, examples.encoded_channels, seed
+            )
+            pixels = _to_channels(tf, pixels, channels)
+        else:
+            pixels = tf.cast(examples.decode(stored), "float32")
+            pixels = _to_channels(tf, pixels, channels)
+            if crop is not None:
+                pixels, _ = crop[1].function(pixels, None, seed)
+        pixels = tf.image.resize(pixels, (height, width))
+        labels = plan.labels(labels)
+        for number, step in at_once:
+            pixels, labels = step.function(pixels, labels, _seed(tf, key, number))
+        if not one_by_one and not per_batch:
+            pixels = scaled(pixels)
+        return pixels, labels, key
 
-    def resize(images, labels, key):
-        return tf.image.resize(images, (height, width)), labels, key
+    def scaled(images):
+        if at_once or one_by_one or per_batch:  # Else nothing has left the range.
+            images = tf.clip_by_value(images, 0.0, 255.0)
+        return images * (1 / 127.5) - 1.0
 
-    def finish(images, labels, _):
-        return tf.clip_by_value(images, 0.0, 255.0) / 127.5 - 1.0, labels
-
+    parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
     dataset = _passes(tf, examples, plan)
-    dataset = dataset.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-    if per_image and per_image[0][1].reads_full_size:
-        dataset = _augmented(tf, dataset, per_image[:1])
-        per_image = per_image[1:]
-    dataset = dataset.map(resize, num_parallel_calls=tf.data.AUTOTUNE)
-    dataset = _augmented(tf, dataset, per_image)
+    dataset = dataset.map(prepare, **parallel)
+    dataset = _augmented(tf, dataset, one_by_one)
     dataset = dataset.batch(plan.share.batch_size, drop_remainder=plan.drop_remainder)
     dataset = _augmented(tf, dataset, per_batch)
-    dataset = dataset.map(finish, num_parallel_calls=tf.data.AUTOTUNE)
+    if one_by_one or per_batch:
+        dataset = dataset.map(lambda x, y, _: (scaled(x), y), **parallel)
+    else:
+        dataset = dataset.map(lambda x, y, _: (x, y))
     return dataset.prefetch(tf.data.AUTOTUNE)
 
 
 def _passes(tf, examples, plan: Plan):
-    """A data set of (item, key): one pass, or passes without end."""
+    """A data set of ((position, item), pass): one pass, or passes without end."""
     share = plan.share
     per_pass = examples.count // (share.batch_size * share.count)
     endless = plan.start_batch is not None
@@ -101,13 +126,9 @@ def _passes(tf, examples, plan: Plan):
         dataset = examples.pass_over(
             share, seed if plan.shuffle else None, tf.cast(start, "int64"), length
         )
-        # One number for the two of the seed, and the place beside it.
-        return dataset.map(
-            lambda position, item: (
-                item,
-                tf.random.experimental.stateless_fold_in(seed, position),
-            )
-        )
+        # Without a function: what comes here is not done in parallel.
+        number_of_pass = tf.data.Dataset.from_tensors(_mixed(tf, seed)).repeat()
+        return tf.data.Dataset.zip((dataset, number_of_pass))
 
     dataset = numbers.flat_map(one_pass)
     if endless:
@@ -125,16 +146,29 @@ def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
     for number, step in steps:
 
         def apply(images, labels, key, step=step, number=number):
-            # A batch has the key of its first image. Steps share the key of an
-            # image, not the seeds made of it.
-            pair = tf.random.experimental.stateless_fold_in(
-                tf.reshape(key, [-1, 2])[0], number
-            )
-            return (*step.function(images, labels, pair), key)
+            # A batch has the key of its first image.
+            seed = _seed(tf, tf.reshape(key, [-1, 2])[0], number)
+            return (*step.function(images, labels, seed), key)
 
         parallel = tf.data.AUTOTUNE if step.is_stateless else None
         dataset = dataset.map(apply, num_parallel_calls=parallel)
     return dataset
+
+
+def _seed(tf, key, number: int):
+    """The seed of a step: steps share the key of an image, not the seeds made of it."""
+    return tf.stack([_mixed(tf, key, "int32"), number])
+
+
+def _mixed(tf, seed, dtype="int64"):
+    """One random number for the two of a seed."""
+    return tf.random.stateless_uniform([], seed, None, None, dtype)
+
+
+def _decodes_in_part(examples, step: Step) -> bool:
+    """Whether a crop may be decoded by itself: not of a class that calls its own."""
+    is_plain = type(step.crop).__call__ is RandomResizedCrop.__call__
+    return examples.encoded_channels is not None and is_plain
 
 
 def _to_channels(tf, pixels, channels: int):

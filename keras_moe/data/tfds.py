@@ -55,6 +55,7 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
         read,
         info.features[image].decode_example,
         _classes(info.features[label]),
+        encoded_channels=info.features[image].shape[-1],
     )
 
 

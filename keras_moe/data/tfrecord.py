@@ -20,13 +20,15 @@ import re
 import struct
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keras_moe.data.examples import RecordExamples, RecordFile
-from keras_moe.data.label_hierarchy import LabelHierarchy, read_json, write_json
+from keras_moe.data.json_files import read_json, write_json
+from keras_moe.data.label_hierarchy import LabelHierarchy
 from keras_moe.data.labels import Classes
 
 SIDECAR = "dataset.json"
@@ -62,34 +64,31 @@ def read_examples(pattern: str, split: str) -> RecordExamples:
     _check_first(files[0].path, names)
     first_label = settings.get("first_label", 0)
 
+    several = classes.max_labels is not None
+    label_spec = tf.io.VarLenFeature if several else partial(tf.io.FixedLenFeature, [])
+
     def read(record):
         example = tf.io.parse_single_example(
             record,
             {
                 names["image"]: tf.io.FixedLenFeature([], "string"),
-                names["label"]: tf.io.VarLenFeature("int64"),
+                names["label"]: label_spec("int64"),
             },
         )
-        labels = tf.cast(example[names["label"]].values, "int32") - first_label
-        right = (labels >= 0) & (labels < classes.count)
-        checks = [
-            tf.debugging.Assert(
-                tf.reduce_all(right),
-                [f"Expected labels of {classes.count} classes; received:", labels],
-            )
-        ]
-        if classes.max_labels is None:
-            one = f"Expected one label per example without 'max_labels' in {SIDECAR}"
-            checks.append(tf.debugging.assert_equal(tf.size(labels), 1, one))
-        with tf.control_dependencies(checks):
-            image = tf.identity(example[names["image"]])
-        return image, labels if classes.max_labels is not None else labels[0]
+        labels = example[names["label"]]
+        labels = tf.cast(labels.values if several else labels, "int32") - first_label
+        check = tf.debugging.Assert(
+            tf.reduce_all((labels >= 0) & (labels < classes.count)),
+            [f"Expected labels of {classes.count} classes; received:", labels],
+        )
+        with tf.control_dependencies([check]):
+            return example[names["image"]], tf.identity(labels)
 
     def decode(encoded):
         image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
         return tf.ensure_shape(image, (None, None, 3))
 
-    return RecordExamples(files, read, decode, classes)
+    return RecordExamples(files, read, decode, classes, encoded_channels=3)
 
 
 def count_classes(pattern: str) -> int:

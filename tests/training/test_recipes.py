@@ -334,6 +334,17 @@ def test_training_with_mixed_labels(linear):
     assert again.history == found.history
 
 
+@backend_free
+def test_datasets_begin_at_a_step():
+    mine = recipe(augment=["flip", "mixup"])
+    whole = list(mine.datasets((4, 4, 1)).train.take(13).as_numpy_iterator())
+    # The second epoch has begun.
+    later = mine.datasets((4, 4, 1), start_step=11).train.take(2)
+    for found, expected in zip(later.as_numpy_iterator(), whole[11:], strict=True):
+        for mine, other in zip(found, expected):
+            np.testing.assert_array_equal(mine, other)
+
+
 def test_a_loss_that_is_not_finite_ends_the_training(linear):
     mine = recipe(learning_rate=1e38, epochs=3, gradient_clipping=None)
     with pytest.raises(ValueError, match=r"loss=.* in epoch [12]\. .*rate=1e\+38"):
