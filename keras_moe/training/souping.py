@@ -74,10 +74,10 @@ def greedy_soup(
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> checkpoints = [[np.full((1, 1), x), np.zeros(1)] for x in (0.0, 3.0)]
     >>> def metric(model):
-    ...     return -abs(float(model.get_weights()[0].item()) - 1.0)
+    ...     return 1 - abs(model.get_weights()[0].item() - 1)
     >>> soup = greedy_soup(model, checkpoints, metric)
-    >>> soup.ingredients, soup.scores  # (0 + 3 + 0) / 3
-    ((0, 1, 0), (-1.0, -0.5, 0.0))
+    >>> soup.ingredients, soup.scores  # the mean of 0, 3 and 0 is 1
+    ((0, 1, 0), (0.0, 0.5, 1.0))
     """
     checkpoints = list(checkpoints)
     if not checkpoints:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
+from keras_moe.data.augmentation import build_steps
 from keras_moe.training import (
     Recipe,
     list_recipes,
@@ -17,6 +18,8 @@ from keras_moe.training import (
     train,
     warmup_schedule,
 )
+from keras_moe.training.parameter_groups import group_factors
+from tests.symbolic import symbolic_model
 
 backend_free = pytest.mark.backend_free
 to_numpy = keras.ops.convert_to_numpy
@@ -89,16 +92,94 @@ def test_table_7():
     assert clip.augment == ["random_resized_crop"]
 
 
+PUBLISHED = {
+    # google-research/vmoe, configs/vmoe_paper: pretrain_imagenet21k and
+    # vmoe_s32_last2_ilsvrc2012_randaug_light1.
+    "vmoe_b16_i21k": (8e-4, 4096, 300, None, 10_000, "linear", 1e-5, 0, 0.1),
+    "vmoe_s32_i1k": (3e-3, 8192, 300, None, 10_000, "linear", 1e-5, 0, 0.1),
+    # The same with 7 epochs, an assumption.
+    "routers_jft": (8e-4, 4096, 7, None, 10_000, "linear", 1e-5, 0, 0.1),
+    # projects/soft_moe/configs: pretrain_jft4b, common.
+    "soft_moe_s16_jft": (1e-3, 4096, None, 4 * 10**6, 10**4, "rsqrt", 0, 50_000, 0.03),
+    # Table E, strategy 1.
+    "moepp_vit_b16_i1k": (5e-4, 4096, 300, None, 2000, "cosine", 5e-5, 0, 0.1),
+}
+
+
+@backend_free
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings(name):
+    found = load_recipe(name)
+    assert PUBLISHED[name] == (
+        found.learning_rate,
+        found.batch_size,
+        found.epochs,
+        found.steps,
+        found.warmup_steps,
+        found.decay,
+        found.final_learning_rate,
+        found.cooldown_steps,
+        found.weight_decay,
+    )
+    assert (found.optimizer, found.gradient_clipping) == ("adamw", 1.0)
+    # Times the learning rate, as these releases have it.
+    assert found.weight_decay_times == "learning_rate"
+    assert found.timescale == 10_000
+
+
+@backend_free
+def test_published_mixing_and_heads():
+    strengths = {}
+    for name in ("vmoe_b16_i21k", "vmoe_s32_i1k"):
+        by_name = {x["name"]: x for x in load_recipe(name).augment if "name" in x}
+        assert by_name["randaugment"] == {
+            "name": "randaugment",
+            "num_ops": 2,
+            "magnitude": 1.0,
+        }
+        strengths[name] = by_name["mixup"]["alpha"]
+    assert strengths == {"vmoe_b16_i21k": 0.5, "vmoe_s32_i1k": 0.2}
+    for name, bias in {
+        "vmoe_b16_i21k": -10.0,
+        "vmoe_s32_i1k": -math.log(1000),
+        "routers_jft": -10.0,
+        "soft_moe_s16_jft": -math.log(1000),
+    }.items():
+        small = {"hidden_dim": 32, "mlp_dim": 32, "num_experts": 2, "num_heads": 2}
+        arguments = {**small, "image_shape": (32, 32, 3)}
+        model = load_recipe(name, model_arguments=arguments).new_model(1000)
+        assert model.multi_label
+        np.testing.assert_allclose(to_numpy(model.output_dense.bias), bias, rtol=1e-6)
+
+
 @backend_free
 @pytest.mark.parametrize("name", list_recipes())
 def test_shipped_recipes_make_models(name):
+    """All that a run needs but the data, with no weight in memory."""
     found = load_recipe(name)
     assert found.name == name
     assert found.source
-    if "://" not in found.preset:
-        arguments = found.model_arguments
-        assert models.describe(found.preset, num_classes=10, **arguments).parameters
     assert re.search(rf"\b{name}\b", (ROOT / "README.md").read_text())
+    batches = 2000
+    schedule = found.schedule(batches)
+    assert float(schedule(found.warmup_steps)) == pytest.approx(found.learning_rate)
+    last = float(schedule(found.total_steps(batches)))
+    assert last == pytest.approx(found.final_learning_rate, abs=1e-9)
+    build_steps(found.augment, (32, 32, 3), found.seed)
+    if "://" in found.preset:
+        return
+    arguments = found.model_arguments
+    assert models.describe(found.preset, num_classes=10, **arguments).parameters
+    model = symbolic_model(lambda: found.new_model(num_classes=10))
+    found.compile(model, batches)
+    if not found.groups:
+        return
+    # Kernels decay, biases and norms do not.
+    paths = [weight.path for weight in model.trainable_variables]
+    for path, factors in zip(paths, group_factors(found.groups, paths), strict=True):
+        decays = path.endswith(("kernel", "router/scale"))
+        head = name == "soft_moe_s16_jft" and path == "predictions/kernel"
+        assert factors.weight_decay == (100.0 if head else float(decays)), path
 
 
 @backend_free
