@@ -55,7 +55,8 @@ def load(
             classification data set of TensorFlow Datasets, such as `"tfds:cifar10"`,
             which is downloaded if it is not in `data_dir`; `"tfrecord:GLOB"` for
             TFRecord files, or a folder of such, with a `dataset.json` beside them that
-            names the classes, see `write_tfrecords`; or `"folder:PATH"` for images in
+            names the classes, see `write_tfrecords`, and `find_corrupt_files` where
+            records cannot be read; or `"folder:PATH"` for images in
             files `PATH/split/class/name.png` (or jpg, bmp, gif), or with several
             labels each in `PATH/split/labels.json`, such as
             `{"name.png": ["cat", "animal"]}`.

@@ -1,9 +1,3 @@
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -11,7 +5,6 @@ from keras_moe.data import (
     ImageHashes,
     find_duplicates,
     image_hashes,
-    num_examples,
     write_tfrecords,
 )
 from keras_moe.data.digits import read_pixels
@@ -20,7 +13,6 @@ tf = pytest.importorskip("tensorflow")
 
 pytestmark = pytest.mark.backend_free
 
-ROOT = Path(__file__).resolve().parents[2]
 COUNT = 150
 
 
@@ -54,19 +46,18 @@ def hashes(tmp_path_factory):
     for name, change in CHANGES.items():
         copies = ((change(image), 0) for image in images[:COUNT])
         write_tfrecords(folder, name, copies, 2)
-    found = {
+    return {
         name: image_hashes(f"tfrecord:{folder}", name) for name in ("train", *CHANGES)
     }
-    return folder, found
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_copies_are_found_and_nothing_else(hashes, name):
-    found = find_duplicates(hashes[1]["train"], hashes[1][name])
+    found = find_duplicates(hashes["train"], hashes[name])
     right = np.sum(found < COUNT)
     assert right / len(found) == 1.0  # precision
     assert right / COUNT >= 0.98  # recall
-    exact = find_duplicates(hashes[1]["train"], hashes[1][name], max_distance=None)
+    exact = find_duplicates(hashes["train"], hashes[name], max_distance=None)
     assert len(exact) == (COUNT if name == "same" else 0)
 
 
@@ -111,20 +102,3 @@ def test_images_of_one_colour(tmp_path):
     train = image_hashes(source, "train", progress=lambda *step: seen.append(step))
     assert find_duplicates(train, image_hashes(source, "test")).tolist() == [1]
     assert seen == [(3, 3)]
-
-
-def test_the_command_writes_what_load_reads(hashes, tmp_path):
-    source, output = f"tfrecord:{hashes[0]}", tmp_path / "duplicates.json"
-    command = [sys.executable, "tools/deduplicate.py", "--data", source]
-    done = subprocess.run(
-        [*command, "--against", "jpeg", "--output", str(output)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "torch"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(output.read_text())["indices"]
-    assert found == find_duplicates(hashes[1]["train"], hashes[1]["jpeg"]).tolist()
-    assert num_examples(source, "train", exclude=output) == 2 * COUNT - len(found)
-    assert f"{len(found)} of 300 images of train" in done.stdout

@@ -107,7 +107,8 @@ def test_another_process_gives_the_same_batches(tmp_path):
     subprocess.run(
         [sys.executable, "-c", PROCESS, str(path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # The pipeline imports TensorFlow; another backend would come on top.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"},
         check=True,
     )
     images, labels = zip(*first(endless(), 10)[8:])

@@ -291,7 +291,7 @@ def test_the_optimizer_is_the_recipes():
     assert model.loss.from_logits is True
     multi = linear_model(multi_label=True)
     chosen = []
-    multi.compile = lambda optimizer, loss, metrics: chosen.append(loss)
+    multi.compile = lambda loss, **kwargs: chosen.append(loss)
     recipe().compile(multi, steps_per_epoch=1)
     # The classifier's own, of which there is one for labels that exclude nothing.
     assert chosen == ["auto"]
@@ -413,6 +413,17 @@ def test_training_with_mixed_labels(linear):
     # The seed says it all; and other images may take the place of the recipe's.
     again = train(mine, datasets=mine.datasets((4, 4, 1)), verbose=0)
     assert again.history == found.history
+
+
+@backend_free
+def test_datasets_begin_at_a_step():
+    mine = recipe(augment=["flip", "mixup"])
+    whole = list(mine.datasets((4, 4, 1)).train.take(13).as_numpy_iterator())
+    # The second epoch has begun.
+    later = mine.datasets((4, 4, 1), start_step=11).train.take(2)
+    for found, expected in zip(later.as_numpy_iterator(), whole[11:], strict=True):
+        for mine, other in zip(found, expected):
+            np.testing.assert_array_equal(mine, other)
 
 
 def test_a_loss_that_is_not_finite_ends_the_training(linear):

@@ -72,15 +72,30 @@ def run(folder, *callbacks, every=3, mine=None, **options):
     )
 
 
-def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        # 14 batches of 96 in an epoch; the run ends within the second.
+        {
+            "epochs": None,
+            "steps": 8,
+            "gradient_accumulation_steps": 2,
+            "ema_momentum": 0.9,
+        },
+    ],
+    ids=["epochs", "steps"],
+)
+def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
+    mine = recipe(**settings)
     # Without checkpoints, and with the digits' own order and augmentation.
-    expected = train(recipe(), verbose=0)
-    # Of 14 steps in 2 epochs: in the first epoch, and in the second.
-    for step in (5, 6):
+    expected = train(mine, verbose=0)
+    # Of 14 or 16 batches: after 5, and 6 more from the third on.
+    for batches in (5, 6):
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, Ends(step))
+            run(tmp_path, Ends(batches), mine=mine)
     assert training.list_checkpoints(tmp_path)[-1].name == "step-00000009"
-    found = run(tmp_path)
+    found = run(tmp_path, mine=mine)
     assert found.history == expected.history
     # Not only close: the CPU computes the same program the same way.
     for a, b in zip(found.model.variables, expected.model.variables, strict=True):
@@ -89,7 +104,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path):
     for a, b in zip(*optimizers, strict=True):
         np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
     # What is at its end is not trained again.
-    again = run(tmp_path, Ends(0))
+    again = run(tmp_path, Ends(0), mine=mine)
     assert again.history == expected.history
     assert again.test_accuracy == expected.test_accuracy
     np.testing.assert_array_equal(
