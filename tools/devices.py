@@ -55,8 +55,10 @@ def set_devices(args: argparse.Namespace, preset: str, batch_size: int, **overri
                 "Expected --devices with --expert-parallel and --model-parallel"
             )
         return None
-    devices = keras.distribution.list_devices()
-    if args.devices != "all":
+    # Other backends than JAX have none to list; `auto` says what works there.
+    devices = None
+    if keras.backend.backend() == "jax" and args.devices != "all":
+        devices = keras.distribution.list_devices()
         if args.devices > len(devices):
             raise ValueError(
                 f"Expected at most {len(devices)} devices; "
