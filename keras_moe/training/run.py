@@ -123,9 +123,11 @@ def train(
     every = [*recipe.callbacks(), *callbacks, StopOnNonFinite(first_step)]
     if checkpoint is not None:
         every = checkpoint.around(every)
-    if first_step % run.steps_per_epoch:
-        # Makes the metrics' variables, which have their values in the checkpoint.
-        model.evaluate(images.test, steps=1, verbose=0)
+    if first_step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
+        # Makes the metrics' variables, which other backends have before the first step
+        # and whose values are in the checkpoint.
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(images.test)
+        model.evaluate(x, y, sample_weight=weight, steps=1, verbose=0)
     try:
         history = model.fit(
             images.train,

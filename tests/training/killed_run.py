@@ -113,6 +113,11 @@ def is_writing(folder):
     return any(folder.glob(".writing-*"))
 
 
+def check_alive(child):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    assert not ended, f"ended by itself, with status {status}"
+
+
 def main():
     root, wanted = Path(sys.argv[1]), int(sys.argv[2])
     begin = time.perf_counter()
@@ -131,10 +136,10 @@ def main():
         else:
             gain = draw.randrange(0, 4 * EVERY)
             while newest(killed) < start + gain:
+                check_alive(child)
                 time.sleep(0.001)
-            if kill % 2:
-                while not is_writing(killed):
-                    pass
+            while kill % 2 and not is_writing(killed):
+                check_alive(child)
             # A step and its checkpoint take about as long.
             time.sleep(draw.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
