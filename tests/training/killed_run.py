@@ -30,7 +30,7 @@ import tensorflow as tf
 
 from keras_moe import layers, routers, training
 
-EPOCHS, STEPS, EVERY = 4, 25, 2
+EPOCHS, STEPS, EVERY = 4, 35, 2
 RECIPE = training.Recipe(
     "killed",
     preset="vmoe_digits",
@@ -134,8 +134,9 @@ def main():
             # While it starts.
             time.sleep(draw.uniform(0, 1))
         else:
-            gain = draw.randrange(0, 4 * EVERY)
-            while newest(killed) < start + gain:
+            # All over the run, and not to its end.
+            goal = min(start + draw.randrange(4 * EVERY), 4 * (kill + 1))
+            while newest(killed) < goal:
                 check_alive(child)
                 time.sleep(0.001)
             while kill % 2 and not is_writing(killed):
