@@ -109,6 +109,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--few-shot-data",
         help="images with splits train and test; the recipe's by default",
     )
+    parser.add_argument(
+        "--branch-from",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a checkpoint of another run to begin with",
+    )
+    parser.add_argument(
+        "--cooldown",
+        type=int,
+        metavar="STEPS",
+        help="with --branch-from: let the learning rate fall for so many steps",
+    )
     add_device_arguments(parser)
     for name, what in (("--set", "the recipe's settings"), ("--model", "the model's")):
         parser.add_argument(
@@ -133,6 +145,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     recipe = recipe.replace(
         model_arguments=dict(parse_override(text) for text in args.model)
     )
+    recipe = branch(args, recipe)
     folder = args.output or Path("runs") / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     number, num_processes = data.process_shard()
@@ -158,6 +171,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             checkpoint_every=args.checkpoint_every,
             keep_checkpoints=args.keep_checkpoints,
             resume=not args.restart,
+            branch_from=args.branch_from,
             verbose="auto" if number == 0 else 0,
         )
     finally:
@@ -208,6 +222,22 @@ def run(args: argparse.Namespace, console: Console) -> None:
         "picture": picture,
     }.items():
         console.print(f"{name:<14} {value}", highlight=False)
+
+
+def branch(args: argparse.Namespace, recipe: training.Recipe) -> training.Recipe:
+    """The recipe of a cooldown, if --cooldown asks for one."""
+    if args.cooldown is None:
+        return recipe
+    if args.branch_from is None:
+        raise ValueError("Expected --branch-from with --cooldown")
+    batches = training.open_checkpoint(args.branch_from).step
+    start, rest = divmod(batches, recipe.gradient_accumulation_steps)
+    if rest:
+        raise ValueError(
+            "Expected a checkpoint after an update of the weights, every "
+            f"{recipe.gradient_accumulation_steps} batches; received: {batches} batches"
+        )
+    return training.cooldown_branch(recipe, start, args.cooldown)
 
 
 def watchers(

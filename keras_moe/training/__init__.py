@@ -7,6 +7,7 @@ from keras_moe.training.checkpoints import (
     clean_checkpoints,
     find_checkpoint,
     list_checkpoints,
+    open_checkpoint,
     restore_checkpoint,
     save_checkpoint,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "list_recipes",
     "load_recipe",
     "locate_non_finite",
+    "open_checkpoint",
     "optimizer_class",
     "restore_checkpoint",
     "save_checkpoint",

@@ -166,6 +166,25 @@ def find_checkpoint(folder: str | os.PathLike) -> Checkpoint | None:
     return None
 
 
+def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
+    """One checkpoint, if it is whole.
+
+    Args:
+        path: its folder.
+
+    Raises:
+        ValueError: if there is none, or its files are not what was written.
+
+    Example: see `save_checkpoint`.
+    """
+    try:
+        return _verified(Path(path))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"Expected a checkpoint that is whole; received: {path} ({error})"
+        ) from error
+
+
 def list_checkpoints(folder: str | os.PathLike) -> list[Path]:
     """The folders of a run's checkpoints, oldest first; they are not looked into.
 

@@ -52,6 +52,7 @@ def train(
     checkpoint_every: int | None = None,
     keep_checkpoints: int = 3,
     resume: bool = True,
+    branch_from: str | os.PathLike | None = None,
 ) -> Training:
     """Trains a model as a recipe says.
 
@@ -77,6 +78,8 @@ def train(
         keep_checkpoints: how many stay.
         resume: whether a run whose checkpoints are there goes on; if not, they are
             removed.
+        branch_from: a checkpoint of another run, with which this one begins; see
+            `RunCheckpoint` and `cooldown_branch`.
 
     Returns:
         A `Training`: the model, the history and the accuracy.
@@ -100,6 +103,11 @@ def train(
             "Expected a function from steps to datasets for a run with checkpoints; "
             f"received: datasets={type(datasets).__name__}"
         )
+    if branch_from is not None and checkpoint_dir is None:
+        raise ValueError(
+            "Expected a checkpoint_dir for the branch's own checkpoints; "
+            f"received: branch_from={branch_from!r}, checkpoint_dir=None"
+        )
     run = _Run(recipe, datasets, data_dir)
     model = run.new_model()
     checkpoint, first_step = None, 0
@@ -112,6 +120,7 @@ def train(
             keep_checkpoints,
             settings,
             restart=not resume,
+            branch_from=branch_from,
         )
         first_step = checkpoint.restore(model)
         if checkpoint.finished:
@@ -122,15 +131,18 @@ def train(
     test = images.test
     if keras.distribution.distribution() is not None:
         # Each batch is shared by the devices.
-        test = data.padded(test, model=model)
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
+        test = data.padded(x, y, weight, model=model)
     if callable(callbacks):
         callbacks = callbacks(model, images)
     every = [*recipe.callbacks(), *callbacks, StopOnNonFinite(first_step)]
     if checkpoint is not None:
         every = checkpoint.around(every)
-    if first_step % run.steps_per_epoch:
-        # Makes the metrics' variables, which have their values in the checkpoint.
-        model.evaluate(test, steps=1, verbose=0)
+    if first_step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
+        # Makes the metrics' variables, which other backends have before the first step
+        # and whose values are in the checkpoint.
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
+        model.evaluate(x, y, sample_weight=weight, steps=1, verbose=0)
     try:
         history = model.fit(
             images.train,

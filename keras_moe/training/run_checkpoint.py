@@ -16,6 +16,7 @@ from keras_moe.training.checkpoints import (
     Checkpoint,
     clean_checkpoints,
     find_checkpoint,
+    open_checkpoint,
     restore_checkpoint,
     save_checkpoint,
 )
@@ -44,6 +45,10 @@ class RunCheckpoint(keras.callbacks.Callback):
         keep: how many checkpoints stay.
         settings: JSON, such as a recipe's `to_dict()`. A run with others is refused.
         restart: whether to remove the checkpoints that are there, and begin anew.
+        branch_from: the folder of another run's checkpoint, such as
+            `"runs/long/checkpoints/step-00650000"`. Where `folder` has no checkpoint
+            yet, the run goes on from there, whatever the other's settings, and its
+            history begins.
 
     Raises:
         ValueError: if a number is out of range.
@@ -82,6 +87,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         keep: int = 3,
         settings: dict | None = None,
         restart: bool = False,
+        branch_from: str | os.PathLike | None = None,
     ):
         super().__init__()
         self.folder = folder
@@ -90,6 +96,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.keep = check_integer("keep", keep)
         self.settings = dict(settings or {})
         self.restart = restart
+        self.branch_from = branch_from
         # Steps that were made, and whether the run is over.
         self.step = 0
         self.finished = False
@@ -97,6 +104,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.last = None
         self._found = None
         self._moved = False
+        self._branched = False
         self._callbacks = []
 
     def restore(self, model: keras.Model) -> int:
@@ -119,10 +127,17 @@ class RunCheckpoint(keras.callbacks.Callback):
         # Only once: a run that is restored again goes on.
         self.restart = False
         found = find_checkpoint(self.folder)
-        if found is None:
+        if found is None and self.branch_from is None:
             return 0
+        if found is None:
+            found = open_checkpoint(self.branch_from)
+            # Neither what that run measured is this one's, nor its place in an epoch.
+            begun = {"finished": False, "history": {}, "callbacks": {}}
+            found = found._replace(state={**found.state, **begun})
+            self._branched = True
+        else:
+            self._check(found)
         state = found.state
-        self._check(found)
         model.optimizer.build(model.trainable_variables)
         restore_checkpoint(found, _groups(model))
         self._found, self.last = found, found.path
@@ -154,7 +169,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         found, self._found = self._found, None
         if found is None:
             return
-        if self.step % self.steps_per_epoch:
+        if self.step % self.steps_per_epoch and not self._branched:
             metrics = {"metrics": self.model.metrics_variables}
             restore_checkpoint(found, metrics)
         _set_random_state(found.state["random"])

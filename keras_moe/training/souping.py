@@ -155,12 +155,14 @@ def cooldown_branch(
     """The recipe of a branch that leaves a run at a step and cools down.
 
     Up to that step both have the same learning rates, so that the branch goes on from
-    the run's checkpoint there: weights, optimizer and place in the data. Branches of
-    several lengths, or with other data, are what `greedy_soup` mixes.
+    the run's checkpoint there: `train(branch, checkpoint_dir=..., branch_from=...)`
+    takes its weights, optimizer and place in the data. Branches of several lengths, or
+    with other data, are what `greedy_soup` mixes.
 
     Args:
         recipe: the run's.
-        start_step: of the checkpoint.
+        start_step: of the checkpoint, in updates of the weights: with accumulation the
+            checkpoint's own number, which counts batches, is a multiple of it.
         cooldown_steps: in which the learning rate falls to `final_learning_rate`, 0 by
             default.
         **overrides: other settings, such as `data`.

@@ -30,7 +30,7 @@ import tensorflow as tf
 
 from keras_moe import layers, routers, training
 
-EPOCHS, STEPS, EVERY = 4, 25, 2
+EPOCHS, STEPS, EVERY = 4, 35, 2
 RECIPE = training.Recipe(
     "killed",
     preset="vmoe_digits",
@@ -113,6 +113,11 @@ def is_writing(folder):
     return any(folder.glob(".writing-*"))
 
 
+def check_alive(child):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    assert not ended, f"ended by itself, with status {status}"
+
+
 def main():
     root, wanted = Path(sys.argv[1]), int(sys.argv[2])
     begin = time.perf_counter()
@@ -129,12 +134,13 @@ def main():
             # While it starts.
             time.sleep(draw.uniform(0, 1))
         else:
-            gain = draw.randrange(0, 4 * EVERY)
-            while newest(killed) < start + gain:
+            # All over the run, and not to its end.
+            goal = min(start + draw.randrange(4 * EVERY), 4 * (kill + 1))
+            while newest(killed) < goal:
+                check_alive(child)
                 time.sleep(0.001)
-            if kill % 2:
-                while not is_writing(killed):
-                    pass
+            while kill % 2 and not is_writing(killed):
+                check_alive(child)
             # A step and its checkpoint take about as long.
             time.sleep(draw.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)

@@ -29,23 +29,23 @@ def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(tmp_path):
     results = json.loads(done.stdout.split("RESULTS ")[1])
     # All over the run, and while checkpoints were being written.
     assert len(results["steps"]) == 20
-    assert results["steps"][-1] > 50
+    assert results["steps"][-1] > 40
     assert len(set(results["steps"])) > 10
     assert results["in a write"] > 2
     killed, uninterrupted = (
         training.find_checkpoint(tmp_path / name)
         for name in ("killed", "uninterrupted")
     )
-    assert killed.step == uninterrupted.step == 100
+    assert killed.step == uninterrupted.step == 140
     # History, random state, and the state of a callback; then all arrays.
     assert killed.state == uninterrupted.state
-    assert killed.state["callbacks"] == {"Counts 1": {"steps": 100}}
+    assert killed.state["callbacks"] == {"Counts 1": {"steps": 140}}
     assert len(killed.state["history"]["val_loss"]) == 4
     (name,) = (path.name for path in killed.path.glob("arrays-*"))
     assert (killed.path / name).read_bytes() == (uninterrupted.path / name).read_bytes()
     # Nothing half-written is left, and no more than is to be kept.
     assert {path.name for path in (tmp_path / "killed").iterdir()} == {
-        "step-00000096",
-        "step-00000098",
-        "step-00000100",
+        "step-00000136",
+        "step-00000138",
+        "step-00000140",
     }
