@@ -112,6 +112,28 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     )
 
 
+def test_a_branch_is_the_run_until_it_leaves_it(small, tmp_path):
+    long = recipe(decay="constant", epochs=None, steps=12)
+    run(tmp_path / "long", mine=long, keep_checkpoints=9)
+    start = tmp_path / "long" / "step-00000006"
+    branch = training.cooldown_branch(long, 6, 4)
+    found = run(tmp_path / "branch", mine=branch, branch_from=start)
+    # Had the learning rate been known from the start, it were the same run.
+    expected = train(branch, verbose=0)
+    for a, b in zip(found.model.variables, expected.model.variables, strict=True):
+        np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
+    # The last of two epochs of 7 steps; the first is the other run's.
+    assert len(found.history["loss"]) == 2
+    assert found.history["val_loss"][-1] == expected.history["val_loss"][-1]
+    # Ended and begun again, it goes on from its own checkpoints.
+    again = run(tmp_path / "branch", Ends(0), mine=branch, branch_from=start)
+    assert again.history == found.history
+    with pytest.raises(ValueError, match="that is whole; received: .*step-00000005"):
+        run(tmp_path / "b", mine=branch, branch_from=start.with_name("step-00000005"))
+    with pytest.raises(ValueError, match="Expected a checkpoint_dir"):
+        train(branch, branch_from=start)
+
+
 @backend_free
 def test_early_stopping_ends_a_run_for_good(small, tmp_path):
     stop = keras.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=100.0)
