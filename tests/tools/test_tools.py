@@ -155,7 +155,7 @@ def test_upcycle_makes_a_preset(tmp_path, capsys, monkeypatch):
             "--preset vmoe_digits --experts 3 --classes 4 --images 6 --image-size 16 "
             "--rank 2 --rounds 1",
         ),
-        ("distribution.py", "--parts devices --devices 2 --processes 1"),
+        ("distribution.py", "--parts devices --devices 2 --processes 1 --steps 1"),
         (
             "mumoe_layer.py",
             "--parts layers entmax --images 1 --tokens 8 --dim 8 --experts 4 "

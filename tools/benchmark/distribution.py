@@ -68,16 +68,17 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, default=3, help="for each count of devices"
     )
+    parser.add_argument("--steps", type=int, default=STEPS, help="on several devices")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measured(args.child)))
+        print(json.dumps(measured(args.child, args.steps)))
         return
     if "overhead" in args.parts:
         for case in CASES:
             overhead(case, args.rounds)
     if "devices" in args.parts:
-        on_devices(args.devices, args.processes)
+        on_devices(args.devices, args.processes, args.steps)
 
 
 def compiled(preset: str, **overrides) -> keras.Model:
@@ -123,7 +124,7 @@ def overhead(case: str, rounds: int) -> None:
     print_ratios(f"{case}, batch {batch_size}, {steps} steps", seconds, "fit")
 
 
-def on_devices(counts: list[int], processes: int) -> None:
+def on_devices(counts: list[int], processes: int, steps: int) -> None:
     """Prints a step's time and memory by the number of virtual devices."""
     runs = [count for count in counts for _ in range(processes)]
     random.Random(0).shuffle(runs)
@@ -131,7 +132,7 @@ def on_devices(counts: list[int], processes: int) -> None:
     for count in runs:
         flags = f"--xla_force_host_platform_device_count={count}"
         done = subprocess.run(
-            [sys.executable, __file__, "--child", str(count)],
+            [sys.executable, __file__, "--child", str(count), "--steps", str(steps)],
             env={**os.environ, "XLA_FLAGS": flags},
             capture_output=True,
             text=True,
@@ -169,7 +170,7 @@ def on_devices(counts: list[int], processes: int) -> None:
     Console().print(table)
 
 
-def measured(count: int) -> dict:
+def measured(count: int, steps: int) -> dict:
     """A step's time, and what a device and the process hold, in this process."""
     import jax
 
@@ -179,12 +180,12 @@ def measured(count: int) -> dict:
     found = distribution.auto("vit_s16", devices, batch_size=BATCH_SIZE, **SPLIT)
     with found.scope():
         model = compiled("vit_s16", **SPLIT)
-        images, labels = examples(model, BATCH_SIZE * STEPS)
+        images, labels = examples(model, BATCH_SIZE * steps)
 
         def fit():
             begin = time.perf_counter()
             model.fit(images, labels, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
-            return (time.perf_counter() - begin) / STEPS
+            return (time.perf_counter() - begin) / steps
 
         fit()  # compiles
         seconds = [fit() for _ in range(3)]
