@@ -379,7 +379,7 @@ class Recipe:
             numbers = not self._mixes_labels()
             loss = SparseSigmoidCrossentropy if numbers else SigmoidCrossentropy
             precision = MeanAveragePrecision(
-                model.num_classes, from_logits=from_logits, sparse_labels=numbers
+                model.output.shape[-1], from_logits=from_logits, sparse_labels=numbers
             )
             return loss(from_logits), [PrecisionAt1(numbers), precision]
         loss = "auto"

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import models
+from keras_moe import data, models
 from keras_moe.data.augmentation import build_steps
 from keras_moe.training import (
     Recipe,
@@ -295,6 +295,38 @@ def test_the_optimizer_is_the_recipes():
     recipe().compile(multi, steps_per_epoch=1)
     # The classifier's own, of which there is one for labels that exclude nothing.
     assert chosen == ["auto"]
+
+
+@pytest.mark.parametrize("augment", [(), ("mixup",)], ids=["numbers", "vectors"])
+def test_several_labels_and_their_hierarchy(augment, tmp_path):
+    digits = [str(digit) for digit in range(10)]
+    parents = {digit: ["even" if int(digit) % 2 == 0 else "odd"] for digit in digits}
+    hierarchy = data.LabelHierarchy([*digits, "even", "odd"], parents)
+    hierarchy.save(tmp_path / "classes.json")
+    mine = recipe(
+        epochs=4,
+        batch_size=256,
+        multi_label=True,
+        hierarchy=str(tmp_path / "classes.json"),
+        augment=augment,
+    )
+    found = train(mine, verbose=0)
+    assert found.model.multi_label
+    assert found.model.num_classes == 12
+    names = ("loss", "precision_at_1", "mean_average_precision")
+    assert set(found.history) == {*names, *(f"val_{name}" for name in names)}
+    assert found.history["val_loss"][-1] < found.history["val_loss"][0]
+    # By itself, and of all that the model says.
+    images, labels = data.load_digits("test", SMALL["image_shape"])
+    logits = found.model.predict(images, verbose=0)
+    top, digit_and_parity = logits.argmax(axis=1), 10 + labels % 2
+    right = (top == labels) | (top == digit_and_parity)
+    assert found.test_accuracy == pytest.approx(right.mean())
+    dense = np.zeros((len(labels), 12))
+    dense[np.arange(len(labels)), labels] = 1
+    dense[np.arange(len(labels)), digit_and_parity] = 1
+    expected = np.sum(np.logaddexp(0, logits) - dense * logits, axis=1).mean()
+    assert found.history["val_loss"][-1] == pytest.approx(expected, rel=1e-4)
 
 
 def test_groups_and_decay_reach_the_optimizer():

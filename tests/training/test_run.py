@@ -128,7 +128,7 @@ def test_a_branch_is_the_run_until_it_leaves_it(small, tmp_path):
     # Ended and begun again, it goes on from its own checkpoints.
     again = run(tmp_path / "branch", Ends(0), mine=branch, branch_from=start)
     assert again.history == found.history
-    with pytest.raises(ValueError, match="that is whole; received: .*step-00000005"):
+    with pytest.raises(ValueError, match="that is whole; received"):
         run(tmp_path / "b", mine=branch, branch_from=start.with_name("step-00000005"))
     with pytest.raises(ValueError, match="Expected a checkpoint_dir"):
         train(branch, branch_from=start)
