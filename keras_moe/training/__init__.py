@@ -20,12 +20,8 @@ from keras_moe.training.non_finite import (
     locate_non_finite,
 )
 from keras_moe.training.optimizers import optimizer_class
-from keras_moe.training.recipes import (
-    Datasets,
-    Recipe,
-    list_recipes,
-    load_recipe,
-)
+from keras_moe.training.recipe_files import list_recipes, load_recipe
+from keras_moe.training.recipes import Datasets, Recipe
 from keras_moe.training.router_health import RouterHealth
 from keras_moe.training.run import Training, train
 from keras_moe.training.run_checkpoint import RunCheckpoint

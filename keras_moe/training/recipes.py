@@ -1,4 +1,4 @@
-"""Published training settings as data: a file each."""
+"""Published training settings as data."""
 
 import dataclasses
 import json
@@ -12,7 +12,6 @@ import keras
 from keras_moe import data, models
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
-from keras_moe.models.builtin import shipped_files
 from keras_moe.ops.checks import (
     check_argument_names,
     check_bool,
@@ -20,7 +19,6 @@ from keras_moe.ops.checks import (
     check_not_negative,
     check_one_of,
     check_positive,
-    nearest,
 )
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.optimizers import StopAfterBatches, make_optimizer
@@ -491,66 +489,6 @@ class Recipe:
         return data.num_classes(self.data, data_dir)
 
 
-def list_recipes() -> dict[str, str]:
-    """The recipes that ship with the library: their names, with a line about each.
-
-    Returns:
-        A dict from name to description.
-
-    Example:
-
-    >>> from keras_moe.training import list_recipes
-    >>> "mumoe_digits" in list_recipes()
-    True
-    """
-    return {
-        name: _read(path)["description"]
-        for name, path in shipped_files("recipes").items()
-    }
-
-
-def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
-    """Reads a recipe.
-
-    Args:
-        name_or_path: a name of `list_recipes`, or a JSON file of `Recipe.save`.
-        **overrides: other settings, see `Recipe.replace`.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        ValueError: if there is no such recipe, or a setting is unknown or out of range.
-
-    Example:
-
-    >>> from keras_moe.training import load_recipe
-    >>> recipe = load_recipe(
-    ...     "mumoe_digits", epochs=9, model_arguments={"num_layers": 2}
-    ... )
-    >>> recipe.epochs, recipe.model_arguments["num_layers"]
-    (9, 2)
-    """
-    shipped = shipped_files("recipes")
-    path = shipped.get(str(name_or_path), Path(name_or_path))
-    if not path.is_file():
-        raise ValueError(
-            "Expected the name of a recipe or a JSON file; received: "
-            f"{str(name_or_path)!r} ({nearest(str(name_or_path), list(shipped))})"
-        )
-    settings = _read(path)
-    known = [field.name for field in dataclasses.fields(Recipe)]
-    check_argument_names(settings, known, f"a recipe in {path}")
-    try:
-        recipe = Recipe(**{"name": path.stem, **settings})
-    except TypeError as error:
-        # Those that have no default.
-        raise ValueError(
-            f"Expected all settings of a recipe in {path}; received: {error}"
-        ) from error
-    return recipe.replace(**overrides)
-
-
 def _plain(name, value):
     """A copy of the value as JSON gives it back."""
     try:
@@ -559,15 +497,3 @@ def _plain(name, value):
         raise ValueError(
             f"Expected {name} to be JSON; received: {name}={value!r}"
         ) from error
-
-
-def _read(path):
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"Expected JSON in {path}; received: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"Expected a dict of settings in {path}; received: {settings!r}"
-        )
-    return settings
