@@ -32,10 +32,12 @@ from keras_moe.training.schedules import (
 )
 from keras_moe.training.souping import Soup, cooldown_branch, greedy_soup
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
+from keras_moe.training.weight_averages import EvaluateAverages
 
 __all__ = [
     "Checkpoint",
     "Datasets",
+    "EvaluateAverages",
     "FewShot",
     "MeanAveragePrecision",
     "NonFinite",

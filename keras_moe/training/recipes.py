@@ -24,6 +24,7 @@ from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.optimizers import StopAfterBatches, make_optimizer
 from keras_moe.training.parameter_groups import check_groups, group_factors
 from keras_moe.training.schedules import DECAYS, check_cooldown, warmup_schedule
+from keras_moe.training.weight_averages import EvaluateAverages
 
 DECAY_TIMES = ("learning_rate", "share_of_peak")
 
@@ -416,7 +417,7 @@ class Recipe:
             batches = self.steps * self.gradient_accumulation_steps
             found.append(StopAfterBatches(batches))
         if self.ema_momentum is not None:
-            found.append(keras.callbacks.SwapEMAWeights())
+            found.append(EvaluateAverages())
         return found
 
     def datasets(

@@ -1,0 +1,54 @@
+"""Evaluation with the averages that an optimizer keeps of the weights."""
+
+import keras
+from keras import ops
+
+
+class EvaluateAverages(keras.callbacks.Callback):
+    """Puts the averages in the weights' place for each evaluation within `fit`.
+
+    `keras.callbacks.SwapEMAWeights` goes by way of NumPy, which cannot be where weights
+    lie on several processes, and on TensorFlow by adding and subtracting, which rounds
+    them.
+
+    Raises:
+        ValueError: if the optimizer keeps no averages, `use_ema=True`.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe.training import EvaluateAverages
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+    >>> x = keras.ops.ones((4, 1))
+    >>> history = model.fit(
+    ...     x, x, validation_data=(x, x), callbacks=[EvaluateAverages()], verbose=0
+    ... )
+    """
+
+    def on_train_begin(self, logs=None):
+        if not self._optimizer().use_ema:
+            raise ValueError("Expected an optimizer with use_ema=True; received: False")
+
+    def on_test_begin(self, logs=None):
+        self._swap()
+
+    def on_test_end(self, logs=None):
+        self._swap()
+
+    def _optimizer(self):
+        optimizer = self.model.optimizer
+        # One that scales losses has another within.
+        return getattr(optimizer, "inner_optimizer", optimizer)
+
+    def _swap(self):
+        optimizer = self._optimizer()
+        for weight, average in zip(
+            optimizer._trainable_variables,
+            optimizer._model_variables_moving_average,
+            strict=True,
+        ):
+            # A copy: on some backends a variable's value changes with it.
+            value = ops.copy(weight.value)
+            weight.assign(average.value)
+            average.assign(value)
