@@ -16,7 +16,9 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model-parallel", type=int, default=1)
     group.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="of several processes"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of several processes; there is no look at routers and no few-shot then",
     )
     group.add_argument("--num-processes", type=int)
     group.add_argument("--process-id", type=int)

@@ -149,6 +149,12 @@ def run(args: argparse.Namespace, console: Console) -> None:
     folder = args.output or Path("runs") / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     number, num_processes = data.process_shard()
+    if num_processes > 1 and args.few_shot_every:
+        raise ValueError(
+            "Expected --few-shot-every 0 with several processes, none of which has all "
+            "outputs of a model; received: "
+            f"--few-shot-every {args.few_shot_every}, processes={num_processes}"
+        )
     if number == 0:
         console.print(settings_table(recipe))
 
@@ -249,6 +255,9 @@ def watchers(
 ) -> list[keras.callbacks.Callback]:
     """What looks at the model now and then."""
     found = []
+    if data.process_shard()[1] > 1:
+        # Keras's `predict` reads outputs that no process has as a whole.
+        return found
     if args.health_every and model.routing:
         images, _ = next(iter(datasets.test))
         found.append(
