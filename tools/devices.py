@@ -52,6 +52,11 @@ def set_devices(args: argparse.Namespace, preset: str, batch_size: int, **overri
             a layout is asked for without --devices.
     """
     if args.devices is None:
+        if args.num_processes is not None:
+            raise ValueError(
+                "Expected --devices with several processes, each of which would train "
+                "a model of its own"
+            )
         if args.expert_parallel is not None or args.model_parallel != 1:
             raise ValueError(
                 "Expected --devices with --expert-parallel and --model-parallel"

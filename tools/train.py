@@ -86,6 +86,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--keep-checkpoints", type=int, default=3, metavar="N")
     parser.add_argument(
+        "--keep-every",
+        type=int,
+        metavar="STEPS",
+        help="checkpoints of these steps stay, too, for branches and soups",
+    )
+    parser.add_argument(
         "--restart",
         action="store_true",
         help="remove the checkpoints of an earlier run, and begin anew",
@@ -176,6 +182,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             checkpoint_dir=checkpoints,
             checkpoint_every=args.checkpoint_every,
             keep_checkpoints=args.keep_checkpoints,
+            keep_every=args.keep_every,
             resume=not args.restart,
             branch_from=args.branch_from,
             verbose="auto" if number == 0 else 0,

@@ -137,7 +137,7 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
         raise ValueError(
             f"Expected at least one example; received: num_examples={num_examples}"
         )
-    devices = _batch_devices()
+    devices = batch_devices()
     if batch_size is None:
         batch_size = next(int(size) for size in x.map(lambda *b: _size(tf, b)))
         batch_size = -(-batch_size // devices) * devices
@@ -186,8 +186,15 @@ def _size(tf, batch):
     return tf.shape(keras.tree.flatten(batch)[0], out_type=tf.int64)[0]
 
 
-def _batch_devices():
-    """How many devices share a batch under the current distribution."""
+def batch_devices() -> int:
+    """How many devices share a batch under the current distribution.
+
+    Example:
+
+    >>> from keras_moe.data.padding import batch_devices
+    >>> batch_devices()
+    1
+    """
     distribution = keras.distribution.distribution()
     if distribution is None:
         return 1

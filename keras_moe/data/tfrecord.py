@@ -15,6 +15,7 @@ Only "classes" is needed. Without "counts" the records are counted.
 """
 
 import glob
+import operator
 import os
 import re
 import struct
@@ -49,9 +50,13 @@ def read_examples(pattern: str, split: str) -> RecordExamples:
             f"Expected files of tfrecord:{pattern} with the split as a word of their "
             f"names; received: split={split!r}, {[p.name for p in paths[:3]]}"
         )
-    counts = settings.get("counts", {})
+    # Of files of the same name in other folders it says nothing.
+    counts = {
+        paths[0].parent / name: count
+        for name, count in settings.get("counts", {}).items()
+    }
     files = [
-        RecordFile(str(p), 0, counts[p.name] if p.name in counts else count_records(p))
+        RecordFile(str(p), 0, counts[p] if p in counts else count_records(p))
         for p in chosen
     ]
     files = [file for file in files if file.take]
@@ -208,7 +213,27 @@ def write_tfrecords(
     parts = [folder / f".{uuid.uuid4().hex}.part" for _ in names]
     try:
         counts, most = _write(parts, examples, count)
-        old = [p for p in folder.glob(f"{split}-*.tfrecord") if p.name not in names]
+        if before and ("max_labels" in before) != (most is not None):
+            raise ValueError(
+                f"Expected lists of labels in all splits of {folder / SIDECAR} or in "
+                f"none; received: split={split!r} {'with' if most else 'without'}"
+            )
+        ours = re.compile(rf"{split}-\d{{5}}-of-\d{{5}}\.tfrecord")
+        old = [
+            path
+            for path in folder.iterdir()
+            if ours.fullmatch(path.name) and path.name not in names
+        ]
+        # Until the new ones are known, as a process may end in between: files without
+        # are counted.
+        kept = {
+            name: number
+            for name, number in before.get("counts", {}).items()
+            if not ours.fullmatch(name)
+        }
+        if most is not None:
+            settings["max_labels"] = max(most, before.get("max_labels", 1))
+        write_json(folder / SIDECAR, {**settings, "counts": kept})
         for part, name in zip(parts, names):
             os.replace(part, folder / name)
         for path in old:
@@ -216,14 +241,7 @@ def write_tfrecords(
     finally:
         for part in parts:
             part.unlink(missing_ok=True)
-    kept = {
-        name: number
-        for name, number in before.get("counts", {}).items()
-        if name not in {path.name for path in old}
-    }
     settings["counts"] = {**kept, **dict(zip(names, counts))}
-    if most is not None:
-        settings["max_labels"] = max(most, before.get("max_labels", 1))
     write_json(folder / SIDECAR, settings)
 
 
@@ -236,7 +254,10 @@ def _write(parts, examples, num_classes) -> tuple[list[int], int | None]:
     try:
         for number, (image, labels) in enumerate(examples):
             one = isinstance(labels, (int, np.integer))
-            values = [int(labels)] if one else [int(label) for label in labels]
+            try:
+                values = [int(labels)] if one else list(map(operator.index, labels))
+            except TypeError:  # No integers, or no list of such.
+                values = [-1]
             if is_list is None:
                 is_list = not one
             if is_list == one or not all(0 <= x < num_classes for x in values):
@@ -268,7 +289,9 @@ def _write(parts, examples, num_classes) -> tuple[list[int], int | None]:
 
 def _files(pattern: str) -> list[Path]:
     pattern_of_files = (
-        os.path.join(pattern, "*.tfrecord*") if os.path.isdir(pattern) else pattern
+        os.path.join(glob.escape(pattern), "*.tfrecord*")
+        if os.path.isdir(pattern)
+        else pattern
     )
     paths = [Path(path) for path in sorted(glob.glob(pattern_of_files))]
     paths = [path for path in paths if path.is_file() and path.suffix != ".json"]

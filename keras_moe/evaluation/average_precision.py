@@ -216,6 +216,8 @@ def _each(batches, num_classes, sparse_labels):
 def _checked(labels, scores, weight, sparse_labels, may_be_empty=False):
     """Boolean labels (N, C), scores, and float64 weights."""
     labels, scores = np.asarray(labels), np.asarray(scores)
+    if not np.issubdtype(scores.dtype, np.floating):
+        scores = scores.astype("float64")  # Unsigned ones have no negatives.
     weight = np.ones(len(labels)) if weight is None else np.asarray(weight, "float64")
     if (
         labels.ndim != 2

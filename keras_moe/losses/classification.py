@@ -123,6 +123,12 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
         dtype: Any = None,
     ):
         super().__init__(from_logits, label_smoothing, reduction, name, dtype)
+        # Keras casts labels, too: bfloat16 makes 256 of 257.
+        if self.dtype not in ("float32", "float64"):
+            raise ValueError(
+                "Expected dtype float32 or float64, in which numbers of classes are "
+                f"exact; received: dtype={self.dtype!r}"
+            )
 
     def call(self, y_true, y_pred):
         if len(y_true.shape) != 2:
@@ -141,12 +147,12 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
             of_ones = ops.log(y_pred) - of_zeros
         # -(y log p + (1 - y) log(1 - p)), where log p = log(1 - p) + logit.
         chosen = ops.take_along_axis(of_ones, ops.maximum(labels, 0), axis=1)
-        chosen = ops.sum(ops.where(_counted(labels), chosen, 0.0), axis=-1)
+        chosen = ops.sum(ops.where(counted(labels), chosen, 0.0), axis=-1)
         loss = -ops.sum(of_zeros, axis=-1) - (1.0 - s) * chosen
         return loss - 0.5 * s * ops.sum(of_ones, axis=-1) if s else loss
 
 
-def _counted(labels):
+def counted(labels: Any) -> Any:
     """Which numbers (batch, labels) are no padding and not there before."""
     same = ops.equal(ops.expand_dims(labels, 2), ops.expand_dims(labels, 1))
     earlier = ops.arange(labels.shape[1])

@@ -24,7 +24,12 @@ import keras
 import numpy as np
 
 from keras_moe.ops.checks import check_integer
-from keras_moe.training.tensor_file import Tensor, TensorFile, write_tensors
+from keras_moe.training.tensor_file import (
+    NonFiniteValues,
+    Tensor,
+    TensorFile,
+    write_tensors,
+)
 
 FORMAT = 1
 _WRITING = ".writing-"
@@ -55,6 +60,7 @@ def save_checkpoint(
     groups: dict[str, Sequence[keras.Variable]],
     state: dict,
     keep: int = 3,
+    keep_every: int | None = None,
 ) -> Path:
     """Writes a checkpoint, and removes older ones once it is on the disk.
 
@@ -69,6 +75,7 @@ def save_checkpoint(
             `{"model": model.variables, "optimizer": model.optimizer.variables}`.
         state: further state, JSON.
         keep: how many checkpoints stay.
+        keep_every: those of steps that this divides stay, too.
 
     Returns:
         The checkpoint's folder.
@@ -96,6 +103,8 @@ def save_checkpoint(
     folder = Path(folder)
     step = check_integer("step", step, minimum=0)
     keep = check_integer("keep", keep)
+    if keep_every is not None:
+        check_integer("keep_every", keep_every)
     number, count = _process()
     final = folder / f"step-{step:08d}"
     writing = folder / f"{_WRITING}{final.name}"
@@ -111,7 +120,8 @@ def save_checkpoint(
                 ]
                 for group, variables in groups.items()
             }
-            text = _json({"state": state, "variables": described})
+            # Figures, unlike weights, may be NaN.
+            text = json.dumps({"state": state, "variables": described}, sort_keys=True)
             files["state.json"] = _write(writing / "state.json", text)
             body = {"format": FORMAT, "step": step, "files": files}
             body["sha256"] = _digest_of(body)
@@ -125,7 +135,13 @@ def save_checkpoint(
             _tell_failure(writing, number, count, error)
         raise
     if number == 0:
-        _remove_older(folder, final, keep)
+        try:
+            _remove_older(folder, final, keep, keep_every)
+        except OSError as error:
+            # The new one is whole all the same.
+            warnings.warn(
+                f"Older checkpoints could not be removed: {error}", stacklevel=2
+            )
     return final
 
 
@@ -199,7 +215,7 @@ def list_checkpoints(folder: str | os.PathLike) -> list[Path]:
     """
     pattern = re.compile(r"step-\d{8,}")
     found = [x for x in Path(folder).glob("step-*") if pattern.fullmatch(x.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step_of)
 
 
 def restore_checkpoint(
@@ -228,13 +244,21 @@ def restore_checkpoint(
                 f"{checkpoint.path}; received: {saved and len(saved)}"
             )
         for entry, variable in zip(saved, variables):
-            if tuple(entry["shape"]) != tuple(variable.shape):
+            same = tuple(entry["shape"]) == tuple(variable.shape)
+            same = same and _kind(entry["dtype"]) == _kind(variable.dtype)
+            if group == "model":
+                # Keras may number layers, and so paths, anew.
+                same = same and _last(entry["path"]) == _last(variable.path)
+            if not same:
                 raise ValueError(
-                    f"Expected shape {tuple(variable.shape)} of {variable.path} in "
-                    f"{checkpoint.path}; received: {entry}"
+                    f"Expected {variable.path} of shape {tuple(variable.shape)} and "
+                    f"{variable.dtype} in {checkpoint.path}; received: {entry}"
                 )
     pieces = {}
-    for path in sorted(checkpoint.path.glob("arrays-*.safetensors")):
+    manifest = json.loads((checkpoint.path / "manifest.json").read_text("utf-8"))
+    # Not what else lies there.
+    names = sorted(x for x in manifest["files"] if x.endswith(".safetensors"))
+    for path in (checkpoint.path / name for name in names):
         file = TensorFile(path)
         for name, shape in file.shapes.items():
             group, index, rest = name.split("/", 2)
@@ -245,6 +269,14 @@ def restore_checkpoint(
     for group, variables in groups.items():
         for index, variable in enumerate(variables):
             _assign(variable, pieces[group, index])
+
+
+def _kind(dtype):
+    return "float" in keras.backend.standardize_dtype(dtype)
+
+
+def _last(path):
+    return path.rpartition("/")[2]
 
 
 def clean_checkpoints(folder: str | os.PathLike, everything: bool = False) -> None:
@@ -262,7 +294,12 @@ def clean_checkpoints(folder: str | os.PathLike, everything: bool = False) -> No
     if _process()[0]:
         return
     for path in Path(folder).glob(f"{_WRITING}*"):
-        shutil.rmtree(path)
+        replaced = path.name.removeprefix(f"{_WRITING}replaced-")
+        if replaced != path.name and not path.with_name(replaced).exists():
+            # Ended before the new one was in its place.
+            os.rename(path, path.with_name(replaced))
+        else:
+            shutil.rmtree(path)
     if everything:
         for path in list_checkpoints(folder):
             _remove(path)
@@ -337,7 +374,8 @@ def _files_of_all(writing, count):
         files.update(json.loads(path.read_text(encoding="utf-8")))
         path.unlink()
     if failed := [f"{name}: {x['error']}" for name, x in files.items() if "error" in x]:
-        raise OSError("; ".join(failed))
+        finite = all(x.get("finite", True) for x in files.values())
+        raise (OSError if finite else NonFiniteValues)("; ".join(failed))
     return files
 
 
@@ -346,7 +384,9 @@ def _tell_failure(writing, number, count, error):
     name = f"arrays-{number:05d}-of-{count:05d}.safetensors"
     try:
         part = writing / f"{name}.part"
-        part.write_text(json.dumps({name: {"error": str(error)}}), encoding="utf-8")
+        finite = not isinstance(error, NonFiniteValues)
+        told = {name: {"error": str(error), "finite": finite}}
+        part.write_text(json.dumps(told), encoding="utf-8")
         os.replace(part, writing / f"{name}.json")
     except OSError:
         # A full disk takes no message either: the first process waits in vain, and
@@ -365,24 +405,35 @@ def _write(path, text):
 
 def _commit(writing, final):
     _sync_folder(writing)
+    aside = None
     if final.exists():
         # One that is corrupt, or of the same step.
         aside = final.with_name(f"{_WRITING}replaced-{final.name}")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(final, aside)
-    os.rename(writing, final)
+    try:
+        os.rename(writing, final)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, final)
+        raise
     _sync_folder(final.parent)
     shutil.rmtree(final.with_name(f"{_WRITING}replaced-{final.name}"), True)
 
 
-def _remove_older(folder, newest, keep):
-    step = int(newest.name.removeprefix("step-"))
+def _remove_older(folder, newest, keep, keep_every):
+    step = _step_of(newest)
     for path in list_checkpoints(folder):
         # Newer ones are corrupt: the run went on from before them.
-        if int(path.name.removeprefix("step-")) > step:
+        if _step_of(path) > step:
             _remove(path)
     for path in list_checkpoints(folder)[:-keep]:
-        _remove(path)
+        if keep_every is None or _step_of(path) % keep_every:
+            _remove(path)
+
+
+def _step_of(path):
+    return int(path.name.removeprefix("step-"))
 
 
 def _remove(path):

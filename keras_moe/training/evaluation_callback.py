@@ -10,6 +10,7 @@ import keras
 from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
 from keras_moe.training.files import write_json
 from keras_moe.training.periodic import PeriodicCallback
+from keras_moe.training.weight_averages import averages_in_place
 
 
 class PeriodicEvaluation(PeriodicCallback):
@@ -17,7 +18,8 @@ class PeriodicEvaluation(PeriodicCallback):
 
     An evaluator is any callable that takes the model and returns a dict from names to
     numbers. It may predict and evaluate with the model, and must not change its
-    weights. Its figures have its name before theirs, such as `"few_shot/5_shot"`, in
+    weights; where the optimizer keeps averages of these, it sees the averages. Its
+    figures have its name before theirs, such as `"few_shot/5_shot"`, in
     the logs, the history and `records`.
 
     Args:
@@ -68,7 +70,9 @@ class PeriodicEvaluation(PeriodicCallback):
     def measure(self):
         figures = {}
         for name, evaluator in self.evaluators.items():
-            found = evaluator(self.model)
+            # As `fit` evaluates.
+            with averages_in_place(self.model):
+                found = evaluator(self.model)
             for key, value in found.items():
                 if not isinstance(value, numbers.Real):
                     raise ValueError(

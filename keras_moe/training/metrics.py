@@ -11,6 +11,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.losses.classification import counted
 from keras_moe.ops.checks import check_integer, check_positive
 
 
@@ -144,7 +145,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
         if self.sparse_labels:
             labels = ops.cast(y_true, "int32")
             places = ops.take_along_axis(places, ops.maximum(labels, 0), axis=1)
-            is_label = labels >= 0
+            is_label = counted(labels)
         else:
             is_label = y_true > 0
         self._add(self.positives, places, ops.where(is_label, weight, 0.0))

@@ -88,21 +88,16 @@ def make_optimizer(name: str, options: dict, **arguments: Any) -> Any:
 
 
 class StopAfterBatches(keras.callbacks.Callback):
-    """Ends `fit` after so many batches, counted over all runs of the optimizer.
+    """Ends `fit` after so many batches of a run.
 
     Args:
-        batches: that the optimizer has seen by then.
+        batches: of the whole run.
+        seen: those that it has seen before this `fit`.
     """
 
-    def __init__(self, batches: int):
+    def __init__(self, batches: int, seen: int = 0):
         super().__init__()
-        self.batches = batches
-        self._left = batches
-
-    def on_train_begin(self, logs=None):
-        optimizer = self.model.optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        self._left = self.batches - int(optimizer.batches_seen)
+        self._left = batches - seen
 
     # Seen at the batch's end; a callback there would make JAX wait for each step.
     def on_train_batch_begin(self, batch, logs=None):

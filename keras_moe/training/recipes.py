@@ -198,6 +198,15 @@ class Recipe:
                     f"Expected multi_label=True with {name}; "
                     f"received: {name}={getattr(self, name)!r}"
                 )
+        for name in ("use_ema", "ema_momentum", "ema_overwrite_frequency"):
+            if isinstance(self.optimizer_options, dict) and (
+                name in self.optimizer_options
+            ):
+                raise ValueError(
+                    f"Expected no {name} in optimizer_options: the recipe's own "
+                    "ema_momentum says it; received: "
+                    f"{name}={self.optimizer_options[name]!r}"
+                )
         for name in ("num_classes", "dtype", "seed"):
             if isinstance(self.model_arguments, dict) and name in self.model_arguments:
                 raise ValueError(
@@ -327,8 +336,10 @@ class Recipe:
             num_classes=num_classes,
             dtype=self.dtype,
             seed=self.seed,
-            **{"multi_label": True} if self.multi_label else {},
-            **_plain("model_arguments", self.model_arguments),
+            **{
+                **_plain("model_arguments", self.model_arguments),
+                **({"multi_label": True} if self.multi_label else {}),
+            },
         )
 
     def compile(self, model: keras.Model, steps_per_epoch: int) -> None:
@@ -405,17 +416,21 @@ class Recipe:
         self.compile(model, steps_per_epoch)
         return model
 
-    def callbacks(self) -> list[keras.callbacks.Callback]:
+    def callbacks(self, start_step: int = 0) -> list[keras.callbacks.Callback]:
         """What `fit` needs besides the compiled model: callbacks, put before others.
 
         With `steps` the run ends at the last one, within an epoch if need be. With
         `ema_momentum` the averages of the weights take the weights' place for each
         evaluation, and at the end.
+
+        Args:
+            start_step: how many batches were trained on before, for training that goes
+                on.
         """
         found: list[keras.callbacks.Callback] = []
         if self.steps is not None:
             batches = self.steps * self.gradient_accumulation_steps
-            found.append(StopAfterBatches(batches))
+            found.append(StopAfterBatches(batches, start_step))
         if self.ema_momentum is not None:
             found.append(EvaluateAverages())
         return found

@@ -15,6 +15,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe.analysis.routing_statistics import routing_statistics
+from keras_moe.data.padding import batch_devices
 from keras_moe.ops.checks import check_bool
 from keras_moe.training.event_file import EventFile
 from keras_moe.training.files import write_text
@@ -98,7 +99,14 @@ class RouterHealth(PeriodicCallback):
                 "Expected an array of at least one image (batch, height, width, "
                 f"channels); received: shape={tuple(shape)}"
             )
-        self.images = np.asarray(images)
+        devices = batch_devices()
+        if shape[0] < devices:
+            raise ValueError(
+                f"Expected at least as many images as the {devices} devices that share "
+                f"a batch; received: shape={tuple(shape)}"
+            )
+        # As many on each.
+        self.images = np.asarray(images)[: shape[0] - shape[0] % devices]
         self.training = check_bool("training", training)
         self.csv_path, self.tensorboard = csv_path, tensorboard
         self.limits = {

@@ -51,6 +51,7 @@ def train(
     checkpoint_dir: str | os.PathLike | None = None,
     checkpoint_every: int | None = None,
     keep_checkpoints: int = 3,
+    keep_every: int | None = None,
     resume: bool = True,
     branch_from: str | os.PathLike | None = None,
 ) -> Training:
@@ -76,6 +77,7 @@ def train(
         checkpoint_dir: a folder for the checkpoints of this run.
         checkpoint_every: steps between checkpoints; None is one at each epoch's end.
         keep_checkpoints: how many stay.
+        keep_every: those of steps that this divides stay, too, for branches and soups.
         resume: whether a run whose checkpoints are there goes on; if not, they are
             removed.
         branch_from: a checkpoint of another run, with which this one begins; see
@@ -118,6 +120,7 @@ def train(
             run.steps_per_epoch,
             checkpoint_every,
             keep_checkpoints,
+            keep_every,
             settings,
             restart=not resume,
             branch_from=branch_from,
@@ -135,7 +138,7 @@ def train(
         test = data.padded(x, y, weight, model=model)
     if callable(callbacks):
         callbacks = callbacks(model, images)
-    every = [*recipe.callbacks(), *callbacks, StopOnNonFinite(first_step)]
+    every = [*recipe.callbacks(first_step), *callbacks, StopOnNonFinite(first_step)]
     if checkpoint is not None:
         every = checkpoint.around(every)
     if first_step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
@@ -197,8 +200,9 @@ class _Run:
     def batches(self, step):
         """The batches after so many steps, as NumPy arrays, without end."""
         while True:
-            for x, y, *_ in self.datasets(step).train:
-                yield _to_numpy(x), _to_numpy(y)
+            for batch in self.datasets(step).train:
+                x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+                yield _to_numpy(x), _to_numpy(y), weight
 
 
 def _to_numpy(value):
@@ -210,13 +214,15 @@ def _diagnosis(error, run, checkpoint, verbose):
     recipe = run.recipe
     found = None
     good = checkpoint and checkpoint.last
-    if good or error.step <= _SHORT_RUN:
+    # No process of several can look at weights that lie on all of them.
+    alone = data.process_shard()[1] == 1
+    if alone and (good or error.step <= _SHORT_RUN):
         found = _first_non_finite(error, run, checkpoint, verbose)
     epoch = (error.step - 1) // run.steps_per_epoch + 1
     parts = [f"{error}, in epoch {epoch}"]
     if found is not None:
         parts.append(f"The first NaN or Inf was {found[1]}, in step {found[0]}")
-    else:
+    elif alone:
         parts.append("With checkpoints, one would see where it began")
     if good:
         parts.append(f"The last good checkpoint is {good}")
@@ -235,14 +241,14 @@ def _first_non_finite(error, run, checkpoint, verbose):
         error.step - done, verbose=0 if verbose == 0 else 1, unit_name="step again"
     )
     for step in range(done + 1, error.step + 1):
-        x, y = next(batches)
+        x, y, weight = next(batches)
         looked_at = step >= error.since
         if looked_at:
             found = locate_non_finite(model, x, y, gradients=False)
             if found is not None:
                 return step, found
             before = [ops.convert_to_numpy(v.value) for v in model.variables]
-        model.train_on_batch(x, y)
+        model.train_on_batch(x, y, sample_weight=weight)
         bad = looked_at and first_non_finite_weight(model)
         if bad:
             for variable, value in zip(model.variables, before):

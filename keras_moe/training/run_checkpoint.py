@@ -1,6 +1,7 @@
 """The callback that saves a run while it goes on, and lets it go on after its end."""
 
 import importlib
+import json
 import os
 import random
 import warnings
@@ -43,6 +44,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         every: steps between checkpoints; None saves at the end of each epoch. The end
             of the run is saved always.
         keep: how many checkpoints stay.
+        keep_every: those of steps that this divides stay, too, for branches and soups.
         settings: JSON, such as a recipe's `to_dict()`. A run with others is refused.
         restart: whether to remove the checkpoints that are there, and begin anew.
         branch_from: the folder of another run's checkpoint, such as
@@ -85,6 +87,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         steps_per_epoch: int,
         every: int | None = None,
         keep: int = 3,
+        keep_every: int | None = None,
         settings: dict | None = None,
         restart: bool = False,
         branch_from: str | os.PathLike | None = None,
@@ -94,7 +97,11 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.steps_per_epoch = check_integer("steps_per_epoch", steps_per_epoch)
         self.every = None if every is None else check_integer("every", every)
         self.keep = check_integer("keep", keep)
-        self.settings = dict(settings or {})
+        self.keep_every = keep_every
+        if keep_every is not None:
+            check_integer("keep_every", keep_every)
+        # As a checkpoint gives them back.
+        self.settings = json.loads(json.dumps(dict(settings or {})))
         self.restart = restart
         self.branch_from = branch_from
         # Steps that were made, and whether the run is over.
@@ -124,9 +131,10 @@ class RunCheckpoint(keras.callbacks.Callback):
             ValueError: if the settings differ, or no checkpoint is whole.
         """
         clean_checkpoints(self.folder, everything=self.restart)
+        # Not looked for: another process may still be removing them.
+        found = None if self.restart else find_checkpoint(self.folder)
         # Only once: a run that is restored again goes on.
         self.restart = False
-        found = find_checkpoint(self.folder)
         if found is None and self.branch_from is None:
             return 0
         if found is None:
@@ -176,7 +184,8 @@ class RunCheckpoint(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         for name, value in (logs or {}).items():
-            self.history.setdefault(name, []).append(float(value))
+            if np.ndim(value) == 0:
+                self.history.setdefault(name, []).append(float(value))
         self.finished = epoch + 1 >= self.params["epochs"] or self.model.stop_training
         if self.finished or self.step % (self.every or self.step) == 0:
             self._save()
@@ -207,7 +216,9 @@ class RunCheckpoint(keras.callbacks.Callback):
             "versions": _versions(),
         }
         try:
-            path = save_checkpoint(self.folder, self.step, groups, state, self.keep)
+            path = save_checkpoint(
+                self.folder, self.step, groups, state, self.keep, self.keep_every
+            )
         except NonFiniteValues as error:
             raise NonFiniteLoss(self.step, str(error)) from error
         except OSError as error:

@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_moe import models
 from keras_moe.ops.checks import check_bool, check_integer
+from keras_moe.training.checkpoints import open_checkpoint, restore_checkpoint
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.schedules import OPEN_ENDED
 
@@ -229,10 +230,14 @@ def _load(model: keras.Model, checkpoints: Sequence, position: int) -> None:
     path = os.fspath(checkpoint)
     if not os.path.exists(path):
         raise ValueError(
-            "Expected a file of weights or a preset's folder; "
+            "Expected a file of weights, or the folder of a preset or a checkpoint; "
             f"received: checkpoint {name}"
         )
     try:
+        if os.path.exists(os.path.join(path, "manifest.json")):
+            variables = [*model.trainable_variables, *model.non_trainable_variables]
+            restore_checkpoint(open_checkpoint(path), {"model": variables})
+            return
         if path.endswith(".weights.h5"):
             optimizer = getattr(model, "optimizer", None)
             skipped = [] if optimizer is None else [optimizer]

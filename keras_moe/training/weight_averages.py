@@ -1,5 +1,8 @@
 """Evaluation with the averages that an optimizer keeps of the weights."""
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
 from keras import ops
 
@@ -27,28 +30,57 @@ class EvaluateAverages(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs=None):
-        if not self._optimizer().use_ema:
+        if not _keeper(self.model).use_ema:
             raise ValueError("Expected an optimizer with use_ema=True; received: False")
 
     def on_test_begin(self, logs=None):
-        self._swap()
+        _exchange(self.model)
 
     def on_test_end(self, logs=None):
-        self._swap()
+        _exchange(self.model)
 
-    def _optimizer(self):
-        optimizer = self.model.optimizer
-        # One that scales losses has another within.
-        return getattr(optimizer, "inner_optimizer", optimizer)
 
-    def _swap(self):
-        optimizer = self._optimizer()
-        for weight, average in zip(
-            optimizer._trainable_variables,
-            optimizer._model_variables_moving_average,
-            strict=True,
-        ):
-            # A copy: on some backends a variable's value changes with it.
-            value = ops.copy(weight.value)
-            weight.assign(average.value)
-            average.assign(value)
+@contextlib.contextmanager
+def averages_in_place(model: keras.Model) -> Iterator[None]:
+    """Within the context the weights of a model in training are their averages.
+
+    Args:
+        model: compiled; nothing happens if its optimizer keeps no averages.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe.training.weight_averages import averages_in_place
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> model.compile(keras.optimizers.SGD(0.1), "mse")
+    >>> with averages_in_place(model):
+    ...     _ = model.predict(keras.ops.ones((1, 1)), verbose=0)
+    """
+    optimizer = _keeper(model)
+    if optimizer is None or not (optimizer.use_ema and optimizer.built):
+        yield
+        return
+    _exchange(model)
+    try:
+        yield
+    finally:
+        _exchange(model)
+
+
+def _keeper(model):
+    optimizer = getattr(model, "optimizer", None)
+    # One that scales losses has another within.
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _exchange(model):
+    optimizer = _keeper(model)
+    for weight, average in zip(
+        optimizer._trainable_variables,
+        optimizer._model_variables_moving_average,
+        strict=True,
+    ):
+        # A copy: on some backends a variable's value changes with it.
+        value = ops.copy(weight.value)
+        weight.assign(average.value)
+        average.assign(value)
