@@ -170,7 +170,7 @@ print(
     f"at 40% of {chip.peak_flops / 1e12:.0f} TFLOP/s:"
     f" {1e3 * flops / (0.4 * chip.peak_flops):.0f} ms"
 )
-rate = chip.all_to_all_bandwidth(ways)
+rate = chip.all_to_all_bandwidth(ways, CHIPS)
 print(
     f"all-to-all: {sent / 1e9:.2f} GB at {rate / 1e9:.0f} GB/s"
     f" = {1e3 * sent / rate:.0f} ms (all links: {chip.bandwidth / 1e9:.0f} GB/s)"
@@ -324,7 +324,8 @@ def command(preset, batch_size, expert_parallel, hosts=1, model=(), model_parall
     """The shell command on the first host."""
     parts = [
         "python tools/train.py --recipe vmoe_b16_i21k",
-        f"--set preset={preset} batch_size={batch_size} dtype=mixed_bfloat16",
+        f"--set preset={preset} batch_size={batch_size} dtype=mixed_bfloat16 "
+        "learning_rate=3e-4",
         f"--model {' '.join(model)}" if model else "",
         f"--devices all --expert-parallel {expert_parallel}",
         f"--model-parallel {model_parallel}" if model_parallel > 1 else "",

@@ -62,6 +62,17 @@ def set_devices(args: argparse.Namespace, preset: str, batch_size: int, **overri
                 "Expected --devices with --expert-parallel and --model-parallel"
             )
         return None
+    if args.num_processes is not None:
+        # Each process reads images of its own: all its devices, and no model of which
+        # another has a part.
+        count = len(keras.distribution.list_devices())
+        own = count // args.num_processes
+        if args.devices not in ("all", count) or own % args.model_parallel:
+            raise ValueError(
+                f"Expected all {count} devices of the processes, and "
+                f"--model-parallel to divide the {own} of each; received: "
+                f"--devices {args.devices}, --model-parallel {args.model_parallel}"
+            )
     # Other backends than JAX have none to list; `auto` says what works there.
     devices = None
     if keras.backend.backend() == "jax" and args.devices != "all":

@@ -16,6 +16,7 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import argparse
+import contextlib
 import sys
 
 from overrides import parse_override
@@ -98,11 +99,12 @@ def costs(args, overrides, expert_parallel):
 def layouts(args: argparse.Namespace, overrides: dict) -> dict:
     """The costs for each number of devices over which experts can be split."""
     found = {1: costs(args, overrides, 1)}
-    while 2 * max(found) <= args.devices // args.model_parallel:
-        try:
-            found[2 * max(found)] = costs(args, overrides, 2 * max(found))
-        except ValueError:
-            break  # It does not divide the experts, or there are none.
+    devices = args.devices // args.model_parallel
+    for ways in range(2, devices + 1):
+        if devices % ways == 0:
+            # What does not divide the experts is refused, and all if there are none.
+            with contextlib.suppress(ValueError):
+                found[ways] = costs(args, overrides, ways)
     return found
 
 

@@ -8,9 +8,10 @@ from keras_moe.data.deduplication import (
 )
 from keras_moe.data.digits import load_digits
 from keras_moe.data.label_hierarchy import LabelHierarchy
-from keras_moe.data.loading import load, num_classes, num_examples, process_shard
+from keras_moe.data.loading import load, num_classes, num_examples
 from keras_moe.data.oversampling import oversample
 from keras_moe.data.padding import padded, predictions
+from keras_moe.data.processes import process_shard
 from keras_moe.data.random_resized_crop import RandomResizedCrop
 from keras_moe.data.tfrecord import find_corrupt_files, write_tfrecords
 

@@ -72,11 +72,12 @@ def image_hashes(
 
     dataset = examples.pass_over(Share(0, 1, 1), None, 0, None)
     dataset = dataset.map(hashed, num_parallel_calls=tf.data.AUTOTUNE)
-    parts = []
+    parts, done = [], 0
     for part in dataset.batch(256).prefetch(1).as_numpy_iterator():
         parts.append(part)
+        done += len(part[0])
         if progress is not None:
-            progress(sum(len(exact) for exact, _, _ in parts), examples.count)
+            progress(done, examples.count)
     exact, bits, deviation = (np.concatenate(columns) for columns in zip(*parts))
     perceptual = np.packbits(bits, axis=1).view(">u8")[:, 0].astype("uint64")
     return ImageHashes(exact, perceptual, deviation >= _LEAST_DEVIATION)

@@ -17,11 +17,12 @@ def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.nd
     """
     if isinstance(exclude, (str, os.PathLike)):
         found = read_json(Path(exclude))
-        if found.get("split") != split or found.get("count") != count:
+        same = found.get("split") == split and found.get("count") == count
+        if not same or not _may_be(source, found.get("source", source)):
             raise ValueError(
                 f"Expected {exclude} to be of split={split!r} with {count} examples of "
                 f"{source!r}; received: split={found.get('split')!r}, "
-                f"count={found.get('count')!r}"
+                f"count={found.get('count')!r}, source={found.get('source')!r}"
             )
         exclude = found.get("indices")
     indices = np.asarray(exclude if exclude is not None else [0.5])
@@ -38,3 +39,11 @@ def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.nd
             f"received: exclude={exclude!r:.100}"
         )
     return np.unique(indices).astype("int64")
+
+
+def _may_be(source, other):
+    """Whether these may be one data set: folders may have moved, names may not."""
+    kinds = [str(name).partition(":")[0] for name in (source, other)]
+    return kinds[0] == kinds[1] and (
+        kinds[0] in ("folder", "tfrecord") or source == other
+    )

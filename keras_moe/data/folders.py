@@ -96,7 +96,9 @@ def _listed(root: Path, split: str) -> dict[str, list[str]]:
     listed = read_json(path)
     for file, classes in listed.items():
         is_list = isinstance(classes, list) and all(isinstance(c, str) for c in classes)
-        if not is_list or not (root / split / file).is_file():
+        place = Path(file)
+        outside = place.is_absolute() or ".." in place.parts
+        if not is_list or outside or not (root / split / file).is_file():
             raise ValueError(
                 f"Expected a list of classes for each file, relative to {path.parent}; "
                 f"received: {file!r}: {classes!r}"

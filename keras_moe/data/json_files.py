@@ -1,4 +1,4 @@
-"""Dicts in JSON files, which are written as a whole and refused by name."""
+"""Small files that are there as a whole, and JSON that is refused by name."""
 
 import json
 import os
@@ -6,14 +6,23 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file as a whole, or not at all."""
-    part = path.with_name(f".{path.name}.part")
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Writes a file as a whole, or leaves the one that is there."""
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Writes a JSON file as a whole, or leaves the one that is there."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict:

@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_moe.data.processes import process_shard
+
 
 def padded(
     x: Any,
@@ -40,7 +42,8 @@ def padded(
         y: labels, with arrays.
         sample_weight: (N,), with arrays.
         batch_size: B, a multiple of the devices that share a batch. None takes that of
-            the dataset, or of arrays 32 at most, rounded up to such a multiple.
+            the dataset, or of arrays 32 at most, rounded up to such a multiple. Of
+            several processes each gives its own examples, in batches for its devices.
         num_examples: N of a dataset, which is otherwise read once to count.
         model: whose compiled metrics are checked.
 
@@ -97,6 +100,11 @@ def predictions(
     >>> predictions(model, np.ones((5, 2)), batch_size=4, verbose=0).shape
     (5, 3)
     """
+    if process_shard()[1] > 1:
+        raise ValueError(
+            "Expected one process: Keras reads outputs that none of several has as a "
+            f"whole; received: {process_shard()[1]} processes"
+        )
     batches, length = _padded(x, None, None, batch_size, num_examples)
     outputs = model.predict(batches, **kwargs)
     return keras.tree.map_structure(lambda output: output[:length], outputs)
@@ -137,7 +145,9 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
         raise ValueError(
             f"Expected at least one example; received: num_examples={num_examples}"
         )
-    devices = batch_devices()
+    processes = process_shard()[1]
+    # Each process has a part of the devices, and gives the batches of these.
+    devices = max(batch_devices() // processes, 1)
     if batch_size is None:
         batch_size = next(int(size) for size in x.map(lambda *b: _size(tf, b)))
         batch_size = -(-batch_size // devices) * devices
@@ -154,8 +164,9 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
 
 
 def _filled(tf, dataset, batch_size, num_examples):
-    num_batches = -(-num_examples // batch_size)
-    scale = num_batches * batch_size / num_examples
+    own_batches = -(-num_examples // batch_size)
+    num_batches, total, processes = _of_all_processes(own_batches, num_examples)
+    scale = num_batches * batch_size * processes / total
 
     def fill_batch(*batch):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -178,8 +189,25 @@ def _filled(tf, dataset, batch_size, num_examples):
     dataset = dataset.rebatch(batch_size).map(
         fill_batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
     )
+    if num_batches > own_batches:
+        # Another process has more: all must make equally many steps.
+        weightless = dataset.take(1).map(
+            lambda x, *rest: (x, *rest[:1], *(0.0 * weights for weights in rest[1:]))
+        )
+        dataset = dataset.concatenate(weightless.repeat(num_batches - own_batches))
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
     return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def _of_all_processes(num_batches, num_examples):
+    """The most batches of a process, all examples, and how many processes there are."""
+    processes = process_shard()[1]
+    if processes == 1:
+        return num_batches, num_examples, 1
+    from jax.experimental import multihost_utils
+
+    found = multihost_utils.process_allgather(np.array([num_batches, num_examples]))
+    return int(found[:, 0].max()), int(found[:, 1].sum()), processes
 
 
 def _size(tf, batch):

@@ -43,21 +43,24 @@ class Chip(NamedTuple):
         """Bytes a second that a chip sends over all its links."""
         return self.links * self.link_bandwidth
 
-    def all_to_all_bandwidth(self, num_devices: int) -> float:
+    def all_to_all_bandwidth(self, num_devices: int, all_devices: int = 0) -> float:
         """Bytes a second that each of several chips sends if all send to all.
 
-        In a ring of n, which a torus has in each of its dimensions, data make n / 4
-        hops on average over the two links of each chip, so that 8 / n of a link is left
-        to each chip's own data. The longest dimension decides.
+        Half of what the chips of a line of n send crosses its middle, n / 4 of a chip's
+        data over one link: 4 / n of a link is left to each chip. A ring, which a torus
+        has in each of its dimensions, has two such places, and 8 / n. The longest
+        dimension decides. A part of a larger torus has lines only.
 
         Args:
-            num_devices: how many chips; a torus of these is taken as near to a cube as
-                their number allows.
+            num_devices: how many chips; they are taken as near to a cube as their
+                number allows.
+            all_devices: chips of the whole torus; 0 for `num_devices`.
         """
         if self.torus == 0:
             return self.bandwidth
         side = max(torus_sides(num_devices, self.torus))
-        return min(self.bandwidth, 8 * self.link_bandwidth / side)
+        cuts = 2 if all_devices in (0, num_devices) else 1
+        return min(self.bandwidth, 4 * cuts * self.link_bandwidth / side)
 
 
 def torus_sides(num_devices: int, dimensions: int) -> tuple[int, ...]:

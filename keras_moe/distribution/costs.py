@@ -211,7 +211,10 @@ def costs(
         chip = CHIPS[check_one_of("chip", chip, CHIPS)]
     check_one_of("optimizer", optimizer, OPTIMIZERS)
     itemsize = ITEMSIZES[check_one_of("dtype", dtype, ITEMSIZES)]
-    check_positive("utilization", utilization)
+    if check_positive("utilization", utilization) > 1:
+        raise ValueError(
+            f"Expected a share of the peak; received: utilization={utilization!r}"
+        )
     check_integer("text_tokens", text_tokens, minimum=0)
     batch_size = check_integer("batch_size", batch_size)
     blocks = unbuilt_blocks(model_or_preset, **overrides)
@@ -285,7 +288,11 @@ def costs(
     flops = (3 * others + (4 if rematerialize else 3) * of_blocks) * (
         batch_size / num_devices
     )
-    rates = [chip.all_to_all_bandwidth(expert_devices), chip.bandwidth, chip.bandwidth]
+    rates = [
+        chip.all_to_all_bandwidth(expert_devices, num_devices),
+        chip.bandwidth,
+        chip.bandwidth,
+    ]
     seconds = {"compute": flops / (chip.peak_flops * utilization)}
     seconds.update(
         {name: size / rate for (name, size), rate in zip(traffic.items(), rates)}

@@ -97,7 +97,7 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
 
     Call arguments:
         y_true: (batch, labels), numbers of classes, padded with -1. A number that
-            comes twice counts once.
+            comes twice counts once; one of no class makes the loss NaN.
         y_pred: (batch, classes), logits or probabilities.
 
     Raises:
@@ -146,7 +146,9 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
             of_zeros = ops.log(1.0 - y_pred)
             of_ones = ops.log(y_pred) - of_zeros
         # -(y log p + (1 - y) log(1 - p)), where log p = log(1 - p) + logit.
-        chosen = ops.take_along_axis(of_ones, ops.maximum(labels, 0), axis=1)
+        last = y_pred.shape[-1] - 1
+        chosen = ops.take_along_axis(of_ones, ops.clip(labels, 0, last), axis=1)
+        chosen = ops.where(labels > last, float("nan"), chosen)
         chosen = ops.sum(ops.where(counted(labels), chosen, 0.0), axis=-1)
         loss = -ops.sum(of_zeros, axis=-1) - (1.0 - s) * chosen
         return loss - 0.5 * s * ops.sum(of_ones, axis=-1) if s else loss

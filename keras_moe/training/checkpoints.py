@@ -247,12 +247,11 @@ def restore_checkpoint(
             same = tuple(entry["shape"]) == tuple(variable.shape)
             same = same and _kind(entry["dtype"]) == _kind(variable.dtype)
             if group == "model":
-                # Keras may number layers, and so paths, anew.
-                same = same and _last(entry["path"]) == _last(variable.path)
+                same = same and _name(entry["path"]) == _name(variable.path)
             if not same:
                 raise ValueError(
-                    f"Expected {variable.path} of shape {tuple(variable.shape)} and "
-                    f"{variable.dtype} in {checkpoint.path}; received: {entry}"
+                    f"Expected shape {tuple(variable.shape)} and {variable.dtype} of "
+                    f"{variable.path} in {checkpoint.path}; received: {entry}"
                 )
     pieces = {}
     manifest = json.loads((checkpoint.path / "manifest.json").read_text("utf-8"))
@@ -275,8 +274,9 @@ def _kind(dtype):
     return "float" in keras.backend.standardize_dtype(dtype)
 
 
-def _last(path):
-    return path.rpartition("/")[2]
+def _name(path):
+    # Keras numbers layers, and what has no name, anew in each process.
+    return path.rpartition("/")[2].rstrip("0123456789").rstrip("_")
 
 
 def clean_checkpoints(folder: str | os.PathLike, everything: bool = False) -> None:

@@ -153,11 +153,6 @@ class ParameterGroups:
         self.peak_learning_rate = peak_learning_rate
         self._rate_scale = 1.0
 
-    @property
-    def batches_seen(self):
-        """Batches so far: with accumulation, several for each of `iterations`."""
-        return self._iterations
-
     def build(self, variables):
         if self.built:
             return

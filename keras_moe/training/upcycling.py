@@ -226,7 +226,7 @@ def upcycle(
         router_options=options,
         **moe_arguments,
     )
-    if not sparse_model.routing:
+    if not getattr(sparse_model, "backbone", sparse_model).routing:
         raise ValueError(
             f"Expected at least one block to upcycle; received: moe_layers={moe_layers}"
         )
@@ -241,11 +241,11 @@ def upcycle(
 
     sparse_backbone = getattr(sparse_model, "backbone", sparse_model)
     layers = [
-        sparse_backbone.get_layer(name).feed_forward for name in sparse_model.routing
+        sparse_backbone.get_layer(name).feed_forward for name in sparse_backbone.routing
     ]
     description = describe(sparse_model)
     report = UpcyclingReport(
-        blocks=tuple(sparse_model.routing),
+        blocks=tuple(sparse_backbone.routing),
         dense_parameters=describe(dense_model).parameters,
         parameters=description.parameters,
         active_parameters=description.active_parameters,
@@ -315,7 +315,7 @@ def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
     dense, sparse = (
         getattr(model, "backbone", model) for model in (dense_model, sparse_model)
     )
-    for name in sparse_model.routing:
+    for name in sparse.routing:
         block = sparse.get_layer(name).feed_forward
         if not isinstance(block, MuMoEBlock):
             return

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.data import padded, predictions
+from keras_moe.data import padded, padding, predictions
 from tests.small_models import SMALL, images, with_weights
 
 # 11 images in batches of 4: the last has 3, with one copy that weighs nothing.
@@ -123,3 +123,15 @@ def test_metrics_that_would_count_padding_are_refused(model):
     plain = models.from_preset("vit_s16", num_classes=3, **SMALL)
     with pytest.raises(ValueError, match="weighted_metrics"):
         padded(IMAGES, LABELS, model=plain)
+
+
+@pytest.mark.backend_free
+def test_processes_make_equally_many_batches(monkeypatch):
+    # Another process has 3 batches of 4 where this one has 5 examples.
+    monkeypatch.setattr(padding, "_of_all_processes", lambda *_: (3, 5 + 11, 2))
+    batches = list(padded(IMAGES[:5], LABELS[:5], batch_size=4).as_numpy_iterator())
+    weights = np.concatenate([batch[2] for batch in batches])
+    assert weights.shape == (12,)
+    # The mean over 3 x 4 x 2 places is that of 16 examples.
+    np.testing.assert_allclose(weights[:5], 24 / 16)
+    assert not weights[5:].any()

@@ -283,6 +283,10 @@ def test_excluded_examples_do_not_come(sources, kind, tmp_path):
     path.write_text(json.dumps({"split": "train", "count": 24, "indices": indices}))
     with pytest.raises(ValueError, match="received: split='train', count=24"):
         read(source, exclude=path)
+    found = {"split": "train", "count": 23, "indices": indices, "source": "tfds:other"}
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="source='tfds:other'"):
+        read(source, exclude=path)
     for wrong in ([23], [-1], [0.5], list(range(23))):
         with pytest.raises(ValueError, match="indices of some of 23 examples"):
             read(source, exclude=wrong)

@@ -111,6 +111,8 @@ def test_a_torus_passes_data_on():
     ring = chip._replace(torus=1, links=2)
     crossing = 8 / 2
     assert ring.all_to_all_bandwidth(16) == 2 * chip.link_bandwidth / crossing
+    # Of a longer ring they are a line, with one cut.
+    assert ring.all_to_all_bandwidth(16, 64) == chip.link_bandwidth / crossing
     assert chip.all_to_all_bandwidth(2) <= chip.bandwidth
     assert CHIPS["h200"].all_to_all_bandwidth(8) == CHIPS["h200"].bandwidth
 

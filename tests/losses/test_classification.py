@@ -59,3 +59,11 @@ def test_config_and_shapes():
     assert again.get_config() == loss.get_config()
     with pytest.raises(ValueError, match=r"received: y_true\.shape=\(4,\)"):
         SparseSigmoidCrossentropy().call(np.zeros(4), np.zeros((4, 5)))
+
+
+def test_a_number_of_no_class_is_nan():
+    logits = np.zeros((2, 3), "float32")
+    loss = SparseSigmoidCrossentropy(reduction=None)
+    found = ops.convert_to_numpy(loss(np.array([[0, 3], [2, -1]]), logits))
+    assert np.isnan(found[0])
+    assert found[1] == pytest.approx(3 * np.log(2.0))

@@ -307,3 +307,22 @@ class _FallsToZero(keras.layers.Layer):
         # The gradient of the weight is 1, whatever the rest.
         self.add_loss(self.left * 1.0)
         return x + 0.0 * keras.ops.log(keras.ops.stop_gradient(self.left))
+
+
+@backend_free
+def test_checkpoints_to_keep_and_averages_to_look_at(small, tmp_path):
+    seen = []
+
+    def look(model):
+        seen.append(to_numpy(model.layers[-1].kernel.value).copy())
+        return {"mean": float(seen[-1].mean())}
+
+    mine = recipe(epochs=1, ema_momentum=0.9)
+    look_on = training.PeriodicEvaluation({"look": look})
+    found = run(tmp_path, look_on, mine=mine, every=2, keep_every=4, keep_checkpoints=1)
+    names = [path.name for path in training.list_checkpoints(tmp_path)]
+    assert names == ["step-00000004", "step-00000007"]
+    # The averages, which the weights are at the end of the run.
+    np.testing.assert_array_equal(seen[0], to_numpy(found.model.layers[-1].kernel))
+    plain = run(tmp_path / "plain", mine=mine)
+    np.testing.assert_array_equal(seen[0], to_numpy(plain.model.layers[-1].kernel))

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from keras_moe.models import from_preset
-from keras_moe.training import Recipe, Soup, cooldown_branch, greedy_soup
+from keras_moe.training import (
+    Recipe,
+    Soup,
+    cooldown_branch,
+    greedy_soup,
+    list_checkpoints,
+    save_checkpoint,
+)
 
 backend_free = pytest.mark.backend_free
 to_numpy = keras.ops.convert_to_numpy
@@ -234,3 +241,19 @@ def test_what_is_no_branch_is_refused():
     ):
         with pytest.raises(ValueError, match=f"Expected .*; received: {message}"):
             cooldown_branch(recipe, *arguments)
+
+
+def test_checkpoints_of_a_run_make_a_soup(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])
+    for step, value in enumerate((1.0, 3.0)):
+        kernel = model.layers[0].kernel
+        kernel.assign(np.full((2, 1), value))
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        save_checkpoint(tmp_path, step, {"model": variables}, {})
+    found = greedy_soup(
+        model,
+        list_checkpoints(tmp_path),
+        lambda soup: -abs(float(soup.layers[0].kernel[0, 0]) - 2.0),
+    )
+    assert sorted(found.ingredients) == [0, 1]
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(kernel), 2.0)
