@@ -231,7 +231,7 @@ def test_other_variables_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"Expected shape \(3, 5\)"):
         training.restore_checkpoint(found, {"model": [variables()[0]] * 5})
     for other in (
-        keras.Variable(np.zeros((3, 5), "int32"), name="w0"),
+        keras.Variable(np.zeros((3, 5), "int32"), trainable=False, name="w0"),
         keras.Variable(np.zeros((3, 5), "float32"), name="bias"),
     ):
         with pytest.raises(ValueError, match=f"of {other.path} in .*w0"):
