@@ -112,6 +112,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     )
 
 
+@backend_free
 def test_a_branch_is_the_run_until_it_leaves_it(small, tmp_path):
     long = recipe(decay="constant", epochs=None, steps=12)
     run(tmp_path / "long", mine=long, keep_checkpoints=9)
