@@ -38,15 +38,14 @@ class Share(NamedTuple):
         return first, last
 
 
-class IndexedExamples:
-    """Examples that any index finds at once: arrays in memory, or files.
+class Examples:
+    """What all sources have: how to read, and which examples are left.
 
-    The order is a permutation of all indices. Hosts read their rows of common batches,
-    so that these are the same for any number of hosts.
+    Subclasses say in which order, in `pass_over`.
 
     Args:
         count: number of examples.
-        read: from an index (int64) to what is stored and its labels.
+        read: from an item of `pass_over` to what is stored and its labels.
         decode: from what is stored to pixels (height, width, channels).
         classes: of the labels.
         encoded_channels: what is stored are the bytes of an image file, of which
@@ -66,12 +65,28 @@ class IndexedExamples:
         # Indices of the examples that are left, None for all.
         self.kept = None
 
-    def without(self, excluded: np.ndarray) -> "IndexedExamples":
+    def without(self, excluded: np.ndarray) -> "Examples":
         """These examples but for some, which are given by their indices."""
         examples = copy.copy(self)
         examples.kept = np.delete(np.arange(self.count), excluded)
         examples.count = len(examples.kept)
         return examples
+
+
+class IndexedExamples(Examples):
+    """Examples that any index finds at once: arrays in memory, or files.
+
+    The order is a permutation of all indices. Hosts read their rows of common batches,
+    so that these are the same for any number of hosts.
+
+    Args:
+        count: number of examples.
+        read: from an index (int64) to what is stored and its labels.
+        decode: from what is stored to pixels (height, width, channels).
+        classes: of the labels.
+        encoded_channels: what is stored are the bytes of an image file, of which
+            `decode` makes so many channels; None for something else.
+    """
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
         """One pass of a host.
@@ -127,7 +142,7 @@ class RecordFile(NamedTuple):
     take: int
 
 
-class RecordExamples:
+class RecordExamples(Examples):
     """Examples in TFRecord files, which are read one after the other.
 
     The order is that of the files, of the records of a few files in turn, and of a
@@ -151,18 +166,9 @@ class RecordExamples:
         classes: Classes,
         encoded_channels: int | None = None,
     ):
-        self.files, self.read, self.decode = list(files), read, decode
-        self.count = sum(file.take for file in self.files)
-        self.classes, self.encoded_channels = classes, encoded_channels
-        # Indices of the examples that are left, None for all.
-        self.kept = None
-
-    def without(self, excluded: np.ndarray) -> "RecordExamples":
-        """These examples but for some, which are given by their indices."""
-        examples = copy.copy(self)
-        examples.kept = np.delete(np.arange(self.count), excluded)
-        examples.count = len(examples.kept)
-        return examples
+        self.files = list(files)
+        count = sum(file.take for file in self.files)
+        super().__init__(count, read, decode, classes, encoded_channels)
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
         """One pass of a host, see `IndexedExamples.pass_over`."""

@@ -46,12 +46,14 @@ class Checkpoint(NamedTuple):
         step: how many steps were made before it.
         state: what is no array, see `save_checkpoint`.
         variables: by group, the path, shape and dtype of each variable.
+        files: the names of its files.
     """
 
     path: Path
     step: int
     state: dict
     variables: dict[str, list[dict]]
+    files: tuple[str, ...]
 
 
 def save_checkpoint(
@@ -256,9 +258,8 @@ def restore_checkpoint(
                     f"{variable.path} in {checkpoint.path}; received: {entry}"
                 )
     pieces = {}
-    manifest = json.loads((checkpoint.path / "manifest.json").read_text("utf-8"))
     # Not what else lies there.
-    names = sorted(x for x in manifest["files"] if x.endswith(".safetensors"))
+    names = sorted(x for x in checkpoint.files if x.endswith(".safetensors"))
     for path in (checkpoint.path / name for name in names):
         file = TensorFile(path)
         for name, shape in file.shapes.items():
@@ -469,7 +470,13 @@ def _verified(path) -> Checkpoint:
         if size != entry["bytes"] or _digest_of_file(path / name) != entry["sha256"]:
             raise ValueError(f"{name} is not what was written")
     stored = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return Checkpoint(path, manifest["step"], stored["state"], stored["variables"])
+    return Checkpoint(
+        path,
+        manifest["step"],
+        stored["state"],
+        stored["variables"],
+        tuple(manifest["files"]),
+    )
 
 
 def _assign(variable, pieces):

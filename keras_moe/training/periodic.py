@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import ops
 
+from keras_moe.analysis.blocks import restored
 from keras_moe.ops.checks import check_integer, check_one_of
 
 UNITS = ("epochs", "steps")
@@ -127,12 +127,10 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
     variables = [*model.non_trainable_variables, *model.metrics_variables]
-    values = [np.array(ops.convert_to_numpy(v.value)) for v in variables]
     states = random.getstate(), np.random.get_state()
     try:
-        yield
+        with restored(variables):
+            yield
     finally:
-        for variable, value in zip(variables, values):
-            variable.assign(value)
         random.setstate(states[0])
         np.random.set_state(states[1])
