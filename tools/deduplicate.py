@@ -15,11 +15,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from results import write_json
 from rich.console import Console
 from rich.progress import Progress
 
 from keras_moe import data
+from keras_moe.data.json_files import write_json
 
 
 def main(argv: list[str] | None = None) -> int:

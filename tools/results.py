@@ -46,13 +46,6 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file as a whole, or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def read_result(path: Path, settings: dict) -> Any:
     """A stored result, or None if there is none for these settings."""
     try:

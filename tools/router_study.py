@@ -37,7 +37,6 @@ from results import (
     progress_of_runs,
     read_result,
     spread,
-    write_json,
 )
 from rich import box
 from rich.console import Console
@@ -47,6 +46,7 @@ from rich.table import Table
 import keras_moe
 from keras_moe import analysis, data, evaluation, models
 from keras_moe.analysis import plots
+from keras_moe.data.json_files import write_json
 
 # In the order of the paper's tables.
 ROUTERS = (

@@ -31,13 +31,13 @@ import keras
 import numpy as np
 from devices import add_device_arguments, set_devices, start_processes
 from overrides import parse_override
-from results import write_json
 from rich.console import Console
 from rich.table import Table
 
 import keras_moe
 from keras_moe import data, training
 from keras_moe.analysis import plots
+from keras_moe.data.json_files import write_json
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops, tree
 
+from keras_moe.analysis.blocks import restored
+
 _MARGIN = 4
 
 
@@ -150,9 +152,8 @@ def locate_non_finite(
         return NonFinite("weights", bad)
     if not all(_is_finite(value) for value in tree.flatten([x, y])):
         return NonFinite("inputs", "")
-    saved = [(v, ops.convert_to_numpy(v.value)) for v in model.variables]
     watch = _Watch()
-    try:
+    with restored(model.variables):
         with watch.layers_of(model):
             y_pred = _in_training(model, x)
         if watch.found is not None:
@@ -161,9 +162,6 @@ def locate_non_finite(
         if not _is_finite(loss):
             return NonFinite("loss", "")
         return _bad_gradient(model, x, y, watch.order) if gradients else None
-    finally:
-        for variable, value in saved:
-            variable.assign(value)
 
 
 def first_non_finite_weight(model: keras.Model) -> str | None:
@@ -248,18 +246,16 @@ class GradientProbe(keras.optimizers.Optimizer):
 
 def _bad_gradient(model, x, y, order):
     optimizer = model.optimizer
-    metrics = [(v, ops.convert_to_numpy(v.value)) for v in model.metrics_variables]
     try:
-        model.optimizer = GradientProbe()
-        model.optimizer.build(model.trainable_variables)
-        model.make_train_function(force=True)
-        model.train_on_batch(x, y)
-        bad = {id(v) for v in model.trainable_variables if not _is_finite(v.value)}
+        with restored(model.metrics_variables):
+            model.optimizer = GradientProbe()
+            model.optimizer.build(model.trainable_variables)
+            model.make_train_function(force=True)
+            model.train_on_batch(x, y)
+            bad = {id(v) for v in model.trainable_variables if not _is_finite(v.value)}
     finally:
         model.optimizer = optimizer
         model.train_function = None
-        for variable, value in metrics:
-            variable.assign(value)
     # Gradients flow from the last layer to the first.
     for layer, path in reversed(order):
         if any(id(variable) in bad for variable in layer._trainable_variables):

@@ -247,7 +247,8 @@ def _first_non_finite(error, run, checkpoint, verbose):
             found = locate_non_finite(model, x, y, gradients=False)
             if found is not None:
                 return step, found
-            before = [ops.convert_to_numpy(v.value) for v in model.variables]
+            # Copies: on PyTorch the arrays would change with the variables.
+            before = [np.array(ops.convert_to_numpy(v.value)) for v in model.variables]
         model.train_on_batch(x, y, sample_weight=weight)
         bad = looked_at and first_non_finite_weight(model)
         if bad:

@@ -236,6 +236,8 @@ def test_the_first_layer_that_is_not_finite_is_found():
     assert found.what == "output"
     assert found.where.endswith("nested/inner")
     assert str(found) == f"in the output of {found.where}"
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(to_numpy(variable.value), value)
     model.layers[0].inner.amount.assign(0.0)
     bad = np.where([[True], [False]], np.inf, X)
     assert training.locate_non_finite(model, bad, Y).what == "inputs"
