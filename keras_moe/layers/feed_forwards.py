@@ -51,7 +51,7 @@ def feed_forward_layers(
     capacity_rounding: str,
     capacity_multiple_of: int | None,
     priority: str,
-    noise_std: float,
+    noise_std: float | None,
     images_per_group: int | None,
     auxiliary_losses: Any,
     expert_dropout: float,
@@ -253,9 +253,10 @@ def _router(
         "eval_capacity_factor": eval_capacity_factor,
         "capacity_rounding": capacity_rounding,
         "capacity_multiple_of": capacity_multiple_of,
-        "noise_std": noise_std,
         "seed": seed,
     }
+    if noise_std is not None:
+        ours["noise_std"] = noise_std
     if cls is PathwayAwareRouter:
         ours.update(tau=tau, gating_residual=gating_residual)
     if is_token_choice:

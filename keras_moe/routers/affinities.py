@@ -15,7 +15,9 @@ from keras_moe.ops.sparse_transport import SOLVERS, sparse_transport
 class Affinity:
     """A function from a router's logits to the matrix that allocates slots.
 
-    Subclasses implement `__call__`, and `get_config` if they have arguments.
+    Subclasses implement `__call__`, and `get_config` if they have arguments. They may
+    say how a router that reads them is trained: with what noise, and whether the noise
+    is in its combine weights.
 
     Example:
 
@@ -23,6 +25,10 @@ class Affinity:
     >>> issubclass(SinkhornAffinity, Affinity)
     True
     """
+
+    # Standard deviation of the training noise, times E, of routers that are given none:
+    # equations 7 to 9 of *Routers in Vision Mixture of Experts* have no noise.
+    default_noise_std = 0.0
 
     def __call__(
         self, logits: Any, gates: Any, side: str, max_nonzeros: Any, mask: Any = None
@@ -40,6 +46,14 @@ class Affinity:
 
     def check_differentiable(self) -> None:
         """Raises ValueError if no gradient flows through the affinity."""
+
+    def noisy_combine(self, side: str) -> bool:
+        """Whether the softmax that combines has the noise that routes.
+
+        The released routers by transport plans have it where experts choose; where
+        tokens choose they combine with the softmax of the clean logits.
+        """
+        return side == "expert"
 
     def get_config(self) -> dict:
         return {}
@@ -59,8 +73,14 @@ class SoftmaxAffinity(Affinity):
     >>> router = TokenChoiceRouter(num_experts=4, affinity=SoftmaxAffinity())
     """
 
+    # V-MoE's: noise of 1 / E.
+    default_noise_std = 1.0
+
     def __call__(self, logits, gates, side, max_nonzeros, mask=None):
         return gates
+
+    def noisy_combine(self, side):
+        return True
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -69,6 +69,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         capacity_multiple_of: round the FFN experts' capacity up to a multiple of this.
         priority: see `TokenChoiceRouter`.
         noise_std: standard deviation of the training noise, times `num_experts`.
+        noisy_combine: see `TokenChoiceRouter`.
         kernel_initializer: of the kernels.
         residual_initializer: of the map of previous logits. Zeros begin as a router
             without it.
@@ -126,6 +127,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         capacity_multiple_of: int | None = None,
         priority: str = "first_come",
         noise_std: float = 0.0,
+        noisy_combine: bool | None = None,
         kernel_initializer: Any = "lecun_normal",
         residual_initializer: Any = "zeros",
         seed: int | None = None,
@@ -153,6 +155,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             capacity_multiple_of=capacity_multiple_of,
             priority=priority,
             noise_std=noise_std,
+            noisy_combine=noisy_combine,
             kernel_initializer=kernel_initializer,
             seed=seed,
             **kwargs,

@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.checks import (
+    check_bool,
     check_integer,
     check_one_of,
     check_positive,
@@ -25,9 +26,15 @@ class SparseRouter(Router):
     """Base class of routers that send whole tokens to experts.
 
     A kernel turns tokens into logits. While training, noise of standard deviation
-    `noise_std / num_experts` is added to them. The affinity, a function of the logits,
-    fills the dispatch; the softmax of the logits fills the combine, so that no
+    `noise_std / num_experts` is added to them. The affinity, a function of the noisy
+    logits, fills the dispatch; the softmax of the logits fills the combine, so that no
     gradient passes through a transport solver.
+
+    The paper has noise in equation 1, softmax token choice, and none in equations 7 to
+    9, transport plans. Its released code takes noise for Sinkhorn, too, where it is
+    asked for: experts then combine with the softmax of the noisy logits and tokens
+    with that of the clean ones. It has no noise for the sparsity-constrained plan,
+    which follows Sinkhorn here.
 
     Subclasses implement `allocate`.
 
@@ -43,7 +50,12 @@ class SparseRouter(Router):
         capacity_rounding: `"ceil"` or `"round"`.
         capacity_multiple_of: round the capacity up to a multiple of this.
         noise_std: standard deviation of the training noise, times `num_experts`;
-            V-MoE uses 1.0, that is noise of 1 / E.
+            V-MoE uses 1.0, that is noise of 1 / E. None is the affinity's default: 1.0
+            for softmax, 0.0 for transport plans.
+        noisy_combine: whether the combine weights are the softmax of the noisy logits
+            (True) or of the clean ones (False). None is as in the released code:
+            clean where tokens choose by a transport plan, else noisy. The plan itself
+            as combine weights (`combine="affinity"`) is the noisy one.
         kernel_initializer: of the kernel (D, E), or (M, D, E).
         num_modalities: M; each modality then has a kernel of its own over the shared
             experts, and calls take `modality_ids`. None has one kernel for all.
@@ -80,16 +92,29 @@ class SparseRouter(Router):
         capacity: int | None = None,
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
-        noise_std: float = 1.0,
+        noise_std: float | None = None,
+        noisy_combine: bool | None = None,
         kernel_initializer: Any = "lecun_normal",
         num_modalities: int | None = None,
         expert_pools: Any = None,
         seed: int | None = None,
         **kwargs,
     ):
+        affinity = affinities.get(affinity)
+        if noise_std is None:
+            noise_std = affinity.default_noise_std
         super().__init__(num_experts, noise_std=noise_std, seed=seed, **kwargs)
-        self.affinity = affinities.get(affinity)
+        self.affinity = affinity
         self.combine = check_one_of("combine", combine, COMBINES)
+        if noisy_combine is None:
+            noisy_combine = combine == "affinity" or affinity.noisy_combine(self.side)
+        self.noisy_combine = check_bool("noisy_combine", noisy_combine)
+        if combine == "affinity" and not noisy_combine:
+            raise ValueError(
+                "Expected noisy_combine=None for combine='affinity', since outputs are "
+                "weighed with the plan that routes; "
+                f"received: noisy_combine={noisy_combine}"
+            )
         if combine == "affinity":
             self.affinity.check_differentiable()
         self.normalize_gates = check_one_of(
@@ -153,10 +178,14 @@ class SparseRouter(Router):
         self, logits: Any, allowed: Any, mask: Any, training: bool | None
     ) -> tuple[Any, Routing]:
         """The plan and the record from logits (G, S, E), and where a token may go."""
+        clean_logits = self.scale_logits(logits)
         noisy_logits = self.add_noise(
-            self.scale_logits(logits), self.noise_std / self.num_experts, training
+            clean_logits, self.noise_std / self.num_experts, training
         )
         gates = ops.softmax(noisy_logits, axis=-1)
+        combine_gates = gates
+        if not self.noisy_combine and noisy_logits is not clean_logits:
+            combine_gates = ops.softmax(clean_logits, axis=-1)
         differentiable = self.combine == "affinity"
         affinity = self.affinity(
             noisy_logits if differentiable else ops.stop_gradient(noisy_logits),
@@ -171,7 +200,7 @@ class SparseRouter(Router):
             allocating = ops.where(allowed, affinity, -float("inf"))
         plan = self.allocate(
             allocating,
-            affinity if differentiable else gates,
+            affinity if differentiable else combine_gates,
             mask=mask,
             training=training,
         )
@@ -262,6 +291,7 @@ class SparseRouter(Router):
             capacity=self.capacity,
             capacity_rounding=self.capacity_rounding,
             capacity_multiple_of=self.capacity_multiple_of,
+            noisy_combine=self.noisy_combine,
             kernel_initializer=keras.initializers.serialize(self.kernel_initializer),
             num_modalities=self.num_modalities,
             expert_pools=self.expert_pools,

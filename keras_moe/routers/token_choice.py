@@ -55,7 +55,10 @@ class TokenChoiceRouter(SparseRouter):
         capacity_multiple_of: round the capacity up to a multiple of this.
         priority: who is served first: `"first_come"`, `"max_gate"` (batch priority
             routing) or `"sum_gates"`; see `keras_moe.ops.token_choice`.
-        noise_std: standard deviation of the training noise, times `num_experts`.
+        noise_std: standard deviation of the training noise, times `num_experts`; None
+            is the affinity's: 1.0 for softmax, 0.0 for transport plans.
+        noisy_combine: whether the softmax that weighs outputs has the noise, too; None
+            is as in the released code: True for softmax, False for transport plans.
         kernel_initializer: of the kernel (D, E), or (M, D, E).
         num_modalities: M; each modality then has a kernel of its own over the shared
             experts, and calls take `modality_ids`.
@@ -107,7 +110,8 @@ class TokenChoiceRouter(SparseRouter):
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
         priority: str = "first_come",
-        noise_std: float = 1.0,
+        noise_std: float | None = None,
+        noisy_combine: bool | None = None,
         kernel_initializer: Any = "lecun_normal",
         num_modalities: int | None = None,
         expert_pools: Any = None,
@@ -131,6 +135,7 @@ class TokenChoiceRouter(SparseRouter):
             capacity_rounding=capacity_rounding,
             capacity_multiple_of=capacity_multiple_of,
             noise_std=noise_std,
+            noisy_combine=noisy_combine,
             kernel_initializer=kernel_initializer,
             num_modalities=num_modalities,
             expert_pools=expert_pools,

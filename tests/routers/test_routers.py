@@ -106,7 +106,11 @@ def transport_router(config):
     )
 
 
-@pytest.mark.parametrize("case", golden.cases("04_ot_routers/*"))
+TRANSPORT_CASES = golden.cases("04_ot_routers/*")
+NOISY_CASES = [case for case in TRANSPORT_CASES if case.endswith("training_noise")]
+
+
+@pytest.mark.parametrize("case", sorted({*TRANSPORT_CASES} - {*NOISY_CASES}))
 def test_golden_transport(case):
     """The identity kernel makes the tokens the logits."""
     arrays, config = golden.load(case)
@@ -126,6 +130,69 @@ def test_golden_transport(case):
         # Where the weights are the plan's own entries, these are as exact as it is.
         atol=1e-6 if router.combine == "softmax" else 2e-5,
     )
+
+
+@pytest.mark.parametrize("case", NOISY_CASES)
+def test_golden_transport_with_training_noise(case, monkeypatch):
+    """Tokens that choose combine with the clean softmax, experts with the noisy one."""
+    arrays, config = golden.load(case)
+    arrays = {name: array.astype("float32") for name, array in arrays.items()}
+    options = {
+        "affinity": SinkhornAffinity(config["maxiter"]),
+        "capacity": config["capacity"],
+        "kernel_initializer": "identity",
+        "noise_std": config["noise_std"],
+    }
+    if config["side"] == "expert":
+        router = ExpertChoiceRouter(config["E"], batch_invariant=False, **options)
+    else:
+        router = TokenChoiceRouter(config["E"], config["K"], **options)
+    set_noise(monkeypatch, arrays["inputs/noise_unit_normal"])
+    _, routing = call(router, arrays["inputs/logits"], training=True)
+    close = np.testing.assert_allclose
+    close(to_numpy(routing.affinity), arrays["outputs/plan"], rtol=1e-4, atol=2e-5)
+    close(to_numpy(routing.gates), arrays["outputs/gates_noisy"], rtol=1e-5, atol=1e-6)
+    selected = to_numpy(routing.dispatched)
+    np.testing.assert_array_equal(selected, arrays["outputs/selected"])
+    expected = arrays["outputs/combine"]
+    close(to_numpy(routing.combined), expected, rtol=1e-5, atol=1e-6)
+    # The other rule is what the argument asks for.
+    noisy = config["side"] == "token"
+    router = type(router).from_config(
+        {**router.get_config(), "noisy_combine": noisy, "name": "other"}
+    )
+    _, routing = call(router, arrays["inputs/logits"], training=True)
+    gates = arrays["outputs/gates_noisy" if noisy else "outputs/gates_clean"]
+    close(to_numpy(routing.combined), gates * selected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_only_softmax_routers_have_noise_by_default(name):
+    """Equations 7 to 9 have none."""
+    router = routers.get(name, 4, seed=0)
+    assert router.noise_std == (1.0 if name.startswith("softmax") else 0.0)
+    _, routing = call(router, images(batch=1), training=True)
+    logits, noisy_logits = to_numpy(routing.logits), to_numpy(routing.noisy_logits)
+    assert (logits != noisy_logits).any() == name.startswith("softmax")
+    again = type(router).from_config(router.get_config())
+    assert again.noise_std == router.noise_std
+    clean_by_default = name.endswith("token_choice") and router.noise_std == 0
+    assert (router.noisy_combine, again.noisy_combine) == (not clean_by_default,) * 2
+    for noise_std, noisy_combine in ((2.0, True), (0.5, False)):
+        given = {"noise_std": noise_std, "noisy_combine": noisy_combine}
+        config = routers.get(name, 4, **given).get_config()
+        again = type(router).from_config(config)
+        assert (again.noise_std, again.noisy_combine) == (noise_std, noisy_combine)
+
+
+@pytest.mark.backend_free
+def test_the_plan_as_combine_weights_is_the_one_that_routes():
+    options = {"affinity": "sinkhorn", "combine": "affinity"}
+    assert TokenChoiceRouter(4, noise_std=1.0, **options).noisy_combine
+    with pytest.raises(ValueError, match="received: noisy_combine=False"):
+        TokenChoiceRouter(4, noisy_combine=False, **options)
+    with pytest.raises(ValueError, match="noisy_combine=1"):
+        TokenChoiceRouter(4, noisy_combine=1)
 
 
 @pytest.mark.parametrize("combine", ["softmax", "affinity"])

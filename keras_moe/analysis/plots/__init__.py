@@ -16,7 +16,10 @@ from keras_moe.analysis.plots.interventions import (
     plot_truncated_svd,
 )
 from keras_moe.analysis.plots.router_health import plot_router_health
-from keras_moe.analysis.plots.router_study import plot_router_study
+from keras_moe.analysis.plots.router_study import (
+    plot_router_curves,
+    plot_router_study,
+)
 from keras_moe.analysis.plots.specialisation import (
     plot_ablation,
     plot_expert_load,
@@ -33,6 +36,7 @@ __all__ = [
     "plot_expert_views",
     "plot_load_by_kind",
     "plot_polysemanticity",
+    "plot_router_curves",
     "plot_router_health",
     "plot_router_study",
     "plot_routing_scores",

@@ -1,8 +1,10 @@
-"""The picture of a study of routers."""
+"""The pictures of a study of routers."""
 
 import os
 
-from keras_moe.analysis.plots.figure import new_figure
+import numpy as np
+
+from keras_moe.analysis.plots.figure import new_figure, save_figure
 
 # Label, marker and colour of each router; the markers are near those of Figure 1 of
 # *Routers in Vision Mixture of Experts*.
@@ -35,12 +37,13 @@ def plot_router_study(
 
     As in Figure 1 of *Routers in Vision Mixture of Experts*: the marker's shape is
     the router, and its size k or c. Bars are one standard deviation over the seeds.
+    Pale marks combine with the transport plan (`combine="affinity"`).
 
     Args:
         rows: a dict for each configuration, with "router" (a name of
             `keras_moe.routers.get`), "selected" (k or c), "relative_step_time", and
-            the accuracy, a dict of "mean" and "std" in [0, 1]; other keys are left
-            alone.
+            the accuracy, a dict of "mean" and "std" in [0, 1]. "combine" is "softmax"
+            where it is missing; other keys are left alone.
         path: where to save the picture; its suffix says the format.
         title: above the picture.
         accuracy: the key of the accuracy.
@@ -64,13 +67,7 @@ def plot_router_study(
     >>> os.path.exists(path)
     True
     """
-    if not rows:
-        raise ValueError("Expected at least one row; received: rows=[]")
-    unknown = sorted({str(row["router"]) for row in rows} - set(_ROUTERS))
-    if unknown:
-        raise ValueError(
-            f"Expected routers of {sorted(_ROUTERS)}; received: {', '.join(unknown)}"
-        )
+    _check_rows(rows)
     figure = new_figure(figsize=(9.5, 5.0), dpi=110)
     axis = figure.subplots()
     sizes = {}
@@ -84,7 +81,7 @@ def plot_router_study(
             yerr=100 * row[accuracy]["std"] or None,
             elinewidth=1.0,
             capsize=3.0,
-            alpha=0.85,
+            alpha=0.35 if _combines_by_plan(row) else 0.85,
             **_marker(marker, colour, sizes[row["selected"]]),
         )
     axis.set_xlabel("time of a training step, relative")
@@ -94,12 +91,13 @@ def plot_router_study(
     axis.grid(alpha=0.25)
 
     # Beside the picture, where it hides no point.
-    used = {row["router"] for row in rows}
     entries = [
         axis.plot([], [], label=label, linestyle="", **_marker(marker, colour, 7.0))[0]
-        for name, (label, marker, colour) in _ROUTERS.items()
-        if name in used
+        for label, marker, colour in _used(rows)
     ]
+    if any(map(_combines_by_plan, rows)):
+        pale = {"label": "plan combines", "alpha": 0.35, "linestyle": ""}
+        entries += axis.plot([], [], **pale, **_marker("o", "tab:cyan", 7.0))
     entries += [
         axis.plot(
             [],
@@ -115,6 +113,122 @@ def plot_router_study(
     )
     figure.tight_layout()
     figure.savefig(path)
+
+
+def plot_router_curves(
+    rows: list[dict],
+    path: str | os.PathLike,
+    title: str = "Routers along training",
+) -> None:
+    """Draws accuracy and loss over the steps of training, and saves the picture.
+
+    A column is a k or c, as in Figure 3 of *Routers in Vision Mixture of Experts*;
+    accuracy is above, the training loss below. Bands are one standard deviation over
+    the seeds. Lines are dashed where the transport plan combines
+    (`combine="affinity"`).
+
+    Args:
+        rows: a dict for each configuration, with "router" (a name of
+            `keras_moe.routers.get`), "selected" (k or c), "combine" ("softmax" where
+            it is missing), and "curves": "step", a list of training steps, and
+            "grouped_test_accuracy" and "train_loss", each a dict of "mean" and "std",
+            lists as long.
+        path: where to save the picture; its suffix says the format.
+        title: above the picture.
+
+    Raises:
+        ValueError: if there are no rows, or a row has an unknown router.
+        ImportError: if matplotlib is not installed.
+
+    Example:
+
+    >>> import os, tempfile
+    >>> from keras_moe.analysis import plots
+    >>> row = {
+    ...     "router": "soft",
+    ...     "selected": 1,
+    ...     "curves": {
+    ...         "step": [10, 20],
+    ...         "grouped_test_accuracy": {"mean": [0.5, 0.9], "std": [0.1, 0.0]},
+    ...         "train_loss": {"mean": [2.0, 1.0], "std": [0.2, 0.1]},
+    ...     },
+    ... }
+    >>> path = os.path.join(tempfile.mkdtemp(), "curves.png")
+    >>> plots.plot_router_curves([row], path)
+    >>> os.path.exists(path)
+    True
+    """
+    _check_rows(rows)
+    columns = sorted({row["selected"] for row in rows})
+    figure = new_figure(figsize=(4.6 * len(columns) + 3.0, 6.4), dpi=110)
+    axes = figure.subplots(2, len(columns), squeeze=False, sharex=True, sharey="row")
+    measures = (("grouped_test_accuracy", 100.0), ("train_loss", 1.0))
+    for row in rows:
+        _, marker, colour = _ROUTERS[row["router"]]
+        style = "--" if _combines_by_plan(row) else "-"
+        curves = row["curves"]
+        for (key, scale), axis in zip(
+            measures, axes[:, columns.index(row["selected"])]
+        ):
+            mean = scale * np.asarray(curves[key]["mean"])
+            std = scale * np.asarray(curves[key]["std"])
+            # One epoch is a point.
+            marker = marker if len(mean) == 1 else ""
+            axis.plot(curves["step"], mean, style, marker=marker, color=colour, lw=1.4)
+            axis.fill_between(
+                curves["step"], mean - std, mean + std, color=colour, alpha=0.12, lw=0
+            )
+    for axis, selected in zip(axes[0], columns):
+        axis.set_title(f"k or c = {selected:g}", fontsize=10)
+        # The last points of many lines, which lie close together.
+        axis.set_ylim(bottom=_floor(rows), top=100.0)
+    for axis in axes[1]:
+        axis.set_yscale("log")
+        axis.set_xlabel("step")
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+    axes[0, 0].set_ylabel("test accuracy (%)")
+    axes[1, 0].set_ylabel("training loss")
+    entries = [
+        axes[0, 0].plot([], [], label=label, color=colour)[0]
+        for label, _, colour in _used(rows)
+    ]
+    if any(map(_combines_by_plan, rows)):
+        for label, style in (("softmax combines", "-"), ("plan combines", "--")):
+            entries += axes[0, 0].plot([], [], style, label=label, color="gray")
+    axes[0, -1].legend(
+        handles=entries, loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=9
+    )
+    save_figure(figure, path, title)
+
+
+def _floor(rows):
+    """The lowest accuracy to draw, in %: that of the slowest after a quarter."""
+    lowest = []
+    for row in rows:
+        means = row["curves"]["grouped_test_accuracy"]["mean"]
+        lowest.append(100.0 * means[len(means) // 4])
+    return max(0.0, min(lowest) - 2.0)
+
+
+def _check_rows(rows):
+    if not rows:
+        raise ValueError("Expected at least one row; received: rows=[]")
+    unknown = sorted({str(row["router"]) for row in rows} - set(_ROUTERS))
+    if unknown:
+        raise ValueError(
+            f"Expected routers of {sorted(_ROUTERS)}; received: {', '.join(unknown)}"
+        )
+
+
+def _used(rows):
+    """Label, marker and colour of the routers that there are, in one order."""
+    used = {row["router"] for row in rows}
+    return [style for name, style in _ROUTERS.items() if name in used]
+
+
+def _combines_by_plan(row):
+    return row.get("combine", "softmax") == "affinity"
 
 
 def _marker(marker, colour, size):

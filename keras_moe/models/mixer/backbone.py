@@ -102,7 +102,7 @@ class MixerBackbone(VisionBackbone):
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = 4,
         priority: str = "first_come",
-        noise_std: float = 1.0,
+        noise_std: float | None = None,
         images_per_group: int | None = 8,
         auxiliary_losses: Any = "auto",
         expert_dropout: float = 0.0,

@@ -78,7 +78,9 @@ class ViTBackbone(VisionBackbone):
             are larger than an image.
         priority: with token choice, who is served first when experts are full:
             `"first_come"`, `"max_gate"` (batch priority routing) or `"sum_gates"`.
-        noise_std: of the sparse routers' training noise, times E; soft routing has its
+        noise_std: standard deviation of the sparse routers' training noise, times E;
+            None is the router's own: 1.0 for softmax routers, 0.0 for those by
+            transport plans and for MoE++'s, as published. Soft routing has its
             own in `router_options`.
         images_per_group: how many images compete for an expert's capacity; None
             takes the whole batch. With soft routing each image is by itself.
@@ -162,7 +164,7 @@ class ViTBackbone(VisionBackbone):
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = 4,
         priority: str = "first_come",
-        noise_std: float = 1.0,
+        noise_std: float | None = None,
         images_per_group: int | None = 8,
         auxiliary_losses: Any = "auto",
         expert_dropout: float = 0.0,
