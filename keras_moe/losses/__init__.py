@@ -2,20 +2,15 @@
 
 from keras_moe.losses.auxiliary import (
     AggregateLoss,
-    AuxiliaryLoss,
-    GlobalEntropyLoss,
     HeterogeneousBalanceLoss,
     ImportanceLoss,
     LoadBalanceLoss,
     LoadLoss,
-    LocalEntropyLoss,
-    MergedEntropyLoss,
-    MutualInformationLoss,
-    TargetEntropyLoss,
     ZLoss,
     get,
     serialize,
 )
+from keras_moe.losses.auxiliary_loss import AuxiliaryLoss
 from keras_moe.losses.classification import (
     SigmoidCrossentropy,
     SparseSigmoidCrossentropy,
@@ -26,6 +21,13 @@ from keras_moe.losses.entropy_losses import (
     merged_entropy_loss,
     mutual_information_loss,
     target_entropy_loss,
+)
+from keras_moe.losses.modality_losses import (
+    GlobalEntropyLoss,
+    LocalEntropyLoss,
+    MergedEntropyLoss,
+    MutualInformationLoss,
+    TargetEntropyLoss,
 )
 from keras_moe.losses.router_losses import (
     heterogeneous_balance_loss,

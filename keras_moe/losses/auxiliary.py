@@ -7,97 +7,20 @@ from typing import Any
 
 import keras
 
-from keras_moe.losses import entropy_losses, router_losses
-from keras_moe.ops.checks import check_integer
-from keras_moe.ops.routing import Routing
+from keras_moe.losses import router_losses
+from keras_moe.losses.auxiliary_loss import AuxiliaryLoss
+from keras_moe.losses.modality_losses import (
+    GlobalEntropyLoss,
+    LocalEntropyLoss,
+    MergedEntropyLoss,
+    MutualInformationLoss,
+    TargetEntropyLoss,
+)
+from keras_moe.ops.checks import check_one_of
 from keras_moe.ops.token_choice import selected_experts
 
-
-class AuxiliaryLoss:
-    """A weighted loss of what a router did, which an MoE layer adds in training.
-
-    Subclasses implement `compute`. `load`, say, needs the router's noise and number
-    of selected experts, so the router comes along. What a subclass reads it declares
-    by `needs_expert_logits` and `needs_selected_experts`, and `check_router` refuses
-    the routers without it.
-
-    Args:
-        weight: the factor of the loss in the model's total loss.
-
-    Call arguments:
-        routing: the `Routing`, by group.
-        router: the router layer that made it.
-        mask: boolean (G, S), False for tokens that do not count.
-        modality_ids: int (G, S), the modality of each token.
-
-    Raises:
-        ValueError: if `weight` is negative or not finite.
-
-    Example:
-
-    >>> from keras_moe import losses
-    >>> losses.ImportanceLoss(weight=0.005).get_config()
-    {'weight': 0.005}
-    """
-
-    # Of the router: logits (G, S, E), which soft routers have by slot instead.
-    needs_expert_logits = True
-    # Of the router: K, which only token choice has.
-    needs_selected_experts = False
-
-    def __init__(self, weight: float = 1.0):
-        if not 0 <= weight < float("inf"):
-            raise ValueError(
-                f"Expected a finite weight of at least 0; received: weight={weight}"
-            )
-        self.weight = float(weight)
-
-    def __call__(
-        self,
-        routing: Routing,
-        router: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
-    ) -> Any:
-        """The weighted loss of each group, float32 (G,)."""
-        return self.weight * self.compute(routing, router, mask, modality_ids)
-
-    def compute(
-        self,
-        routing: Routing,
-        router: Any,
-        mask: Any = None,
-        modality_ids: Any = None,
-    ) -> Any:
-        """The loss of each group without its weight, float32 (G,)."""
-        raise NotImplementedError
-
-    def check_router(self, router: Any) -> None:
-        """Raises ValueError if the loss is not defined for this router.
-
-        A loss of weight 0 is never computed, and fits every router.
-        """
-        if self.weight == 0:
-            return
-        received = f"router={type(router).__name__}, loss={type(self).__name__}"
-        if self.needs_expert_logits and not getattr(router, "has_expert_logits", True):
-            raise ValueError(
-                "Expected a router with one logit per expert; "
-                f"received: {received}. Leave the loss out of auxiliary_losses."
-            )
-        selected = getattr(router, "num_selected_experts", None)
-        if self.needs_selected_experts and selected is None:
-            raise ValueError(
-                "Expected a router with num_selected_experts; "
-                f"received: {received}. Leave the loss out of auxiliary_losses."
-            )
-
-    def get_config(self) -> dict:
-        return {"weight": self.weight}
-
-    @classmethod
-    def from_config(cls, config: dict) -> "AuxiliaryLoss":
-        return cls(**config)
+# The choices of a token that a balance loss counts.
+CHOICES = ("first", "all")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -164,16 +87,31 @@ class LoadBalanceLoss(AuxiliaryLoss):
 
     Args:
         weight: the factor of the loss in the model's total loss; Switch uses 0.01.
+        choices: the choices of a token that count: `"first"`, as in GShard, Switch and
+            ST-MoE, or `"all"`, the router's K.
+
+    Raises:
+        ValueError: if an argument is out of range; from the MoE layer, with
+            `choices="all"`, if its router has no `num_selected_experts`.
 
     Example:
 
     >>> from keras_moe import losses
-    >>> losses.LoadBalanceLoss(weight=0.01).weight
-    0.01
+    >>> losses.LoadBalanceLoss(weight=0.01).get_config()
+    {'weight': 0.01, 'choices': 'first'}
     """
 
+    def __init__(self, weight: float = 1.0, choices: str = "first"):
+        super().__init__(weight)
+        self.choices = check_one_of("choices", choices, CHOICES)
+        self.needs_selected_experts = choices == "all"
+
     def compute(self, routing, router, mask=None, modality_ids=None):
-        return router_losses.load_balance_loss(routing.gates, mask)
+        counted = router.num_selected_experts if self.choices == "all" else 1
+        return router_losses.load_balance_loss(routing.gates, mask, counted)
+
+    def get_config(self):
+        return {**super().get_config(), "choices": self.choices}
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -223,211 +161,6 @@ class ZLoss(AuxiliaryLoss):
 
     def compute(self, routing, router, mask=None, modality_ids=None):
         return router_losses.z_loss(routing.logits, mask)
-
-
-class _ModalityLoss(AuxiliaryLoss):
-    """A loss over the tokens of one modality, or over all tokens if that is None.
-
-    Subclasses implement `compute_tokens`, whose `mask` holds the modality's tokens.
-    """
-
-    def __init__(self, weight: float = 1.0, modality: int | None = None):
-        super().__init__(weight)
-        if modality is not None:
-            modality = check_integer("modality", modality, minimum=0)
-        self.modality = modality
-
-    def check_router(self, router):
-        super().check_router(router)
-        pools = getattr(router, "expert_pools", None)
-        count = getattr(router, "num_modalities", None) or (pools and len(pools))
-        if self.weight > 0 and count and (self.modality or 0) >= count:
-            raise ValueError(
-                f"Expected a modality of the router's, 0 to {count - 1}; received: "
-                f"modality={self.modality}, loss={type(self).__name__}"
-            )
-
-    def compute(self, routing, router, mask=None, modality_ids=None):
-        if self.modality is not None:
-            _check_modality_ids(self, modality_ids)
-            mask = entropy_losses.modality_mask(modality_ids, self.modality, mask)
-        return self.compute_tokens(routing, router, mask)
-
-    def compute_tokens(self, routing: Routing, router: Any, mask: Any = None) -> Any:
-        """The loss over the tokens that count, without its weight, float32 (G,)."""
-        raise NotImplementedError
-
-    def get_config(self):
-        return {**super().get_config(), "modality": self.modality}
-
-
-@keras.saving.register_keras_serializable("keras_moe")
-class LocalEntropyLoss(_ModalityLoss):
-    """`local_entropy_loss` with a weight, over the tokens of a modality.
-
-    Args:
-        weight: the factor of the loss in the model's total loss.
-        modality: the id of the modality whose tokens count; None counts all.
-
-    Raises:
-        ValueError: if an argument is out of range; from the call, if there is a
-            `modality` and no `modality_ids`.
-
-    Reference:
-        *LIMoE*, section 2.2.2.
-
-    Example:
-
-    >>> from keras_moe import losses
-    >>> losses.LocalEntropyLoss(modality=1).get_config()
-    {'weight': 1.0, 'modality': 1}
-    """
-
-    def compute_tokens(self, routing, router, mask=None):
-        return entropy_losses.local_entropy_loss(routing.logits, mask)
-
-
-@keras.saving.register_keras_serializable("keras_moe")
-class GlobalEntropyLoss(_ModalityLoss):
-    """`global_entropy_loss` with a weight, over the tokens of a modality.
-
-    Args:
-        weight: the factor of the loss in the model's total loss.
-        threshold: the entropy from which on the loss is zero; None never has
-            enough. LIMoE-H/14 uses log(4) for text and log(25) for images.
-        modality: the id of the modality whose tokens count; None counts all.
-
-    Raises:
-        ValueError: if an argument is out of range; from the call, if there is a
-            `modality` and no `modality_ids`.
-
-    Reference:
-        *LIMoE*, section 2.2.2; appendices A.3 and B.2 for thresholds.
-
-    Example:
-
-    >>> import math
-    >>> from keras_moe import losses
-    >>> round(losses.GlobalEntropyLoss(threshold=math.log(4)).threshold, 4)
-    1.3863
-    """
-
-    def __init__(
-        self,
-        weight: float = 1.0,
-        threshold: float | None = None,
-        modality: int | None = None,
-    ):
-        super().__init__(weight, modality)
-        self.threshold = entropy_losses.check_threshold(threshold)
-
-    def compute_tokens(self, routing, router, mask=None):
-        return entropy_losses.global_entropy_loss(routing.logits, self.threshold, mask)
-
-    def get_config(self):
-        return {**super().get_config(), "threshold": self.threshold}
-
-
-@keras.saving.register_keras_serializable("keras_moe")
-class MutualInformationLoss(AuxiliaryLoss):
-    """`mutual_information_loss` of experts and modalities, with a weight.
-
-    Args:
-        weight: the factor of the loss in the model's total loss.
-        num_modalities: M, the number of modalities.
-
-    Raises:
-        ValueError: if an argument is out of range; from the call, without
-            `modality_ids`.
-
-    Reference:
-        *LIMoE*, appendix B.1.
-
-    Example:
-
-    >>> from keras_moe import losses
-    >>> losses.MutualInformationLoss(weight=0.1).get_config()
-    {'weight': 0.1, 'num_modalities': 2}
-    """
-
-    def __init__(self, weight: float = 1.0, num_modalities: int = 2):
-        super().__init__(weight)
-        self.num_modalities = check_integer("num_modalities", num_modalities)
-
-    def compute(self, routing, router, mask=None, modality_ids=None):
-        _check_modality_ids(self, modality_ids)
-        return entropy_losses.mutual_information_loss(
-            routing.logits, modality_ids, self.num_modalities, mask
-        )
-
-    def get_config(self):
-        return {**super().get_config(), "num_modalities": self.num_modalities}
-
-
-@keras.saving.register_keras_serializable("keras_moe")
-class TargetEntropyLoss(_ModalityLoss):
-    """`target_entropy_loss` with a weight; K is the router's.
-
-    It takes the place of `LocalEntropyLoss` where K > 1.
-
-    Args:
-        weight: the factor of the loss in the model's total loss.
-        modality: the id of the modality whose tokens count; None counts all.
-
-    Raises:
-        ValueError: if an argument is out of range; from the MoE layer, if its
-            router has no `num_selected_experts`; from the call, if there is a
-            `modality` and no `modality_ids`.
-
-    Reference:
-        *LIMoE*, appendix E.1.
-
-    Example:
-
-    >>> from keras_moe import losses
-    >>> losses.TargetEntropyLoss(modality=0).get_config()
-    {'weight': 1.0, 'modality': 0}
-    """
-
-    needs_selected_experts = True
-
-    def compute_tokens(self, routing, router, mask=None):
-        return entropy_losses.target_entropy_loss(
-            routing.logits, router.num_selected_experts, mask
-        )
-
-
-@keras.saving.register_keras_serializable("keras_moe")
-class MergedEntropyLoss(_ModalityLoss):
-    """`merged_entropy_loss` with a weight; K is the router's.
-
-    It takes the place of `LocalEntropyLoss` where K > 1.
-
-    Args:
-        weight: the factor of the loss in the model's total loss.
-        modality: the id of the modality whose tokens count; None counts all.
-
-    Raises:
-        ValueError: if an argument is out of range; from the MoE layer, if its
-            router has no `num_selected_experts`; from the call, if there is a
-            `modality` and no `modality_ids`.
-
-    Reference:
-        *LIMoE*, appendix E.1.
-
-    Example:
-
-    >>> from keras_moe import losses
-    >>> losses.MergedEntropyLoss(modality=0).get_config()
-    {'weight': 1.0, 'modality': 0}
-    """
-
-    needs_selected_experts = True
-
-    def compute_tokens(self, routing, router, mask=None):
-        return entropy_losses.merged_entropy_loss(
-            routing.logits, router.num_selected_experts, mask
-        )
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -483,14 +216,6 @@ class AggregateLoss(AuxiliaryLoss):
 
     def get_config(self):
         return {**super().get_config(), "losses": serialize(self.losses)}
-
-
-def _check_modality_ids(loss, modality_ids):
-    if modality_ids is None:
-        raise ValueError(
-            f"Expected modality_ids, which say the tokens of {type(loss).__name__}; "
-            f"received: modality_ids=None, loss={loss.get_config()}"
-        )
 
 
 BY_NAME = {

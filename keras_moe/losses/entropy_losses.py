@@ -8,6 +8,7 @@ Axes: G groups, S group_size, E experts, K selected experts, M modalities.
 
 import math
 import numbers
+import warnings
 from typing import Any
 
 from keras import ops
@@ -63,6 +64,10 @@ def global_entropy_loss(
     Raises:
         ValueError: if `threshold` is negative or not finite.
 
+    Warns:
+        UserWarning: if `threshold` is above log E, the largest entropy, so that the
+            loss cannot reach 0.
+
     Reference:
         *LIMoE*, section 2.2.2 and appendix B.2.
 
@@ -77,6 +82,12 @@ def global_entropy_loss(
     0.0
     """
     threshold = check_threshold(threshold)
+    warn_of_unreachable_threshold(threshold, ops.shape(logits)[-1])
+    return entropy_to_threshold(logits, threshold, mask)
+
+
+def entropy_to_threshold(logits: Any, threshold: float | None, mask: Any) -> Any:
+    """`global_entropy_loss` of a threshold that was checked before."""
     entropy = _entropy(token_mean(ops.softmax(logits, axis=-1), mask))
     if threshold is None:
         return -entropy
@@ -226,6 +237,21 @@ def check_threshold(threshold: Any) -> float | None:
             f"received: threshold={threshold!r}"
         )
     return float(threshold)
+
+
+def warn_of_unreachable_threshold(threshold: float | None, num_experts: int) -> None:
+    """Warns of a threshold above log E, the entropy of equal use of all E experts."""
+    largest_entropy = math.log(num_experts)
+    # A threshold of log E that was rounded to float32 is log E.
+    if threshold is None or threshold <= largest_entropy + 1e-6:
+        return
+    warnings.warn(
+        f"Expected threshold <= log(num_experts) = {largest_entropy:.4f}, the largest "
+        f"entropy of {num_experts} experts; received: threshold={threshold:.4f}. The "
+        "global entropy loss cannot reach 0: it is at least "
+        f"{threshold - largest_entropy:.4f}.",
+        stacklevel=2,
+    )
 
 
 def _entropy(p):

@@ -1,4 +1,4 @@
-"""Sums and means over the tokens that count, which the losses share.
+"""Sums and means over the tokens and groups that count, which the losses share.
 
 Axes: G groups, S group_size.
 """
@@ -21,3 +21,13 @@ def token_mean(values: Any, mask: Any = None) -> Any:
         return ops.mean(values, axis=1)
     count = ops.sum(ops.cast(mask, "float32"), axis=1, keepdims=True)
     return token_sum(values, mask) / ops.maximum(count, 1.0)
+
+
+def over_counted_groups(losses: Any, counted: Any) -> Any:
+    """Losses (G,) whose mean is that of the groups that count, boolean (G,).
+
+    The others are 0. Without any group that counts all are.
+    """
+    counted = ops.cast(counted, "float32")
+    share = ops.mean(counted)
+    return losses * counted / ops.where(share > 0, share, 1.0)

@@ -11,7 +11,7 @@ from keras import ops
 from keras_moe.losses.reductions import token_mean, token_sum
 from keras_moe.ops.checks import check_selected
 from keras_moe.ops.expert_kinds import ExpertKinds
-from keras_moe.ops.token_choice import largest
+from keras_moe.ops.token_choice import largest, selected_experts
 
 
 def importance_loss(logits: Any, mask: Any = None) -> Any:
@@ -90,33 +90,50 @@ def load_loss(
     return _squared_variation(token_sum(load, mask))
 
 
-def load_balance_loss(gates: Any, mask: Any = None) -> Any:
+def load_balance_loss(
+    gates: Any, mask: Any = None, num_selected_experts: int = 1
+) -> Any:
     """The balance loss of GShard and Switch: `E * sum_e f_e P_e`.
+
+    f_e is the share of choices that fall on expert e. The publications count each
+    token's first choice, whatever K is: Switch has no other; GShard and ST-MoE send
+    tokens to two experts, and count the larger gate. (The released code of Mesh
+    TensorFlow, ST-MoE's, can add half of a second such loss over the second choices
+    and the other gates; by default it does not.) With `num_selected_experts=K` all K
+    choices count alike, which also balances those behind the first.
 
     Args:
         gates: float32 (G, S, E), the softmax that routed the tokens.
         mask: boolean (G, S), False for tokens that do not count.
+        num_selected_experts: how many choices of each token count: 1, the first
+            choice, or K, all.
 
     Returns:
-        float32 (G,): with f_e the share of tokens whose first choice is e (no
-        gradient) and P_e the mean gate of e. It is 1 for a balanced load.
+        float32 (G,): with f_e the share of the choices that are e (no gradient) and
+        P_e the mean gate of e. It is 1 for a balanced load.
+
+    Raises:
+        ValueError: if `num_selected_experts` is out of range.
 
     Reference:
-        *GShard*, section 2.2; *Switch Transformers*, equation 4.
+        *GShard*, section 2.2 and Algorithm 1; *Switch Transformers*, equations 4 to
+        6; *ST-MoE*, appendix A.
 
     Example:
 
     >>> import numpy as np
     >>> from keras_moe.losses import load_balance_loss
-    >>> float(load_balance_loss(np.array([[[1.0, 0.0], [1.0, 0.0]]], "float32"))[0])
-    2.0
+    >>> gates = np.array([[[0.75, 0.25, 0.0], [0.75, 0.0, 0.25]]], "float32")
+    >>> float(load_balance_loss(gates)[0])  # 3 * 0.75
+    2.25
+    >>> float(load_balance_loss(gates, num_selected_experts=2)[0])
+    1.3125
     """
     gates = ops.convert_to_tensor(gates)
-    num_experts = gates.shape[-1]
-    first = ops.one_hot(ops.argmax(gates, axis=-1), num_experts, dtype="float32")
-    share = token_mean(ops.stop_gradient(first), mask)
+    chosen = selected_experts(ops.stop_gradient(gates), num_selected_experts)
+    share = token_mean(chosen, mask) / num_selected_experts
     mean_gate = token_mean(gates, mask)
-    return num_experts * ops.sum(share * mean_gate, axis=-1)
+    return gates.shape[-1] * ops.sum(share * mean_gate, axis=-1)
 
 
 def heterogeneous_balance_loss(
@@ -125,8 +142,8 @@ def heterogeneous_balance_loss(
     """The balance loss of MoE++: `sum_e eta_e f_e P_e`.
 
     eta is 1 for FFN experts and tau for zero-computation experts: tau below 1 draws
-    tokens to these. Unlike `load_balance_loss` it counts all K choices of a token, and
-    has no factor E.
+    tokens to these. It counts all K choices of a token; `load_balance_loss` does so
+    only if asked, divides them by K, and has a factor E.
 
     Args:
         gates: float32 (G, S, E), the softmax of the logits.

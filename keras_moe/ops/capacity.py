@@ -5,6 +5,7 @@ Axes: G groups, S group_size, E experts, C capacity, K selected experts.
 
 import math
 import numbers
+from fractions import Fraction
 from typing import Any
 
 from keras import ops
@@ -13,6 +14,9 @@ from keras_moe.ops.checks import check_integer, check_positive
 from keras_moe.ops.expert_kinds import ExpertKinds
 
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}
+# Shares of up to nine digits are themselves, and their numerator times a number of
+# assignments is exact in float64.
+LARGEST_DENOMINATOR = 10**9
 
 
 def expert_capacity(
@@ -55,14 +59,15 @@ def expert_capacity(
     12
     """
     check_integer("num_experts", num_experts)
+    check_positive("capacity_factor", capacity_factor)
     return _capacity(
         num_tokens,
+        num_selected_experts,
         capacity_factor,
         num_experts,
-        num_selected_experts,
         rounding,
         multiple_of,
-        what=f"num_experts={num_experts}",
+        f"capacity_factor={capacity_factor}, num_experts={num_experts}",
     )
 
 
@@ -86,6 +91,9 @@ def heterogeneous_capacity(
     its gamma of 1.1; its training framework counts assignments, S K, as V-MoE does
     (`expert_capacity`), which is what the routers pass. Without zero-computation
     experts this is `expert_capacity`.
+
+    The equation is evaluated in whole numbers: a capacity of 88 is no 89 for an error
+    of binary arithmetic, and one of 3.5 rounds half to even.
 
     Args:
         num_tokens: tokens per group S; an integer, or a scalar integer tensor.
@@ -122,29 +130,30 @@ def heterogeneous_capacity(
             multiple_of,
         )
         return capacity, None
-    weight = tau * kinds.ffn + kinds.zero_computation
-    what = f"tau={tau}, kinds={tuple(kinds)}"
-    arguments = (num_selected_experts, rounding)
-    return tuple(
-        _capacity(
+    exact_tau = Fraction(float(tau))
+    weight = exact_tau * kinds.ffn + kinds.zero_computation
+    capacities = []
+    for scale, multiple in ((exact_tau, multiple_of), (1, None)):
+        share = Fraction(float(capacity_factor)) * scale / weight
+        # The binary 1.1 is no 11/10, which is the nearest simple fraction.
+        share = share.limit_denominator(LARGEST_DENOMINATOR)
+        capacity = _capacity(
             num_tokens,
-            capacity_factor,
-            # Of 88.00000000000001 the ceiling is 88: equation 8's number, not an error
-            # of its arithmetic.
-            weight / scale * (1 + 1e-12),
-            *arguments,
+            num_selected_experts,
+            share.numerator,
+            share.denominator,
+            rounding,
             multiple,
-            what,
+            f"capacity_factor={capacity_factor}, tau={tau}, kinds={tuple(kinds)}",
         )
-        for scale, multiple in ((tau, multiple_of), (1.0, None))
-    )
+        capacities.append(capacity)
+    return tuple(capacities)
 
 
 def _capacity(
-    num_tokens, factor, divisor, num_selected_experts, rounding, multiple_of, what
+    num_tokens, num_selected_experts, factor, divisor, rounding, multiple_of, given
 ):
     """`num_tokens * num_selected_experts * factor / divisor`, rounded."""
-    check_positive("capacity_factor", factor)
     if rounding not in ROUNDINGS:
         raise ValueError(
             f"Expected rounding to be one of {sorted(ROUNDINGS)}; "
@@ -166,8 +175,7 @@ def _capacity(
         raise ValueError(
             "Expected a capacity of at least 1; received: "
             f"num_tokens={num_tokens}, num_selected_experts={num_selected_experts}, "
-            f"capacity_factor={factor}, {what} give "
-            f"{capacity}. Use a larger group or a larger capacity_factor."
+            f"{given} give {capacity}. Use a larger group or a larger capacity_factor."
         )
     if multiple_of:
         capacity = -(-capacity // multiple_of) * multiple_of

@@ -6,6 +6,7 @@ Axes: G groups, S group_size, E experts, K selected experts, M modalities.
 import inspect
 import json
 import math
+import warnings
 from types import SimpleNamespace
 
 import keras
@@ -413,6 +414,7 @@ WRAPPED = {
     "target": losses.TargetEntropyLoss,
     "merged": losses.MergedEntropyLoss,
 }
+MUTUAL_INFORMATION = losses.MutualInformationLoss(1.0, num_modalities=3)
 IDS = np.array([[0, 1, 0, 2, 1, 0], [1, 1, 1, 0, 0, 1], [0] * 6])
 MASK = np.array([[True] * 6, [True, False, True, True, True, False], [True] * 6])
 
@@ -426,13 +428,36 @@ def test_a_modality_is_the_loss_of_its_tokens(name, masked):
         lambda x, m, ids: loss(routing_of(x), ROUTER, m if masked else None, ids),
         *(logits, mask, IDS),
     )
+    groups = []
     for g in range(2):
         chosen = mask[g] & (IDS[g] == 1)
         alone = numbers(LOSSES[name], logits[g : g + 1, chosen], IDS[g : g + 1, chosen])
-        np.testing.assert_allclose(found[g : g + 1], 2.5 * alone, rtol=1e-5)
+        # Two of three groups have a token of the modality.
+        np.testing.assert_allclose(found[g : g + 1], 2.5 * alone * 3 / 2, rtol=1e-5)
         assert abs(found[g]) > 1e-3
-    # The last group has no token of the modality.
+        groups.append(alone)
+    # The last group has none, and does not dilute the mean of the others.
     assert found[2] == 0
+    np.testing.assert_allclose(found.mean(), 2.5 * np.mean(groups), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [*(make(1.0, modality=2) for make in WRAPPED.values()), MUTUAL_INFORMATION],
+    ids=[*WRAPPED, "mutual_information"],
+)
+def test_a_modality_that_no_group_has_costs_nothing(loss):
+    logits, ids = normal(0, 2, 6, 4), np.zeros((2, 6), "int32")
+    found = numbers(lambda x, i: loss(routing_of(x), ROUTER, None, i), logits, ids)
+    np.testing.assert_array_equal(found, 0.0)
+
+
+def test_groups_of_padding_do_not_dilute_either():
+    logits, loss = normal(0, 2, 6, 4), losses.LocalEntropyLoss()
+    mask = np.array([[True] * 6, [False] * 6])
+    found = numbers(lambda x, m: loss(routing_of(x), ROUTER, m), logits, mask)
+    expected = numbers(LOSSES["local"], logits[:1], IDS[:1])
+    np.testing.assert_allclose(found.mean(), expected[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -458,7 +483,9 @@ def test_mutual_information_loss_is_its_function():
     expected = 0.5 * numbers(
         lambda x, m, i: losses.mutual_information_loss(x, i, 3, m), logits, MASK, IDS
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    # The last group has one modality alone, and does not count.
+    np.testing.assert_allclose(found, expected * 3 / 2, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(found.mean(), expected[:2].mean(), rtol=1e-5)
     assert found[0] < -1e-3
 
 
@@ -592,6 +619,44 @@ def test_losses_by_name():
     assert [loss.weight for loss in found] == [0.1 * (i + 1) for i in range(5)]
 
 
+# Thresholds
+
+
+def test_thresholds_above_the_largest_entropy_warn():
+    """log 8 for 4 experts: the loss is at least log 2."""
+    logits = tensor(np.zeros((1, 3, 4), "float32"))
+    received = r"received: threshold=2\.0794\..*at least 0\.6931"
+    with pytest.warns(UserWarning, match=received):
+        found = losses.global_entropy_loss(logits, threshold=math.log(8))
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(found), math.log(2), rtol=1e-5
+    )
+    loss = losses.GlobalEntropyLoss(threshold=math.log(8), modality=1)
+    router = TokenChoiceRouter(num_experts=4, num_modalities=2)
+    with pytest.warns(UserWarning, match=received):
+        loss.check_router(router)
+    with pytest.warns(UserWarning, match=received):
+        losses.AggregateLoss([losses.ZLoss(), loss]).check_router(router)
+    # Modality 1 has a pool of 2.
+    pools = [[0, 1, 2, 3], [0, 1]]
+    router = TokenChoiceRouter(num_experts=4, expert_pools=pools)
+    with pytest.warns(UserWarning, match="entropy of 2 experts.*at least 0.6931"):
+        losses.GlobalEntropyLoss(threshold=math.log(4), modality=1).check_router(router)
+
+
+def test_thresholds_up_to_the_largest_entropy_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits = tensor(np.zeros((1, 3, 4), "float32"))
+        for threshold in (None, 0.0, math.log(4), float(np.float32(math.log(4)))):
+            losses.global_entropy_loss(logits, threshold)
+            loss = losses.GlobalEntropyLoss(threshold=threshold)
+            loss.check_router(TokenChoiceRouter(num_experts=4))
+            loss(routing_of(logits), ROUTER)
+        unused = losses.GlobalEntropyLoss(0.0, threshold=9.0)
+        unused.check_router(TokenChoiceRouter(num_experts=4))
+
+
 # Routers
 
 
@@ -622,7 +687,14 @@ def test_no_loss_fits_routers_with_logits_by_slot(name):
         EVERY[name].check_router(SoftRouter())
 
 
-NEED_K = ("load", "heterogeneous_balance", "target_entropy", "merged_entropy")
+EVERY["all_choices"] = losses.LoadBalanceLoss(choices="all")
+NEED_K = (
+    "all_choices",
+    "load",
+    "heterogeneous_balance",
+    "target_entropy",
+    "merged_entropy",
+)
 
 
 @pytest.mark.parametrize("name", [*NEED_K, "aggregate"])

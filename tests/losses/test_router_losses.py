@@ -4,18 +4,20 @@ Axes: G groups, S group_size, E experts, K selected experts.
 """
 
 import math
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 
 from keras_moe.losses import (
+    LoadBalanceLoss,
     importance_loss,
     load_balance_loss,
     load_loss,
     z_loss,
 )
-from keras_moe.ops import dense_combine, dense_dispatch, token_choice
+from keras_moe.ops import Routing, dense_combine, dense_dispatch, token_choice
 from tests import golden
 from tests.gradients import gradient, gradient_and_outputs, one_program
 
@@ -178,6 +180,41 @@ def test_load_balance_by_hand():
     )
     found = keras.ops.convert_to_numpy(load_balance_loss(gates))
     np.testing.assert_allclose(found, [1.0, 1.6, 1.0], rtol=1e-6)
+
+
+def test_load_balance_of_all_choices_by_hand():
+    gates = np.array([[[0.75, 0.25, 0.0], [0.75, 0.0, 0.25]]], "float32")
+    for selected, expected in (
+        (1, 3 * 0.75),  # f = (1, 0, 0), P = (3/4, 1/8, 1/8)
+        (2, 3 * (0.75 / 2 + 0.125 / 4 + 0.125 / 4)),
+        (3, 1.0),  # All experts have all tokens.
+    ):
+        found = load_balance_loss(gates, num_selected_experts=selected)
+        found = keras.ops.convert_to_numpy(found)
+        np.testing.assert_allclose(found, [expected], rtol=1e-6)
+    mask = np.array([[True, False]])
+    found = load_balance_loss(gates, mask, num_selected_experts=2)
+    expected = 3 * (0.75 / 2 + 0.25 / 2)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(found), [expected], rtol=1e-6)
+    with pytest.raises(ValueError, match="num_selected_experts=4"):
+        load_balance_loss(gates, num_selected_experts=4)
+
+
+def test_the_choices_that_balance_are_an_argument():
+    gates = keras.ops.softmax(normal(0, 2, 9, 4), axis=-1)
+    routing = Routing(**{**dict.fromkeys(Routing._fields), "gates": gates})
+    router = SimpleNamespace(num_selected_experts=3)
+    found = {}
+    for choices, selected in (("first", 1), ("all", 3)):
+        loss = LoadBalanceLoss(0.5, choices=choices)
+        again = LoadBalanceLoss.from_config(loss.get_config())
+        expected = load_balance_loss(gates, num_selected_experts=selected)
+        found[choices] = keras.ops.convert_to_numpy(again(routing, router))
+        expected = 0.5 * keras.ops.convert_to_numpy(expected)
+        np.testing.assert_allclose(found[choices], expected, rtol=1e-6)
+    assert np.abs(found["first"] - found["all"]).min() > 1e-3
+    with pytest.raises(ValueError, match="choices='second'"):
+        LoadBalanceLoss(choices="second")
 
 
 def test_load_balance_of_perfect_balance_is_one():

@@ -182,6 +182,39 @@ def test_capacities_are_equation_8s_numbers():
     # 1.1 * 800 / 10 is 88 exactly, and one more in binary.
     kinds = ExpertKinds(8, 1, 1, 2)
     assert heterogeneous_capacity(400, kinds, 0.75, 1.1, 2) == (66, 88)
+    # A tau that no float holds: weights of 20 / 3.
+    assert heterogeneous_capacity(40, kinds, 1 / 3, 1.0) == (2, 6)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(35, (3, 4)), (25, (2, 2)), (20, (2, 2)), (15, (1, 2))]
+)
+def test_capacities_round_half_to_even(tokens, expected):
+    """tau * 8 + 4 = 10: 3.5 goes to 4, 2.5 to 2, and 1.5 to 2."""
+    kinds = ExpertKinds(8, 1, 1, 2)
+    found = heterogeneous_capacity(tokens, kinds, 0.75, 1.0, rounding="round")
+    assert found == expected
+    # Binary numbers do not hold the tenth of ten times as many tokens.
+    found = heterogeneous_capacity(10 * tokens, kinds, 0.75, 0.1, rounding="round")
+    assert found == expected
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow",
+    reason="only TensorFlow traces with an unknown number of tokens",
+)
+@pytest.mark.parametrize("rounding", ["ceil", "round"])
+def test_capacities_of_a_tensor_are_those_of_a_number(rounding):
+    kinds = ExpertKinds(8, 1, 1, 2)
+    for tokens in (14, 15, 25, 35, 40, 350, 400):
+        for tau, factor in ((0.75, 1.0), (0.75, 1.1), (1 / 3, 1.0)):
+            arguments = (kinds, tau, factor, 2, rounding)
+            found = heterogeneous_capacity(
+                keras.ops.convert_to_tensor(tokens), *arguments
+            )
+            expected = heterogeneous_capacity(tokens, *arguments)
+            assert tuple(int(value) for value in found) == expected
 
 
 @pytest.mark.backend_free
