@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_moe import losses
-from keras_moe.models import ViTBackbone, ViTImageClassifier
+from keras_moe.models import ViTBackbone, ViTImageClassifier, from_preset
 from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
 from tests.small_models import SMALL
 
@@ -436,6 +436,37 @@ def test_options_reach_the_router_and_round_trip():
     assert (router.affinity.iterations, router.noise_std) == (9, 0.25)
     soft = ViTBackbone(**SMALL, router="soft", router_options={"num_slots": 3})
     assert soft.get_layer("block_1").feed_forward.router.slots.shape == (16, 4, 3)
+
+
+@pytest.mark.backend_free
+def test_noise_is_the_routers_own_unless_it_is_set():
+    def noise(**arguments):
+        backbone = ViTBackbone(**{**SMALL, "auxiliary_losses": None, **arguments})
+        again = ViTBackbone.from_config(plain(backbone.get_config()))
+        assert again.noise_std == arguments.get("noise_std")
+        router = again.get_layer("block_1").feed_forward.router
+        return router.noise_std, router.noisy_combine
+
+    for name in ROUTERS:
+        if name != "soft":
+            is_softmax = name.startswith("softmax")
+            noisy = is_softmax or name.endswith("expert_choice")
+            assert noise(router=name) == (float(is_softmax), noisy), name
+            assert noise(router=name, noise_std=0.5) == (0.5, noisy), name
+    assert noise(zero_experts=1) == (0.0, True)
+    options = {"noisy_combine": True}
+    router = "sinkhorn_token_choice"
+    assert noise(router=router, router_options=options) == (0.0, True)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("router", ["sinkhorn_token_choice", "softmax_expert_choice"])
+def test_presets_follow_their_router(router):
+    overrides = {"num_layers": 2, "router": router, "auxiliary_losses": None}
+    backbone = from_preset("vmoe_digits", task="backbone", **overrides)
+    assert backbone.noise_std is None
+    found = backbone.get_layer("block_1").feed_forward.router.noise_std
+    assert found == (1.0 if router.startswith("softmax") else 0.0)
 
 
 @pytest.mark.skipif(

@@ -49,12 +49,22 @@ def test_a_study_goes_on_where_it_stopped(tool, capsys, tmp_path, monkeypatch):
     assert status == 0, errors
     assert "softmax token choice" in output
     assert "finished before" not in output
-    assert (whole / "accuracy_over_cost.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("accuracy_over_cost", "curves"):
+        assert (whole / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    # No router of these has a transport plan.
+    assert not (whole / "curves_of_combine.png").exists()
     summary, runs = results_of(whole)
     assert [row["router"] for row in summary] == ["softmax_token_choice", "soft"]
     assert [record["seed"] for record in runs] == [0, 1, 0, 1]
     assert runs[0]["result"]["test_accuracy"] != runs[1]["result"]["test_accuracy"]
     for row in summary:
+        curves = row["curves"]
+        assert (row["combine"], curves["step"]) == ("softmax", [21])
+        assert curves["train_loss"]["mean"][0] > 0
+        last = row["grouped_test_accuracy"]
+        accuracies = curves["grouped_test_accuracy"]
+        for key in ("mean", "std"):
+            assert accuracies[key] == [last[key]]
         assert 0.1 < row["test_accuracy"]["mean"] <= 1
         assert row["test_accuracy"]["std"] > 0
         assert 0.1 < row["few_shot_accuracy"]["mean"] <= 1
@@ -153,6 +163,54 @@ def test_diverged_runs_are_not_kept(tool, capsys, tmp_path):
     assert not list(tmp_path.glob("runs/*.json"))
 
 
+def test_plans_combine_where_they_are_asked_to(tool, tmp_path):
+    arguments = ["--combine", "affinity", "--output", str(tmp_path)]
+    arguments = [*TINY, *arguments]
+    arguments[1:3] = ["softmax_token_choice", "sinkhorn_expert_choice"]
+    study = tool["Study"](tool["parse_arguments"](arguments))
+    (configuration,) = study.configurations
+    assert configuration.name == "sinkhorn_expert_choice-1-affinity"
+    for model, batch_invariant in (
+        (configuration.model, True),
+        (configuration.grouped_model, False),
+    ):
+        router = model.backbone.get_layer("block_0").feed_forward.router
+        assert (router.combine, router.batch_invariant) == ("affinity", batch_invariant)
+    arguments[1:3] = ["soft"]
+    arguments = tool["parse_arguments"](arguments)
+    with pytest.raises(ValueError, match=r"received: routers=\['soft'\]"):
+        tool["Study"](arguments)
+
+
+def made_up_run(combine, *values):
+    curves = {"train_loss": [2.0, 1.0], "grouped_test_accuracy": [0.5, values[0]]}
+    measures = ("test_accuracy", "grouped_test_accuracy", "few_shot_accuracy")
+    result = {**dict.fromkeys(measures, values[0]), "curves": curves}
+    result.update(dropped_tokens=0.1, load_entropy=0.9)
+    labels = {"router": "sinkhorn_token_choice", "selected": 2, "combine": combine}
+    return {**labels, "seed": 0, "result": result}
+
+
+def test_rows_of_plans_stand_beside_those_of_the_softmax(tool, tmp_path):
+    runs = [made_up_run("softmax", 0.9), made_up_run("softmax", 0.8)]
+    runs.append(made_up_run("affinity", 0.7))
+    seconds = {
+        "sinkhorn_token_choice-2": 1.0,
+        "sinkhorn_token_choice-2-affinity": 1.5,
+    }
+    softmax, plan = rows = tool["summarise"](runs, seconds, steps_per_epoch=42)
+    assert softmax["grouped_test_accuracy"]["mean"] == pytest.approx(0.85)
+    assert softmax["curves"]["step"] == [42, 84]
+    accuracies = softmax["curves"]["grouped_test_accuracy"]
+    assert accuracies["mean"] == pytest.approx([0.5, 0.85])
+    assert accuracies["std"] == pytest.approx([0.0, 0.1 / 2**0.5])
+    assert (plan["combine"], plan["relative_step_time"]) == ("affinity", 1.5)
+    pictures = tool["draw"](rows, tmp_path)
+    names = ["accuracy_over_cost", "curves", "curves_of_combine"]
+    assert [picture.stem for picture in pictures] == names
+    assert all(picture.stat().st_size > 5_000 for picture in pictures)
+
+
 def test_the_picture_needs_known_routers(tmp_path):
     row = {
         "router": "hard",
@@ -162,5 +220,6 @@ def test_the_picture_needs_known_routers(tmp_path):
     }
     with pytest.raises(ValueError, match="received: hard"):
         plots.plot_router_study([row], tmp_path / "routers.png")
-    with pytest.raises(ValueError, match=r"received: rows=\[\]"):
-        plots.plot_router_study([], tmp_path / "routers.png")
+    for draw in (plots.plot_router_study, plots.plot_router_curves):
+        with pytest.raises(ValueError, match=r"received: rows=\[\]"):
+            draw([], tmp_path / "routers.png")
