@@ -46,7 +46,7 @@ from rich.table import Table
 import keras_moe
 from keras_moe import analysis, data, evaluation, models
 from keras_moe.analysis import plots
-from keras_moe.data.json_files import write_json
+from keras_moe.files import write_json
 
 # In the order of the paper's tables.
 ROUTERS = (
