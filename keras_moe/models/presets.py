@@ -28,6 +28,7 @@ from keras_moe.models.preset_loading import (
     split_arguments,
 )
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
+from keras_moe.ops.checks import check_argument_names
 
 BACKBONES = {cls.__name__: cls for cls in (ViTBackbone, MixerBackbone)}
 IMAGE_CLASSIFIERS = {
@@ -234,6 +235,8 @@ def _architecture(preset, overrides):
             if cls.backbone_cls is backbone_cls
         )
         config, task = dict(loader.config["config"]), {}
+        names = [*argument_names(backbone_cls), "name", "trainable", "dtype"]
+        check_argument_names(config, names, backbone_cls.__name__)
         if check_file_exists(folder, "task.json"):
             task = load_json(folder, "task.json")["config"]
     backbone_overrides, task_overrides = split_arguments(classifier_cls, overrides)
