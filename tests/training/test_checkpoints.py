@@ -156,7 +156,7 @@ def test_files_of_a_checkpoint_are_no_links(tmp_path):
 def test_the_state_is_among_the_files_that_are_compared(tmp_path):
     path = save(tmp_path, 1)
     rewritten(path, {}, without="state.json")
-    with pytest.raises(ValueError, match="no state.json"):
+    with pytest.raises(ValueError, match=r"no state\.json"):
         training.open_checkpoint(path)
 
 
