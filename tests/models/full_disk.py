@@ -1,7 +1,8 @@
 """Saves to a disk that is full, or with files that may not grow.
 
 Arguments: `limit` or `full`, and a folder. Prints a line of JSON for each way of
-saving, and one at the end: HDF5 ends a process when it closes a file that it could not write.
+saving, and one at the end, which a process does not reach when HDF5 ends it for closing
+a file that could not be written.
 """
 
 import errno
