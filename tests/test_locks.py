@@ -47,7 +47,9 @@ def holder(path):
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
-    process.communicate()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
 
 
 def written(path, **changes):
@@ -67,10 +69,10 @@ def assert_free(path):
     assert not path.exists()
 
 
-def assert_held(path, process):
+def assert_held(path, process, named=None):
     message = (
         rf"at work on the folder; received: process {process} on host \S+, since "
-        rf"\d{{4}}-\d\d-\d\dT.*, which holds {path}"
+        rf"\d{{4}}-\d\d-\d\dT.*, which holds {named or path}"
     )
     with pytest.raises(FolderInUse, match=message), locked(path, "the folder"):
         pass
@@ -102,6 +104,8 @@ def test_a_killed_process_does_not_keep_its_lock(path, holder):
 
 
 def test_threads_are_told_apart(path):
+    link = path.parent / "link"
+    link.symlink_to(path.parent)
     with locked(path, "the folder"):
         errors = []
 
@@ -116,7 +120,7 @@ def test_threads_are_told_apart(path):
         thread.join()
         assert errors == []
         # By another path, too.
-        assert_held(path.parent / ".." / path.parent.name / path.name, os.getpid())
+        assert_held(link / path.name, os.getpid(), path)
     assert_free(path)
 
 

@@ -127,13 +127,6 @@ def test_upcycle_makes_a_preset(tmp_path, capsys, monkeypatch):
     assert main([source, output, "--num-experts", "4", "--moe-layers", "[3]"]) == 0
     sparse = models.from_preset(output)
     assert list(sparse.routing) == ["block_3"]
-    capsys.readouterr()
-    os.symlink(tmp_path / "dense", tmp_path / "link")
-    before = {x.name: x.read_bytes() for x in (tmp_path / "dense").iterdir()}
-    for same in (source, f"{source}/", str(tmp_path / "link")):
-        assert main([source, same]) == 1
-        assert "Expected another folder than the source" in capsys.readouterr().err
-    assert before == {x.name: x.read_bytes() for x in (tmp_path / "dense").iterdir()}
     levels = ["--router", "mumoe", "--num-experts", "[3, 2]", "--moe-layers", "[3]"]
     mumoe = str(tmp_path / "mumoe")
     assert main([source, mumoe, *levels]) == 0
@@ -145,6 +138,13 @@ def test_upcycle_makes_a_preset(tmp_path, capsys, monkeypatch):
     assert main([source, output, "--set", "router=1"]) == 1
     assert "received: router=1" in capsys.readouterr().err
     assert list(models.from_preset(output).routing) == ["block_3"]
+    # The source, by whatever path, is not overwritten.
+    os.symlink(tmp_path / "dense", tmp_path / "link")
+    before = {x.name: x.read_bytes() for x in (tmp_path / "dense").iterdir()}
+    for same in (source, f"{source}/", str(tmp_path / "link")):
+        assert main([source, same]) == 1
+        assert "Expected another folder than the source" in capsys.readouterr().err
+    assert before == {x.name: x.read_bytes() for x in (tmp_path / "dense").iterdir()}
 
 
 @pytest.mark.backend_free
