@@ -339,9 +339,8 @@ def test_damaged_pairs_and_soups_are_named(model, tmp_path):
     assert not any("lora" in weight.name for weight in other.weights)
     soup = tmp_path / "all.weights.h5"
     model.save_weights(soup)
-    data = bytearray(soup.read_bytes())
-    data[2000:6000] = bytes(4000)
-    soup.write_bytes(data)
+    # Where HDF5 looks for names.
+    soup.write_bytes(soup.read_bytes().replace(b"SNOD", b"DONS"))
     with pytest.raises(ValueError, match=re.escape(str(soup))):
         greedy_soup(model, [soup], lambda model: 1.0)
 
@@ -350,7 +349,7 @@ def test_damaged_pairs_and_soups_are_named(model, tmp_path):
 
 
 @backend_free
-@pytest.mark.parametrize("size", [None, 5e-5])
+@pytest.mark.parametrize("size", [None, 1.2e-5])
 def test_the_files_are_those_that_keras_writes(model, tmp_path, size):
     """Same names and values, and Keras reads them: they are only written otherwise."""
     name = "all.weights.h5" if size is None else "all.weights.json"
@@ -393,7 +392,7 @@ def contents(file):
 @backend_free
 def test_shards_in_a_folder_with_any_name(model, tmp_path):
     path = tmp_path / "mod\u00e8le.weights.json"
-    model.save_weights(path, max_shard_size=5e-5)
+    model.save_weights(path, max_shard_size=1.2e-5)
     before = [to_numpy(x) for x in model.weights]
     model.load_weights(path)
     for value, expected in zip(model.weights, before, strict=True):
