@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from keras_moe import data
-from keras_moe.data.json_files import write_json
+from keras_moe.files import write_json
 
 
 def main(argv: list[str] | None = None) -> int:

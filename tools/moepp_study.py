@@ -52,7 +52,7 @@ from timing import interleaved
 
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
-from keras_moe.data.json_files import write_json
+from keras_moe.files import write_json
 from keras_moe.layers import Experts, ZeroComputationExperts
 from keras_moe.ops import ExpertKinds
 from keras_moe.routers import PathwayAwareRouter

@@ -49,7 +49,7 @@ from rich.table import Table
 
 from keras_moe import analysis, data, models, training
 from keras_moe.analysis import plots
-from keras_moe.data.json_files import write_json
+from keras_moe.files import write_json
 from keras_moe.layers import MuMoE
 from keras_moe.ops import Routing
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import statistics
 import zipfile
 import zlib
@@ -12,6 +11,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from keras_moe.files import new_file
 
 
 def progress_of_runs(console: Console) -> Progress:
@@ -68,10 +69,8 @@ def earlier_results(path: Path, backend: str) -> dict:
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
     """Writes an .npz file as a whole, or not at all."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
+    with new_file(path) as file:
         np.savez_compressed(file, **arrays)
-    os.replace(part, path)
 
 
 def read_arrays(path: Path) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ from router_study_summary import NOTES, summarise, summary_table
 import keras_moe
 from keras_moe import data, evaluation, models
 from keras_moe.analysis import plots
-from keras_moe.data.json_files import write_json
+from keras_moe.files import write_json
 
 # In the order of the paper's tables.
 ROUTERS = (

@@ -38,7 +38,7 @@ from rich.table import Table
 import keras_moe
 from keras_moe import data, training
 from keras_moe.analysis import plots
-from keras_moe.data.json_files import write_json
+from keras_moe.files import write_json
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from overrides import parse_override
 
 from keras_moe import models, training
+from keras_moe.files import write_json
 from keras_moe.layers.feed_forwards import MUMOE
 from keras_moe.ops.checks import check_argument_names
 from keras_moe.routers import ROUTERS
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
+        check_target(args.source, args.output)
         further = dict(parse_override(text) for text in args.set)
         check_argument_names(further, MOE_ARGUMENTS, "MoE layers")
         _, moe_layers = parse_override(f"moe_layers={args.moe_layers}")
@@ -60,13 +62,23 @@ def main(argv: list[str] | None = None) -> int:
             **further,
         )
         model.save_to_preset(args.output)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     report.print()
-    text = json.dumps(report.to_dict(), indent=2) + "\n"
-    (args.output / "upcycling.json").write_text(text)
+    write_json(args.output / "upcycling.json", report.to_dict())
     return 0
+
+
+def check_target(source: str, output: Path) -> None:
+    """Refuses the source, by whatever path, as the folder of the new preset."""
+    target, origin = output.expanduser().resolve(), Path(source).expanduser().resolve()
+    same = target.exists() and origin.exists() and target.samefile(origin)
+    if same or target == origin:
+        raise ValueError(
+            "Expected another folder than the source, which saving would replace; "
+            f"received: output={str(output)!r}, source={source!r}"
+        )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.data.json_files import read_json, write_json
+from keras_moe.data.json_files import read_json
+from keras_moe.files import write_json
 
 
 class LabelHierarchy:

@@ -28,9 +28,10 @@ from typing import Any
 import numpy as np
 
 from keras_moe.data.examples import RecordExamples, RecordFile
-from keras_moe.data.json_files import read_json, write_json
+from keras_moe.data.json_files import read_json
 from keras_moe.data.label_hierarchy import LabelHierarchy
 from keras_moe.data.labels import Classes
+from keras_moe.files import write_json
 
 SIDECAR = "dataset.json"
 FEATURES = {"image": "image/encoded", "label": "image/class/label"}

@@ -1,5 +1,6 @@
 """`export`, with errors that say what a format and a backend cannot do."""
 
+import importlib.util
 import os
 from typing import Any
 
@@ -38,6 +39,7 @@ class ExportMixin:
             ValueError: if the format cannot hold the model.
         """
         if keras.backend.backend() == "torch":
+            _check_saved_model(format)
             routers = _routers(self)
             if format == "onnx":
                 input_signature = _one_image(self, input_signature)
@@ -50,6 +52,16 @@ class ExportMixin:
             verbose=verbose,
             input_signature=input_signature,
             **kwargs,
+        )
+
+
+def _check_saved_model(format):
+    # With this package Keras tries it.
+    if format == "tf_saved_model" and importlib.util.find_spec("torch_xla") is None:
+        raise ValueError(
+            "Expected format='torch' or 'onnx' on PyTorch, which writes no SavedModel "
+            "without torch_xla; received: format='tf_saved_model'. Save the model with "
+            "save_to_preset, and export it with KERAS_BACKEND=jax or tensorflow."
         )
 
 

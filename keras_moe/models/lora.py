@@ -5,6 +5,8 @@ import os
 import h5py
 import keras
 
+from keras_moe.models.weights_file import checked_weights, new_hdf5
+
 DEFAULT = ("query", "value")
 
 
@@ -61,6 +63,8 @@ class LoraMixin:
 
         Raises:
             ValueError: if there are no pairs, or the name ends otherwise.
+            OSError: with the path and the bytes, if the file cannot be written. An
+                older one stays as it was.
         """
         pairs = self._lora_pairs()
         if not pairs:
@@ -69,18 +73,11 @@ class LoraMixin:
                 "no low-rank pairs"
             )
         _check_name(filepath)
-        # Beside it first: a save that fails leaves the old file whole.
-        staging = f"{filepath}.{os.getpid()}.tmp"
-        try:
-            with h5py.File(staging, "w") as file:
-                file.attrs["rank"] = self._lora_rank
-                file.attrs["target_layer_names"] = self._lora_names
-                for path, weight in pairs.items():
-                    file[path] = keras.ops.convert_to_numpy(weight)
-            os.replace(staging, filepath)
-        finally:
-            if os.path.exists(staging):
-                os.remove(staging)
+        with new_hdf5(filepath) as file:
+            file.attrs["rank"] = self._lora_rank
+            file.attrs["target_layer_names"] = self._lora_names
+            for path, weight in pairs.items():
+                file[path] = keras.ops.convert_to_numpy(weight)
 
     def load_lora_weights(self, filepath: str | os.PathLike) -> None:
         """Loads low-rank pairs, after adding them where that was not done.
@@ -89,15 +86,13 @@ class LoraMixin:
             filepath: what `save_lora_weights` has written.
 
         Raises:
-            ValueError: if the pairs do not fit the backbone's.
+            ValueError: if the file is damaged, or its pairs do not fit the backbone's.
         """
         _check_name(filepath)
-        with h5py.File(filepath, "r") as file:
-            if not self._lora_pairs():
-                names = [str(name) for name in file.attrs["target_layer_names"]]
-                self.enable_lora(int(file.attrs["rank"]), names)
-            pairs = self._lora_pairs()
-            stored = {}
+        stored = {}
+        with checked_weights(filepath), h5py.File(filepath, "r") as file:
+            names = [str(name) for name in file.attrs["target_layer_names"]]
+            rank = int(file.attrs["rank"])
             file.visititems(
                 lambda path, value: (
                     stored.update({path: value[()]})
@@ -105,6 +100,9 @@ class LoraMixin:
                     else None
                 )
             )
+        if not self._lora_pairs():
+            self.enable_lora(rank, names)
+        pairs = self._lora_pairs()
         expected = {path: tuple(weight.shape) for path, weight in pairs.items()}
         received = {path: value.shape for path, value in stored.items()}
         if expected != received:

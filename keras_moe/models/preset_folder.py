@@ -5,11 +5,21 @@ import contextvars
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
+
+from keras_moe.files import (
+    new_partial,
+    remove_partials,
+    sync_folder,
+    sync_tree,
+    write_failed,
+    write_json,
+)
+from keras_moe.locks import locked
+from keras_moe.models.weights_file import CHECKSUMS, METADATA, checksums
 
 # What a preset folder consists of; other files in it are the user's.
 PRESET_FILES = (
@@ -22,6 +32,9 @@ PRESET_FILES = (
 )
 # KerasHub's names: whole, one of several shards, and the head's.
 WEIGHTS_FILES = ("model.weights.h5", "model_*.weights.h5", "task.weights.h5")
+
+# Seconds in which another process must have saved to the same folder.
+_PATIENCE = 600
 
 _writing = contextvars.ContextVar("writing", default=False)
 
@@ -50,34 +63,62 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
         preset_dir: where the preset goes; a new folder, an empty one, or an older
             preset, of which files that are not the preset's own are kept.
 
+    One process at a time saves to a folder, and another one waits for it. What killed
+    ones have left beside it is removed.
+
     Raises:
         ValueError: if `preset_dir` is a file, or a folder of something else.
+        FolderInUse: an OSError that names the process that is saving to `preset_dir`,
+            if it takes more than ten minutes.
+        OSError: if it cannot be written.
     """
     target = Path(preset_dir).expanduser().resolve()
-    _recover(target)
-    if target.exists():
-        if not target.is_dir():
-            raise ValueError(f"Expected a folder; received a file: {preset_dir}")
-        if any(target.iterdir()) and not is_preset(target):
-            raise ValueError(
-                "Expected a new folder, an empty one or an older preset, since saving "
-                f"replaces the folder; received: {preset_dir}"
-            )
+    _check_target(target, preset_dir)
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(
-        tempfile.mkdtemp(
-            prefix=f".{target.name}.", suffix=".partial", dir=target.parent
+    lock = target.with_name(f".{target.name}.saving.lock")
+    with locked(lock, f"the preset {preset_dir}", _PATIENCE):
+        _recover(target)
+        # Another process may have been first.
+        _check_target(target, preset_dir)
+        remove_partials(target)
+        staging = new_partial(target)
+        token = _writing.set(True)
+        try:
+            yield str(staging)
+            _add_checksums(staging)
+            _keep_foreign(target, staging)
+            sync_tree(staging)
+            _swap(staging, target)
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            # One of KerasHub's, which does not say what it could not write.
+            size = sum(file.stat().st_size for file in staging.iterdir())
+            raise write_failed(error, preset_dir, size) from error
+        finally:
+            _writing.reset(token)
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_target(target, preset_dir):
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ValueError(f"Expected a folder; received a file: {preset_dir}")
+    if any(target.iterdir()) and not is_preset(target):
+        raise ValueError(
+            "Expected a new folder, an empty one or an older preset, since saving "
+            f"replaces the folder; received: {preset_dir}"
         )
-    )
-    token = _writing.set(True)
-    try:
-        staging.chmod(0o755)
-        yield str(staging)
-        _keep_foreign(target, staging)
-        _swap(staging, target)
-    finally:
-        _writing.reset(token)
-        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _add_checksums(staging):
+    """Adds the weights' checksums to the metadata, if the preset has any."""
+    path = staging / METADATA
+    if path.is_file():
+        metadata = json.loads(path.read_text(encoding="utf-8"))
+        weights = [file.name for file in staging.iterdir() if _is_weights(file)]
+        write_json(path, {**metadata, CHECKSUMS: checksums(staging, weights)})
 
 
 def _previous(target):
@@ -87,6 +128,7 @@ def _previous(target):
 def _swap(staging, target):
     if not target.exists():
         os.rename(staging, target)
+        sync_folder(target.parent)
         return
     previous = _previous(target)
     os.rename(target, previous)
@@ -95,6 +137,7 @@ def _swap(staging, target):
     except BaseException:
         os.rename(previous, target)
         raise
+    sync_folder(target.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 
@@ -181,7 +224,7 @@ def check_folder(folder: str | os.PathLike) -> None:
             continue
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"Expected whole JSON in {path}; received: {error}. "
                 "The file is truncated or of another kind."
@@ -215,7 +258,7 @@ def check_folder(folder: str | os.PathLike) -> None:
     for path in weights:
         try:
             h5py.File(path, "r").close()
-        except OSError as error:
+        except (KeyError, OSError, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"Expected a whole HDF5 file at {path}; received: {error}. "
                 "The file is truncated or of another kind."

@@ -21,6 +21,7 @@ from keras_moe.models.preset_folder import (
     staged,
 )
 from keras_moe.models.quantization import new_head_dtype
+from keras_moe.models.weights_file import checked_weights, save_weights
 from keras_moe.ops.checks import check_argument_names, nearest
 
 
@@ -41,11 +42,14 @@ class TaskWeightsMixin:
 
     def save_task_weights(self, filepath: str) -> None:
         """Saves the weights of the head alone."""
-        keras.saving.save_weights(self, filepath, objects_to_skip=self._not_the_head())
+        save_weights(self, filepath, objects_to_skip=self._not_the_head())
 
     def load_task_weights(self, filepath: str) -> None:
         """Loads the weights of the head alone."""
-        keras.saving.load_weights(self, filepath, objects_to_skip=self._not_the_head())
+        with checked_weights(filepath):
+            keras.saving.load_weights(
+                self, filepath, objects_to_skip=self._not_the_head()
+            )
 
     def _not_the_head(self):
         skipped = list(self.backbone._flatten_layers())
@@ -177,6 +181,42 @@ class PresetMixin:
                 preset, load_weights=load_weights, **backbone_kwargs, **kwargs
             )
 
+    def save_weights(
+        self,
+        filepath: str | os.PathLike,
+        overwrite: bool = True,
+        max_shard_size: float | None = None,
+    ) -> None:
+        """Saves all weights, see `keras.Model.save_weights`, whole or not at all.
+
+        Args:
+            filepath: name that ends with `.weights.h5`, or for shards `.weights.json`.
+            overwrite: whether to replace a file without asking.
+            max_shard_size: largest size of one file in GB.
+
+        Raises:
+            OSError: with the path and the bytes, if a file cannot be written, as on a
+                full disk. Those that were there stay as they were.
+        """
+        save_weights(self, filepath, overwrite, max_shard_size)
+
+    def load_weights(
+        self, filepath: str | os.PathLike, skip_mismatch: bool = False, **kwargs
+    ) -> None:
+        """Loads weights, see `keras.Model.load_weights`.
+
+        Args:
+            filepath: what `save_weights` has written, or a file of a preset, which is
+                compared with the checksum in the preset's `metadata.json`.
+            skip_mismatch: whether to leave out weights that do not fit.
+            **kwargs: see `keras.Model.load_weights`.
+
+        Raises:
+            ValueError: naming the file, if it is damaged, or does not fit.
+        """
+        with checked_weights(filepath):
+            super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
     def save_to_preset(
         self, preset_dir: str | os.PathLike, max_shard_size: float | None = 10
     ) -> None:
@@ -187,8 +227,14 @@ class PresetMixin:
                 only when all files of the new one are written.
             max_shard_size: largest size of one weights file in GB.
 
+        The SHA-256 of the weights is in `metadata.json`, and loading compares it.
+
         Raises:
             ValueError: if `preset_dir` holds something else than a preset.
+            FolderInUse: an OSError that names the process that has been saving to
+                `preset_dir` for ten minutes.
+            OSError: with the path and the bytes, if a file cannot be written, as on a
+                full disk. The older preset stays as it was.
         """
         if is_staging():
             # A task that is being saved writes its backbone to the same folder.
@@ -224,7 +270,14 @@ def explained(preset: str):
     """Says which preset an error comes from: Keras's own do not."""
     try:
         yield
-    except (KeyError, OSError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
         if str(preset) in str(error):
             raise
         raise ValueError(

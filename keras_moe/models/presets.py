@@ -1,5 +1,6 @@
 """The front door: models by name."""
 
+import contextlib
 import os
 from typing import Any
 
@@ -27,6 +28,7 @@ from keras_moe.models.preset_loading import (
     split_arguments,
 )
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
+from keras_moe.ops.checks import check_argument_names
 
 BACKBONES = {cls.__name__: cls for cls in (ViTBackbone, MixerBackbone)}
 IMAGE_CLASSIFIERS = {
@@ -160,10 +162,13 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
         overrides["num_classes"] = num_classes
     if isinstance(preset, keras.Model) and not is_convertible(preset):
         return _describe_model(preset, overrides)
-    backbone_cls, config, classifier_cls, task, name = _architecture(preset, overrides)
-    parts, num_tokens, dim = backbone_cls.describe_parts(**config)
-    if "num_classes" in task:
-        parts += classifier_cls.describe_parts(config, num_tokens, dim, **task)
+    with _explained_folder(preset):
+        backbone_cls, config, classifier_cls, task, name = _architecture(
+            preset, overrides
+        )
+        parts, num_tokens, dim = backbone_cls.describe_parts(**config)
+        if "num_classes" in task:
+            parts += classifier_cls.describe_parts(config, num_tokens, dim, **task)
     return Description(os.fspath(name), num_tokens, parts, dim)
 
 
@@ -189,9 +194,18 @@ def unbuilt_blocks(preset: Any, **overrides) -> list[keras.layers.Layer]:
     if isinstance(preset, keras.Model) and not is_convertible(preset):
         backbone, config = _backbone_of(preset, overrides)
         backbone_cls = type(backbone)
-    else:
+        return backbone_cls.unbuilt_blocks(**config)
+    with _explained_folder(preset):
         backbone_cls, config, *_ = _architecture(preset, overrides)
-    return backbone_cls.unbuilt_blocks(**config)
+        return backbone_cls.unbuilt_blocks(**config)
+
+
+def _explained_folder(preset):
+    """Errors that name the preset, where it is no built-in one."""
+    builtin = isinstance(preset, str) and preset in builtin_presets()
+    if builtin or is_convertible(preset):
+        return contextlib.nullcontext()
+    return explained(preset)
 
 
 def _architecture(preset, overrides):
@@ -221,6 +235,8 @@ def _architecture(preset, overrides):
             if cls.backbone_cls is backbone_cls
         )
         config, task = dict(loader.config["config"]), {}
+        names = [*argument_names(backbone_cls), "name", "trainable", "dtype"]
+        check_argument_names(config, names, backbone_cls.__name__)
         if check_file_exists(folder, "task.json"):
             task = load_json(folder, "task.json")["config"]
     backbone_overrides, task_overrides = split_arguments(classifier_cls, overrides)

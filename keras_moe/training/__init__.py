@@ -25,6 +25,7 @@ from keras_moe.training.recipes import Datasets, Recipe
 from keras_moe.training.router_health import RouterHealth
 from keras_moe.training.run import Training, train
 from keras_moe.training.run_checkpoint import RunCheckpoint
+from keras_moe.training.run_lock import run_lock
 from keras_moe.training.schedules import (
     WarmupCooldown,
     WarmupLinearDecay,
@@ -66,6 +67,7 @@ __all__ = [
     "open_checkpoint",
     "optimizer_class",
     "restore_checkpoint",
+    "run_lock",
     "save_checkpoint",
     "train",
     "upcycle",

@@ -9,6 +9,7 @@ A checkpoint is a folder `step-00000120` with
 It is written to `.writing-step-00000120`, brought to the disk, read again, and renamed.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_moe.files import is_plain_file, sha256_of, sync_folder, write_text
 from keras_moe.ops.checks import check_integer
 from keras_moe.training.tensor_file import (
     NonFiniteValues,
@@ -35,7 +37,6 @@ FORMAT = 1
 _WRITING = ".writing-"
 # Seconds in which the other processes must have written their files.
 _PATIENCE = 600
-_READ_SIZE = 1 << 22
 
 
 class Checkpoint(NamedTuple):
@@ -322,13 +323,11 @@ def _write_arrays(writing, groups, number, count):
         for tensor in _pieces(f"{group}/{index:05d}/{variable.path}", variable)
     ]
     sha256 = write_tensors(writing / name, tensors)
-    if _digest_of_file(writing / name) != sha256:
+    if sha256_of(writing / name) != sha256:
         raise OSError(f"What is read from {writing / name} is not what was written")
-    # Another process must not see half of it.
     entry = {"sha256": sha256, "bytes": (writing / name).stat().st_size}
-    part = told.with_suffix(".part")
-    part.write_text(json.dumps({name: entry}), encoding="utf-8")
-    os.replace(part, told)
+    # Not durable: the first process removes it, and renames the folder, at once.
+    write_text(told, json.dumps({name: entry}), durable=False)
 
 
 def _pieces(name, variable):
@@ -385,29 +384,21 @@ def _files_of_all(writing, count):
 def _tell_failure(writing, number, count, error):
     """So that the first process does not wait for this one."""
     name = f"arrays-{number:05d}-of-{count:05d}.safetensors"
-    try:
-        part = writing / f"{name}.part"
-        finite = not isinstance(error, NonFiniteValues)
-        told = {name: {"error": str(error), "finite": finite}}
-        part.write_text(json.dumps(told), encoding="utf-8")
-        os.replace(part, writing / f"{name}.json")
-    except OSError:
-        # A full disk takes no message either: the first process waits in vain, and
-        # says so.
-        pass
+    finite = not isinstance(error, NonFiniteValues)
+    told = {name: {"error": str(error), "finite": finite}}
+    # A full disk takes no message either: the first process waits in vain, and says so.
+    with contextlib.suppress(OSError):
+        write_text(writing / f"{name}.json", json.dumps(told), durable=False)
 
 
 def _write(path, text):
+    write_text(path, text)
     data = text.encode()
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
     return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
 def _commit(writing, final):
-    _sync_folder(writing)
+    sync_folder(writing)
     aside = None
     if final.exists():
         # One that is corrupt, or of the same step.
@@ -420,7 +411,7 @@ def _commit(writing, final):
         if aside is not None:
             os.rename(aside, final)
         raise
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
     shutil.rmtree(final.with_name(f"{_WRITING}replaced-{final.name}"), True)
 
 
@@ -447,27 +438,23 @@ def _remove(path):
     shutil.rmtree(aside)
 
 
-def _sync_folder(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # Reading
 
 
 def _verified(path) -> Checkpoint:
+    _check_plain_file(path, "manifest.json")
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     said = manifest.pop("sha256")
     if _digest_of(manifest) != said:
         raise ValueError("manifest.json is not what was written")
     if manifest["format"] != FORMAT:
         raise ValueError(f"format {manifest['format']} is not known")
+    if "state.json" not in manifest["files"]:
+        raise ValueError("manifest.json names no state.json")
     for name, entry in manifest["files"].items():
+        _check_plain_file(path, name)
         size = (path / name).stat().st_size
-        if size != entry["bytes"] or _digest_of_file(path / name) != entry["sha256"]:
+        if size != entry["bytes"] or sha256_of(path / name) != entry["sha256"]:
             raise ValueError(f"{name} is not what was written")
     stored = json.loads((path / "state.json").read_text(encoding="utf-8"))
     return Checkpoint(
@@ -477,6 +464,14 @@ def _verified(path) -> Checkpoint:
         stored["variables"],
         tuple(manifest["files"]),
     )
+
+
+def _check_plain_file(path, name):
+    """Refuses names that lead out of a checkpoint: whoever wrote it may be unknown."""
+    if not is_plain_file(path, name):
+        raise ValueError(
+            f"expected a file in the folder itself, and no link; received: {name!r}"
+        )
 
 
 def _assign(variable, pieces):
@@ -518,14 +513,6 @@ def _digest_of(value):
 
 def _json(value):
     return json.dumps(value, sort_keys=True, allow_nan=False)
-
-
-def _digest_of_file(path):
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_READ_SIZE):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _process():

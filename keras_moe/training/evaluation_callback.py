@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from keras_moe.data.json_files import write_json
 from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
+from keras_moe.files import write_json
 from keras_moe.training.periodic import PeriodicCallback
 from keras_moe.training.weight_averages import averages_in_place
 

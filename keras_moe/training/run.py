@@ -18,6 +18,7 @@ from keras_moe.training.non_finite import (
 )
 from keras_moe.training.recipes import Datasets, Recipe
 from keras_moe.training.run_checkpoint import RunCheckpoint
+from keras_moe.training.run_lock import holds_run_folder
 
 # What says nothing about how a model is trained.
 _WORDS = ("description", "source", "notes")
@@ -42,6 +43,7 @@ class Training(NamedTuple):
     test_accuracy: float
 
 
+@holds_run_folder
 def train(
     recipe: Recipe,
     datasets: Datasets | Callable[[int], Datasets] | None = None,
@@ -90,7 +92,8 @@ def train(
         ValueError: if the recipe, model and images do not fit together; if the
             checkpoints are of another recipe, or all corrupt; or if the loss is not
             finite any more.
-        OSError: if the last checkpoint cannot be written.
+        OSError: if the last checkpoint cannot be written; or if another process, which
+            the error names, trains in `checkpoint_dir`, see `run_lock`.
 
     Example:
 

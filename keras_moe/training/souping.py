@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from keras_moe import models
+from keras_moe.models.weights_file import checked_weights
 from keras_moe.ops.checks import check_bool, check_integer
 from keras_moe.training.checkpoints import open_checkpoint, restore_checkpoint
 from keras_moe.training.recipes import Recipe
@@ -241,7 +242,8 @@ def _load(model: keras.Model, checkpoints: Sequence, position: int) -> None:
         if path.endswith(".weights.h5"):
             optimizer = getattr(model, "optimizer", None)
             skipped = [] if optimizer is None else [optimizer]
-            keras.saving.load_weights(model, path, objects_to_skip=skipped)
+            with checked_weights(path):
+                keras.saving.load_weights(model, path, objects_to_skip=skipped)
             return
         # These have weights in several files, or an optimizer among them.
         load = models.from_preset if os.path.isdir(path) else keras.saving.load_model

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from keras_moe.files import write_all, write_failed
+
 NAMES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -69,7 +71,7 @@ def write_tensors(path: str | os.PathLike, tensors: Iterable[Tensor]) -> str:
     Raises:
         NonFiniteValues: if an array is not finite.
         ValueError: if a dtype is not known.
-        OSError: if the file cannot be written.
+        OSError: with the path and the bytes, if the file cannot be written.
 
     Example:
 
@@ -104,9 +106,10 @@ def write_tensors(path: str | os.PathLike, tensors: Iterable[Tensor]) -> str:
 
         def write(chunk):
             digest.update(chunk)
-            # An unbuffered file may take a part only.
-            while len(chunk):
-                chunk = chunk[file.write(chunk) :]
+            try:
+                write_all(file, chunk)
+            except OSError as error:
+                raise write_failed(error, path, 8 + len(text) + offset) from error
 
         write(memoryview(len(text).to_bytes(8, "little") + text))
         for tensor in tensors:

@@ -75,6 +75,18 @@ def test_pytorch_programs_of_one_batch(name, tmp_path):
 
 
 @on_torch
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch_xla") is not None, reason="Keras tries it"
+)
+def test_saved_models_are_refused_with_what_works(tmp_path):
+    model = ANY_BATCH["dense"]()
+    for arguments in ({}, {"format": "tf_saved_model"}):
+        with pytest.raises(ValueError, match=r"'torch' or 'onnx'.*KERAS_BACKEND=jax"):
+            model.export(tmp_path / "model", **arguments)
+    assert not (tmp_path / "model").exists()
+
+
+@on_torch
 def test_onnx_refuses_what_pytorch_cannot_translate(tmp_path):
     path = tmp_path / "model.onnx"
     for kwargs in ({}, ONE_BATCH["expert_choice"]):

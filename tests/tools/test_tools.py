@@ -138,6 +138,13 @@ def test_upcycle_makes_a_preset(tmp_path, capsys, monkeypatch):
     assert main([source, output, "--set", "router=1"]) == 1
     assert "received: router=1" in capsys.readouterr().err
     assert list(models.from_preset(output).routing) == ["block_3"]
+    # The source, by whatever path, is not overwritten.
+    os.symlink(tmp_path / "dense", tmp_path / "link")
+    before = {x.name: x.read_bytes() for x in (tmp_path / "dense").iterdir()}
+    for same in (source, f"{source}/", str(tmp_path / "link")):
+        assert main([source, same]) == 1
+        assert "Expected another folder than the source" in capsys.readouterr().err
+    assert before == {x.name: x.read_bytes() for x in (tmp_path / "dense").iterdir()}
 
 
 @pytest.mark.backend_free

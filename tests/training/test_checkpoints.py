@@ -1,6 +1,7 @@
 """Checkpoints are whole or not there, and are what was written."""
 
 import errno
+import hashlib
 import json
 import os
 import subprocess
@@ -114,6 +115,63 @@ def test_a_corrupt_checkpoint_is_skipped_with_a_warning(tmp_path, name, damage):
     # A corrupt one does not stand in the way.
     save(tmp_path, 3, seed=4)
     assert training.find_checkpoint(tmp_path).state == {"seed": 4}
+
+
+@backend_free
+@pytest.mark.parametrize(
+    "name",
+    ["../outside.json", "{folder}/outside.json", "in/outside.json", "link", "..", ""],
+)
+def test_names_outside_the_folder_are_refused(tmp_path, name):
+    path = save(tmp_path, 1)
+    outside = tmp_path / "outside.json"
+    outside.write_text("{}")
+    (path / "link").symlink_to(outside)
+    (path / "in").mkdir()
+    (path / "in" / "outside.json").write_text("{}")
+    # As one who makes a checkpoint for others would write it.
+    digest = hashlib.sha256(b"{}").hexdigest()
+    name = name.format(folder=tmp_path)
+    rewritten(path, {name: {"sha256": digest, "bytes": 2}})
+    with pytest.raises(ValueError, match=f"no link; received: {name!r}"):
+        training.open_checkpoint(path)
+    # Without it all is right.
+    rewritten(path, {})
+    training.open_checkpoint(path)
+
+
+@backend_free
+def test_files_of_a_checkpoint_are_no_links(tmp_path):
+    path = save(tmp_path, 1)
+    for name in [file.name for file in path.iterdir()]:
+        os.rename(path / name, tmp_path / "moved")
+        (path / name).symlink_to(tmp_path / "moved")
+        with pytest.raises(ValueError, match=f"no link; received: '{name}'"):
+            training.open_checkpoint(path)
+        os.replace(tmp_path / "moved", path / name)
+    training.open_checkpoint(path)
+
+
+@backend_free
+def test_the_state_is_among_the_files_that_are_compared(tmp_path):
+    path = save(tmp_path, 1)
+    rewritten(path, {}, without="state.json")
+    with pytest.raises(ValueError, match=r"no state\.json"):
+        training.open_checkpoint(path)
+
+
+def rewritten(path, further, without=None):
+    """A manifest with other files, whose own checksum is right."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["files"] = {
+        name: entry
+        for name, entry in manifest["files"].items()
+        if name != without and (name.startswith("arrays-") or name == "state.json")
+    } | further
+    text = json.dumps(manifest, sort_keys=True)
+    manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 @backend_free

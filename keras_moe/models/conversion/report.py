@@ -1,12 +1,12 @@
 """What a conversion did, tensor by tensor."""
 
-import json
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+
+from keras_moe.files import write_json
 
 
 class ConvertedWeight(NamedTuple):
@@ -60,10 +60,7 @@ class ConversionReport(NamedTuple):
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the report as JSON."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-        os.replace(partial, path)
+        write_json(path, self.to_dict())
 
     def print(self, console: Console | None = None) -> None:
         """Prints a table of all weights, and what was left out."""

@@ -1,0 +1,184 @@
+"""Files and folders that are there as a whole, or not at all.
+
+What is written goes to a new name beside its target, is brought to the disk, and then
+takes the target's place. Modes follow the umask. A failure is an OSError with the path
+and the bytes that did not fit, and leaves what was there.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_READ_SIZE = 1 << 22
+_PARTIAL = ".partial"
+
+
+def write_failed(error: OSError, path: str | os.PathLike, size: int) -> OSError:
+    """An error that says which file could not be written, and how much of it.
+
+    Args:
+        error: error of the operating system, whose number is kept.
+        path: path of the file.
+        size: bytes that were to be written.
+    """
+    reason = f"{error.strerror or error}; received: {size:,} bytes to write"
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(Path(path).absolute().parent).free
+        reason += f", and {free:,} bytes free"
+    return OSError(error.errno, reason, str(path))
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file to write bytes to, which takes its place when all is written.
+
+    Args:
+        path: path of the file; an older one is replaced.
+        durable: whether it is on the disk before it takes its place.
+
+    Yields:
+        The unbuffered file, open for reading, too, under another name.
+
+    Raises:
+        OSError: with the path and the bytes so far, if it cannot be written.
+
+    Example:
+
+    >>> import os, tempfile
+    >>> from keras_moe.files import new_file
+    >>> path = os.path.join(tempfile.mkdtemp(), "two_bytes")
+    >>> with new_file(path) as file:
+    ...     written = file.write(b"ab")
+    >>> os.path.getsize(path)
+    2
+    """
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        with open(part, "x+b", buffering=0) as file:
+            yield file
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(part, path)
+        if durable:
+            sync_folder(path.parent)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        size = part.stat().st_size if part.exists() else 0
+        raise write_failed(error, path, size) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_all(file: BinaryIO, data: Any) -> None:
+    """Writes all of a buffer to an unbuffered file, which may take a part at a time."""
+    rest = memoryview(data).cast("B")
+    while len(rest):
+        rest = rest[file.write(rest) :]
+
+
+def write_text(path: str | os.PathLike, text: str, durable: bool = True) -> None:
+    """Writes a text file as a whole, or leaves the one that is there.
+
+    Args:
+        path: path of the file.
+        text: what is to be in it.
+        durable: whether it is on the disk before it takes its place.
+
+    Raises:
+        OSError: with the path and the bytes, if it cannot be written.
+    """
+    data = text.encode()
+    with new_file(path, durable) as file:
+        try:
+            write_all(file, data)
+        except OSError as error:
+            raise write_failed(error, path, len(data)) from error
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Writes a JSON file as a whole, or leaves the one that is there."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def sync_file(path: str | os.PathLike) -> None:
+    """Brings a file to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: str | os.PathLike) -> None:
+    """Brings the names in a folder to the disk."""
+    # Windows opens no folders.
+    if os.name != "nt":
+        sync_file(path)
+
+
+def sync_tree(path: str | os.PathLike) -> None:
+    """Brings a folder with all that is in it to the disk."""
+    for parent, _, names in os.walk(path):
+        for name in names:
+            file = os.path.join(parent, name)
+            if os.path.isfile(file) and not os.path.islink(file):
+                sync_file(file)
+        sync_folder(parent)
+
+
+def sha256_of(path: str | os.PathLike) -> str:
+    """The SHA-256 of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_READ_SIZE):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def is_plain_file(folder: str | os.PathLike, name: Any) -> bool:
+    """Whether a name is that of a file in a folder itself, and of no link."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+        return False
+    if re.search(r"[/\\]", name):
+        return False
+    path = Path(folder) / name
+    return path.is_file() and not path.is_symlink()
+
+
+def new_partial(target: str | os.PathLike) -> Path:
+    """Makes an empty folder beside a target, in which to write what replaces it.
+
+    Args:
+        target: path of a folder, which need not exist; its parent must.
+
+    Returns:
+        The new folder, of the umask's mode, unlike `tempfile.mkdtemp`'s.
+    """
+    target = Path(target)
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
+    partial.mkdir()
+    return partial
+
+
+def remove_partials(target: str | os.PathLike) -> None:
+    """Removes the folders of `new_partial` that killed processes have left.
+
+    Args:
+        target: path of the folder for which they were made. Its lock must be held: the
+            folder of a process that is still writing would be removed, too.
+    """
+    target = Path(target)
+    # Eight letters of `uuid` here, of `tempfile` in earlier versions.
+    ours = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}{_PARTIAL}")
+    for path in target.parent.iterdir():
+        if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,282 @@
+"""HDF5 files of weights: a write that fails is an OSError, and not the process's end.
+
+HDF5 ends the process when it closes a file that it could not write. Here it writes to a
+stream that keeps an error to itself, and whose file takes its place when all of it is
+on the disk. Arrays are written one after the other, straight to the disk: nothing of a
+model is in memory twice.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import h5py
+import keras
+
+from keras_moe.compat import (
+    H5IOStore,
+    ShardedH5IOStore,
+    ask_to_proceed_with_overwrite,
+    save_state,
+)
+from keras_moe.files import new_file, sha256_of, write_all, write_failed, write_json
+
+METADATA = "metadata.json"
+CHECKSUMS = "sha256"
+
+
+class _Stream:
+    """A file for HDF5, to which a failed write looks like one that was done."""
+
+    def __init__(self, file: BinaryIO, path: Path):
+        self._file, self.path = file, path
+        self._position = self._end = 0
+        self._error = None
+
+    def check(self):
+        """Raises the error of the first write that failed."""
+        if self._error is not None:
+            raise write_failed(self._error, self.path, self._end) from self._error
+
+    def seek(self, offset, whence=os.SEEK_SET):
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._end}
+        self._position = start[whence] + offset
+        return self._position
+
+    def tell(self):
+        return self._position
+
+    def read(self, size=-1):
+        size = self._end - self._position if size < 0 else size
+        buffer = bytearray(size)
+        return bytes(buffer[: self.readinto(buffer)])
+
+    def readinto(self, buffer):
+        """Reads what was written; zeros in the place of what was not."""
+        view = memoryview(buffer).cast("B")
+        view[:] = bytes(len(view))
+        self._file.seek(self._position)
+        self._position += len(view)
+        rest = view
+        while len(rest) and (count := self._file.readinto(rest)):
+            rest = rest[count:]
+        return len(view)
+
+    def write(self, data):
+        size = memoryview(data).nbytes
+        start, self._position = self._position, self._position + size
+        self._end = max(self._end, self._position)
+
+        def write():
+            self._file.seek(start)
+            write_all(self._file, data)
+
+        self._try(write)
+        return size
+
+    def truncate(self, size=None):
+        self._end = self._position if size is None else size
+        self._try(lambda: self._file.truncate(self._end))
+        return self._end
+
+    def flush(self):
+        """Does nothing: the file has no buffer, and is synchronised at its end."""
+
+    def _try(self, change):
+        # After the first error there is nothing to save any more.
+        if self._error is None:
+            try:
+                change()
+            except OSError as error:
+                self._error = error
+
+
+@contextlib.contextmanager
+def new_hdf5(path: str | os.PathLike) -> Iterator[h5py.File]:
+    """An HDF5 file to write to, which takes its place when all is written.
+
+    Args:
+        path: path of the file; an older one is replaced.
+
+    Raises:
+        OSError: with the path and the bytes so far, if it cannot be written.
+    """
+    with new_file(path) as file:
+        stream = _Stream(file, Path(path))
+        with h5py.File(stream, "w") as hdf5:
+            yield hdf5
+        stream.check()
+
+
+class _StreamedStore:
+    """What Keras's stores of weights have in common here: files that are streams."""
+
+    def __init__(self, path, files, *arguments, **kwargs):
+        self._files, self._stream = files, None
+        super().__init__(path, *arguments, mode="w", **kwargs)
+
+    def _get_h5_file(self, path_or_io, mode=None):
+        path = Path(path_or_io)
+        self._stream = _Stream(self._files.enter_context(new_file(path)), path)
+        return h5py.File(self._stream, "w")
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        # Not at the end: a large model takes minutes.
+        self._stream.check()
+
+    def close(self):
+        if self.h5_file is not None:
+            self.h5_file.close()
+            self.h5_file = None
+        self._stream.check()
+
+
+class _Store(_StreamedStore, H5IOStore):
+    pass
+
+
+class _ShardedStore(_StreamedStore, ShardedH5IOStore):
+    def _restore_h5_file(self):
+        """Does nothing: the last file is the open one, and a stream has no name."""
+
+
+def save_weights(
+    model: keras.Model,
+    filepath: str | os.PathLike,
+    overwrite: bool = True,
+    max_shard_size: float | None = None,
+    objects_to_skip: Sequence = (),
+) -> None:
+    """Saves weights in the files of `keras.saving.save_weights`, whole or not at all.
+
+    Args:
+        model: a built model.
+        filepath: name that ends with `.weights.h5`, or for shards `.weights.json`.
+        overwrite: whether to replace a file without asking.
+        max_shard_size: largest size of one file in GB.
+        objects_to_skip: layers and optimizers whose weights are not saved.
+
+    Raises:
+        OSError: with the path and the bytes, if a file cannot be written. Those that
+            were there stay as they were.
+    """
+    path = str(filepath)
+    sharded = max_shard_size is not None
+    endings = ("weights.h5", "weights.json") if sharded else (".weights.h5",)
+    if "://" in path or not path.endswith(endings) or not model.built:
+        # A remote file, which is copied from a temporary one; or an error of Keras.
+        keras.saving.save_weights(
+            model,
+            filepath,
+            overwrite=overwrite,
+            max_shard_size=max_shard_size,
+            objects_to_skip=list(objects_to_skip),
+        )
+        return
+    if (
+        os.path.exists(path)
+        and not overwrite
+        and not ask_to_proceed_with_overwrite(path)
+    ):
+        return
+    skipped = {id(x) for x in objects_to_skip}
+    # The files take their places when the last one is whole.
+    with contextlib.ExitStack() as files:
+        if sharded:
+            store = _ShardedStore(path, files, max_shard_size=max_shard_size)
+        else:
+            store = _Store(path, files)
+        try:
+            save_state(model, store, None, "", skipped)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                store.close()
+            raise
+        store.close()
+    if sharded:
+        store.sharding_config["metadata"]["total_size"] = store.total_shard_size
+        write_json(store.path, store.sharding_config)
+
+
+@contextlib.contextmanager
+def checked_weights(filepath: str | os.PathLike) -> Iterator[None]:
+    """Compares weights with the preset's checksums, and names a file that is damaged.
+
+    Args:
+        filepath: file that is read within. Other files than a preset's with checksums
+            are looked at only after an error.
+
+    Raises:
+        ValueError: if the files are not those that were saved, or cannot be read.
+    """
+    path = Path(filepath)
+    files = [path, *_shards(path)]
+    _compare_checksums(files)
+    try:
+        yield
+    except (KeyError, OSError, RuntimeError, ValueError) as error:
+        for file in files:
+            is_there = file.suffix == ".h5" and file.is_file()
+            if is_there and (damage := _damage(file)):
+                raise ValueError(
+                    f"Expected a whole HDF5 file at {file}; received: {damage}. "
+                    "The file is damaged or of another kind."
+                ) from error
+        raise
+
+
+def checksums(folder: str | os.PathLike, names: Sequence[str]) -> dict[str, str]:
+    """The SHA-256 of files of a folder, by their names."""
+    return {name: sha256_of(Path(folder) / name) for name in sorted(names)}
+
+
+def _compare_checksums(files: Sequence[Path]) -> None:
+    metadata = files[0].with_name(METADATA)
+    try:
+        expected = json.loads(metadata.read_text(encoding="utf-8"))[CHECKSUMS]
+    except (OSError, ValueError, LookupError, TypeError):
+        # A file of its own, or a preset of KerasHub's.
+        return
+    for file in files:
+        if not isinstance(expected, dict) or file.name not in expected:
+            continue
+        received = sha256_of(file)
+        if received != expected[file.name]:
+            raise ValueError(
+                f"Expected the weights that were saved, {file} of SHA-256 "
+                f"{expected[file.name]}; received: {received}. The file is damaged, or "
+                f"was replaced: remove its line from {metadata} to load it all the same"
+            )
+
+
+def _shards(path: Path) -> list[Path]:
+    """The shards of which a `.weights.json` tells, if it is one."""
+    if path.suffix != ".json":
+        return []
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+        entries = [x if isinstance(x, list) else [x] for x in listed]
+        names = {name for entry in entries for name in entry}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        # Keras says so.
+        return []
+    return [path.with_name(name) for name in sorted(names)]
+
+
+def _damage(file: Path) -> str | None:
+    """Why a file cannot be read, or None if all of it can be."""
+
+    def read(_, value):
+        if isinstance(value, h5py.Dataset):
+            value[()]
+
+    try:
+        with h5py.File(file, "r") as hdf5:
+            hdf5.visititems(read)
+    except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,62 @@
+"""One process at a time in a run's folder."""
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from keras_moe import data
+from keras_moe.locks import locked
+
+LOCK = ".run.lock"
+
+
+@contextlib.contextmanager
+def run_lock(folder: str | os.PathLike) -> Iterator[None]:
+    """Holds the folder of a run's checkpoints, as `train` does.
+
+    Two runs that save to one folder would remove each other's checkpoints. The lock
+    says which process holds it, on which host, and since when; that of a process that
+    was killed is taken over. Of the processes that train one model together, the first
+    holds the lock for all.
+
+    Args:
+        folder: folder of the checkpoints, made if it is not there.
+
+    Raises:
+        FolderInUse: an OSError that names the process that holds it.
+
+    Example:
+
+    >>> import tempfile
+    >>> from keras_moe.training import run_lock
+    >>> folder = tempfile.mkdtemp()
+    >>> with run_lock(folder):
+    ...     with run_lock(folder):
+    ...         pass
+    Traceback (most recent call last):
+        ...
+    keras_moe.locks.FolderInUse: Expected no one else at work on the run in ...
+    """
+    if data.process_shard()[0]:
+        yield
+        return
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / LOCK, f"the run in {folder}"):
+        yield
+
+
+def holds_run_folder(train: Callable) -> Callable:
+    """Makes a function hold the lock of its `checkpoint_dir`, if it is given one."""
+    signature = inspect.signature(train)
+
+    @functools.wraps(train)
+    def train_alone(*args, **kwargs):
+        folder = signature.bind(*args, **kwargs).arguments.get("checkpoint_dir")
+        with contextlib.nullcontext() if folder is None else run_lock(folder):
+            return train(*args, **kwargs)
+
+    return train_alone

@@ -1,0 +1,399 @@
+"""Presets and weights are saved whole or not at all, by one process at a time."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import h5py
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.locks import FolderInUse
+from keras_moe.models import preset_folder
+from keras_moe.models.preset_folder import staged
+from keras_moe.training import greedy_soup
+from tests.small_models import SMALL
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("op_by_op")
+backend_free = pytest.mark.backend_free
+to_numpy = keras.ops.convert_to_numpy
+
+
+@pytest.fixture(scope="module")
+def model():
+    keras.utils.set_random_seed(0)
+    made = models.ViTImageClassifier(models.ViTBackbone(**SMALL), 3)
+    made.output_dense.kernel.assign(np.ones(made.output_dense.kernel.shape))
+    return made
+
+
+@pytest.fixture(scope="module")
+def presets(model, tmp_path_factory):
+    """A preset in one file, and one in shards."""
+    folder = tmp_path_factory.mktemp("saved")
+    model.save_to_preset(folder / "whole")
+    size = sum(np.prod(x.shape) for x in model.weights) * 4 / 1024**3
+    model.save_to_preset(folder / "shards", max_shard_size=float(size) / 2)
+    assert len(list((folder / "shards").glob("model_*.weights.h5"))) > 1
+    return folder
+
+
+@pytest.fixture
+def copies(presets, tmp_path):
+    shutil.copytree(presets, tmp_path / "copies")
+    return tmp_path / "copies"
+
+
+def flip(path, position=None):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if position is None else position] ^= 1
+    path.write_bytes(data)
+
+
+def without_checksums(folder):
+    path = folder / "metadata.json"
+    metadata = json.loads(path.read_text())
+    del metadata["sha256"]
+    path.write_text(json.dumps(metadata))
+
+
+# Disks that are full
+
+
+def save_with_little_room(kind, folder, command=()):
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "tests.models.full_disk", kind, str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-3000:]}"
+    *ways, last = [json.loads(x) for x in done.stdout.splitlines() if x[:1] == "{"]
+    assert last["way"] == "alive"
+    assert sorted(last["files"]) == [
+        "pairs.lora.h5", "preset", "shards", "soup.weights.h5",
+    ]  # fmt: skip
+    return ways
+
+
+def check_errors(ways, folder, code):
+    for way in ways:
+        if "error" in way:
+            assert way["errno"] == code
+            assert way["path"].startswith(str(folder))
+            assert re.search(r"received: [\d,]+ bytes to write", way["error"])
+    return {way["way"] for way in ways if "error" in way}
+
+
+def test_a_limit_of_file_sizes_is_an_error_and_not_the_end(tmp_path):
+    ways = save_with_little_room("limit", tmp_path)
+    assert len(ways) == 5 * 4
+    failed = check_errors(ways, tmp_path, "EFBIG")
+    assert failed == {"preset", "shards", "weights", "lora"}
+    # A whole preset is larger than each of the limits.
+    assert all("error" in way for way in ways if way["way"] == "preset")
+
+
+def test_a_full_disk_is_an_error_and_not_the_end(tmp_path):
+    # A disk of its own, of two megabytes, in a name space of its own.
+    mount = 'mount -t tmpfs -o size=2m none "$0" && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mount, str(tmp_path)]
+    if os.geteuid():
+        command[1:1] = ["--user", "--map-root-user"]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no disk may be mounted here: {error}")
+    ways = save_with_little_room("full", tmp_path, command)
+    assert check_errors(ways, tmp_path, "ENOSPC") == {
+        "preset", "shards", "weights", "lora",
+    }  # fmt: skip
+
+
+# One process at a time
+
+
+@backend_free
+def test_writers_of_one_folder_take_turns(presets, tmp_path):
+    """Today's readers see one of them, whole, and no writer fails."""
+    errors = []
+
+    def write(number):
+        try:
+            for turn in range(5):
+                with staged(tmp_path / "one") as folder:
+                    for name in ("config.json", "metadata.json"):
+                        shutil.copy(presets / "whole" / name, folder)
+                    (Path(folder) / "model.weights.h5").write_text(f"{number}.{turn}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert os.listdir(tmp_path) == ["one"]
+    assert (tmp_path / "one" / "model.weights.h5").read_text() in {
+        f"{i}.4" for i in range(4)
+    }
+
+
+@backend_free
+def test_a_writer_that_takes_too_long_is_named(presets, tmp_path, monkeypatch):
+    monkeypatch.setattr(preset_folder, "_PATIENCE", 0.1)
+    with staged(tmp_path / "one") as folder:
+        shutil.copy(presets / "whole" / "config.json", folder)
+        (message,) = in_thread(lambda: staged(tmp_path / "one").__enter__())
+    assert isinstance(message, FolderInUse)
+    assert "one; received: process" in str(message)
+    assert f"process {os.getpid()} on host" in str(message)
+    assert (tmp_path / "one" / "config.json").exists()
+
+
+def in_thread(function):
+    """The error of a function in a thread, whose saving is not this one's."""
+    errors = []
+
+    def run():
+        try:
+            function()
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return errors
+
+
+@backend_free
+def test_what_killed_saves_left_is_removed_and_nothing_else(presets, tmp_path):
+    ours = [".one.abcd1234.partial", ".one.a_cd1234.partial"]
+    others = [".one.partial", ".two.abcd1234.partial", ".one.two.abcd1234.partial"]
+    for name in (*ours, *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half.weights.h5").write_text("half")
+    (tmp_path / ".one.abcd5678.partial").write_text("a file")
+    with staged(tmp_path / "one") as folder:
+        shutil.copy(presets / "whole" / "config.json", folder)
+    expected = {"one", ".one.abcd5678.partial", *others}
+    assert set(os.listdir(tmp_path)) == expected
+
+
+# Modes and disks
+
+
+@backend_free
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+def test_modes_follow_the_umask(model, tmp_path, umask):
+    backbone = models.ViTBackbone(**SMALL)
+    backbone.enable_lora(1)
+    before = os.umask(umask)
+    try:
+        model.save_to_preset(tmp_path / "preset")
+        model.save_weights(tmp_path / "all.weights.h5")
+        backbone.save_lora_weights(tmp_path / "pairs.lora.h5")
+    finally:
+        os.umask(before)
+    paths = list(tmp_path.rglob("*"))
+    assert len(paths) == 8
+    for path in paths:
+        widest = 0o777 if path.is_dir() else 0o666
+        assert stat.S_IMODE(path.stat().st_mode) == widest & ~umask, path
+
+
+@backend_free
+def test_all_is_on_the_disk_before_it_takes_its_place(model, tmp_path, monkeypatch):
+    synced, renamed = set(), []
+    fsync, rename = os.fsync, os.rename
+
+    def note_sync(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def note_rename(source, target):
+        renamed.append(str(target))
+        inside = [Path(source), *Path(source).rglob("*")]
+        assert {path.stat().st_ino for path in inside} <= synced
+        synced.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    model.save_to_preset(tmp_path / "preset")
+    assert renamed == [str(tmp_path / "preset")]
+    # And the name itself.
+    assert tmp_path.stat().st_ino in synced
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("whole", "model.weights.h5"),
+        ("whole", "task.weights.h5"),
+        ("shards", "model_00001.weights.h5"),
+    ],
+)
+def test_changed_weights_are_refused(copies, folder, name):
+    folder = copies / folder
+    models.from_preset(folder)
+    listed = json.loads((folder / "metadata.json").read_text())["sha256"]
+    assert set(listed) == {path.name for path in folder.glob("*.h5")}
+    # A bit of a weight: HDF5 would not see it.
+    with h5py.File(folder / name, "r+") as file:
+        found = []
+        file.visititems(lambda _, x: found.append(x) if hasattr(x, "shape") else None)
+        found[0][...] = found[0][...] + 1
+    message = f"{name} of SHA-256 {listed[name]}; received: "
+    with pytest.raises(ValueError, match=message):
+        models.from_preset(folder)
+    with pytest.raises(ValueError, match=message):
+        keras_hub.models.ImageClassifier.from_preset(str(folder))
+    # Presets of earlier versions and of others have none.
+    without_checksums(folder)
+    models.from_preset(folder)
+
+
+@backend_free
+def test_damaged_files_are_named_with_or_without_checksums(copies, model):
+    folder = copies / "whole"
+    path = folder / "model.weights.h5"
+    whole = path.read_bytes()
+    draw = np.random.default_rng(0)
+    # The head of the file has the tables that HDF5 follows.
+    positions = [*draw.integers(0, 12_000, 40), *draw.integers(0, len(whole), 20)]
+    for position in positions:
+        flip(path, position)
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            model.backbone.load_weights(path)
+        path.write_bytes(whole)
+    without_checksums(folder)
+    before = [to_numpy(x) for x in model.backbone.weights]
+    errors = []
+    for position in positions:
+        data = bytearray(whole)
+        data[position : position + 8] = draw.bytes(len(data[position : position + 8]))
+        path.write_bytes(data)
+        try:
+            model.backbone.load_weights(path)
+        except ValueError as error:
+            errors.append(str(error))
+    model.backbone.set_weights(before)
+    assert len(errors) > 5
+    # Or Keras says which weight does not fit.
+    told = (str(path), "could not be loaded", "shape")
+    assert [x for x in errors if not any(text in x for text in told)] == []
+
+
+@backend_free
+def test_a_damaged_preset_is_named_by_describe(copies):
+    folder = copies / "whole"
+    path = folder / "config.json"
+    whole = json.loads(path.read_text())
+    for change in (
+        {"hidden_dim": "x"}, {"image_shape": 3}, {"moe_layers": 3.5}, {"router": 7},
+        {"nonsense": 1}, {"num_layers": None},
+    ):  # fmt: skip
+        config = {**whole, "config": {**whole["config"], **change}}
+        path.write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=re.escape(str(folder))):
+            models.describe(folder)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=re.escape(str(folder))):
+        models.describe(folder)
+    path.write_text(json.dumps(whole))
+    weights = folder / "model.weights.h5"
+    weights.write_bytes(weights.read_bytes()[:3000])
+    with pytest.raises(ValueError, match=re.escape(str(weights))):
+        models.describe(folder)
+
+
+@backend_free
+def test_damaged_pairs_and_soups_are_named(model, tmp_path):
+    backbone = models.ViTBackbone(**SMALL)
+    backbone.enable_lora(2)
+    path = tmp_path / "pairs.lora.h5"
+    backbone.save_lora_weights(path)
+    path.write_bytes(path.read_bytes()[:4000])
+    other = models.ViTBackbone(**SMALL)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        other.load_lora_weights(path)
+    # Nothing of it was added.
+    assert not any("lora" in weight.name for weight in other.weights)
+    soup = tmp_path / "all.weights.h5"
+    model.save_weights(soup)
+    # Where HDF5 looks for names.
+    soup.write_bytes(soup.read_bytes().replace(b"SNOD", b"DONS"))
+    with pytest.raises(ValueError, match=re.escape(str(soup))):
+        greedy_soup(model, [soup], lambda model: 1.0)
+
+
+# The files are Keras's
+
+
+@backend_free
+@pytest.mark.parametrize("size", [None, 1.2e-5])
+def test_the_files_are_those_that_keras_writes(model, tmp_path, size):
+    """Same names and values, and Keras reads them: they are only written otherwise."""
+    name = "all.weights.h5" if size is None else "all.weights.json"
+    for folder, save in (
+        ("ours", model.save_weights),
+        ("keras", lambda *args, **kw: keras.saving.save_weights(model, *args, **kw)),
+    ):
+        (tmp_path / folder).mkdir()
+        save(tmp_path / folder / name, max_shard_size=size)
+    ours, theirs = (sorted(os.listdir(tmp_path / x)) for x in ("ours", "keras"))
+    assert ours == theirs
+    for file in ours:
+        if file.endswith(".json"):
+            one, two = (
+                json.loads((tmp_path / x / file).read_text()) for x in ("ours", "keras")
+            )
+            assert one == two
+            assert len(ours) > 2
+            continue
+        with (
+            h5py.File(tmp_path / "ours" / file) as one,
+            h5py.File(tmp_path / "keras" / file) as two,
+        ):
+            assert contents(one) == contents(two)
+    keras.saving.load_weights(model, tmp_path / "ours" / name)
+
+
+def contents(file):
+    found = {}
+
+    def add(path, value):
+        is_array = hasattr(value, "shape")
+        attributes = {k: str(v) for k, v in value.attrs.items()}
+        found[path] = (attributes, value[()].tobytes() if is_array else None)
+
+    file.visititems(add)
+    return found
+
+
+@backend_free
+def test_shards_in_a_folder_with_any_name(model, tmp_path):
+    path = tmp_path / "mod\u00e8le.weights.json"
+    model.save_weights(path, max_shard_size=1.2e-5)
+    before = [to_numpy(x) for x in model.weights]
+    model.load_weights(path)
+    for value, expected in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(to_numpy(value), expected)

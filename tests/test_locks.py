@@ -1,0 +1,155 @@
+"""One process at a time holds a folder; the others learn which, and none for ever."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from keras_moe.locks import FolderInUse, locked
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.backend_free
+
+# Without the package's own imports, which take seconds.
+HOLDER = """
+import importlib.util, sys, types
+
+package = types.ModuleType("keras_moe")
+package.__path__ = [sys.argv[1]]
+sys.modules["keras_moe"] = package
+from keras_moe.locks import locked
+
+with locked(sys.argv[2], "the folder"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / ".lock"
+
+
+@pytest.fixture
+def holder(path):
+    """Another process that holds the lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(ROOT / "keras_moe"), str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def written(path, **changes):
+    """A lock's file of an owner who is no more, with some of it changed."""
+    with locked(path, "the folder"):
+        owner = json.loads(path.read_text())
+    path.write_text(json.dumps({**owner, **changes}))
+
+
+def assert_free(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with locked(path, "the folder"):
+            owner = json.loads(path.read_text())
+            assert owner["process"] == os.getpid()
+            assert {"host", "time"} < set(owner)
+    assert not path.exists()
+
+
+def assert_held(path, process, named=None):
+    message = (
+        rf"at work on the folder; received: process {process} on host \S+, since "
+        rf"\d{{4}}-\d\d-\d\dT.*, which holds {named or path}"
+    )
+    with pytest.raises(FolderInUse, match=message), locked(path, "the folder"):
+        pass
+
+
+def test_a_lock_is_given_back(path):
+    assert_free(path)
+    with pytest.raises(KeyError), locked(path, "the folder"):
+        raise KeyError
+    assert_free(path)
+
+
+def test_another_process_is_named_and_its_end_frees_the_lock(path, holder):
+    assert_held(path, holder.pid)
+    # Copies of the file do not free it, either.
+    path.read_text()
+    assert_held(path, holder.pid)
+    holder.stdin.close()
+    with locked(path, "the folder", patience=60):
+        assert holder.wait(60) == 0
+
+
+def test_a_killed_process_does_not_keep_its_lock(path, holder):
+    holder.kill()
+    # Not waited for: it is a zombie until the fixture asks.
+    with locked(path, "the folder", patience=60):
+        pass
+    assert not path.exists()
+
+
+def test_threads_are_told_apart(path):
+    link = path.parent / "link"
+    link.symlink_to(path.parent)
+    with locked(path, "the folder"):
+        errors = []
+
+        def second():
+            try:
+                assert_held(path, os.getpid())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        assert errors == []
+        # By another path, too.
+        assert_held(link / path.name, os.getpid(), path)
+    assert_free(path)
+
+
+def test_what_a_killed_process_left_is_taken_over(path):
+    # Cut off while it was being written; and a number that another process has now.
+    path.write_text("")
+    assert_free(path)
+    path.write_text('{"process": ')
+    assert_free(path)
+    written(path, process=999_999_999)
+    assert_free(path)
+    written(path, started=1)
+    assert_free(path)
+
+
+def test_a_live_process_keeps_its_lock_without_the_system(path, holder):
+    """As where a file system has no locks, or the process closed a copy of the file."""
+    text = path.read_text()
+    path.unlink()
+    path.write_text(text)
+    assert_held(path, holder.pid)
+
+
+@pytest.mark.parametrize("changes", [{"host": "other"}, {"system": "other boot"}])
+def test_an_owner_elsewhere_is_taken_over_with_a_warning(path, changes):
+    written(path, **changes)
+    with (
+        pytest.warns(UserWarning, match=r"left by process \d+ on host"),
+        locked(path, "the folder"),
+    ):
+        pass
+    assert not path.exists()
