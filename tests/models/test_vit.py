@@ -32,7 +32,9 @@ NOT_DEFAULT = {
     "num_selected_experts": 3,
     "expert_mlp_dim": 24,
     "capacity_factor": 1.5,
+    "evaluation": "batch_invariant",
     "eval_capacity_factor": 2.0,
+    "eval_capacity": None,
     "dropless": True,
     "capacity_rounding": "round",
     "capacity_multiple_of": 2,
@@ -49,6 +51,7 @@ NOT_DEFAULT = {
     "tau": 0.5,
     "gating_residual": True,
     "gated_experts": True,
+    "expert_use_bias": False,
     "expert_activation": "silu",
     "rematerialize": True,
     "seed": 3,
@@ -379,7 +382,9 @@ def test_training_goes_on_from_a_keras_file(multi_label, tmp_path):
 def test_all_routers_cost_alike():
     slots = {}
     for name in ROUTERS:
-        backbone = ViTBackbone(**SMALL, router=name, capacity_factor=1.5)
+        backbone = ViTBackbone(
+            **SMALL, router=name, capacity_factor=1.5, capacity_multiple_of=4
+        )
         moe = backbone.get_layer("block_1").feed_forward
         # 72 tokens, K = 2, c = 1.5, E = 4; soft routing has images of 9 tokens.
         num_tokens = 9 if name == "soft" else 72
@@ -410,6 +415,16 @@ def test_which_losses_auto_means():
     [
         ({"router": "hash"}, "router='hash'"),
         ({"router": "soft", "eval_capacity_factor": 1.0}, "eval_capacity_factor=1.0"),
+        ({"router": "soft", "eval_capacity": 3}, "eval_capacity=3"),
+        ({"eval_capacity": 0}, "eval_capacity=0"),
+        ({"evaluation": "paper"}, "evaluation='paper'"),
+        (
+            {"eval_capacity": 2, "eval_capacity_factor": 1.0},
+            "eval_capacity=2, eval_capacity_factor=1.0",
+        ),
+        ({"zero_experts": 1, "eval_capacity": 2}, "eval_capacity=2"),
+        ({"expert_use_bias": 1}, "expert_use_bias=1"),
+        ({"shared_expert_initialization": "no"}, "_initialization='no'"),
         ({"router": "soft", "dropless": True}, "router='soft'"),
         ({"router": "soft", "auxiliary_losses": {"load": 0.1}}, "SoftRouter"),
         ({"router_options": {"slots": 3}}, "slots=3"),
