@@ -31,9 +31,9 @@ class TokenChoiceRouter(SparseRouter):
 
     While training an expert serves at most its capacity of tokens per group. At
     inference every token is served by default and each image is a group by itself, so
-    that its result does not depend on its neighbours in the batch. The papers' evaluation
-    limits capacity in the groups of training: `eval_capacity_factor` or `eval_capacity`
-    with `batch_invariant=False`.
+    that its result does not depend on its neighbours in the batch. The papers'
+    evaluation limits capacity in the groups of training: `eval_capacity_factor` or
+    `eval_capacity` with `batch_invariant=False`.
 
     Args:
         num_experts: E.

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_moe import losses
-from keras_moe.models import ViTBackbone, ViTImageClassifier
+from keras_moe.models import ViTBackbone, ViTImageClassifier, describe
 from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
 from tests.small_models import SMALL
 
@@ -376,6 +376,32 @@ def test_training_goes_on_from_a_keras_file(multi_label, tmp_path):
         rtol=1e-4,
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+def test_without_position_embedding_places_do_not_matter(class_token):
+    kwargs = {**SMALL, "moe_layers": None, "class_token": class_token, "num_layers": 1}
+    found = {}
+    for kind in (None, "sincos"):
+        backbone = ViTBackbone(**kwargs, position_embedding=kind)
+        assert not any("position" in weight.path for weight in backbone.weights)
+        config = backbone.get_config()
+        assert config["position_embedding"] == kind
+        assert describe(backbone).parameters == backbone.count_params()
+        x = images(1)
+        size = backbone.get_layer("patch_embedding").patch_size[0]
+        # The first and the last row of patches change places.
+        swapped = x.copy()
+        swapped[:, :size], swapped[:, -size:] = x[:, -size:], x[:, :size]
+        grid = keras.Model(backbone.input, backbone.features["grid"])
+        before, after = (
+            keras.ops.convert_to_numpy(grid(values)) for values in (x, swapped)
+        )
+        found[kind] = np.abs(before[:, 0] - after[:, -1]).max()
+    assert found[None] < 1e-5
+    assert found["sincos"] > 1e-2
+    with pytest.raises(ValueError, match="kind='rotary'"):
+        ViTBackbone(**kwargs, position_embedding="rotary")
 
 
 @pytest.mark.backend_free
