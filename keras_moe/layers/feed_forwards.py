@@ -105,6 +105,7 @@ def feed_forward_layers(
 
     if router == MUMOE:
         check_no_routing(zero_experts, copy_experts, constant_experts, gating_residual)
+        check_no_eval_capacity(router, eval_capacity_factor, eval_capacity)
         block = {
             "mlp_dim": expert_mlp_dim or mlp_dim,
             "num_experts": num_experts,
@@ -256,7 +257,7 @@ def _router(
         # A capacity among the router's own arguments is all that there is to it.
         ours["num_selected_experts"] = num_selected_experts
     if cls is SoftRouter:
-        check_no_eval_capacity(eval_capacity_factor, eval_capacity)
+        check_no_eval_capacity(name, eval_capacity_factor, eval_capacity)
         return _soft_router(kinds.ffn, num_tokens, capacity_factor, {**ours, **given})
     if given.get("capacity") is not None or dropless:
         capacity_factor = None
@@ -288,7 +289,7 @@ def _router(
     return cls(kinds.total, **ours)
 
 
-def check_no_eval_capacity(eval_capacity_factor, eval_capacity):
+def check_no_eval_capacity(router, eval_capacity_factor, eval_capacity):
     """Refuses a capacity of inference for a router that drops nothing."""
     for name, value in (
         ("eval_capacity_factor", eval_capacity_factor),
@@ -296,7 +297,7 @@ def check_no_eval_capacity(eval_capacity_factor, eval_capacity):
     ):
         if value is not None:
             raise ValueError(
-                f"Expected {name}=None for router='soft', which drops nothing; "
+                f"Expected {name}=None for router={router!r}, which drops nothing; "
                 f"received: {name}={value}"
             )
 

@@ -442,6 +442,7 @@ def test_which_losses_auto_means():
         ({"router": "hash"}, "router='hash'"),
         ({"router": "soft", "eval_capacity_factor": 1.0}, "eval_capacity_factor=1.0"),
         ({"router": "soft", "eval_capacity": 3}, "eval_capacity=3"),
+        ({"router": "mumoe", "eval_capacity": 3}, "router='mumoe'.*eval_capacity=3"),
         ({"eval_capacity": 0}, "eval_capacity=0"),
         ({"evaluation": "paper"}, "evaluation='paper'"),
         (

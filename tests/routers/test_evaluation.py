@@ -165,7 +165,7 @@ def test_routers_and_backbones_have_the_same_defaults():
     cases = {
         "softmax_token_choice": TokenChoiceRouter(4),
         "softmax_expert_choice": ExpertChoiceRouter(4, num_selected_experts=2),
-        "soft": SoftRouter(4, num_slots=2),
+        "soft": SoftRouter(4, num_slots=2, num_selected_experts=2),
     }
     for name, alone in cases.items():
         ours, expected = router_of(router=name).get_config(), alone.get_config()
