@@ -253,7 +253,8 @@ def _router(
     ours = {"seed": seed}
     if capacity_rounding != AUTO:
         ours["capacity_rounding"] = capacity_rounding
-    if not {"capacity", "capacity_factor", "num_slots"} & given.keys():
+    capacities = ("capacity", "capacity_factor", "num_slots")
+    if all(given.get(argument) is None for argument in capacities):
         # A capacity among the router's own arguments is all that there is to it.
         ours["num_selected_experts"] = num_selected_experts
     if cls is SoftRouter:
@@ -280,9 +281,8 @@ def _router(
             priority=priority,
         )
     ours = {**arguments, **ours, **given}
-    if evaluation == "official" and not (
-        ours["eval_capacity_factor"] or ours["eval_capacity"]
-    ):
+    of_evaluation = (ours["eval_capacity_factor"], ours["eval_capacity"])
+    if evaluation == "official" and of_evaluation == (None, None):
         # That of training.
         ours["eval_capacity_factor"] = ours["capacity_factor"]
         ours["eval_capacity"] = ours.get("capacity")
@@ -306,10 +306,10 @@ def _soft_router(num_experts, num_tokens, capacity_factor, arguments):
     if arguments.get("num_slots") is None:
         # A number of slots gives the weights a shape before they are built. The seed
         # keeps this router from drawing one.
-        sizes = {"capacity_factor": capacity_factor, **arguments, "seed": 0}
+        factor = arguments.pop("capacity_factor", None) or capacity_factor
+        sizes = {**arguments, "capacity_factor": factor, "seed": 0}
         slots = SoftRouter(num_experts, **sizes).group_capacity(num_tokens)
-        arguments = {**arguments, "num_slots": slots}
-        arguments.pop("capacity_factor", None)
+        arguments["num_slots"] = slots
     return SoftRouter(num_experts, **arguments)
 
 

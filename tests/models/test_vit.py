@@ -444,6 +444,10 @@ def test_which_losses_auto_means():
         ({"router": "soft", "eval_capacity": 3}, "eval_capacity=3"),
         ({"router": "mumoe", "eval_capacity": 3}, "router='mumoe'.*eval_capacity=3"),
         ({"eval_capacity": 0}, "eval_capacity=0"),
+        (
+            {"evaluation": "official", "eval_capacity_factor": 0},
+            "eval_capacity_factor=0",
+        ),
         ({"evaluation": "paper"}, "evaluation='paper'"),
         (
             {"eval_capacity": 2, "eval_capacity_factor": 1.0},
