@@ -67,7 +67,7 @@ def main() -> None:
     limited = models.from_preset(
         str(folder),
         task="backbone",
-        eval_capacity_factor=config["capacity_factor"],
+        evaluation="official",
     )
     statistics = {
         name: analysis.routing_statistics(routing, config["num_selected_experts"])

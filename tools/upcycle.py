@@ -2,6 +2,7 @@
 
     python tools/upcycle.py runs/dense runs/sparse --num-experts 8
     python tools/upcycle.py runs/dense runs/sparse --set num_selected_experts=1
+    python tools/upcycle.py runs/dense runs/sparse --preset clip_up
 
 Prints the parameters before and after, and how far the outputs are apart; writes the
 same beside the preset, in `upcycling.json`.
@@ -20,6 +21,7 @@ from keras_moe.layers.feed_forwards import MUMOE
 from keras_moe.ops.checks import check_argument_names
 from keras_moe.routers import ROUTERS
 from keras_moe.training.upcycling import MOE_ARGUMENTS
+from keras_moe.training.upcycling_presets import UPCYCLING_PRESETS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,6 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument(
+        "--preset",
+        choices=sorted(UPCYCLING_PRESETS),
+        help="published settings in the place of those that keep the function",
+    )
+    parser.add_argument(
         "--set",
         nargs="+",
         default=[],
@@ -59,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             moe_layers=moe_layers,
             router=args.router,
             noise=args.noise,
+            preset=args.preset,
             **further,
         )
         model.save_to_preset(args.output)

@@ -32,7 +32,7 @@ def padded(
     examples: give `model`, and it is refused.
 
     No image sees another at inference by default, so padding changes no prediction.
-    With `eval_capacity_factor` it competes for capacity within its group: predictions
+    With `evaluation="official"` it competes for capacity within its group: predictions
     are exact for groups of real images alone, as all are where the images of the last
     batch are a multiple of `images_per_group`.
 

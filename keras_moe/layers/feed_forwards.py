@@ -14,7 +14,6 @@ from keras_moe.layers.experts import Experts
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
 from keras_moe.layers.mumoe import MuMoEBlock
-from keras_moe.ops.capacity import expert_capacity
 from keras_moe.ops.checks import (
     check_argument_names,
     check_bool,
@@ -33,6 +32,9 @@ from keras_moe.routers.names import class_of_kinds
 
 # In the place of a router's name: a block in which every expert takes part.
 MUMOE = "mumoe"
+# In the place of a value: the default of the router's class.
+AUTO = "auto"
+EVALUATIONS = ("batch_invariant", "official")
 
 
 def feed_forward_layers(
@@ -45,8 +47,10 @@ def feed_forward_layers(
     router_options: dict | None,
     num_selected_experts: int,
     expert_mlp_dim: int | None,
-    capacity_factor: float,
+    capacity_factor: Any,
+    evaluation: str | None,
     eval_capacity_factor: float | None,
+    eval_capacity: int | None,
     dropless: bool,
     capacity_rounding: str,
     capacity_multiple_of: int | None,
@@ -55,14 +59,15 @@ def feed_forward_layers(
     images_per_group: int | None,
     auxiliary_losses: Any,
     expert_dropout: float,
-    shared_expert_initialization: bool,
+    shared_expert_initialization: Any,
     dispatcher: str,
     zero_experts: int,
     copy_experts: int,
     constant_experts: Any,
     tau: float,
-    gating_residual: bool,
+    gating_residual: Any,
     gated_experts: bool,
+    expert_use_bias: bool,
     expert_activation: Any,
     activation: Any,
     dropout_rate: float,
@@ -88,6 +93,9 @@ def feed_forward_layers(
     """
     if images_per_group is not None:
         check_integer("images_per_group", images_per_group)
+    if evaluation is not None:
+        check_one_of("evaluation", evaluation, EVALUATIONS)
+    check_bool("expert_use_bias", expert_use_bias)
     moe_indices = resolve_moe_layers(moe_layers, num_layers)
 
     def mlp(index):
@@ -97,6 +105,7 @@ def feed_forward_layers(
 
     if router == MUMOE:
         check_no_routing(zero_experts, copy_experts, constant_experts, gating_residual)
+        check_no_eval_capacity(router, eval_capacity_factor, eval_capacity)
         block = {
             "mlp_dim": expert_mlp_dim or mlp_dim,
             "num_experts": num_experts,
@@ -111,6 +120,8 @@ def feed_forward_layers(
         ]
     kinds = expert_kinds(num_experts, zero_experts, copy_experts, constant_experts)
     check_positive("tau", tau)
+    if gating_residual == AUTO:
+        gating_residual = kinds.zero_computation > 0 and len(moe_indices) > 1
     check_bool("gating_residual", gating_residual)
     check_bool("gated_experts", gated_experts)
     if gating_residual and len(moe_indices) == 1:
@@ -120,6 +131,10 @@ def feed_forward_layers(
         )
     # Of one class in all blocks, also in the first, which has none before it.
     cls, arguments = class_of_kinds(router, kinds, gating_residual)
+    if shared_expert_initialization == AUTO:
+        # MoE++ draws each expert by itself, V-MoE one for all.
+        shared_expert_initialization = cls is not PathwayAwareRouter
+    check_bool("shared_expert_initialization", shared_expert_initialization)
 
     def moe(index):
         router_layer = _router(
@@ -132,7 +147,9 @@ def feed_forward_layers(
             gating_residual and index != min(moe_indices, default=index),
             num_selected_experts,
             capacity_factor,
+            evaluation,
             eval_capacity_factor,
+            eval_capacity,
             dropless,
             capacity_rounding,
             capacity_multiple_of,
@@ -150,6 +167,7 @@ def feed_forward_layers(
                 dropout=expert_dropout,
                 shared_initialization=shared_expert_initialization,
                 gated=gated_experts,
+                use_bias=expert_use_bias,
                 seed=seeds(index, 2),
                 dtype=dtype,
                 name="experts",
@@ -187,7 +205,7 @@ def check_no_routing(zero_experts, copy_experts, constant_experts, gating_residu
         "constant_experts": constant_experts,
         "gating_residual": gating_residual,
     }.items():
-        if value:
+        if value and value != AUTO:
             raise ValueError(
                 f"Expected {name}={type(value)()!r} for router='mumoe'; "
                 f"received: {name}={value!r}"
@@ -204,7 +222,9 @@ def _router(
     gating_residual,
     num_selected_experts,
     capacity_factor,
+    evaluation,
     eval_capacity_factor,
+    eval_capacity,
     dropless,
     capacity_rounding,
     capacity_multiple_of,
@@ -228,35 +248,30 @@ def _router(
             "Expected a token choice router for dropless=True; "
             f"received: router={name!r}"
         )
+    if capacity_factor == AUTO:
+        capacity_factor = cls.default_capacity_factor
+    ours = {"seed": seed}
+    if capacity_rounding != AUTO:
+        ours["capacity_rounding"] = capacity_rounding
+    capacities = ("capacity", "capacity_factor", "num_slots")
+    if all(given.get(argument) is None for argument in capacities):
+        # A capacity among the router's own arguments is all that there is to it.
+        ours["num_selected_experts"] = num_selected_experts
     if cls is SoftRouter:
-        if eval_capacity_factor is not None:
-            raise ValueError(
-                "Expected eval_capacity_factor=None for router='soft', which drops "
-                f"nothing; received: eval_capacity_factor={eval_capacity_factor}"
-            )
-        given = {"capacity_rounding": capacity_rounding, **given}
-        factor = given.pop("capacity_factor", None)
-        if given.get("num_slots") is None:
-            # A number of slots gives the weights a shape before they are built.
-            given["num_slots"] = expert_capacity(
-                num_tokens,
-                kinds.ffn,
-                factor or capacity_factor,
-                1 if factor else num_selected_experts,
-                rounding=given["capacity_rounding"],
-            )
-        return cls(kinds.ffn, **{"seed": seed, **given})
+        check_no_eval_capacity(name, eval_capacity_factor, eval_capacity)
+        return _soft_router(kinds.ffn, num_tokens, capacity_factor, {**ours, **given})
     if given.get("capacity") is not None or dropless:
         capacity_factor = None
-    ours = {
-        "capacity_factor": capacity_factor,
-        "eval_capacity_factor": eval_capacity_factor,
-        "capacity_rounding": capacity_rounding,
-        "capacity_multiple_of": capacity_multiple_of,
-        "seed": seed,
-    }
+    ours.update(
+        capacity_factor=capacity_factor,
+        capacity_multiple_of=capacity_multiple_of,
+        eval_capacity_factor=eval_capacity_factor,
+        eval_capacity=eval_capacity,
+    )
     if noise_std is not None:
         ours["noise_std"] = noise_std
+    if evaluation is not None:
+        ours["batch_invariant"] = evaluation == "batch_invariant"
     if cls is PathwayAwareRouter:
         ours.update(tau=tau, gating_residual=gating_residual)
     if is_token_choice:
@@ -265,13 +280,37 @@ def _router(
             dropless=dropless,
             priority=priority,
         )
-    else:
-        # The papers evaluate in the groups of training.
-        ours["batch_invariant"] = eval_capacity_factor is None
-        for factor in ("capacity_factor", "eval_capacity_factor"):
-            if ours[factor] is not None:
-                ours[factor] *= num_selected_experts
-    return cls(kinds.total, **{**arguments, **ours, **given})
+    ours = {**arguments, **ours, **given}
+    of_evaluation = (ours["eval_capacity_factor"], ours["eval_capacity"])
+    if evaluation == "official" and of_evaluation == (None, None):
+        # That of training.
+        ours["eval_capacity_factor"] = ours["capacity_factor"]
+        ours["eval_capacity"] = ours.get("capacity")
+    return cls(kinds.total, **ours)
+
+
+def check_no_eval_capacity(router, eval_capacity_factor, eval_capacity):
+    """Refuses a capacity of inference for a router that drops nothing."""
+    for name, value in (
+        ("eval_capacity_factor", eval_capacity_factor),
+        ("eval_capacity", eval_capacity),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"Expected {name}=None for router={router!r}, which drops nothing; "
+                f"received: {name}={value}"
+            )
+
+
+def _soft_router(num_experts, num_tokens, capacity_factor, arguments):
+    if arguments.get("num_slots") is None:
+        # A number of slots gives the weights a shape before they are built. The seed
+        # keeps this router from drawing one.
+        factor = arguments.pop("capacity_factor", None) or capacity_factor
+        sizes = {**arguments, "capacity_factor": factor, "seed": 0}
+        slots = SoftRouter(num_experts, **sizes).group_capacity(num_tokens)
+        arguments["num_slots"] = slots
+    return SoftRouter(num_experts, **arguments)
 
 
 def _losses(auxiliary_losses, router):

@@ -308,25 +308,32 @@ class MoE(keras.layers.Layer):
     def active_parameters(self, num_tokens: int, dim: int) -> int:
         """The parameters that a token meets, on average: router and its experts."""
         router = self.router
-        active = router.experts_per_token(num_tokens) * self.experts.expert_parameters(
-            dim
-        )
+        per_token = router.experts_per_token(self._competing(num_tokens))
+        active = per_token * self.experts.expert_parameters(dim)
         in_place = self.zero_computation_experts
         if in_place is not None:
-            others = router.num_selected_experts - router.experts_per_token(num_tokens)
+            others = router.num_selected_experts - per_token
             active += others * in_place.parameters(dim) / in_place.num_experts
         return router.parameters(dim) + round(active)
 
     def flops(self, num_tokens: int, dim: int) -> int:
         """Floating-point operations if no token is dropped (2 per multiply-add)."""
         router = self.router
-        num_slots = router.num_slots(num_tokens)
+        competing = self._competing(num_tokens)
+        # An image's share of its group's slots.
+        num_slots = router.num_slots(competing) * num_tokens // competing
         flops = router.flops(num_tokens, dim) + self.experts.flops(num_slots, dim)
         in_place = self.zero_computation_experts
         if in_place is not None:
             others = num_tokens * router.num_selected_experts - num_slots
             flops += in_place.flops(others, dim)
         return flops
+
+    def _competing(self, num_tokens):
+        """The tokens of a group at inference, with images of `num_tokens`."""
+        if self.group_size is None or self.router.groups_by_image(False):
+            return num_tokens
+        return self.group_size
 
     def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
         """See `Experts.expert_slices`; of FFN experts."""

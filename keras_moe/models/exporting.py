@@ -112,7 +112,8 @@ def _check_any_batch(routers):
         if not each_by_itself:
             raise ValueError(
                 "Expected a dense model, soft routing, or token choice without "
-                "eval_capacity_factor for dynamic_shapes: PyTorch's exporter wants one "
-                f"capacity; received: router={router.summary!r}. Export it for one "
-                "size of batch, by input_signature."
+                "eval_capacity_factor and evaluation='official' for dynamic_shapes: "
+                "PyTorch's exporter wants one capacity; received: "
+                f"router={router.summary!r}. Export it for one size of batch, by "
+                "input_signature."
             )

@@ -128,7 +128,11 @@ class PresetMixin:
                     f"Expected num_classes, since {preset!r} carries no trained task; "
                     "received: num_classes=None"
                 )
-            return cls(backbone, **{**spec["task_config"], **kwargs})
+            task_config = dict(spec["task_config"])
+            if kwargs.get("head") and kwargs.get("head_position", "final") == "final":
+                # The experts of a final head have biases of their own.
+                task_config.pop("head_bias", None)
+            return cls(backbone, **{**task_config, **kwargs})
         if is_convertible(preset):
             return convert_to(cls, preset, given, load_weights=load_weights)[0]
         preset = check_preset(preset)

@@ -1,6 +1,6 @@
 """Expert choice routing: each expert takes its C tokens.
 
-Axes: G groups, S group_size, E experts, C capacity, D hidden.
+Axes: G groups, S group_size, E experts, C capacity, K experts per token, D hidden.
 """
 
 from typing import Any
@@ -9,12 +9,11 @@ import keras
 from keras import ops
 
 from keras_moe.ops.by_group import by_group
-from keras_moe.ops.checks import check_bool, check_positive
+from keras_moe.ops.checks import check_integer
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
 from keras_moe.ops.routing import SlotPlan
+from keras_moe.routers.evaluation import check_evaluation
 from keras_moe.routers.sparse_router import SparseRouter
-
-DEFAULT_CAPACITY_FACTOR = 1.0
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -35,14 +34,20 @@ class ExpertChoiceRouter(SparseRouter):
         normalize_gates: None leaves the combine weights as they are (the papers'
             default); `"after"` divides them by the sum over the experts that took the
             token (*CLIP-UP*, appendix B.3).
-        capacity_factor: C = S c / E, so that a token meets c experts on average; 1.0 if
-            neither this nor `capacity` is given. C is never more than S; masked
+        capacity_factor: C = S K c / E, so that a token meets K c experts on average;
+            1.0 if neither this nor `capacity` is given. C is never more than S; masked
             tokens do not count.
-        capacity: C itself, instead of `capacity_factor`; with `batch_invariant` also
-            give `eval_capacity_factor`, for an image is not as large as a group.
+        capacity: C itself, instead of `capacity_factor`; where each image is a group
+            at inference, also give a capacity of inference, for an image is not as
+            large as a group.
+        num_selected_experts: K of the capacity. Experts choose, so no token selects K
+            of them: the papers' formula is that of 1, the default. Backbones hand on
+            theirs, so that all routers cost alike.
         eval_capacity_factor: c at inference; None is as in training.
-        batch_invariant: make each image a group at inference; False groups as in
-            training.
+        eval_capacity: C itself at inference, instead of `eval_capacity_factor`.
+        batch_invariant: whether each image is a group at inference (True), or groups
+            are those of training (False). None is True without a capacity of inference;
+            with one it is False and warns, since results then depend on the batch.
         capacity_rounding: `"ceil"` or `"round"`.
         capacity_multiple_of: round the capacity up to a multiple of this, not where
             each image is a group.
@@ -85,6 +90,7 @@ class ExpertChoiceRouter(SparseRouter):
     """
 
     side = "expert"
+    default_capacity_factor = 1.0
     normalizations = NORMALIZATIONS
 
     def __init__(
@@ -95,8 +101,10 @@ class ExpertChoiceRouter(SparseRouter):
         normalize_gates: str | None = None,
         capacity_factor: float | None = None,
         capacity: int | None = None,
+        num_selected_experts: int = 1,
         eval_capacity_factor: float | None = None,
-        batch_invariant: bool = True,
+        eval_capacity: int | None = None,
+        batch_invariant: bool | None = None,
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
         noise_std: float | None = None,
@@ -108,7 +116,7 @@ class ExpertChoiceRouter(SparseRouter):
         **kwargs,
     ):
         if capacity is None and capacity_factor is None:
-            capacity_factor = DEFAULT_CAPACITY_FACTOR
+            capacity_factor = self.default_capacity_factor
         super().__init__(
             num_experts,
             affinity=affinity,
@@ -126,31 +134,35 @@ class ExpertChoiceRouter(SparseRouter):
             seed=seed,
             **kwargs,
         )
-        if eval_capacity_factor is not None:
-            check_positive("eval_capacity_factor", eval_capacity_factor)
-        if capacity is not None and batch_invariant and eval_capacity_factor is None:
+        self.batch_invariant = check_evaluation(
+            eval_capacity_factor, eval_capacity, batch_invariant
+        )
+        has_own = eval_capacity_factor is not None or eval_capacity is not None
+        if capacity is not None and self.batch_invariant and not has_own:
             raise ValueError(
                 "Expected eval_capacity_factor or batch_invariant=False with capacity, "
                 "since images are smaller than the groups of training; received: "
                 f"capacity={capacity}, eval_capacity_factor=None"
             )
+        # Not `num_selected_experts`, by which token choice is told.
+        self._selected = check_integer("num_selected_experts", num_selected_experts)
         self.eval_capacity_factor = eval_capacity_factor
-        self.batch_invariant = check_bool("batch_invariant", batch_invariant)
+        self.eval_capacity = eval_capacity
 
     def groups_by_image(self, training: bool | None) -> bool:
         return not training and self.batch_invariant
 
     def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
         """The capacity C for groups of `num_tokens` tokens."""
-        factor = self.capacity_factor
-        if not training and self.eval_capacity_factor is not None:
-            factor = self.eval_capacity_factor
-        capacity = self.capacity
+        factor, capacity = self.capacity_factor, self.capacity
+        evaluation = (self.eval_capacity_factor, self.eval_capacity)
+        if not training and evaluation != (None, None):
+            factor, capacity = evaluation
         if factor is not None:
             # Rounded up to a multiple, an image's few slots would be twice as many.
             by_image = self.groups_by_image(training)
             multiple_of = None if by_image else self.capacity_multiple_of
-            capacity = self.capacity_of(num_tokens, factor, 1, multiple_of)
+            capacity = self.capacity_of(num_tokens, factor, self._selected, multiple_of)
         # An expert cannot take a token twice.
         if isinstance(capacity, int) and isinstance(num_tokens, int):
             return min(capacity, num_tokens)
@@ -185,7 +197,7 @@ class ExpertChoiceRouter(SparseRouter):
         """The router's sparsity in a few characters."""
         if self.capacity is not None:
             return f"C={self.capacity}"
-        return f"c={self.capacity_factor:g}"
+        return f"c={self._selected * self.capacity_factor:g}"
 
     def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
         num_groups, num_tokens, _ = tokens.shape
@@ -204,7 +216,9 @@ class ExpertChoiceRouter(SparseRouter):
     def get_config(self):
         config = super().get_config()
         config.update(
+            num_selected_experts=self._selected,
             eval_capacity_factor=self.eval_capacity_factor,
+            eval_capacity=self.eval_capacity,
             batch_invariant=self.batch_invariant,
         )
         return config

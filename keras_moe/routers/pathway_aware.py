@@ -19,10 +19,9 @@ from keras_moe.ops.expert_kinds import expert_kinds
 from keras_moe.ops.routing import HeterogeneousPlan, RaggedPlan, RoutingPlan
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
-DEFAULT_CAPACITY_FACTOR = 1.1
 ZERO_GATES = ("keep", "remove")
 # Arguments of token choice that have no meaning, or none yet, for several kinds.
-_NOT_HERE = ("capacity", "num_modalities", "expert_pools")
+_NOT_HERE = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -64,9 +63,11 @@ class PathwayAwareRouter(TokenChoiceRouter):
         normalize_gates: see `TokenChoiceRouter`.
         capacity_factor: gamma; 1.1 if neither this nor `dropless` is given.
         eval_capacity_factor: gamma at inference; None serves every token.
+        batch_invariant: see `TokenChoiceRouter`.
         dropless: serve every token while training, too.
         capacity_rounding: `"ceil"` or `"round"`.
-        capacity_multiple_of: round the FFN experts' capacity up to a multiple of this.
+        capacity_multiple_of: round the FFN experts' capacity up to a multiple of this,
+            not where each image is a group.
         priority: see `TokenChoiceRouter`.
         noise_std: standard deviation of the training noise, times `num_experts`.
         noisy_combine: see `TokenChoiceRouter`.
@@ -105,6 +106,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
     ((1, 5, 2), (1, 5, 6))
     """
 
+    default_capacity_factor = 1.1
+
     def __init__(
         self,
         num_experts: int,
@@ -122,6 +125,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         normalize_gates: str | None = None,
         capacity_factor: float | None = None,
         eval_capacity_factor: float | None = None,
+        batch_invariant: bool | None = None,
         dropless: bool = False,
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
@@ -141,7 +145,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
                     f"received: {name}={given[name]!r}"
                 )
         if capacity_factor is None and not dropless:
-            capacity_factor = DEFAULT_CAPACITY_FACTOR
+            capacity_factor = self.default_capacity_factor
         super().__init__(
             num_experts,
             num_selected_experts=num_selected_experts,
@@ -150,6 +154,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             normalize_gates=normalize_gates,
             capacity_factor=capacity_factor,
             eval_capacity_factor=eval_capacity_factor,
+            batch_invariant=batch_invariant,
             dropless=dropless,
             capacity_rounding=capacity_rounding,
             capacity_multiple_of=capacity_multiple_of,
@@ -279,7 +284,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             self.capacity_factor if training else self.eval_capacity_factor,
             self.num_selected_experts,
             rounding=self.capacity_rounding,
-            multiple_of=self.capacity_multiple_of,
+            multiple_of=self.multiple_of(training),
         )
 
     def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:

@@ -29,9 +29,14 @@ class SoftRouter(Router):
     Args:
         num_experts: E.
         num_slots: C, slots per expert.
-        capacity_factor: C = S c / E, instead of `num_slots`; 1.0 if neither is given.
+        capacity_factor: C = S K c / E, instead of `num_slots`; 1.0 if neither is given.
             C then follows from the tokens with which the router is built.
-        capacity_rounding: `"ceil"` or `"round"`, as the released code has it.
+        num_selected_experts: K of the capacity. No token selects K experts: the papers'
+            formula is that of 1, the default. Backbones hand on theirs, so that all
+            routers cost alike.
+        capacity_rounding: `"ceil"`, or `"round"` as the released code has it, whose
+            sparse routers have `"ceil"`. C is no multiple of anything, as that of the
+            sparse routers where each image is a group.
         normalize: divide tokens and slot vectors by their norms, and multiply by a
             learned scale. This keeps the softmaxes from collapsing in wide models.
         noise_std: standard deviation of the training noise on the logits.
@@ -67,12 +72,14 @@ class SoftRouter(Router):
     """
 
     has_expert_logits = False
+    default_capacity_factor = 1.0
 
     def __init__(
         self,
         num_experts: int,
         num_slots: int | None = None,
         capacity_factor: float | None = None,
+        num_selected_experts: int = 1,
         capacity_rounding: str = "round",
         normalize: bool = True,
         noise_std: float = 0.0,
@@ -90,11 +97,13 @@ class SoftRouter(Router):
                     f"num_slots={num_slots}, capacity_factor={capacity_factor}"
                 )
         elif capacity_factor is None:
-            capacity_factor = 1.0
+            capacity_factor = self.default_capacity_factor
         else:
             check_positive("capacity_factor", capacity_factor)
         self.slots_per_expert = num_slots
         self.capacity_factor = capacity_factor
+        # Not `num_selected_experts`, by which token choice is told.
+        self._selected = check_integer("num_selected_experts", num_selected_experts)
         self.capacity_rounding = check_one_of(
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
         )
@@ -118,6 +127,7 @@ class SoftRouter(Router):
             num_tokens,
             self.num_experts,
             self.capacity_factor,
+            self._selected,
             rounding=self.capacity_rounding,
         )
 
@@ -199,7 +209,7 @@ class SoftRouter(Router):
     def summary(self) -> str:
         """The router's slots in a few characters."""
         if self.slots_per_expert is None:
-            return f"soft, c={self.capacity_factor:g}"
+            return f"soft, c={self._selected * self.capacity_factor:g}"
         return f"soft, C={self.slots_per_expert}"
 
     def parameters(self, dim: int) -> int:
@@ -223,6 +233,7 @@ class SoftRouter(Router):
         config.update(
             num_slots=self.slots_per_expert,
             capacity_factor=self.capacity_factor,
+            num_selected_experts=self._selected,
             capacity_rounding=self.capacity_rounding,
             normalize=self.normalize,
             slot_initializer=keras.initializers.serialize(self.slot_initializer),

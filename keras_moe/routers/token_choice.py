@@ -12,7 +12,6 @@ from keras_moe.ops.by_group import by_group
 from keras_moe.ops.checks import (
     check_bool,
     check_one_of,
-    check_positive,
     check_selected,
 )
 from keras_moe.ops.routing import RaggedPlan, RoutingPlan
@@ -22,9 +21,8 @@ from keras_moe.ops.token_choice import (
     dropless_token_choice,
     token_choice,
 )
+from keras_moe.routers.evaluation import check_evaluation
 from keras_moe.routers.sparse_router import SparseRouter
-
-DEFAULT_CAPACITY_FACTOR = 1.05
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -33,8 +31,9 @@ class TokenChoiceRouter(SparseRouter):
 
     While training an expert serves at most its capacity of tokens per group. At
     inference every token is served by default and each image is a group by itself, so
-    that its result does not depend on its neighbours in the batch; with
-    `eval_capacity_factor` inference is capacity-limited as in the paper's evaluation.
+    that its result does not depend on its neighbours in the batch. The papers'
+    evaluation limits capacity in the groups of training: `eval_capacity_factor` or
+    `eval_capacity` with `batch_invariant=False`.
 
     Args:
         num_experts: E.
@@ -50,9 +49,14 @@ class TokenChoiceRouter(SparseRouter):
             nor `dropless` is given.
         capacity: C itself, instead of `capacity_factor`.
         eval_capacity_factor: c at inference; None serves every token.
+        eval_capacity: C itself at inference, instead of `eval_capacity_factor`.
+        batch_invariant: whether each image is a group at inference (True), or groups
+            are those of training (False). None is True without a capacity of inference;
+            with one it is False and warns, since results then depend on the batch.
         dropless: serve every token while training, too, whatever an expert's load.
         capacity_rounding: `"ceil"` or `"round"`.
-        capacity_multiple_of: round the capacity up to a multiple of this.
+        capacity_multiple_of: round the capacity up to a multiple of this, not where
+            each image is a group. The released V-MoEs take 4.
         priority: who is served first: `"first_come"`, `"max_gate"` (batch priority
             routing) or `"sum_gates"`; see `keras_moe.ops.token_choice`.
         noise_std: standard deviation of the training noise, times `num_experts`; None
@@ -94,6 +98,7 @@ class TokenChoiceRouter(SparseRouter):
     """
 
     side = "token"
+    default_capacity_factor = 1.05
     normalizations = NORMALIZATIONS
 
     def __init__(
@@ -106,6 +111,8 @@ class TokenChoiceRouter(SparseRouter):
         capacity_factor: float | None = None,
         capacity: int | None = None,
         eval_capacity_factor: float | None = None,
+        eval_capacity: int | None = None,
+        batch_invariant: bool | None = None,
         dropless: bool = False,
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
@@ -124,7 +131,7 @@ class TokenChoiceRouter(SparseRouter):
                 f"received: capacity={capacity}, capacity_factor={capacity_factor}"
             )
         if capacity is None and capacity_factor is None and not dropless:
-            capacity_factor = DEFAULT_CAPACITY_FACTOR
+            capacity_factor = self.default_capacity_factor
         super().__init__(
             num_experts,
             affinity=affinity,
@@ -151,29 +158,39 @@ class TokenChoiceRouter(SparseRouter):
                 "Expected pools of at least num_selected_experts="
                 f"{num_selected_experts} experts; received: expert_pools={expert_pools}"
             )
-        if eval_capacity_factor is not None:
-            check_positive("eval_capacity_factor", eval_capacity_factor)
+        self.batch_invariant = check_evaluation(
+            eval_capacity_factor, eval_capacity, batch_invariant
+        )
         self.eval_capacity_factor = eval_capacity_factor
+        self.eval_capacity = eval_capacity
         self.dropless = check_bool("dropless", dropless)
         self.priority = check_one_of("priority", priority, PRIORITIES)
 
     def serves_every_token(self, training: bool | None) -> bool:
         """True if no expert can be full."""
-        return self.dropless if training else self.eval_capacity_factor is None
+        if training:
+            return self.dropless
+        return self.eval_capacity_factor is None and self.eval_capacity is None
 
     def groups_by_image(self, training: bool | None) -> bool:
-        return not training and self.eval_capacity_factor is None
+        return not training and self.batch_invariant
 
     def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
         """The capacity C for groups of `num_tokens` tokens; None is unlimited."""
         if self.serves_every_token(training):
             return None
-        if training and self.capacity is not None:
-            return self.capacity
+        capacity = self.capacity if training else self.eval_capacity
+        if capacity is not None:
+            return capacity
         factor = self.capacity_factor if training else self.eval_capacity_factor
         return self.capacity_of(
-            num_tokens, factor, self.num_selected_experts, self.capacity_multiple_of
+            num_tokens, factor, self.num_selected_experts, self.multiple_of(training)
         )
+
+    def multiple_of(self, training: bool | None) -> int | None:
+        """The number of which capacities are multiples, or None."""
+        # An image's few slots would be many more.
+        return None if self.groups_by_image(training) else self.capacity_multiple_of
 
     def max_nonzeros(self, num_tokens, training):
         return self.num_selected_experts
@@ -260,6 +277,8 @@ class TokenChoiceRouter(SparseRouter):
         config.update(
             num_selected_experts=self.num_selected_experts,
             eval_capacity_factor=self.eval_capacity_factor,
+            eval_capacity=self.eval_capacity,
+            batch_invariant=self.batch_invariant,
             dropless=self.dropless,
             priority=self.priority,
         )

@@ -19,19 +19,23 @@ from keras_moe.models import MixerBackbone, ViTBackbone, convert, describe
 from keras_moe.models.conversion import is_convertible
 from keras_moe.ops.checks import (
     check_argument_names,
+    check_bool,
     check_integer,
     check_not_negative,
     check_one_of,
 )
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
 from keras_moe.training.factors_of_dense import factors_of_dense
+from keras_moe.training.upcycling_presets import upcycling_settings
 
 # What an upcycled model may take of a backbone's arguments.
 MOE_ARGUMENTS = (
     "router_options",
     "num_selected_experts",
     "capacity_factor",
+    "evaluation",
     "eval_capacity_factor",
+    "eval_capacity",
     "dropless",
     "capacity_rounding",
     "capacity_multiple_of",
@@ -49,7 +53,12 @@ MOE_ARGUMENTS = (
     "seed",
 )
 # What the copies of an MLP cannot have, whatever a dense model's config says.
-_NOT_OF_COPIES = ("expert_mlp_dim", "gated_experts", "expert_activation")
+_NOT_OF_COPIES = (
+    "expert_mlp_dim",
+    "gated_experts",
+    "expert_use_bias",
+    "expert_activation",
+)
 # The end of an expert weight's path, and of the dense one it is tiled from.
 _TILED = {
     f"moe/experts/{layer}_{kind}": f"mlp/{layer}/{kind}"
@@ -110,7 +119,8 @@ def upcycle(
     moe_layers: Any = "every_2",
     router: str = "softmax_token_choice",
     noise: float = 0.0,
-    normalize_gates: bool = True,
+    normalize_gates: bool | None = None,
+    preset: str | None = None,
     carry_optimizer: bool = False,
     images: Any = None,
     noise_seed: int = 0,
@@ -138,7 +148,13 @@ def upcycle(
             muMoE of the first level's expert factors.
         normalize_gates: divide a token's combine weights by their sum after routing.
             With K = 1 that makes each of them 1, and auxiliary losses alone train the
-            router. `router_options={"normalize_gates": ...}` goes before it.
+            router. None does, unless the preset says otherwise.
+            `router_options={"normalize_gates": ...}` overrides it.
+        preset: None; or `"clip_up"`, the settings of *CLIP-UP*'s main results: K = 2,
+            gates as they are, capacity factor 2.0, first come first served, no noise,
+            and the auxiliary losses load balance (0.01) and z (1e-4). The function is
+            then not preserved: a token's K gates sum to less than one. Experts (8) and
+            blocks (every other) are the defaults here. Other arguments override it.
         carry_optimizer: give the new model the state of a compiled dense one's
             optimizer, too: iterations, and slots, which are tiled as the weights are.
         images: (B, height, width, channels), at least one, for the report's difference;
@@ -159,7 +175,7 @@ def upcycle(
 
     Reference:
         *Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints*,
-        section 3.
+        section 3; *CLIP-UP*, Table 3 and appendix B.3, for its preset.
 
     Example:
 
@@ -180,6 +196,11 @@ def upcycle(
     check_not_negative("noise", noise)
     check_one_of("router", router, [*ROUTERS, MUMOE])
     check_argument_names(moe_arguments, MOE_ARGUMENTS, "MoE layers")
+    settings = upcycling_settings(preset, router)
+    normalizes = settings.pop("normalize_gates", True)
+    if normalize_gates is not None:
+        normalizes = check_bool("normalize_gates", normalize_gates)
+    moe_arguments = {**settings, **moe_arguments}
     given = dense_model
     dense_model = _ours(given)
     if carry_optimizer and dense_model is not given:
@@ -216,7 +237,7 @@ def upcycle(
             f"received: {type(dense_model).__name__} without an optimizer"
         )
     options = dict(moe_arguments.pop("router_options", None) or {})
-    if normalize_gates and not is_mumoe and ROUTERS[router][0] is not SoftRouter:
+    if normalizes and not is_mumoe and ROUTERS[router][0] is not SoftRouter:
         options.setdefault("normalize_gates", "after")
     sparse_model = _sparse_twin(
         dense_model,
@@ -414,5 +435,7 @@ def _preserves(layer):
     if router.kinds.zero_computation:
         return False
     factor = router.eval_capacity_factor
+    if factor is None:
+        return router.serves_every_token(False)
     # So large a capacity drops nobody.
-    return factor is None or factor * router.num_selected_experts >= router.num_experts
+    return factor * router.num_selected_experts >= router.num_experts

@@ -19,6 +19,12 @@ SMALL = {
 }
 VIT = {**SMALL, "num_heads": 4}
 MIXER = {**SMALL, "token_mlp_dim": 8}
+SWIGLU = {
+    "gated_experts": True,
+    "expert_use_bias": False,
+    "expert_activation": "silu",
+    "expert_mlp_dim": 42,
+}
 
 
 @pytest.mark.backend_free
@@ -28,9 +34,11 @@ MIXER = {**SMALL, "token_mlp_dim": 8}
         (models.ViTBackbone, "vit_s16", VIT),
         (models.ViTBackbone, "vit_s16", {**VIT, "moe_layers": None}),
         (models.ViTBackbone, "vit_s16", {**VIT, "gated_experts": True}),
+        (models.ViTBackbone, "vit_s16", {**VIT, **SWIGLU}),
         (models.ViTBackbone, "vit_s16", {**VIT, "router": "soft"}),
         (models.ViTBackbone, "vit_s16", {**VIT, "router": "mumoe"}),
         (models.MixerBackbone, "mixer_s16", MIXER),
+        (models.MixerBackbone, "mixer_s16", {**MIXER, **SWIGLU}),
         (
             models.MixerBackbone,
             "mixer_s16",
@@ -47,6 +55,8 @@ def test_each_rule_has_weights_and_each_weight_one_rule(cls, preset, config):
     for rule, axes in plan.weights.items():
         if "lora_a|" in rule:  # a rule for LoRA's pairs alone
             continue
+        if "scale" in rule and not config.get("expert_use_bias", True):
+            continue  # a rule for int8's scales, and for biases that there are not
         matched = [w for w in backbone.weights if re.fullmatch(rule, w.path)]
         assert matched, rule
         assert {len(weight.shape) for weight in matched} == {len(axes)}

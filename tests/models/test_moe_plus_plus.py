@@ -100,6 +100,54 @@ def test_the_vanilla_twin_is_an_override():
     assert ours.count_params() - twin.count_params() == extra
 
 
+@pytest.mark.backend_free
+@pytest.mark.parametrize("cls", [ViTBackbone, MixerBackbone])
+def test_experts_without_computation_bring_the_paper_s_defaults(cls):
+    own = {"num_heads": 2} if cls is ViTBackbone else {"token_mlp_dim": 6}
+    arguments = {**SMALL, **own, "moe_layers": "every_1", "zero_experts": 1}
+    model = cls(**arguments)
+    preset = models.builtin.builtin_presets()["moepp_vit_b32"]["config"]
+    first, *others = routers_of(model).values()
+    for router in (first, *others):
+        assert router.capacity_factor == preset["capacity_factor"] == 1.1
+        assert router.noise_std == preset["noise_std"] == 0.0
+        assert router.capacity_multiple_of is preset["capacity_multiple_of"] is None
+        assert router.tau == preset["tau"]
+    assert not first.gating_residual
+    assert all(router.gating_residual for router in others)
+    layer = model.get_layer("block_1").feed_forward
+    assert {"heterogeneous_balance": layer.auxiliary_losses[0].weight} == (
+        preset["auxiliary_losses"]
+    )
+    shared = layer.experts.shared_initialization
+    assert shared is preset["shared_expert_initialization"] is False
+    again = cls.from_config(model.get_config())
+    assert again.get_config() == model.get_config()
+    assert again.get_layer("block_1").feed_forward.router.gating_residual
+    # One block has none before it.
+    cls(**{**arguments, "moe_layers": [1]})
+    # What is given overrides.
+    given = {
+        "capacity_factor": 1.05,
+        "noise_std": 1.0,
+        "capacity_multiple_of": 4,
+        "gating_residual": False,
+        "shared_expert_initialization": True,
+        "auxiliary_losses": {"importance": 0.1},
+    }
+    model = cls(**arguments, **given)
+    layer = model.get_layer("block_1").feed_forward
+    found = {name: getattr(layer.router, name, None) for name in given}
+    found["shared_expert_initialization"] = layer.experts.shared_initialization
+    found["auxiliary_losses"] = {"importance": layer.auxiliary_losses[0].weight}
+    assert found == given
+    # Without them it is a V-MoE.
+    layer = cls(**{**arguments, "zero_experts": 0}).get_layer("block_1").feed_forward
+    assert (layer.router.capacity_factor, layer.router.noise_std) == (1.05, 1.0)
+    assert type(layer.router) is TokenChoiceRouter
+    assert layer.experts.shared_initialization
+
+
 @pytest.mark.parametrize("experts", [8, 16, 32])
 @pytest.mark.backend_free
 def test_sizes_of_the_presets(experts):
@@ -212,6 +260,35 @@ def gated_experts():
     )  # fmt: skip
     experts.build((None, 2, None, 8))
     return experts
+
+
+@pytest.mark.parametrize("cls", [ViTBackbone, MixerBackbone])
+def test_the_paper_s_experts_in_every_backbone(cls):
+    """SwiGLU without biases, of hidden size 8 D / 3."""
+    swiglu = {
+        "gated_experts": True,
+        "expert_use_bias": False,
+        "expert_activation": "silu",
+        "expert_mlp_dim": 8 * 12 // 3,
+        "hidden_dim": 12,
+        "moe_layers": [1],
+        "num_layers": 2,
+        "gating_residual": "auto",
+    }
+    model = backbone(cls, **swiglu)
+    experts = model.get_layer("block_1").feed_forward.experts
+    assert [weight.name for weight in experts.weights] == [
+        "hidden_kernel",
+        "output_kernel",
+        "gate_kernel",
+    ]
+    description = models.describe(model)
+    assert description.parameters == model.count_params()
+    assert experts.expert_parameters(12) == 3 * 12 * 32 == experts.count_params() // 4
+    again = cls.from_config(model.get_config())
+    again.set_weights(model.get_weights())
+    found, expected = (to_numpy(one(images())) for one in (again, model))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_gated_experts_adapt_and_quantise(tmp_path):

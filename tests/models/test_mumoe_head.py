@@ -140,6 +140,15 @@ def test_counts_of_a_head_on_a_large_backbone():
 
 
 @pytest.mark.backend_free
+def test_a_final_head_takes_the_place_of_a_preset_s_bias():
+    sizes = {"hidden_dim": 8, "mlp_dim": 8, "num_heads": 2, "num_experts": 2}
+    sizes.update(image_shape=(32, 32, 3), num_layers=2, representation_dim=8)
+    head = {"num_experts": 2, "rank": 2}
+    model = models.from_preset("vmoe_s32", num_classes=3, head=head, **sizes)
+    assert (model.head.units, model.head_bias) == (3, 0.0)
+
+
+@pytest.mark.backend_free
 def test_bad_arguments_are_refused(tmp_path):
     body = backbone()
     saved = models.ViTImageClassifier(body, 3)

@@ -98,6 +98,25 @@ def test_which_blocks_are_moe(preset, moe_layers, experts):
         assert kinds[f"block_{moe_layers[0]}"] == f"MoE {experts}, K=2"
 
 
+@pytest.mark.backend_free
+@pytest.mark.parametrize("preset", sorted(builtin_presets()))
+def test_heads_are_those_of_the_released_configs(preset):
+    """google-research/vmoe, configs/vmoe_paper: common, pretrain_imagenet21k."""
+    entry = builtin_presets()[preset]
+    task, hidden_dim = entry["task_config"], entry["config"]["hidden_dim"]
+    head = task.get("representation_dim"), task.get("head_bias")
+    if preset == "vmoe_b16_every2_e8":
+        assert head == (None, -10.0)
+    elif entry["variant"].startswith("vmoe/"):
+        assert head == (hidden_dim, "prior")
+        costs = models.describe(preset, num_classes=10)
+        bare = models.describe(preset)
+        layers = hidden_dim * (hidden_dim + 1) + 10 * (hidden_dim + 1)
+        assert costs.parameters == bare.parameters + layers
+    else:
+        assert head[0] is None
+
+
 # describe
 
 

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_moe import losses
-from keras_moe.models import ViTBackbone, ViTImageClassifier, from_preset
+from keras_moe.models import ViTBackbone, ViTImageClassifier, describe, from_preset
 from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
 from tests.small_models import SMALL
 
@@ -32,7 +32,9 @@ NOT_DEFAULT = {
     "num_selected_experts": 3,
     "expert_mlp_dim": 24,
     "capacity_factor": 1.5,
+    "evaluation": "batch_invariant",
     "eval_capacity_factor": 2.0,
+    "eval_capacity": None,
     "dropless": True,
     "capacity_rounding": "round",
     "capacity_multiple_of": 2,
@@ -49,6 +51,7 @@ NOT_DEFAULT = {
     "tau": 0.5,
     "gating_residual": True,
     "gated_experts": True,
+    "expert_use_bias": False,
     "expert_activation": "silu",
     "rematerialize": True,
     "seed": 3,
@@ -375,11 +378,39 @@ def test_training_goes_on_from_a_keras_file(multi_label, tmp_path):
     )
 
 
+@pytest.mark.parametrize("class_token", [True, False])
+def test_without_position_embedding_places_do_not_matter(class_token):
+    kwargs = {**SMALL, "moe_layers": None, "class_token": class_token, "num_layers": 1}
+    found = {}
+    for kind in (None, "sincos"):
+        backbone = ViTBackbone(**kwargs, position_embedding=kind)
+        assert not any("position" in weight.path for weight in backbone.weights)
+        config = backbone.get_config()
+        assert config["position_embedding"] == kind
+        assert describe(backbone).parameters == backbone.count_params()
+        x = images(1)
+        size = backbone.get_layer("patch_embedding").patch_size[0]
+        # The first and the last row of patches change places.
+        swapped = x.copy()
+        swapped[:, :size], swapped[:, -size:] = x[:, -size:], x[:, :size]
+        grid = keras.Model(backbone.input, backbone.features["grid"])
+        before, after = (
+            keras.ops.convert_to_numpy(grid(values)) for values in (x, swapped)
+        )
+        found[kind] = np.abs(before[:, 0] - after[:, -1]).max()
+    assert found[None] < 1e-5
+    assert found["sincos"] > 1e-2
+    with pytest.raises(ValueError, match="kind='rotary'"):
+        ViTBackbone(**kwargs, position_embedding="rotary")
+
+
 @pytest.mark.backend_free
 def test_all_routers_cost_alike():
     slots = {}
     for name in ROUTERS:
-        backbone = ViTBackbone(**SMALL, router=name, capacity_factor=1.5)
+        backbone = ViTBackbone(
+            **SMALL, router=name, capacity_factor=1.5, capacity_multiple_of=4
+        )
         moe = backbone.get_layer("block_1").feed_forward
         # 72 tokens, K = 2, c = 1.5, E = 4; soft routing has images of 9 tokens.
         num_tokens = 9 if name == "soft" else 72
@@ -410,6 +441,21 @@ def test_which_losses_auto_means():
     [
         ({"router": "hash"}, "router='hash'"),
         ({"router": "soft", "eval_capacity_factor": 1.0}, "eval_capacity_factor=1.0"),
+        ({"router": "soft", "eval_capacity": 3}, "eval_capacity=3"),
+        ({"router": "mumoe", "eval_capacity": 3}, "router='mumoe'.*eval_capacity=3"),
+        ({"eval_capacity": 0}, "eval_capacity=0"),
+        (
+            {"evaluation": "official", "eval_capacity_factor": 0},
+            "eval_capacity_factor=0",
+        ),
+        ({"evaluation": "paper"}, "evaluation='paper'"),
+        (
+            {"eval_capacity": 2, "eval_capacity_factor": 1.0},
+            "eval_capacity=2, eval_capacity_factor=1.0",
+        ),
+        ({"zero_experts": 1, "eval_capacity": 2}, "eval_capacity=2"),
+        ({"expert_use_bias": 1}, "expert_use_bias=1"),
+        ({"shared_expert_initialization": "no"}, "_initialization='no'"),
         ({"router": "soft", "dropless": True}, "router='soft'"),
         ({"router": "soft", "auxiliary_losses": {"load": 0.1}}, "SoftRouter"),
         ({"router_options": {"slots": 3}}, "slots=3"),

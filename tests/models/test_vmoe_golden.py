@@ -23,17 +23,17 @@ def router_arguments(router):
         slots = {"num_slots": router["num_slots"]}
         return {"router": "soft", "router_options": slots}
     capacity_factor = router["dispatcher"]["capacity_factor"]
+    # The reference evaluates in the groups of training, with their capacity.
     arguments = {
         "capacity_factor": capacity_factor,
-        "eval_capacity_factor": capacity_factor,
         "capacity_multiple_of": 4,
+        "evaluation": "official",
     }
     if "num_selected_experts" not in router:
         return {
             **arguments,
             "router": "softmax_expert_choice",
             "num_selected_experts": 1,
-            "router_options": {"batch_invariant": False},
         }
     by_gate = router["dispatcher"]["batch_priority"]
     return {

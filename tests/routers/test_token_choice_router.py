@@ -35,6 +35,8 @@ def case(request, monkeypatch):
         capacity=dispatcher.get("capacity"),
         capacity_factor=dispatcher.get("capacity_factor"),
         eval_capacity_factor=dispatcher.get("capacity_factor"),
+        eval_capacity=dispatcher.get("capacity"),
+        batch_invariant=False,
         capacity_multiple_of=4,
         priority="max_gate" if dispatcher["batch_priority"] else "first_come",
         noise_std=config["noise_std"],

@@ -99,6 +99,8 @@ def test_reference_upcycling(case):
         ("vit", {"eval_capacity_factor": 4.0}, True),
         ("vit", {"normalize_gates": False}, False),
         ("vit", {"eval_capacity_factor": 0.3}, False),
+        ("vit", {"evaluation": "official", "capacity_factor": 0.3}, False),
+        ("vit", {"evaluation": "batch_invariant", "eval_capacity": 2}, False),
         ("vit", {"router": "softmax_expert_choice", "capacity_factor": 0.3}, False),
         ("vit", {"router": "soft"}, False),
         ("vit", {"noise": 0.5}, False),
@@ -406,6 +408,44 @@ def test_adapted_and_quantised_models_are_refused():
 def test_arguments_without_a_meaning(arguments, message):
     with pytest.raises(ValueError, match=message):
         training.upcycle(MAKERS["vit"](), **arguments)
+
+
+def test_the_settings_of_clip_up_are_one_argument():
+    dense = with_weights(MAKERS["vit"]())
+    spelt_out = {
+        "normalize_gates": False,
+        "noise_std": 0.0,
+        "auxiliary_losses": {"load_balance": 0.01, "z": 1e-4},
+        "num_selected_experts": 2,
+        "capacity_factor": 2.0,
+    }
+    found = []
+    for arguments in ({"preset": "clip_up"}, spelt_out):
+        keras.utils.set_random_seed(0)
+        sparse, report = training.upcycle(
+            dense, num_experts=4, moe_layers=[0], images=images(), **arguments
+        )
+        # Two gates of four sum to less than one.
+        assert not report.preserved
+        assert report.largest_difference > 1e-3
+        layer = getattr(sparse, "backbone", sparse).get_layer("block_0").feed_forward
+        found.append(layer.get_config())
+    assert found[0] == found[1]
+    # What is given overrides, and without the preset the function is preserved.
+    sparse, report = training.upcycle(
+        dense, 4, [0], preset="clip_up", normalize_gates=True, capacity_factor=1.5
+    )
+    assert report.preserved
+    layer = getattr(sparse, "backbone", sparse).get_layer("block_0").feed_forward
+    assert layer.router.capacity_factor == 1.5
+    assert [loss.weight for loss in layer.auxiliary_losses] == [0.01, 1e-4]
+    for arguments, message in (
+        ({"preset": "limoe"}, "preset='limoe'"),
+        ({"preset": "clip_up", "router": "soft"}, "router='soft'"),
+        ({"normalize_gates": "after"}, "normalize_gates='after'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training.upcycle(dense, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ class MixerBackbone(VisionBackbone):
     """An MLP-Mixer whose channel MLPs are dense or mixtures of experts.
 
     The token MLPs have the number of patches for a shape, so weights serve images of
-    one size, or of another with patches that grow alike. Images are in [-1, 1].
+    one size, or of another with patches that grow alike. They tell patches apart by
+    their places, so that there is no `position_embedding`. Images are in [-1, 1].
     `routing` and `features` are those of `ViTBackbone`.
 
     Args:
@@ -40,10 +41,13 @@ class MixerBackbone(VisionBackbone):
         stochastic_depth: the last block's drop rate; see `ViTBackbone`.
         layer_norm_epsilon: of all normalisations.
         moe_layers, num_experts, router, router_options, num_selected_experts,
-        expert_mlp_dim, capacity_factor, eval_capacity_factor, dropless,
-        capacity_rounding, capacity_multiple_of, priority, noise_std, images_per_group,
-        auxiliary_losses, expert_dropout, shared_expert_initialization, dispatcher: the
-            MoE layers in the place of channel MLPs; see `ViTBackbone`.
+        expert_mlp_dim, capacity_factor, evaluation, eval_capacity_factor,
+        eval_capacity, dropless, capacity_rounding, capacity_multiple_of, priority,
+        noise_std, images_per_group, auxiliary_losses, expert_dropout,
+        shared_expert_initialization, dispatcher, zero_experts, copy_experts,
+        constant_experts, tau, gating_residual, gated_experts, expert_use_bias,
+        expert_activation: the MoE layers in the place of channel MLPs; see
+            `ViTBackbone`.
         token_mixer: `"mlp"`, or `"mumoe"` for `keras_moe.layers.TokenMuMoE` in the
             blocks of `moe_layers`, with `num_experts` and `router_options`; takes
             `router="mumoe"`. `routing` then has `"block_0/token_mixer"`, ... besides,
@@ -96,24 +100,27 @@ class MixerBackbone(VisionBackbone):
         router_options: dict | None = None,
         num_selected_experts: int = 2,
         expert_mlp_dim: int | None = None,
-        capacity_factor: float = 1.05,
+        capacity_factor: Any = "auto",
+        evaluation: str | None = None,
         eval_capacity_factor: float | None = None,
+        eval_capacity: int | None = None,
         dropless: bool = False,
-        capacity_rounding: str = "ceil",
-        capacity_multiple_of: int | None = 4,
+        capacity_rounding: str = "auto",
+        capacity_multiple_of: int | None = None,
         priority: str = "first_come",
         noise_std: float | None = None,
         images_per_group: int | None = 8,
         auxiliary_losses: Any = "auto",
         expert_dropout: float = 0.0,
-        shared_expert_initialization: bool = True,
+        shared_expert_initialization: Any = "auto",
         dispatcher: str = "index",
         zero_experts: int = 0,
         copy_experts: int = 0,
         constant_experts: Any = 0,
         tau: float = 0.75,
-        gating_residual: bool = False,
+        gating_residual: Any = "auto",
         gated_experts: bool = False,
+        expert_use_bias: bool = True,
         expert_activation: Any = None,
         token_mixer: str = "mlp",
         rematerialize: bool = False,

@@ -35,7 +35,10 @@ class ViTBackbone(VisionBackbone):
         num_heads: attention heads; divides D.
         mlp_dim: H.
         class_token: put a learned token before the patches.
-        position_embedding: `"learned"` or `"sincos"`.
+        position_embedding: what is added to the tokens for their places: `"learned"`, a
+            weight for each token; `"sincos"`, fixed sines and cosines for the patches
+            (the class token has none); or None for nothing, so that the backbone
+            does not know where a patch lies.
         position_interpolation: how learned embeddings are resized when weights of
             another image size or patch size are loaded, and patch kernels for the
             latter: `"bilinear"`, as the releases do it, or `"bicubic"`, as timm; see
@@ -61,21 +64,35 @@ class ViTBackbone(VisionBackbone):
             with `router_options` as its arguments, such as `{"factorization": "tr"}`;
             `num_experts` may then be one number for each level of hierarchy.
         router_options: further arguments of the router's class, such as
-            `{"affinity": SinkhornAffinity(iterations=50)}`; they go before those
-            that follow from the backbone's.
-        num_selected_experts: K, experts per token.
+            `{"affinity": SinkhornAffinity(iterations=50)}`; they override those that
+            follow from the backbone's. A capacity among them is the router's own: K has
+            no part in that of expert choice and soft routing.
+        num_selected_experts: K, experts per token; with expert choice and soft routing,
+            where no token selects, a factor of the capacity.
         expert_mlp_dim: H of each expert; None takes `mlp_dim`.
         capacity_factor: c. The experts' capacity is C = S K c / E for every router, so
             that all cost alike: with expert choice and soft routing, too, a token has
-            K c slots on average.
-        eval_capacity_factor: c at inference, in the groups of training. None makes
-            the result of an image independent of the batch: token choice serves every
-            token, and expert choice chooses within the image. Not for soft routing,
-            which always does.
+            K c slots on average. `"auto"` is the router's own default: 1.05 for token
+            choice, 1.1 for MoE++'s router, 1.0 for the others.
+        evaluation: how tokens compete at inference, where noise and dropout never are.
+            `"batch_invariant"`: each image is a group, so that its result does not
+            depend on the batch; token choice serves every token, unless there is a
+            capacity of inference. `"official"`: the groups and the capacity of
+            training, as the papers and their released code evaluate, or another
+            capacity of inference. None is `"batch_invariant"`, unless there is a
+            capacity of inference: then `"official"`, with a warning. Soft routing is
+            the same under each.
+        eval_capacity_factor: c at inference; None is none, or that of training; see
+            `evaluation`. Not for soft routing, whose slots are weights.
+        eval_capacity: C itself at inference, a number of tokens, instead of
+            `eval_capacity_factor`; not for MoE++'s router, whose capacities differ by
+            kind of expert.
         dropless: with token choice, serve every token while training, too.
-        capacity_rounding: `"ceil"` or `"round"`.
+        capacity_rounding: `"ceil"` or `"round"`; `"auto"` is the router's own default,
+            as released: `"round"` for soft routing, else `"ceil"`.
         capacity_multiple_of: round capacities up to a multiple of this where groups
-            are larger than an image.
+            are larger than an image, which they never are with soft routing. The
+            presets of V-MoE have 4, as its released code.
         priority: with token choice, who is served first when experts are full:
             `"first_come"`, `"max_gate"` (batch priority routing) or `"sum_gates"`.
         noise_std: standard deviation of the sparse routers' training noise, times E;
@@ -89,15 +106,24 @@ class ViTBackbone(VisionBackbone):
             for softmax token choice, and MoE++'s for its router; the other routers
             need none.
         expert_dropout: inside the experts.
-        shared_expert_initialization: start all experts of a layer from one draw.
+        shared_expert_initialization: start all experts of a layer from one draw;
+            `"auto"` does, as V-MoE, but not with MoE++'s router.
         dispatcher: `"index"` or `"einsum"`.
         zero_experts: MoE++'s experts that give 0, beside the `num_experts`; see
-            `keras_moe.layers.MoE`. With these the router is a `PathwayAwareRouter`.
+            `keras_moe.layers.MoE`. With experts of these three kinds the router is a
+            `PathwayAwareRouter`, and all that is left to `"auto"` or None is as in
+            *MoE++*: capacity factor 1.1, no noise, gating residuals, the balance loss
+            of weight 0.01, each expert drawn by itself.
         copy_experts: those that give the token.
         constant_experts: those that mix it with a trained vector, or `"auto"`.
         tau: tokens for an expert of the `num_experts` over those for one of these.
-        gating_residual: add a map of each MoE block's logits to those of the next.
+        gating_residual: add a map of each MoE block's logits to those of the next, by
+            MoE++'s router; `"auto"` does with zero-computation experts in several
+            blocks.
         gated_experts: gated experts such as SwiGLU; see `keras_moe.layers.Experts`.
+            MoE++'s are `gated_experts=True, expert_use_bias=False,
+            expert_activation="silu"` with `expert_mlp_dim` 8 D / 3.
+        expert_use_bias: give the experts' layers biases.
         expert_activation: of the experts; None takes `activation`.
         rematerialize: while training, keep only the blocks' inputs for the gradient:
             less memory, more time; see `keras_moe.layers.EncoderBlock`.
@@ -142,7 +168,7 @@ class ViTBackbone(VisionBackbone):
         num_heads: int = 12,
         mlp_dim: int = 3072,
         class_token: bool = True,
-        position_embedding: str = "learned",
+        position_embedding: str | None = "learned",
         position_interpolation: str = "bilinear",
         embedding_norm: bool = False,
         query_key_norm: bool = False,
@@ -158,24 +184,27 @@ class ViTBackbone(VisionBackbone):
         router_options: dict | None = None,
         num_selected_experts: int = 2,
         expert_mlp_dim: int | None = None,
-        capacity_factor: float = 1.05,
+        capacity_factor: Any = "auto",
+        evaluation: str | None = None,
         eval_capacity_factor: float | None = None,
+        eval_capacity: int | None = None,
         dropless: bool = False,
-        capacity_rounding: str = "ceil",
-        capacity_multiple_of: int | None = 4,
+        capacity_rounding: str = "auto",
+        capacity_multiple_of: int | None = None,
         priority: str = "first_come",
         noise_std: float | None = None,
         images_per_group: int | None = 8,
         auxiliary_losses: Any = "auto",
         expert_dropout: float = 0.0,
-        shared_expert_initialization: bool = True,
+        shared_expert_initialization: Any = "auto",
         dispatcher: str = "index",
         zero_experts: int = 0,
         copy_experts: int = 0,
         constant_experts: Any = 0,
         tau: float = 0.75,
-        gating_residual: bool = False,
+        gating_residual: Any = "auto",
         gated_experts: bool = False,
+        expert_use_bias: bool = True,
         expert_activation: Any = None,
         rematerialize: bool = False,
         seed: int | None = None,

@@ -1,0 +1,51 @@
+"""Published settings of sparse upcycling, by name.
+
+Axes: K selected experts.
+"""
+
+from keras_moe.layers.feed_forwards import MUMOE
+from keras_moe.ops.checks import check_one_of
+from keras_moe.routers import ROUTERS, TokenChoiceRouter
+
+# `normalize_gates` of `upcycle`, and arguments of the MoE layers.
+UPCYCLING_PRESETS = {
+    # *CLIP-UP*, Table 3 and section 2.2; gates are normalised in appendix B.3 alone.
+    "clip_up": {
+        "normalize_gates": False,
+        "noise_std": 0.0,
+        "auxiliary_losses": {"load_balance": 0.01, "z": 1e-4},
+        "num_selected_experts": 2,
+        "capacity_factor": 2.0,
+        "priority": "first_come",
+    }
+}
+
+
+def upcycling_settings(preset: str | None, router: str) -> dict:
+    """Arguments of `upcycle` by the name of a preset.
+
+    Args:
+        preset: one of `UPCYCLING_PRESETS`, or None for no arguments.
+        router: the name of the router.
+
+    Returns:
+        A dict of arguments.
+
+    Raises:
+        ValueError: if the name is unknown, or the router is no token choice router.
+
+    Example:
+
+    >>> from keras_moe.training.upcycling_presets import upcycling_settings
+    >>> upcycling_settings("clip_up", "softmax_token_choice")["capacity_factor"]
+    2.0
+    """
+    if preset is None:
+        return {}
+    check_one_of("preset", preset, UPCYCLING_PRESETS)
+    if router == MUMOE or ROUTERS[router][0] is not TokenChoiceRouter:
+        raise ValueError(
+            f"Expected a token choice router for preset={preset!r}; "
+            f"received: router={router!r}"
+        )
+    return dict(UPCYCLING_PRESETS[preset])

@@ -1,0 +1,209 @@
+"""Capacity at inference, and whether an image's result depends on its batch."""
+
+import warnings
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.layers import Experts, MoE
+from keras_moe.models import MixerBackbone, ViTBackbone, describe
+from keras_moe.ops import dense_combine, dense_dispatch
+from keras_moe.routers import (
+    ExpertChoiceRouter,
+    PathwayAwareRouter,
+    SoftRouter,
+    TokenChoiceRouter,
+    get,
+)
+from tests import golden
+
+backend_free = pytest.mark.backend_free
+to_numpy = ops.convert_to_numpy
+SMALL = {
+    "image_shape": (8, 8, 3),
+    "patch_size": 4,
+    "hidden_dim": 8,
+    "num_layers": 1,
+    "num_heads": 2,
+    "mlp_dim": 16,
+    "moe_layers": [0],
+    "num_experts": 4,
+    "images_per_group": 2,
+    "seed": 0,
+}
+
+
+def router_of(**arguments):
+    return (
+        ViTBackbone(**{**SMALL, **arguments}).get_layer("block_0").feed_forward.router
+    )
+
+
+def capacity_cases():
+    cases = [*golden.cases("01_token_choice/k*"), *golden.cases("02_expert_choice/*")]
+    return [case for case in cases if "groups" not in case]
+
+
+@pytest.mark.parametrize("case", capacity_cases())
+def test_a_number_at_inference_is_the_reference_s_capacity(case):
+    arrays, config = golden.load(case)
+    capacity = int(arrays["outputs/capacity"])
+    evaluation = {"eval_capacity": capacity, "batch_invariant": False}
+    gates = arrays["inputs/gates"][None]
+    if "02_" in case:
+        router = ExpertChoiceRouter(gates.shape[-1], **evaluation)
+    else:
+        priority = "max_gate" if config["batch_priority"] else "first_come"
+        router = TokenChoiceRouter(
+            gates.shape[-1], config["K"], priority=priority, **evaluation
+        )
+    plan = router.allocate(ops.convert_to_tensor(gates), gates, training=False)
+    assert router.group_capacity(gates.shape[1], False) == capacity
+    np.testing.assert_array_equal(
+        to_numpy(dense_dispatch(plan))[0], arrays["outputs/dispatch_mask"]
+    )
+    np.testing.assert_allclose(
+        to_numpy(dense_combine(plan))[0],
+        arrays["outputs/combine_weights"],
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@backend_free
+@pytest.mark.parametrize(
+    ("arguments", "spelt_out"),
+    [
+        ({"capacity_factor": 0.5}, {"eval_capacity_factor": 0.5}),
+        ({}, {"eval_capacity_factor": 1.05}),
+        ({"router_options": {"capacity": 3}}, {"eval_capacity": 3}),
+        ({"eval_capacity_factor": 4.0}, {}),
+        ({"eval_capacity": 7}, {}),
+        ({"zero_experts": 1}, {"eval_capacity_factor": 1.1}),
+        ({"router": "softmax_expert_choice"}, {}),
+        ({"router": "soft"}, {}),
+        ({"dropless": True}, {}),
+    ],
+)
+def test_the_official_evaluation_is_one_argument(arguments, spelt_out):
+    found = router_of(evaluation="official", **arguments).get_config()
+    if arguments.get("router") != "soft":
+        spelt_out = {**spelt_out, "router_options": {
+            **arguments.get("router_options", {}), "batch_invariant": False
+        }}  # fmt: skip
+    expected = router_of(**{**arguments, **spelt_out}).get_config()
+    if "router" in arguments:
+        # Experts choose with the capacity of training already.
+        expected["eval_capacity_factor"] = found["eval_capacity_factor"] = None
+    assert found == expected
+    assert not found.get("batch_invariant", False)
+
+
+@backend_free
+@pytest.mark.parametrize("name", ["softmax_token_choice", "softmax_expert_choice"])
+def test_dependence_on_the_batch_is_never_silent(name):
+    with pytest.warns(UserWarning, match="eval_capacity=3 make the result of an image"):
+        assert not get(name, 4, eval_capacity=3).groups_by_image(False)
+    with pytest.warns(UserWarning, match="eval_capacity_factor=2.0"):
+        assert not router_of(router=name, eval_capacity_factor=2.0).batch_invariant
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch_invariant in (True, False):
+            router = get(name, 4, eval_capacity=3, batch_invariant=batch_invariant)
+            assert router.groups_by_image(False) == batch_invariant
+            again = type(router).from_config(router.get_config())
+            assert again.get_config() == router.get_config()
+        assert router_of(router=name).batch_invariant
+        assert router_of(
+            router=name, evaluation="batch_invariant", eval_capacity=2
+        ).batch_invariant
+    for wrong in ({"eval_capacity": 1.5}, {"batch_invariant": "no"}):
+        with pytest.raises(ValueError, match="Expected"):
+            get(name, 4, **wrong)
+
+
+@pytest.mark.parametrize("name", ["softmax_token_choice", "softmax_expert_choice"])
+def test_capacity_within_each_image(name):
+    draw = np.random.default_rng(0)
+    tokens = draw.normal(size=(4, 6, 8)).astype("float32")
+    by_evaluation = {}
+    for batch_invariant in (True, False):
+        router = get(name, 4, eval_capacity=2, batch_invariant=batch_invariant)
+        moe = MoE(router, Experts(4, 16), group_size=12)
+        moe.build(tokens.shape)
+        moe.set_weights(by_evaluation[True][0].get_weights() if by_evaluation else
+                        moe.get_weights())  # fmt: skip
+        together, routing = map(to_numpy, moe(tokens)[0:1]), moe(tokens)[1]
+        by_evaluation[batch_invariant] = moe, next(together), to_numpy(routing[4])
+    moe, together, dispatched = by_evaluation[True]
+    alone = np.concatenate([to_numpy(moe(tokens[i : i + 1])[0]) for i in range(4)])
+    np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
+    # Two tokens an expert for each image, and for each group of two images.
+    assert dispatched.astype(bool).sum(axis=1).max() == 2
+    per_group = by_evaluation[False][2].astype(bool).reshape(2, 12, 4).sum(axis=1)
+    assert per_group.max() == 2
+
+
+@backend_free
+def test_descriptions_count_an_image_s_share_of_its_group():
+    experts = ViTBackbone.unbuilt_blocks(
+        **SMALL,
+        router="softmax_expert_choice",
+        evaluation="official",
+        eval_capacity=4,
+    )[0].feed_forward
+    # Groups of 10 tokens have 4 experts x 4 slots, of which an image of 5 has half.
+    slots = experts.flops(5, 8) - experts.router.flops(5, 8)
+    assert slots == experts.experts.flops(8, 8)
+    active = experts.active_parameters(5, 8) - experts.router.parameters(8)
+    assert active == round(1.6 * experts.experts.expert_parameters(8))
+
+
+@backend_free
+def test_routers_and_backbones_have_the_same_defaults():
+    cases = {
+        "softmax_token_choice": TokenChoiceRouter(4),
+        "softmax_expert_choice": ExpertChoiceRouter(4, num_selected_experts=2),
+        "soft": SoftRouter(4, num_slots=2, num_selected_experts=2),
+    }
+    for name, alone in cases.items():
+        ours, expected = router_of(router=name).get_config(), alone.get_config()
+        for both in (ours, expected):
+            for argument in ("seed", "name"):
+                both.pop(argument)
+        assert ours == expected, name
+    with_zero = router_of(zero_experts=1)
+    expected = PathwayAwareRouter(5, zero_experts=1).get_config()
+    assert {**with_zero.get_config(), "seed": None} == {**expected, "seed": None}
+
+
+@backend_free
+def test_k_is_a_factor_of_every_capacity():
+    # 48 x 2 x 1.5 / 4.
+    assert (
+        ExpertChoiceRouter(
+            4, capacity_factor=1.5, num_selected_experts=2
+        ).group_capacity(48, True)
+        == 36
+    )
+    soft = SoftRouter(4, capacity_factor=1.5, num_selected_experts=2)
+    assert soft.group_capacity(48) == 36
+    assert SoftRouter.from_config(soft.get_config()).group_capacity(48) == 36
+    # A capacity among the router's own arguments is as the router has it by itself.
+    own = router_of(
+        router="softmax_expert_choice", router_options={"capacity_factor": 1.5}
+    )
+    assert own.group_capacity(48, True) == 18
+    described = describe("vmoe_b32", router="softmax_expert_choice")
+    assert described.parts[2].kind == "MoE 32, c=2.1"
+
+
+@backend_free
+@pytest.mark.parametrize("cls", [ViTBackbone, MixerBackbone])
+def test_the_evaluation_round_trips(cls):
+    config = {k: v for k, v in SMALL.items() if k != "num_heads"}
+    own = {"num_heads": 2} if cls is ViTBackbone else {"token_mlp_dim": 4}
+    backbone = cls(**config, **own, evaluation="official", eval_capacity=3)
+    again = cls.from_config(backbone.get_config()).get_config()
+    assert (again["evaluation"], again["eval_capacity"]) == ("official", 3)
