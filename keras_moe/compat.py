@@ -1,0 +1,64 @@
+"""The parts of Keras and KerasHub that are not public, in one place.
+
+Checked with Keras 3.15.1 and KerasHub 0.32.
+"""
+
+from typing import Any
+
+import keras
+
+
+class _NoParameters:
+    """Backends whose models are no modules need nothing."""
+
+
+class _TorchParameters:
+    """Makes `parameters()` and `state_dict()` of a KerasHub model complete.
+
+    On PyTorch a Keras model is a module whose parameters are in the dictionary
+    `_torch_params`. KerasHub sets attributes past `torch.nn.Module.__setattr__` until
+    its constructors have ended, so that the module does not know the dictionary
+    before the first `fit`. Keras, in turn, does not renew a model's dictionary
+    where its layers get weights afterwards, as low-rank pairs.
+
+    The dictionary is made when somebody asks for it, and made anew where the model's
+    variables are others than those in it. Names are the variables' paths.
+    """
+
+    def _track_variables(self):
+        super()._track_variables()
+        object.__setattr__(self, "_tracked_variables", list(self.variables))
+
+    def _track_all(self):
+        tracked = self.__dict__.get("_tracked_variables", ())
+        variables = self.variables
+        is_complete = "_torch_params" in self._modules and len(tracked) == len(
+            variables
+        )
+        if not is_complete or any(a is not b for a, b in zip(tracked, variables)):
+            self._track_variables()
+
+    def named_parameters(self, *args: Any, **kwargs: Any):
+        """See `torch.nn.Module.named_parameters`."""
+        self._track_all()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict:
+        """See `torch.nn.Module.state_dict`."""
+        self._track_all()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any):
+        """See `torch.nn.Module.load_state_dict`."""
+        self._track_all()
+        return super().load_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any):
+        # All of `to`, `cuda`, `double` and the like.
+        self._track_all()
+        return super()._apply(*args, **kwargs)
+
+
+TorchParameters = (
+    _TorchParameters if keras.backend.backend() == "torch" else _NoParameters
+)
