@@ -3,9 +3,13 @@
 Checked with Keras 3.15.1 and KerasHub 0.32.
 """
 
+import collections
+import re
 from typing import Any
 
 import keras
+
+_GENERATOR = re.compile(r"(.*/)?seed_generator(?:_\d+)?/(\w+)")
 
 
 class _NoParameters:
@@ -22,12 +26,24 @@ class _TorchParameters:
     where its layers get weights afterwards, as low-rank pairs.
 
     The dictionary is made when somebody asks for it, and made anew where the model's
-    variables are others than those in it. Names are the variables' paths.
+    variables are others than those in it. Names are the variables' paths. Keras
+    numbers the states of random generators over the whole process: here they are
+    numbered within the model, so that models with one config have the same names.
     """
 
     def _track_variables(self):
         super()._track_variables()
-        object.__setattr__(self, "_tracked_variables", list(self.variables))
+        variables, numbers = list(self.variables), collections.Counter()
+        parameters = {}
+        for variable in variables:
+            name = variable.path
+            if found := _GENERATOR.fullmatch(name):
+                layer, state = found.groups("")
+                name = f"{layer}seed_generator_{numbers[layer]}/{state}"
+                numbers[layer] += 1
+            parameters[name] = variable.value
+        self._torch_params = type(self._torch_params)(parameters)
+        object.__setattr__(self, "_tracked_variables", variables)
 
     def _track_all(self):
         tracked = self.__dict__.get("_tracked_variables", ())

@@ -61,7 +61,7 @@ def grain_loader():
     return grain.DataLoader(
         data_source=Examples(),
         sampler=grain.samplers.SequentialSampler(6, grain.sharding.NoSharding()),
-        operations=[grain.Batch(2)],
+        operations=[grain.transforms.Batch(2)],
     )
 
 

@@ -51,6 +51,7 @@ def test_parameters_are_the_variables(part):
     assert trained == {id(v.value) for v in model.trainable_variables}
     assert "_torch_params.block_1/moe/router/kernel" in named
     assert set(model.state_dict()) == set(named)
+    assert "_torch_params.seed_generator_0/seed_generator_state" in named
 
 
 def test_a_state_dict_is_loaded():
@@ -115,7 +116,7 @@ def step(model, module, optimizer, x, y):
     loss = torch.nn.functional.cross_entropy(logits, y) + sum(model.losses)
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def test_a_loop_of_torch_makes_the_steps_of_keras():
