@@ -46,20 +46,9 @@ def loss_of_outputs(loss: Any, from_logits: bool) -> Any:
         return keras.tree.map_structure(
             lambda each: loss_of_outputs(each, from_logits), loss
         )
-    function = loss
-    if isinstance(loss, str):
-        try:
-            function = keras.losses.get(loss)
-        except ValueError:
-            return loss  # "crossentropy" and what Keras knows, or refuses by name.
-        if isinstance(function, keras.losses.Loss):
-            # By the name of its class: its function says which it is.
-            function = next(
-                (f for f, cls in _CROSSENTROPIES.items() if type(function) is cls),
-                loss,
-            )
-    if callable(function) and function in _CROSSENTROPIES:
-        return _CROSSENTROPIES[function](from_logits=from_logits)
+    crossentropy = _crossentropy(loss)
+    if crossentropy is not None:
+        return crossentropy(from_logits=from_logits)
     reads_logits = getattr(loss, "from_logits", from_logits)
     if isinstance(loss, keras.losses.Loss) and reads_logits != from_logits:
         outputs = "logits" if from_logits else "probabilities"
@@ -70,6 +59,18 @@ def loss_of_outputs(loss: Any, from_logits: bool) -> Any:
             stacklevel=4,
         )
     return loss
+
+
+def _crossentropy(loss):
+    """The class of a crossentropy that is given by name or as a function, or None."""
+    if isinstance(loss, str):
+        try:
+            loss = keras.losses.get(loss)
+        except ValueError:
+            return None  # Keras knows further names, and refuses all others.
+        if type(loss) in _CROSSENTROPIES.values():
+            return type(loss)
+    return next((cls for f, cls in _CROSSENTROPIES.items() if f is loss), None)
 
 
 def default_metrics(
@@ -88,9 +89,10 @@ def default_metrics(
         The area under the precision-recall curve for several labels per image; else
         the accuracy, for integer and one-hot labels alike.
     """
-    if multi_label and not isinstance(loss, _SPARSE):
+    is_sparse = isinstance(keras.tree.flatten(loss)[0], _SPARSE)
+    if multi_label and not is_sparse:
         return [keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")]
-    if isinstance(loss, _SPARSE):
+    if is_sparse:
         return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
     if num_classes == 1:
         # Keras's own choice would take a logit for a probability.
