@@ -89,7 +89,7 @@ def default_metrics(
         The area under the precision-recall curve for several labels per image; else
         the accuracy, for integer and one-hot labels alike.
     """
-    is_sparse = isinstance(keras.tree.flatten(loss)[0], _SPARSE)
+    is_sparse = any(isinstance(each, _SPARSE) for each in keras.tree.flatten(loss))
     if multi_label and not is_sparse:
         return [keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")]
     if is_sparse:
