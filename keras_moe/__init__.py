@@ -2,6 +2,18 @@
 
 import importlib
 
+try:
+    import keras as _keras  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name not in ("jax", "tensorflow", "torch"):
+        raise
+    raise ImportError(
+        "Expected an installed backend of Keras, which takes TensorFlow unless the "
+        'environment says otherwise: pip install "keras-moe[jax]" and set '
+        "KERAS_BACKEND=jax (or tensorflow, torch) before Keras is imported; "
+        f"received: no module {error.name!r}"
+    ) from error
+
 from keras_moe import layers, losses, ops, routers
 from keras_moe._version import __version__
 

@@ -127,7 +127,7 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
             sizes = x.map(lambda *batch: _size(tf, batch))
             num_examples = int(sizes.reduce(np.int64(0), lambda x, size: x + size))
     elif isinstance(x, keras.utils.PyDataset):
-        # The models of this library are KerasHub's tasks, which take none.
+        # Its batches have no way to be cut and filled again.
         raise ValueError("Expected arrays or a tf.data.Dataset; received: a PyDataset")
     else:
         if y is None and sample_weight is not None:

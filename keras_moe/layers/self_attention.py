@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.checks import check_integer
@@ -100,10 +101,15 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     def compute_mask(self, tokens, context=None, previous_mask=None):
         return previous_mask
 
-    def _compute_attention(self, query, key, *args, **kwargs):
+    def _compute_attention(self, query, key, value, *args, **kwargs):
         if self.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        return super()._compute_attention(query, key, *args, **kwargs)
+        if not _multiplies_float16(self.compute_dtype):
+            query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
+        outputs, weights = super()._compute_attention(
+            query, key, value, *args, **kwargs
+        )
+        return ops.cast(outputs, self.compute_dtype), weights
 
     def parameters(self, num_tokens: int, dim: int) -> int:
         """The number of parameters for (B, num_tokens, dim)."""
@@ -125,3 +131,10 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             layer_norm_epsilon=self.layer_norm_epsilon,
         )
         return config
+
+
+def _multiplies_float16(dtype: str) -> bool:
+    """Whether attention can be computed in a dtype: JAX needs a GPU for float16."""
+    if dtype != "float16" or keras.backend.backend() != "jax":
+        return True
+    return any(name.startswith("gpu") for name in keras.distribution.list_devices())

@@ -10,21 +10,27 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_moe.compat import TorchParameters
 from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
 from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
-from keras_moe.losses import SigmoidCrossentropy
 from keras_moe.models.copying import CopyMixin, copied
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.lora import TaskLoraMixin
+from keras_moe.models.objectives import (
+    default_loss,
+    default_metrics,
+    loss_of_outputs,
+)
 from keras_moe.models.preset_loading import (
     PresetMixin,
     TaskWeightsMixin,
     argument_names,
 )
 from keras_moe.models.quantization import quantized_head, settle_policies
+from keras_moe.models.trainer import TrainerMixin
 from keras_moe.ops import Routing
 from keras_moe.ops.checks import (
     check_argument_names,
@@ -43,6 +49,8 @@ class ImageClassifier(
     TaskWeightsMixin,
     TaskLoraMixin,
     ExportMixin,
+    TrainerMixin,
+    TorchParameters,
     keras_hub.models.ImageClassifier,
 ):
     """A backbone with pooling and a classification head.
@@ -57,7 +65,9 @@ class ImageClassifier(
     Args:
         backbone: a `ViTBackbone` or `MixerBackbone`, as the subclass says.
         num_classes: the number of classes.
-        preprocessor: a layer or callable on images, or None.
+        preprocessor: a `keras_hub.models.Preprocessor`, which `fit`, `evaluate` and
+            `predict` apply; or another layer or callable on images, which is applied
+            where it is called alone; or None.
         pooling: `"class_token"`, `"average"`, `"patch_average"` (without the class
             token) or `"map"` (attention pooling); None takes the class token if there
             is one, else the average.
@@ -301,9 +311,12 @@ class ImageClassifier(
             optimizer: `"auto"` is AdamW at 3e-4 with weight decay 1e-4 and gradients
                 clipped to global norm 1 (not with half-precision weights).
             loss: `"auto"` is softmax cross-entropy on integer labels, or
-                `SigmoidCrossentropy` with `multi_label`.
-            metrics: `"auto"` is the accuracy, or with `multi_label` the area under the
-                precision-recall curve of all decisions.
+                `SigmoidCrossentropy` with `multi_label`. Keras's crossentropies by
+                name, such as `"categorical_crossentropy"` on one-hot labels, read the
+                outputs for what they are: logits, unless the model has an activation.
+            metrics: `"auto"` is the accuracy, of integer or one-hot labels as the loss
+                takes them, or with `multi_label` the area under the precision-recall
+                curve of all decisions.
             **kwargs: see `keras.Model.compile`.
         """
         from_logits = self.activation is None
@@ -315,16 +328,12 @@ class ImageClassifier(
             optimizer = keras.optimizers.AdamW(
                 3e-4, weight_decay=1e-4, global_clipnorm=global_clipnorm
             )
-        if loss == "auto" and self.multi_label:
-            loss = SigmoidCrossentropy(from_logits=from_logits)
-        elif loss == "auto":
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
-        if metrics == "auto" and self.multi_label:
-            metrics = [
-                keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")
-            ]
-        elif metrics == "auto":
-            metrics = [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+        if isinstance(loss, str) and loss == "auto":
+            loss = default_loss(self.multi_label, from_logits)
+        loss = loss_of_outputs(loss, from_logits)
+        if isinstance(metrics, str) and metrics == "auto":
+            classes = self.output_shape[-1]
+            metrics = default_metrics(loss, self.multi_label, classes, from_logits)
         keras_hub.models.Task.compile(
             self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
         )

@@ -301,12 +301,13 @@ def argument_names(cls: type) -> list[str]:
     ]
 
 
-def split_arguments(cls: type, kwargs: dict) -> tuple[dict, dict]:
+def split_arguments(cls: type, kwargs: dict, is_made: bool = True) -> tuple[dict, dict]:
     """Splits overrides into those of the backbone and those of the class itself.
 
     Args:
         cls: a task or a backbone class.
         kwargs: the overrides.
+        is_made: whether a model is made of them, which has a name, for example.
 
     Returns:
         `(backbone_kwargs, own_kwargs)`; of a backbone all are its own.
@@ -314,8 +315,11 @@ def split_arguments(cls: type, kwargs: dict) -> tuple[dict, dict]:
     Raises:
         ValueError: if an argument belongs to neither.
     """
-    common = ["name", "trainable", "compile"]
-    own = [*argument_names(cls), *common]
+    own = argument_names(cls)
+    if is_made:
+        own += ["name", "trainable", "compile"]
+    else:
+        own = [name for name in own if name not in ("backbone", "preprocessor")]
     backbone = []
     if issubclass(cls, keras_hub.models.Task):
         backbone = argument_names(cls.backbone_cls)

@@ -239,7 +239,9 @@ def _architecture(preset, overrides):
         check_argument_names(config, names, backbone_cls.__name__)
         if check_file_exists(folder, "task.json"):
             task = load_json(folder, "task.json")["config"]
-    backbone_overrides, task_overrides = split_arguments(classifier_cls, overrides)
+    backbone_overrides, task_overrides = split_arguments(
+        classifier_cls, overrides, is_made=False
+    )
     config.update(backbone_overrides)
     task = {name: task[name] for name in _TASK_SIZES if name in task} | task_overrides
     return backbone_cls, config, classifier_cls, task, preset

@@ -12,6 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe import losses
+from keras_moe.compat import TorchParameters
 from keras_moe.layers import (
     ClassToken,
     EncoderBlock,
@@ -35,6 +36,7 @@ from keras_moe.ops.checks import (
     check_bool,
     check_image_shape,
     check_integer,
+    check_seed,
 )
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.routers import ROUTERS, SoftRouter
@@ -65,6 +67,7 @@ class VisionBackbone(
     LoraMixin,
     QuantizedBackboneMixin,
     ExportMixin,
+    TorchParameters,
     keras_hub.models.Backbone,
 ):
     """Patches, blocks of a token mixer and a feed-forward layer, and a last norm.
@@ -146,7 +149,9 @@ class VisionBackbone(
     @classmethod
     def _layers(cls, dtype, **config):
         """The backbone's layers in order, not built: nothing is allocated."""
-        image_shape, seed = check_image_shape(config["image_shape"]), config["seed"]
+        image_shape = check_image_shape(config["image_shape"])
+        # Before the seeds of layers are made of it.
+        seed = check_seed("seed", config["seed"])
         check_integer("num_layers", config["num_layers"])
         hidden_dim = check_integer("hidden_dim", config["hidden_dim"])
         for name in _SWITCHES:

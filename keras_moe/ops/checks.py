@@ -17,6 +17,11 @@ def check_integer(name: str, value: Any, minimum: int = 1) -> int:
     return int(value)
 
 
+def check_seed(name: str, seed: Any) -> int | None:
+    """`seed`, if it is None or an integer of at least 0."""
+    return None if seed is None else check_integer(name, seed, 0)
+
+
 def check_selected(num_selected_experts: Any, num_experts: int) -> int:
     """`num_selected_experts` as an int, if it is between 1 and `num_experts`."""
     selected = check_integer("num_selected_experts", num_selected_experts)

@@ -151,7 +151,8 @@ def upcycle(
             router. None does, unless the preset says otherwise.
             `router_options={"normalize_gates": ...}` overrides it.
         preset: None; or `"clip_up"`, the settings of *CLIP-UP*'s main results: K = 2,
-            gates as they are, capacity factor 2.0, first come first served, no noise,
+            gates as they are, capacity factor 1.0 (2.0 as Switch and the paper count,
+            without K), first come first served, no noise,
             and the auxiliary losses load balance (0.01) and z (1e-4). The function is
             then not preserved: a token's K gates sum to less than one. Experts (8) and
             blocks (every other) are the defaults here. Other arguments override it.

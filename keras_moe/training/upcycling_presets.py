@@ -15,7 +15,9 @@ UPCYCLING_PRESETS = {
         "noise_std": 0.0,
         "auxiliary_losses": {"load_balance": 0.01, "z": 1e-4},
         "num_selected_experts": 2,
-        "capacity_factor": 2.0,
+        # The paper's 2.0 is Switch's convention, C = 2.0 S / E whatever K is; here C is
+        # K times the factor.
+        "capacity_factor": 1.0,
         "priority": "first_come",
     }
 }
@@ -38,7 +40,7 @@ def upcycling_settings(preset: str | None, router: str) -> dict:
 
     >>> from keras_moe.training.upcycling_presets import upcycling_settings
     >>> upcycling_settings("clip_up", "softmax_token_choice")["capacity_factor"]
-    2.0
+    1.0
     """
     if preset is None:
         return {}

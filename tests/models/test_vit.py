@@ -536,3 +536,34 @@ def test_exported_models_serve_any_batch(router, tmp_path):
             rtol=1e-4,
             atol=1e-5,
         )
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("seed", [1.5, -1, "x", True])
+def test_a_seed_is_named_as_it_was_given(seed):
+    with pytest.raises(ValueError, match=f"seed >= 0; received: seed={seed!r}$"):
+        ViTBackbone(**SMALL, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", ["mixed_float16", "float16"])
+@pytest.mark.parametrize("pooling", [None, "map"])
+def test_half_precision_trains(dtype, pooling):
+    model = classifier(dtype=dtype, pooling=pooling, query_key_norm=True)
+    assert model.predict(images(), verbose=0).dtype == "float16"
+    model.compile(keras.optimizers.SGD(0.01))
+    history = model.fit(images(), np.array([0, 1, 2, 0, 1]), verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+
+
+def test_attention_of_half_precision_is_that_of_float32():
+    exact = classifier(num_classes=3, moe_layers=None, seed=0)
+    half = classifier(num_classes=3, moe_layers=None, seed=0, dtype="mixed_float16")
+    exact.output_dense.kernel.assign(
+        np.random.default_rng(0).normal(size=(16, 3)) / 4.0
+    )
+    half.set_weights(exact.get_weights())
+    np.testing.assert_allclose(
+        half.predict(images(), verbose=0),
+        exact.predict(images(), verbose=0),
+        atol=5e-3,
+    )

@@ -13,6 +13,7 @@ import keras
 import pytest
 
 from keras_moe import models
+from keras_moe.models.preset_loading import argument_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,6 +94,17 @@ def test_describe_prints_what_the_function_says(describe):
     assert json.loads(output) == expected.to_dict()
     assert f"{models.describe('vmoe_b32').parameters:,}" in describe("vmoe_b32")[1]
     assert "vmoe_h14" in describe("--list")[1]
+
+
+@pytest.mark.backend_free
+def test_describe_suggests_arguments_alone(describe):
+    backbone, task = models.ViTBackbone, models.ViTImageClassifier
+    arguments = {*argument_names(backbone), *argument_names(task)} - {"backbone"}
+    for given in ("nope=1", "compile=true", 'name="mine"', "backbone=3"):
+        status, _, errors = describe("vmoe_b32", "--set", given)
+        assert status == 1
+        suggested = re.search(r"\((?:nearest|known): (.*)\)", errors).group(1)
+        assert set(suggested.split(", ")) <= arguments
 
 
 @pytest.mark.backend_free

@@ -417,7 +417,7 @@ def test_the_settings_of_clip_up_are_one_argument():
         "noise_std": 0.0,
         "auxiliary_losses": {"load_balance": 0.01, "z": 1e-4},
         "num_selected_experts": 2,
-        "capacity_factor": 2.0,
+        "capacity_factor": 1.0,
     }
     found = []
     for arguments in ({"preset": "clip_up"}, spelt_out):
