@@ -37,6 +37,7 @@ TASKS = ("backbone", "image_classifier")
 _TASK_SIZES = (
     "num_classes",
     "pooling",
+    "pooling_query_key_norm",
     "pooled_norm",
     "representation_dim",
     "head",

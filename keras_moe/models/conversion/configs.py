@@ -64,6 +64,7 @@ _TIMM = {
     "num_blocks": _SIZE,
     "num_heads": _SIZE,
     "img_size": _SIZES,
+    "qk_norm": _BOOL,
 }
 _TOWER = {
     "hidden_size": _SIZE,

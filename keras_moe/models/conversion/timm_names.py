@@ -27,6 +27,7 @@ _BLOCK = BlockNames(
     queries=("attn.qkv.",),
     output="attn.proj.",
     scales=("ls1.gamma", "ls2.gamma"),
+    query_key_norms=("attn.q_norm.", "attn.k_norm."),
 )
 _KERNELS = "stem.proj.weight", "patch_embed.proj.weight"
 # Architectures that only their names tell from ViTs: blocks that normalise last, and
@@ -51,8 +52,8 @@ _HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt_": 16, "test_vit": 2}
 _ARGUMENTS = (
     "act_layer", "class_token", "depth", "dynamic_img_size", "embed_dim", "fc_norm",
     "global_pool", "img_size", "in_chans", "init_values", "mlp_ratio", "no_embed_class",
-    "num_blocks", "num_classes", "num_heads", "patch_size", "pre_norm", "qkv_bias",
-    "weight_init",
+    "num_blocks", "num_classes", "num_heads", "patch_size", "pre_norm", "qk_norm",
+    "qkv_bias", "weight_init",
 )  # fmt: skip
 # timm's names of activations -> ours.
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
@@ -207,11 +208,15 @@ def _vit(file, config, overrides):
         # CLIP's towers keep PyTorch's own epsilon.
         "layer_norm_epsilon": 1e-5 if is_clip else 1e-6,
         "embedding_norm": "norm_pre.weight" in file,
+        "query_key_norm": _BLOCK.query_key_norm(file, "blocks.0."),
         "position_interpolation": "bicubic",
     }
     layouts = patches(
         "patch_embed.proj.", "patch_embed.proj.bias" in file, True, images
     )
+    if arguments["query_key_norm"]:
+        arguments["query_key_norm_bias"] = True
+    agree(file, given, "config.json", qk_norm=arguments["query_key_norm"])
     if class_token:
         layouts["class_token/token"] = Direct("cls_token")
     if arguments["embedding_norm"]:
@@ -261,7 +266,11 @@ def _positions(file, given, class_token, layouts):
 def _pooling(file, pooling, class_token, arguments):
     """Arguments of the task, and layouts of the last norm and of what pools."""
     if pooling == "map":
-        return {"pooling": "map"}, norm("final_norm", "norm."), _attention_pool(file)
+        task = {"pooling": "map"}
+        if arguments["query_key_norm"]:
+            # timm's pooling goes without, whatever its blocks do.
+            task["pooling_query_key_norm"] = False
+        return task, norm("final_norm", "norm."), _attention_pool(file)
     names = {"token": "class_token", "avg": "average"}
     if class_token:
         names["avg"] = "patch_average"
