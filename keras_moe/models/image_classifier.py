@@ -15,9 +15,11 @@ from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.losses import SigmoidCrossentropy
+from keras_moe.models.classifying import ClassifyMixin
 from keras_moe.models.copying import CopyMixin, copied
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
+from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.lora import TaskLoraMixin
 from keras_moe.models.preset_loading import (
     PresetMixin,
@@ -38,6 +40,7 @@ HEAD_POSITIONS = ("final", "penultimate")
 
 
 class ImageClassifier(
+    ClassifyMixin,
     CopyMixin,
     PresetMixin,
     TaskWeightsMixin,
@@ -57,7 +60,9 @@ class ImageClassifier(
     Args:
         backbone: a `ViTBackbone` or `MixerBackbone`, as the subclass says.
         num_classes: the number of classes.
-        preprocessor: a layer or callable on images, or None.
+        preprocessor: an `ImagePreprocessor`, which `classify` applies and `fit`,
+            `evaluate` and `predict` do not; or another layer or callable on images,
+            which those three apply, as in KerasHub; or None.
         pooling: `"class_token"`, `"first"` (the first patch's token, of a backbone
             without a class token), `"average"`, `"patch_average"` (without the class
             token) or `"map"` (attention pooling); None takes the class token if there
@@ -141,6 +146,8 @@ class ImageClassifier(
         seed = backbone_config["seed"]
         policy = head_dtype or backbone.dtype_policy
         pooling = check_pooling(pooling, backbone.class_token)
+        if isinstance(preprocessor, ImagePreprocessor):
+            preprocessor.check_model(backbone_config["image_shape"], num_classes)
         head = check_head(head, head_position, num_classes, head_bias)
 
         # === Layers ===
@@ -232,7 +239,7 @@ class ImageClassifier(
         """
         return self._routing
 
-    def classify(self, head_outputs: Any) -> Any:
+    def outputs_from_head(self, head_outputs: Any) -> Any:
         """From the outputs of the muMoE head to those of the model, at inference.
 
         Args:

@@ -34,6 +34,8 @@ _ROUTING = (
     "auxiliary_losses",
     "expert_dropout",
 )
+# The releases evaluate on the whole image, resized without antialiasing.
+_PREPROCESSING = {"interpolation": "bilinear", "antialias": False}
 _PREFIXES = ("", "params/", "opt/target/", "target/")
 # Entries of a training state that hold moments and counts of an optimizer.
 _OPTIMIZER = ("opt", "opt_state")
@@ -223,6 +225,7 @@ def _vit(file, prefix, name, overrides):
         task,
         _ignored(file, prefix),
         tuple(notes),
+        _PREPROCESSING,
     )
 
 
@@ -301,4 +304,5 @@ def _mixer(file, prefix):
         {**layouts, **head},
         task,
         _ignored(file, prefix),
+        preprocessing=_PREPROCESSING,
     )

@@ -19,6 +19,10 @@ from keras_moe.models.conversion.layouts import (
     square_grid,
     usual_heads,
 )
+from keras_moe.models.conversion.preprocessing import (
+    class_names,
+    timm_preprocessing,
+)
 from keras_moe.models.conversion.torch_blocks import BlockNames, block_layouts
 
 _BLOCK = BlockNames(
@@ -134,6 +138,15 @@ def _assumed(given, is_mixer, class_token, arguments, told_heads):
     return tuple(f"assumed: {note}" for note in notes)
 
 
+def _with_preprocessing(plan, config):
+    """The plan with what the config says of the images."""
+    arguments, notes = timm_preprocessing(config)
+    names = class_names(config, (plan.task_arguments or {}).get("num_classes"))
+    plan.preprocessing = {**arguments, "class_names": names}
+    plan.notes += notes
+    return plan
+
+
 def image_normalization(config: dict, channels: int) -> Normalization | None:
     """What the configs say of the images, if it is not what our models take."""
     cfg, preprocessor = config.get("pretrained_cfg", {}), config.get("preprocessor", {})
@@ -238,7 +251,10 @@ def _vit(file, config, overrides):
         task = None
     layouts = {**layouts, **final, **pooler, **head}
     notes = _assumed(given, False, class_token, arguments, num_heads)
-    return Plan("ViT (timm)", "ViTBackbone", arguments, layouts, task, notes=notes)
+    return _with_preprocessing(
+        Plan("ViT (timm)", "ViTBackbone", arguments, layouts, task, notes=notes),
+        config,
+    )
 
 
 def _positions(file, given, class_token, layouts):
@@ -330,7 +346,7 @@ def _mixer(file, config):
         "activation": "gelu",
         "layer_norm_epsilon": 1e-6,
     }
-    return Plan(
+    plan = Plan(
         "MLP-Mixer (timm)",
         "MixerBackbone",
         arguments,
@@ -338,3 +354,4 @@ def _mixer(file, config):
         task,
         notes=_assumed(config, True, False, arguments, None),
     )
+    return _with_preprocessing(plan, config)
