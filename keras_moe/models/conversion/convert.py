@@ -50,7 +50,9 @@ def convert(
 
     Images are in [-1, 1], as for all our models: where the source's config, or CLIP's
     habit, says of another mean and standard deviation, they become part of the patch
-    embedding. A KerasHub model takes the images that it took.
+    embedding. A KerasHub model takes the images that it took. A classifier's
+    `preprocessor` is an `ImagePreprocessor` with what the source says of its images and
+    of its classes' names.
 
     Args:
         source: a V-MoE or Soft MoE checkpoint (the prefix of its `.index` and `.data`
