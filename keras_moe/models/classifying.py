@@ -30,17 +30,17 @@ class ClassifyMixin:
     def preprocess_samples(self, x: Any, y: Any = None, sample_weight: Any = None):
         """What `fit`, `evaluate` and `predict` do to their inputs.
 
-        An `ImagePreprocessor` is left to `classify` and to the user's own calls; any
-        other layer or callable as `preprocessor` is applied, as in KerasHub.
+        A `keras_hub.models.Preprocessor` is applied; an `ImagePreprocessor` is left to
+        `classify` and, as any other callable, to the user's own calls.
 
         Args:
             x: images.
             y: labels.
             sample_weight: weights of the examples.
         """
-        if not self.maps_preprocessor:
-            return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-        return keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+        if isinstance(self.preprocessor, keras_hub.models.Preprocessor):
+            return super().preprocess_samples(x, y, sample_weight)
+        return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     @classmethod
     def from_config(cls, config: dict) -> Any:
@@ -56,13 +56,6 @@ class ClassifyMixin:
                 config["preprocessor"]
             )
         return super().from_config(config)
-
-    @property
-    def maps_preprocessor(self) -> bool:
-        """Whether `fit`, `evaluate` and `predict` apply the preprocessor."""
-        preprocessor = self.preprocessor
-        is_ours = isinstance(preprocessor, ImagePreprocessor)
-        return preprocessor is not None and not is_ours
 
     def classify(
         self,

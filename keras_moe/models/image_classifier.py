@@ -60,9 +60,10 @@ class ImageClassifier(
     Args:
         backbone: a `ViTBackbone` or `MixerBackbone`, as the subclass says.
         num_classes: the number of classes.
-        preprocessor: an `ImagePreprocessor`, which `classify` applies and `fit`,
-            `evaluate` and `predict` do not; or another layer or callable on images,
-            which those three apply, as in KerasHub; or None.
+        preprocessor: an `ImagePreprocessor`, which `classify` applies; or a
+            `keras_hub.models.Preprocessor`, which `fit`, `evaluate` and `predict`
+            apply; or another layer or callable on images, which is applied where it
+            is called alone; or None.
         pooling: `"class_token"`, `"first"` (the first patch's token, of a backbone
             without a class token), `"average"`, `"patch_average"` (without the class
             token) or `"map"` (attention pooling); None takes the class token if there

@@ -3,6 +3,7 @@
 import json
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
@@ -110,9 +111,18 @@ def test_what_classify_refuses(model):
 
 
 @pytest.mark.backend_free
-def test_a_kerashub_preprocessor_is_applied_as_kerashub_does():
-    assert classifier(keras.layers.Rescaling(2.0)).maps_preprocessor
-    assert not classifier(None).maps_preprocessor
+def test_kerashubs_preprocessors_alone_are_applied_by_fit(model):
+    converter = keras_hub.layers.ImageConverter((8, 8), scale=1 / 255)
+    theirs = keras_hub.models.ImageClassifierPreprocessor(converter)
+    images = np.full((1, 8, 8, 3), 255, "uint8")
+    for preprocessor, white in (
+        (theirs, 1.0),
+        (keras.layers.Rescaling(2.0), 255.0),
+        (model.preprocessor, 255.0),
+        (None, 255.0),
+    ):
+        found = classifier(preprocessor).preprocess_samples(images, None)
+        np.testing.assert_allclose(np.asarray(found).max(), white, rtol=1e-6)
 
 
 def test_a_preset_carries_its_preprocessing(model, tmp_path):

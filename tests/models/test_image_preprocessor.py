@@ -190,4 +190,3 @@ def test_every_builtin_preset_says_how_images_are_prepared(name):
     assert model.preprocessor == ImagePreprocessor(
         model.input_shape[1:], class_names=names
     )
-    assert not model.maps_preprocessor
