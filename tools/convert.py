@@ -13,8 +13,12 @@ made of.
 
 import argparse
 import importlib.util
+import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import keras
@@ -46,6 +50,11 @@ OWN = {
     "progress": "this program",
 }
 UNCOMPARED = "not compared with the source's model"
+TIMM_SECONDS = 1800
+
+
+class Uncompared(Exception):
+    """The reason why the source's own model cannot be asked."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -169,7 +178,10 @@ def verify(source: str, scheme: str, model: keras.Model, changed: bool) -> str:
     elif scheme.endswith("(timm)"):
         if not all(map(importlib.util.find_spec, ("timm", "torch"))):
             return f"{UNCOMPARED}: timm is not installed here"
-        expected = timm_outputs(source, images)
+        try:
+            expected = timm_outputs(source, images)
+        except Uncompared as error:
+            return f"{UNCOMPARED}: {error}"
     if expected is None:
         return f"{UNCOMPARED}: this program has no way to run it"
     found = model.predict(images, verbose=0)
@@ -186,42 +198,61 @@ def verify(source: str, scheme: str, model: keras.Model, changed: bool) -> str:
     return f"outputs equal the source's own model within {difference:.1g} of their size"
 
 
-def timm_outputs(source: str, images: np.ndarray) -> np.ndarray | None:
-    """What timm's model gives, or None for a source that timm cannot be given.
+def timm_outputs(source: str, images: np.ndarray) -> np.ndarray:
+    """What timm's model gives, which runs in a process of its own.
 
-    The weights come from our own reader: timm's loader may take a pickle, whose
-    reading runs the code in it.
+    It gets the files that our own reader opened: timm's loader may take a pickle,
+    whose reading runs the code in it.
+
+    Raises:
+        Uncompared: if timm cannot run it.
     """
-    import timm
-    import torch
-
     if not os.path.isdir(source) and not source.startswith("hf://"):
-        return None
+        raise Uncompared("a file without its folder does not tell timm's architecture")
     file, config = sources.open_folder(source)
     with file:
-        state = {name: torch.from_numpy(file.read(name)) for name in file}
-    # What is no architecture of timm's may be an address to it.
-    architecture = config.get("architecture", "")
-    if not timm.is_model(architecture):
-        return None
+        files = sorted({file[name].file for name in file})
+    if "architecture" not in config:
+        raise Uncompared("no config tells timm's architecture")
     cfg = config.get("pretrained_cfg", {})
     sizes = {k: cfg[k] for k in ("input_size", "fixed_input_size") if k in cfg}
     arguments = {k: config[k] for k in ("num_classes", "global_pool") if k in config}
-    arguments.update(config.get("model_args", {}))
+    arguments.update(config.get("model_args", {}), pretrained_cfg_overlay=sizes)
+    mean, std = image_normalization(config, images.shape[-1]) or (0.5, 0.5)
+    pixels = ((images + 1) / 2 - np.array(mean)) / np.array(std)
+    request = {
+        "architecture": config["architecture"],
+        "arguments": arguments,
+        "files": [os.path.abspath(path) for path in files],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        np.save(folder / "images.npy", pixels.transpose(0, 3, 1, 2).astype("float32"))
+        run_timm(folder)
+        return np.load(folder / "outputs.npy", allow_pickle=False)
+
+
+def run_timm(folder: Path) -> None:
+    """Runs `timm_outputs.py` on a request.
+
+    Raises:
+        Uncompared: if it fails, is killed by a signal or takes too long.
+    """
+    program = Path(__file__).with_name("timm_outputs.py")
+    command = [sys.executable, str(program), str(folder)]
     try:
-        other = timm.create_model(
-            architecture, pretrained=False, pretrained_cfg_overlay=sizes, **arguments
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMM_SECONDS
         )
-        other.load_state_dict(state)
-    except (AssertionError, RuntimeError, TypeError, ValueError):
-        return None
-    pixels = (images + 1) / 2
-    seen = image_normalization(config, images.shape[-1])
-    mean, std = seen or (0.5, 0.5)
-    pixels = (pixels - np.array(mean)) / np.array(std)
-    with torch.no_grad():
-        pixels = torch.from_numpy(pixels.astype("float32")).permute(0, 3, 1, 2)
-        return other.eval()(pixels.cpu()).cpu().numpy()
+    except subprocess.TimeoutExpired as error:
+        raise Uncompared(f"timm took more than {TIMM_SECONDS} s") from error
+    if result.returncode < 0:
+        name = signal.Signals(-result.returncode).name
+        raise Uncompared(f"timm's process was ended by {name}")
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise Uncompared(f"timm failed with {reason}")
 
 
 def keras_hub_outputs(source: str, images: np.ndarray) -> np.ndarray | None:

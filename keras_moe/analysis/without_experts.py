@@ -30,7 +30,7 @@ class MuMoEPart:
         if self.is_head:
             self.layer, self.inputs = mumoe_head(model), model.features
             self.gate = self.layer.gate
-            self.rest = model.classify
+            self.rest = model.outputs_from_head
         else:
             name = layer.removesuffix(MIXER)
             self.layer = moe_block(model, name)

@@ -10,20 +10,21 @@ from keras import ops
 
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.layers.self_attention import SelfAttention
+from keras_moe.layers.self_attention import SelfAttention, check_query_key_norm
 from keras_moe.ops.checks import head_size
 
-TOKEN_POOLINGS = ("class_token", "average", "patch_average")
+TOKEN_POOLINGS = ("class_token", "first", "average", "patch_average")
 POOLINGS = (*TOKEN_POOLINGS, "map")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class TokenPooling(keras.layers.Layer):
-    """Takes the class token, or an average of tokens.
+    """Takes one token, or an average of tokens.
 
     Args:
-        pooling: `"class_token"` (the first token), `"average"` or `"patch_average"`
-            (all tokens but the first).
+        pooling: `"class_token"` (the first token, before the patches), `"first"` (the
+            first patch's token, where there is no class token), `"average"` or
+            `"patch_average"` (all tokens but the first).
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -54,7 +55,7 @@ class TokenPooling(keras.layers.Layer):
         self.pooling = pooling
 
     def call(self, tokens: Any) -> Any:
-        if self.pooling == "class_token":
+        if self.pooling in ("class_token", "first"):
             return tokens[:, 0]
         if self.pooling == "patch_average":
             tokens = tokens[:, 1:]
@@ -85,7 +86,10 @@ class AttentionPooling(keras.layers.Layer):
         num_heads: attention heads; divides D.
         mlp_dim: of the MLP.
         activation: of the MLP.
-        layer_norm_epsilon: of the normalisation before the MLP.
+        layer_norm_epsilon: epsilon of all normalisations.
+        query_key_norm: whether attention normalises queries and keys in each head, as
+            V-MoE's head does where its blocks do.
+        query_key_norm_bias: whether that normalisation has an offset.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -95,7 +99,8 @@ class AttentionPooling(keras.layers.Layer):
         (B, D).
 
     Raises:
-        ValueError: if `num_heads` does not divide D.
+        ValueError: if `num_heads` does not divide D, or an offset is asked for without
+            its normalisation.
 
     Reference:
         *Scaling Vision Transformers*, section 3.2 (the MAP head).
@@ -115,11 +120,16 @@ class AttentionPooling(keras.layers.Layer):
         mlp_dim: int,
         activation: Any = "gelu_tanh",
         layer_norm_epsilon: float = 1e-6,
+        query_key_norm: bool = False,
+        query_key_norm_bias: bool = False,
         **kwargs,
     ):
+        check_query_key_norm(query_key_norm, query_key_norm_bias)
         super().__init__(**kwargs)
         self.num_heads = num_heads
         self.layer_norm_epsilon = layer_norm_epsilon
+        self.query_key_norm = query_key_norm
+        self.query_key_norm_bias = query_key_norm_bias
         self.mlp = MLP(mlp_dim, activation, dtype=self.dtype_policy, name="mlp")
         self.norm = LayerNorm(layer_norm_epsilon, dtype=self.dtype_policy, name="norm")
 
@@ -128,12 +138,20 @@ class AttentionPooling(keras.layers.Layer):
         self.probe = self.add_weight(
             name="probe", shape=(1, 1, dim), initializer="glorot_uniform"
         )
-        self.attention = SelfAttention(
-            self.num_heads, head_size(self.num_heads, dim), dtype=self.dtype_policy
-        )
+        self.attention = self._attention(dim)
         self.attention.build((None, 1, dim), input_shape)
         self.norm.build((None, 1, dim))
         self.mlp.build((None, 1, dim))
+
+    def _attention(self, dim):
+        return SelfAttention(
+            self.num_heads,
+            head_size(self.num_heads, dim),
+            query_key_norm=self.query_key_norm,
+            query_key_norm_bias=self.query_key_norm_bias,
+            layer_norm_epsilon=self.layer_norm_epsilon,
+            dtype=self.dtype_policy,
+        )
 
     def call(self, tokens: Any) -> Any:
         batch, _, dim = ops.shape(tokens)
@@ -147,7 +165,8 @@ class AttentionPooling(keras.layers.Layer):
 
     def parameters(self, dim: int) -> int:
         """The number of parameters for tokens of size `dim`."""
-        return dim + 4 * (dim + 1) * dim + 2 * dim + self.mlp.parameters(dim)
+        attention = self._attention(dim).parameters(1, dim)
+        return dim + attention + 2 * dim + self.mlp.parameters(dim)
 
     def flops(self, num_tokens: int, dim: int) -> int:
         """Floating-point operations of the matmuls (2 per multiply-add)."""
@@ -162,5 +181,7 @@ class AttentionPooling(keras.layers.Layer):
             mlp_dim=mlp["mlp_dim"],
             activation=mlp["activation"],
             layer_norm_epsilon=self.layer_norm_epsilon,
+            query_key_norm=self.query_key_norm,
+            query_key_norm_bias=self.query_key_norm_bias,
         )
         return config

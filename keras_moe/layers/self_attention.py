@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.ops.checks import check_integer
+from keras_moe.ops.checks import check_bool, check_integer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -22,6 +22,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         key_dim: size of a head; D / num_heads in ViT.
         query_key_norm: normalise queries and keys in each head, as Soft MoE's and
             ViT-22B's blocks do: attention cannot then grow without bound.
+        query_key_norm_bias: whether that normalisation has an offset beside its
+            scale, as timm's `qk_norm` has.
         layer_norm_epsilon: of that normalisation.
         dropout: on the attention weights.
         seed: of the dropout.
@@ -59,10 +61,12 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         layer_norm_epsilon: float = 1e-6,
         dropout: float = 0.0,
         seed: int | None = None,
+        query_key_norm_bias: bool = False,
         **kwargs,
     ):
         num_heads = check_integer("num_heads", num_heads)
         key_dim = check_integer("key_dim", key_dim)
+        check_query_key_norm(query_key_norm, query_key_norm_bias)
         if "kernel_initializer" not in kwargs:
             # Glorot over the matrix D x D: Keras would take the heads for a spatial
             # axis.
@@ -72,13 +76,14 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         kwargs.setdefault("name", "attention")
         super().__init__(num_heads, key_dim, dropout=dropout, seed=seed, **kwargs)
         self.query_key_norm = query_key_norm
+        self.query_key_norm_bias = query_key_norm_bias
         self.layer_norm_epsilon = layer_norm_epsilon
         if query_key_norm:
-            # As the release: a scale, no offset.
+            # V-MoE's release has a scale alone.
             self.query_norm, self.key_norm = (
                 LayerNorm(
                     layer_norm_epsilon,
-                    center=False,
+                    center=query_key_norm_bias,
                     dtype=self.dtype_policy,
                     name=f"{name}_norm",
                 )
@@ -115,7 +120,9 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         """The number of parameters for (B, num_tokens, dim)."""
         inner = self.num_heads * self.key_dim
         # Queries, keys, values and output, each with a bias.
-        norms = 2 * self.key_dim if self.query_key_norm else 0
+        norms = 0
+        if self.query_key_norm:
+            norms = 2 * (1 + self.query_key_norm_bias) * self.key_dim
         return 3 * (dim + 1) * inner + (inner + 1) * dim + norms
 
     def flops(self, num_tokens: int, dim: int) -> int:
@@ -128,6 +135,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         config = super().get_config()
         config.update(
             query_key_norm=self.query_key_norm,
+            query_key_norm_bias=self.query_key_norm_bias,
             layer_norm_epsilon=self.layer_norm_epsilon,
         )
         return config
@@ -138,3 +146,21 @@ def _multiplies_float16(dtype: str) -> bool:
     if dtype != "float16" or keras.backend.backend() != "jax":
         return True
     return any(name.startswith("gpu") for name in keras.distribution.list_devices())
+
+
+def check_query_key_norm(query_key_norm: bool, query_key_norm_bias: bool) -> None:
+    """Refuses an offset of a normalisation that is not there.
+
+    Args:
+        query_key_norm: as of `SelfAttention`.
+        query_key_norm_bias: as of `SelfAttention`.
+
+    Raises:
+        ValueError: if one is no bool, or the offset is asked for alone.
+    """
+    check_bool("query_key_norm", query_key_norm)
+    if check_bool("query_key_norm_bias", query_key_norm_bias) and not query_key_norm:
+        raise ValueError(
+            "Expected query_key_norm=True beside query_key_norm_bias=True; received: "
+            "query_key_norm=False"
+        )

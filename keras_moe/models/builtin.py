@@ -23,7 +23,8 @@ def builtin_presets() -> dict[str, dict]:
 
     Each is a dict with `description`, `source`, the class names `backbone` and
     `task`, and their arguments `config` (the variant's sizes included) and
-    `task_config`. The caller may change what it gets.
+    `task_config`; and `class_names` where its classes have names. The caller may
+    change what it gets.
     """
     return copy.deepcopy(_read_presets())
 

@@ -15,9 +15,11 @@ from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
 from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
+from keras_moe.models.classifying import ClassifyMixin
 from keras_moe.models.copying import CopyMixin, copied
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
+from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.lora import TaskLoraMixin
 from keras_moe.models.objectives import (
     default_loss,
@@ -44,6 +46,7 @@ HEAD_POSITIONS = ("final", "penultimate")
 
 
 class ImageClassifier(
+    ClassifyMixin,
     CopyMixin,
     PresetMixin,
     TaskWeightsMixin,
@@ -65,10 +68,12 @@ class ImageClassifier(
     Args:
         backbone: a `ViTBackbone` or `MixerBackbone`, as the subclass says.
         num_classes: the number of classes.
-        preprocessor: a `keras_hub.models.Preprocessor`, which `fit`, `evaluate` and
-            `predict` apply; or another layer or callable on images, which is applied
-            where it is called alone; or None.
-        pooling: `"class_token"`, `"average"`, `"patch_average"` (without the class
+        preprocessor: an `ImagePreprocessor`, which `classify` applies; or a
+            `keras_hub.models.Preprocessor`, which `fit`, `evaluate` and `predict`
+            apply; or another layer or callable on images, which is applied where it
+            is called alone; or None.
+        pooling: `"class_token"`, `"first"` (the first patch's token, of a backbone
+            without a class token), `"average"`, `"patch_average"` (without the class
             token) or `"map"` (attention pooling); None takes the class token if there
             is one, else the average.
         multi_label: sigmoid instead of softmax cross-entropy.
@@ -85,6 +90,9 @@ class ImageClassifier(
             layer like it, called "head", with the dtype policy of heads.
         head_position: `"final"`, where the head's units are the classes; or
             `"penultimate"`, where ReLU and the dense head follow.
+        pooling_query_key_norm: whether attention pooling normalises queries and keys;
+            None does so where the backbone does, as V-MoE and Soft MoE, and False
+            never, as timm.
         **kwargs: see `keras_hub.models.ImageClassifier`.
 
     Input shape:
@@ -122,6 +130,7 @@ class ImageClassifier(
         pooled_norm: bool = False,
         head: Any = None,
         head_position: str = "final",
+        pooling_query_key_norm: bool | None = None,
         **kwargs,
     ):
         arguments = list(locals())
@@ -146,12 +155,16 @@ class ImageClassifier(
         seed = backbone_config["seed"]
         policy = head_dtype or backbone.dtype_policy
         pooling = check_pooling(pooling, backbone.class_token)
+        if isinstance(preprocessor, ImagePreprocessor):
+            preprocessor.check_model(backbone_config["image_shape"], num_classes)
         head = check_head(head, head_position, num_classes, head_bias)
 
         # === Layers ===
         self.backbone = backbone
         self.preprocessor = preprocessor
-        self.pooler = pooling_layer(backbone_config, pooling, dtype=policy)
+        self.pooler = pooling_layer(
+            backbone_config, pooling, pooling_query_key_norm, dtype=policy
+        )
         self.pooled_normalization = None
         if check_bool("pooled_norm", pooled_norm):
             self.pooled_normalization = LayerNorm(
@@ -214,6 +227,7 @@ class ImageClassifier(
         # === Config ===
         self.num_classes = num_classes
         self.pooling = pooling
+        self.pooling_query_key_norm = pooling_query_key_norm
         self.pooled_norm = pooled_norm
         self.representation_dim = representation_dim
         self.head_bias = head_bias
@@ -234,7 +248,7 @@ class ImageClassifier(
         """
         return self._routing
 
-    def classify(self, head_outputs: Any) -> Any:
+    def outputs_from_head(self, head_outputs: Any) -> Any:
         """From the outputs of the muMoE head to those of the model, at inference.
 
         Args:
@@ -356,6 +370,7 @@ class ImageClassifier(
         config.update(
             num_classes=self.num_classes,
             pooling=self.pooling,
+            pooling_query_key_norm=self.pooling_query_key_norm,
             pooled_norm=self.pooled_norm,
             multi_label=self.multi_label,
             representation_dim=self.representation_dim,
@@ -379,12 +394,15 @@ class ImageClassifier(
         pooled_norm: bool = False,
         head: Any = None,
         head_position: str = "final",
+        pooling_query_key_norm: bool | None = None,
         **_,
     ) -> list[Part]:
         """The parts that the task adds to its backbone, with their costs."""
         check_integer("num_classes", num_classes)
         pooling = check_pooling(pooling, backbone_config.get("class_token", True))
-        pooler = pooling_layer(backbone_config, pooling, dtype="float32")
+        pooler = pooling_layer(
+            backbone_config, pooling, pooling_query_key_norm, dtype="float32"
+        )
         parts = []
         if pooler.parameters(dim):
             size = pooler.parameters(dim)
@@ -464,11 +482,25 @@ def check_pooling(pooling: str | None, class_token: bool) -> str:
             f"Expected a backbone with class_token=True for pooling={pooling!r}; "
             "received: class_token=False"
         )
+    if pooling == "first" and class_token:
+        raise ValueError(
+            "Expected a backbone with class_token=False for pooling='first', which "
+            "takes the first patch's token; received: class_token=True"
+        )
     return pooling
 
 
-def pooling_layer(backbone_config: dict, pooling: str, dtype: Any) -> Any:
+def pooling_layer(
+    backbone_config: dict, pooling: str, query_key_norm: bool | None, dtype: Any
+) -> Any:
     """The pooling layer for a backbone's tokens, not built."""
+    if query_key_norm is None:
+        query_key_norm = backbone_config.get("query_key_norm", False)
+    elif pooling != "map":
+        raise ValueError(
+            "Expected pooling='map' with pooling_query_key_norm; received: "
+            f"pooling={pooling!r}, pooling_query_key_norm={query_key_norm!r}"
+        )
     if pooling == "map" and "num_heads" not in backbone_config:
         raise ValueError(
             "Expected pooling=None or 'average' for a backbone without attention "
@@ -481,6 +513,10 @@ def pooling_layer(backbone_config: dict, pooling: str, dtype: Any) -> Any:
         backbone_config["mlp_dim"],
         activation=backbone_config.get("activation", "gelu_tanh"),
         layer_norm_epsilon=backbone_config.get("layer_norm_epsilon", 1e-6),
+        query_key_norm=query_key_norm,
+        query_key_norm_bias=(
+            query_key_norm and backbone_config.get("query_key_norm_bias", False)
+        ),
         dtype=dtype,
         name="pooler",
     )

@@ -14,6 +14,7 @@ import keras_hub
 from keras_hub.src.utils.preset_utils import check_file_exists, load_json
 
 from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.preset_folder import (
     check_folder,
     is_staging,
@@ -128,6 +129,13 @@ class PresetMixin:
                     f"Expected num_classes, since {preset!r} carries no trained task; "
                     "received: num_classes=None"
                 )
+            kwargs.setdefault(
+                "preprocessor",
+                ImagePreprocessor(
+                    backbone.get_config()["image_shape"],
+                    class_names=spec.get("class_names"),
+                ).adapted(num_classes=kwargs["num_classes"]),
+            )
             task_config = dict(spec["task_config"])
             if kwargs.get("head") and kwargs.get("head_position", "final") == "final":
                 # The experts of a final head have biases of their own.
@@ -173,6 +181,7 @@ class PresetMixin:
                     units = {"units": kwargs["num_classes"], "edited_outputs": ()}
                     head = {**head, "config": {**head["config"], **units}}
                     kwargs.setdefault("head", head)
+            _adapt_preprocessor(preset, backbone_kwargs, kwargs)
             if backbone_kwargs.keys() - {"dtype", "image_shape"}:
                 # KerasHub passes on no others.
                 kwargs["backbone"] = cls.backbone_cls.from_preset(
@@ -246,6 +255,20 @@ class PresetMixin:
             return
         with staged(preset_dir) as folder:
             super().save_to_preset(folder, max_shard_size=max_shard_size)
+
+
+def _adapt_preprocessor(preset, backbone_kwargs, kwargs):
+    """Adds the saved preprocessor, made for the overrides, to a task's arguments."""
+    if not check_file_exists(preset, "task.json"):
+        return
+    saved = load_json(preset, "task.json")["config"].get("preprocessor")
+    if not isinstance(saved, dict) or saved.get("class_name") != "ImagePreprocessor":
+        return
+    backbone = kwargs.get("backbone")
+    shape = backbone_kwargs.get("image_shape") or getattr(backbone, "image_shape", None)
+    preprocessor = keras.saving.deserialize_keras_object(saved)
+    adapted = preprocessor.adapted(shape, kwargs.get("num_classes"))
+    kwargs.setdefault("preprocessor", adapted)
 
 
 def check_preset(preset: str) -> str:

@@ -39,6 +39,7 @@ TASKS = ("backbone", "image_classifier")
 _TASK_SIZES = (
     "num_classes",
     "pooling",
+    "pooling_query_key_norm",
     "pooled_norm",
     "representation_dim",
     "head",
@@ -217,7 +218,9 @@ def _architecture(preset, overrides):
     elif is_convertible(preset):
         file, plan = open_source(preset, overrides, load_weights=False)
         file.close()
-        backbone_cls, config, classifier_cls, task, _ = model_arguments(plan, overrides)
+        backbone_cls, config, classifier_cls, task, *_ = model_arguments(
+            plan, overrides
+        )
         overrides, task = {}, task or {}
         preset = preset if isinstance(preset, (str, os.PathLike)) else file.path
     else:

@@ -56,6 +56,7 @@ _SWITCHES = (
     "class_token",
     "embedding_norm",
     "query_key_norm",
+    "query_key_norm_bias",
     "final_norm",
     "rematerialize",
 )

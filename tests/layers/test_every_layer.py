@@ -207,6 +207,7 @@ def attention(**kwargs):
         num_heads=2,
         key_dim=D // 2,
         query_key_norm=True,
+        query_key_norm_bias=True,
         layer_norm_epsilon=1e-5,
         dropout=0.2,
         seed=4,
@@ -224,7 +225,13 @@ BLOCK = {
 MAKERS = {
     "MLP": mlp,
     "AttentionPooling": lambda **kw: AttentionPooling(
-        2, 16, activation="relu", layer_norm_epsilon=1e-5, **kw
+        2,
+        16,
+        activation="relu",
+        layer_norm_epsilon=1e-5,
+        query_key_norm=True,
+        query_key_norm_bias=True,
+        **kw,
     ),
     "AttributeAdversary": lambda **kw: AttributeAdversary(3, 0.5, **kw),
     "ClassToken": ClassToken,
@@ -418,6 +425,11 @@ def test_every_public_layer_is_checked():
         (lambda: PositionEmbedding((2, 2), "fixed"), "kind='fixed'"),
         (lambda: PositionEmbedding((2, 2))(np.zeros((1, 7, 8))), "\\(1, 7, 8\\)"),
         (lambda: TokenPooling("max"), "pooling='max'"),
+        (lambda: SelfAttention(2, 4, query_key_norm=1), "query_key_norm=1"),
+        (
+            lambda: AttentionPooling(2, 8, query_key_norm_bias=True),
+            "query_key_norm=False",
+        ),
         (lambda: LayerNorm(0.0), "epsilon=0.0"),
         (
             lambda: AttentionPooling(3, 8)(np.zeros((1, 4, 8), "float32")),

@@ -20,6 +20,7 @@ NOT_DEFAULT = {
     "position_interpolation": "bicubic",
     "embedding_norm": True,
     "query_key_norm": True,
+    "query_key_norm_bias": True,
     "final_norm": False,
     "activation": "relu",
     "dropout_rate": 0.1,

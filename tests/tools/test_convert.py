@@ -1,7 +1,6 @@
+import importlib.util
 import json
 import runpy
-import sys
-import types
 
 import keras_hub
 import numpy as np
@@ -179,42 +178,93 @@ def test_without_a_comparison_none_is_missing(tmp_path, convert):
     assert "not installed" not in stdout
 
 
-def test_timm_gets_our_tensors_and_loads_nothing_itself(tmp_path, tool, monkeypatch):
-    given = {}
+# What stands for timm in its process: it writes down what it was given.
+_TIMM = """
+import json, pathlib, sys
+import numpy as np
+import torch
 
-    class Model:
-        def load_state_dict(self, state):
-            given["state"] = state
+given = {"tensorflow": "tensorflow" in sys.modules}
+place = pathlib.Path(__file__).with_name("given")
 
-        def eval(self):
-            return lambda pixels: pixels.mean((2, 3))
 
-    def create_model(architecture, pretrained=False, **arguments):
-        given.update(architecture=architecture, pretrained=pretrained, **arguments)
-        return Model()
+def is_model(name):
+    return name.startswith("vit")
 
-    timm = types.ModuleType("timm")
-    timm.create_model, timm.is_model = create_model, lambda name: name.startswith("vit")
-    monkeypatch.setitem(sys.modules, "timm", timm)
+
+def create_model(architecture, **arguments):
+    given.update(architecture=architecture, **arguments)
+    return Model()
+
+
+class Model:
+    def load_state_dict(self, state):
+        np.savez(place.with_suffix(".npz"), **{k: v.numpy() for k, v in state.items()})
+
+    def eval(self):
+        place.with_suffix(".json").write_text(json.dumps(given))
+        return lambda pixels: pixels.mean((2, 3))
+"""
+
+
+@pytest.fixture
+def fake_timm(tmp_path, monkeypatch):
+    """Puts a package of this source in timm's place; returns its folder."""
+
+    def write(source):
+        package = tmp_path / "packages" / "timm"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(source)
+        monkeypatch.syspath_prepend(str(package.parent))
+        monkeypatch.setenv("PYTHONPATH", str(package.parent))
+        return package
+
+    return write
+
+
+def test_timm_gets_the_opened_files_in_its_own_process(tmp_path, tool, fake_timm):
+    package = fake_timm(_TIMM)
     mean, std = [0.4, 0.5, 0.3], [0.2, 0.3, 0.25]
-    folder = timm_folder(tmp_path, "vit_token", mean, std)
-    # Of which timm's own loader would take the second where there is no first.
-    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
+    folder = timm_folder(tmp_path / "model", "vit_token", mean, std)
+    # timm's own loader would take the pickle where there is no other file.
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"a pickle")
     images = np.zeros((1, 32, 32, 3), "float32")
     found = tool["timm_outputs"](folder, images)
     np.testing.assert_allclose(found[0], (0.5 - np.array(mean)) / std, rtol=1e-5)
+    given = json.loads((package / "given.json").read_text())
+    # Both in one process abort it.
+    assert given["tensorflow"] is False
     assert given["pretrained"] is False
     assert given["architecture"] == "vit_base_patch16_224"
     assert (given["num_classes"], given["img_size"], given["depth"]) == (7, 32, 2)
     assert "checkpoint_path" not in given
     arrays, _ = golden.load("12_timm/vit_token")
-    assert {f"state_dict/{name}" for name in given["state"]} <= arrays.keys()
-    for name, tensor in given["state"].items():
-        np.testing.assert_array_equal(tensor.numpy(), arrays[f"state_dict/{name}"])
+    with np.load(package / "given.npz") as state:
+        assert {f"state_dict/{name}" for name in state.files} <= arrays.keys()
+        for name in state.files:
+            np.testing.assert_array_equal(state[name], arrays[f"state_dict/{name}"])
 
 
-def test_without_safetensors_timm_is_not_asked(tmp_path, tool, monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", types.ModuleType("timm"))
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import os\nos.abort()", "ended by SIGABRT"),
+        ("raise ImportError('no torchvision')", "ImportError: no torchvision"),
+    ],
+)
+def test_a_process_of_timm_that_fails_leaves_the_conversion(
+    tmp_path, convert, fake_timm, source, reason
+):
+    fake_timm(source)
+    folder = timm_folder(tmp_path / "model", "vit_token")
+    status, stdout, stderr = convert(folder, tmp_path / "out", "--quiet")
+    assert status == 0, stderr
+    assert "not compared with the source's model" in stdout
+    assert reason in " ".join(stdout.split())
+    assert is_preset(tmp_path / "out")
+
+
+def test_without_safetensors_timm_is_not_asked(tmp_path, tool):
     timm_folder(tmp_path, "vit_token")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"no \.safetensors"):
@@ -225,16 +275,19 @@ def test_without_safetensors_timm_is_not_asked(tmp_path, tool, monkeypatch):
     "architecture", ["hf-hub:someone/model", "local-dir:x", "no_such_model"]
 )
 def test_an_architecture_that_is_an_address_is_not_followed(
-    tmp_path, tool, architecture
+    tmp_path, tool, fake_timm, architecture
 ):
-    pytest.importorskip("timm")
-    folder = timm_folder(tmp_path, "vit_token", architecture=architecture)
-    assert tool["timm_outputs"](folder, np.zeros((1, 32, 32, 3))) is None
+    fake_timm(_TIMM)
+    folder = timm_folder(tmp_path / "m", "vit_token", architecture=architecture)
+    with pytest.raises(tool["Uncompared"], match="an architecture of timm"):
+        tool["timm_outputs"](folder, np.zeros((1, 32, 32, 3)))
 
 
-@pytest.mark.parametrize("case", ["vit_token", "vit_avg"])
+@pytest.mark.parametrize("case", ["vit_token", "vit_avg", "vit_qk_norm"])
 def test_timms_own_model_is_compared(tmp_path, convert, case):
-    pytest.importorskip("timm")
+    # Not imported here: beside TensorFlow that would abort the process.
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
     folder = timm_folder(tmp_path / "timm", case, [0.4, 0.5, 0.3])
     status, stdout, stderr = convert(folder, tmp_path / "out", "--quiet")
     assert status == 0, stderr

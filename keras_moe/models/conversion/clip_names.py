@@ -20,6 +20,10 @@ from keras_moe.models.conversion.layouts import (
     square_grid,
     usual_heads,
 )
+from keras_moe.models.conversion.preprocessing import (
+    openclip_preprocessing,
+    transformers_preprocessing,
+)
 from keras_moe.models.conversion.timm_names import patches
 from keras_moe.models.conversion.torch_blocks import (
     BlockNames,
@@ -229,6 +233,7 @@ def _openclip(file, config, overrides):
         layouts["predictions/bias"] = Filled()
         size = required(file, f"{visual}proj", 2)[1]
         task = {"num_classes": size, "pooling": "class_token"}
+    images_preprocessing, notes = openclip_preprocessing(preprocessing)
     return Plan(
         "CLIP (OpenCLIP)",
         "ViTBackbone",
@@ -236,6 +241,8 @@ def _openclip(file, config, overrides):
         layouts,
         task,
         _ignored(file, _OPENCLIP_TEXT),
+        notes,
+        images_preprocessing,
     )
 
 
@@ -312,6 +319,9 @@ def _transformers(file, config, overrides):
     ignored = _ignored(file, _TRANSFORMERS_TEXT)
     if f"{embeddings}position_ids" in file:
         ignored[f"{embeddings}position_ids"] = "the numbers 0, 1, 2, ..."
+    images_preprocessing, notes = transformers_preprocessing(
+        preprocessor, not is_siglip
+    )
     return Plan(
         "SigLIP (transformers)" if is_siglip else "CLIP (transformers)",
         "ViTBackbone",
@@ -319,6 +329,8 @@ def _transformers(file, config, overrides):
         layouts,
         task,
         ignored,
+        notes,
+        images_preprocessing,
     )
 
 

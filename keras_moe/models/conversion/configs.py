@@ -53,6 +53,22 @@ _SIZES = (
     lambda value: _SIZE[1](value) or _numbers(_SIZE[1])(value),
 )
 _MEAN = "a list of numbers", _numbers(_is_number)
+_OPTIONAL_TEXT = "a string", lambda value: value is None or isinstance(value, str)
+_OPTIONAL_SHARE = (
+    "a number above 0",
+    lambda value: value is None or _EPSILON[1](value),
+)
+_OPTIONAL_NAMES = (
+    "a list of strings",
+    lambda value: value is None or _numbers(_TEXT[1])(value),
+)
+_OPTIONAL_LABELS = (
+    "an object of strings",
+    lambda value: (
+        value is None
+        or (isinstance(value, dict) and all(map(_TEXT[1], value.values())))
+    ),
+)
 _STD = "a list of numbers above 0", _numbers(_EPSILON[1])
 
 _TIMM = {
@@ -64,6 +80,7 @@ _TIMM = {
     "num_blocks": _SIZE,
     "num_heads": _SIZE,
     "img_size": _SIZES,
+    "qk_norm": _BOOL,
 }
 _TOWER = {
     "hidden_size": _SIZE,
@@ -80,14 +97,29 @@ CONFIG = {
     "architecture": _TEXT,
     "num_features": _SIZE,
     "model_args": _TIMM,
-    "pretrained_cfg": {"input_size": _SIZES, "mean": _MEAN, "std": _STD},
+    "label_names": _OPTIONAL_NAMES,
+    "id2label": _OPTIONAL_LABELS,
+    "pretrained_cfg": {
+        "input_size": _SIZES,
+        "mean": _MEAN,
+        "std": _STD,
+        "interpolation": _OPTIONAL_TEXT,
+        "crop_pct": _OPTIONAL_SHARE,
+        "crop_mode": _OPTIONAL_TEXT,
+        "label_names": _OPTIONAL_NAMES,
+    },
     "vision_config": _TOWER,
     "model_cfg": {
         "embed_dim": _SIZE,
         "quick_gelu": _BOOL,
         "vision_cfg": {"width": _SIZE, "head_width": _SIZE},
     },
-    "preprocess_cfg": {"mean": _MEAN, "std": _STD},
+    "preprocess_cfg": {
+        "mean": _MEAN,
+        "std": _STD,
+        "interpolation": _OPTIONAL_TEXT,
+        "resize_mode": _OPTIONAL_TEXT,
+    },
 }
 PREPROCESSOR = {
     "image_mean": _MEAN,
@@ -95,6 +127,8 @@ PREPROCESSOR = {
     "do_normalize": _BOOL,
     "do_rescale": _BOOL,
     "rescale_factor": _EPSILON,
+    "do_center_crop": _BOOL,
+    "resample": _COUNT,
 }
 
 

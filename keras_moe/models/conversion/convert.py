@@ -19,6 +19,7 @@ from keras_moe.models.conversion.report import (
 )
 from keras_moe.models.conversion.sources import open_source
 from keras_moe.models.conversion.tensor_file import FLOATS
+from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.preset_loading import split_arguments
 
 # Parts of a classifier, by the start of their weights' paths: what a new head replaces,
@@ -49,7 +50,9 @@ def convert(
 
     Images are in [-1, 1], as for all our models: where the source's config, or CLIP's
     habit, says of another mean and standard deviation, they become part of the patch
-    embedding. A KerasHub model takes the images that it took.
+    embedding. A KerasHub model takes the images that it took. A classifier's
+    `preprocessor` is an `ImagePreprocessor` with what the source says of its images and
+    of its classes' names.
 
     Args:
         source: a V-MoE or Soft MoE checkpoint (the prefix of its `.index` and `.data`
@@ -190,6 +193,7 @@ class ModelArguments(NamedTuple):
         classifier_cls: the class of classifiers on it.
         task: arguments of that; None for a backbone alone.
         replaced: the starts of the paths of weights that the source does not fill.
+        preprocessor: an `ImagePreprocessor` as the source has it, or None.
     """
 
     backbone_cls: type
@@ -197,13 +201,20 @@ class ModelArguments(NamedTuple):
     classifier_cls: type
     task: dict | None
     replaced: tuple[str, ...]
+    preprocessor: ImagePreprocessor | None = None
 
     def build(self) -> Any:
         """The model with initial weights."""
         backbone = self.backbone_cls(**self.backbone)
         if self.task is None:
             return backbone
-        return self.classifier_cls(backbone, **self.task)
+        task = dict(self.task)
+        if self.preprocessor is not None:
+            preprocessor = self.preprocessor.adapted(
+                backbone.image_shape, task["num_classes"]
+            )
+            task.setdefault("preprocessor", preprocessor)
+        return self.classifier_cls(backbone, **task)
 
 
 def model_arguments(
@@ -281,8 +292,12 @@ def model_arguments(
             "num_classes=None"
         )
     task_arguments.update(of_task)
+    preprocessor = None
+    if plan.preprocessing is not None:
+        shape = plan.arguments["image_shape"]
+        preprocessor = ImagePreprocessor(shape, **plan.preprocessing)
     return ModelArguments(
-        backbone_cls, arguments, classifier_cls, task_arguments, replaced
+        backbone_cls, arguments, classifier_cls, task_arguments, replaced, preprocessor
     )
 
 

@@ -34,7 +34,11 @@ _ROUTING = (
     "auxiliary_losses",
     "expert_dropout",
 )
+# The releases evaluate on the whole image, resized without antialiasing.
+_PREPROCESSING = {"interpolation": "bilinear", "antialias": False}
 _PREFIXES = ("", "params/", "opt/target/", "target/")
+# Entries of a training state that hold moments and counts of an optimizer.
+_OPTIMIZER = ("opt", "opt_state")
 
 
 def _first(file, *names):
@@ -69,14 +73,15 @@ def google_plan(file, name: str, overrides: dict) -> Plan | None:
 
 
 def _ignored(file, prefix):
-    """The optimizer's state beside the weights."""
-    if not prefix.startswith("opt/"):
-        return {}
-    return {
-        name: "the optimizer's state"
-        for name in file
-        if name.startswith("opt/") and not name.startswith(prefix)
-    }
+    """All that is no parameter: what a training state has beside them."""
+    reasons = {}
+    for name in file:
+        if name.startswith(prefix):
+            continue
+        top = name.split("/")[0]
+        what = "the optimizer's state" if top in _OPTIMIZER else "the training state"
+        reasons[name] = f"of {what}, no parameter: {top}"
+    return reasons
 
 
 def _attention(place, name, query_key_norm=False):
@@ -174,6 +179,9 @@ def _vit(file, prefix, name, overrides):
     layouts.update(pooler)
     if task is not None:
         task["pooling"] = pooling or ("class_token" if class_token else "average")
+        normalizes = "pooler/attention/query_norm/gamma" in pooler
+        if pooling and normalizes != arguments["query_key_norm"]:
+            task["pooling_query_key_norm"] = normalizes
     released = next((RELEASED[x] for x in RELEASED if name.startswith(x)), None)
     if released:
         preset = builtin_presets()[released]
@@ -217,6 +225,7 @@ def _vit(file, prefix, name, overrides):
         task,
         _ignored(file, prefix),
         tuple(notes),
+        _PREPROCESSING,
     )
 
 
@@ -251,9 +260,10 @@ def _map_head(file, prefix):
         return {}, None
     attention = "MultiHeadDotProductAttention"
     attention = _module(file, root, attention, f"{attention}_0")
+    query_key_norm = f"{attention}query_ln/scale" in file
     return {
         "pooler/probe": Direct(f"{root}probe"),
-        **_attention("pooler/attention", attention),
+        **_attention("pooler/attention", attention, query_key_norm),
         **_flax_norm("pooler/norm", _module(file, root, "LayerNorm", "LayerNorm_0")),
         **_mlp("pooler/mlp", _module(file, root, "Mlp", "MlpBlock_0")),
     }, "map"
@@ -294,4 +304,5 @@ def _mixer(file, prefix):
         {**layouts, **head},
         task,
         _ignored(file, prefix),
+        preprocessing=_PREPROCESSING,
     )

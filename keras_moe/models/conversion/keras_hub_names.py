@@ -16,6 +16,7 @@ from keras_moe.models.conversion.layouts import (
     direct,
     norm,
 )
+from keras_moe.models.conversion.preprocessing import keras_hub_preprocessing
 from keras_moe.models.conversion.tensor_file import TensorFile
 from keras_moe.models.conversion.timm_names import patches
 
@@ -70,11 +71,10 @@ def keras_hub_plan(model) -> tuple[TensorFile, Plan]:
         plan = _tower(encoder, around, short)
     if layers:
         plan.notes = ("the text tower and the logits' scale are left out",)
-    if getattr(model, "preprocessor", None) is not None:
-        plan.notes += (
-            "the task's preprocessor is not carried over: the model takes the images "
-            "that it made",
-        )
+    plan.preprocessing, notes = keras_hub_preprocessing(
+        getattr(model, "preprocessor", None), plan.arguments["image_shape"][2]
+    )
+    plan.notes += notes
     policy = encoder.dtype_policy
     if type(policy) is keras.DTypePolicy:
         plan.arguments["dtype"] = policy.name

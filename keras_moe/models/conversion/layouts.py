@@ -251,6 +251,8 @@ class Plan:
         task_arguments: of the classifier; None if there is no head.
         ignored: tensors that are none of the image model's, with the reason.
         notes: what a user should know.
+        preprocessing: arguments of `ImagePreprocessor` beside the images' shape; None
+            where the source's images are not known.
     """
 
     scheme: str
@@ -260,6 +262,7 @@ class Plan:
     task_arguments: dict | None = None
     ignored: dict | None = None
     notes: tuple[str, ...] = ()
+    preprocessing: dict | None = None
 
 
 def norm(place: str, name: str, scale: str = "weight", offset: str = "bias") -> dict:

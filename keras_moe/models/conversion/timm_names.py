@@ -19,6 +19,10 @@ from keras_moe.models.conversion.layouts import (
     square_grid,
     usual_heads,
 )
+from keras_moe.models.conversion.preprocessing import (
+    class_names,
+    timm_preprocessing,
+)
 from keras_moe.models.conversion.torch_blocks import BlockNames, block_layouts
 
 _BLOCK = BlockNames(
@@ -27,6 +31,7 @@ _BLOCK = BlockNames(
     queries=("attn.qkv.",),
     output="attn.proj.",
     scales=("ls1.gamma", "ls2.gamma"),
+    query_key_norms=("attn.q_norm.", "attn.k_norm."),
 )
 _KERNELS = "stem.proj.weight", "patch_embed.proj.weight"
 # Architectures that only their names tell from ViTs: blocks that normalise last, and
@@ -51,8 +56,8 @@ _HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt_": 16, "test_vit": 2}
 _ARGUMENTS = (
     "act_layer", "class_token", "depth", "dynamic_img_size", "embed_dim", "fc_norm",
     "global_pool", "img_size", "in_chans", "init_values", "mlp_ratio", "no_embed_class",
-    "num_blocks", "num_classes", "num_heads", "patch_size", "pre_norm", "qkv_bias",
-    "weight_init",
+    "num_blocks", "num_classes", "num_heads", "patch_size", "pre_norm", "qk_norm",
+    "qkv_bias", "weight_init",
 )  # fmt: skip
 # timm's names of activations -> ours.
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
@@ -133,6 +138,15 @@ def _assumed(given, is_mixer, class_token, arguments, told_heads):
     return tuple(f"assumed: {note}" for note in notes)
 
 
+def _with_preprocessing(plan, config):
+    """The plan with what the config says of the images."""
+    arguments, notes = timm_preprocessing(config)
+    names = class_names(config, (plan.task_arguments or {}).get("num_classes"))
+    plan.preprocessing = {**arguments, "class_names": names}
+    plan.notes += notes
+    return plan
+
+
 def image_normalization(config: dict, channels: int) -> Normalization | None:
     """What the configs say of the images, if it is not what our models take."""
     cfg, preprocessor = config.get("pretrained_cfg", {}), config.get("preprocessor", {})
@@ -207,11 +221,15 @@ def _vit(file, config, overrides):
         # CLIP's towers keep PyTorch's own epsilon.
         "layer_norm_epsilon": 1e-5 if is_clip else 1e-6,
         "embedding_norm": "norm_pre.weight" in file,
+        "query_key_norm": _BLOCK.query_key_norm(file, "blocks.0."),
         "position_interpolation": "bicubic",
     }
     layouts = patches(
         "patch_embed.proj.", "patch_embed.proj.bias" in file, True, images
     )
+    if arguments["query_key_norm"]:
+        arguments["query_key_norm_bias"] = True
+    agree(file, given, "config.json", qk_norm=arguments["query_key_norm"])
     if class_token:
         layouts["class_token/token"] = Direct("cls_token")
     if arguments["embedding_norm"]:
@@ -233,7 +251,10 @@ def _vit(file, config, overrides):
         task = None
     layouts = {**layouts, **final, **pooler, **head}
     notes = _assumed(given, False, class_token, arguments, num_heads)
-    return Plan("ViT (timm)", "ViTBackbone", arguments, layouts, task, notes=notes)
+    return _with_preprocessing(
+        Plan("ViT (timm)", "ViTBackbone", arguments, layouts, task, notes=notes),
+        config,
+    )
 
 
 def _positions(file, given, class_token, layouts):
@@ -261,7 +282,11 @@ def _positions(file, given, class_token, layouts):
 def _pooling(file, pooling, class_token, arguments):
     """Arguments of the task, and layouts of the last norm and of what pools."""
     if pooling == "map":
-        return {"pooling": "map"}, norm("final_norm", "norm."), _attention_pool(file)
+        task = {"pooling": "map"}
+        if arguments["query_key_norm"]:
+            # timm's pooling goes without, whatever its blocks do.
+            task["pooling_query_key_norm"] = False
+        return task, norm("final_norm", "norm."), _attention_pool(file)
     names = {"token": "class_token", "avg": "average"}
     if class_token:
         names["avg"] = "patch_average"
@@ -321,7 +346,7 @@ def _mixer(file, config):
         "activation": "gelu",
         "layer_norm_epsilon": 1e-6,
     }
-    return Plan(
+    plan = Plan(
         "MLP-Mixer (timm)",
         "MixerBackbone",
         arguments,
@@ -329,3 +354,4 @@ def _mixer(file, config):
         task,
         notes=_assumed(config, True, False, arguments, None),
     )
+    return _with_preprocessing(plan, config)

@@ -15,6 +15,7 @@ class BlockNames(NamedTuple):
         output: of attention.
         scales: LayerScale's factors on the outputs of attention and of the MLP,
             which some models have.
+        query_key_norms: of queries and of keys in each head, which some models have.
     """
 
     norms: tuple[str, str]
@@ -22,6 +23,12 @@ class BlockNames(NamedTuple):
     queries: tuple[str, ...]
     output: str
     scales: tuple[str, str] = ("", "")
+    query_key_norms: tuple[str, str] = ("", "")
+
+    def query_key_norm(self, file, block: str) -> bool:
+        """Whether a block of a `TensorFile` normalises queries and keys."""
+        name = self.query_key_norms[0]
+        return bool(name) and f"{block}{name}weight" in file
 
 
 def block_layouts(
@@ -41,7 +48,13 @@ def block_layouts(
         for name in (f"{block}{scale}" for scale in names.scales)
     )
     hidden, output = (f"{block}{name}" for name in names.mlp)
+    normalized = {}
+    if names.query_key_norm(file, block):
+        for ours, name in zip(("query", "key"), names.query_key_norms):
+            place_of_norm = f"{place}/attention/{ours}_norm"
+            normalized.update(norm(place_of_norm, f"{block}{name}"))
     return {
+        **normalized,
         **norm(f"{place}/mixer_norm", f"{block}{names.norms[0]}"),
         **norm(f"{place}/feed_forward_norm", f"{block}{names.norms[1]}"),
         **linear(f"{place}/mlp/hidden", hidden),

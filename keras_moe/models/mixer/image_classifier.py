@@ -18,7 +18,8 @@ class MixerImageClassifier(ImageClassifier):
         num_classes: the number of classes.
         preprocessor, multi_label, representation_dim, head_bias, activation, dropout,
         head_dtype, pooled_norm, head, head_position: see `ImageClassifier`.
-        pooling: `"average"`, also for None.
+        pooling: `"average"`, also for None, or `"first"`.
+        pooling_query_key_norm: None, since nothing here attends.
         **kwargs: see `keras_hub.models.ImageClassifier`.
 
     Input shape:

@@ -45,6 +45,8 @@ class ViTBackbone(VisionBackbone):
             `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
         embedding_norm: normalise the embedded tokens, as CLIP does.
         query_key_norm: normalise queries and keys in each head, as Soft MoE does.
+        query_key_norm_bias: whether that normalisation has an offset beside its
+            scale, as timm's `qk_norm` has.
         final_norm: normalise the last block's tokens; without, a classifier with
             `pooled_norm` normalises what it pools.
         activation: of the feed-forward layers.
@@ -172,6 +174,7 @@ class ViTBackbone(VisionBackbone):
         position_interpolation: str = "bilinear",
         embedding_norm: bool = False,
         query_key_norm: bool = False,
+        query_key_norm_bias: bool = False,
         final_norm: bool = True,
         activation: Any = "gelu_tanh",
         dropout_rate: float = 0.0,
@@ -222,6 +225,7 @@ class ViTBackbone(VisionBackbone):
         hidden_dim,
         num_heads,
         query_key_norm,
+        query_key_norm_bias,
         attention_dropout,
         layer_norm_epsilon,
         **_,
@@ -230,6 +234,7 @@ class ViTBackbone(VisionBackbone):
             num_heads,
             head_size(num_heads, hidden_dim),
             query_key_norm=query_key_norm,
+            query_key_norm_bias=query_key_norm_bias,
             layer_norm_epsilon=layer_norm_epsilon,
             dropout=attention_dropout,
             # A seed of its own: both dropouts would drop alike otherwise.

@@ -17,7 +17,8 @@ class ViTImageClassifier(ImageClassifier):
         backbone: a `ViTBackbone`.
         num_classes: the number of classes.
         preprocessor, pooling, multi_label, representation_dim, head_bias, activation,
-        dropout, head_dtype, pooled_norm, head, head_position: see `ImageClassifier`.
+        dropout, head_dtype, pooled_norm, head, head_position, pooling_query_key_norm:
+        see `ImageClassifier`.
         **kwargs: see `keras_hub.models.ImageClassifier`.
 
     Input shape:

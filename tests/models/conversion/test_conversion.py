@@ -141,6 +141,75 @@ def test_models_of_vmoes_code(tmp_path, case):
         assert report.arguments["router_options"]["num_slots"] == 3
 
 
+def parameters_of(arrays):
+    return {
+        name.removeprefix("params/"): array
+        for name, array in arrays.items()
+        if name.startswith("params/")
+    }
+
+
+@pytest.mark.parametrize("pooling", ["map", "first"])
+def test_normalised_queries_and_keys_of_vmoes_code(tmp_path, pooling):
+    arrays, config = golden.load(f"16_query_key_norm/{pooling}")
+    prefix = write_vmoe(tmp_path / "checkpoint", parameters_of(arrays))
+    # Without weights of its own, the first token's pooling is to be told.
+    overrides = {"pooling": "first"} if pooling == "first" else {}
+    model, _ = models.convert(prefix, **overrides)
+    assert model.pooling == pooling
+    assert model.count_params() == config["param_count"]
+    description = models.describe(model)
+    assert description.parameters == model.count_params()
+    found = predict(model, arrays["inputs/images"])
+    np.testing.assert_allclose(found, arrays["outputs/logits"], **TOLERANCE)
+
+
+@pytest.mark.backend_free
+def test_a_head_that_normalises_where_the_blocks_do_not(tmp_path):
+    arrays, _ = golden.load("16_query_key_norm/map")
+    parameters = parameters_of(arrays)
+    norms = ("query_ln/scale", "key_ln/scale")
+    of_head = {
+        name: array
+        for name, array in parameters.items()
+        if name.startswith("MapHead") or not name.endswith(norms)
+    }
+    model, _ = models.convert(write_vmoe(tmp_path / "head", of_head))
+    assert model.pooling_query_key_norm is True
+    assert not model.backbone.get_config()["query_key_norm"]
+    of_blocks = {
+        name: array
+        for name, array in parameters.items()
+        if not name.startswith("MapHead") or not name.endswith(norms)
+    }
+    model, _ = models.convert(write_vmoe(tmp_path / "blocks", of_blocks))
+    assert model.pooling_query_key_norm is False
+    # A trained model's head comes with another number of classes, too.
+    model.save_to_preset(tmp_path / "preset")
+    again = models.from_preset(str(tmp_path / "preset"), num_classes=2)
+    assert again.count_params() == model.count_params() - 3 * (16 + 1)
+
+
+@pytest.mark.parametrize("prefix", ["params", "target"])
+def test_a_training_state_gives_its_parameters(tmp_path, prefix):
+    arrays, config = golden.load("16_query_key_norm/map")
+    parameters = parameters_of(arrays)
+    state = {"step": np.int32(7), "rngs/dropout": np.zeros(2, "uint32")}
+    for name, array in parameters.items():
+        state[f"{prefix}/{name}"] = array
+        state[f"opt_state/0/mu/{name}"] = np.zeros_like(array)
+    state["opt_state/0/count"] = np.int32(7)
+    model, report = models.convert(write_vmoe(tmp_path / "state", state))
+    found = predict(model, arrays["inputs/images"])
+    np.testing.assert_allclose(found, arrays["outputs/logits"], **TOLERANCE)
+    assert set(report.ignored) == {x for x in state if not x.startswith(prefix)}
+    assert "opt_state" in report.ignored["opt_state/0/count"]
+    assert "optimizer" in report.ignored["opt_state/0/count"]
+    assert report.ignored["step"].endswith("no parameter: step")
+    description = models.describe(str(tmp_path / "state"))
+    assert description.parameters == config["param_count"]
+
+
 @pytest.mark.backend_free
 def test_released_names_say_what_weights_do_not(tmp_path):
     for file in (CHECKPOINTS / "vmoe_tiny").iterdir():
@@ -338,10 +407,13 @@ def timm_folder(folder, case, mean=HALF, std=HALF, change=None, **config):
     return write_folder(folder, tensors, {**content, **config})
 
 
-@pytest.mark.parametrize("case", ["vit_token", "vit_avg", "mixer"])
+@pytest.mark.parametrize(
+    "case", ["vit_token", "vit_avg", "mixer", "vit_qk_norm", "vit_qk_norm_map"]
+)
 def test_logits_of_timm(tmp_path, case):
     arrays, _ = golden.load(f"12_timm/{case}")
     model, report = models.convert(timm_folder(tmp_path, case))
+    assert models.describe(model).parameters == model.count_params()
     images = arrays["inputs/images"]
     np.testing.assert_allclose(
         predict(model, images), arrays["outputs/logits"], **TOLERANCE

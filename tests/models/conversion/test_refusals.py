@@ -369,6 +369,7 @@ def test_what_timm_has_and_we_have_not(tmp_path):
         tensors["head_dist.weight"] = tensors["head.weight"]
 
     def norms(tensors):
+        # Of one block alone, without the keys'.
         tensors["blocks.0.attn.q_norm.weight"] = np.ones(8, "float32")
 
     def fewer(tensors):
@@ -378,7 +379,7 @@ def test_what_timm_has_and_we_have_not(tmp_path):
         (
             (registers, "register tokens"),
             (distilled, "head_dist.weight"),
-            (norms, "blocks.0.attn.q_norm.weight"),
+            (norms, "blocks.0.attn.q_norm.bias"),
             (fewer, "blocks.0.attn.proj.bias"),
         )
     ):

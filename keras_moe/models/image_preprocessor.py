@@ -1,0 +1,308 @@
+"""From images of any size to what a model takes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_moe.layers.interpolation import (
+    INTERPOLATIONS,
+    cubic_weights,
+    linear_weights,
+    widened_linear_weights,
+)
+from keras_moe.ops.checks import check_bool, check_image_shape, check_one_of
+
+# What Pillow's images of these modes become; others have no meaning as pixels.
+_MODES = {"1": "L", "L": "L", "LA": "L"}
+_MODES.update(dict.fromkeys(("P", "RGB", "RGBA", "CMYK", "YCbCr"), "RGB"))
+# The luminance of TensorFlow's and Pillow's conversion to grey.
+_LUMINANCE = np.array([0.299, 0.587, 0.114], "float32")
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+@dataclass(frozen=True)
+class ImagePreprocessor:
+    """What turns images of any size into those that a model was trained on.
+
+    A classifier carries one as `model.preprocessor`, and `model.classify` applies it.
+    `fit`, `evaluate` and `predict` do not: they take images that are prepared already,
+    such as those of `keras_moe.data.load`, from any source that Keras knows. Apply it
+    there yourself: `model.predict(model.preprocessor(photos))`.
+
+    It runs in NumPy, so that images of many sizes compile nothing, and gives the same
+    numbers on every backend. Inside `tf.data` it goes through `tf.numpy_function`.
+
+    Args:
+        image_shape: (height, width, channels) of the model's images.
+        mean: mean of the pixels in [0, 1], one number or one per channel.
+        std: standard deviation likewise; 0.5 and 0.5 give the range [-1, 1].
+        interpolation: `"bilinear"` or `"bicubic"`.
+        antialias: whether pixels are averaged where the image shrinks, as Pillow does
+            it; `"bicubic"` always does.
+        center_crop: None squashes the whole image to the model's size. A number in
+            (0, 1] keeps the aspect: the middle of the image is taken, and of its
+            shorter side this share (timm's `crop_pct`).
+        class_names: names of the classes in order, or None.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.models import ImagePreprocessor
+    >>> preprocessor = ImagePreprocessor((32, 32, 3))
+    >>> photo = np.full((48, 64, 3), 255, "uint8")
+    >>> preprocessor(photo).shape, float(preprocessor(photo).max())
+    ((32, 32, 3), 1.0)
+    """
+
+    image_shape: tuple[int, int, int]
+    mean: Any = 0.5
+    std: Any = 0.5
+    interpolation: str = "bilinear"
+    antialias: bool = False
+    center_crop: float | None = None
+    class_names: Sequence[str] | None = None
+
+    def __post_init__(self):
+        shape = check_image_shape(self.image_shape)
+        check_one_of("interpolation", self.interpolation, INTERPOLATIONS)
+        check_bool("antialias", self.antialias)
+        crop = self.center_crop
+        if crop is not None and not (_is_number(crop) and 0 < crop <= 1):
+            raise ValueError(
+                "Expected center_crop to be None or in (0, 1]; received: "
+                f"center_crop={crop!r}"
+            )
+        values = {
+            "image_shape": shape,
+            "mean": _per_channel("mean", self.mean, shape[2]),
+            "std": _per_channel("std", self.std, shape[2]),
+            "antialias": self.antialias or self.interpolation == "bicubic",
+            "class_names": _names(self.class_names),
+        }
+        if min(values["std"]) <= 0:
+            raise ValueError(f"Expected std above 0; received: std={self.std!r}")
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def name(self) -> str:
+        """The name under which a model's summary shows it."""
+        return "image_preprocessor"
+
+    def __call__(self, images: Any, max_value: float | None = None) -> np.ndarray:
+        """Prepares images.
+
+        Grey images are repeated over three channels, and RGB becomes luminance for a
+        model of one channel, as in `keras_moe.data.load`.
+
+        Args:
+            images: an array (B, H, W, C) or one image (H, W, C) or (H, W) with C of 1
+                or 3; a sequence of images of different sizes; or Pillow's images.
+            max_value: the value of white. None takes 255 for integers and 1 for
+                floats and bools, whose values are then checked to be in [0, 1]:
+                floats in [0, 255] need `max_value=255`.
+
+        Returns:
+            float32 (B, height, width, channels), or (height, width, channels) for one
+            image.
+
+        Raises:
+            ValueError: if the images are of another shape or range.
+        """
+        if max_value is not None and not (_is_number(max_value) and max_value > 0):
+            raise ValueError(
+                f"Expected max_value above 0; received: max_value={max_value!r}"
+            )
+        if isinstance(images, (list, tuple)):
+            parts = [self._prepared(_array(image), max_value) for image in images]
+            return np.stack(parts) if parts else self._empty()
+        images = _array(images)
+        if images.ndim != 4:
+            return self._prepared(images, max_value)
+        parts = [self._prepared(image, max_value) for image in images]
+        return np.stack(parts) if parts else self._empty()
+
+    def _empty(self):
+        return np.zeros((0, *self.image_shape), "float32")
+
+    def _prepared(self, image, max_value):
+        if image.ndim == 2:
+            image = image[..., None]
+        channels = self.image_shape[2]
+        allowed = (1, 3) if channels in (1, 3) else (channels,)
+        if image.ndim != 3 or image.shape[2] not in allowed or 0 in image.shape:
+            raise ValueError(
+                "Expected images (height, width, channels) with a number of channels "
+                f"in {allowed}; received: shape={image.shape}"
+            )
+        image = self._resized(image, _white(image, max_value))
+        if image.shape[2] == 3 and channels == 1:
+            image = image @ _LUMINANCE[:, None]
+        mean, std = np.array(self.mean, "float32"), np.array(self.std, "float32")
+        # Broadcasts grey to the model's channels.
+        return np.broadcast_to((image - mean) / std, self.image_shape).copy()
+
+    def _resized(self, image, white):
+        size, sizes, starts = self.image_shape[:2], self.image_shape[:2], (0, 0)
+        if self.center_crop is not None:
+            sizes = self._size_before_crop(image.shape)
+            starts = [round((now - new) / 2) for now, new in zip(sizes, size)]
+        rows, columns = (
+            self._weights(old, now)[start : start + new].astype("float32")
+            for old, now, start, new in zip(image.shape, sizes, starts, size)
+        )
+        # Only the pixels that are read: without antialiasing few of a photo's are.
+        down, across = (np.flatnonzero(x.any(axis=0)) for x in (rows, columns))
+        image = image[np.ix_(down, across)].astype("float32") / np.float32(white)
+        # Cubic weights overshoot; Pillow, too, cuts that off after each direction.
+        image = np.tensordot(columns[:, across], image, (1, 1)).clip(0.0, 1.0)
+        image = np.tensordot(rows[:, down], image, (1, 1)).clip(0.0, 1.0)
+        return image
+
+    def _size_before_crop(self, shape):
+        """The size to which the whole image is resized, with its aspect kept."""
+        wanted = [math.floor(size / self.center_crop) for size in self.image_shape[:2]]
+        scale = max(new / old for new, old in zip(wanted, shape))
+        return [max(new, int(old * scale)) for new, old in zip(wanted, shape)]
+
+    def _weights(self, old, new):
+        if self.interpolation == "bicubic":
+            return cubic_weights(old, new)
+        return (widened_linear_weights if self.antialias else linear_weights)(old, new)
+
+    def adapted(
+        self, image_shape: tuple | None = None, num_classes: int | None = None
+    ) -> "ImagePreprocessor":
+        """The same for another image size or another head.
+
+        Args:
+            image_shape: the model's now; None keeps it. Mean and standard deviation
+                per channel are averaged where the number of channels changes.
+            num_classes: the classes of the model now. Names of another number of
+                classes are dropped. None keeps them.
+        """
+        changes = {}
+        if image_shape is not None:
+            shape = changes["image_shape"] = check_image_shape(image_shape)
+            for name in ("mean", "std"):
+                value = getattr(self, name)
+                if len(value) not in (1, shape[2]):
+                    changes[name] = float(np.mean(value))
+        names = self.class_names
+        if names is not None and num_classes not in (None, len(names)):
+            changes["class_names"] = None
+        return replace(self, **changes)
+
+    def check_model(self, image_shape: tuple, num_classes: int) -> None:
+        """Checks that it is a model's.
+
+        Args:
+            image_shape: of the model's images.
+            num_classes: of the model.
+
+        Raises:
+            ValueError: if the images or the names are another model's.
+        """
+        if tuple(image_shape) != self.image_shape:
+            raise ValueError(
+                f"Expected a preprocessor of image_shape={tuple(image_shape)}; "
+                f"received: image_shape={self.image_shape}"
+            )
+        if self.class_names is not None and len(self.class_names) != num_classes:
+            raise ValueError(
+                f"Expected class_names of {num_classes} classes; received: "
+                f"{len(self.class_names)}"
+            )
+
+    def get_config(self) -> dict:
+        """The arguments, as JSON has them."""
+        config = asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
+
+    @classmethod
+    def from_config(cls, config: dict) -> "ImagePreprocessor":
+        """A preprocessor of `get_config`'s arguments."""
+        return cls(**config)
+
+    def save_to_preset(self, preset_dir: str) -> None:
+        """Writes nothing: the preset's `task.json` holds the preprocessor.
+
+        Args:
+            preset_dir: the preset's folder.
+        """
+
+
+def _is_number(value):
+    is_number = isinstance(value, (int, float, np.integer, np.floating))
+    return is_number and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _per_channel(name, value, channels):
+    values = tuple(value) if isinstance(value, (list, tuple, np.ndarray)) else (value,)
+    if len(values) not in (1, channels) or not all(map(_is_number, values)):
+        raise ValueError(
+            f"Expected {name} to be a number or one per channel, {channels} in all; "
+            f"received: {name}={value!r}"
+        )
+    return tuple(float(x) for x in values)
+
+
+def _names(class_names):
+    if class_names is None:
+        return None
+    is_list = isinstance(class_names, (list, tuple)) and len(class_names) > 0
+    if not is_list or not all(isinstance(name, str) for name in class_names):
+        raise ValueError(
+            "Expected class_names to be None or a list of names; received: "
+            f"class_names={class_names!r}"
+        )
+    return tuple(class_names)
+
+
+def _array(image):
+    """An image or a batch as an array of numbers."""
+    mode = getattr(image, "mode", None)
+    if isinstance(mode, str) and hasattr(image, "convert"):
+        # Pillow's: a palette's numbers are no pixels.
+        if mode not in _MODES:
+            raise ValueError(
+                f"Expected a Pillow image of a mode of {sorted(_MODES)}; received: "
+                f"mode={mode!r}"
+            )
+        return np.asarray(image.convert(_MODES[mode]))
+    if hasattr(image, "graph"):
+        raise ValueError(
+            "Expected arrays; received a symbolic tensor. Inside tf.data use "
+            "tf.numpy_function(preprocessor, [images], tf.float32)."
+        )
+    if keras.ops.is_tensor(image):
+        image = keras.ops.convert_to_numpy(image)
+    array = np.asarray(image)
+    if array.dtype.kind not in "biufV":
+        raise ValueError(
+            f"Expected images as numbers; received: {type(image).__name__} of "
+            f"dtype={array.dtype}"
+        )
+    return array
+
+
+def _white(image, max_value):
+    """The value of white, if all pixels are between black and white."""
+    white = float(max_value or (255 if image.dtype.kind in "iu" else 1))
+    if image.dtype == np.uint8 and white >= 255:
+        return white
+    low, high = (float(x) for x in (image.min(), image.max()))
+    # A NaN is in no range.
+    if not (low >= -1e-6 * white and high <= (1 + 1e-6) * white):
+        raise ValueError(
+            f"Expected pixels in [0, {white:g}], or max_value=...; received: "
+            f"minimum={low:g}, maximum={high:g}"
+        )
+    return white

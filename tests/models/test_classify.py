@@ -1,0 +1,158 @@
+"""Names and probabilities, and presets that carry their preprocessing."""
+
+import json
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.models import ImagePreprocessor, ViTBackbone, ViTImageClassifier
+from tests.models.test_pooling import SMALL
+
+NAMES = ["ant", "bee", "cat"]
+PHOTOS = np.random.default_rng(0).integers(0, 256, (3, 11, 17, 3), dtype="uint8")
+
+
+def classifier(preprocessor="ours", num_classes=3, **kwargs):
+    if preprocessor == "ours":
+        preprocessor = ImagePreprocessor(
+            SMALL["image_shape"], center_crop=0.9, class_names=NAMES
+        )
+    model = ViTImageClassifier(
+        ViTBackbone(**SMALL), num_classes, preprocessor, **kwargs
+    )
+    generator = np.random.default_rng(1)
+    model.output_dense.kernel.assign(generator.normal(size=(8, num_classes)))
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return classifier()
+
+
+def test_names_and_probabilities(model):
+    found = model.classify(PHOTOS, top=5)
+    logits = model.predict(model.preprocessor(PHOTOS), verbose=0)
+    expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    assert [len(row) for row in found] == [3, 3, 3]
+    for row, probabilities in zip(found, expected):
+        np.testing.assert_allclose(
+            [x.probability for x in row], np.sort(probabilities)[::-1], rtol=1e-4
+        )
+        for x in row:
+            assert x.name == NAMES[x.index]
+            np.testing.assert_allclose(x.probability, probabilities[x.index], rtol=1e-4)
+    (best,) = model.classify(PHOTOS[1], top=1)
+    assert best.name == found[1][0].name
+    # Of different sizes, and grey.
+    assert len(model.classify([PHOTOS[0], PHOTOS[1, :9, :9, 0]], batch_size=1)) == 2
+    assert model.classify([]) == []
+    json.dumps(found)
+
+
+def test_fit_and_predict_take_images_that_are_prepared(model):
+    prepared = model.preprocessor(PHOTOS)
+    before = classifier(preprocessor=None)
+    before.set_weights(model.get_weights())
+    np.testing.assert_array_equal(
+        model.predict(prepared, verbose=0), before.predict(prepared, verbose=0)
+    )
+    labels = np.arange(3)
+    np.testing.assert_allclose(
+        model.evaluate(prepared, labels, verbose=0),
+        before.evaluate(prepared, labels, verbose=0),
+        rtol=1e-6,
+    )
+    trained = classifier()
+    trained.compile(keras.optimizers.SGD(0.01))
+    history = trained.fit(prepared, labels, epochs=3, verbose=0).history["loss"]
+    assert history[-1] < history[0]
+
+
+@pytest.mark.backend_free
+def test_outputs_of_every_kind():
+    logits = classifier(multi_label=True)
+    logits.set_weights([np.asarray(w) for w in logits.get_weights()])
+    outputs = logits.predict(logits.preprocessor(PHOTOS[:1]), verbose=0)
+    for found in logits.classify(PHOTOS[0]):
+        expected = 1 / (1 + np.exp(-outputs[0, found.index]))
+        np.testing.assert_allclose(found.probability, expected, rtol=1e-5)
+    probable = classifier(activation="softmax")
+    found = probable.classify(PHOTOS[0])
+    outputs = probable.predict(probable.preprocessor(PHOTOS[:1]), verbose=0)
+    np.testing.assert_allclose(found[0].probability, outputs.max(), rtol=1e-6)
+    half = ViTImageClassifier(
+        ViTBackbone(**SMALL, dtype="bfloat16"),
+        3,
+        ImagePreprocessor(SMALL["image_shape"]),
+    )
+    found = half.classify(PHOTOS[0])
+    # Without names there are numbers; equals keep their order.
+    assert [x.name for x in found] == ["0", "1", "2"]
+    np.testing.assert_allclose(found[0].probability, 1 / 3, rtol=1e-6)
+
+
+@pytest.mark.backend_free
+def test_what_classify_refuses(model):
+    for top in (0, 1.5):
+        with pytest.raises(ValueError, match=f"top={top}"):
+            model.classify(PHOTOS, top=top)
+    for preprocessor in (None, keras.layers.Rescaling(2.0)):
+        with pytest.raises(ValueError, match="with an ImagePreprocessor"):
+            classifier(preprocessor).classify(PHOTOS)
+    with pytest.raises(ValueError, match=r"image_shape=\(4, 4, 3\)"):
+        classifier(ImagePreprocessor((4, 4, 3)))
+    names = ImagePreprocessor(SMALL["image_shape"], class_names=["a"])
+    with pytest.raises(ValueError, match="class_names of 3 classes; received: 1"):
+        classifier(names)
+
+
+@pytest.mark.backend_free
+def test_kerashubs_preprocessors_alone_are_applied_by_fit(model):
+    converter = keras_hub.layers.ImageConverter((8, 8), scale=1 / 255)
+    theirs = keras_hub.models.ImageClassifierPreprocessor(converter)
+    images = np.full((1, 8, 8, 3), 255, "uint8")
+    for preprocessor, white in (
+        (theirs, 1.0),
+        (keras.layers.Rescaling(2.0), 255.0),
+        (model.preprocessor, 255.0),
+        (None, 255.0),
+    ):
+        found = classifier(preprocessor).preprocess_samples(images, None)
+        np.testing.assert_allclose(np.asarray(found).max(), white, rtol=1e-6)
+
+
+def test_a_preset_carries_its_preprocessing(model, tmp_path):
+    model.save_to_preset(tmp_path / "preset")
+    saved = json.loads((tmp_path / "preset" / "task.json").read_text())
+    config = saved["config"]["preprocessor"]["config"]
+    assert config["class_names"] == NAMES
+    again = models.from_preset(str(tmp_path / "preset"))
+    assert again.preprocessor == model.preprocessor
+    for one, other in zip(again.classify(PHOTOS), model.classify(PHOTOS)):
+        assert [x.name for x in one] == [x.name for x in other]
+    # A new head has other classes, and a new size is another preprocessor's.
+    new = models.from_preset(str(tmp_path / "preset"), num_classes=2)
+    assert new.preprocessor.class_names is None
+    assert new.preprocessor.center_crop == 0.9
+    large = models.from_preset(str(tmp_path / "preset"), image_shape=(16, 8, 3))
+    assert large.preprocessor.image_shape == (16, 8, 3)
+    assert large.preprocessor.class_names == tuple(NAMES)
+    deeper = models.from_preset(
+        str(tmp_path / "preset"), image_shape=(16, 8, 1), dropout_rate=0.1
+    )
+    assert deeper.preprocessor.image_shape == (16, 8, 1)
+    none = models.from_preset(str(tmp_path / "preset"), preprocessor=None)
+    assert none.preprocessor is None
+
+
+@pytest.mark.backend_free
+def test_a_keras_file_and_a_copy_carry_it_too(model, tmp_path):
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert again.preprocessor == model.preprocessor
+    assert model.copy().preprocessor == model.preprocessor
+    model.summary(print_fn=lambda text: None)

@@ -1,0 +1,192 @@
+"""From images of any size to what a model takes, on every backend alike."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from PIL import Image
+
+from keras_moe import models
+from keras_moe.models import ImagePreprocessor
+
+pytestmark = pytest.mark.backend_free
+
+GENERATOR = np.random.default_rng(0)
+PHOTO = GENERATOR.integers(0, 256, (37, 61, 3), dtype="uint8")
+
+
+def test_white_and_black_are_the_ends_of_the_range():
+    preprocessor = ImagePreprocessor((8, 4, 3))
+    black = np.zeros((5, 5, 3), "uint8")
+    np.testing.assert_array_equal(preprocessor(black), np.full((8, 4, 3), -1.0))
+    np.testing.assert_allclose(preprocessor(black + 255), 1.0, rtol=1e-6)
+    normalized = ImagePreprocessor((8, 4, 3), mean=[0.2, 0.3, 0.4], std=[0.5, 1, 2])
+    expected = np.array([0.8 / 0.5, 0.7, 0.6 / 2])
+    found = normalized(black + 255)
+    assert found.dtype == "float32"
+    np.testing.assert_allclose(found, np.broadcast_to(expected, (8, 4, 3)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("interpolation", "resample"), [("bilinear", 2), ("bicubic", 3)]
+)
+@pytest.mark.parametrize("size", [(9, 12), (50, 80)])
+def test_resizing_is_pillows(interpolation, resample, size):
+    preprocessor = ImagePreprocessor(
+        (*size, 3), mean=0, std=1, interpolation=interpolation, antialias=True
+    )
+    expected = Image.fromarray(PHOTO).resize(size[::-1], resample)
+    # Pillow rounds after the columns and after the rows.
+    difference = np.abs(255 * preprocessor(PHOTO) - np.asarray(expected, "float32"))
+    assert difference.max() < 1.6
+
+
+def test_the_middle_is_that_of_timm_and_torchvision():
+    preprocessor = ImagePreprocessor(
+        (16, 16, 3), 0, 1, "bicubic", center_crop=0.8, antialias=True
+    )
+    # The shorter side becomes 16 / 0.8 = 20, the longer one int(20 * 61 / 37) = 32.
+    resized = np.asarray(Image.fromarray(PHOTO).resize((32, 20), 3), "float32")
+    expected = resized[2:18, 8:24]
+    assert np.abs(255 * preprocessor(PHOTO) - expected).max() < 1.6
+    # Nothing of a square is cut off at 1.
+    whole = ImagePreprocessor((16, 16, 3), center_crop=1)
+    squashed = ImagePreprocessor((16, 16, 3))
+    np.testing.assert_array_equal(whole(PHOTO[:, :37]), squashed(PHOTO[:, :37]))
+
+
+def test_images_are_those_of_the_pipelines():
+    # As `data.load` resizes: bilinear, without antialiasing.
+    image = PHOTO.astype("float32") / 255
+    expected = keras.ops.image.resize(
+        image, (12, 20), interpolation="bilinear", antialias=False
+    )
+    found = ImagePreprocessor((12, 20, 3))(PHOTO)
+    expected = 2 * keras.ops.convert_to_numpy(expected) - 1
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_forms_of_images():
+    preprocessor = ImagePreprocessor((8, 8, 3))
+    one = preprocessor(PHOTO)
+    assert one.shape == (8, 8, 3)
+    batch = np.stack([PHOTO, PHOTO])
+    for images in (
+        batch,
+        [PHOTO, PHOTO],
+        (PHOTO, Image.fromarray(PHOTO)),
+        keras.ops.convert_to_tensor(batch),
+        batch.astype("int64"),
+    ):
+        np.testing.assert_array_equal(preprocessor(images), np.stack([one, one]))
+    others = preprocessor([PHOTO, PHOTO[:20], PHOTO[:, :7]])
+    assert others.shape == (3, 8, 8, 3)
+    for nothing in ([], batch[:0]):
+        assert preprocessor(nothing).shape == (0, 8, 8, 3)
+
+
+def test_floats():
+    preprocessor = ImagePreprocessor((8, 8, 3))
+    expected = preprocessor(PHOTO)
+    pixels = PHOTO.astype("float32")
+    np.testing.assert_allclose(preprocessor(pixels / 255), expected, atol=1e-6)
+    np.testing.assert_allclose(preprocessor(pixels, max_value=255), expected)
+    with pytest.raises(ValueError, match=r"in \[0, 1\], or max_value.*maximum=255"):
+        preprocessor(pixels)
+    with pytest.raises(ValueError, match="minimum=-1"):
+        preprocessor(pixels / 127.5 - 1)
+    with pytest.raises(ValueError, match="nan"):
+        preprocessor(np.full((3, 3, 3), np.nan))
+    with pytest.raises(ValueError, match=r"in \[0, 255\].*maximum=65535"):
+        preprocessor(np.full((3, 3, 3), 65535, "uint16"))
+    mask = PHOTO[..., 0] > 99
+    np.testing.assert_array_equal(
+        preprocessor(mask), preprocessor(255 * mask.astype("uint8"))
+    )
+
+
+def test_grey_and_colour():
+    grey = PHOTO[..., 0]
+    colour = ImagePreprocessor((37, 61, 3))
+    np.testing.assert_array_equal(colour(grey), colour(np.stack([grey] * 3, axis=-1)))
+    np.testing.assert_array_equal(colour(grey[..., None]), colour(grey))
+    to_grey = ImagePreprocessor((37, 61, 1), 0, 1)
+    assert to_grey(grey).shape == (37, 61, 1)
+    expected = np.asarray(Image.fromarray(PHOTO).convert("L"), "float32")
+    assert np.abs(255 * to_grey(PHOTO)[..., 0] - expected).max() < 1
+    with_alpha = np.concatenate([PHOTO, PHOTO[..., :1]], axis=-1)
+    with pytest.raises(ValueError, match=r"channels in \(1, 3\).*61, 4"):
+        colour(with_alpha)
+    assert ImagePreprocessor((8, 8, 4))(with_alpha).shape == (8, 8, 4)
+    np.testing.assert_array_equal(colour(Image.fromarray(with_alpha)), colour(PHOTO))
+    # A palette's numbers are no pixels.
+    palette = Image.fromarray(PHOTO).convert("P")
+    np.testing.assert_array_equal(colour(palette), colour(palette.convert("RGB")))
+    with pytest.raises(ValueError, match="mode='F'"):
+        colour(Image.fromarray(grey.astype("float32")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_shape": (8, 8)}, "image_shape"),
+        ({"mean": [0.5, 0.5]}, "mean=\\[0.5, 0.5\\]"),
+        ({"mean": "x"}, "mean='x'"),
+        ({"std": 0}, "std=0"),
+        ({"std": float("nan")}, "std=nan"),
+        ({"interpolation": "lanczos"}, "interpolation='lanczos'"),
+        ({"antialias": 1}, "antialias=1"),
+        ({"center_crop": 0}, "center_crop=0"),
+        ({"center_crop": 1.2}, "center_crop=1.2"),
+        ({"class_names": "cat"}, "class_names='cat'"),
+        ({"class_names": [1, 2]}, "class_names=\\[1, 2\\]"),
+    ],
+)
+def test_arguments_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ImagePreprocessor(**{"image_shape": (8, 8, 3), **arguments})
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        "a.png",
+        np.zeros((2, 2)).astype(str),
+        np.zeros(3, "uint8"),
+        np.zeros((1, 2, 3, 4, 3), "uint8"),
+        np.zeros((0, 3, 3), "uint8"),
+        np.zeros((7, 8, 8), "uint8"),
+    ],
+)
+def test_what_is_no_image_is_refused(images):
+    with pytest.raises(ValueError, match="Expected images"):
+        ImagePreprocessor((8, 8, 3))(images)
+
+
+def test_arguments_round_trip_as_json():
+    preprocessor = ImagePreprocessor(
+        (8, 4, 3), [0.1, 0.2, 0.3], 0.7, "bicubic", True, 0.9, ["a", "b"]
+    )
+    stored = keras.saving.serialize_keras_object(preprocessor)
+    again = keras.saving.deserialize_keras_object(json.loads(json.dumps(stored)))
+    assert again == preprocessor
+
+
+def test_inside_tf_data():
+    tf = pytest.importorskip("tensorflow")
+    preprocessor = ImagePreprocessor((8, 8, 3))
+    photos = tf.data.Dataset.from_tensors(PHOTO)
+    with pytest.raises(ValueError, match=r"tf\.numpy_function"):
+        photos.map(preprocessor)
+    found = photos.map(lambda x: tf.numpy_function(preprocessor, [x], tf.float32))
+    np.testing.assert_array_equal(next(iter(found)), preprocessor(PHOTO))
+
+
+@pytest.mark.parametrize("name", ["vit_s32", "mixer_s32", "vmoe_digits"])
+def test_every_builtin_preset_says_how_images_are_prepared(name):
+    model = models.from_preset(name, num_classes=10, num_layers=2)
+    names = tuple("0123456789") if "digits" in name else None
+    assert model.preprocessor == ImagePreprocessor(
+        model.input_shape[1:], class_names=names
+    )
