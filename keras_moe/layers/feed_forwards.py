@@ -88,6 +88,8 @@ def feed_forward_layers(
     """
     if images_per_group is not None:
         check_integer("images_per_group", images_per_group)
+    if expert_mlp_dim is not None:
+        check_integer("expert_mlp_dim", expert_mlp_dim)
     moe_indices = resolve_moe_layers(moe_layers, num_layers)
 
     def mlp(index):
@@ -228,6 +230,13 @@ def _router(
             "Expected a token choice router for dropless=True; "
             f"received: router={name!r}"
         )
+    if capacity_factor is None and not dropless:
+        limits = ("capacity", "capacity_factor", "num_slots")
+        if all(given.get(limit) is None for limit in limits):
+            raise ValueError(
+                "Expected capacity_factor, or a capacity or number of slots in "
+                f"router_options, for router={name!r}; received: capacity_factor=None"
+            )
     if cls is SoftRouter:
         if eval_capacity_factor is not None:
             raise ValueError(

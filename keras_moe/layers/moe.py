@@ -13,7 +13,12 @@ from keras.src.backend.common.masking import get_keras_mask
 from keras_moe import losses, routers
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
-from keras_moe.ops.checks import check_integer, check_positive
+from keras_moe.ops.checks import (
+    check_ids,
+    check_integer,
+    check_mask,
+    check_positive,
+)
 from keras_moe.ops.dispatch import (
     combine,
     combine_einsum,
@@ -187,6 +192,9 @@ class MoE(keras.layers.Layer):
         if mask is None:
             # Keras hands it on to calls of one tensor only.
             mask = get_keras_mask(tokens)
+        shape = tuple(tokens.shape)[:2]
+        check_mask("mask", mask, shape)
+        check_ids("modality_ids", modality_ids, shape)
         tokens = ops.cast(tokens, self.compute_dtype)
         residual = self._residual(tokens, previous_logits, mask)
         if mask is not None:

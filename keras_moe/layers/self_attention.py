@@ -8,8 +8,9 @@ from typing import Any
 
 import keras
 
+from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.ops.checks import check_integer
+from keras_moe.ops.checks import check_bool, check_integer, check_seed
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -69,8 +70,10 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             uniform = keras.initializers.RandomUniform(-limit, limit)
             kwargs["kernel_initializer"] = uniform
         kwargs.setdefault("name", "attention")
+        check_dropout("dropout", dropout)
+        check_seed("seed", seed)
         super().__init__(num_heads, key_dim, dropout=dropout, seed=seed, **kwargs)
-        self.query_key_norm = query_key_norm
+        self.query_key_norm = check_bool("query_key_norm", query_key_norm)
         self.layer_norm_epsilon = layer_norm_epsilon
         if query_key_norm:
             # As the release: a scale, no offset.

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_moe.losses import entropy_losses, router_losses
-from keras_moe.ops.checks import check_integer
+from keras_moe.ops.checks import check_integer, check_not_negative
 from keras_moe.ops.routing import Routing
 from keras_moe.ops.token_choice import selected_experts
 
@@ -46,11 +46,7 @@ class AuxiliaryLoss:
     needs_selected_experts = False
 
     def __init__(self, weight: float = 1.0):
-        if not 0 <= weight < float("inf"):
-            raise ValueError(
-                f"Expected a finite weight of at least 0; received: weight={weight}"
-            )
-        self.weight = float(weight)
+        self.weight = float(check_not_negative("weight", weight))
 
     def __call__(
         self,

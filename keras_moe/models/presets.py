@@ -27,6 +27,7 @@ from keras_moe.models.preset_loading import (
     split_arguments,
 )
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
+from keras_moe.ops.checks import check_bool
 
 BACKBONES = {cls.__name__: cls for cls in (ViTBackbone, MixerBackbone)}
 IMAGE_CLASSIFIERS = {
@@ -95,6 +96,7 @@ def from_preset(
     >>> model.output_shape
     (None, 10)
     """
+    check_bool("load_weights", load_weights)
     if task is not None and task not in TASKS:
         raise ValueError(
             f"Expected task to be None or one of {TASKS}; received: task={task!r}"

@@ -27,6 +27,7 @@ from keras_moe.layers.mlp import check_dropout
 from keras_moe.models.copying import CopyMixin
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
+from keras_moe.models.input_checks import InputChecksMixin
 from keras_moe.models.lora import LoraMixin
 from keras_moe.models.preset_loading import PresetMixin
 from keras_moe.models.quantization import QuantizedBackboneMixin, settle_policies
@@ -35,6 +36,7 @@ from keras_moe.ops.checks import (
     check_bool,
     check_image_shape,
     check_integer,
+    check_seed,
 )
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.routers import ROUTERS, SoftRouter
@@ -60,6 +62,7 @@ _SWITCHES = (
 
 
 class VisionBackbone(
+    InputChecksMixin,
     CopyMixin,
     PresetMixin,
     LoraMixin,
@@ -146,7 +149,9 @@ class VisionBackbone(
     @classmethod
     def _layers(cls, dtype, **config):
         """The backbone's layers in order, not built: nothing is allocated."""
-        image_shape, seed = check_image_shape(config["image_shape"]), config["seed"]
+        image_shape = check_image_shape(config["image_shape"])
+        # Before the seeds of layers are made of it.
+        seed = check_seed("seed", config["seed"])
         check_integer("num_layers", config["num_layers"])
         hidden_dim = check_integer("hidden_dim", config["hidden_dim"])
         for name in _SWITCHES:

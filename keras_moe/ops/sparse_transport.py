@@ -468,7 +468,9 @@ def _threshold(values, number, guess=None, width=None):
         else:
             number = ops.minimum(number, ops.shape(values)[-1])
         # Their minimum: on JAX, slicing costs many times the search.
-        return min_along(largest(values, number, stable=False)[0], axis=-1, keepdims=True)
+        return min_along(
+            largest(values, number, stable=False)[0], axis=-1, keepdims=True
+        )
 
     # Bisection from the guess, in growing steps: the guess is nearly right.
     finite = ops.where(values > -float("inf"), values, float("inf"))

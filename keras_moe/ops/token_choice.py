@@ -141,9 +141,7 @@ def token_choice(
 
     # From tokens to slots: every key writes its slot at its token and choice.
     queue = ops.floor_divide(keys, queue_size)
-    position = ops.arange(num_groups * queue_size, dtype="int32") - take(
-        starts, queue
-    )
+    position = ops.arange(num_groups * queue_size, dtype="int32") - take(starts, queue)
     expert = queue % num_queues
     kept = (position < capacity) & (expert < num_slotted)
     slot = ops.where(kept, expert * capacity + position, -1)

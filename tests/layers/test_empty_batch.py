@@ -8,20 +8,11 @@ from keras import ops
 from keras_moe import ops as moe_ops
 from keras_moe import routers
 from keras_moe.layers import (
-    AttentionPooling,
-    EncoderBlock,
     Experts,
-    MLP,
     MoE,
-    MuMoE,
-    MuMoEBlock,
-    SelfAttention,
-    TokenMLP,
-    TokenMuMoE,
 )
 from keras_moe.ops import ExpertKinds
 from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
-from tests.training_gradients import training_gradients
 
 NAMES = list(ROUTERS)
 GATES = np.zeros((0, 6, 4), "float32")
