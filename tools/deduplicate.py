@@ -41,6 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=Path("duplicates.json"))
     args = parser.parse_args(argv)
+    if not -1 <= args.max_distance <= 64:
+        parser.error(
+            "Expected --max-distance from -1 to 64; "
+            f"received: --max-distance {args.max_distance}"
+        )
     try:
         run(args)
     except (ValueError, ImportError, OSError) as error:

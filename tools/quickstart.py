@@ -35,6 +35,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
     args = parser.parse_args()
+    for name in ("epochs", "batch_size"):
+        if getattr(args, name) < 1:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(
+                f"Expected {option} of at least 1; received: {getattr(args, name)}"
+            )
+    if not 0 < args.learning_rate < float("inf"):
+        parser.error(
+            f"Expected a finite --learning-rate above 0; received: {args.learning_rate}"
+        )
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"Expected --seed from 0 to 2**32 - 1; received: {args.seed}")
     args.output.mkdir(parents=True, exist_ok=True)
     console = Console()
     start = time.perf_counter()

@@ -46,6 +46,11 @@ def load_digits(
     ((450, 16, 16, 1), (450,))
     """
     height, width, channels = check_image_shape(image_shape)
+    if channels not in (1, 3):
+        raise ValueError(
+            "Expected 1 channel, or 3 of equal values, for grey digits; "
+            f"received: image_shape={tuple(image_shape)}"
+        )
     pixels, labels = read_pixels(split, test_fraction, seed)
     rows, columns = (
         _bilinear(pixels.shape[1], height),

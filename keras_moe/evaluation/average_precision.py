@@ -239,6 +239,11 @@ def _checked(labels, scores, weight, sparse_labels, may_be_empty=False):
             f"sample_weight with sum {weight.sum()}, minimum {weight.min(initial=0)}"
         )
     if not sparse_labels:
+        if not np.isin(labels, (0, 1)).all():
+            raise ValueError(
+                "Expected labels of 0 and 1; received: "
+                f"{labels[~np.isin(labels, (0, 1))][0]}"
+            )
         return labels > 0, scores, weight
     if labels.size and not -1 <= labels.min() <= labels.max() < scores.shape[1]:
         raise ValueError(

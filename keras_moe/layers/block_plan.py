@@ -62,6 +62,11 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
             "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "
             f"received: moe_layers={moe_layers!r}"
         ) from None
+    if not indices:
+        raise ValueError(
+            "Expected moe_layers=None for a model without MoE blocks; "
+            f"received: moe_layers={list(moe_layers)}"
+        )
     indices = tuple(sorted(indices))
     if len(set(indices)) < len(indices):
         raise ValueError(

@@ -11,7 +11,7 @@ from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
-from keras_moe.ops.checks import check_bool
+from keras_moe.ops.checks import check_bool, check_positive, check_seed
 
 # What is added to a block's seed for stochastic depth: one seed would give dropout and
 # depth the same draws, and a backbone's other sites have those just above.
@@ -77,8 +77,10 @@ class EncoderBlock(keras.layers.Layer):
         self.token_mixer = layer_argument(token_mixer, "token_mixer")
         self.feed_forward = layer_argument(feed_forward, "feed_forward")
         self.dropout = check_dropout("dropout", dropout)
-        self.layer_norm_epsilon = layer_norm_epsilon
-        self.seed = seed
+        self.layer_norm_epsilon = check_positive(
+            "layer_norm_epsilon", layer_norm_epsilon
+        )
+        self.seed = check_seed("seed", seed)
         self.rematerialize = check_bool("rematerialize", rematerialize)
         self.stochastic_depth = check_dropout("stochastic_depth", stochastic_depth)
         self.mixer_norm = LayerNorm(

@@ -13,7 +13,7 @@ from keras_moe.layers import activations
 from keras_moe.layers.activation_layout import with_layout
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import check_dropout
-from keras_moe.ops.checks import check_bool, check_integer
+from keras_moe.ops.checks import check_bool, check_integer, check_seed
 from keras_moe.ops.grouped_matmul import grouped_matmul
 
 
@@ -90,10 +90,12 @@ class Experts(keras.layers.Layer):
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.activation = activations.get(activation)
         self.dropout = check_dropout("dropout", dropout)
-        self.shared_initialization = shared_initialization
+        self.shared_initialization = check_bool(
+            "shared_initialization", shared_initialization
+        )
         self.gated = check_bool("gated", gated)
         self.use_bias = check_bool("use_bias", use_bias)
-        self.seed = seed
+        self.seed = check_seed("seed", seed)
         if lora_rank is not None:
             lora_rank = check_integer("lora_rank", lora_rank)
         self.lora_rank = lora_rank

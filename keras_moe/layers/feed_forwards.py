@@ -96,6 +96,8 @@ def feed_forward_layers(
     if evaluation is not None:
         check_one_of("evaluation", evaluation, EVALUATIONS)
     check_bool("expert_use_bias", expert_use_bias)
+    if expert_mlp_dim is not None:
+        check_integer("expert_mlp_dim", expert_mlp_dim)
     moe_indices = resolve_moe_layers(moe_layers, num_layers)
 
     def mlp(index):
@@ -257,6 +259,13 @@ def _router(
     if all(given.get(argument) is None for argument in capacities):
         # A capacity among the router's own arguments is all that there is to it.
         ours["num_selected_experts"] = num_selected_experts
+    if capacity_factor is None and not dropless:
+        limits = ("capacity", "capacity_factor", "num_slots")
+        if all(given.get(limit) is None for limit in limits):
+            raise ValueError(
+                "Expected capacity_factor, or a capacity or number of slots in "
+                f"router_options, for router={name!r}; received: capacity_factor=None"
+            )
     if cls is SoftRouter:
         check_no_eval_capacity(name, eval_capacity_factor, eval_capacity)
         return _soft_router(kinds.ffn, num_tokens, capacity_factor, {**ours, **given})

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_moe.layers import activations
-from keras_moe.ops.checks import check_integer
+from keras_moe.ops.checks import check_integer, check_seed
 
 
 def check_dropout(name: str, rate: float) -> float:
@@ -60,7 +60,7 @@ class MLP(keras.layers.Layer):
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.activation = activations.get(activation)
         self.dropout = check_dropout("dropout", dropout)
-        self.seed = seed
+        self.seed = check_seed("seed", seed)
         self.dropout_layer = keras.layers.Dropout(
             dropout, seed=seed, dtype=self.dtype_policy, name="dropout"
         )

@@ -13,7 +13,12 @@ from keras.src.backend.common.masking import get_keras_mask
 from keras_moe import losses, routers
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
-from keras_moe.ops.checks import check_integer, check_positive
+from keras_moe.ops.checks import (
+    check_ids,
+    check_integer,
+    check_mask,
+    check_positive,
+)
 from keras_moe.ops.dispatch import (
     combine,
     combine_einsum,
@@ -187,6 +192,9 @@ class MoE(keras.layers.Layer):
         if mask is None:
             # Keras hands it on to calls of one tensor only.
             mask = get_keras_mask(tokens)
+        shape = tuple(tokens.shape)[:2]
+        check_mask("mask", mask, shape)
+        check_ids("modality_ids", modality_ids, shape)
         tokens = ops.cast(tokens, self.compute_dtype)
         residual = self._residual(tokens, previous_logits, mask)
         if mask is not None:
@@ -262,14 +270,19 @@ class MoE(keras.layers.Layer):
         """Cuts (B, N, D) into (G, S, D), padded, and says which tokens are real."""
         batch, length, dim = ops.shape(tokens)
         num_tokens = batch * length
-        if self.group_size is None:
-            size, padding = num_tokens, 0
-        elif isinstance(num_tokens, int):
-            size = min(self.group_size, num_tokens)
-            padding = -num_tokens % size
-        else:
+        # A batch without images is a group of padding alone, large enough for a slot.
+        size_if_empty = self.group_size or length * self.router.num_experts
+        if ops.is_tensor(num_tokens):
             # The batch size is unknown while TensorFlow traces: pad as needed then.
-            size = ops.minimum(self.group_size, num_tokens)
+            size = ops.minimum(self.group_size or num_tokens, num_tokens)
+            size = ops.where(num_tokens == 0, size_if_empty, size)
+            padding = ops.where(num_tokens == 0, size, -num_tokens % size)
+        elif isinstance(num_tokens, int) and num_tokens == 0:
+            size = padding = size_if_empty
+        elif self.group_size is None:
+            size, padding = num_tokens, 0
+        else:
+            size = min(self.group_size, num_tokens)
             padding = -num_tokens % size
         is_padded = not isinstance(padding, int) or padding > 0
         if is_padded and mask is None:

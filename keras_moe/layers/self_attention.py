@@ -9,8 +9,9 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.ops.checks import check_bool, check_integer
+from keras_moe.ops.checks import check_bool, check_integer, check_seed
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -74,6 +75,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             uniform = keras.initializers.RandomUniform(-limit, limit)
             kwargs["kernel_initializer"] = uniform
         kwargs.setdefault("name", "attention")
+        check_dropout("dropout", dropout)
+        check_seed("seed", seed)
         super().__init__(num_heads, key_dim, dropout=dropout, seed=seed, **kwargs)
         self.query_key_norm = query_key_norm
         self.query_key_norm_bias = query_key_norm_bias

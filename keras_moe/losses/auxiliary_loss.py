@@ -5,6 +5,7 @@ Axes: G groups, S group_size, E experts.
 
 from typing import Any
 
+from keras_moe.ops.checks import check_not_negative
 from keras_moe.ops.routing import Routing
 
 
@@ -41,11 +42,7 @@ class AuxiliaryLoss:
     needs_selected_experts = False
 
     def __init__(self, weight: float = 1.0):
-        if not 0 <= weight < float("inf"):
-            raise ValueError(
-                f"Expected a finite weight of at least 0; received: weight={weight}"
-            )
-        self.weight = float(weight)
+        self.weight = float(check_not_negative("weight", weight))
 
     def __call__(
         self,

@@ -5,6 +5,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops.checks import check_class_labels
+
 
 @keras.saving.register_keras_serializable("keras_moe")
 class SigmoidCrossentropy(keras.losses.Loss):
@@ -129,6 +131,11 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
                 "Expected dtype float32 or float64, in which numbers of classes are "
                 f"exact; received: dtype={self.dtype!r}"
             )
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        # A graph cannot raise for a class that there is not.
+        check_class_labels(y_true, y_pred.shape[-1], ignored=-1)
+        return super().__call__(y_true, y_pred, sample_weight)
 
     def call(self, y_true, y_pred):
         if len(y_true.shape) != 2:

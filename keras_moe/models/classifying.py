@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import keras
-import keras_hub
 import numpy as np
 
 from keras_moe.models.image_preprocessor import ImagePreprocessor
@@ -26,21 +25,6 @@ class ClassProbability(NamedTuple):
 
 class ClassifyMixin:
     """Adds `classify` to a task with a `preprocessor`."""
-
-    def preprocess_samples(self, x: Any, y: Any = None, sample_weight: Any = None):
-        """What `fit`, `evaluate` and `predict` do to their inputs.
-
-        A `keras_hub.models.Preprocessor` is applied; an `ImagePreprocessor` is left to
-        `classify` and, as any other callable, to the user's own calls.
-
-        Args:
-            x: images.
-            y: labels.
-            sample_weight: weights of the examples.
-        """
-        if isinstance(self.preprocessor, keras_hub.models.Preprocessor):
-            return super().preprocess_samples(x, y, sample_weight)
-        return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     @classmethod
     def from_config(cls, config: dict) -> Any:

@@ -20,6 +20,7 @@ from keras_moe.models.copying import CopyMixin, copied
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.image_preprocessor import ImagePreprocessor
+from keras_moe.models.input_checks import InputChecksMixin
 from keras_moe.models.lora import TaskLoraMixin
 from keras_moe.models.objectives import (
     default_loss,
@@ -47,6 +48,7 @@ HEAD_POSITIONS = ("final", "penultimate")
 
 class ImageClassifier(
     ClassifyMixin,
+    InputChecksMixin,
     CopyMixin,
     PresetMixin,
     TaskWeightsMixin,
@@ -151,6 +153,8 @@ class ImageClassifier(
                 "Expected a sigmoid for multi_label=True and a softmax otherwise; "
                 f"received: activation={activation!r}, multi_label={multi_label}"
             )
+        check_backbone(backbone, self.backbone_cls)
+        check_bool("multi_label", multi_label)
         backbone_config = backbone.get_config()
         seed = backbone_config["seed"]
         policy = head_dtype or backbone.dtype_policy
@@ -426,6 +430,16 @@ class ImageClassifier(
         size = (dim + 1) * num_classes
         parts.append(Part("predictions", "dense", size, size, 2 * dim * num_classes))
         return parts
+
+
+def check_backbone(backbone: Any, backbone_cls: type) -> None:
+    """Raises ValueError if the task is not one for this backbone."""
+    backbone_cls = backbone_cls or keras_hub.models.Backbone
+    if not isinstance(backbone, backbone_cls):
+        raise ValueError(
+            f"Expected backbone to be a {backbone_cls.__name__}; "
+            f"received: backbone={backbone!r}"
+        )
 
 
 def check_head(

@@ -23,7 +23,7 @@ from keras_moe.models.preset_folder import (
 )
 from keras_moe.models.quantization import new_head_dtype
 from keras_moe.models.weights_file import checked_weights, save_weights
-from keras_moe.ops.checks import check_argument_names, nearest
+from keras_moe.ops.checks import check_argument_names, check_bool, nearest
 
 
 class _ClassProperty:
@@ -100,6 +100,7 @@ class PresetMixin:
         # Not above: that package imports this module.
         from keras_moe.models.conversion import convert_to, is_convertible
 
+        check_bool("load_weights", load_weights)
         given = dict(kwargs)
         backbone_kwargs, kwargs = split_arguments(cls, kwargs)
         is_task = issubclass(cls, keras_hub.models.Task)

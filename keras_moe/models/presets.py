@@ -28,7 +28,7 @@ from keras_moe.models.preset_loading import (
     split_arguments,
 )
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
-from keras_moe.ops.checks import check_argument_names
+from keras_moe.ops.checks import check_argument_names, check_bool
 
 BACKBONES = {cls.__name__: cls for cls in (ViTBackbone, MixerBackbone)}
 IMAGE_CLASSIFIERS = {
@@ -98,6 +98,7 @@ def from_preset(
     >>> model.output_shape
     (None, 10)
     """
+    check_bool("load_weights", load_weights)
     if task is not None and task not in TASKS:
         raise ValueError(
             f"Expected task to be None or one of {TASKS}; received: task={task!r}"

@@ -28,6 +28,7 @@ from keras_moe.layers.mlp import check_dropout
 from keras_moe.models.copying import CopyMixin
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
+from keras_moe.models.input_checks import InputChecksMixin
 from keras_moe.models.lora import LoraMixin
 from keras_moe.models.preset_loading import PresetMixin
 from keras_moe.models.quantization import QuantizedBackboneMixin, settle_policies
@@ -63,6 +64,7 @@ _SWITCHES = (
 
 
 class VisionBackbone(
+    InputChecksMixin,
     CopyMixin,
     PresetMixin,
     LoraMixin,

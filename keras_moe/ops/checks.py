@@ -5,6 +5,9 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
+import keras
+import numpy as np
+
 
 def check_integer(name: str, value: Any, minimum: int = 1) -> int:
     """`value` as an int, if it is an integer of at least `minimum`."""
@@ -102,6 +105,61 @@ def check_one_of(name: str, value: Any, allowed: Any) -> Any:
     return value
 
 
+def check_class_labels(
+    labels: Any, num_classes: int, ignored: int | None = None
+) -> None:
+    """Checks the numbers of classes in a NumPy array, in one pass over it.
+
+    Args:
+        labels: an array; what is no NumPy array of numbers passes.
+        num_classes: the number of classes.
+        ignored: a label that stands for none, such as the padding -1, or None.
+
+    Raises:
+        ValueError: if a label is no integer from 0 to `num_classes - 1`.
+    """
+    if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iufb":
+        return
+    # NaN is in no range.
+    fits = (labels >= 0) & (labels < num_classes)
+    if labels.dtype.kind == "f":
+        fits &= labels == np.floor(labels)
+    if ignored is not None:
+        fits |= labels == ignored
+    if not fits.all():
+        raise ValueError(
+            f"Expected integer labels from 0 to num_classes - 1 = {num_classes - 1}"
+            + ("" if ignored is None else f", or {ignored}")
+            + f"; received: {labels[~fits].ravel()[0]}"
+        )
+
+
+def check_mask(name: str, mask: Any, shape: tuple) -> None:
+    """Checks that `mask` has the shape and is of booleans, or of integers."""
+    _check_like(name, mask, shape, ("bool", "int", "uint"), "boolean")
+
+
+def check_ids(name: str, ids: Any, shape: tuple) -> None:
+    """Checks that `ids` has the shape and is of integers."""
+    _check_like(name, ids, shape, ("int", "uint"), "integer")
+
+
+def _check_like(name, value, shape, kinds, expected):
+    if value is None:
+        return
+    value = value if hasattr(value, "dtype") else np.asarray(value)
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    # Sizes that are not known yet fit any other.
+    fits = len(value.shape) == len(shape) and all(
+        a == b or None in (a, b) for a, b in zip(value.shape, shape)
+    )
+    if not fits or not dtype.startswith(kinds):
+        raise ValueError(
+            f"Expected {name} to be {expected}, of shape {tuple(shape)}; received: "
+            f"{name}.shape={tuple(value.shape)}, {name}.dtype={dtype}"
+        )
+
+
 def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
     """Checks the shapes of an allocation's arguments, and its capacity if static."""
     if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):
@@ -110,10 +168,8 @@ def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
             f"received: affinity.shape={tuple(affinity.shape)}, "
             f"gates.shape={tuple(gates.shape)}"
         )
-    if isinstance(capacity, int) and capacity < 1:
-        raise ValueError(
-            f"Expected a capacity of at least 1; received: capacity={capacity}"
-        )
+    if isinstance(capacity, numbers.Real):
+        check_integer("capacity", capacity)
     if mask is not None and tuple(mask.shape) != tuple(affinity.shape[:2]):
         raise ValueError(
             f"Expected a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}; "

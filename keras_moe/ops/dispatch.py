@@ -9,6 +9,7 @@ from typing import Any
 from keras import ops
 
 from keras_moe.ops.by_group import by_group
+from keras_moe.ops.empty import take
 from keras_moe.ops.routing import (
     RaggedPlan,
     SlotPlan,
@@ -123,7 +124,7 @@ def _gather(tokens, plan):
     rows = ops.where(filled, rows, 0)
     if isinstance(plan, SlotPlan):
         # A token may be in the slots of all experts: the way back is a scatter.
-        inputs = ops.take(flat, rows, axis=0)
+        inputs = take(flat, rows)
     else:
         inputs = take_rows(flat, ops.reshape(rows, (-1,)), _choices(plan))
         inputs = ops.reshape(inputs, (*ops.shape(rows), dim))

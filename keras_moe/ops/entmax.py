@@ -5,6 +5,7 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.ops.empty import max_along
 from keras_moe.ops.own_gradient import with_own_gradient
 
 # Newton's steps; each doubles the digits near the threshold. With more logits more of
@@ -76,7 +77,7 @@ def _entmax(scores, alpha):
 def _solve(scores, alpha):
     power = 1.0 / (alpha - 1.0)
     # Only differences count, and the largest becomes 0: nothing overflows.
-    top = ops.max(scores, axis=-1, keepdims=True)
+    top = max_along(scores, axis=-1, keepdims=True)
     scaled = (alpha - 1.0) * (scores - top)
     # The largest alone would give 1 at this threshold, so the sum is at least 1.
     tau = -ops.ones_like(top)
@@ -99,7 +100,7 @@ def _newton_step(rest, power):
         total = ops.sum(rest * rest, axis=-1, keepdims=True)
         return (total - ops.sqrt(total)) / ops.sum(rest, axis=-1, keepdims=True)
     # By the largest: a high power of the others would vanish beside it otherwise.
-    top = ops.max(rest, axis=-1, keepdims=True)
+    top = max_along(rest, axis=-1, keepdims=True)
     share = rest / top
     total = ops.sum(_power(share, power), axis=-1, keepdims=True)
     norm = top * _power(total, 1.0 / power)

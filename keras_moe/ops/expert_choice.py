@@ -8,6 +8,7 @@ from typing import Any
 from keras import ops
 
 from keras_moe.ops.checks import check_affinity, check_one_of
+from keras_moe.ops.empty import take
 from keras_moe.ops.largest import largest
 from keras_moe.ops.routing import SlotPlan
 
@@ -98,5 +99,5 @@ def expert_choice(
         gates = ops.where(token_slots >= 0, gates, 0.0)
         total = ops.sum(gates, axis=-1, keepdims=True)
         gates = ops.where(total > 0, gates / ops.where(total > 0, total, 1.0), 0.0)
-    weights = ops.take(ops.reshape(gates, (-1,)), pair)
+    weights = take(ops.reshape(gates, (-1,)), pair)
     return SlotPlan(slot_tokens, token_slots, ops.where(filled, weights, 0.0))

@@ -11,6 +11,7 @@ Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidde
 R rows (G x S x K).
 """
 
+import math
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -263,8 +264,10 @@ def check_slots(plan: Any) -> None:
 def _of_group(values, places):
     """`values[g].ravel()[places[g]]`: (G, E, C) at (G, S, E)."""
     shape = ops.shape(places)
-    flat = ops.reshape(values, (shape[0], -1))
-    found = ops.take_along_axis(flat, ops.reshape(places, (shape[0], -1)), axis=1)
+    # Sizes in full: without groups there is none to infer.
+    size, count = (math.prod(ops.shape(x)[1:]) for x in (values, places))
+    flat = ops.reshape(values, (shape[0], size))
+    found = ops.take_along_axis(flat, ops.reshape(places, (shape[0], count)), axis=1)
     return ops.reshape(found, shape)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.ops.empty import take
+
 
 def take_rows(table: Any, rows: Any, readers: Any) -> Any:
     """`table[rows]`.
@@ -24,7 +26,7 @@ def take_rows(table: Any, rows: Any, readers: Any) -> Any:
 
     # Indices are arguments, too: JAX cannot close over what it traces.
     @ops.custom_gradient
-    def take(table, rows, readers):
+    def taken(table, rows, readers):
         def gradient(*args, upstream=None):
             # PyTorch passes the inputs, too, and this by name.
             upstream = args[0] if upstream is None else upstream
@@ -33,9 +35,9 @@ def take_rows(table: Any, rows: Any, readers: Any) -> Any:
                 total = total + _rows_or_zeros(upstream, readers[:, k])
             return ops.cast(total, table.dtype), None, None
 
-        return ops.take(table, rows, axis=0), gradient
+        return take(table, rows), gradient
 
-    return take(table, rows, readers)
+    return taken(table, rows, readers)
 
 
 def weighted_sum_of_rows(table: Any, weights: Any, rows: Any, readers: Any) -> Any:
@@ -63,9 +65,9 @@ def weighted_sum_of_rows(table: Any, weights: Any, rows: Any, readers: Any) -> A
             upstream = args[0] if upstream is None else upstream
             reader = ops.maximum(readers, 0)
             place = ops.arange(ops.shape(table)[0], dtype="int32")
-            own = ops.equal(ops.take(rows, reader, axis=0), place[:, None])
+            own = ops.equal(take(rows, reader), place[:, None])
             own = own & (readers >= 0)[:, None]
-            weight = ops.where(own, ops.take(weights, reader, axis=0), 0.0)
+            weight = ops.where(own, take(weights, reader), 0.0)
             weight = ops.sum(weight, axis=-1, keepdims=True)
             of_table = weight * _rows_or_zeros(upstream, readers)
             of_weights = [
@@ -82,5 +84,5 @@ def weighted_sum_of_rows(table: Any, weights: Any, rows: Any, readers: Any) -> A
 
 def _rows_or_zeros(table, rows):
     """float32 rows of the table, zeros for -1: a row that nobody wants may be NaN."""
-    chosen = ops.cast(ops.take(table, ops.maximum(rows, 0), axis=0), "float32")
+    chosen = ops.cast(take(table, ops.maximum(rows, 0)), "float32")
     return ops.where((rows >= 0)[:, None], chosen, 0.0)

@@ -8,6 +8,7 @@ from typing import Any
 from keras import ops
 
 from keras_moe.ops.checks import check_integer, check_positive
+from keras_moe.ops.empty import max_along
 from keras_moe.ops.transport import Transport, token_mass, with_marginals
 
 # Iterations on one kernel. Between two of them an expert's scaling changes by a factor
@@ -120,7 +121,7 @@ def sinkhorn(
 
     def unbalanced(plan):
         columns = ops.sum(plan, axis=1)
-        return ops.max(ops.abs(columns - share), axis=1) > tolerance * share[:, 0]
+        return max_along(ops.abs(columns - share), axis=1) > tolerance * share[:, 0]
 
     def proceed(*state):
         _, _, plan = state
@@ -148,7 +149,7 @@ def sinkhorn(
 
 def _log_sum_exp(x, axis):
     """`logsumexp` that is -inf, not NaN, where all entries are, and so its gradient."""
-    largest = ops.stop_gradient(ops.max(x, axis=axis, keepdims=True))
+    largest = ops.stop_gradient(max_along(x, axis=axis, keepdims=True))
     largest = ops.where(largest > -float("inf"), largest, 0.0)
     total = ops.sum(ops.exp(x - largest), axis=axis)
     positive = total > 0

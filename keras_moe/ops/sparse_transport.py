@@ -8,6 +8,7 @@ from typing import Any
 from keras import ops
 
 from keras_moe.ops.checks import check_integer, check_positive
+from keras_moe.ops.empty import max_along, min_along
 from keras_moe.ops.largest import largest
 from keras_moe.ops.transport import Transport, token_mass, with_marginals
 
@@ -238,8 +239,8 @@ def _newton_of_experts(values, mass, target, max_nonzeros, iterations):
         # Adding one number to all of a and o changes nothing.
         of_offset = of_offset - ops.mean(of_offset, axis=1, keepdims=True)
         longest = ops.maximum(
-            ops.max(ops.abs(of_offset), axis=1, keepdims=True),
-            ops.max(ops.abs(of_level), axis=1, keepdims=True),
+            max_along(ops.abs(of_offset), axis=1, keepdims=True),
+            max_along(ops.abs(of_level), axis=1, keepdims=True),
         )
         scale = ops.minimum(4 * width / ops.maximum(longest, 1e-30), 1.0)
         of_offset, of_level = scale * of_offset, scale * of_level
@@ -272,7 +273,7 @@ def _newton_of_experts(values, mass, target, max_nonzeros, iterations):
     threshold = ops.sqrt(2 * size * ops.relu(level))
     top = ops.maximum(threshold, 1.0) + offset - values
     bottom = ops.maximum(threshold, 1 / num_experts) + offset - values
-    top, bottom = ops.min(top, 1, keepdims=True), ops.min(bottom, 1, keepdims=True)
+    top, bottom = min_along(top, 1, keepdims=True), min_along(bottom, 1, keepdims=True)
 
     def halve(i, state):
         bottom, top = state
@@ -344,7 +345,7 @@ def _newton_of_tokens(values, mass, target, max_nonzeros, iterations):
         )
         change = ops.swapaxes(change, 1, 2)
         change = change - ops.mean(change, axis=2, keepdims=True)
-        longest = ops.max(ops.abs(change), axis=2, keepdims=True)
+        longest = max_along(ops.abs(change), axis=2, keepdims=True)
         scale = ops.minimum(2 * width / ops.maximum(longest, 1e-30), 1.0)
         return potential + scale * change
 
@@ -453,11 +454,11 @@ def _threshold(values, number, guess=None, width=None):
     """
     if guess is None and isinstance(number, int) and number <= 4:
         # So many rounds of the largest of the rest; a search is slow for many rows.
-        threshold = ops.max(values, axis=-1, keepdims=True)
+        threshold = max_along(values, axis=-1, keepdims=True)
         for _ in range(number - 1):
             below = values < threshold
             rest = ops.where(below, values, -float("inf"))
-            rest = ops.max(rest, axis=-1, keepdims=True)
+            rest = max_along(rest, axis=-1, keepdims=True)
             threshold = ops.where(_count(~below) < number, rest, threshold)
         return threshold
     if guess is None:
@@ -467,12 +468,14 @@ def _threshold(values, number, guess=None, width=None):
         else:
             number = ops.minimum(number, ops.shape(values)[-1])
         # Their minimum: on JAX, slicing costs many times the search.
-        return ops.min(largest(values, number, stable=False)[0], axis=-1, keepdims=True)
+        return min_along(
+            largest(values, number, stable=False)[0], axis=-1, keepdims=True
+        )
 
     # Bisection from the guess, in growing steps: the guess is nearly right.
     finite = ops.where(values > -float("inf"), values, float("inf"))
-    low = ops.min(finite, axis=-1, keepdims=True) - 1.0
-    high = ops.max(values, axis=-1, keepdims=True)
+    low = min_along(finite, axis=-1, keepdims=True) - 1.0
+    high = max_along(values, axis=-1, keepdims=True)
     empty = high < low
     low, high = ops.where(empty, 0.0, low), ops.where(empty, 0.0, high)
     all_fit = _count(values > low) <= number
@@ -522,7 +525,7 @@ def _above(values, threshold, number):
 
 def _offset(values, kept, mass, guess=None):
     """What to take off the kept values so that what remains has the given mass."""
-    most = ops.max(ops.where(kept, values, -float("inf")), axis=-1, keepdims=True)
+    most = max_along(ops.where(kept, values, -float("inf")), axis=-1, keepdims=True)
     most = ops.where(most > -float("inf"), most, 0.0)
     number = ops.maximum(_count(kept), 1)
     lowest = most - mass

@@ -13,6 +13,7 @@ from keras_moe.ops.checks import (
     check_one_of,
     check_selected,
 )
+from keras_moe.ops.empty import max_along, take
 from keras_moe.ops.routing import (
     HeterogeneousPlan,
     RaggedPlan,
@@ -100,7 +101,7 @@ def token_choice(
     if priority != "first_come":
         # The affinity allocates; the gates only weigh what was allocated.
         if priority == "max_gate":
-            rank = ops.max(affinity, axis=-1)
+            rank = max_along(affinity, axis=-1)
         else:
             _, chosen = largest(affinity, affinity, num_selected_experts)
             rank = ops.sum(chosen, axis=-1)
@@ -132,7 +133,7 @@ def token_choice(
     bounds = bounds[:, : num_slotted + 1]
     rank = bounds[:, :-1, None] + ops.arange(capacity, dtype="int32")
     filled = rank < bounds[:, 1:, None]
-    key = ops.take(keys, ops.minimum(rank, num_groups * queue_size - 1))
+    key = take(keys, ops.minimum(rank, num_groups * queue_size - 1))
     token = key % num_tokens
     if order is not None:
         token = _at(order, token)
@@ -140,9 +141,7 @@ def token_choice(
 
     # From tokens to slots: every key writes its slot at its token and choice.
     queue = ops.floor_divide(keys, queue_size)
-    position = ops.arange(num_groups * queue_size, dtype="int32") - ops.take(
-        starts, queue
-    )
+    position = ops.arange(num_groups * queue_size, dtype="int32") - take(starts, queue)
     expert = queue % num_queues
     kept = (position < capacity) & (expert < num_slotted)
     slot = ops.where(kept, expert * capacity + position, -1)
@@ -154,7 +153,7 @@ def token_choice(
     group = ops.floor_divide(queue, num_queues)
     token = keys % num_tokens
     if order is not None:
-        token = ops.take(ops.reshape(order, (-1,)), group * num_tokens + token)
+        token = take(ops.reshape(order, (-1,)), group * num_tokens + token)
     choice = ops.floor_divide(keys, num_tokens) % num_selected_experts
     target = (group * num_tokens + token) * num_selected_experts + choice
     token_slots = ops.scatter_update(
@@ -344,7 +343,8 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
 
 def _at(order, places):
     """`order[g, places[g, e, c]]`."""
-    flat = ops.reshape(places, (ops.shape(places)[0], -1))
+    num_groups, num_experts, capacity = ops.shape(places)
+    flat = ops.reshape(places, (num_groups, num_experts * capacity))
     return ops.reshape(ops.take_along_axis(order, flat, axis=1), ops.shape(places))
 
 

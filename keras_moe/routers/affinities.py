@@ -7,9 +7,27 @@ from typing import Any
 
 import keras
 
-from keras_moe.ops.checks import check_integer, check_one_of, check_positive
+from keras_moe.ops.checks import (
+    check_bool,
+    check_integer,
+    check_one_of,
+    check_positive,
+)
 from keras_moe.ops.sinkhorn import sinkhorn
 from keras_moe.ops.sparse_transport import SOLVERS, sparse_transport
+
+# More are a mistake: a model would compile for hours, and train for years.
+MAX_ITERATIONS = 100_000
+
+
+def check_iterations(iterations: Any) -> int:
+    """`iterations` of a solver as an int, if they are from 1 to 100,000."""
+    if check_integer("iterations", iterations) > MAX_ITERATIONS:
+        raise ValueError(
+            f"Expected iterations of at most {MAX_ITERATIONS}; "
+            f"received: iterations={iterations}"
+        )
+    return int(iterations)
 
 
 class Affinity:
@@ -103,7 +121,7 @@ class SinkhornAffinity(Affinity):
     """
 
     def __init__(self, iterations: int = 20, tolerance: float | None = None):
-        self.iterations = check_integer("iterations", iterations)
+        self.iterations = check_iterations(iterations)
         if tolerance is not None:
             check_positive("tolerance", tolerance)
         self.tolerance = tolerance
@@ -152,10 +170,10 @@ class SparsityConstrainedAffinity(Affinity):
         iterations: int | None = None,
         learning_rate: float = 0.01,
     ):
-        self.sparse = sparse
+        self.sparse = check_bool("sparse", sparse)
         self.solver = check_one_of("solver", solver, SOLVERS)
         if iterations is not None:
-            check_integer("iterations", iterations)
+            check_iterations(iterations)
         self.iterations = iterations
         self.learning_rate = check_positive("learning_rate", learning_rate)
 

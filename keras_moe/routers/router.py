@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.checks import check_integer, check_not_negative
+from keras_moe.ops.checks import check_integer, check_not_negative, check_seed
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
 
@@ -61,7 +61,7 @@ class Router(keras.layers.Layer):
         super().__init__(**kwargs)
         self.num_experts = num_experts
         self.noise_std = check_not_negative("noise_std", noise_std)
-        self.seed = seed
+        self.seed = check_seed("seed", seed)
         self.seed_generator = keras.random.SeedGenerator(seed)
         self.supports_masking = True
 

@@ -9,7 +9,12 @@ import keras
 from keras import ops
 
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
-from keras_moe.ops.checks import check_integer, check_one_of, check_positive
+from keras_moe.ops.checks import (
+    check_bool,
+    check_integer,
+    check_one_of,
+    check_positive,
+)
 from keras_moe.ops.routing import Routing, SoftPlan, served
 from keras_moe.routers.router import Router
 
@@ -107,7 +112,7 @@ class SoftRouter(Router):
         self.capacity_rounding = check_one_of(
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
         )
-        self.normalize = normalize
+        self.normalize = check_bool("normalize", normalize)
         self.slot_initializer = keras.initializers.get(slot_initializer)
         self.scale_initializer = keras.initializers.get(scale_initializer)
 

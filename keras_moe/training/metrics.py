@@ -12,7 +12,12 @@ import keras
 from keras import ops
 
 from keras_moe.losses.classification import counted
-from keras_moe.ops.checks import check_integer, check_positive
+from keras_moe.ops.checks import (
+    check_bool,
+    check_class_labels,
+    check_integer,
+    check_positive,
+)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -45,9 +50,11 @@ class PrecisionAt1(keras.metrics.Mean):
         dtype: Any = None,
     ):
         super().__init__(name=name, dtype=dtype)
-        self.sparse_labels = bool(sparse_labels)
+        self.sparse_labels = check_bool("sparse_labels", sparse_labels)
 
     def update_state(self, y_true, y_pred, sample_weight=None):
+        if self.sparse_labels:
+            check_class_labels(y_true, y_pred.shape[-1], ignored=-1)
         y_true, y_pred = ops.convert_to_tensor(y_true), ops.convert_to_tensor(y_pred)
         _check_shapes(y_true, y_pred, self.sparse_labels)
         top = ops.expand_dims(ops.argmax(y_pred, axis=-1), -1)
@@ -113,13 +120,15 @@ class MeanAveragePrecision(keras.metrics.Metric):
         self.num_bins = check_integer("num_bins", num_bins, minimum=2)
         self.max_logit = check_positive("max_logit", max_logit)
         self.from_logits = bool(from_logits)
-        self.sparse_labels = bool(sparse_labels)
+        self.sparse_labels = check_bool("sparse_labels", sparse_labels)
         # Flat, as they are added to.
         size = (self.num_classes * self.num_bins,)
         self.positives = self.add_weight(size, "zeros", name="positives")
         self.examples = self.add_weight(size, "zeros", name="examples")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
+        if self.sparse_labels:
+            check_class_labels(y_true, self.num_classes, ignored=-1)
         y_true = ops.convert_to_tensor(y_true)
         y_pred = ops.cast(ops.convert_to_tensor(y_pred), "float32")
         _check_shapes(y_true, y_pred, self.sparse_labels)

@@ -1,0 +1,140 @@
+"""A batch without images goes through every op, router and layer."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import ops as moe_ops
+from keras_moe import routers
+from keras_moe.layers import (
+    Experts,
+    MoE,
+)
+from keras_moe.ops import ExpertKinds
+from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
+
+NAMES = list(ROUTERS)
+GATES = np.zeros((0, 6, 4), "float32")
+MASK = np.zeros((0, 6), bool)
+
+
+def shapes(nested):
+    return [tuple(x.shape) for x in keras.tree.flatten(nested)]
+
+
+PLANS = {
+    "token_choice": lambda mask: moe_ops.token_choice(GATES, GATES, 2, 3, mask=mask),
+    "batch priority": lambda mask: moe_ops.token_choice(
+        GATES, GATES, 2, 3, priority="max_gate", mask=mask
+    ),
+    "sum of gates": lambda mask: moe_ops.token_choice(
+        GATES, GATES, 2, 3, priority="sum_gates", mask=mask, normalize_gates="after"
+    ),
+    "dropless": lambda mask: moe_ops.dropless_token_choice(GATES, GATES, 2, mask),
+    "expert_choice": lambda mask: moe_ops.expert_choice(GATES, GATES, 3, mask),
+    "normalised expert_choice": lambda mask: moe_ops.expert_choice(
+        GATES, GATES, 3, mask, "after"
+    ),
+}
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all", "masked"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_plans_without_groups(plan, mask):
+    plan = PLANS[plan](mask)
+    assert shapes(moe_ops.served(plan)) == [(0, 6, 4)] * 2
+    inputs = moe_ops.dispatch(np.zeros((0, 6, 8), "float32"), plan)
+    assert shapes(inputs) in ([(0, 4, 3, 8)], [(0, 8)])
+    assert shapes(moe_ops.combine(inputs, plan)) == [(0, 6, 8)]
+    if not isinstance(plan, moe_ops.RaggedPlan):
+        dense = moe_ops.dense_dispatch(plan), moe_ops.dense_combine(plan)
+        assert shapes(dense) == [(0, 6, 4, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    "affinity",
+    [
+        SinkhornAffinity(),
+        SinkhornAffinity(tolerance=0.1),
+        SparsityConstrainedAffinity(),
+        SparsityConstrainedAffinity(solver="adam", iterations=2),
+        SparsityConstrainedAffinity(sparse=False),
+    ],
+    ids=["sinkhorn", "tolerance", "sparse", "adam", "dense"],
+)
+@pytest.mark.parametrize("side", ["token", "expert"])
+def test_transport_without_groups(affinity, side):
+    gates = ops.convert_to_tensor(GATES)
+    for max_nonzeros in (2, 5):
+        plan = affinity(gates, gates, side, max_nonzeros)
+        assert shapes(plan) == [(0, 6, 4)]
+
+
+def test_entmax_without_rows():
+    for alpha in (1.5, 1.3, 2.0):
+        assert shapes(moe_ops.entmax(GATES, alpha)) == [(0, 6, 4)]
+
+
+def moe(name, group_size=None, auxiliary_losses=None, **options):
+    # Rounding to 0 would want a larger group, here as with images.
+    options = {"capacity_rounding": "ceil", **options}
+    router = routers.get(name, 4, seed=0, **options)
+    return MoE(router, Experts(4, 16), group_size, auxiliary_losses)
+
+
+def options_of(name):
+    """The ways to limit experts that a router has."""
+    if name == "soft":
+        return [{"num_slots": 2}]
+    if "token" in name:
+        losses = {"importance": 0.1, "load": 0.1}
+        return [
+            {"auxiliary_losses": losses},
+            {"eval_capacity_factor": 1.0, "priority": "max_gate"},
+            {"dropless": True, "auxiliary_losses": {"z": 0.1}},
+        ]
+    return [{}, {"eval_capacity_factor": 1.0, "batch_invariant": False}]
+
+
+def unknown_batch(layer, dim=8, length=6):
+    """The layer as TensorFlow traces it; elsewhere, in programs, sizes are known."""
+    layer.build((None, length, dim))
+    if keras.backend.backend() != "tensorflow":
+        return layer
+    from tensorflow import TensorSpec, function
+
+    spec = [TensorSpec((None, length, dim))]
+    return {
+        training: function(lambda x, t=training: layer(x, training=t), spec)
+        for training in (False, True)
+    }
+
+
+def check(layer, training):
+    tokens = np.zeros((0, 6, 8), "float32")
+    outputs, routing = layer(tokens, training=training)
+    assert shapes(outputs) == [(0, 6, 8)]
+    assert {shape[:2] for shape in shapes(routing)} == {(0, 6)}
+    for loss in layer.losses:
+        assert np.isfinite(ops.convert_to_numpy(loss))
+
+
+@pytest.mark.parametrize("group_size", [12, None])
+@pytest.mark.parametrize("name", NAMES)
+def test_moe(name, group_size):
+    for options in options_of(name):
+        layer = moe(name, group_size, **options)
+        for training in (False, True):
+            check(layer, training)
+
+
+@pytest.mark.parametrize("options", [{}, {"dropless": True}])
+def test_moe_plus_plus(options):
+    router = routers.of_kinds(
+        "softmax_token_choice", ExpertKinds(4, 1, 1, 2), seed=0, **options
+    )
+    losses = {"heterogeneous_balance": 0.1}
+    layer = MoE(router, Experts(4, 16), 12, losses)
+    for training in (False, True):
+        check(layer, training)
