@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from keras_moe import data
-from keras_moe.files import write_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,16 +72,14 @@ def run(args: argparse.Namespace) -> None:
             bar("comparing"),
         )
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(
+    data.write_exclusion(
         args.output,
-        {
-            "source": args.data,
-            "split": args.split,
-            "count": len(hashes.exact),
-            "against": f"{against} {args.against}",
-            "max_distance": args.max_distance,
-            "indices": found.tolist(),
-        },
+        args.data,
+        args.split,
+        len(hashes.exact),
+        found,
+        against=f"{against} {args.against}",
+        max_distance=args.max_distance,
     )
     Console().print(
         f"{len(found)} of {len(hashes.exact)} images of {args.split} are among the "

@@ -7,7 +7,10 @@
     python tools/train.py --recipe vmoe_b16_i21k --data tfrecord:photos --devices all
 
 The same command again goes on with a run that was ended, whatever ended it, from its
-newest checkpoint; --restart begins anew.
+newest checkpoint; --restart begins anew, --extend goes on after its end:
+
+    python tools/train.py --recipe mumoe_digits --set epochs=40 --extend
+    python tools/train.py --recipe mumoe_digits --set patience=5 best=restore
 
 Writes to the output folder: `preset`, which `from_preset` loads; `results.json` with
 the settings and what came of each epoch; `training.png`, the curves; `checkpoints`; and
@@ -56,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 130
     except Exception as error:
-        # An image that cannot be decoded is an error of TensorFlow's own.
+        # An image that cannot be read is a ValueError in training, but not when it is
+        # met elsewhere.
         if not type(error).__module__.startswith("tensorflow"):
             raise
         print(f"error: {' '.join(str(error).split())[:500]}", file=sys.stderr)
@@ -96,6 +100,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--restart",
         action="store_true",
         help="remove the checkpoints of an earlier run, and begin anew",
+    )
+    parser.add_argument(
+        "--extend",
+        action="store_true",
+        help="go on with a run for more epochs or steps than it had, as --set says; "
+        "--set schedule_steps=N leaves its learning rate as it was",
     )
     parser.add_argument(
         "--health-every",
@@ -186,6 +196,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
             keep_every=args.keep_every,
             resume=not args.restart,
             branch_from=args.branch_from,
+            extend=args.extend,
             verbose="auto" if number == 0 else 0,
         )
     finally:

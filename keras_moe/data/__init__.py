@@ -7,21 +7,30 @@ from keras_moe.data.deduplication import (
     image_hashes,
 )
 from keras_moe.data.digits import load_digits
+from keras_moe.data.exclusion import write_exclusion
 from keras_moe.data.label_hierarchy import LabelHierarchy
 from keras_moe.data.loading import load, num_classes, num_examples
 from keras_moe.data.oversampling import oversample
 from keras_moe.data.padding import padded, predictions
 from keras_moe.data.processes import process_shard
 from keras_moe.data.random_resized_crop import RandomResizedCrop
-from keras_moe.data.tfrecord import find_corrupt_files, write_tfrecords
+from keras_moe.data.reading import reading_errors
+from keras_moe.data.tfrecord import write_tfrecords
+from keras_moe.data.unreadable import (
+    excluded_examples,
+    find_corrupt_files,
+    find_unreadable,
+)
 
 __all__ = [
     "ImageHashes",
     "LabelHierarchy",
     "RandAugment",
     "RandomResizedCrop",
+    "excluded_examples",
     "find_corrupt_files",
     "find_duplicates",
+    "find_unreadable",
     "image_hashes",
     "load",
     "load_digits",
@@ -31,5 +40,7 @@ __all__ = [
     "padded",
     "predictions",
     "process_shard",
+    "reading_errors",
+    "write_exclusion",
     "write_tfrecords",
 ]

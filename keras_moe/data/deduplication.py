@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe.data.examples import Share
+from keras_moe.data.reading import reading_errors
 from keras_moe.data.sources import open_source
 
 # The perceptual hash sees an image of this size, and so many of its frequencies.
@@ -64,7 +65,7 @@ def image_hashes(
     examples = open_source(source, split, data_dir)
 
     def hashed(_, item):
-        pixels = examples.decode(examples.read(item)[0])
+        pixels = examples.decoded(item, examples.read(item)[0])
         exact = tf.strings.to_hash_bucket_strong(
             tf.io.serialize_tensor(pixels), 2**63 - 1, key=[0, 0]
         )
@@ -73,11 +74,12 @@ def image_hashes(
     dataset = examples.pass_over(Share(0, 1, 1), None, 0, None)
     dataset = dataset.map(hashed, num_parallel_calls=tf.data.AUTOTUNE)
     parts, done = [], 0
-    for part in dataset.batch(256).prefetch(1).as_numpy_iterator():
-        parts.append(part)
-        done += len(part[0])
-        if progress is not None:
-            progress(done, examples.count)
+    with reading_errors():
+        for part in dataset.batch(256).prefetch(1).as_numpy_iterator():
+            parts.append(part)
+            done += len(part[0])
+            if progress is not None:
+                progress(done, examples.count)
     exact, bits, deviation = (np.concatenate(columns) for columns in zip(*parts))
     perceptual = np.packbits(bits, axis=1).view(">u8")[:, 0].astype("uint64")
     return ImageHashes(exact, perceptual, deviation >= _LEAST_DEVIATION)

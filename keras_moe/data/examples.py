@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe.data.labels import Classes
+from keras_moe.data.reading import read_or_name, records_or_name
 
 # Encoded examples that shuffling of record files holds: a gigabyte of photographs.
 # The files are shuffled besides.
@@ -50,6 +51,8 @@ class Examples:
         classes: of the labels.
         encoded_channels: what is stored are the bytes of an image file, of which
             `decode` makes so many channels; None for something else.
+        place: from an item of `pass_over` to the path of its file, a string tensor;
+            None where nothing is read from files.
     """
 
     def __init__(
@@ -59,11 +62,28 @@ class Examples:
         decode: Callable,
         classes: Classes,
         encoded_channels: int | None = None,
+        place: Callable | None = None,
     ):
         self.count, self.read, self.decode = count, read, decode
         self.classes, self.encoded_channels = classes, encoded_channels
+        self.place = place
         # Indices of the examples that are left, None for all.
         self.kept = None
+
+    def decoded(self, item: Any, stored: Any, decode: Callable | None = None) -> Any:
+        """The pixels of an example, or an error that names its file.
+
+        Args:
+            item: of `pass_over`.
+            stored: the first of what `read` gives for it.
+            decode: in the place of the source's own.
+        """
+        decode = self.decode if decode is None else decode
+        if self.place is None:
+            return decode(stored)
+        return read_or_name(
+            decode, stored, "an image that can be decoded", self.place(item)
+        )
 
     def without(self, excluded: np.ndarray) -> "Examples":
         """These examples but for some, which are given by their indices."""
@@ -79,13 +99,7 @@ class IndexedExamples(Examples):
     The order is a permutation of all indices. Hosts read their rows of common batches,
     so that these are the same for any number of hosts.
 
-    Args:
-        count: number of examples.
-        read: from an index (int64) to what is stored and its labels.
-        decode: from what is stored to pixels (height, width, channels).
-        classes: of the labels.
-        encoded_channels: what is stored are the bytes of an image file, of which
-            `decode` makes so many channels; None for something else.
+    Args: as of `Examples`; `read` takes an index, int64.
     """
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
@@ -152,10 +166,10 @@ class RecordExamples(Examples):
 
     Args:
         files: in the order of the source.
-        read: from a record to what is stored and its labels.
+        read: from a record and the path of its file to what is stored and its labels.
         decode: from what is stored to pixels (height, width, channels).
         classes: of the labels.
-        encoded_channels: as of `IndexedExamples`.
+        encoded_channels: as of `Examples`.
     """
 
     def __init__(
@@ -168,7 +182,14 @@ class RecordExamples(Examples):
     ):
         self.files = list(files)
         count = sum(file.take for file in self.files)
-        super().__init__(count, read, decode, classes, encoded_channels)
+        super().__init__(
+            count,
+            lambda item: read(*item),
+            decode,
+            classes,
+            encoded_channels,
+            place=lambda item: item[1],
+        )
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
         """One pass of a host, see `IndexedExamples.pass_over`."""
@@ -197,13 +218,16 @@ class RecordExamples(Examples):
             indices = tf.random.experimental.stateless_shuffle(indices, seed)
 
         def records(file):
-            opened = tf.data.TFRecordDataset(paths[file])
-            opened = opened.skip(skip[file]).take(take[file])
-            if self.kept is None:
-                return opened
-            opened = opened.enumerate(before[file])
-            opened = opened.filter(lambda index, _: is_kept[index])
-            return opened.map(lambda _, record: record)
+            path = paths[file]
+            opened = tf.data.TFRecordDataset(path).skip(skip[file])
+            opened = records_or_name(opened, path, take[file])
+            if self.kept is not None:
+                opened = opened.enumerate(before[file])
+                opened = opened.filter(lambda index, _: is_kept[index])
+                opened = opened.map(lambda _, record: record)
+            # Without a function, which would cost as much as reading.
+            path = tf.data.Dataset.from_tensors(path).repeat()
+            return tf.data.Dataset.zip((opened, path))
 
         dataset = tf.data.Dataset.from_tensor_slices(indices)
         if seed is None:

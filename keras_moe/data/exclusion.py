@@ -7,6 +7,49 @@ from typing import Any
 import numpy as np
 
 from keras_moe.data.json_files import read_json
+from keras_moe.data.json_schema import Integer, ListOf, Record, Text
+from keras_moe.files import write_json
+
+_FILE = Record(
+    {
+        "split": Text(),
+        "source": Text(),
+        "count": Integer(0, 2**63 - 1),
+        "indices": ListOf(Integer(0, 2**63 - 1)),
+    },
+    required=("split", "count", "indices"),
+    others=True,
+)
+
+
+def write_exclusion(
+    path: str | os.PathLike,
+    source: str,
+    split: str,
+    count: int,
+    indices: Any,
+    **notes: Any,
+) -> None:
+    """Writes a file of examples to leave out, for `exclude` of `keras_moe.data.load`.
+
+    Args:
+        path: of the JSON file.
+        source: as of `load`.
+        split: of the source.
+        count: number of all examples of the split.
+        indices: of the examples to leave out, such as `find_unreadable` gives.
+        **notes: what else the file should say, such as how they were found; JSON.
+
+    Example:
+
+    >>> from keras_moe.data import find_unreadable, num_examples, write_exclusion
+    >>> count, found = num_examples("digits", "test"), find_unreadable("digits", "test")
+    >>> write_exclusion("unreadable.json", "digits", "test", count, found)
+    >>> num_examples("digits", "test", exclude="unreadable.json")
+    450
+    """
+    about = {"source": source, "split": split, "count": count, **notes}
+    write_json(Path(path), {**about, "indices": np.asarray(indices).tolist()})
 
 
 def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.ndarray:
@@ -15,16 +58,11 @@ def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.nd
     Raises:
         ValueError: if they are not of this split, or leave nothing over.
     """
-    if isinstance(exclude, (str, os.PathLike)):
-        found = read_json(Path(exclude))
-        same = found.get("split") == split and found.get("count") == count
-        if not same or not _may_be(source, found.get("source", source)):
-            raise ValueError(
-                f"Expected {exclude} to be of split={split!r} with {count} examples of "
-                f"{source!r}; received: split={found.get('split')!r}, "
-                f"count={found.get('count')!r}, source={found.get('source')!r}"
-            )
-        exclude = found.get("indices")
+    what = f"exclude={exclude!r:.100}"
+    files = [exclude] if isinstance(exclude, (str, os.PathLike)) else exclude
+    is_list = isinstance(files, (list, tuple)) and files
+    if is_list and all(isinstance(file, (str, os.PathLike)) for file in files):
+        exclude = [i for file in files for i in _indices(file, source, split, count)]
     indices = np.asarray(exclude if exclude is not None else [0.5])
     if not indices.size:
         return np.zeros(0, "int64")
@@ -35,10 +73,22 @@ def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.nd
         or len(np.unique(indices)) == count
     ):
         raise ValueError(
-            f"Expected indices of some of {count} examples; "
-            f"received: exclude={exclude!r:.100}"
+            f"Expected indices of some of {count} examples; received: {what}"
         )
     return np.unique(indices).astype("int64")
+
+
+def _indices(path, source, split, count) -> list[int]:
+    """The indices in a file, if it is of this split."""
+    found = read_json(Path(path), _FILE)
+    same = found["split"] == split and found["count"] == count
+    if not same or not _may_be(source, found.get("source", source)):
+        raise ValueError(
+            f"Expected {path} to be of split={split!r} with {count} examples of "
+            f"{source!r}; received: split={found['split']!r}, "
+            f"count={found['count']!r}, source={found.get('source')!r}"
+        )
+    return found["indices"]
 
 
 def _may_be(source, other):

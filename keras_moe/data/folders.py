@@ -1,18 +1,23 @@
 """Images in files: below a folder for each class, or with labels in a file.
 
-PATH/split/class/name.jpg       one label per image
+PATH/split/class/name.jpg       one label per image, also in folders of the class's
 PATH/split/labels.json          {"name.jpg": ["class", "other class"]}: several
 """
 
 import os
+import warnings
+from collections import Counter
 from pathlib import Path
 
 from keras_moe.data.examples import IndexedExamples
 from keras_moe.data.json_files import read_json
+from keras_moe.data.json_schema import DictOf, ListOf, Text
 from keras_moe.data.labels import Classes
+from keras_moe.data.reading import decode_image, read_or_name
 
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 LABELS = "labels.json"
+_FILE = DictOf(ListOf(Text()))
 
 
 def read_examples(path: str, split: str) -> IndexedExamples:
@@ -39,14 +44,16 @@ def read_examples(path: str, split: str) -> IndexedExamples:
         files = [
             (file, [name])
             for name in _folders(root / split)
-            for file in sorted((root / split / name).iterdir())
-            if file.suffix.lower() in SUFFIXES and file.is_file()
+            for file in _files(root / split / name)
+            if file.suffix.lower() in _suffixes()
         ]
     if not files:
         raise ValueError(
-            f"Expected images ({', '.join(SUFFIXES)}) in the folders of classes below "
-            f"folder:{path}, or in {LABELS}; received: split={split!r} without any"
+            f"Expected images ({', '.join(_suffixes())}) in the folders of classes "
+            f"below folder:{path}, or in {LABELS}; "
+            f"received: split={split!r} without any"
         )
+    _report_others(root / split, {file for file, _ in files})
     most = max(1, *(len(classes) for _, classes in files))
     labels = [
         [number[name] for name in classes] + [-1] * (most - len(classes))
@@ -56,17 +63,24 @@ def read_examples(path: str, split: str) -> IndexedExamples:
     # As bytes: a name need not be UTF-8.
     places = tf.constant([os.fsencode(file) for file, _ in files])
 
-    def decode(encoded):
-        image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
-        return tf.ensure_shape(image, (None, None, 3))
-
     return IndexedExamples(
         len(files),
-        lambda index: (tf.io.read_file(places[index]), labels[index]),
-        decode,
+        lambda index: (
+            read_or_name(
+                tf.io.read_file, places[index], "a file that can be read", places[index]
+            ),
+            labels[index],
+        ),
+        decode_image,
         Classes(len(names), tuple(names), most if several else None),
         encoded_channels=3,
+        place=lambda index: places[index],
     )
+
+
+def splits(path: str) -> list[str]:
+    """The names of the splits."""
+    return _folders(_root(path))
 
 
 def class_names(path: str) -> list[str]:
@@ -93,15 +107,15 @@ def _is_multi_label(root: Path) -> bool:
 def _listed(root: Path, split: str) -> dict[str, list[str]]:
     """The images of a split with the names of their classes."""
     path = root / split / LABELS
-    listed = read_json(path)
-    for file, classes in listed.items():
-        is_list = isinstance(classes, list) and all(isinstance(c, str) for c in classes)
+    listed = read_json(path, _FILE)
+    for file in listed:
         place = Path(file)
         outside = place.is_absolute() or ".." in place.parts
-        if not is_list or outside or not (root / split / file).is_file():
+        known = place.suffix.lower() in _suffixes()
+        if outside or not known or not (root / split / file).is_file():
             raise ValueError(
-                f"Expected a list of classes for each file, relative to {path.parent}; "
-                f"received: {file!r}: {classes!r}"
+                f"Expected images ({', '.join(_suffixes())}) relative to the folder of "
+                f"{path}; received: {file!r}"
             )
     return listed
 
@@ -128,4 +142,46 @@ def _folders(path: Path) -> list[str]:
         entry.name
         for entry in path.iterdir()
         if entry.is_dir() and not entry.name.startswith(".")
+    )
+
+
+def _suffixes() -> tuple[str, ...]:
+    """Of the files that the TensorFlow that is installed decodes."""
+    import tensorflow as tf
+
+    has_webp = hasattr(tf.io, "decode_webp")
+    return SUFFIXES if has_webp else tuple(x for x in SUFFIXES if x != ".webp")
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files in a folder and in those within it, but for hidden ones, sorted."""
+
+    def stop(error):
+        raise error
+
+    found, seen = [], set()
+    for place, folders, files in os.walk(folder, onerror=stop, followlinks=True):
+        # A link may lead to a folder that it is in.
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [x for x in folders if not x.startswith(".")]
+        found += [Path(place, file) for file in files if not file.startswith(".")]
+    return sorted(found)
+
+
+def _report_others(folder: Path, used: set[Path]) -> None:
+    """Warns of the files of a split that are not among its images."""
+    others = [x for x in _files(folder) if x not in used and x != folder / LABELS]
+    if not others:
+        return
+    kinds = Counter(file.suffix.lower() or "no suffix" for file in others)
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    warnings.warn(
+        f"{len(others)} files in {folder} are not among its images ({counts}), such "
+        f"as {others[0]}: images are {', '.join(_suffixes())} in the folder of a "
+        f"class, or listed in {LABELS}",
+        stacklevel=5,
     )

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from keras_moe.data.json_files import read_json
+from keras_moe.data.json_schema import DictOf, ListOf, Record, Text
 from keras_moe.files import write_json
+
+PARENTS = DictOf(ListOf(Text()))
+# Other names are for `dataset.json`, which has classes and parents, too.
+_FILE = Record(
+    {"classes": ListOf(Text(), minimum=1, unique=True), "parents": PARENTS},
+    required=("classes", "parents"),
+    others=True,
+)
 
 
 class LabelHierarchy:
@@ -138,14 +147,11 @@ class LabelHierarchy:
         Raises:
             ValueError: if it is no such file, or as the constructor.
         """
-        settings = read_json(Path(path))
-        missing = {"classes", "parents"} - set(settings)
-        if missing:
-            raise ValueError(
-                f"Expected 'classes' and 'parents' in {path}; "
-                f"received: {sorted(settings)}"
-            )
-        return cls(settings["classes"], settings["parents"])
+        settings = read_json(Path(path), _FILE)
+        try:
+            return cls(settings["classes"], settings["parents"])
+        except ValueError as error:
+            raise ValueError(f"{error}, in {path}") from error
 
     def __eq__(self, other: Any) -> bool:
         same_kind = isinstance(other, LabelHierarchy)

@@ -7,11 +7,11 @@ import numpy as np
 from keras_moe.data import digits
 from keras_moe.data.augmentation import build_steps
 from keras_moe.data.examples import Share
-from keras_moe.data.exclusion import excluded_indices
 from keras_moe.data.label_hierarchy import as_hierarchy
 from keras_moe.data.labels import make_labels
 from keras_moe.data.pipeline import Plan, batches
 from keras_moe.data.sources import count_classes, open_source
+from keras_moe.data.unreadable import left_out
 
 
 def load(
@@ -32,6 +32,7 @@ def load(
     max_labels: int | None = None,
     shard: tuple[int, int] = (0, 1),
     exclude: Any = (),
+    unreadable: str = "raise",
 ) -> Any:
     """Loads batches of images and labels as a `tf.data.Dataset`, for any backend.
 
@@ -56,9 +57,11 @@ def load(
             TFRecord files, or a folder of such, with a `dataset.json` beside them that
             names the classes, see `write_tfrecords`, and `find_corrupt_files` where
             records cannot be read; or `"folder:PATH"` for images in
-            files `PATH/split/class/name.png` (or jpg, bmp, gif), or with several
-            labels each in `PATH/split/labels.json`, such as
-            `{"name.png": ["cat", "animal"]}`.
+            files `PATH/split/class/name.png` (or jpg, bmp, gif; webp from TensorFlow
+            2.20 on), also in folders within that of the class, or with several labels
+            each in `PATH/split/labels.json`, such as
+            `{"name.png": ["cat", "animal"]}`. A warning counts other files, such as
+            tif, which TensorFlow does not decode.
         split: `"train"`, `"test"` or `"all"` of the digits; any split of TensorFlow
             Datasets, such as `"train[:90%]"`; a word in the names of TFRecord files,
             such as `train-00000-of-00008.tfrecord`; a folder's name.
@@ -113,7 +116,15 @@ def load(
             are rows of the batches of one host alone; of record files each host reads
             its own part. With a distribution of Keras set `auto_shard_dataset=False`.
         exclude: indices of examples in the order of the source to leave out, or a JSON
-            file of `tools/deduplicate.py`.
+            file of `write_exclusion`, as `tools/deduplicate.py` writes it, or a list of
+            such files.
+        unreadable: what becomes of images that cannot be read or decoded. `"raise"` is
+            an error that names the file, when the image is met; see `reading_errors`
+            for its class. `"exclude"` decodes all images once before the first batch,
+            warns of those that cannot be read, with their number, and leaves them out
+            as `exclude` does: batch n still follows from the arguments, as long as the
+            same images are unreadable. `find_unreadable` and `write_exclusion` do it
+            once for all runs.
 
     Returns:
         A `tf.data.Dataset` of (images, labels): float32 (batch, height, width,
@@ -158,7 +169,7 @@ def load(
     labels = make_labels(
         examples.classes, source, bool(multi_label), hierarchy, max_labels, one_hot
     )
-    excluded = excluded_indices(exclude, source, split, examples.count)
+    excluded = left_out(examples, source, split, exclude, unreadable)
     if len(excluded):
         examples = examples.without(excluded)
     full = bool(drop_remainder or repeat)
@@ -203,7 +214,11 @@ def num_classes(source: str, data_dir: str | None = None) -> int:
 
 
 def num_examples(
-    source: str, split: str, data_dir: str | None = None, exclude: Any = ()
+    source: str,
+    split: str,
+    data_dir: str | None = None,
+    exclude: Any = (),
+    unreadable: str = "raise",
 ) -> int:
     """Number of examples in a split of a source that `load` knows.
 
@@ -212,6 +227,7 @@ def num_examples(
         split: as of `load`.
         data_dir: of TensorFlow Datasets.
         exclude: as of `load`; these are not counted.
+        unreadable: as of `load`.
 
     Raises:
         ValueError: if the source or the split is not known.
@@ -225,8 +241,8 @@ def num_examples(
     """
     _check_split(split)
     _tensorflow()
-    count = open_source(source, split, data_dir).count
-    return count - len(excluded_indices(exclude, source, split, count))
+    examples = open_source(source, split, data_dir)
+    return examples.count - len(left_out(examples, source, split, exclude, unreadable))
 
 
 def _tensorflow() -> Any:

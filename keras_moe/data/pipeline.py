@@ -60,12 +60,16 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
         stored, labels = examples.read(item)
         seed = None if crop is None else _seed(tf, key, crop[0])
         if crop is not None and _decodes_in_part(examples, crop[1]):
-            pixels = crop[1].crop.decode(
-                stored, examples.decode, examples.encoded_channels, seed
+            pixels = examples.decoded(
+                item,
+                stored,
+                lambda stored: crop[1].crop.decode(
+                    stored, examples.decode, examples.encoded_channels, seed
+                ),
             )
             pixels = _to_channels(tf, pixels, channels)
         else:
-            pixels = tf.cast(examples.decode(stored), "float32")
+            pixels = tf.cast(examples.decoded(item, stored), "float32")
             pixels = _to_channels(tf, pixels, channels)
             if crop is not None:
                 pixels, _ = crop[1].function(pixels, None, seed)

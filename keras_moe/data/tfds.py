@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_moe.data.examples import RecordExamples, RecordFile
 from keras_moe.data.labels import Classes
+from keras_moe.data.network import answer_of, check_reachable
 
 
 def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples:
@@ -21,7 +22,7 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
 
     info = builder.info
     image, label = _features(name, info)
-    builder.download_and_prepare()
+    _prepare(name, builder)
     try:
         found = info.splits[split]
         files = [
@@ -44,7 +45,7 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
             f"received: file_format={info.file_format.value!r}"
         )
 
-    def read(record):
+    def read(record, path):
         example = info.features.deserialize_example(
             record, decoders={image: tfds.decode.SkipDecoding()}
         )
@@ -73,7 +74,13 @@ def _open(name: str, data_dir: str | None) -> Any:
             'tfds: sources need TensorFlow Datasets: pip install "keras-moe[data]"'
         ) from error
     try:
-        return tfds.builder(name, data_dir=data_dir)
+        # It may look for a name in several places of the network.
+        return answer_of(
+            lambda: tfds.builder(name, data_dir=data_dir),
+            f"TensorFlow Datasets' search for tfds:{name}",
+        )
+    except (ImportError, TimeoutError):
+        raise
     except tfds.core.DatasetNotFoundError as error:
         known = tfds.list_builders(with_community_datasets=False)
         if data_dir is not None and Path(data_dir).is_dir():
@@ -83,6 +90,27 @@ def _open(name: str, data_dir: str | None) -> Any:
         raise ValueError(
             "Expected the name of a TensorFlow Datasets data set; "
             f"received: source='tfds:{name}'{hint if close else ''}"
+        ) from error
+    except Exception as error:
+        # A namespace such as huggingface: has errors of its own.
+        raise ValueError(
+            "Expected a data set that TensorFlow Datasets can open; "
+            f"received: source='tfds:{name}' ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _prepare(name: str, builder: Any) -> None:
+    """Downloads a data set that is not there, if the network answers."""
+    if not builder.is_prepared():
+        urls = [url for url in builder.url_infos or () if url.startswith("http")]
+        if urls:
+            check_reachable(urls[0], f"tfds:{name}, which is not in {builder.data_dir}")
+    try:
+        builder.download_and_prepare()
+    except AssertionError as error:
+        # Of data that are to be downloaded by hand.
+        raise ValueError(
+            f"Expected tfds:{name} to be prepared; received: {error}"
         ) from error
 
 

@@ -29,13 +29,26 @@ import numpy as np
 
 from keras_moe.data.examples import RecordExamples, RecordFile
 from keras_moe.data.json_files import read_json
-from keras_moe.data.label_hierarchy import LabelHierarchy
+from keras_moe.data.json_schema import DictOf, Either, Integer, ListOf, Record, Text
+from keras_moe.data.label_hierarchy import PARENTS, LabelHierarchy
 from keras_moe.data.labels import Classes
+from keras_moe.data.reading import check_or_name, decode_image, read_or_name
 from keras_moe.files import write_json
 
 SIDECAR = "dataset.json"
 FEATURES = {"image": "image/encoded", "label": "image/class/label"}
-_KEYS = {"classes", "features", "first_label", "max_labels", "counts", "parents"}
+_FILE = Record(
+    {
+        # As many as one can still have a head or a one-hot vector for.
+        "classes": Either(Integer(1, 2**24), ListOf(Text(), minimum=1, unique=True)),
+        "features": Record({"image": Text(), "label": Text()}),
+        "first_label": Integer(-(2**31)),
+        "max_labels": Integer(1, 2**16),
+        "counts": DictOf(Integer(0, 2**40)),
+        "parents": PARENTS,
+    },
+    required=("classes",),
+)
 
 
 def read_examples(pattern: str, split: str) -> RecordExamples:
@@ -73,28 +86,28 @@ def read_examples(pattern: str, split: str) -> RecordExamples:
     several = classes.max_labels is not None
     label_spec = tf.io.VarLenFeature if several else partial(tf.io.FixedLenFeature, [])
 
-    def read(record):
-        example = tf.io.parse_single_example(
-            record,
-            {
-                names["image"]: tf.io.FixedLenFeature([], "string"),
-                names["label"]: label_spec("int64"),
-            },
-        )
+    features = {
+        names["image"]: tf.io.FixedLenFeature([], "string"),
+        names["label"]: label_spec("int64"),
+    }
+    expected = f"a tf.train.Example with {names['image']!r} and {names['label']!r}"
+
+    def parse(record):
+        example = tf.io.parse_single_example(record, features)
         labels = example[names["label"]]
-        labels = tf.cast(labels.values if several else labels, "int32") - first_label
-        check = tf.debugging.Assert(
-            tf.reduce_all((labels >= 0) & (labels < classes.count)),
-            [f"Expected labels of {classes.count} classes; received:", labels],
+        return example[names["image"]], labels.values if several else labels
+
+    def read(record, path):
+        image, labels = read_or_name(parse, record, expected, path)
+        labels = labels - first_label
+        within = tf.reduce_all((labels >= 0) & (labels < classes.count))
+        check = check_or_name(
+            within, f"labels of {classes.count} classes", path, labels
         )
         with tf.control_dependencies([check]):
-            return example[names["image"]], tf.identity(labels)
+            return image, tf.cast(labels, "int32")
 
-    def decode(encoded):
-        image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
-        return tf.ensure_shape(image, (None, None, 3))
-
-    return RecordExamples(files, read, decode, classes, encoded_channels=3)
+    return RecordExamples(files, read, decode_image, classes, encoded_channels=3)
 
 
 def count_classes(pattern: str) -> int:
@@ -126,21 +139,8 @@ def count_records(path: Path) -> int:
     return count
 
 
-def find_corrupt_files(pattern: str) -> list[str]:
-    """The TFRecord files of a source that cannot be read to their end.
-
-    It reads all files: for when reading batches fails over corrupt records, where
-    TensorFlow does not say in which file.
-
-    Args:
-        pattern: a folder or a glob, as in `"tfrecord:PATTERN"`.
-
-    Example:
-
-    ```python
-    find_corrupt_files("photos/train-*.tfrecord")
-    ```
-    """
+def corrupt_files(pattern: str) -> list[str]:
+    """The files that cannot be read to their end."""
     import tensorflow as tf
 
     corrupt = []
@@ -148,7 +148,7 @@ def find_corrupt_files(pattern: str) -> list[str]:
         try:
             for _ in tf.data.TFRecordDataset(path):
                 pass
-        except tf.errors.DataLossError:
+        except tf.errors.OpError:
             corrupt.append(path)
     return corrupt
 
@@ -202,7 +202,8 @@ def write_tfrecords(
     count = classes if isinstance(classes, int) else len(classes)
     if parents is not None:
         settings["parents"] = LabelHierarchy(classes, parents).to_dict()["parents"]
-    before = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else {}
+    sidecar = folder / SIDECAR
+    before = read_json(sidecar, _FILE) if sidecar.exists() else {}
     for name in ("classes", "parents"):
         if before and before.get(name) != settings.get(name):
             raise ValueError(
@@ -313,22 +314,9 @@ def _settings(pattern: str) -> tuple[dict, Classes]:
             f'Expected {SIDECAR} with {{"classes": [names]}} or their number beside '
             f"the TFRecord files; received: source='tfrecord:{pattern}' without"
         )
-    settings = read_json(path)
-    unknown = sorted(set(settings) - _KEYS)
-    names = settings.get("classes")
-    most = settings.get("max_labels")
-    is_count = isinstance(names, int) and not isinstance(names, bool) and names > 0
-    is_list = isinstance(names, list) and names and len(set(names)) == len(names)
-    if unknown or not (is_count or is_list):
-        raise ValueError(
-            f"Expected 'classes' in {path}, a number or names, and any of "
-            f"{sorted(_KEYS)}; received: classes={names!r:.100}, unknown={unknown}"
-        )
-    if most is not None and not (isinstance(most, int) and most > 0):
-        raise ValueError(
-            f"Expected a positive number in {path}; received: max_labels={most!r}"
-        )
-    if is_count:
+    settings = read_json(path, _FILE)
+    names, most = settings["classes"], settings.get("max_labels")
+    if isinstance(names, int):
         return settings, Classes(names, None, most)
     return settings, Classes(len(names), tuple(names), most)
 

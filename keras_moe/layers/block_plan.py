@@ -5,6 +5,20 @@ from typing import Any
 
 from keras_moe.ops.checks import check_integer
 
+# The largest published models have a tenth of these; a description of ten times as
+# many, or a mistyped number, would take minutes.
+MAX_LAYERS = 1000
+
+
+def check_num_layers(num_layers: Any) -> int:
+    """`num_layers`, if it is an integer of at least 1 and at most `MAX_LAYERS`."""
+    if check_integer("num_layers", num_layers) > MAX_LAYERS:
+        raise ValueError(
+            f"Expected num_layers to be at most {MAX_LAYERS}; "
+            f"received: num_layers={num_layers}"
+        )
+    return int(num_layers)
+
 
 def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
     """The indices of the blocks whose feed-forward layer is a mixture of experts.

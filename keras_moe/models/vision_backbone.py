@@ -21,6 +21,7 @@ from keras_moe.layers import (
     PatchEmbedding,
     PositionEmbedding,
     activations,
+    check_num_layers,
     resolve_moe_layers,
 )
 from keras_moe.layers.feed_forwards import feed_forward_layers, plain_options
@@ -103,7 +104,7 @@ class VisionBackbone(
         )
         moe_layers, num_layers = config["moe_layers"], config["num_layers"]
         if moe_layers is not None and not isinstance(moe_layers, str):
-            check_integer("num_layers", num_layers)
+            check_num_layers(num_layers)
             config["moe_layers"] = list(resolve_moe_layers(moe_layers, num_layers))
         if not isinstance(config["auxiliary_losses"], (str, dict)):
             config["auxiliary_losses"] = losses.serialize(
@@ -155,7 +156,7 @@ class VisionBackbone(
         image_shape = check_image_shape(config["image_shape"])
         # Before the seeds of layers are made of it.
         seed = check_seed("seed", config["seed"])
-        check_integer("num_layers", config["num_layers"])
+        check_num_layers(config["num_layers"])
         hidden_dim = check_integer("hidden_dim", config["hidden_dim"])
         for name in _SWITCHES:
             if name in config:

@@ -2,6 +2,7 @@
 
 from keras_moe.training.adafactor import ViTGAdafactor
 from keras_moe.training.adversarial_debiasing import adversarial_debiasing
+from keras_moe.training.best_epoch import BestEpoch
 from keras_moe.training.checkpoints import (
     Checkpoint,
     clean_checkpoints,
@@ -36,6 +37,7 @@ from keras_moe.training.upcycling import UpcyclingReport, upcycle
 from keras_moe.training.weight_averages import EvaluateAverages
 
 __all__ = [
+    "BestEpoch",
     "Checkpoint",
     "Datasets",
     "EvaluateAverages",

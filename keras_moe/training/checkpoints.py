@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +64,7 @@ def save_checkpoint(
     state: dict,
     keep: int = 3,
     keep_every: int | None = None,
+    keep_steps: Collection[int] = (),
 ) -> Path:
     """Writes a checkpoint, and removes older ones once it is on the disk.
 
@@ -79,6 +80,7 @@ def save_checkpoint(
         state: further state, JSON.
         keep: how many checkpoints stay.
         keep_every: those of steps that this divides stay, too.
+        keep_steps: those of these steps stay, too.
 
     Returns:
         The checkpoint's folder.
@@ -139,7 +141,7 @@ def save_checkpoint(
         raise
     if number == 0:
         try:
-            _remove_older(folder, final, keep, keep_every)
+            _remove_older(folder, final, keep, keep_every, keep_steps)
         except OSError as error:
             # The new one is whole all the same.
             warnings.warn(
@@ -415,14 +417,15 @@ def _commit(writing, final):
     shutil.rmtree(final.with_name(f"{_WRITING}replaced-{final.name}"), True)
 
 
-def _remove_older(folder, newest, keep, keep_every):
+def _remove_older(folder, newest, keep, keep_every, keep_steps):
     step = _step_of(newest)
     for path in list_checkpoints(folder):
         # Newer ones are corrupt: the run went on from before them.
         if _step_of(path) > step:
             _remove(path)
     for path in list_checkpoints(folder)[:-keep]:
-        if keep_every is None or _step_of(path) % keep_every:
+        number = _step_of(path)
+        if number not in keep_steps and (keep_every is None or number % keep_every):
             _remove(path)
 
 

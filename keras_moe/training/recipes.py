@@ -20,10 +20,16 @@ from keras_moe.ops.checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe.training.best_epoch import BestEpoch, check_best
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.optimizers import StopAfterBatches, make_optimizer
 from keras_moe.training.parameter_groups import check_groups, group_factors
-from keras_moe.training.schedules import DECAYS, check_cooldown, warmup_schedule
+from keras_moe.training.schedules import (
+    DECAYS,
+    check_cooldown,
+    check_length,
+    warmup_schedule,
+)
 from keras_moe.training.weight_averages import EvaluateAverages
 
 DECAY_TIMES = ("learning_rate", "share_of_peak")
@@ -71,7 +77,9 @@ class Recipe:
             0.71 of that at its end.
         cooldown_steps: the last steps, in which the learning rate of `"rsqrt"` or
             `"constant"` falls on a line to `final_learning_rate`.
-        final_learning_rate: after the last step.
+        final_learning_rate: after the last step of the schedule.
+        schedule_steps: steps of the schedule, where it is not as long as the run: after
+            them the run goes on with `final_learning_rate`. None for all its steps.
         optimizer: `"vitg_adafactor"`, or the name of a Keras optimizer; see
             `optimizer_class`.
         optimizer_options: its further arguments, such as `{"beta_2": 0.95}`.
@@ -101,7 +109,17 @@ class Recipe:
             mixes them, and the metrics are precision at 1 and mean average precision.
         hierarchy: with `multi_label`, a file of a `keras_moe.data.LabelHierarchy`.
         max_labels: see `keras_moe.data.load`.
-        exclude: a file of images not to train on, see `keras_moe.data.load`.
+        exclude: a file of images not to train on, or a list of such, see
+            `keras_moe.data.load`.
+        unreadable: `"exclude"` leaves out images that cannot be read, which are looked
+            for before the run, see `keras_moe.data.load`; None ends the run at one,
+            with the name of its file.
+        monitor: a metric of the history by which epochs are compared; None for the
+            accuracy, or with several labels the precision at 1, of the test images.
+        monitor_mode: `"max"` or `"min"`, see `BestEpoch`.
+        patience: epochs without a better one after which the run ends; None for never.
+        best: `"keep"` keeps the checkpoint of the best epoch beside the newest ones;
+            `"restore"` gives the model its weights at the end, too. None for neither.
         dtype: the dtype policy. With `"mixed_float16"` losses are scaled.
         seed: of weights, noise, order and augmentation.
         description: a line about it.
@@ -133,6 +151,7 @@ class Recipe:
     timescale: int = 10_000
     cooldown_steps: int = 0
     final_learning_rate: float = 0.0
+    schedule_steps: int | None = None
     optimizer: str = "adamw"
     optimizer_options: dict = dataclasses.field(default_factory=dict)
     weight_decay: float = 0.0
@@ -149,7 +168,12 @@ class Recipe:
     multi_label: bool = False
     hierarchy: str | None = None
     max_labels: int | None = None
-    exclude: str | None = None
+    exclude: str | Sequence | None = None
+    unreadable: str | None = None
+    monitor: str | None = None
+    monitor_mode: str | None = None
+    patience: int | None = None
+    best: str | None = None
     dtype: str = "float32"
     seed: int = 0
     description: str = ""
@@ -180,6 +204,11 @@ class Recipe:
             check_positive("gradient_clipping", self.gradient_clipping)
         check_one_of("decay", self.decay, DECAYS)
         check_cooldown(self.decay, self.cooldown_steps, self.final_learning_rate)
+        if self.schedule_steps is not None:
+            check_integer("schedule_steps", self.schedule_steps)
+        check_best(self.monitor, self.monitor_mode, self.patience, self.best)
+        if self.unreadable is not None:
+            check_one_of("unreadable", self.unreadable, ("exclude",))
         check_one_of("weight_decay_times", self.weight_decay_times, DECAY_TIMES)
         check_groups(self.groups)
         if check_not_negative("ema_momentum", self.ema_momentum or 0.0) >= 1:
@@ -305,10 +334,14 @@ class Recipe:
             steps_per_epoch: batches in an epoch.
 
         Raises:
-            ValueError: if the warm-up is as long as the run, or the cooldown begins
-                before its end.
+            ValueError: if the warm-up is as long as the run, the cooldown begins
+                before its end, or the run goes on with a learning rate of 0.
         """
-        steps = self.total_steps(steps_per_epoch)
+        total = self.total_steps(steps_per_epoch)
+        steps = self.schedule_steps or total
+        check_length(
+            steps, total, self.decay, self.cooldown_steps, self.final_learning_rate
+        )
         if self.warmup_steps >= steps:
             raise ValueError(
                 f"Expected a warm-up shorter than the run, which has {steps} steps "
@@ -435,6 +468,13 @@ class Recipe:
             found.append(EvaluateAverages())
         return found
 
+    def best_epoch(self) -> BestEpoch | None:
+        """The callback that compares epochs, put after others; None if none should."""
+        if self.patience is None and self.best is None:
+            return None
+        metric = "val_precision_at_1" if self.multi_label else "val_accuracy"
+        return BestEpoch(self.monitor or metric, self.monitor_mode, self.patience)
+
     def datasets(
         self,
         image_shape: tuple[int, int, int],
@@ -469,7 +509,11 @@ class Recipe:
             "max_labels": self.max_labels,
             "shard": data.process_shard(),
         }
-        exclude = self.exclude or ()
+        unreadable = self.unreadable or "raise"
+        # Once for both: it may decode all images.
+        exclude = data.excluded_examples(
+            self.data, self.train_split, data_dir, self.exclude or (), unreadable
+        )
         count = data.num_examples(self.data, self.train_split, data_dir, exclude)
         steps = count // batch_size
         if steps < 1:
@@ -488,7 +532,9 @@ class Recipe:
             exclude=exclude,
             **common,
         )
-        test = data.load(self.data, self.test_split, shuffle=False, **common)
+        test = data.load(
+            self.data, self.test_split, shuffle=False, unreadable=unreadable, **common
+        )
         return Datasets(train, test, self.num_classes(data_dir), steps)
 
     def num_classes(self, data_dir: str | None = None) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe import data
+from keras_moe.training.extension import EXTENDABLE, check_extension
 from keras_moe.training.non_finite import (
     NonFinite,
     NonFiniteLoss,
@@ -35,7 +36,8 @@ class Training(NamedTuple):
         history: lists with a value for each epoch: loss, accuracy, val_loss and
             val_accuracy, those of the test images. With several labels
             precision_at_1 and mean_average_precision instead.
-        test_accuracy: of the last epoch, or its precision at 1.
+        test_accuracy: of the last epoch, or its precision at 1; with a recipe of
+            `best="restore"` of the best epoch.
     """
 
     model: keras.Model
@@ -56,6 +58,7 @@ def train(
     keep_every: int | None = None,
     resume: bool = True,
     branch_from: str | os.PathLike | None = None,
+    extend: bool = False,
 ) -> Training:
     """Trains a model as a recipe says.
 
@@ -84,14 +87,20 @@ def train(
             removed.
         branch_from: a checkpoint of another run, with which this one begins; see
             `RunCheckpoint` and `cooldown_branch`.
+        extend: whether the run in `checkpoint_dir` may go on, also after its end, with
+            a recipe of more `epochs` or `steps`, another `schedule_steps` or another
+            `patience`. It goes on from its newest checkpoint, the learning rate is that
+            of the longer schedule, and there is a warning if that is another than
+            before: `schedule_steps` leaves it as it was. Where a run of `steps` ended
+            within an epoch, the rest of it is a further row of the history.
 
     Returns:
         A `Training`: the model, the history and the accuracy.
 
     Raises:
         ValueError: if the recipe, model and images do not fit together; if the
-            checkpoints are of another recipe, or all corrupt; or if the loss is not
-            finite any more.
+            checkpoints are of another recipe, or all corrupt; if an image cannot be
+            read; or if the loss is not finite any more.
         OSError: if the last checkpoint cannot be written; or if another process, which
             the error names, trains in `checkpoint_dir`, see `run_lock`.
 
@@ -113,6 +122,12 @@ def train(
             "Expected a checkpoint_dir for the branch's own checkpoints; "
             f"received: branch_from={branch_from!r}, checkpoint_dir=None"
         )
+    if recipe.best is not None and checkpoint_dir is None:
+        raise ValueError(
+            "Expected a checkpoint_dir for the best epoch's checkpoint; "
+            f"received: best={recipe.best!r}, checkpoint_dir=None"
+        )
+    best = recipe.best_epoch()
     run = _Run(recipe, datasets, data_dir)
     model = run.new_model()
     checkpoint, first_step = None, 0
@@ -127,12 +142,18 @@ def train(
             settings,
             restart=not resume,
             branch_from=branch_from,
+            best=None if recipe.best is None else best,
+            may_differ=EXTENDABLE if extend else (),
         )
         first_step = checkpoint.restore(model)
+        if checkpoint.changed:
+            checkpoint.finished = not check_extension(
+                recipe, checkpoint.changed, run.steps_per_epoch, first_step
+            )
         if checkpoint.finished:
             # As at the end of `fit`: averages take the weights' place.
             model.optimizer.finalize_variable_values(model.trainable_weights)
-            return _training(model, checkpoint.history)
+            return _training(model, checkpoint.history, recipe, checkpoint)
     images = run.datasets(first_step)
     test = images.test
     if keras.distribution.distribution() is not None:
@@ -142,6 +163,8 @@ def train(
     if callable(callbacks):
         callbacks = callbacks(model, images)
     every = [*recipe.callbacks(first_step), *callbacks, StopOnNonFinite(first_step)]
+    if best is not None:
+        every.append(best)
     if checkpoint is not None:
         every = checkpoint.around(every)
     if first_step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
@@ -150,22 +173,23 @@ def train(
         x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
         model.evaluate(x, y, sample_weight=weight, steps=1, verbose=0)
     try:
-        history = model.fit(
-            images.train,
-            epochs=recipe.passes(run.steps_per_epoch),
-            initial_epoch=first_step // run.steps_per_epoch,
-            steps_per_epoch=run.steps_per_epoch,
-            validation_data=test,
-            shuffle=False,  # The batches come shuffled.
-            callbacks=every,
-            verbose=verbose,
-        ).history
+        with data.reading_errors():
+            history = model.fit(
+                images.train,
+                epochs=recipe.passes(run.steps_per_epoch),
+                initial_epoch=first_step // run.steps_per_epoch,
+                steps_per_epoch=run.steps_per_epoch,
+                validation_data=test,
+                shuffle=False,  # The batches come shuffled.
+                callbacks=every,
+                verbose=verbose,
+            ).history
     except NonFiniteLoss as error:
         del model
         raise ValueError(_diagnosis(error, run, checkpoint, verbose)) from error
     if checkpoint is not None:
         history = checkpoint.history
-    return _training(model, history)
+    return _training(model, history, recipe, checkpoint)
 
 
 class _Run:
@@ -262,7 +286,11 @@ def _first_non_finite(error, run, checkpoint, verbose):
     return None
 
 
-def _training(model, history):
+def _training(model, history, recipe, checkpoint):
     history = {name: [float(x) for x in values] for name, values in history.items()}
     accuracy = history.get("val_accuracy") or history["val_precision_at_1"]
-    return Training(model, history, accuracy[-1])
+    row = -1
+    # No process of several has waited for the others' pieces of it.
+    if recipe.best == "restore" and data.process_shard()[1] == 1:
+        row = checkpoint.best_row if checkpoint.restore_best(model) else -1
+    return Training(model, history, accuracy[row])

@@ -5,7 +5,8 @@ import json
 import os
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ import numpy as np
 
 from keras_moe._version import __version__
 from keras_moe.ops.checks import check_integer
+from keras_moe.training.best_epoch import BestEpoch
 from keras_moe.training.checkpoints import (
     Checkpoint,
     clean_checkpoints,
@@ -51,6 +53,11 @@ class RunCheckpoint(keras.callbacks.Callback):
             `"runs/long/checkpoints/step-00650000"`. Where `folder` has no checkpoint
             yet, the run goes on from there, whatever the other's settings, and its
             history begins.
+        best: the callback that compares epochs, one of those in `around`. The
+            checkpoint of the best epoch is then written at its end and stays beside
+            the newest ones, see `restore_best`.
+        may_differ: names of settings that may be others than those of the run, which
+            are then `changed`.
 
     Raises:
         ValueError: if a number is out of range.
@@ -91,6 +98,8 @@ class RunCheckpoint(keras.callbacks.Callback):
         settings: dict | None = None,
         restart: bool = False,
         branch_from: str | os.PathLike | None = None,
+        best: BestEpoch | None = None,
+        may_differ: Collection[str] = (),
     ):
         super().__init__()
         self.folder = folder
@@ -109,9 +118,15 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.finished = False
         self.history = {}
         self.last = None
+        self.best = best
+        # The step of the best epoch's checkpoint, and its row in the history.
+        self.best_step, self.best_row = None, None
+        self.may_differ = may_differ
+        # Old values of settings that are others now.
+        self.changed = {}
         self._found = None
         self._moved = False
-        self._branched = False
+        self._begins_metrics = False
         self._callbacks = []
 
     def restore(self, model: keras.Model) -> int:
@@ -140,9 +155,9 @@ class RunCheckpoint(keras.callbacks.Callback):
         if found is None:
             found = open_checkpoint(self.branch_from)
             # Neither what that run measured is this one's, nor its place in an epoch.
-            begun = {"finished": False, "history": {}, "callbacks": {}}
+            begun = {"finished": False, "history": {}, "callbacks": {}, "best": None}
             found = found._replace(state={**found.state, **begun})
-            self._branched = True
+            self._begins_metrics = True
         else:
             self._check(found)
         state = found.state
@@ -151,7 +166,34 @@ class RunCheckpoint(keras.callbacks.Callback):
         self._found, self.last = found, found.path
         self.step, self.finished = found.step, state["finished"]
         self.history = {name: list(values) for name, values in state["history"].items()}
+        self.best_step, self.best_row = state.get("best") or (None, None)
+        # After its end a run that is extended has the metrics of its last test.
+        self._begins_metrics |= self.finished
         return self.step
+
+    def restore_best(self, model: keras.Model) -> bool:
+        """Gives a compiled model the weights of the best epoch, once `fit` is over.
+
+        There is a warning, and the model stays, if their checkpoint is not whole.
+
+        Args:
+            model: compiled as the run's was.
+
+        Returns:
+            Whether the model has them.
+        """
+        if self.best_step is None:
+            return False
+        path = Path(self.folder) / f"step-{self.best_step:08d}"
+        try:
+            found = open_checkpoint(path)
+        except ValueError as error:
+            warnings.warn(f"The model is that of the last epoch: {error}", stacklevel=2)
+            return False
+        restore_checkpoint(found, _groups(model))
+        # As at the end of `fit`: averages take the weights' place.
+        model.optimizer.finalize_variable_values(model.trainable_weights)
+        return True
 
     def around(
         self, callbacks: Sequence[keras.callbacks.Callback]
@@ -177,7 +219,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         found, self._found = self._found, None
         if found is None:
             return
-        if self.step % self.steps_per_epoch and not self._branched:
+        if self.step % self.steps_per_epoch and not self._begins_metrics:
             metrics = {"metrics": self.model.metrics_variables}
             restore_checkpoint(found, metrics)
         _set_random_state(found.state["random"])
@@ -187,7 +229,8 @@ class RunCheckpoint(keras.callbacks.Callback):
             if np.ndim(value) == 0:
                 self.history.setdefault(name, []).append(float(value))
         self.finished = epoch + 1 >= self.params["epochs"] or self.model.stop_training
-        if self.finished or self.step % (self.every or self.step) == 0:
+        is_due = self.step % (self.every or self.step) == 0
+        if self.finished or is_due or (self.best is not None and self.best.improved):
             self._save()
 
     def before_step(self) -> None:
@@ -206,18 +249,28 @@ class RunCheckpoint(keras.callbacks.Callback):
         groups = _groups(model)
         if self.step % self.steps_per_epoch:
             groups["metrics"] = model.metrics_variables
+        best = (self.best_step, self.best_row)
+        if self.best is not None and self.best.improved:
+            best = (self.step, self.best.row)
         state = {
             "settings": self.settings,
             "steps_per_epoch": self.steps_per_epoch,
             "finished": self.finished,
             "history": self.history,
+            "best": best,
             "callbacks": {name: x.get_state() for name, x in self._with_state()},
             "random": _random_state(),
             "versions": _versions(),
         }
         try:
             path = save_checkpoint(
-                self.folder, self.step, groups, state, self.keep, self.keep_every
+                self.folder,
+                self.step,
+                groups,
+                state,
+                self.keep,
+                self.keep_every,
+                keep_steps=best[:1],
             )
         except NonFiniteValues as error:
             raise NonFiniteLoss(self.step, str(error)) from error
@@ -232,6 +285,8 @@ class RunCheckpoint(keras.callbacks.Callback):
             warnings.warn(f"{message}. The run goes on without it", stacklevel=2)
         else:
             self.last = path
+            # Not before: the one of the best epoch until now must not be removed.
+            self.best_step, self.best_row = best
 
     def _check(self, found: Checkpoint):
         state = found.state
@@ -240,13 +295,21 @@ class RunCheckpoint(keras.callbacks.Callback):
             (name, state["settings"].get(name), self.settings.get(name))
             for name in sorted({*state["settings"], *self.settings})
         ]
+        self.changed = {
+            name: old
+            for name, old, new in pairs
+            if old != new and name in self.may_differ
+        }
         different = [
-            f"{name}={new!r} (there {old!r})" for name, old, new in pairs if old != new
+            f"{name}={new!r} (there {old!r})"
+            for name, old, new in pairs
+            if old != new and name not in self.changed
         ]
         if different:
             raise ValueError(
                 f"Expected the settings of the run in {self.folder}; received: "
-                f"{', '.join(different)}. Take another folder, or begin anew"
+                f"{', '.join(different)}. Take another folder, begin anew, or extend "
+                "the run if its length alone differs"
             )
         old, new = state["versions"], _versions()
         if old != new:

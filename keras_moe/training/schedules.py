@@ -238,3 +238,16 @@ def check_cooldown(decay: str, cooldown_steps: int, final: float) -> None:
             f"decay={decay!r}; received: cooldown_steps=0, "
             f"final_learning_rate={final!r}"
         )
+
+
+def check_length(
+    steps: int, total: int, decay: str, cooldown_steps: int, final: float
+) -> None:
+    """Raises ValueError if a run goes on after its schedule and learns nothing."""
+    falls = decay not in OPEN_ENDED or cooldown_steps
+    if steps < total and falls and not final:
+        raise ValueError(
+            f"Expected final_learning_rate > 0 for the {total - steps} steps of a run "
+            f"after its schedule; received: final_learning_rate={final!r}, "
+            f"schedule_steps={steps}"
+        )

@@ -207,6 +207,7 @@ def cooldown_branch(
         "name": f"{recipe.name}_cooldown_{start_step}_{cooldown_steps}",
         "steps": start_step + cooldown_steps,
         "cooldown_steps": cooldown_steps,
+        "schedule_steps": None,
     }
     return recipe.replace(**{**settings, **overrides})
 

@@ -1,12 +1,13 @@
 """Reads data sets that the tests write in the format of TensorFlow Datasets."""
 
 import sys
+import threading
 
 import keras
 import numpy as np
 import pytest
 
-from keras_moe.data import load, num_classes
+from keras_moe.data import load, network, num_classes
 
 tfds = pytest.importorskip("tensorflow_datasets")
 tf = pytest.importorskip("tensorflow")
@@ -290,6 +291,41 @@ def test_without_tensorflow_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(ImportError, match=r"keras-moe\[data\]"):
         load("tfds:mnist", "train")
+
+
+def test_a_network_that_does_not_answer(monkeypatch, tmp_path):
+    """Nothing waits longer than it is said to, and every error names the source."""
+    wait = threading.Event()
+    monkeypatch.setattr(network, "PATIENCE", 0.05)
+    monkeypatch.setattr(tfds, "builder", lambda *_, **__: wait.wait(60))
+    with pytest.raises(TimeoutError, match=r"within 0\.05 s.*tfds:unknown"):
+        num_classes("tfds:unknown", str(tmp_path))
+
+    def fails(*_, **__):
+        raise RuntimeError("no route")
+
+    monkeypatch.setattr(tfds, "builder", fails)
+    with pytest.raises(ValueError, match=r"'tfds:hf:x' \(RuntimeError: no route"):
+        num_classes("tfds:hf:x", str(tmp_path))
+
+
+def test_a_download_asks_once_whether_there_is_a_network(monkeypatch, tmp_path):
+    import requests
+
+    monkeypatch.setattr(network, "PATIENCE", 0.05)
+    wait = threading.Event()
+    for head, message in (
+        (lambda *_, **__: wait.wait(60), r"within 0\.05 s.*http.*tfds:mnist, which"),
+        (requests.Session().head, "Expected to reach http.* for tfds:mnist"),
+    ):
+        monkeypatch.setattr(requests, "head", head)
+        # Where a test has a network, it must not be asked.
+        monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+        if "reach" in message:
+            monkeypatch.setattr(network, "PATIENCE", 30)
+        with pytest.raises(OSError, match=message):
+            load("tfds:mnist", "train", data_dir=str(tmp_path))
+    wait.set()
 
 
 def test_batches_without_end_begin_anywhere(data_dir):

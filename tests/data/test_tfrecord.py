@@ -9,9 +9,11 @@ import pytest
 from keras_moe.data import (
     LabelHierarchy,
     find_corrupt_files,
+    find_unreadable,
     load,
     num_classes,
     num_examples,
+    reading_errors,
     write_tfrecords,
 )
 
@@ -52,6 +54,11 @@ def read(source, split="train", **options):
         (np.round((x[:, 0, 0, 0] + 1) * 127.5).astype(int).tolist(), y.tolist())
         for x, y in dataset.as_numpy_iterator()
     ]
+
+
+def read_all(source, **options):
+    with reading_errors():
+        return read(source, **options)
 
 
 def numbers(batches):
@@ -101,13 +108,14 @@ def test_files_of_others(tmp_path):
     describe(classes=3, features=names, first_label=1)
     assert read(source, "val") == [([1, 2, 3], [0, 1, 2])]
     describe(classes=3, features=names)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="labels of 3 classes"):
+    message = r"labels of 3 classes in .*photos-val\.rec; received: 3"
+    with pytest.raises(ValueError, match=message), reading_errors():
         read(source, "val")
     describe(classes=3, features={"image": "jpg"})
     with pytest.raises(ValueError, match=r"'image/class/label'.*\['cls', 'jpg'\]"):
         read(source, "val")
     describe(classes=3, features=names, first_labels=1)
-    with pytest.raises(ValueError, match=r"unknown=\['first_labels'\]"):
+    with pytest.raises(ValueError, match=r"no others .*\['first_labels'\]"):
         read(source, "val")
 
 
@@ -139,9 +147,43 @@ def test_corrupt_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"whole records.*train-00001.*record 7"):
         read(source)
     path.write_bytes(content[:100] + b"x" + content[101:])
-    with pytest.raises(tf.errors.DataLossError):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=path.name):
         read(source)
+    with pytest.raises(ValueError, match=f"none of them corrupt.*{path}$"):
+        read_all(source)
     assert find_corrupt_files(str(tmp_path)) == [str(path)]
+    assert find_corrupt_files(source) == [str(path)]
+    # Fewer records than they are said to be.
+    path.write_bytes(content)
+    counts = {file.name: 9 for file in tmp_path.glob("*.tfrecord")}
+    (tmp_path / "dataset.json").write_text(
+        json.dumps({"classes": CLASSES, "counts": counts})
+    )
+    with pytest.raises(ValueError, match=r"none of them corrupt.*train-0000"):
+        read_all(source, shuffle=True)
+
+
+def test_a_record_without_an_image_is_named(tmp_path):
+    source = write(tmp_path)
+    path = tmp_path / "train-00002-of-00003.tfrecord"
+    records = [x.numpy() for x in tf.data.TFRecordDataset(str(path))]
+    png = tf.io.encode_png(image(5)).numpy()
+    broken = png[:-20]
+    for new, message in (
+        (b"no example", "Expected a tf.train.Example with .*received: "),
+        (records[1].replace(png, broken + b"0" * 20), "Expected an image that can"),
+    ):
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for record in [records[0], new, *records[2:]]:
+                writer.write(record)
+        for augment in (None, "random_resized_crop"):
+            with pytest.raises(ValueError, match=f"{message}.*{path}$"):
+                read_all(source, augment=augment)
+        # The files one after the other, of which two have 8.
+        assert find_unreadable(source, "train").tolist() == [17]
+        with pytest.warns(UserWarning, match=f"1 of 23 images.*{path}$"):
+            found = numbers(read(source, unreadable="exclude"))
+        assert sorted(found) == [n for n in range(23) if n != 5]
 
 
 def test_several_labels(tmp_path):

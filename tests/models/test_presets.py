@@ -198,6 +198,16 @@ print(description.parameters)
 
 
 @pytest.mark.backend_free
+@pytest.mark.parametrize("preset", ["vmoe_b32", "mixer_b16", "mumoe_mixer_s16_cp"])
+def test_describe_refuses_more_layers_than_it_can_count_in_seconds(preset):
+    for moe_layers in (None, "every_2", [0]):
+        with pytest.raises(
+            ValueError, match=r"at most 1000; received: num_layers=2\d+"
+        ):
+            models.describe(preset, num_layers=200_000, moe_layers=moe_layers)
+
+
+@pytest.mark.backend_free
 @pytest.mark.parametrize("preset", NAMES)
 def test_every_preset_is_described(preset):
     description = models.describe(preset, num_classes=1000)
@@ -393,6 +403,8 @@ np.save({str(tmp_path / "logits.npy")!r}, model.predict(images, verbose=0))
         ({"patch_size": "4"}, "patch_size='4'"),
         ({"images_per_group": 0}, "images_per_group=0"),
         ({"num_layers": 0}, "num_layers=0"),
+        ({"num_layers": 200_000}, "at most 1000; received: num_layers=200000"),
+        ({"num_layers": 10**12, "moe_layers": [1]}, "num_layers=1000000000000"),
         ({"final_norm": "no"}, "final_norm='no'"),
         ({"class_token": 2}, "class_token=2"),
         ({"position_embedding": "rotary"}, "kind='rotary'"),

@@ -87,6 +87,8 @@ def test_one_command_trains_and_saves(program, tmp_path):
         (("--set", "epoch=1"), "nearest: epochs"),
         (("--set", "epochs"), "NAME=VALUE"),
         (("--set", "epochs=-1"), "epochs=-1"),
+        (("--set", "patience=0"), "patience=0"),
+        (("--set", "best=last"), "best='last'"),
         (("--model", "num_layer=1"), "nearest: num_layers"),
         (("--data", "digit"), "source='digit'"),
         (("--data", "folder:nowhere"), "source='folder:nowhere'"),
@@ -104,6 +106,21 @@ def test_bad_input_ends_with_one_line(program, tmp_path, arguments, message):
     assert len(errors.splitlines()) == 1
     assert message in errors
     assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("flag", [(), ("--extend",)])
+def test_a_run_is_extended_where_it_is_asked_for(program, tmp_path, monkeypatch, flag):
+    def train(recipe, extend, **_):
+        raise ValueError(f"{recipe.epochs} {recipe.patience} {recipe.best} {extend}")
+
+    monkeypatch.setattr("keras_moe.training.train", train)
+    status, output, errors = program(
+        "--recipe", "mumoe_digits", "--output", tmp_path, *flag,
+        "--set", "epochs=40", "patience=5", "best=restore",
+    )  # fmt: skip
+    assert (status, errors) == (1, f"error: 40 5 restore {bool(flag)}\n")
+    assert "patience" in output
 
 
 @pytest.mark.backend_free

@@ -1,0 +1,121 @@
+"""Reading that names the file of an example that cannot be read.
+
+TensorFlow's graphs know no exceptions, and its errors seldom say which file they are
+about. Within a data set an error can be passed over: so each example is read in a data
+set of its own, which goes on with what says where the example is.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_FAILED = re.compile(r"assertion failed: \[(Expected [^\n]*)\]")
+
+
+def decode_image(encoded: Any) -> Any:
+    """Pixels (height, width, 3), uint8, of an image file; of several the first."""
+    import tensorflow as tf
+
+    image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
+    return tf.ensure_shape(image, (None, None, 3))
+
+
+def attempt(function: Callable, item: Any, otherwise: Callable) -> Any:
+    """`function(item)`, or `otherwise(item)` if TensorFlow fails at the first.
+
+    Args:
+        function: from a structure of tensors to another.
+        item: tensors.
+        otherwise: takes `item`, too, and a structure of `tf.TensorSpec` that says what
+            `function` gives.
+    """
+    import tensorflow as tf
+
+    one = tf.data.Dataset.from_tensors({"item": item})
+    done = one.map(lambda x: function(x["item"]))
+    other = one.map(lambda x: otherwise(x["item"], done.element_spec))
+    return done.ignore_errors().concatenate(other).take(1).get_single_element()
+
+
+def read_or_name(function: Callable, item: Any, expected: str, place: Any) -> Any:
+    """`function(item)`, or an error that names a place.
+
+    Args:
+        function: as of `attempt`.
+        item: as of `attempt`.
+        expected: what the place should have, for the error.
+        place: string tensor, the path of a file.
+    """
+    return attempt(function, item, lambda _, specs: _fail(specs, expected, place))
+
+
+def records_or_name(records: Any, path: Any, count: Any) -> Any:
+    """So many records of a data set, and an error that names a file if it has fewer.
+
+    Args:
+        records: `tf.data.Dataset` of strings, from one file.
+        path: string tensor.
+        count: int64 tensor.
+    """
+    import tensorflow as tf
+
+    expected = "a TFRecord file with all its records, none of them corrupt"
+    failure = tf.data.Dataset.from_tensors(path).map(
+        lambda path: _fail(records.element_spec, expected, path)
+    )
+    return records.ignore_errors().concatenate(failure).take(count)
+
+
+def check_or_name(condition: Any, expected: str, place: Any, received: Any) -> Any:
+    """An assertion whose error names a place.
+
+    Args:
+        condition: boolean tensor.
+        expected: what the place should have, for the error.
+        place: string tensor, the path of a file.
+        received: a tensor that is not as expected.
+    """
+    import tensorflow as tf
+
+    about = [f"Expected {expected} in", place, "; received:", received]
+    return tf.debugging.Assert(condition, about)
+
+
+@contextlib.contextmanager
+def reading_errors() -> Iterator[None]:
+    """Within it, what TensorFlow says of examples that cannot be read is a ValueError.
+
+    Without it the message is the same, and the class one of TensorFlow's own.
+
+    Raises:
+        ValueError: if an example cannot be read; with the name of its file.
+
+    Example:
+
+    >>> from keras_moe import data
+    >>> with data.reading_errors():
+    ...     for images, labels in data.load("digits", "test"):
+    ...         pass
+    """
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("tensorflow."):
+            raise
+        failed = _FAILED.search(str(error))
+        if failed is None:
+            raise
+        raise ValueError(failed[1].replace("] [", " ").replace(" ;", ";")) from error
+
+
+def _fail(specs, expected, place):
+    """An error, with the structure of what it takes the place of."""
+    import tensorflow as tf
+
+    about = [f"Expected {expected}; received:", place]
+    with tf.control_dependencies([tf.debugging.Assert(False, about)]):
+        return tf.nest.map_structure(
+            lambda spec: tf.zeros([size or 0 for size in spec.shape], spec.dtype),
+            specs,
+        )

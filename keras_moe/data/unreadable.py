@@ -1,0 +1,173 @@
+"""Images that cannot be read, found before they are met in training."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from keras_moe.data import folders, tfrecord
+from keras_moe.data.examples import Examples, Share
+from keras_moe.data.exclusion import excluded_indices
+from keras_moe.data.reading import attempt, reading_errors
+from keras_moe.data.sources import open_source
+
+UNREADABLE = ("raise", "exclude")
+
+
+def find_unreadable(
+    source: str,
+    split: str,
+    data_dir: str | None = None,
+    progress: Callable[[int, int], Any] | None = None,
+) -> np.ndarray:
+    """Reads and decodes all images of a split, and says which cannot be.
+
+    Args:
+        source: as of `keras_moe.data.load`.
+        split: as of `keras_moe.data.load`.
+        data_dir: of TensorFlow Datasets.
+        progress: called with the number of images that are done, and of all.
+
+    Returns:
+        Sorted indices, int64: for `exclude` of `keras_moe.data.load`, or for
+        `write_exclusion`.
+
+    Raises:
+        ValueError: as `keras_moe.data.load`, and if a TFRecord file cannot be read to
+            its end, see `find_corrupt_files`.
+
+    Example:
+
+    >>> from keras_moe.data import find_unreadable
+    >>> len(find_unreadable("digits", "test"))
+    0
+    """
+    examples = open_source(source, split, data_dir)
+    return np.array([index for index, _ in _unreadable(examples, progress)], "int64")
+
+
+def find_corrupt_files(source: str) -> list[str]:
+    """The files of a source that cannot be read.
+
+    It reads all of them: images are decoded, and TFRecord files are read to their end.
+    Images within TFRecord files are for `find_unreadable`.
+
+    Args:
+        source: `"folder:PATH"`, `"tfrecord:GLOB"`, or a folder or glob of TFRecord
+            files.
+
+    Raises:
+        ValueError: if there are no such files.
+
+    Example:
+
+    ```python
+    find_corrupt_files("folder:photos")
+    find_corrupt_files("photos/train-*.tfrecord")
+    ```
+    """
+    kind, _, path = source.partition(":")
+    if kind == "folder":
+        return [
+            _text(place)
+            for split in folders.splits(path)
+            for _, place in _unreadable(folders.read_examples(path, split))
+        ]
+    return tfrecord.corrupt_files(path if kind == "tfrecord" else source)
+
+
+def excluded_examples(
+    source: str,
+    split: str,
+    data_dir: str | None = None,
+    exclude: Any = (),
+    unreadable: str = "raise",
+) -> np.ndarray:
+    """The examples that `load` leaves out, found once for several calls of it.
+
+    Args:
+        source: as of `keras_moe.data.load`.
+        split: as of `keras_moe.data.load`.
+        data_dir: of TensorFlow Datasets.
+        exclude: as of `keras_moe.data.load`.
+        unreadable: as of `keras_moe.data.load`.
+
+    Returns:
+        Sorted indices, int64: what `exclude` may be in the place of both arguments.
+
+    Raises:
+        ValueError: as `keras_moe.data.load`.
+
+    Example:
+
+    >>> from keras_moe.data import excluded_examples
+    >>> excluded_examples("digits", "test", exclude=[7, 3]).tolist()
+    [3, 7]
+    """
+    examples = open_source(source, split, data_dir)
+    return left_out(examples, source, split, exclude, unreadable)
+
+
+def left_out(
+    examples: Examples, source: str, split: str, exclude: Any, unreadable: str
+) -> np.ndarray:
+    """`excluded_examples` of a source that is open."""
+    if unreadable not in UNREADABLE:
+        raise ValueError(
+            f"Expected one of {UNREADABLE}; received: unreadable={unreadable!r}"
+        )
+    excluded = excluded_indices(exclude, source, split, examples.count)
+    if unreadable == "raise":
+        return excluded
+    found = _unreadable(examples)
+    if not found:
+        return excluded
+    names = ", ".join(_text(place) for _, place in found[:5])
+    warnings.warn(
+        f"{len(found)} of {examples.count} images of {source!r}, split={split!r} "
+        f"cannot be read and are left out: {names}{', ...' if len(found) > 5 else ''}",
+        stacklevel=3,
+    )
+    if len(found) == examples.count:
+        raise ValueError(
+            f"Expected images that can be read in {source!r}, split={split!r}; "
+            f"received: {examples.count} that cannot, such as {names}"
+        )
+    indices = [*excluded.tolist(), *(int(index) for index, _ in found)]
+    return excluded_indices(indices, source, split, examples.count)
+
+
+def _text(place: bytes) -> str:
+    return place.decode(errors="surrogateescape")
+
+
+def _unreadable(
+    examples: Examples, progress: Callable | None = None
+) -> list[tuple[int, bytes]]:
+    """Positions and places of the images that cannot be read."""
+    import tensorflow as tf
+
+    if examples.place is None:
+        return []
+
+    def checked(position, item):
+        def readable(item):
+            # It depends on the pixels, which would not be decoded otherwise.
+            return tf.size(examples.decode(examples.read(item)[0])) > 0
+
+        found = attempt(readable, item, lambda *_: tf.constant(False))
+        return position, examples.place(item), found
+
+    dataset = examples.pass_over(Share(0, 1, 1), None, 0, None)
+    dataset = dataset.map(checked, num_parallel_calls=tf.data.AUTOTUNE)
+    found, done = [], 0
+    with reading_errors():
+        for columns in dataset.batch(256).prefetch(1).as_numpy_iterator():
+            found += [
+                (index, place) for index, place, good in zip(*columns) if not good
+            ]
+            done += len(columns[0])
+            if progress is not None:
+                progress(done, examples.count)
+    return found

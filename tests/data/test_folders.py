@@ -1,0 +1,180 @@
+"""Folders of images: what is read, what is reported, and what cannot be read."""
+
+import json
+import os
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.data import (
+    find_corrupt_files,
+    find_unreadable,
+    load,
+    num_examples,
+    reading_errors,
+    write_exclusion,
+)
+
+tf = pytest.importorskip("tensorflow")
+
+pytestmark = pytest.mark.backend_free
+
+SHAPE = (4, 4, 1)
+
+
+def save(path, number):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.full((4, 4, 3), number, "uint8")
+    keras.utils.save_img(path, pixels, scale=False)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Images 0 to 9 of each of two classes, of which two cannot be read."""
+    for number in range(20):
+        save(tmp_path / "train" / "ab"[number // 10] / f"{number % 10}.png", number)
+    (tmp_path / "train" / "a" / "3.png").write_bytes(b"")
+    whole = (tmp_path / "train" / "b" / "5.png").read_bytes()
+    (tmp_path / "train" / "b" / "5.png").write_bytes(whole[:-20])
+    return tmp_path
+
+
+def numbers(dataset):
+    """Numbers of the images, a batch each."""
+    return [
+        np.round((images[:, 0, 0, 0] + 1) * 127.5).astype(int).tolist()
+        for images, _ in dataset.as_numpy_iterator()
+    ]
+
+
+@pytest.mark.parametrize("augment", [None, "random_resized_crop"])
+def test_an_image_that_cannot_be_read_is_named(photos, augment):
+    batches = load(f"folder:{photos}", "train", SHAPE, 1, augment, shuffle=False)
+    name = photos / "train" / "a" / "3.png"
+    assert len(list(batches.take(3))) == 3
+    with pytest.raises(tf.errors.InvalidArgumentError, match=str(name)):
+        list(batches)
+    message = f"can be decoded; received: {name}$"
+    with pytest.raises(ValueError, match=message), reading_errors():
+        list(batches)
+
+
+def test_a_file_that_is_gone_is_named(photos):
+    batches = load(f"folder:{photos}", "train", SHAPE, 1, shuffle=False)
+    name = photos / "train" / "a" / "0.png"
+    name.unlink()
+    message = f"can be read; received: {name}$"
+    with pytest.raises(ValueError, match=message), reading_errors():
+        list(batches)
+
+
+def test_corrupt_files_of_folders_are_found(photos):
+    source = f"folder:{photos}"
+    save(photos / "test" / "a" / "0.png", 0)
+    (photos / "test" / "a" / "1.png").write_bytes(b"GIF89a")
+    assert find_corrupt_files(source) == [
+        str(photos / name)
+        for name in ("test/a/1.png", "train/a/3.png", "train/b/5.png")
+    ]
+    assert find_unreadable(source, "train").tolist() == [3, 15]
+
+
+def test_images_that_cannot_be_read_are_left_out(photos):
+    source, options = f"folder:{photos}", {"unreadable": "exclude", "shuffle": False}
+    left = [n for n in range(20) if n not in (3, 15)]
+    message = r"2 of 20 images of .*train/a/3\.png, .*train/b/5\.png$"
+    with pytest.warns(UserWarning, match=message):
+        assert numbers(load(source, "train", SHAPE, 18, **options)) == [left]
+    with pytest.warns(UserWarning, match=message):
+        assert num_examples(source, "train", unreadable="exclude", exclude=[0]) == 17
+    # Found once, for all runs.
+    path = photos / "unreadable.json"
+    found = find_unreadable(source, "train")
+    write_exclusion(path, source, "train", 20, found)
+    assert numbers(load(source, "train", SHAPE, 18, shuffle=False, exclude=path)) == [
+        left
+    ]
+    other = photos / "other.json"
+    write_exclusion(other, source, "train", 20, [0, 3], note="mine")
+    assert num_examples(source, "train", exclude=[path, other]) == 17
+    with pytest.raises(ValueError, match="unreadable='skip'"):
+        load(source, "train", SHAPE, unreadable="skip")
+    for file in (photos / "train").rglob("*.png"):
+        file.write_bytes(b"no image")
+    with (
+        pytest.warns(UserWarning, match=r"20 of 20 images.*, \.\.\.$"),
+        pytest.raises(ValueError, match="received: 20 that cannot, such as "),
+    ):
+        load(source, "train", SHAPE, unreadable="exclude")
+
+
+@pytest.mark.filterwarnings("ignore:2 of 20 images")
+def test_batches_follow_from_the_arguments_without_unreadable_images(photos):
+    options = {"repeat": True, "seed": 3, "unreadable": "exclude", "augment": "flip"}
+
+    def batches(start=0, shard=(0, 1)):
+        found = load(
+            f"folder:{photos}",
+            "train",
+            SHAPE,
+            6,
+            start_batch=start,
+            shard=shard,
+            **options,
+        )
+        return numbers(found.take(9 - start))
+
+    whole = batches()
+    assert sorted(n for batch in whole[:3] for n in batch) == [
+        n for n in range(20) if n not in (3, 15)
+    ]
+    for start in (1, 5, 6):
+        assert batches(start) == whole[start:]
+    parts = [batches(4, (index, 2)) for index in range(2)]
+    assert [[*a, *b] for a, b in zip(*parts)] == whole[4:]
+
+
+def test_folders_within_those_of_classes(tmp_path):
+    for number, name in enumerate(["a/x/1", "a/0", "a/y/z/2", "b/0"]):
+        save(tmp_path / "train" / f"{name}.png", number)
+    os.symlink(tmp_path / "train" / "a", tmp_path / "train" / "a" / "y" / "again")
+    save(tmp_path / "train" / "a" / ".hidden" / "3.png", 9)
+    found = load(f"folder:{tmp_path}", "train", SHAPE, 4, shuffle=False)
+    # In the order of the paths.
+    assert numbers(found) == [[1, 0, 2, 3]]
+
+
+def test_other_files_are_reported(tmp_path):
+    save(tmp_path / "train" / "a" / "0.png", 0)
+    save(tmp_path / "train" / "b" / "0.png", 1)
+    save(tmp_path / "train" / "0.png", 2)
+    for name in ("a/1.tif", "a/x/2.TIF", "b/labels.json", "b/README"):
+        (tmp_path / "train" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "train" / name).write_bytes(b"")
+    message = (
+        r"5 files in .*train are not among its images "
+        r"\(1 \.json, 1 \.png, 2 \.tif, 1 no suffix\), such as .*train/0\.png"
+    )
+    with pytest.warns(UserWarning, match=message):
+        assert num_examples(f"folder:{tmp_path}", "train") == 2
+    # Those that a file of labels does not list, too.
+    listed = tmp_path / "listed" / "train"
+    for number in range(3):
+        save(listed / f"{number}.png", number)
+    labels = {"0.png": ["a"], "1.png": ["b"]}
+    (listed / "labels.json").write_text(json.dumps(labels))
+    with pytest.warns(UserWarning, match=r"1 files .*1 \.png.*2\.png"):
+        assert num_examples(f"folder:{listed.parent}", "train") == 2
+    (listed / "labels.json").write_text(json.dumps({**labels, "2.tif": ["a"]}))
+    (listed / "2.tif").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"labels\.json; received: '2\.tif'"):
+        num_examples(f"folder:{listed.parent}", "train")
+
+
+@pytest.mark.skipif(not hasattr(tf.io, "decode_webp"), reason="TensorFlow is too old")
+def test_webp(tmp_path):
+    for number in range(2):
+        save(tmp_path / "train" / "ab"[number] / "0.webp", 100 * number)
+    found = load(f"folder:{tmp_path}", "train", SHAPE, 2, shuffle=False)
+    np.testing.assert_allclose(numbers(found), [[0, 100]], atol=2)

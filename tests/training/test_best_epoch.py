@@ -1,0 +1,285 @@
+"""Runs that keep their best epoch, stop early, and go on after their end."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import training
+from keras_moe.training import BestEpoch, Recipe, train
+
+to_numpy = keras.ops.convert_to_numpy
+backend_free = pytest.mark.backend_free
+SCORES = [0.1, 0.5, 0.4, 0.5, 0.6, 0.2, 0.1]
+
+
+def dropout_model(self=None, num_classes=10):
+    """A classifier with a seed of its own, quick to compile."""
+    model = keras.Sequential(
+        [
+            keras.Input((4, 4, 1)),
+            keras.layers.Flatten(),
+            keras.layers.Dropout(0.2, seed=3),
+            keras.layers.Dense(num_classes),
+        ]
+    )
+    model.multi_label, model.activation = False, None
+    model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
+    return model
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(Recipe, "new_model", dropout_model)
+
+
+def recipe(**settings):
+    # Seven steps in an epoch.
+    common = {"preset": "vmoe_digits", "batch_size": 192, "learning_rate": 1e-2}
+    return Recipe("mine", **{"epochs": 6, **common, **settings})
+
+
+class Scores(keras.callbacks.Callback):
+    """A metric that is known beforehand."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["score"] = SCORES[epoch]
+
+
+class Ends(keras.callbacks.Callback):
+    """Ends the process, so to speak, before a step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+
+
+def run(folder, mine, *callbacks, every=3, **options):
+    return train(
+        mine,
+        callbacks=[Scores(), *callbacks],
+        verbose=0,
+        checkpoint_dir=folder,
+        checkpoint_every=every,
+        **options,
+    )
+
+
+def variables(trained):
+    found = [*trained.model.variables, *trained.model.optimizer.variables]
+    return [to_numpy(variable.value) for variable in found]
+
+
+def assert_same(found, expected):
+    assert found.history == expected.history
+    assert found.test_accuracy == expected.test_accuracy
+    for a, b in zip(variables(found), variables(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("ema_momentum", [None, 0.9])
+def test_a_killed_run_stops_and_finds_its_best_epoch_like_another(
+    tmp_path, ema_momentum
+):
+    mine = recipe(
+        monitor="score", patience=2, best="restore", ema_momentum=ema_momentum
+    )
+    whole = run(tmp_path / "whole", mine, keep_checkpoints=1)
+    # A score as high as the best is no better one.
+    assert whole.history["score"] == SCORES[:4]
+    assert whole.test_accuracy == whole.history["val_accuracy"][1]
+    assert names(tmp_path / "whole") == ["step-00000014", "step-00000028"]
+    # Within the third epoch, and within the fourth.
+    for steps in (16, 8):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "killed", mine, Ends(steps), keep_checkpoints=1)
+        assert "step-00000014" in names(tmp_path / "killed")
+    killed = run(tmp_path / "killed", mine, keep_checkpoints=1)
+    assert_same(killed, whole)
+    assert names(tmp_path / "killed") == names(tmp_path / "whole")
+    # At its end, it is the same again.
+    assert_same(run(tmp_path / "killed", mine, Ends(0)), whole)
+    # The weights are those of a run that ended there.
+    short = recipe(epochs=2, schedule_steps=42, ema_momentum=ema_momentum)
+    expected = train(short, verbose=0)
+    np.testing.assert_array_equal(
+        to_numpy(whole.model.weights[0].value),
+        to_numpy(expected.model.weights[0].value),
+    )
+
+
+@backend_free
+def test_the_best_epoch_is_kept_beside_the_newest(tmp_path):
+    newest = run(tmp_path, recipe(monitor="score", best="keep"), keep_checkpoints=1)
+    assert names(tmp_path) == ["step-00000035", "step-00000042"]
+    assert newest.test_accuracy == newest.history["val_accuracy"][-1]
+    state = training.find_checkpoint(tmp_path).state
+    assert state["best"] == [35, 4]
+    assert state["callbacks"]["BestEpoch 1"]["value"] == 0.6
+    # One that is lost leaves the newest.
+    for path in (tmp_path / "step-00000035").iterdir():
+        path.write_bytes(b"")
+    checkpoint = training.RunCheckpoint(tmp_path, 7)
+    checkpoint.best_step = 35
+    with pytest.warns(UserWarning, match=r"is that of the last epoch: .*step-00000035"):
+        assert not checkpoint.restore_best(newest.model)
+
+
+@backend_free
+def test_a_best_checkpoint_that_cannot_be_written_leaves_the_one_before(
+    tmp_path, monkeypatch
+):
+    save = training.run_checkpoint.save_checkpoint
+
+    def full_disk(folder, step, *args, **options):
+        if step == 35:
+            raise OSError("No space left on device")
+        return save(folder, step, *args, **options)
+
+    monkeypatch.setattr(training.run_checkpoint, "save_checkpoint", full_disk)
+    mine = recipe(monitor="score", best="restore")
+    with pytest.warns(UserWarning, match="checkpoint of step 35"):
+        found = run(tmp_path, mine, keep_checkpoints=1)
+    assert names(tmp_path) == ["step-00000014", "step-00000042"]
+    assert found.test_accuracy == found.history["val_accuracy"][1]
+
+
+@backend_free
+def test_what_is_better():
+    def rows(values, **options):
+        best = BestEpoch("x/y", **options)
+        best.set_model(keras.Sequential())
+        found = []
+        for epoch, value in enumerate(values):
+            best.on_epoch_begin(epoch)
+            best.on_epoch_end(epoch, {} if value is None else {"x/y": value})
+            found.append(best.row)
+            # As from a checkpoint.
+            state, best = best.get_state(), BestEpoch("x/y", **options)
+            best.set_model(keras.Sequential())
+            best.set_state(state)
+        return found
+
+    nan = float("nan")
+    assert rows([nan, 1, nan, 2, None, 1]) == [None, 1, 1, 3, 3, 3]
+    assert rows([2, 3, 1], mode="min") == [0, 0, 2]
+    assert BestEpoch("val_loss").mode == "min"
+    assert BestEpoch("val_accuracy").mode == "max"
+
+
+@backend_free
+def test_bad_settings(tmp_path):
+    for settings, message in (
+        ({"best": "newest"}, "best='newest'"),
+        ({"patience": 0}, "patience=0"),
+        ({"patience": 1.5}, "patience=1.5"),
+        ({"patience": 1, "monitor_mode": "most"}, "monitor_mode='most'"),
+        ({"patience": 1, "monitor": 3}, "monitor=3"),
+        ({"monitor": "val_loss"}, "monitor='val_loss', monitor_mode=None, patience=No"),
+        ({"schedule_steps": 0}, "schedule_steps=0"),
+        ({"unreadable": "skip"}, "unreadable='skip'"),
+    ):
+        with pytest.raises(ValueError, match=f"received: .*{message}"):
+            recipe(**settings)
+    with pytest.raises(ValueError, match=r"received: best='keep', checkpoint_dir=None"):
+        train(recipe(best="keep"))
+    with pytest.raises(ValueError, match=r"'val_loss'\]; received: monitor='score'"):
+        train(recipe(monitor="score", patience=1), verbose=0)
+    with pytest.raises(ValueError, match=r"final_learning_rate > 0 for the 32 steps"):
+        recipe(schedule_steps=10).schedule(7)
+
+
+@backend_free
+def test_settings_come_back(tmp_path):
+    mine = recipe(
+        monitor="val_loss",
+        monitor_mode="min",
+        patience=3,
+        best="keep",
+        schedule_steps=20,
+        final_learning_rate=1e-4,
+        unreadable="exclude",
+        exclude=["a.json", "b.json"],
+    )
+    mine.save(tmp_path / "mine.json")
+    assert training.load_recipe(tmp_path / "mine.json") == mine
+    rates = [float(mine.schedule(7)(step)) for step in (0, 10, 20, 41)]
+    np.testing.assert_allclose(rates, [1e-2, 5.05e-3, 1e-4, 1e-4], rtol=1e-5)
+
+
+# Longer runs
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ({"decay": "rsqrt", "epochs": 2}, {"epochs": 3}),
+        (
+            {"epochs": 2, "final_learning_rate": 1e-3},
+            {"epochs": 3, "schedule_steps": 14},
+        ),
+    ],
+    ids=["rsqrt", "schedule_steps"],
+)
+def test_a_longer_run_is_the_one_that_had_been_longer(tmp_path, short, long):
+    run(tmp_path, recipe(**short))
+    mine = recipe(**{**short, **long})
+    with pytest.raises(ValueError, match=r"epochs=3 \(there 2\).*or extend the run"):
+        run(tmp_path, mine)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*learning rate goes.*")
+        # Killed in between.
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, mine, Ends(5), extend=True)
+        found = run(tmp_path, mine, extend=True)
+    assert_same(found, run(tmp_path / "longer", mine))
+    assert len(found.history["loss"]) == 3
+    # It is its own recipe's now.
+    assert run(tmp_path, mine, Ends(0)).history == found.history
+    with pytest.raises(ValueError, match="at least 21 steps to extend; rec"):
+        run(tmp_path, recipe(**short), extend=True)
+    with pytest.raises(ValueError, match=r"learning_rate=0\.5 "):
+        run(tmp_path, mine.replace(epochs=4, learning_rate=0.5), extend=True)
+
+
+@backend_free
+def test_a_schedule_that_begins_again_is_told(tmp_path):
+    run(tmp_path, recipe(epochs=2))
+    message = r"step 14 the learning rate goes from 0 to 0\.00\d+, .*21 steps.*steps=14"
+    with pytest.warns(UserWarning, match=message):
+        found = run(tmp_path, recipe(epochs=3), extend=True)
+    assert len(found.history["val_loss"]) == 3
+    assert int(found.model.optimizer.iterations) == 21
+
+
+@backend_free
+def test_a_run_that_ended_within_an_epoch_goes_on(tmp_path):
+    settings = {"decay": "constant", "epochs": None}
+    run(tmp_path, recipe(steps=9, **settings))
+    mine = recipe(steps=14, **settings)
+    found = run(tmp_path, mine, extend=True)
+    whole = train(mine, verbose=0)
+    for a, b in zip(variables(found), variables(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # What ended within the epoch has a row of its own, and so has the rest of it.
+    assert len(found.history["loss"]) == 3
+    assert found.history["val_loss"][-1] == whole.history["val_loss"][-1]
+
+
+@backend_free
+def test_a_run_that_stopped_early_goes_on_with_more_patience(tmp_path):
+    run(tmp_path, recipe(monitor="score", patience=1))
+    mine = recipe(monitor="score", patience=2)
+    found = run(tmp_path, mine, extend=True)
+    assert_same(found, run(tmp_path / "whole", mine))
+    assert len(found.history["score"]) == 4
