@@ -68,6 +68,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
         capacity_rounding: `"ceil"` or `"round"`.
         capacity_multiple_of: round the FFN experts' capacity up to a multiple of this.
         priority: see `TokenChoiceRouter`.
+        excluded_experts: see `TokenChoiceRouter`; the next layer's gating residual
+            gets their logits all the same.
         noise_std: standard deviation of the training noise, times `num_experts`.
         kernel_initializer: of the kernels.
         residual_initializer: of the map of previous logits. Zeros begin as a router
@@ -125,6 +127,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
         priority: str = "first_come",
+        excluded_experts: Any = (),
         noise_std: float = 0.0,
         kernel_initializer: Any = "lecun_normal",
         residual_initializer: Any = "zeros",
@@ -152,6 +155,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             capacity_rounding=capacity_rounding,
             capacity_multiple_of=capacity_multiple_of,
             priority=priority,
+            excluded_experts=excluded_experts,
             noise_std=noise_std,
             kernel_initializer=kernel_initializer,
             seed=seed,
