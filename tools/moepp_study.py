@@ -10,7 +10,9 @@
 `costs` counts what *MoE++* has in its Tables 1, A and B; `speed` measures expert
 forward times by tau, as its Table 3 does; `training` trains on the bundled digits:
 the vanilla twin, MoE++ by tau, without each kind of expert (Table 5) and without
-gating residuals (Table 6).
+gating residuals (Table 6). `removal` removes kinds of experts after training (Table C),
+`tokens` counts the zero-computation experts that patches meet (Figure A), and
+`constants` trains with `--constants` constant experts (Figure 3).
 
 Every finished run is a file below the output folder. An interrupted study goes on where
 it stopped.
@@ -29,6 +31,7 @@ import time
 from pathlib import Path
 
 import keras
+import moepp_kinds
 import numpy as np
 from results import (
     check_converged,
@@ -57,7 +60,7 @@ from keras_moe.layers import Experts, ZeroComputationExperts
 from keras_moe.ops import ExpertKinds
 from keras_moe.routers import PathwayAwareRouter
 
-PARTS = ("costs", "speed", "training")
+PARTS = ("costs", "speed", "training", "removal", "tokens", "constants")
 # The column of Table 3.
 TAUS = (0.1, 0.25, 0.5, 0.75, 1.0)
 TAU = 0.75
@@ -94,6 +97,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="MODEL", help="of the models that train, by name"
     )
+    parser.add_argument(
+        "--constants", type=int, nargs="+", default=[0, 1, 2, 4, 6], help="of Figure 3"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -109,6 +115,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("expected --tokens, --dim and --mlp-dim of at least 1")
     if min(args.kinds) < 0 or not sum(args.kinds[1:]):
         parser.error(f"expected zero-computation experts in --kinds: {args.kinds}")
+    if min(args.constants) < 0:
+        parser.error(f"expected --constants of at least 0: {args.constants}")
     console = Console()
     results = {}
     try:
@@ -125,6 +133,25 @@ def main(argv: list[str] | None = None) -> int:
         if "training" in args.parts:
             results["training"] = Training(args).run(console)
             print_training(results["training"], console)
+        if {"removal", "tokens"} & set(args.parts):
+            kinds_of_experts = moepp_kinds.Kinds(Training(args))
+            with progress_of_runs(console) as progress:
+                runs = kinds_of_experts.run(progress)
+            if "removal" in args.parts:
+                results["removal"] = kinds_of_experts.removal(runs)
+                moepp_kinds.print_removal(results["removal"], console)
+            if "tokens" in args.parts:
+                results["tokens"] = kinds_of_experts.tokens(runs)
+                moepp_kinds.print_tokens(results["tokens"], console)
+                kinds_of_experts.draw(console)
+        if "constants" in args.parts:
+            results["constants"] = moepp_kinds.constant_experts(
+                Training(args), args.constants, console
+            )
+            moepp_kinds.print_constants(results["constants"], console)
+            picture = args.output / "constants.png"
+            plots.plot_constant_experts(results["constants"], picture)
+            console.print(f"picture   {picture}")
         has_tau = f"tau={TAU:g}" in results.get("training", {}).get("rows", {})
         if has_tau and "vanilla" in results["training"]["rows"] and "speed" in results:
             picture = args.output / "tau.png"
@@ -317,8 +344,8 @@ class Training:
         )
         return Path(f"{stem}.json"), Path(f"{stem}.npz")
 
-    def train(self, overrides: dict, seed: int) -> tuple[dict, dict]:
-        """Trains from a seed, and says what the experts did with the test images."""
+    def fit(self, overrides: dict, seed: int) -> tuple:
+        """A model trained from a seed, the test images with labels, and seconds."""
         args = self.args
         keras.utils.set_random_seed(seed)
         model = models.from_preset(PRESET, num_classes=10, seed=seed, **overrides)
@@ -350,7 +377,12 @@ class Training:
         begin = time.perf_counter()
         history = model.fit(batches, epochs=args.epochs, shuffle=False, verbose=0)
         check_converged(history.history)
-        seconds = time.perf_counter() - begin
+        return model, (images, labels), time.perf_counter() - begin
+
+    def train(self, overrides: dict, seed: int) -> tuple[dict, dict]:
+        """Trains from a seed, and says what the experts did with the test images."""
+        args = self.args
+        model, (images, labels), seconds = self.fit(overrides, seed)
         outputs = keras.Model(
             model.input, {"logits": model.output, "routing": model.routing}
         ).predict(images, batch_size=args.batch_size, verbose=0)

@@ -15,6 +15,12 @@ the blind threshold.
 
 `patches`: a muMoE Mixer, and the patches that use an expert most (Figure 4).
 
+`costs` counts multiply-adds with and without the whole weight tensor (Table 8). Heads
+on the features of the dense ViT compare entmax with softmax (`activation`, Figure 20),
+batch normalisation of the coefficients with none (`normalization`, Figure 21),
+factorised heads with a linear one of as many parameters (`matched`, Figure 23), and
+with dense and sparse mixtures of linear heads (`capacity`, Figure 24).
+
 Every finished run is a file below the output folder. An interrupted study goes on where
 it stopped.
 """
@@ -31,6 +37,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import keras
+import mumoe_heads
 import numpy as np
 from results import (
     check_converged,
@@ -53,7 +60,7 @@ from keras_moe.files import write_json
 from keras_moe.layers import MuMoE
 from keras_moe.ops import Routing
 
-PARTS = ("specialisation", "editing", "patches")
+PARTS = ("costs", "specialisation", "editing", "patches", *mumoe_heads.PARTS)
 SIZES = {"patch_size": 4, "hidden_dim": 64, "num_layers": 2, "mlp_dim": 128}
 SHAPE = (16, 16, 1)
 # Examples of the 100 numbers.
@@ -110,7 +117,23 @@ def main(argv: list[str] | None = None) -> int:
         (args.output / "runs").mkdir(parents=True, exist_ok=True)
         # Parts of an earlier command stay.
         results = earlier_results(args.output / "results.json", keras.backend.backend())
+        heads = None
         for name in args.parts:
+            if name == "costs":
+                results[name] = mumoe_heads.costs()
+                mumoe_heads.print_costs(results[name], console)
+                continue
+            if name in mumoe_heads.PARTS:
+                # One object, which keeps the features.
+                heads = heads or mumoe_heads.Heads(
+                    Specialisation(args),
+                    numbers("train", TRAIN_NUMBERS),
+                    numbers("test", TEST_NUMBERS),
+                )
+                with progress_of_runs(console) as progress:
+                    results[name] = heads.run(name, progress)
+                heads.report(name, results[name], console)
+                continue
             part = {
                 "specialisation": Specialisation,
                 "editing": Editing,
@@ -191,14 +214,7 @@ class Specialisation(Study):
         dense, rows, self.first = [], {}, {}
         for seed in range(args.seeds):
             progress.update(task, description=f"dense, seed {seed}")
-            result, weights = self.once(
-                {
-                    "run": "dense",
-                    "seed": seed,
-                    "numbers": [TRAIN_NUMBERS, TEST_NUMBERS],
-                },
-                lambda seed=seed: self.dense(train, test, seed),
-            )
+            result, weights = self.dense_once(train, test, seed)
             dense.append(result)
             progress.advance(task)
             for place, count in heads:
@@ -233,6 +249,12 @@ class Specialisation(Study):
                 for name, runs in rows.items()
             },
         }
+
+    def dense_once(self, train, test, seed: int) -> tuple[dict, dict]:
+        """A dense ViT's result and weights, of its files where they are whole."""
+        settings = {"run": "dense", "seed": seed}
+        settings["numbers"] = [TRAIN_NUMBERS, TEST_NUMBERS]
+        return self.once(settings, lambda: self.dense(train, test, seed))
 
     def model(self, seed: int, **head) -> keras.Model:
         keras.utils.set_random_seed(seed)

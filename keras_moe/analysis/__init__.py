@@ -4,11 +4,13 @@ from keras_moe.analysis.compute_allocation import (
     KindLoads,
     RoutingScores,
     compute_map,
+    experts_per_token,
     ffn_experts_per_token,
     load_by_kind,
     print_load_by_kind,
     routing_scores,
 )
+from keras_moe.analysis.excluded_experts import exclude_experts
 from keras_moe.analysis.expert_ablation import (
     ExpertAblation,
     ablate_experts,
@@ -53,9 +55,11 @@ __all__ = [
     "class_polysemanticity",
     "compute_map",
     "edit_expert_logits",
+    "exclude_experts",
     "expert_centres",
     "expert_load",
     "expert_views",
+    "experts_per_token",
     "fairness_metrics",
     "ffn_experts_per_token",
     "load_by_kind",

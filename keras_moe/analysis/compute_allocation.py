@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.analysis.patches import of_patches
-from keras_moe.ops.checks import check_integer
+from keras_moe.ops.checks import check_integer, check_one_of
 from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
 
 
@@ -76,20 +76,55 @@ def ffn_experts_per_token(routing: Any, kinds: ExpertKinds) -> np.ndarray:
     >>> ffn_experts_per_token(routing, ExpertKinds(ffn=2, zero=1)).tolist()
     [[2.0, 1.0]]
     """
+    return experts_per_token(routing, kinds, "ffn")
+
+
+def experts_per_token(routing: Any, kinds: ExpertKinds, kind: str) -> np.ndarray:
+    """How many experts of a kind served each token: 0 to K.
+
+    Args:
+        routing: see `ffn_experts_per_token`.
+        kinds: see `ffn_experts_per_token`.
+        kind: `"ffn"`, `"zero"`, `"copy"` or `"constant"`.
+
+    Returns:
+        float64 (B, N).
+
+    Raises:
+        ValueError: as `ffn_experts_per_token`, or if there is no such kind.
+
+    Reference:
+        *MoE++*, Figures 5 and A.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import experts_per_token
+    >>> from keras_moe.ops import ExpertKinds, Routing
+    >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
+    >>> kinds = ExpertKinds(ffn=2, zero=1)
+    >>> experts_per_token(Routing(*[served] * 6), kinds, "zero").tolist()
+    [[0.0, 1.0]]
+    """
+    check_one_of("kind", kind, KINDS)
+    part = kinds.slices()[kind] if isinstance(kinds, ExpertKinds) else None
     layers = _layers(routing, kinds)
     return np.mean(
-        [served[..., : kinds.ffn].sum(axis=-1) for served in layers.values()], axis=0
+        [served[..., part].sum(axis=-1) for served in layers.values()], axis=0
     )
 
 
-def compute_map(routing: Any, kinds: ExpertKinds, grid: tuple[int, int]) -> np.ndarray:
-    """`ffn_experts_per_token` where the patches lie in the image.
+def compute_map(
+    routing: Any, kinds: ExpertKinds, grid: tuple[int, int], kind: str = "ffn"
+) -> np.ndarray:
+    """`experts_per_token` where the patches lie in the image.
 
     Args:
         routing: see `ffn_experts_per_token`; N is the patches of the grid, with or
             without a class token before them.
         kinds: see `ffn_experts_per_token`.
         grid: patches down and across.
+        kind: see `experts_per_token`.
 
     Returns:
         float64 (B, rows, columns).
@@ -106,7 +141,7 @@ def compute_map(routing: Any, kinds: ExpertKinds, grid: tuple[int, int]) -> np.n
     >>> compute_map(routing, ExpertKinds(ffn=2, zero=1), grid=(2, 2)).tolist()
     [[[2.0, 2.0], [2.0, 2.0]]]
     """
-    counts = ffn_experts_per_token(routing, kinds)
+    counts = experts_per_token(routing, kinds, kind)
     return of_patches(counts, grid).reshape(-1, *grid)
 
 

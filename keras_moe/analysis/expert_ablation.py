@@ -11,20 +11,27 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.analysis.blocks import check_images
+from keras_moe.analysis.excluded_experts import numbers_of
 from keras_moe.analysis.specialisation import (
     accuracy_changes,
     class_polysemanticity,
     mean_polysemanticity,
 )
-from keras_moe.analysis.without_experts import ablated_part, num_experts, scores
-from keras_moe.ops.checks import check_integer
+from keras_moe.analysis.without_experts import (
+    REMOVALS,
+    MuMoEPart,
+    ablated_part,
+    scores,
+)
+from keras_moe.ops.checks import check_one_of
 
 
 class ExpertAblation(NamedTuple):
     """Accuracies with all experts, and without each.
 
     Attributes:
-        experts: (E,). Which experts were ablated.
+        experts: (E,). Which experts were ablated: numbers, or names such as
+            "zero + copy" where kinds or several together were.
         counts: (C,). How many images each class has; of several labels, all images.
         accuracy: (C,). Of each class, of the whole model.
         ablated: (E, C). Of each class, without each expert.
@@ -62,15 +69,22 @@ def ablate_experts(
     labels: Any,
     layer: str = "head",
     experts: Any = None,
+    removal: str | None = None,
     batch_size: int = 32,
     verbose: Any = "auto",
 ) -> ExpertAblation:
-    """Counterfactually zeroes each expert's weights, all else untouched.
+    """Takes experts away, each in turn, and says what accuracy each class loses.
 
-    Had the expert not contributed, which classes would have lost accuracy? Of muMoE, in
-    a head, a block or a token mixer and with any levels, nothing before it is computed
-    again: each image is classified once more for each expert that has a part in it,
-    many together. The experts of a routed block take a pass over the images each.
+    By `removal="output"` an expert's weights are zero and all else is untouched: had it
+    not contributed, which classes would have lost accuracy? By `"choice"` no token
+    chooses it, and its tokens take the best of the others, see `exclude_experts`. Zero,
+    copy and constant experts are removed so: *MoE++*, which removes them in Table C,
+    loses accuracy without its zero experts, whose outputs are zero in any case.
+
+    Of muMoE, in a head, a block or a token mixer and with any levels, nothing before it
+    is computed again: each image is classified once more for each expert that has a
+    part in it, many together. The experts of a routed block take a pass over the images
+    each, and by `"choice"` a compilation besides.
 
     A prediction is right if the label has the largest output, unless all outputs are
     equal: a model that is left with nothing would otherwise know one class.
@@ -81,8 +95,15 @@ def ablate_experts(
         labels: integer classes (B,), or 0-1 labels (B, C) of a multi-label classifier,
             of which the accuracy of each decision is taken.
         layer: `"head"` for a muMoE head; the name of an MoE block, such as `"block_1"`;
-            or of a block's token mixer with experts, such as `"block_1/token_mixer"`.
-        experts: which experts; None takes all, of MoE++ the FFN experts.
+            of a block's token mixer with experts, such as `"block_1/token_mixer"`; or
+            `"all"` for the routed blocks all at once.
+        experts: a sequence of what is removed in turn: an expert's number, a kind
+            (`"ffn"`, `"zero"`, `"copy"` or `"constant"`) with all its experts, or a
+            tuple of these that go together. None takes each expert with weights of its
+            own: all, of MoE++ the FFN experts.
+        removal: `"output"`, for experts with weights of their own, or `"choice"`, for
+            token choice routers. None takes `"output"` for numbers of experts with
+            weights, and `"choice"` for all else.
         batch_size: of images.
         verbose: a progress bar: 0 or False has none.
 
@@ -91,11 +112,11 @@ def ablate_experts(
 
     Raises:
         ValueError: if images and labels do not fit each other or the model, outputs
-            are not finite, there is no such layer, or an expert has no weights of its
-            own (zero and copy experts).
+            are not finite, there is no such layer or expert, or an expert cannot be
+            removed so.
 
     Reference:
-        *Multilinear Mixture of Experts*, section 4.1.2.
+        *Multilinear Mixture of Experts*, section 4.1.2; *MoE++*, Table C.
 
     Example:
 
@@ -113,13 +134,15 @@ def ablate_experts(
     images = check_images(images)
     labels = _check_labels(labels, len(images), model)
     part = ablated_part(model, layer)
-    experts = _check_experts(experts, num_experts(part))
+    if removal is not None:
+        check_one_of("removal", removal, REMOVALS)
+    names, removals = _removals(experts, removal, part)
     counts = np.full(labels.shape[1:], len(labels))
     if labels.ndim == 1:
         counts = np.bincount(labels, minlength=model.output.shape[-1])
-    right, lost = scores(model, part, images, labels, experts, batch_size, verbose)
+    right, lost = scores(model, part, images, labels, removals, batch_size, verbose)
     shares = np.maximum(counts, 1)
-    return ExpertAblation(experts, counts, right / shares, (right - lost) / shares)
+    return ExpertAblation(names, counts, right / shares, (right - lost) / shares)
 
 
 def _check_labels(labels, count, model):
@@ -141,18 +164,52 @@ def _check_labels(labels, count, model):
     return labels.astype("int32")
 
 
-def _check_experts(experts, count):
-    if experts is None:
-        return np.arange(count)
-    try:
-        chosen = [check_integer("experts", expert, 0) for expert in experts]
-    except TypeError:
-        chosen = []
-    if not chosen or max(chosen) >= count or len(set(chosen)) < len(chosen):
+def _removals(experts, removal, part):
+    """What is removed in turn, as names and as pairs of how and which experts."""
+    kinds = part.kinds
+    entries = range(kinds.ffn) if experts is None else experts
+    if isinstance(entries, str) or not hasattr(entries, "__iter__"):
         raise ValueError(
-            f"Expected different experts below {count}; received: experts={experts}"
+            f"Expected a sequence of experts below {kinds.total}, of kinds, or of "
+            f"tuples of these; received: experts={experts!r}"
         )
-    return np.array(chosen)
+    entries = list(entries)
+    numbers = [numbers_of(entry, kinds) for entry in entries]
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"Expected different experts below {kinds.total}; "
+            f"received: experts={experts}"
+        )
+    removals = [
+        (removal or _removal_of(entry, own, kinds), own)
+        for entry, own in zip(entries, numbers)
+    ]
+    for how, own in removals:
+        if how == "output" and max(own) >= kinds.ffn:
+            raise ValueError(
+                "Expected removal='choice' for zero, copy and constant experts, which "
+                f"have no weights to be zeroed; received: removal={removal!r}, "
+                f"experts={experts}"
+            )
+        if isinstance(part, MuMoEPart) and (how == "choice" or len(own) > 1):
+            raise ValueError(
+                "Expected single experts and removal='output' of muMoE, in which every "
+                f"expert takes part; received: removal={removal!r}, experts={experts}"
+            )
+    if any(isinstance(entry, (str, list, tuple)) for entry in entries):
+        return np.array([_name(entry) for entry in entries]), removals
+    return np.array([own for (own,) in numbers]), removals
+
+
+def _removal_of(entry, numbers, kinds):
+    is_number = not isinstance(entry, (str, list, tuple))
+    return "output" if is_number and max(numbers) < kinds.ffn else "choice"
+
+
+def _name(entry):
+    if isinstance(entry, (list, tuple)):
+        return " + ".join(map(_name, entry))
+    return str(entry)
 
 
 def print_ablation(

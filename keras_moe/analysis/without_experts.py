@@ -3,6 +3,8 @@
 Axes: B batch, C classes, E experts, L levels of hierarchy.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -10,6 +12,13 @@ import numpy as np
 from keras import ops
 
 from keras_moe.analysis.blocks import moe_block, mumoe_head, restored
+from keras_moe.analysis.excluded_experts import excluded
+from keras_moe.ops.expert_kinds import ExpertKinds
+
+# The name for all MoE blocks together.
+ALL = "all"
+# An expert gives zeros; or no token chooses it, and its tokens take others.
+REMOVALS = ("output", "choice")
 
 # The end of the name of a block's token mixer.
 MIXER = "/token_mixer"
@@ -41,6 +50,11 @@ class MuMoEPart:
         # The largest part that an expert has in a token of an image.
         self.shares = ops.max(ops.abs(model.routing[layer].gates), axis=1)
 
+    @property
+    def kinds(self) -> ExpertKinds:
+        """How many experts there are of each kind: all are FFN experts."""
+        return self.gate.kinds
+
     def without(self, inputs: Any, experts: Any) -> Any:
         """The classifier's outputs as if one expert's weights were zero.
 
@@ -55,6 +69,46 @@ class MuMoEPart:
             coefficients, _ = self.gate(inputs)
             return self.rest(self.layer.ablated(inputs, coefficients, experts))
         return self.rest(self.layer.ablated(inputs, experts, mixer=self.is_mixer))
+
+
+class RoutedPart:
+    """The MoE layers with a router of one block of a classifier, or of all.
+
+    Args:
+        layers: `MoE` layers, of which each router has the same experts.
+    """
+
+    def __init__(self, layers: list):
+        for layer in layers:
+            if not hasattr(layer, "expert_slices"):
+                raise ValueError(
+                    "Expected blocks whose experts a router chooses; received: "
+                    f"{type(layer).__name__}"
+                )
+        if not layers:
+            raise ValueError("Expected a model with MoE blocks; received: none")
+        self.layers = layers
+
+    @property
+    def kinds(self) -> ExpertKinds:
+        """How many experts there are of each kind."""
+        return self.layers[0].router.kinds
+
+    @contextlib.contextmanager
+    def zeroed(self, experts: tuple[int, ...]) -> Iterator[None]:
+        """FFN experts of all layers give zeros within the context."""
+        parts = [
+            pair
+            for layer in self.layers
+            for expert in experts
+            for pair in layer.expert_slices(expert)
+        ]
+        with restored([variable for variable, _ in parts]):
+            for variable, index in parts:
+                value = np.array(ops.convert_to_numpy(variable.value))
+                value[index] = 0
+                variable.assign(value)
+            yield
 
 
 def _rest(model, name):
@@ -73,11 +127,14 @@ def ablated_part(model: keras.Model, layer: str) -> Any:
         layer: see `ablate_experts`.
 
     Returns:
-        A `MuMoEPart`, or the feed-forward layer of a block with a router.
+        A `MuMoEPart`, or `RoutedPart`.
 
     Raises:
         ValueError: if there is no such layer.
     """
+    if layer == ALL:
+        blocks = [moe_block(model, name) for name in _block_names(model)]
+        return RoutedPart([block.feed_forward for block in blocks])
     if layer != "head":
         name = str(layer).removesuffix(MIXER)
         block = moe_block(model, name)
@@ -87,15 +144,13 @@ def ablated_part(model: keras.Model, layer: str) -> Any:
                 f"received: layer={layer!r}"
             )
         if name == layer and not hasattr(block.feed_forward, "ablated"):
-            return block.feed_forward
+            return RoutedPart([block.feed_forward])
     return MuMoEPart(model, layer)
 
 
-def num_experts(part: Any) -> int:
-    """How many experts of a part can be ablated."""
-    if isinstance(part, MuMoEPart):
-        return part.gate.kinds.total
-    return part.router.kinds.ffn
+def _block_names(model):
+    names = getattr(getattr(model, "backbone", None), "routing", {})
+    return [name for name in names if "/" not in name]
 
 
 def scores(
@@ -103,7 +158,7 @@ def scores(
     part: Any,
     images: Any,
     labels: np.ndarray,
-    experts: np.ndarray,
+    removals: list[tuple[str, tuple[int, ...]]],
     batch_size: int,
     verbose: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -114,14 +169,15 @@ def scores(
         part: of `ablated_part`.
         images: (B, height, width, channels).
         labels: int32 (B,) or (B, C).
-        experts: (E,), which experts.
+        removals: E pairs of a removal of `REMOVALS` and the experts it is of, of a
+            `MuMoEPart` one each.
         batch_size: of images.
         verbose: whether there is a progress bar.
     """
     if isinstance(part, MuMoEPart):
+        experts = np.array([expert for _, (expert,) in removals])
         return _by_pairs(model, part, images, labels, experts, batch_size, verbose)
-    slices = [part.expert_slices(int(expert)) for expert in experts]
-    return _by_passes(model, slices, images, labels, batch_size, verbose)
+    return _by_passes(model, part, removals, images, labels, batch_size, verbose)
 
 
 def _is_right(outputs, labels, threshold):
@@ -212,25 +268,27 @@ def _by_pairs(model, part, images, labels, experts, batch_size, verbose):
     return right, lost
 
 
-def _by_passes(model, slices, images, labels, batch_size, verbose):
-    """A pass over the images without each expert, whose weights come back."""
+def _by_passes(model, part, removals, images, labels, batch_size, verbose):
+    """A pass over the images without experts, which come back."""
     classes = model.output.shape[-1]
 
-    def right():
+    def right(model):
         outputs = model.predict(images, batch_size=batch_size, verbose=0)
         outputs = _check_finite(outputs)
-        found = _is_right(outputs, ops.convert_to_tensor(labels), _threshold(model))
+        found = _is_right(outputs, ops.convert_to_tensor(labels), threshold)
         return _by_class(ops.convert_to_numpy(found), labels, classes)
 
-    bar = keras.utils.Progbar(len(slices), unit_name="expert") if verbose else None
-    before, lost = right(), []
-    for number, parts in enumerate(slices):
-        with restored([variable for variable, _ in parts]):
-            for variable, index in parts:
-                value = np.array(ops.convert_to_numpy(variable.value))
-                value[index] = 0
-                variable.assign(value)
-            lost.append(before - right())
+    threshold = _threshold(model)
+    bar = keras.utils.Progbar(len(removals), unit_name="expert") if verbose else None
+    before, lost = right(model), []
+    for number, (removal, experts) in enumerate(removals):
+        if removal == "output":
+            with part.zeroed(experts):
+                lost.append(before - right(model))
+        else:
+            with excluded([layer.router for layer in part.layers], experts):
+                # A model of its own, which is traced within the context.
+                lost.append(before - right(keras.Model(model.input, model.output)))
         if bar is not None:
             bar.update(number + 1)
     return before, np.stack(lost)

@@ -1,4 +1,7 @@
-"""Classification data sets of TensorFlow Datasets: an image and its class labels."""
+"""Classification data sets of TensorFlow Datasets: an image and its class labels.
+
+Several labels are a sequence of classes, or yes or no for each of some attributes.
+"""
 
 import difflib
 from pathlib import Path
@@ -17,7 +20,6 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
     Images stay encoded until `decode`, so that shuffling holds bytes, not pixels.
     """
     builder = _open(name, data_dir)
-    import tensorflow as tf
     import tensorflow_datasets as tfds
 
     info = builder.info
@@ -49,7 +51,7 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
         example = info.features.deserialize_example(
             record, decoders={image: tfds.decode.SkipDecoding()}
         )
-        return example[image], tf.cast(example[label], "int32")
+        return example[image], _label_numbers(example[label])
 
     return RecordExamples(
         files,
@@ -114,10 +116,27 @@ def _prepare(name: str, builder: Any) -> None:
         ) from error
 
 
+def _label_numbers(label: Any) -> Any:
+    """int32 numbers of classes: one, or several."""
+    import tensorflow as tf
+
+    if not isinstance(label, dict):
+        return tf.cast(label, "int32")
+    has = tf.stack([label[name] for name in sorted(label)])
+    return tf.cast(tf.where(has)[:, 0], "int32")
+
+
 def _classes(labels: Any) -> Classes:
-    """What a feature knows, a `ClassLabel` or a sequence of such."""
+    """What a feature knows: a `ClassLabel`, a sequence of such, or attributes.
+
+    Attributes are sorted by name, since a data set that is read without its code has
+    lost their order. Those of CelebA are so in any case.
+    """
     import tensorflow_datasets as tfds
 
+    if isinstance(labels, tfds.features.FeaturesDict):
+        names = tuple(sorted(labels))
+        return Classes(len(names), names, max_labels=len(names))
     if isinstance(labels, tfds.features.Sequence):
         one = labels.feature
         return Classes(one.num_classes, tuple(one.names), max_labels=0)
@@ -135,21 +154,30 @@ def _features(name: str, info: Any) -> tuple[str, str]:
     image, label = keys if keys and len(keys) == 2 else ("image", "label")
     is_dict = isinstance(features, tfds.features.FeaturesDict)
     if keys is None and is_dict and label not in features:
-        label = "labels"
+        label = "attributes" if "attributes" in features else "labels"
     pixels = features[image] if is_dict and image in features else None
     classes = features[label] if is_dict and label in features else None
     if isinstance(classes, tfds.features.Sequence):
         classes = classes.feature
     if (
         isinstance(pixels, tfds.features.Image)
-        and isinstance(classes, tfds.features.ClassLabel)
+        and (_are_attributes(classes) or isinstance(classes, tfds.features.ClassLabel))
         and pixels.shape[-1] in (1, 3)
         and np.dtype(pixels.np_dtype) == "uint8"
-        and classes.num_classes
+        and _classes(classes).count
     ):
         return image, label
     raise ValueError(
         f"Expected tfds:{name} to have an image (1 or 3 channels, uint8) and class "
-        f"labels; received: features={features}, "
+        f"labels, or attributes that it has or not; received: features={features}, "
         f"supervised_keys={info.supervised_keys}"
+    )
+
+
+def _are_attributes(feature: Any) -> bool:
+    """Whether a feature is a dict of booleans."""
+    import tensorflow_datasets as tfds
+
+    return isinstance(feature, tfds.features.FeaturesDict) and all(
+        one.shape == () and np.dtype(one.np_dtype) == bool for one in feature.values()
     )

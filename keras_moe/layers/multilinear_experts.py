@@ -19,6 +19,10 @@ from keras_moe.ops.checks import (
     check_not_negative,
     check_one_of,
 )
+from keras_moe.ops.multilinear_costs import (
+    factorized_multiply_adds,
+    naive_multiply_adds,
+)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -36,8 +40,9 @@ class MultilinearExperts(keras.layers.Layer):
             tensor, which is also the dense mixture of linear experts.
         rank: CP's R; (R_1, ..., R_(L+2)) for `"tr"` and `"tucker"`; or `"match_dense"`
             for as many parameters as a dense layer of I to O has, or one of
-            `match_shape`; TR then has ranks 4, ..., 4, R_(L+2). A rank that is no
-            integer, such as 0.75, is a share of I of at most 1, rounded down.
+            `match_shape`; TR then has ranks 4, ..., 4, R, and Tucker 4 for each level
+            of at least 4 experts and R for inputs and units. A rank that is no integer,
+            such as 0.75, is a share of I of at most 1, rounded down.
         match_shape: (inputs, units) of the dense layer for `"match_dense"`.
         use_bias: fold a bias into the input mode.
         expert_noise: sigma of the first expert mode's factors, N(1, sigma).
@@ -210,13 +215,7 @@ class MultilinearExperts(keras.layers.Layer):
     @property
     def expert_rank_bound(self) -> int:
         """The largest rank that an expert's matrix can have (appendix D)."""
-        return tensors.rank_bound(
-            self.factorization,
-            self.num_experts,
-            self._inputs + self.use_bias,
-            self.units,
-            self._rank(self._inputs),
-        )
+        return tensors.rank_bound(*self._tensor_spec(self._inputs))
 
     @property
     def holds_any_matrix(self) -> bool:
@@ -235,7 +234,11 @@ class MultilinearExperts(keras.layers.Layer):
         )
 
     def _shapes(self, inputs):
-        return tensors.factor_shapes(
+        return tensors.factor_shapes(*self._tensor_spec(inputs))
+
+    def _tensor_spec(self, inputs):
+        """What the weight tensor is: arguments of `factor_shapes`."""
+        return (
             self.factorization,
             self.num_experts,
             inputs + self.use_bias,
@@ -253,15 +256,11 @@ class MultilinearExperts(keras.layers.Layer):
 
     def multiply_adds(self, dim: int) -> int:
         """Multiply-adds of one token's matmuls (Table 5 of the paper)."""
-        total = self.parameters(dim)
-        if self.factorization == "tr":
-            first, *others = self._rank(dim)[1:]
-            # The chain of matrices R_1 x R_l, then the ring's closing.
-            narrow = self._rank(dim)[0]
-            for following in others:
-                total += narrow * first * following
-                first = following
-        return total
+        return factorized_multiply_adds(*self._tensor_spec(dim))
+
+    def naive_multiply_adds(self, dim: int) -> int:
+        """Those of one token by the whole tensor, built first (Table 8)."""
+        return naive_multiply_adds(*self._tensor_spec(dim))
 
     def get_config(self):
         config = super().get_config()
@@ -319,7 +318,7 @@ def check_rank(rank: Any, factorization: str | None, levels: int) -> Any:
                 f"Expected no rank for factorization=None; received: rank={rank!r}"
             )
         return "match_dense"
-    if rank == "match_dense" and factorization != "tucker":
+    if rank == "match_dense":
         return rank
     if factorization == "cp":
         return _check_size(rank)
@@ -380,17 +379,20 @@ def matching_rank(
     At least 1, whatever the budget.
 
     Args:
-        factorization: `"cp"` or `"tr"`, whose ranks are then 4, ..., 4, R; or None.
+        factorization: `"cp"`; `"tr"`, whose ranks are then 4, ..., 4, R; `"tucker"`,
+            whose ranks are then 4 for each level, or the number of its experts if that
+            is less, and R for inputs and units alike, both of which bound an expert's
+            matrix rank; or None.
         num_experts: N_1, ..., N_L.
         shapes: (I, O) of each layer that has this rank, a bias's input included.
         budget: parameters of all the factors.
 
     Returns:
-        An int for CP, a tuple for TR, None without a factorisation.
+        An int for CP, a tuple for TR and Tucker, None without a factorisation.
 
     Reference:
         *Multilinear Mixture of Experts*, appendix F.1: R_1 = R_2 = 4; rounded up as in
-        its released code.
+        its released code. Tucker by appendix D.1.3, in which it is not trained.
 
     Example:
 
@@ -404,6 +406,16 @@ def matching_rank(
     if factorization == "cp":
         return max(-(-budget // (len(shapes) * sum(num_experts) + modes)), 1)
     narrow = 4
+    if factorization == "tucker":
+        experts = [min(count, narrow) for count in num_experts]
+        factors = sum(count * rank for count, rank in zip(num_experts, experts))
+        core, rest = math.prod(experts), budget - len(shapes) * factors
+        # The root of len(shapes) core R^2 + modes R = rest, rounded up.
+        root = math.isqrt(max(modes**2 + 4 * len(shapes) * core * rest, 0))
+        last = max((root - modes) // (2 * len(shapes) * core), 1)
+        while last * (modes + len(shapes) * core * last) < rest:
+            last += 1
+        return (*experts, last, last)
     fixed = len(shapes) * sum(narrow * count * narrow for count in num_experts)
     last = max(-(-(budget - fixed) // (narrow * modes)), 1)
     return (*itertools.repeat(narrow, len(num_experts) + 1), last)

@@ -38,6 +38,8 @@ class MuMoE(keras.layers.Layer):
         normalization: see `ExpertCoefficients`.
         use_bias: see `MultilinearExperts`.
         expert_noise: see `MultilinearExperts`.
+        input_norm: layer normalisation of the experts' input, but not of the gate's, as
+            in the released code.
         edited_outputs: units that get, besides, the offset `sum over n of a_n
             logit_offsets[n]` (equation 5): a number for each expert, zero at first and
             not trained, see `keras_moe.analysis.edit_expert_logits`.
@@ -77,6 +79,7 @@ class MuMoE(keras.layers.Layer):
         normalization: str | None = "batch",
         use_bias: bool = True,
         expert_noise: float = 1.0,
+        input_norm: bool = False,
         edited_outputs: Any = (),
         **kwargs,
     ):
@@ -96,6 +99,8 @@ class MuMoE(keras.layers.Layer):
         # It checks them, and says how they are kept; the rank may depend on the input.
         checked = MultilinearExperts(**arguments).get_config()
         self._arguments = {name: checked[name] for name in arguments}
+        self.input_norm = check_bool("input_norm", input_norm)
+        self.norm = _input_norm(self)
         self.edited_outputs = _check_outputs(edited_outputs, self.units)
 
     @property
@@ -105,6 +110,8 @@ class MuMoE(keras.layers.Layer):
 
     def build(self, input_shape):
         self.gate.build(input_shape)
+        if self.norm is not None:
+            self.norm.build(input_shape)
         self.experts = self._experts(input_shape[-1])
         self.experts.build(input_shape)
         if self.edited_outputs:
@@ -131,9 +138,9 @@ class MuMoE(keras.layers.Layer):
         return MultilinearExperts(dtype=self.dtype_policy, name="experts", **given)
 
     def call(self, inputs: Any, training: bool | None = None) -> tuple[Any, Any]:
-        logits, projected = _projected(inputs, self.gate, self.experts)
+        x, logits, projected = _normalised(self, inputs, self.experts)
         coefficients, routing = self.gate(inputs, training=training, logits=logits)
-        outputs = self.experts(inputs, coefficients, projected=projected)
+        outputs = self.experts(x, coefficients, projected=projected)
         return self._edited(outputs, routing.gates), routing
 
     def _edited(self, outputs, gates):
@@ -161,7 +168,8 @@ class MuMoE(keras.layers.Layer):
         Reference:
             *Multilinear Mixture of Experts*, section 4.1.2.
         """
-        outputs = self.experts.ablated(inputs, coefficients, experts)
+        x = inputs if self.norm is None else self.norm(inputs)
+        outputs = self.experts.ablated(x, coefficients, experts)
         return self._edited(outputs, outer(coefficients, ops.multiply))
 
     def compute_output_spec(self, inputs, training=None):
@@ -171,7 +179,8 @@ class MuMoE(keras.layers.Layer):
 
     def parameters(self, dim: int) -> int:
         """The number of parameters for inputs of size `dim`."""
-        return self.gate.parameters(dim) + self._experts(dim).parameters(dim)
+        experts = self._experts(dim).parameters(dim)
+        return self.gate.parameters(dim) + experts + 2 * dim * self.input_norm
 
     def flops(self, dim: int) -> int:
         """Operations of one row's matmuls (2 per multiply-add)."""
@@ -184,6 +193,7 @@ class MuMoE(keras.layers.Layer):
             **self._arguments,
             activation=activations.serialize(self.gate.activation),
             normalization=self.gate.normalization,
+            input_norm=self.input_norm,
             edited_outputs=self.edited_outputs,
         )
         return config
@@ -202,6 +212,20 @@ def _check_outputs(edited_outputs, units):
             f"received: edited_outputs={edited_outputs}"
         )
     return outputs
+
+
+def _input_norm(layer):
+    """The normalisation of the experts' input, or None."""
+    if not layer.input_norm:
+        return None
+    return LayerNorm(1e-5, dtype=layer.dtype_policy, name="input_norm")
+
+
+def _normalised(layer, inputs, experts):
+    """The experts' input, and what gate and experts begin with, or None and None."""
+    if layer.norm is None:
+        return inputs, *_projected(inputs, layer.gate, experts)
+    return layer.norm(inputs), None, None
 
 
 def _projected(inputs, gate, experts):
@@ -292,9 +316,7 @@ class MuMoEBlock(keras.layers.Layer):
         }
         # It checks the arguments.
         self._options["rank"] = self._layer(self.mlp_dim, None, rank).rank
-        self.norm = None
-        if self.input_norm:
-            self.norm = LayerNorm(1e-5, dtype=self.dtype_policy, name="input_norm")
+        self.norm = _input_norm(self)
 
     def _layer(self, units, name, rank):
         return MultilinearExperts(
@@ -329,11 +351,7 @@ class MuMoEBlock(keras.layers.Layer):
         self.output_experts.build((*input_shape[:-1], self.mlp_dim))
 
     def call(self, inputs: Any, training: bool | None = None) -> tuple[Any, Any]:
-        x, logits, projected = inputs, None, None
-        if self.norm is None:
-            logits, projected = _projected(inputs, self.gate, self.hidden)
-        else:
-            x = self.norm(inputs)
+        x, logits, projected = _normalised(self, inputs, self.hidden)
         coefficients, routing = self.gate(inputs, training=training, logits=logits)
         x = self.hidden(x, coefficients, projected=projected)
         x = self.hidden_activation(x)

@@ -20,6 +20,27 @@ class CopyMixin:
         """
         return copied(self, self.get_config())
 
+    def with_router_options(self, **options: Any) -> Any:
+        """A new model whose routers have other options, and the same weights.
+
+        Its optimizer starts afresh.
+
+        Args:
+            **options: arguments of the router's class, beside or instead of those in
+                `router_options`.
+
+        Raises:
+            ValueError: as `copy`, or if the routers do not take an option, or have
+                other weights with it.
+        """
+        config = self.get_config()
+        backbone = config["backbone"]["config"] if "backbone" in config else config
+        backbone["router_options"] = {
+            **(backbone.get("router_options") or {}),
+            **options,
+        }
+        return copied(self, config)
+
 
 def copied(model: Any, config: dict, without: str | None = None) -> Any:
     """A model of another config, with the weights that both have.

@@ -69,6 +69,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
         capacity_multiple_of: round the FFN experts' capacity up to a multiple of this,
             not where each image is a group.
         priority: see `TokenChoiceRouter`.
+        excluded_experts: see `TokenChoiceRouter`; the next layer's gating residual
+            gets their logits all the same.
         noise_std: standard deviation of the training noise, times `num_experts`.
         noisy_combine: see `TokenChoiceRouter`.
         kernel_initializer: of the kernels.
@@ -130,6 +132,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
         priority: str = "first_come",
+        excluded_experts: Any = (),
         noise_std: float = 0.0,
         noisy_combine: bool | None = None,
         kernel_initializer: Any = "lecun_normal",
@@ -159,6 +162,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             capacity_rounding=capacity_rounding,
             capacity_multiple_of=capacity_multiple_of,
             priority=priority,
+            excluded_experts=excluded_experts,
             noise_std=noise_std,
             noisy_combine=noisy_combine,
             kernel_initializer=kernel_initializer,

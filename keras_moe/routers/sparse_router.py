@@ -182,6 +182,9 @@ class SparseRouter(Router):
         noisy_logits = self.add_noise(
             clean_logits, self.noise_std / self.num_experts, training
         )
+        if allowed is not None:
+            # `logits` may be whole: those of the next layer's gating residual are.
+            noisy_logits = ops.where(allowed, noisy_logits, -float("inf"))
         gates = ops.softmax(noisy_logits, axis=-1)
         combine_gates = gates
         if not self.noisy_combine and noisy_logits is not clean_logits:

@@ -3,6 +3,8 @@
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -11,6 +13,7 @@ from keras import ops
 from keras_moe.ops.by_group import by_group
 from keras_moe.ops.checks import (
     check_bool,
+    check_integer,
     check_one_of,
     check_selected,
 )
@@ -67,6 +70,8 @@ class TokenChoiceRouter(SparseRouter):
         num_modalities: M; each modality then has a kernel of its own over the shared
             experts, and calls take `modality_ids`.
         expert_pools: for each modality, the experts that its tokens may go to.
+        excluded_experts: experts that no token chooses; the softmax is over the
+            others. See `keras_moe.analysis.exclude_experts`.
         seed: of the noise.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
@@ -122,6 +127,7 @@ class TokenChoiceRouter(SparseRouter):
         kernel_initializer: Any = "lecun_normal",
         num_modalities: int | None = None,
         expert_pools: Any = None,
+        excluded_experts: Any = (),
         seed: int | None = None,
         **kwargs,
     ):
@@ -164,7 +170,55 @@ class TokenChoiceRouter(SparseRouter):
         self.eval_capacity_factor = eval_capacity_factor
         self.eval_capacity = eval_capacity
         self.dropless = check_bool("dropless", dropless)
+        self.excluded_experts = self._check_excluded(excluded_experts)
         self.priority = check_one_of("priority", priority, PRIORITIES)
+
+    def _check_excluded(self, excluded_experts):
+        given = excluded_experts
+        if not isinstance(given, (list, tuple)):
+            raise ValueError(
+                "Expected excluded_experts to be a sequence of experts; "
+                f"received: excluded_experts={given!r}"
+            )
+        excluded = {check_integer("excluded_experts", expert, 0) for expert in given}
+        pools = self.expert_pools or [range(self.num_experts)]
+        left = min(len(set(pool) - excluded) for pool in pools)
+        if any(e >= self.num_experts for e in excluded) or (
+            left < self.num_selected_experts
+        ):
+            raise ValueError(
+                f"Expected excluded_experts below num_experts={self.num_experts} that "
+                f"leave num_selected_experts={self.num_selected_experts} or more; "
+                f"received: excluded_experts={given!r}"
+            )
+        return tuple(sorted(excluded))
+
+    @contextlib.contextmanager
+    def excluding(self, experts: Any) -> Iterator[None]:
+        """No token chooses these experts, either, in what is traced in the context.
+
+        Args:
+            experts: a sequence of their numbers.
+
+        Raises:
+            ValueError: if there is no such expert, or fewer than K are left.
+        """
+        kept = self.excluded_experts
+        self.excluded_experts = self._check_excluded((*kept, *experts))
+        try:
+            yield
+        finally:
+            self.excluded_experts = kept
+
+    def route(
+        self, logits: Any, allowed: Any, mask: Any, training: bool | None
+    ) -> tuple[Any, Any]:
+        if self.excluded_experts:
+            kept = [e not in self.excluded_experts for e in range(self.num_experts)]
+            kept = ops.convert_to_tensor(kept, "bool")
+            kept = ops.broadcast_to(kept, ops.shape(logits))
+            allowed = kept if allowed is None else ops.logical_and(allowed, kept)
+        return super().route(logits, allowed, mask, training)
 
     def serves_every_token(self, training: bool | None) -> bool:
         """True if no expert can be full."""
@@ -280,6 +334,7 @@ class TokenChoiceRouter(SparseRouter):
             eval_capacity=self.eval_capacity,
             batch_invariant=self.batch_invariant,
             dropless=self.dropless,
+            excluded_experts=self.excluded_experts,
             priority=self.priority,
         )
         return config

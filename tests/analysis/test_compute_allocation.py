@@ -5,6 +5,7 @@ import pytest
 
 from keras_moe.analysis import (
     compute_map,
+    experts_per_token,
     ffn_experts_per_token,
     load_by_kind,
     plots,
@@ -30,6 +31,42 @@ def test_ffn_experts_per_token():
     )
     np.testing.assert_array_equal(ffn_experts_per_token(layers, KINDS), [[2, 1, 0]])
     np.testing.assert_array_equal(compute_map(layers, KINDS, (1, 2)), [[[1, 0]]])
+
+
+def test_experts_of_each_kind_per_token():
+    layers = {"block_0": record(FIRST), "block_1": record(SECOND)}
+    for kind, expected in (
+        ("ffn", [[2, 1, 0]]),
+        ("zero", [[0, 0.5, 0.5]]),
+        ("copy", [[0, 0.5, 1]]),
+        ("constant", [[0, 0, 0]]),
+    ):
+        np.testing.assert_array_equal(experts_per_token(layers, KINDS, kind), expected)
+    np.testing.assert_array_equal(
+        compute_map(layers, KINDS, (1, 2), "zero"), [[[0.5, 0.5]]]
+    )
+
+
+def test_pictures_of_kinds_are_drawn(tmp_path):
+    images = np.random.default_rng(0).uniform(-1, 1, (3, 8, 8, 3))
+    maps = {"zero": np.ones((3, 2, 2)), "constant": np.zeros((3, 2, 2))}
+    value = {"mean": 0.5, "std": 0.1}
+    row = {"test_accuracy": value, "ffn_experts_per_token": value}
+    for name, draw in {
+        "maps": lambda path: plots.plot_kind_maps(images, maps, path),
+        "constants": lambda path: plots.plot_constant_experts(
+            {"2": row, "10": row}, path
+        ),
+        "matched": lambda path: plots.plot_matched_heads(
+            {"CP": {2: [0.4, 0.5]}}, {"CP": {2: 3}}, [0.6], path
+        ),
+        "capacity": lambda path: plots.plot_head_capacity(
+            {"CP": {200: [0.4, 0.5]}, "linear": {100: [0.3]}}, path
+        ),
+    }.items():
+        path = tmp_path / f"{name}.png"
+        draw(path)
+        assert path.stat().st_size > 5_000, name
 
 
 def test_load_by_kind():
@@ -70,6 +107,17 @@ def test_routing_scores():
             lambda: load_by_kind({"a": record(FIRST)}, KINDS, 2, np.zeros((1, 3))),
             "none that counts",
         ),
+        (lambda: experts_per_token(record(FIRST), KINDS, "best"), "kind='best'"),
+        (lambda: plots.plot_kind_maps(np.zeros((1, 4, 4, 1)), {}, "x"), "shapes={}"),
+        (
+            lambda: plots.plot_kind_maps(
+                np.zeros((2, 4, 4, 1)), {"zero": np.ones((1, 2, 2))}, "x"
+            ),
+            "2 images",
+        ),
+        (lambda: plots.plot_constant_experts({}, "x.png"), "rows={}"),
+        (lambda: plots.plot_matched_heads({}, {}, [], "x.png"), "losses={}"),
+        (lambda: plots.plot_head_capacity({}, "x.png"), "accuracies={}"),
         (lambda: plots.plot_load_by_kind({}, "x.png"), "loads={}"),
         (lambda: plots.plot_routing_scores({}, "x.png"), "scores={}"),
         (lambda: plots.plot_training_history({}, "x.png"), "history={}"),

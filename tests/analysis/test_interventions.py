@@ -459,7 +459,7 @@ def test_bad_arguments_are_refused():
         (lambda: ablate(np.full(24, np.nan)), "nan"),
         (lambda: ablate(np.eye(3)[LABELS]), "shape=\\(24, 3\\)"),
         (lambda: ablate(layer="block_7"), "block_7"),
-        (lambda: ablate(experts=[9]), "\\[9\\]"),
+        (lambda: ablate(experts=[9]), "experts=9"),
         (lambda: ablate(experts=[]), "experts=\\[\\]"),
         (lambda: ablate(experts=5), "experts=5"),
         (lambda: ablate(model=dense), "without head"),

@@ -287,6 +287,94 @@ def test_several_labels(tmp_path):
         load(source, "train", data_dir=folder)
 
 
+@pytest.fixture(scope="module")
+def celeb_a(tmp_path_factory):
+    """CelebA as its own builder writes it, without its images."""
+    module = pytest.importorskip(
+        "tensorflow_datasets.datasets.celeb_a.celeb_a_dataset_builder"
+    )
+    folder = tmp_path_factory.mktemp("celeb_a")
+    names = module.ATTR_HEADINGS
+
+    class Small(module.Builder, skip_registration=True):
+        def _split_generators(self, dl_manager):
+            counts = {"train": 12, "validation": 4, "test": 6}
+            return {split: self.examples(n) for split, n in counts.items()}
+
+        def examples(self, count):
+            for index in range(count):
+                yield (
+                    f"{index:06d}.jpg",
+                    {
+                        "image": np.full((218, 178, 3), 20 * index, "uint8"),
+                        "landmarks": dict.fromkeys(module.LANDMARK_HEADINGS, index),
+                        "attributes": {
+                            name: (index + place) % 13 == 0
+                            for place, name in enumerate(names)
+                        },
+                        "identity": dict.fromkeys(module.IDENTITY_HEADINGS, index),
+                    },
+                )
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    Small.name = "celeb_a"
+    config = tfds.download.DownloadConfig(try_download_gcs=False)
+    Small(data_dir=str(folder)).download_and_prepare(download_config=config)
+    return str(folder), names
+
+
+def test_attributes_are_several_labels(celeb_a):
+    folder, names = celeb_a
+    assert num_classes("tfds:celeb_a", folder) == 40
+    # Known without the data, too, and in CelebA's order.
+    assert num_classes("tfds:celeb_a") == 40
+    assert (names[9], names[20], names[39]) == ("Blond_Hair", "Male", "Young")
+    options = {"data_dir": folder, "multi_label": True, "shuffle": False}
+    images, labels = arrays(
+        load("tfds:celeb_a", "test", (8, 8, 3), one_hot=True, **options)
+    )
+    assert labels.shape == (6, 40)
+    for image, label in zip(images, labels):
+        index = round((image.mean() + 1) * 127.5 / 20)
+        expected = [(index + place) % 13 == 0 for place in range(40)]
+        np.testing.assert_array_equal(label, expected)
+    _, numbers = arrays(load("tfds:celeb_a", "test", (8, 8, 3), **options))
+    assert numbers.shape == (6, 40)
+    for row, label in zip(numbers, labels):
+        assert row[row >= 0].tolist() == np.flatnonzero(label).tolist()
+    with pytest.raises(ValueError, match="multi_label=True with 'tfds:celeb_a'"):
+        load("tfds:celeb_a", "train", data_dir=folder)
+
+
+def test_celeb_a_has_a_recipe_that_trains(celeb_a):
+    from keras_moe.training import load_recipe, train
+
+    small = load_recipe(
+        "mumoe_celeb_a",
+        preset="mumoe_vit_s16_cp",
+        steps=3,
+        warmup_steps=1,
+        batch_size=4,
+        dtype="float32",
+        model_arguments={
+            "image_shape": (8, 8, 3),
+            "patch_size": 4,
+            "hidden_dim": 8,
+            "num_layers": 1,
+            "num_heads": 2,
+            "mlp_dim": 8,
+            "moe_layers": None,
+            "head": {"num_experts": 4, "factorization": "cp", "rank": 6},
+        },
+    )
+    found = train(small, data_dir=celeb_a[0], verbose=0)
+    assert found.model.num_classes == 40
+    assert found.model.multi_label
+    assert np.isfinite(found.history["val_loss"][-1])
+
+
 def test_without_tensorflow_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(ImportError, match=r"keras-moe\[data\]"):

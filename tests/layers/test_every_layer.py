@@ -180,6 +180,7 @@ def mumoe(**kwargs):
         normalization="layer",
         use_bias=False,
         expert_noise=0.5,
+        input_norm=True,
         edited_outputs=(3, 0),
         **kwargs,
     )

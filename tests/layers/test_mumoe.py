@@ -256,15 +256,119 @@ def test_initialisation(kind):
 
 
 @pytest.mark.backend_free
-@pytest.mark.parametrize("kind", ["cp", "tr"])
-@pytest.mark.parametrize("counts", [16, (64, 2), 512])
+@pytest.mark.parametrize("kind", ["cp", "tr", "tucker"])
+@pytest.mark.parametrize("counts", [2, 16, (64, 2), 512])
 def test_matching_a_dense_layer(kind, counts):
     experts = MultilinearExperts(1000, counts, kind)
     dense = 768 * 1000 + 1000
     found = experts.parameters(768)
+    assert dense <= found
     # One rank less would be below it.
-    step = 4 * (769 + 1000) if kind == "tr" else 769 + 1000 + np.sum(counts)
-    assert dense <= found < dense + step
+    rank = experts._rank(768)
+    less = rank - 1 if kind == "cp" else (*rank[:-1], rank[-1] - 1)
+    if kind == "tucker":
+        assert rank[-1] == rank[-2]
+        assert max(rank[:-2]) <= 4
+        less = (*rank[:-2], rank[-1] - 1, rank[-1] - 1)
+    assert MultilinearExperts(1000, counts, kind, less).parameters(768) < dense
+
+
+@pytest.mark.backend_free
+def test_matching_a_dense_layer_counts_the_gate_and_both_layers():
+    head = MuMoE(100, 8, "tucker")
+    head.build((None, 64))
+    # The last rank adds less than a hundredth or so.
+    assert 65 * 100 <= head.parameters(64) < 65 * 100 + 400
+    assert head.experts.count_params() + 64 * 8 == head.parameters(64)
+    assert head.experts.expert_rank_bound == head.experts.factors[-1].shape[-1]
+    block = MuMoEBlock(128, num_experts=8, factorization="tucker")
+    dense = 65 * 128 + 129 * 64
+    assert dense <= block.parameters(64) < 1.1 * dense
+    again = MuMoE.from_config(head.get_config())
+    assert again.get_config()["rank"] == "match_dense"
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("kind", "rank", "naive", "fast"),
+    [("cp", 512, "155.1", "1.44"), ("tr", (4, 4, 512), "622.8", "3.56")],
+)
+def test_multiply_adds_of_table_8(kind, rank, naive, fast):
+    layer = MultilinearExperts(768, 512, kind, rank)
+    gate = 512 * 768
+    assert f"{(gate + layer.naive_multiply_adds(768)) / 1e9:.1f}" == naive
+    # The paper cuts its 1.4M and 3.5M off.
+    assert f"{(gate + layer.multiply_adds(768)) / 1e6:.2f}" == fast
+    assert MuMoE(768, 512, kind, rank).flops(768) == 2 * (
+        gate + layer.multiply_adds(768)
+    )
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(("kind", "levels"), RANKS)
+def test_naive_multiply_adds_are_those_of_each_contraction(kind, levels):
+    counts, inputs, units = (3, 2, 4, 2)[:levels], 6, 5
+    rank = RANKS[kind, levels]
+    layer = MultilinearExperts(units, counts, kind, rank)
+    modes = (*counts, inputs + 1, units)
+    total = 0
+    if kind == "cp":
+        total += rank * np.prod(modes)
+    elif kind == "tr":
+        built = np.ones((rank[0], counts[0], rank[1]))
+        for size, following in zip(modes[1:-1], rank[2:]):
+            total += built.size * size * following
+            built = np.ones((rank[0], built.shape[1] * size, following))
+        total += built.size * units
+    elif kind == "tucker":
+        core = np.ones(rank)
+        for axis, size in enumerate(modes):
+            total += core.size * size
+            core = np.ones([*modes[: axis + 1], *rank[axis + 1 :]])
+    tensor = np.ones(modes)
+    while tensor.ndim > 1:
+        total += tensor.size
+        tensor = tensor[0]
+    assert layer.naive_multiply_adds(inputs) == total
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_input_norm_of_a_layer_is_the_released_one(mode):
+    """The released block of two layers, made of its parts."""
+    arrays, config = golden.load("10_mumoe/block_cp_ln_h2_2layer_inputln")
+    options = {"num_experts": config["expert_dims"], "rank": config["ranks"]}
+    layer = MuMoE(
+        config["output_dim"], normalization="layer", input_norm=True, **options
+    )
+    second = MultilinearExperts(config["second_dim"], **options)
+    x = arrays["inputs/x"]
+    layer.build(x.shape)
+    second.build((*x.shape[:-1], config["output_dim"]))
+    for level, kernel in enumerate(layer.gate.kernels):
+        kernel.assign(arrays[f"params/projs/{level}"])
+    for stack, experts in (("MuMoE", layer.experts), ("MuMoE2", second)):
+        for index, factor in enumerate(experts.factors):
+            factor.assign(arrays[f"params/{stack}/factors/{index}"])
+    layer.norm.gamma.assign(arrays["params/input_ln/weight"])
+    layer.norm.beta.assign(arrays["params/input_ln/bias"])
+    training = mode == "train"
+    hidden, _ = layer(x, training=training)
+    coefficients, _ = layer.gate(x, training=training)
+    y = second(keras.activations.gelu(hidden, approximate=False), coefficients)
+    np.testing.assert_allclose(
+        to_numpy(y), arrays[f"outputs/{mode}/y"], rtol=1e-4, atol=1e-5
+    )
+    assert layer.parameters(x.shape[-1]) == layer.count_params()
+    # Without one expert, as with all: what the experts read is normalised.
+    place = np.zeros((len(x), 1, 2), "int32")
+    rest = to_numpy(layer.ablated(x, coefficients, place))
+    kept = to_numpy(layer.experts.expert_weights([(0, 0)]))[0]
+    z = to_numpy(layer.norm(x))
+    z = np.concatenate([z, np.ones_like(z[..., :1])], axis=-1)
+    share = to_numpy(coefficients[0])[..., :1] * to_numpy(coefficients[1])[..., :1]
+    np.testing.assert_allclose(
+        to_numpy(hidden) - rest, share * (z @ kept), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("cls", [MuMoE, MuMoEBlock])
@@ -369,7 +473,8 @@ def test_learns_with_batch_statistics():
         (lambda: MuMoE(4, 4, "tr", (2, 2, -0.5)), "rank=-0.5"),
         (lambda: MuMoE(4, 4, "tr", 3), "rank=3"),
         (lambda: MuMoE(4, (4, 2), "tr", (2, 2, 2)), "rank=\\(2, 2, 2\\)"),
-        (lambda: MuMoE(4, 4, "tucker"), "rank='match_dense'"),
+        (lambda: MuMoE(4, 4, "tucker", 3), "rank=3"),
+        (lambda: MuMoE(4, 4, input_norm=1), "input_norm=1"),
         (lambda: MuMoE(4, 4, None, 3), "rank=3"),
         (lambda: MuMoE(4, 4, "svd"), "factorization='svd'"),
         (lambda: MuMoE(4, 4, rank=2, match_shape=(3, 4)), "match_shape=\\(3, 4\\)"),

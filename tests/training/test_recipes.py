@@ -11,6 +11,7 @@ import pytest
 
 from keras_moe import data, models
 from keras_moe.data.augmentation import build_steps
+from keras_moe.layers import MuMoE
 from keras_moe.training import (
     Recipe,
     list_recipes,
@@ -90,6 +91,22 @@ def test_table_7():
     assert strengths["randaugment"]["magnitude"] == 15 / 30
     assert strengths["mixup"]["alpha"] == 0.5
     assert clip.augment == ["random_resized_crop"]
+
+
+@backend_free
+def test_celeb_a_is_the_papers():
+    found = load_recipe("mumoe_celeb_a")
+    head = found.model_arguments["head"]
+    # Table 2: 578K parameters on CLIP's 768 features, beside 30.7K of a linear head.
+    assert MuMoE(40, **head).parameters(768) == 578_048
+    assert (found.data, found.train_split, found.multi_label) == (
+        "tfds:celeb_a",
+        "train",
+        True,
+    )
+    # Editing Models with Task Arithmetic, appendix B.
+    assert (found.steps, found.batch_size, found.warmup_steps) == (2000, 128, 200)
+    assert (found.learning_rate, found.weight_decay) == (1e-5, 0.1)
 
 
 PUBLISHED = {

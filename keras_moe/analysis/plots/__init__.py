@@ -6,6 +6,7 @@ from keras_moe.analysis.plots.compute_allocation import (
     plot_routing_scores,
     plot_tau_study,
 )
+from keras_moe.analysis.plots.constant_experts import plot_constant_experts
 from keras_moe.analysis.plots.expert_images import (
     plot_expert_images,
     plot_expert_patches,
@@ -14,6 +15,11 @@ from keras_moe.analysis.plots.expert_views import plot_expert_views
 from keras_moe.analysis.plots.interventions import (
     plot_subpopulations,
     plot_truncated_svd,
+)
+from keras_moe.analysis.plots.kind_maps import plot_kind_maps
+from keras_moe.analysis.plots.mumoe_heads import (
+    plot_head_capacity,
+    plot_matched_heads,
 )
 from keras_moe.analysis.plots.router_health import plot_router_health
 from keras_moe.analysis.plots.router_study import (
@@ -30,11 +36,15 @@ from keras_moe.analysis.plots.training_history import plot_training_history
 __all__ = [
     "plot_ablation",
     "plot_compute_maps",
+    "plot_constant_experts",
     "plot_expert_images",
     "plot_expert_load",
     "plot_expert_patches",
     "plot_expert_views",
+    "plot_head_capacity",
+    "plot_kind_maps",
     "plot_load_by_kind",
+    "plot_matched_heads",
     "plot_polysemanticity",
     "plot_router_curves",
     "plot_router_health",

@@ -1,0 +1,109 @@
+"""Experts that the routers of a trained model no longer choose."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from keras_moe.ops.checks import check_integer
+from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
+
+
+def exclude_experts(model: Any, experts: Any) -> Any:
+    """A new model whose routers never choose some of their experts.
+
+    The tokens of an excluded expert go to the best of those that are left, whose gates
+    are a softmax without it. So *MoE++* removes its zero experts in Table C and loses
+    accuracy, which it could not if a zero expert's output were all that went. The
+    logits that gating residuals hand on to the next layer stay as they are.
+
+    Args:
+        model: a backbone or a classifier with token choice routers; it stays as it is.
+        experts: what is excluded from every MoE block: an expert's number, a kind of
+            experts (`"ffn"`, `"zero"`, `"copy"`, `"constant"`), or a sequence of these.
+
+    Returns:
+        A model of the same class, which saves and loads as any other.
+
+    Raises:
+        ValueError: if there is no such expert, fewer than K experts are left, or the
+            model has no token choice routers.
+
+    Reference:
+        *MoE++*, appendix A.4 and Table C.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("moepp_digits", task="backbone")
+    >>> without = analysis.exclude_experts(model, ["zero", "copy"])
+    >>> routing = keras.Model(without.input, without.routing["block_0"])
+    >>> images = np.zeros((1, 16, 16, 1), "float32")
+    >>> served = routing.predict(images, verbose=0).dispatched
+    >>> float(served[..., 8:10].sum())
+    0.0
+    """
+    kinds = getattr(model, "backbone", model).expert_kinds
+    if kinds is None:
+        raise ValueError(
+            f"Expected a model with MoE blocks; received: {type(model).__name__} "
+            "without"
+        )
+    return model.with_router_options(excluded_experts=list(numbers_of(experts, kinds)))
+
+
+def numbers_of(experts: Any, kinds: ExpertKinds) -> tuple[int, ...]:
+    """The numbers of experts that are given by number or kind.
+
+    Args:
+        experts: an expert's number, a kind of `KINDS`, or a sequence of these.
+        kinds: how many experts there are of each kind.
+
+    Raises:
+        ValueError: if there is no such expert.
+    """
+    if isinstance(experts, str):
+        if experts not in KINDS or not getattr(kinds, experts):
+            own = [kind for kind in KINDS if getattr(kinds, kind)]
+            raise ValueError(
+                f"Expected kinds of experts among {own}; received: experts={experts!r}"
+            )
+        return tuple(range(kinds.total)[kinds.slices()[experts]])
+    if isinstance(experts, (list, tuple)):
+        numbers = [number for each in experts for number in numbers_of(each, kinds)]
+        if not numbers or len(set(numbers)) < len(numbers):
+            raise ValueError(
+                f"Expected different experts, at least one; received: {experts!r}"
+            )
+        return tuple(numbers)
+    number = check_integer("experts", experts, 0)
+    if number >= kinds.total:
+        raise ValueError(
+            f"Expected different experts below {kinds.total}; "
+            f"received: experts={experts}"
+        )
+    return (number,)
+
+
+@contextlib.contextmanager
+def excluded(routers: list, experts: tuple[int, ...]) -> Iterator[None]:
+    """Routers choose none of these experts within the context.
+
+    What was compiled before the context does not know of it.
+
+    Args:
+        routers: token choice routers.
+        experts: numbers of experts.
+
+    Raises:
+        ValueError: if a router is another one, or fewer than K experts are left.
+    """
+    with contextlib.ExitStack() as stack:
+        for router in routers:
+            if not hasattr(router, "excluding"):
+                raise ValueError(
+                    "Expected token choice routers, whose tokens may choose others; "
+                    f"received: {type(router).__name__}"
+                )
+            stack.enter_context(router.excluding(experts))
+        yield

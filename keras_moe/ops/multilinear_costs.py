@@ -1,0 +1,103 @@
+"""Multiply-adds of muMoE's forward passes: factorised, and by the whole weight tensor.
+
+Axes: L levels of hierarchy, N_l experts of a level, I inputs, O units, R ranks.
+"""
+
+import math
+from typing import Any
+
+from keras_moe.ops.multilinear import factor_shapes
+
+
+def factorized_multiply_adds(
+    factorization: str | None,
+    num_experts: tuple[int, ...],
+    inputs: int,
+    units: int,
+    rank: Any,
+) -> int:
+    """Multiply-adds of one token's matmuls in factorised form.
+
+    Elementwise products are not counted, as in the paper.
+
+    Args:
+        factorization: see `factor_shapes`.
+        num_experts: see `factor_shapes`.
+        inputs: I, a constant input for the bias included.
+        units: O.
+        rank: see `factor_shapes`.
+
+    Reference:
+        *Multilinear Mixture of Experts*, Table 5, and Table 8's "fast model".
+
+    Example:
+
+    >>> from keras_moe.ops.multilinear_costs import factorized_multiply_adds
+    >>> factorized_multiply_adds("cp", (512,), 769, 768, 512)
+    1049088
+    """
+    shapes = factor_shapes(factorization, num_experts, inputs, units, rank)
+    total = sum(math.prod(shape) for shape in shapes)
+    if factorization == "tr":
+        narrow, first, *others = rank
+        # The chain of matrices R_1 x R_l, then the ring's closing.
+        for following in others:
+            total += narrow * first * following
+            first = following
+    return total
+
+
+def naive_multiply_adds(
+    factorization: str | None,
+    num_experts: tuple[int, ...],
+    inputs: int,
+    units: int,
+    rank: Any,
+) -> int:
+    """Multiply-adds of one token if the weight tensor is built from its factors.
+
+    The tensor is built by contracting the factors from first to last: of CP the sum
+    over R of products that are elementwise, and not counted, up to the last factor; of
+    a tensor ring one core after the other; of Tucker the core by each factor. Then it
+    is contracted with the coefficients of each level and with the input (equation 1).
+
+    Args:
+        factorization: see `factor_shapes`.
+        num_experts: see `factor_shapes`.
+        inputs: I, a constant input for the bias included.
+        units: O.
+        rank: see `factor_shapes`.
+
+    Reference:
+        *Multilinear Mixture of Experts*, Table 8's "original FLOPs", which count
+        multiply-adds, and those of the gate.
+
+    Example:
+
+    >>> from keras_moe.ops.multilinear_costs import naive_multiply_adds
+    >>> naive_multiply_adds("cp", (512,), 769, 768, 512) / 1e9
+    155.123122944
+    """
+    modes = (*num_experts, inputs, units)
+    total = _building(factorization, modes, rank)
+    # One mode after the other; the units are left.
+    for place in range(len(modes) - 1):
+        total += math.prod(modes[place:])
+    return total
+
+
+def _building(factorization, modes, rank):
+    if factorization is None:
+        return 0
+    if factorization == "cp":
+        return math.prod(modes) * rank
+    total = 0
+    if factorization == "tr":
+        # A chain (R_1, what is built, R_l); the last core's other end is R_1 again.
+        for place in range(1, len(modes)):
+            built = math.prod(modes[: place + 1])
+            total += rank[0] * built * rank[place] * (*rank[1:], 1)[place]
+        return total
+    for place, size in enumerate(modes):
+        total += math.prod(modes[:place]) * size * math.prod(rank[place:])
+    return total

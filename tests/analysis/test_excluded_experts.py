@@ -1,0 +1,173 @@
+"""Experts that routers no longer choose, one by one and by kinds."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import analysis, models
+from keras_moe.routers import PathwayAwareRouter, TokenChoiceRouter
+from tests.small_models import SMALL, images, with_weights
+
+to_numpy = ops.convert_to_numpy
+SHAPE = (16, 8, 2)
+CLASSES = 3
+LABELS = np.arange(24) % CLASSES
+BLOCKS = ("block_0", "block_1")
+# FFN 0-2, zero 3, copy 4, constant 5 and 6.
+KINDS = {
+    "num_experts": 3,
+    "zero_experts": 1,
+    "copy_experts": 1,
+    "constant_experts": 2,
+    "gating_residual": True,
+    "moe_layers": [0, 1],
+    "num_layers": 2,
+}
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+
+def classifier(**changes):
+    sizes = {**SMALL, "router": "softmax_token_choice", **KINDS, **changes}
+    model = models.ViTImageClassifier(models.ViTBackbone(**sizes), CLASSES)
+    return with_weights(model)
+
+
+def routing(model, inputs):
+    record = keras.Model(model.input, model.routing).predict(inputs, verbose=0)
+    return record["block_0"], record["block_1"]
+
+
+@pytest.mark.parametrize("cls", [TokenChoiceRouter, PathwayAwareRouter])
+@pytest.mark.parametrize("training", [False, True])
+def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
+    tokens = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
+    options = {"num_selected_experts": 2, "noise_std": 0.0, "capacity_factor": 4.0}
+    if cls is PathwayAwareRouter:
+        options["copy_experts"] = 1
+    whole, part = cls(5, **options), cls(5, excluded_experts=(4, 1), **options)
+    whole.build(tokens.shape)
+    part.build(tokens.shape)
+    part.kernel.assign(whole.kernel)
+    _, found = part(tokens, training=training)
+    logits = to_numpy(whole(tokens, training=training)[1].logits)
+    np.testing.assert_allclose(to_numpy(found.logits), logits, rtol=1e-6)
+    kept = np.exp(logits[..., [0, 2, 3]])
+    gates = np.zeros_like(logits)
+    gates[..., [0, 2, 3]] = kept / kept.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(to_numpy(found.gates), gates, rtol=1e-5, atol=1e-7)
+    order = np.argsort(-gates, axis=-1)[..., :2]
+    chosen = np.zeros_like(gates)
+    np.put_along_axis(chosen, order, 1.0, axis=-1)
+    np.testing.assert_array_equal(to_numpy(found.dispatched), chosen)
+    assert cls.from_config(part.get_config()).excluded_experts == (1, 4)
+
+
+def test_kinds_are_excluded_from_a_model_that_is_saved(tmp_path):
+    model = classifier()
+    inputs = images(6, *SHAPE)
+    before = [to_numpy(w) for w in model.weights]
+    without = analysis.exclude_experts(model, ("zero", "constant", 1))
+    for first, second in zip(routing(model, inputs), routing(without, inputs)):
+        assert first.dispatched[..., [1, 3, 5, 6]].any()
+        assert not second.dispatched[..., [1, 3, 5, 6]].any()
+        np.testing.assert_allclose(second.dispatched.sum(axis=-1), 2.0)
+    # The first block's logits are those of the whole model.
+    np.testing.assert_allclose(
+        routing(without, inputs)[0].logits, routing(model, inputs)[0].logits, rtol=1e-5
+    )
+    outputs = without.predict(inputs, verbose=0)
+    assert np.abs(outputs - model.predict(inputs, verbose=0)).max() > 1e-4
+    without.save_to_preset(tmp_path / "preset")
+    again = models.from_preset(tmp_path / "preset")
+    np.testing.assert_allclose(again.predict(inputs, verbose=0), outputs, atol=1e-6)
+    for weight, value in zip(model.weights, before):
+        np.testing.assert_array_equal(to_numpy(weight), value)
+
+
+def shares(model, inputs):
+    logits = model.predict(inputs, verbose=0)
+    right = (logits.argmax(axis=1) == LABELS) & (np.ptp(logits, axis=1) > 0)
+    return np.bincount(LABELS, right, CLASSES) / np.bincount(LABELS)
+
+
+def test_every_kind_is_ablated():
+    model = classifier()
+    inputs = images(24, *SHAPE)
+    removed = ["zero", 4, "constant", ("zero", "copy", "constant"), "ffn", 0]
+    found = analysis.ablate_experts(
+        model, inputs, LABELS, "all", experts=removed, verbose=0
+    )
+    assert found.experts.tolist() == [
+        "zero", "4", "constant", "zero + copy + constant", "ffn", "0",
+    ]  # fmt: skip
+    np.testing.assert_allclose(found.accuracy, shares(model, inputs))
+    for row, experts in enumerate(removed[:-1]):
+        expected = shares(analysis.exclude_experts(model, experts), inputs)
+        np.testing.assert_allclose(found.ablated[row], expected)
+    assert len(np.unique(found.ablated, axis=0)) > 2
+    # By its number an FFN expert is zeroed, and by choice its tokens go elsewhere.
+    kernels = [model.backbone.get_layer(block).feed_forward.experts for block in BLOCKS]
+    kept = [[to_numpy(w) for w in (e.output_kernel, e.output_bias)] for e in kernels]
+    for experts, values in zip(kernels, kept):
+        for variable, value in zip(
+            (experts.output_kernel, experts.output_bias), values
+        ):
+            value = value.copy()
+            value[0] = 0
+            variable.assign(value)
+    np.testing.assert_allclose(found.ablated[-1], shares(model, inputs))
+    for experts, values in zip(kernels, kept):
+        experts.output_kernel.assign(values[0])
+        experts.output_bias.assign(values[1])
+    by_choice = analysis.ablate_experts(
+        model, inputs, LABELS, "all", experts=[0], removal="choice", verbose=0
+    )
+    expected = shares(analysis.exclude_experts(model, 0), inputs)
+    np.testing.assert_allclose(by_choice.ablated[0], expected)
+    # One block alone, and the model is whole again.
+    one = analysis.ablate_experts(model, inputs, LABELS, "block_1", ["copy"], verbose=0)
+    np.testing.assert_allclose(one.accuracy, shares(model, inputs))
+
+
+@pytest.mark.backend_free
+def test_what_cannot_be_removed_is_refused():
+    model = classifier()
+    inputs = images(24, *SHAPE)
+    mumoe = models.ViTBackbone(**SMALL, router="mumoe", router_options={"rank": 4})
+    mumoe = models.ViTImageClassifier(mumoe, CLASSES)
+    soft = models.ViTBackbone(**SMALL, router="soft")
+    soft = models.ViTImageClassifier(soft, CLASSES)
+    (block, *_) = mumoe.backbone.routing
+    every = ("ffn", "zero", "copy", "constant")
+
+    def ablate(model=model, layer="block_0", **arguments):
+        return analysis.ablate_experts(
+            model, inputs, LABELS, layer, verbose=0, **arguments
+        )
+
+    for call, message in (
+        (lambda: ablate(experts=["best"]), "'best'"),
+        (lambda: ablate(experts="zero"), "experts='zero'"),
+        (lambda: ablate(experts=[7]), "experts=7"),
+        (lambda: ablate(experts=[("zero", 3)]), "'zero', 3"),
+        (lambda: ablate(experts=["zero", 3]), "different"),
+        (lambda: ablate(experts=["zero"], removal="output"), "removal='output'"),
+        (lambda: ablate(experts=["zero"], removal="weights"), "removal='weights'"),
+        (lambda: ablate(experts=[every]), "num_selected_experts=2"),
+        (lambda: ablate(mumoe, block, removal="choice"), "removal='choice'"),
+        (lambda: ablate(mumoe, block, experts=[(0, 1)]), "\\(0, 1\\)"),
+        (lambda: ablate(mumoe, "all"), "MuMoEBlock"),
+        (lambda: ablate(soft, "all", removal="choice"), "SoftRouter"),
+        (lambda: analysis.exclude_experts(soft, 0), "excluded_experts"),
+        (lambda: analysis.exclude_experts(model, [0, "ffn"]), "'ffn'"),
+        (lambda: TokenChoiceRouter(4, excluded_experts=3), "excluded_experts=3"),
+        (lambda: TokenChoiceRouter(4, excluded_experts=(4,)), "\\(4,\\)"),
+        (lambda: TokenChoiceRouter(4, excluded_experts=(0, 1, 2)), "\\(0, 1, 2\\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert (
+        model.backbone.get_layer("block_0").feed_forward.router.excluded_experts == ()
+    )
