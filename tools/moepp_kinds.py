@@ -10,7 +10,7 @@ from rich.table import Table
 
 from keras_moe import analysis
 from keras_moe.analysis import plots
-from keras_moe.data.json_files import write_json
+from keras_moe.files import write_json
 
 # The rows of Table C.
 REMOVALS = (
