@@ -11,7 +11,8 @@ newest checkpoint; --restart begins anew.
 
 Writes to the output folder: `preset`, which `from_preset` loads; `results.json` with
 the settings and what came of each epoch; `training.png`, the curves; `checkpoints`; and
-of models with experts `router_health.csv`, its picture, and `tensorboard`.
+of models with experts `router_health.csv`, its picture, and, where tensorboardX is
+installed, `tensorboard`.
 """
 
 import os
@@ -21,7 +22,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
-import importlib
+import importlib.util
 import json
 import sys
 import time
@@ -267,12 +268,13 @@ def watchers(
         return found
     if args.health_every and model.routing:
         images, _ = next(iter(datasets.test))
+        has_tensorboard = importlib.util.find_spec("tensorboardX") is not None
         found.append(
             training.RouterHealth(
                 np.asarray(images),
                 every=args.health_every,
                 csv_path=folder / "router_health.csv",
-                tensorboard=folder / "tensorboard",
+                tensorboard=folder / "tensorboard" if has_tensorboard else None,
             )
         )
     if args.few_shot_every:

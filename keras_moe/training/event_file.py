@@ -1,30 +1,26 @@
-"""TensorBoard's event files, of scalars. TensorFlow would take seconds, and a GPU."""
+"""TensorBoard's event files, by tensorboardX: TensorFlow would take seconds, and a GPU.
+
+Its events are written at once: `tensorboardX.SummaryWriter` has a thread and a queue,
+and a killed process would lose what is in them.
+"""
 
 import os
-import socket
-import struct
 import time
 from pathlib import Path
-
-
-def _table():
-    """Of CRC-32C, the checksum of TensorFlow's record files."""
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
-        table.append(value)
-    return table
-
-
-_TABLE = _table()
+from types import ModuleType
 
 
 class EventFile:
     """Writes scalars that TensorBoard shows.
 
     Args:
-        folder: TensorBoard's; each object writes a file of its own there.
+        folder: TensorBoard's folder; each object writes a file of its own there.
+        first_step: first step that is written. TensorBoard hides the events of this
+            step and later ones in the folder's other files, since a run that was
+            ended makes these steps again.
+
+    Raises:
+        ImportError: if tensorboardX is not installed.
 
     Example:
 
@@ -36,52 +32,37 @@ class EventFile:
     True
     """
 
-    def __init__(self, folder: str | os.PathLike):
+    def __init__(self, folder: str | os.PathLike, first_step: int = 0):
+        tensorboardx = import_tensorboardx()
+        self._event = tensorboardx.proto.event_pb2.Event
+        self._scalar = tensorboardx.summary.scalar
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        now = time.time_ns()
-        # Readers sort files by their names.
-        name = f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}"
-        self.path = folder / f"{name}.{os.getpid()}.{now % 10**9}"
-        # Event.file_version
-        self._append(_field(3, b"brain.Event:2"))
+        # A name has the second only: another file of the same one would be replaced.
+        suffix = f".{os.getpid()}.{time.time_ns() % 10**9}"
+        self._writer = tensorboardx.event_file_writer.EventsWriter(
+            str(folder / "events"), suffix
+        )
+        log = tensorboardx.proto.event_pb2.SessionLog
+        self._append(step=first_step, session_log=log(status=log.START))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Appends scalars of a step, by their tags."""
-        values = b"".join(
-            # Summary.value, of Summary.Value's tag and simple_value
-            _field(1, _field(1, tag.encode()) + b"\x15" + struct.pack("<f", value))
-            for tag, value in scalars.items()
-        )
-        # Event.step and Event.summary
-        self._append(b"\x10" + _varint(step) + _field(5, values))
+        for tag, value in scalars.items():
+            self._append(step=step, summary=self._scalar(tag, value))
+        self._writer.flush()
 
-    def _append(self, rest):
-        # Event.wall_time
-        event = b"\x09" + struct.pack("<d", time.time()) + rest
-        length = struct.pack("<Q", len(event))
-        record = length + _checksum(length) + event + _checksum(event)
-        with open(self.path, "ab") as file:
-            file.write(record)
+    def _append(self, **fields):
+        self._writer.write_event(self._event(wall_time=time.time(), **fields))
 
 
-def _field(number, data):
-    """A length-delimited field of a protocol buffer."""
-    return bytes([number << 3 | 2]) + _varint(len(data)) + data
-
-
-def _varint(value):
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
-
-
-def _checksum(data):
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    masked = (crc >> 15 | crc << 17) + 0xA282EAD8
-    return struct.pack("<I", masked & 0xFFFFFFFF)
+def import_tensorboardx() -> ModuleType:
+    """The package, or an error that says how to install it."""
+    try:
+        import tensorboardX
+    except ImportError as error:
+        raise ImportError(
+            "Expected the package tensorboardX, which writes TensorBoard's files; "
+            'install it with pip install "keras_moe[tensorboard]"'
+        ) from error
+    return tensorboardX

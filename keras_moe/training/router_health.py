@@ -18,7 +18,7 @@ from keras_moe.analysis.routing_statistics import routing_statistics
 from keras_moe.data.json_files import write_text
 from keras_moe.data.padding import batch_devices
 from keras_moe.ops.checks import check_bool
-from keras_moe.training.event_file import EventFile
+from keras_moe.training.event_file import EventFile, import_tensorboardx
 from keras_moe.training.periodic import PeriodicCallback
 
 COLUMNS = (
@@ -60,13 +60,15 @@ class RouterHealth(PeriodicCallback):
             the noise being the same each time; or as at inference, where nothing is
             dropped by default.
         csv_path: a CSV file with a row for each time and layer; None for none.
-        tensorboard: a folder for TensorBoard's events; None for none.
+        tensorboard: a folder for TensorBoard's events; None for none. A run that goes
+            on hides the events of the steps that it makes again.
         min_entropy: a layer whose entropy is below has collapsed: there is a warning.
         max_share: the same for an expert's share above it, if there are more than two.
         max_dead: the same for a share of dead experts above it.
 
     Raises:
         ValueError: if an argument is out of range, or the model has no router.
+        ImportError: if `tensorboard` is given and tensorboardX is not installed.
 
     Example:
 
@@ -109,6 +111,8 @@ class RouterHealth(PeriodicCallback):
         self.images = np.asarray(images)[: shape[0] - shape[0] % devices]
         self.training = check_bool("training", training)
         self.csv_path, self.tensorboard = csv_path, tensorboard
+        if tensorboard is not None:
+            import_tensorboardx()
         self.limits = {
             "min_entropy": min_entropy,
             "max_share": max_share,
@@ -201,7 +205,7 @@ class RouterHealth(PeriodicCallback):
         if self.tensorboard is None:
             return
         if self._events is None:
-            self._events = EventFile(self.tensorboard)
+            self._events = EventFile(self.tensorboard, rows[0]["step"])
         for row in rows:
             name = f"router/{row['layer']}"
             figures = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}

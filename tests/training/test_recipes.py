@@ -159,7 +159,7 @@ def test_shipped_recipes_make_models(name):
     found = load_recipe(name)
     assert found.name == name
     assert found.source
-    assert re.search(rf"\b{name}\b", (ROOT / "README.md").read_text())
+    assert re.search(rf"\b{name}\b", (ROOT / "docs" / "training.md").read_text())
     batches = 2000
     schedule = found.schedule(batches)
     assert float(schedule(found.warmup_steps)) == pytest.approx(found.learning_rate)

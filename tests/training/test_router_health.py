@@ -1,6 +1,7 @@
 """What the routers do while a model is trained, and that nobody notices."""
 
 import csv
+import sys
 
 import keras
 import numpy as np
@@ -117,7 +118,7 @@ def test_training_is_the_same_with_it(tmp_path):
     assert evaluation.records[0].keys() == {
         "epoch", "step", "few_shot/1_shot", "few_shot/2_shot", "task/loss",
     }  # fmt: skip
-    events = _events(board)
+    events = _events(board, [])
     assert ("router/block_1/load_entropy", 6) in events
     assert events["router/block_1/load_entropy", 6] == pytest.approx(
         health.layers[-1]["load_entropy"], rel=1e-6
@@ -125,13 +126,16 @@ def test_training_is_the_same_with_it(tmp_path):
     assert ("router/block_1/load/3", 1) in events
 
 
-def _events(folder):
+def _events(folder, hidden_from):
     import tensorflow as tf
 
     found = {}
     for path in folder.glob("events*"):
         for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
             event = tf.compat.v1.Event.FromString(record)
+            # What TensorBoard hides from there on, since a run began again.
+            if event.session_log.status == tf.compat.v1.SessionLog.START:
+                hidden_from.append(event.step)
             for value in event.summary.value:
                 found[value.tag, event.step] = value.simple_value
     return found
@@ -162,6 +166,27 @@ def test_what_was_measured_goes_on_with_the_run(tmp_path):
     again.set_state(state)
     assert path.read_text() == text
     assert again.records == health.records[:1]
+
+
+@pytest.mark.backend_free
+def test_a_run_that_goes_on_hides_the_events_of_steps_made_again(tmp_path):
+    model, hidden_from = classifier(), []
+    for step in (3, 2):
+        health = training.RouterHealth(
+            IMAGES[:4], tensorboard=tmp_path, min_entropy=0.0, max_share=1.0
+        )
+        health.set_model(model)
+        health.measure()
+        health.measured({"epoch": 0, "step": step})
+    assert {step for _, step in _events(tmp_path, hidden_from)} == {2, 3}
+    assert sorted(hidden_from) == [2, 3]
+
+
+@pytest.mark.backend_free
+def test_tensorboard_names_the_package_that_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match=r"keras_moe\[tensorboard\]"):
+        training.RouterHealth(IMAGES[:4], tensorboard=tmp_path)
 
 
 @pytest.mark.backend_free
