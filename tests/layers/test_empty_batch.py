@@ -7,10 +7,7 @@ from keras import ops
 
 from keras_moe import ops as moe_ops
 from keras_moe import routers
-from keras_moe.layers import (
-    Experts,
-    MoE,
-)
+from keras_moe.layers import Experts, MoE, MuMoE, MuMoEBlock
 from keras_moe.ops import ExpertKinds
 from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
 
