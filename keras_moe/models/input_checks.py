@@ -133,7 +133,7 @@ class InputChecksMixin:
         validation = kwargs.get("validation_data")
         if isinstance(validation, (tuple, list)):
             self._check_inputs(*validation[:2])
-        with state_kept(self):
+        with state_kept(self, training=True):
             return super().fit(x, y, *args, **kwargs)
 
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ class InputChecksMixin:
         """One step of training; see `keras.Model.train_on_batch`, and `fit`."""
         self._check_inputs(x, y)
         check_not_empty(x)
-        with state_kept(self):
+        with state_kept(self, training=True):
             return super().train_on_batch(x, y, *args, **kwargs)
 
     def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:

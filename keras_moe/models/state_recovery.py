@@ -13,7 +13,7 @@ import keras
 
 
 @contextlib.contextmanager
-def state_kept(model: keras.Model) -> Iterator[None]:
+def state_kept(model: keras.Model, training: bool = False) -> Iterator[None]:
     """Puts the values back into a model's variables if the block raises.
 
     These are the values after the last complete step. Other backends keep the values
@@ -21,6 +21,7 @@ def state_kept(model: keras.Model) -> Iterator[None]:
 
     Args:
         model: a built model.
+        training: whether the block trains, with the optimizer's variables.
 
     Example:
 
@@ -33,6 +34,10 @@ def state_kept(model: keras.Model) -> Iterator[None]:
     if keras.backend.backend() != "jax":
         yield
         return
+    optimizer = getattr(model, "optimizer", None)
+    if training and optimizer is not None and not optimizer.built:
+        # Keras would do it later: its variables have to be known here.
+        optimizer.build(model.trainable_variables)
     # References: where Keras donates the buffers, their memory is free all the same.
     before = [(variable, _value(variable)) for variable in _variables(model)]
     try:

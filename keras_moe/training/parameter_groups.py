@@ -1,6 +1,7 @@
 """Learning rates and weight decay by groups of weights, for any optimizer of Keras."""
 
 import difflib
+import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -146,6 +147,9 @@ class ParameterGroups:
         peak_learning_rate: float | None = None,
         **kwargs: Any,
     ):
+        rate = args[0] if args else kwargs.get("learning_rate")
+        if isinstance(rate, numbers.Real):
+            check_not_negative("learning_rate", rate)
         super().__init__(*args, **kwargs)
         self.groups = check_groups(groups)
         if peak_learning_rate is not None:

@@ -196,6 +196,8 @@ def warmup_schedule(
     [0.0, 0.25, 0.5, 0.25, 0.0]
     """
     check_one_of("decay", decay, DECAYS)
+    check_positive("peak", peak)
+    check_not_negative("final", final)
     check_warmup(warmup_steps, total_steps)
     check_cooldown(decay, cooldown_steps, final)
     if decay in OPEN_ENDED:

@@ -19,6 +19,7 @@ from keras_moe.routers import (
     SparsityConstrainedAffinity,
     TokenChoiceRouter,
 )
+from keras_moe.training.optimizers import OPTIMIZERS
 from tests.small_models import SMALL
 
 pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
@@ -63,6 +64,14 @@ def vit(**arguments):
         (lambda: losses.ZLoss(True), "weight=True"),
         (lambda: training.WarmupLinearDecay(float("nan"), 3), "peak=nan"),
         (lambda: training.WarmupLinearDecay(1.0, 3, final=float("nan")), "final=nan"),
+        (lambda: training.warmup_schedule("cosine", float("nan"), 3), "peak=nan"),
+        (lambda: training.warmup_schedule("linear", 0.0, 3), "peak=0.0"),
+        (
+            lambda: training.warmup_schedule("cosine", 1.0, 3, final=float("inf")),
+            "final=inf",
+        ),
+        (lambda: OPTIMIZERS["adamw"](float("nan")), "learning_rate=nan"),
+        (lambda: OPTIMIZERS["adamw"](learning_rate=-1.0), "learning_rate=-1.0"),
         (lambda: training.PrecisionAt1(sparse_labels=1), "sparse_labels=1"),
         (lambda: from_preset("vit_digits", load_weights="x"), "load_weights='x'"),
         (lambda: ViTBackbone.from_preset("vit_digits", load_weights=1), "load_weights"),

@@ -7,10 +7,7 @@ from keras import ops
 
 from keras_moe import ops as moe_ops
 from keras_moe import routers
-from keras_moe.layers import (
-    Experts,
-    MoE,
-)
+from keras_moe.layers import Experts, MoE, MuMoE, MuMoEBlock
 from keras_moe.ops import ExpertKinds
 from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
 
@@ -97,20 +94,6 @@ def options_of(name):
     return [{}, {"eval_capacity_factor": 1.0, "batch_invariant": False}]
 
 
-def unknown_batch(layer, dim=8, length=6):
-    """The layer as TensorFlow traces it; elsewhere, in programs, sizes are known."""
-    layer.build((None, length, dim))
-    if keras.backend.backend() != "tensorflow":
-        return layer
-    from tensorflow import TensorSpec, function
-
-    spec = [TensorSpec((None, length, dim))]
-    return {
-        training: function(lambda x, t=training: layer(x, training=t), spec)
-        for training in (False, True)
-    }
-
-
 def check(layer, training):
     tokens = np.zeros((0, 6, 8), "float32")
     outputs, routing = layer(tokens, training=training)
@@ -138,3 +121,33 @@ def test_moe_plus_plus(options):
     layer = MoE(router, Experts(4, 16), 12, losses)
     for training in (False, True):
         check(layer, training)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("group_size", [12, None])
+def test_moe_with_a_batch_size_unknown_to_tensorflow(group_size, training):
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("only TensorFlow traces with unknown sizes")
+    from tensorflow import TensorSpec, function
+
+    layer = moe("softmax_token_choice", group_size, eval_capacity_factor=1.0)
+    layer.build((None, 6, 8))
+    traced = function(
+        lambda x: layer(x, training=training)[0], [TensorSpec((None, 6, 8))]
+    )
+    for batch in (0, 3):
+        outputs = traced(np.ones((batch, 6, 8), "float32"))
+        assert shapes(outputs) == [(batch, 6, 8)]
+
+
+@pytest.mark.parametrize("factorization", ["cp", "tr"])
+def test_mumoe(factorization):
+    head = MuMoE(10, num_experts=4, factorization=factorization)
+    block = MuMoEBlock(16, num_experts=4, factorization=factorization)
+    for training in (False, True):
+        outputs, _ = head(np.zeros((0, 8), "float32"), training=training)
+        assert shapes(outputs) == [(0, 10)]
+        outputs, _ = block(np.zeros((0, 6, 8), "float32"), training=training)
+        assert shapes(outputs) == [(0, 6, 8)]
+    for weight in head.weights:
+        assert np.isfinite(ops.convert_to_numpy(weight)).all()

@@ -34,6 +34,13 @@ def test_the_command_writes_what_load_reads(run, tmp_path, capsys):
         num_examples("digits", "train", exclude=output)
 
 
+@pytest.mark.parametrize("distance", [-5, 65])
+def test_a_distance_out_of_range_is_refused(run, capsys, distance):
+    with pytest.raises(SystemExit):
+        run(["--data", "digits", "--max-distance", str(distance)])
+    assert f"received: --max-distance {distance}" in capsys.readouterr().err
+
+
 def test_bad_input(run, capsys):
     assert run(["--data", "digits", "--split", "dev"]) == 1
     assert "error: Expected one of" in capsys.readouterr().err

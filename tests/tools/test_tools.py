@@ -29,6 +29,14 @@ def run(*command, **environment):
     )
 
 
+@pytest.mark.backend_free
+def test_the_quickstart_refuses_no_epochs(tmp_path):
+    result = run("tools/quickstart.py", "--epochs", 0, "--output", tmp_path / "run")
+    assert result.returncode == 2
+    assert "Expected --epochs of at least 1; received: 0" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_quickstart_runs_end_to_end(tmp_path):
     backend = keras.backend.backend()
     result = run(
