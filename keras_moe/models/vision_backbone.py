@@ -21,9 +21,9 @@ from keras_moe.layers import (
     PatchEmbedding,
     PositionEmbedding,
     activations,
-    check_num_layers,
     resolve_moe_layers,
 )
+from keras_moe.layers.block_plan import check_num_layers
 from keras_moe.layers.feed_forwards import feed_forward_layers, plain_options
 from keras_moe.layers.mlp import check_dropout
 from keras_moe.models.copying import CopyMixin

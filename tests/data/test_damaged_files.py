@@ -16,6 +16,7 @@ from keras_moe.data import (
     write_exclusion,
     write_tfrecords,
 )
+from keras_moe.data.exclusion import excluded_indices
 
 tf = pytest.importorskip("tensorflow")
 
@@ -115,13 +116,13 @@ def test_exclusions(tmp_path):
     path = tmp_path / "duplicates.json"
     write_exclusion(path, "digits", "test", 450, [0, 7, 20])
 
-    def count():
-        return num_examples("digits", "test", exclude=path)
+    def read():
+        return excluded_indices(path, "digits", "test", 450)
 
     valid = json.loads(path.read_text())
-    assert count() == 447
+    assert read().tolist() == [0, 7, 20]
     texts = mutations(valid, random.Random(2), 300)
-    assert failures(path, path, texts, count) > 150
+    assert failures(path, path, texts, read) > 150
 
 
 @pytest.mark.filterwarnings("ignore:.*are not among its images")
@@ -155,7 +156,7 @@ def test_records(records):
             pass
 
     try:
-        for number in range(24):
+        for number in range(12):
             at = draw.randrange(len(valid))
             changed = {
                 0: valid[:at]
@@ -171,4 +172,4 @@ def test_records(records):
             count += error is not None
     finally:
         path.write_bytes(valid)
-    assert count > 15
+    assert count > 7
