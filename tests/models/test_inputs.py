@@ -132,5 +132,5 @@ def test_bytes_warn_once(model):
     with pytest.warns(UserWarning, match="127.5"):
         model.predict_on_batch(images)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message="Expected images")
         model.predict_on_batch(images)
