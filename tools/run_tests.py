@@ -5,7 +5,8 @@
 
 A process can use one Keras backend only, so every backend gets pytests of its own, two
 at a time: most of the time goes into compiling, which takes one core. Each runs a part
-of the files, so that the cores are done at about the same time. Tests that do not
+of the files, so that the cores are done at about the same time; JAX's share what they
+have compiled. Tests that do not
 depend on the backend (marked `backend_free`) run with one of them. The last line has
 the form of pytest's closing line and counts every backend; the exit status is 0 only if
 every backend passed.
@@ -17,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -62,10 +64,22 @@ def count_outcomes(closing_line: str) -> Counter[str] | None:
     return counts
 
 
-def run_backend(backend: str, label: str, pytest_args: list[str]) -> Outcome:
-    """Runs pytest with one backend, showing its output as it comes, by label."""
+def run_backend(
+    backend: str, label: str, pytest_args: list[str], compiled: str
+) -> Outcome:
+    """Runs pytest with one backend, showing its output as it comes, by label.
+
+    JAX keeps its compiled programs in the folder `compiled`: each file of tests begins
+    with an empty memory, and compiles the same small programs again.
+    """
     command = [sys.executable, "-m", "pytest", "--color=no", *pytest_args]
-    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONUNBUFFERED": "1"}
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        **os.environ,
+        "KERAS_BACKEND": backend,
+        "PYTHONUNBUFFERED": "1",
+    }
     counts = None
     start = time.monotonic()
     with subprocess.Popen(
@@ -131,7 +145,10 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     count = max(args.parts, 1)
     parts = range(1, count + 1)
-    with ThreadPoolExecutor(max(args.jobs, 1)) as pool:
+    with (
+        tempfile.TemporaryDirectory() as compiled,
+        ThreadPoolExecutor(max(args.jobs, 1)) as pool,
+    ):
         # On PyTorch nothing is compiled: what need not run everywhere is fastest there.
         everything = "torch" if "torch" in args.backends else args.backends[0]
         running = {}
@@ -140,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
             pytest_args = [f"--part={part}/{count}", *once, *args.pytest_args]
             label = f"{backend} {part}/{count}"
             running[part, backend] = pool.submit(
-                run_backend, backend, label, pytest_args
+                run_backend, backend, label, pytest_args, compiled
             )
         outcomes = [
             together(backend, [running[part, backend].result() for part in parts])
