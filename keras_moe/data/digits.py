@@ -46,11 +46,7 @@ def load_digits(
     ((450, 16, 16, 1), (450,))
     """
     height, width, channels = check_image_shape(image_shape)
-    if channels not in (1, 3):
-        raise ValueError(
-            "Expected 1 channel, or 3 of equal values, for grey digits; "
-            f"received: image_shape={tuple(image_shape)}"
-        )
+    check_channels(image_shape)
     pixels, labels = read_pixels(split, test_fraction, seed)
     rows, columns = (
         _bilinear(pixels.shape[1], height),
@@ -109,6 +105,15 @@ def read_examples(split: str) -> IndexedExamples:
         decode=lambda stored: stored,
         classes=Classes(NUM_CLASSES, tuple(map(str, range(NUM_CLASSES)))),
     )
+
+
+def check_channels(image_shape: tuple[int, int, int]) -> None:
+    """Raises ValueError unless the digits are to be grey, or grey in RGB."""
+    if image_shape[-1] not in (1, 3):
+        raise ValueError(
+            "Expected 1 channel, or 3 of equal values, for grey digits; "
+            f"received: image_shape={tuple(image_shape)}"
+        )
 
 
 def check_image_shape(image_shape: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -147,6 +147,8 @@ def load(
     ```
     """
     image_shape = digits.check_image_shape(image_shape)
+    if source == "digits":
+        digits.check_channels(image_shape)
     batch_size = _check_integer("batch_size", batch_size, minimum=1)
     seed = _check_integer("seed", seed, minimum=0)
     start_batch = _check_integer("start_batch", start_batch, minimum=0)

@@ -352,6 +352,9 @@ class ImageClassifier(
         if isinstance(metrics, str) and metrics == "auto":
             classes = self.output_shape[-1]
             metrics = default_metrics(loss, self.multi_label, classes, from_logits)
+        if metrics is None:
+            # With None Keras would keep the metrics of the compilation before.
+            metrics = []
         keras_hub.models.Task.compile(
             self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
         )

@@ -75,8 +75,8 @@ def vit(**arguments):
         (lambda: training.PrecisionAt1(sparse_labels=1), "sparse_labels=1"),
         (lambda: from_preset("vit_digits", load_weights="x"), "load_weights='x'"),
         (lambda: ViTBackbone.from_preset("vit_digits", load_weights=1), "load_weights"),
-        (lambda: data.load_digits(image_shape=(8, 8, 2)), r"\(8, 8, 2\)"),
-        (lambda: data.load("digits", image_shape=(8, 8, 2)), r"\(8, 8, 2\)"),
+        (lambda: data.load_digits("test", image_shape=(8, 8, 2)), r"\(8, 8, 2\)"),
+        (lambda: data.load("digits", "test", (8, 8, 2), batch_size=2), r"\(8, 8, 2\)"),
     ],
 )
 def test_bad_arguments_are_refused(make, message):

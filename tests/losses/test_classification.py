@@ -61,9 +61,13 @@ def test_config_and_shapes():
         SparseSigmoidCrossentropy().call(np.zeros(4), np.zeros((4, 5)))
 
 
-def test_a_number_of_no_class_is_nan():
+def test_a_number_of_no_class_is_refused_in_arrays_and_nan_in_tensors():
     logits = np.zeros((2, 3), "float32")
     loss = SparseSigmoidCrossentropy(reduction=None)
-    found = ops.convert_to_numpy(loss(np.array([[0, 3], [2, -1]]), logits))
+    labels = np.array([[0, 3], [2, -1]])
+    # As in a graph, which cannot raise.
+    found = ops.convert_to_numpy(loss(ops.convert_to_tensor(labels), logits))
     assert np.isnan(found[0])
     assert found[1] == pytest.approx(3 * np.log(2.0))
+    with pytest.raises(ValueError, match="received: 3"):
+        loss(labels, logits)

@@ -126,6 +126,13 @@ def test_one_output_counts_decisions(models):
 
 
 @pytest.mark.backend_free
+def test_no_metrics_are_none(models):
+    models["logits"].compile("sgd", Own(), metrics=None)
+    found = models["logits"].evaluate(IMAGES, ONE_HOT, verbose=0, return_dict=True)
+    assert set(found) == {"loss"}
+
+
+@pytest.mark.backend_free
 def test_settings_of_training_are_copied(models):
     models["logits"].compile("sgd", "categorical_crossentropy")
     again = models["logits"].copy()
