@@ -99,13 +99,7 @@ class Configuration:
 
     def as_in_training(self) -> dict:
         """Arguments that make inference group tokens and limit experts so."""
-        router = self.labels["router"]
-        if router == "soft":
-            return {}
-        if router.endswith("token_choice"):
-            factor = self.study.overrides["capacity_factor"]
-            return {"eval_capacity_factor": factor}
-        return {"router_options": self.router_options(batch_invariant=False)}
+        return {} if self.labels["router"] == "soft" else {"evaluation": "official"}
 
     def warm_up(self) -> None:
         """Compiles the training step.

@@ -14,12 +14,15 @@ def exclude_experts(model: Any, experts: Any) -> Any:
     The tokens of an excluded expert go to the best of those that are left, whose gates
     are a softmax without it. So *MoE++* removes its zero experts in Table C and loses
     accuracy, which it could not if a zero expert's output were all that went. The
-    logits that gating residuals hand on to the next layer stay as they are.
+    logits that gating residuals hand on to the next layer stay as they are, and so
+    do those that auxiliary losses read: without retraining the router, train such a
+    model with `auxiliary_losses=None`.
 
     Args:
         model: a backbone or a classifier with token choice routers; it stays as it is.
-        experts: what is excluded from every MoE block: an expert's number, a kind of
-            experts (`"ffn"`, `"zero"`, `"copy"`, `"constant"`), or a sequence of these.
+        experts: what is excluded from every MoE block, beside what already is: an
+            expert's number, a kind of experts (`"ffn"`, `"zero"`, `"copy"`,
+            `"constant"`), or a sequence of these.
 
     Returns:
         A model of the same class, which saves and loads as any other.
@@ -49,7 +52,10 @@ def exclude_experts(model: Any, experts: Any) -> Any:
             f"Expected a model with MoE blocks; received: {type(model).__name__} "
             "without"
         )
-    return model.with_router_options(excluded_experts=list(numbers_of(experts, kinds)))
+    config = getattr(model, "backbone", model).get_config()
+    before = (config["router_options"] or {}).get("excluded_experts", ())
+    excluded = {*before, *numbers_of(experts, kinds)}
+    return model.with_router_options(excluded_experts=sorted(excluded))
 
 
 def numbers_of(experts: Any, kinds: ExpertKinds) -> tuple[int, ...]:

@@ -256,16 +256,21 @@ def _router(
     if capacity_rounding != AUTO:
         ours["capacity_rounding"] = capacity_rounding
     capacities = ("capacity", "capacity_factor", "num_slots")
-    if all(given.get(argument) is None for argument in capacities):
-        # A capacity among the router's own arguments is all that there is to it.
+    has_capacity = any(given.get(argument) is not None for argument in capacities)
+    if capacity_factor is None and not dropless and not has_capacity:
+        raise ValueError(
+            "Expected capacity_factor, or a capacity or number of slots in "
+            f"router_options, for router={name!r}; received: capacity_factor=None"
+        )
+    if not has_capacity and given.get("eval_capacity_factor") is None:
         ours["num_selected_experts"] = num_selected_experts
-    if capacity_factor is None and not dropless:
-        limits = ("capacity", "capacity_factor", "num_slots")
-        if all(given.get(limit) is None for limit in limits):
-            raise ValueError(
-                "Expected capacity_factor, or a capacity or number of slots in "
-                f"router_options, for router={name!r}; received: capacity_factor=None"
-            )
+    elif not is_token_choice:
+        # A factor among the router's own arguments is all that there is to it, and
+        # so the router has no K: the backbone's own factors bring theirs along.
+        if not has_capacity and capacity_factor is not None:
+            capacity_factor *= num_selected_experts
+        if eval_capacity_factor is not None:
+            eval_capacity_factor *= num_selected_experts
     if cls is SoftRouter:
         check_no_eval_capacity(name, eval_capacity_factor, eval_capacity)
         return _soft_router(kinds.ffn, num_tokens, capacity_factor, {**ours, **given})
@@ -281,6 +286,12 @@ def _router(
         ours["noise_std"] = noise_std
     if evaluation is not None:
         ours["batch_invariant"] = evaluation == "batch_invariant"
+        if given.get("batch_invariant") not in (None, ours["batch_invariant"]):
+            raise ValueError(
+                "Expected evaluation, or batch_invariant in router_options, not both; "
+                f"received: evaluation={evaluation!r}, "
+                f"batch_invariant={given['batch_invariant']}"
+            )
     if cls is PathwayAwareRouter:
         ours.update(tau=tau, gating_residual=gating_residual)
     if is_token_choice:

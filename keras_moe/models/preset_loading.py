@@ -138,9 +138,13 @@ class PresetMixin:
                 ).adapted(num_classes=kwargs["num_classes"]),
             )
             task_config = dict(spec["task_config"])
+            if task_config.get("representation_dim") == spec["config"]["hidden_dim"]:
+                task_config["representation_dim"] = backbone.hidden_dim
             if kwargs.get("head") and kwargs.get("head_position", "final") == "final":
-                # The experts of a final head have biases of their own.
+                # The experts of a final head have biases of their own, and the layer
+                # before V-MoE's dense head is none of theirs.
                 task_config.pop("head_bias", None)
+                task_config.pop("representation_dim", None)
             return cls(backbone, **{**task_config, **kwargs})
         if is_convertible(preset):
             return convert_to(cls, preset, given, load_weights=load_weights)[0]

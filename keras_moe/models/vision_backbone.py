@@ -281,6 +281,26 @@ class VisionBackbone(
         """Whether the first token is a class token."""
         return self._config.get("class_token", False)
 
+    @classmethod
+    def from_config(cls, config: dict) -> "VisionBackbone":
+        """A backbone of `get_config`'s arguments, also of an earlier version's.
+
+        Args:
+            config: of `get_config`.
+        """
+        config = dict(config)
+        if config.get("moe_layers") == []:
+            config["moe_layers"] = None
+        options = config.get("router_options") or {}
+        if (
+            "evaluation" not in config
+            and str(config.get("router")).endswith("expert_choice")
+            and options.get("eval_capacity_factor") is not None
+        ):
+            # Before there was `evaluation`, each image was a group here.
+            config["router_options"] = {"batch_invariant": True, **options}
+        return super().from_config(config)
+
     def get_config(self):
         return {**super().get_config(), **copy.deepcopy(self._config)}
 

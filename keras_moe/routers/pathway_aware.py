@@ -71,7 +71,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
         priority: see `TokenChoiceRouter`.
         excluded_experts: see `TokenChoiceRouter`; the next layer's gating residual
             gets their logits all the same.
-        noise_std: standard deviation of the training noise, times `num_experts`.
+        noise_std: standard deviation of the training noise, times `num_experts`; None
+            is MoE++'s, 0.0.
         noisy_combine: see `TokenChoiceRouter`.
         kernel_initializer: of the kernels.
         residual_initializer: of the map of previous logits. Zeros begin as a router
@@ -133,7 +134,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         capacity_multiple_of: int | None = None,
         priority: str = "first_come",
         excluded_experts: Any = (),
-        noise_std: float = 0.0,
+        noise_std: float | None = None,
         noisy_combine: bool | None = None,
         kernel_initializer: Any = "lecun_normal",
         residual_initializer: Any = "zeros",
@@ -144,7 +145,9 @@ class PathwayAwareRouter(TokenChoiceRouter):
         for name in _NOT_HERE:
             if kwargs.pop(name, None) is not None:
                 raise ValueError(
-                    "Expected arguments of PathwayAwareRouter; "
+                    "Expected arguments of PathwayAwareRouter, which has one kernel and "
+                    "whose kinds of experts have capacities of their own, by "
+                    "capacity_factor and eval_capacity_factor; "
                     f"received: {name}={given[name]!r}"
                 )
         if capacity_factor is None and not dropless:
@@ -163,7 +166,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             capacity_multiple_of=capacity_multiple_of,
             priority=priority,
             excluded_experts=excluded_experts,
-            noise_std=noise_std,
+            noise_std=0.0 if noise_std is None else noise_std,
             noisy_combine=noisy_combine,
             kernel_initializer=kernel_initializer,
             seed=seed,

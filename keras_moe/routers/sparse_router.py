@@ -182,12 +182,14 @@ class SparseRouter(Router):
         noisy_logits = self.add_noise(
             clean_logits, self.noise_std / self.num_experts, training
         )
+        has_noise = noisy_logits is not clean_logits
         if allowed is not None:
             # `logits` may be whole: those of the next layer's gating residual are.
+            clean_logits = ops.where(allowed, clean_logits, -float("inf"))
             noisy_logits = ops.where(allowed, noisy_logits, -float("inf"))
         gates = ops.softmax(noisy_logits, axis=-1)
         combine_gates = gates
-        if not self.noisy_combine and noisy_logits is not clean_logits:
+        if has_noise and not self.noisy_combine:
             combine_gates = ops.softmax(clean_logits, axis=-1)
         differentiable = self.combine == "affinity"
         affinity = self.affinity(
