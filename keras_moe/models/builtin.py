@@ -29,6 +29,27 @@ def builtin_presets() -> dict[str, dict]:
     return copy.deepcopy(_read_presets())
 
 
+def builtin_task_config(spec: dict, overrides: dict) -> dict:
+    """A built-in preset's arguments of the task that fit what is overridden.
+
+    A representation layer as wide as the backbone follows its width. It and the bias of
+    V-MoE's dense head are left out where a final muMoE takes this head's place.
+
+    Args:
+        spec: of `builtin_presets`.
+        overrides: arguments of backbone and task.
+    """
+    task_config = dict(spec["task_config"])
+    hidden_dim = spec["config"]["hidden_dim"]
+    if task_config.get("representation_dim") == hidden_dim:
+        task_config["representation_dim"] = overrides.get("hidden_dim", hidden_dim)
+    if overrides.get("head") and overrides.get("head_position", "final") == "final":
+        # Its experts have biases of their own.
+        task_config.pop("head_bias", None)
+        task_config.pop("representation_dim", None)
+    return task_config
+
+
 @functools.cache
 def _read_presets():
     presets = {}

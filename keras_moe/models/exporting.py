@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_moe.layers import ExpertCoefficients, MoEEncoderBlock
-from keras_moe.routers import SoftRouter, TokenChoiceRouter
+from keras_moe.routers import SoftRouter, SparseRouter, TokenChoiceRouter
 
 
 class ExportMixin:
@@ -25,7 +25,8 @@ class ExportMixin:
 
         Args:
             filepath: where to.
-            format: `"tf_saved_model"` (JAX and TensorFlow), which serves any batch;
+            format: `"tf_saved_model"` (JAX and TensorFlow), which serves any batch (on
+                JAX of one size where groups are larger than an image);
                 `"torch"` (PyTorch), for one image, or with `dynamic_shapes={0:
                 torch.export.Dim("batch", max=256)}` for any number where each image
                 is routed by itself: dense models, soft routing and token choice; or
@@ -46,6 +47,8 @@ class ExportMixin:
                 _check_onnx(self, routers)
             if format == "torch" and kwargs.get("dynamic_shapes") is not None:
                 _check_any_batch(routers)
+        if keras.backend.backend() == "jax" and format == "tf_saved_model":
+            _check_groups(_routers(self), input_signature)
         super().export(
             filepath,
             format=format,
@@ -53,6 +56,23 @@ class ExportMixin:
             input_signature=input_signature,
             **kwargs,
         )
+
+
+def _check_groups(routers, input_signature):
+    """Refuses groups of images in a program for any number of them, on JAX."""
+    specs = keras.tree.flatten(input_signature)
+    if specs and all(None not in spec.shape for spec in specs):
+        return
+    for router in routers:
+        if isinstance(router, SparseRouter) and not router.groups_by_image(False):
+            raise ValueError(
+                "Expected an input_signature of one size of batch, such as "
+                "[keras.InputSpec((8, height, width, channels))], where groups are "
+                "larger than an image, since JAX wants to know how many there are; "
+                f"received: router={router.summary!r}, "
+                f"input_signature={input_signature}. "
+                "Load the model with evaluation='batch_invariant' to serve any batch."
+            )
 
 
 def _check_saved_model(format):

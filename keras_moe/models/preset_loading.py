@@ -13,7 +13,7 @@ import keras
 import keras_hub
 from keras_hub.src.utils.preset_utils import check_file_exists, load_json
 
-from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.builtin import builtin_presets, builtin_task_config
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.preset_folder import (
     check_folder,
@@ -137,14 +137,7 @@ class PresetMixin:
                     class_names=spec.get("class_names"),
                 ).adapted(num_classes=kwargs["num_classes"]),
             )
-            task_config = dict(spec["task_config"])
-            if task_config.get("representation_dim") == spec["config"]["hidden_dim"]:
-                task_config["representation_dim"] = backbone.hidden_dim
-            if kwargs.get("head") and kwargs.get("head_position", "final") == "final":
-                # The experts of a final head have biases of their own, and the layer
-                # before V-MoE's dense head is none of theirs.
-                task_config.pop("head_bias", None)
-                task_config.pop("representation_dim", None)
+            task_config = builtin_task_config(spec, {**backbone_kwargs, **kwargs})
             return cls(backbone, **{**task_config, **kwargs})
         if is_convertible(preset):
             return convert_to(cls, preset, given, load_weights=load_weights)[0]

@@ -12,7 +12,7 @@ from keras_hub.src.utils.preset_utils import (
     load_json,
 )
 
-from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.builtin import builtin_presets, builtin_task_config
 from keras_moe.models.conversion import (
     convert,
     is_convertible,
@@ -215,7 +215,8 @@ def _architecture(preset, overrides):
     builtin = builtin_presets().get(preset) if isinstance(preset, str) else None
     if builtin:
         backbone_cls, classifier_cls = _classes(builtin)
-        config, task = dict(builtin["config"]), builtin["task_config"]
+        config = dict(builtin["config"])
+        task = builtin_task_config(builtin, overrides)
     elif is_convertible(preset):
         file, plan = open_source(preset, overrides, load_weights=False)
         file.close()

@@ -145,8 +145,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
         for name in _NOT_HERE:
             if kwargs.pop(name, None) is not None:
                 raise ValueError(
-                    "Expected arguments of PathwayAwareRouter, which has one kernel and "
-                    "whose kinds of experts have capacities of their own, by "
+                    "Expected arguments of PathwayAwareRouter, which has one kernel, "
+                    "and whose kinds of experts have capacities of their own, by "
                     "capacity_factor and eval_capacity_factor; "
                     f"received: {name}={given[name]!r}"
                 )

@@ -64,6 +64,44 @@ def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
     assert cls.from_config(part.get_config()).excluded_experts == (1, 4)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"affinity": "sinkhorn"},
+        {"affinity": "sparsity_constrained"},
+        {"affinity": "sinkhorn", "noise_std": 1.0, "noisy_combine": False, "seed": 0},
+    ],
+)
+def test_clean_combine_weights_are_of_the_experts_that_are_left(options, training):
+    tokens = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
+    router = TokenChoiceRouter(
+        4,
+        num_selected_experts=1,
+        capacity_factor=4.0,
+        excluded_experts=(1,),
+        **options,
+    )
+    _, found = router(tokens, training=training)
+    kept = np.exp(to_numpy(found.logits))
+    kept[..., 1] = 0.0
+    gates = kept / kept.sum(axis=-1, keepdims=True)
+    served = to_numpy(found.dispatched)
+    np.testing.assert_allclose(to_numpy(found.combined), gates * served, rtol=1e-5)
+
+
+@pytest.mark.backend_free
+def test_excluded_experts_stay_excluded():
+    once = analysis.exclude_experts(classifier(), ["zero", 1])
+    twice = analysis.exclude_experts(once, "copy")
+    excluded = twice.backbone.get_config()["router_options"]["excluded_experts"]
+    kinds = twice.backbone.expert_kinds
+    of_copy = range(kinds.total)[kinds.slices()["copy"]]
+    before = once.backbone.get_config()["router_options"]["excluded_experts"]
+    assert excluded == sorted({*before, *of_copy})
+    assert len(excluded) > len(before)
+
+
 def test_kinds_are_excluded_from_a_model_that_is_saved(tmp_path):
     model = classifier()
     inputs = images(6, *SHAPE)

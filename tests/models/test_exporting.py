@@ -86,6 +86,13 @@ def test_saved_models_are_refused_with_what_works(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="others can")
+def test_groups_of_images_want_one_size_of_batch(tmp_path):
+    with pytest.raises(ValueError, match=r"one size of batch.*input_signature=None"):
+        ViTBackbone(**SMALL, evaluation="official").export(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 @on_torch
 def test_onnx_refuses_what_pytorch_cannot_translate(tmp_path):
     path = tmp_path / "model.onnx"

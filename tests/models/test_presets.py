@@ -117,6 +117,24 @@ def test_heads_are_those_of_the_released_configs(preset):
         assert head[0] is None
 
 
+@pytest.mark.backend_free
+def test_heads_of_presets_fit_what_is_overridden():
+    small = {
+        "hidden_dim": 16, "mlp_dim": 16, "num_heads": 2, "num_layers": 2,
+        "num_experts": 2, "image_shape": (32, 32, 3),
+    }  # fmt: skip
+    model = models.from_preset("vmoe_s32", num_classes=3, **small)
+    assert model.representation_dim == 16
+    costs = models.describe("vmoe_s32", num_classes=3, **small)
+    assert costs.parameters == model.count_params()
+    head = {"num_experts": 2, "rank": 2}
+    model = models.from_preset("vmoe_s32", num_classes=3, head=head, **small)
+    assert (model.representation_dim, model.head_bias) == (None, 0.0)
+    costs = models.describe("vmoe_s32", num_classes=3, head=head, **small)
+    trained = sum(np.prod(weight.shape) for weight in model.trainable_weights)
+    assert costs.parameters == trained
+
+
 # describe
 
 

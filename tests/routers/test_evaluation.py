@@ -195,8 +195,46 @@ def test_k_is_a_factor_of_every_capacity():
         router="softmax_expert_choice", router_options={"capacity_factor": 1.5}
     )
     assert own.group_capacity(48, True) == 18
+    # The backbone's own factors have K all the same.
+    both = router_of(
+        router="softmax_expert_choice",
+        router_options={"capacity_factor": 1.5},
+        eval_capacity_factor=1.5,
+        evaluation="official",
+    )
+    assert both.group_capacity(48, True) == 18
+    assert both.group_capacity(48, False) == 36
+    at_inference = router_of(
+        router="softmax_expert_choice",
+        capacity_factor=1.5,
+        evaluation="official",
+        router_options={"eval_capacity_factor": 1.5},
+    )
+    assert at_inference.group_capacity(48, True) == 36
+    assert at_inference.group_capacity(48, False) == 18
     described = describe("vmoe_b32", router="softmax_expert_choice")
     assert described.parts[2].kind == "MoE 32, c=2.1"
+
+
+@backend_free
+def test_configs_of_before_keep_their_groups():
+    config = ViTBackbone(
+        **SMALL,
+        router="softmax_expert_choice",
+        router_options={"eval_capacity_factor": 1.0},
+        evaluation="batch_invariant",
+    ).get_config()
+    del config["evaluation"]
+    again = ViTBackbone.from_config(config)
+    assert again.get_layer("block_0").feed_forward.router.groups_by_image(False)
+    dense = {**config, "moe_layers": [], "router_options": None}
+    assert ViTBackbone.from_config(dense).routing == {}
+
+
+@backend_free
+def test_groups_are_said_once():
+    with pytest.raises(ValueError, match="evaluation='official', batch_invariant=True"):
+        router_of(evaluation="official", router_options={"batch_invariant": True})
 
 
 @backend_free
