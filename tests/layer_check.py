@@ -13,7 +13,12 @@ from tests.training_gradients import training_gradients
 
 # Arguments of a layer's base class that it refuses.
 NOT_TAKEN = {
-    "PathwayAwareRouter": ("capacity", "eval_capacity", "num_modalities", "expert_pools")
+    "PathwayAwareRouter": (
+        "capacity",
+        "eval_capacity",
+        "num_modalities",
+        "expert_pools",
+    )
 }
 # Ends of the paths of weights that route.
 FLOAT32 = ("router/kernel", "router/slots", "gate/kernel_0", "gate/kernel_1")
