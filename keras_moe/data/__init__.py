@@ -15,6 +15,7 @@ from keras_moe.data.padding import padded, predictions
 from keras_moe.data.processes import process_shard
 from keras_moe.data.random_resized_crop import RandomResizedCrop
 from keras_moe.data.reading import reading_errors
+from keras_moe.data.sources import class_names
 from keras_moe.data.tfrecord import write_tfrecords
 from keras_moe.data.unreadable import (
     excluded_examples,
@@ -27,6 +28,7 @@ __all__ = [
     "LabelHierarchy",
     "RandAugment",
     "RandomResizedCrop",
+    "class_names",
     "excluded_examples",
     "find_corrupt_files",
     "find_duplicates",

@@ -9,6 +9,7 @@ from keras_moe.data.examples import IndexedExamples
 from keras_moe.data.labels import Classes
 
 NUM_CLASSES = 10
+CLASS_NAMES = tuple(map(str, range(NUM_CLASSES)))
 SPLITS = ("train", "test", "all")
 TEST_FRACTION = 0.25
 
@@ -103,7 +104,7 @@ def read_examples(split: str) -> IndexedExamples:
         len(labels),
         lambda index: (pixels[index], labels[index]),
         decode=lambda stored: stored,
-        classes=Classes(NUM_CLASSES, tuple(map(str, range(NUM_CLASSES)))),
+        classes=Classes(NUM_CLASSES, CLASS_NAMES),
     )
 
 

@@ -33,6 +33,35 @@ def count_classes(source: str, data_dir: str | None) -> int:
     return digits.NUM_CLASSES
 
 
+def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | None:
+    """Names of the classes of a source that `load` knows; downloads nothing.
+
+    Args:
+        source: as of `load`.
+        data_dir: of TensorFlow Datasets.
+
+    Returns:
+        The names in the order of the labels, or None if the source has none.
+
+    Raises:
+        ValueError: if the source is not known.
+
+    Example:
+
+    >>> from keras_moe.data import class_names
+    >>> class_names("digits")[:3]
+    ('0', '1', '2')
+    """
+    kind, name = split_source(source)
+    if kind == "folder":
+        return tuple(folders.class_names(name))
+    if kind == "tfds":
+        return tfds.class_names(name, data_dir)
+    if kind == "tfrecord":
+        return tfrecord.class_names(name)
+    return digits.CLASS_NAMES
+
+
 def split_source(source: str) -> tuple[str, str]:
     """The kind and the name of a source, or an error with what may be meant."""
     if source == "digits":

@@ -68,6 +68,12 @@ def count_classes(name: str, data_dir: str | None) -> int:
     return _classes(info.features[_features(name, info)[1]]).count
 
 
+def class_names(name: str, data_dir: str | None) -> tuple[str, ...] | None:
+    """The names of the classes, without downloading the data."""
+    info = _open(name, data_dir).info
+    return _classes(info.features[_features(name, info)[1]]).names
+
+
 def _open(name: str, data_dir: str | None) -> Any:
     try:
         import tensorflow_datasets as tfds

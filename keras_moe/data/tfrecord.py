@@ -116,6 +116,12 @@ def count_classes(pattern: str) -> int:
     return _settings(pattern)[1].count
 
 
+def class_names(pattern: str) -> tuple[str, ...] | None:
+    """The names of the classes, if the file beside the records says them."""
+    _files(pattern)
+    return _settings(pattern)[1].names
+
+
 def count_records(path: Path) -> int:
     """Counts a file's records by their lengths, without reading them.
 

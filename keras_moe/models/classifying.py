@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import keras
+import keras_hub
 import numpy as np
 
 from keras_moe.models.image_preprocessor import ImagePreprocessor
@@ -23,6 +24,20 @@ class ClassProbability(NamedTuple):
     index: int
 
 
+def with_new_arguments(config: dict) -> dict:
+    """A task's config with what configs of earlier versions do not say.
+
+    Args:
+        config: of `get_config`, of this version or an earlier one.
+    """
+    config = dict(config)
+    if config.get("pooling") == "map":
+        # The pooling had no such norms before there was an argument, not even where
+        # the backbone's attention has, which None would now follow.
+        config.setdefault("pooling_query_key_norm", False)
+    return config
+
+
 class ClassifyMixin:
     """Adds `classify` to a task with a `preprocessor`."""
 
@@ -33,13 +48,25 @@ class ClassifyMixin:
         Args:
             config: of `get_config`.
         """
-        config = dict(config)
+        config = with_new_arguments(config)
         if isinstance(config.get("preprocessor"), dict):
             # KerasHub takes layers alone.
             config["preprocessor"] = keras.saving.deserialize_keras_object(
                 config["preprocessor"]
             )
         return super().from_config(config)
+
+    @property
+    def preprocessor(self) -> Any:
+        """An `ImagePreprocessor`, which `classify` applies, or another, or None."""
+        return keras_hub.models.Task.preprocessor.fget(self)
+
+    @preprocessor.setter
+    def preprocessor(self, value: Any) -> None:
+        # The constructor checks its own before there is a model.
+        if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
+            value.check_model(self.input_shape[1:], self.num_classes)
+        keras_hub.models.Task.preprocessor.fset(self, value)
 
     def classify(
         self,

@@ -155,7 +155,7 @@ class ImagePreprocessor:
             sizes = self._size_before_crop(image.shape)
             starts = [round((now - new) / 2) for now, new in zip(sizes, size)]
         rows, columns = (
-            self._weights(old, now)[start : start + new].astype("float32")
+            self._weights(old, now, start, new).astype("float32")
             for old, now, start, new in zip(image.shape, sizes, starts, size)
         )
         # Only the pixels that are read: without antialiasing few of a photo's are.
@@ -172,10 +172,12 @@ class ImagePreprocessor:
         scale = max(new / old for new, old in zip(wanted, shape))
         return [max(new, int(old * scale)) for new, old in zip(wanted, shape)]
 
-    def _weights(self, old, new):
+    def _weights(self, old, new, start, count):
+        """The rows from `start` on; with a long image's others memory would end."""
+        weights = widened_linear_weights if self.antialias else linear_weights
         if self.interpolation == "bicubic":
-            return cubic_weights(old, new)
-        return (widened_linear_weights if self.antialias else linear_weights)(old, new)
+            weights = cubic_weights
+        return weights(old, new, start, count)
 
     def adapted(
         self, image_shape: tuple | None = None, num_classes: int | None = None
@@ -285,7 +287,8 @@ def _array(image):
     if keras.ops.is_tensor(image):
         image = keras.ops.convert_to_numpy(image)
     array = np.asarray(image)
-    if array.dtype.kind not in "biufV":
+    # NumPy has no kind for bfloat16, and "V" is that of structured arrays, too.
+    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         raise ValueError(
             f"Expected images as numbers; received: {type(image).__name__} of "
             f"dtype={array.dtype}"

@@ -42,6 +42,12 @@ def check_images(images: Any, image_shape: tuple) -> None:
         )
 
 
+def check_given(images: Any) -> None:
+    """Raises ValueError for None, of which Keras makes an empty dataset."""
+    if images is None:
+        raise ValueError("Expected images or a dataset of them; received: None")
+
+
 def check_not_empty(images: Any) -> None:
     """Raises ValueError for an array of no images: a mean over them is undefined."""
     if is_array(images) and tuple(images.shape)[:1] == (0,):
@@ -80,12 +86,14 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
     """Checks the labels of a loss that is known, as integers or by class.
 
     Args:
-        labels: a NumPy array; anything else passes.
+        labels: an array or a tensor with values, or a list or dict of one; anything
+            else passes.
         num_classes: the number of classes.
-        loss: the compiled loss or its name; those of other kinds take any labels.
+        loss: the compiled loss or its name, or a list or dict of one; those of other
+            kinds take any labels.
 
     Raises:
-        ValueError: if a label is out of range.
+        ValueError: if a label is out of range, or the labels are of another shape.
 
     Example:
 
@@ -93,15 +101,45 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
     >>> from keras_moe.models.input_checks import check_labels
     >>> check_labels(np.array([0, 2]), 3, "sparse_categorical_crossentropy")
     """
+    several, losses = tree.flatten(labels), tree.flatten(loss)
+    if len(several) != 1 or len(losses) != 1:
+        return
+    labels, loss = _values(several[0]), losses[0]
+    if labels is None:
+        return
     sparse = keras.losses.SparseCategoricalCrossentropy
     if isinstance(loss, sparse) or loss == "sparse_categorical_crossentropy":
+        if labels.ndim != 1 and (labels.ndim != 2 or labels.shape[1] != 1):
+            raise ValueError(
+                "Expected integer labels of shape (batch,) or (batch, 1); received: "
+                f"shape={labels.shape}"
+            )
         check_class_labels(labels, num_classes, getattr(loss, "ignore_class", None))
     if isinstance(loss, SparseSigmoidCrossentropy):
         check_class_labels(labels, num_classes, ignored=-1)
         return
     multi = (SigmoidCrossentropy, keras.losses.BinaryCrossentropy)
     if isinstance(loss, multi) or loss == "binary_crossentropy":
+        # Of one class Keras takes (batch,), too.
+        if labels.shape[-1:] != (num_classes,) and (num_classes, labels.ndim) != (1, 1):
+            raise ValueError(
+                f"Expected labels of shape (batch, {num_classes}), one for each image "
+                f"and class; received: shape={labels.shape}"
+            )
         check_multi_labels(labels)
+
+
+def _values(value):
+    """A NumPy array of an array or tensor, or None where there are no values."""
+    if isinstance(value, np.ndarray):
+        return value
+    if not ops.is_tensor(value):
+        return None
+    try:
+        return np.asarray(ops.convert_to_numpy(value))
+    except (NotImplementedError, RuntimeError, TypeError):
+        # A tensor that is being traced, or parts of which other processes have.
+        return None
 
 
 def is_array(value: Any) -> bool:
@@ -145,6 +183,7 @@ class InputChecksMixin:
 
     def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """The outputs; see `keras.Model.predict`. No images have empty outputs."""
+        check_given(x)
         self._check_inputs(x)
         if is_array(x) and x.shape[0] == 0:
             return self._outputs_of_none()
@@ -167,6 +206,7 @@ class InputChecksMixin:
 
     def predict_on_batch(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """The outputs of a batch; see `keras.Model.predict_on_batch`."""
+        check_given(x)
         self._check_inputs(x)
         if is_array(x) and x.shape[0] == 0:
             return self._outputs_of_none()
@@ -185,11 +225,12 @@ class InputChecksMixin:
 
     def _warn_of_bytes(self, images: Any) -> None:
         """Warns once about images in 0..255, where the model expects [-1, 1]."""
-        if not isinstance(images, np.ndarray) or images.dtype != "uint8":
+        if getattr(self, "_has_warned_of_bytes", False) or not is_array(images):
             return
-        if getattr(self, "_has_warned_of_bytes", False):
+        if keras.backend.standardize_dtype(images.dtype) != "uint8":
             return
-        if images.size and images.max() > 1:
+        images = _values(images)
+        if images is not None and images.size and images.max() > 1:
             object.__setattr__(self, "_has_warned_of_bytes", True)
             warnings.warn(
                 "Expected images in [-1, 1]; received uint8 images up to "

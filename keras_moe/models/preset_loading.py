@@ -5,6 +5,7 @@ built-in presets are ours, since KerasHub has no registry for those of others.
 """
 
 import contextlib
+import dataclasses
 import inspect
 import os
 from typing import Any
@@ -256,17 +257,28 @@ class PresetMixin:
 
 
 def _adapt_preprocessor(preset, backbone_kwargs, kwargs):
-    """Adds the saved preprocessor, made for the overrides, to a task's arguments."""
-    if not check_file_exists(preset, "task.json"):
-        return
-    saved = load_json(preset, "task.json")["config"].get("preprocessor")
-    if not isinstance(saved, dict) or saved.get("class_name") != "ImagePreprocessor":
-        return
+    """Adds the saved preprocessor, made for the overrides, to a task's arguments.
+
+    A folder that says nothing of one gets that of built-in presets; a saved null stays.
+    """
+    task = {}
+    if check_file_exists(preset, "task.json"):
+        task = load_json(preset, "task.json")["config"]
     backbone = kwargs.get("backbone")
     shape = backbone_kwargs.get("image_shape") or getattr(backbone, "image_shape", None)
-    preprocessor = keras.saving.deserialize_keras_object(saved)
-    adapted = preprocessor.adapted(shape, kwargs.get("num_classes"))
-    kwargs.setdefault("preprocessor", adapted)
+    if "preprocessor" not in task:
+        if shape is None:
+            shape = load_json(preset)["config"]["image_shape"]
+        kwargs.setdefault("preprocessor", ImagePreprocessor(shape))
+        return
+    saved = task["preprocessor"]
+    if not isinstance(saved, dict) or saved.get("class_name") != "ImagePreprocessor":
+        return
+    preprocessor = keras.saving.deserialize_keras_object(saved).adapted(shape)
+    if "num_classes" in kwargs:
+        # A new head's classes are others, even where there are as many.
+        preprocessor = dataclasses.replace(preprocessor, class_names=None)
+    kwargs.setdefault("preprocessor", preprocessor)
 
 
 def check_preset(preset: str) -> str:

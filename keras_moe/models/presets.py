@@ -13,6 +13,7 @@ from keras_hub.src.utils.preset_utils import (
 )
 
 from keras_moe.models.builtin import builtin_presets, builtin_task_config
+from keras_moe.models.classifying import with_new_arguments
 from keras_moe.models.conversion import (
     convert,
     is_convertible,
@@ -243,7 +244,8 @@ def _architecture(preset, overrides):
         names = [*argument_names(backbone_cls), "name", "trainable", "dtype"]
         check_argument_names(config, names, backbone_cls.__name__)
         if check_file_exists(folder, "task.json"):
-            task = load_json(folder, "task.json")["config"]
+            saved = load_json(folder, "task.json")["config"]
+            task = with_new_arguments({**saved, **overrides})
     backbone_overrides, task_overrides = split_arguments(
         classifier_cls, overrides, is_made=False
     )

@@ -9,6 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe import data
+from keras_moe.training.class_names import recipe_class_names, set_class_names
 from keras_moe.training.extension import EXTENDABLE, check_extension
 from keras_moe.training.non_finite import (
     NonFinite,
@@ -32,7 +33,8 @@ class Training(NamedTuple):
     """What training gave.
 
     Attributes:
-        model: the trained model.
+        model: the trained model. The `class_names` of its preprocessor are those of the
+            recipe's data, or None where nobody knows them.
         history: lists with a value for each epoch: loss, accuracy, val_loss and
             val_accuracy, those of the test images. With several labels
             precision_at_1 and mean_average_precision instead.
@@ -206,8 +208,11 @@ class _Run:
         if self.given is None:
             model = recipe.new_model(recipe.num_classes(self.data_dir))
             self._shape = model.backbone.image_shape
+            set_class_names(model, recipe_class_names(recipe, self.data_dir))
         else:
             model = recipe.new_model(self.datasets(0).num_classes)
+            # Nobody knows whether they are the preset's.
+            set_class_names(model, None)
         self.steps_per_epoch = self.datasets(0).steps_per_epoch
         recipe.compile(model, self.steps_per_epoch)
         return model

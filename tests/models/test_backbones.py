@@ -286,7 +286,7 @@ def test_soft_routing_with_other_slots_is_refused(overrides, tmp_path):
     MAKERS["vit"](router="soft", **MOE).save_to_preset(tmp_path / "saved")
     name, value = next(iter(overrides.items()))
     given = re.escape(f"received: {name}={value!r}, which make ")
-    with pytest.raises(ValueError, match=f"the 5 slots of each expert.*{given}"):
+    with pytest.raises(ValueError, match=f"the 4 slots of each expert.*{given}"):
         models.from_preset(str(tmp_path / "saved"), **overrides)
     # What changes no slot is allowed.
     for harmless in ({"num_selected_experts": 2}, {"router": "soft"}):

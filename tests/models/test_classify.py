@@ -156,3 +156,67 @@ def test_a_keras_file_and_a_copy_carry_it_too(model, tmp_path):
     assert again.preprocessor == model.preprocessor
     assert model.copy().preprocessor == model.preprocessor
     model.summary(print_fn=lambda text: None)
+
+
+@pytest.mark.backend_free
+def test_presets_without_a_preprocessor_get_that_of_builtin_ones(model, tmp_path):
+    model.backbone.save_to_preset(tmp_path / "backbone")
+    found = models.from_preset(
+        str(tmp_path / "backbone"), num_classes=3, task="image_classifier"
+    )
+    assert found.preprocessor == ImagePreprocessor(SMALL["image_shape"])
+    classifier(preprocessor=None).save_to_preset(tmp_path / "task")
+    assert models.from_preset(str(tmp_path / "task")).preprocessor is None
+    edit_task(tmp_path / "task", lambda config: config.pop("preprocessor"))
+    found = models.from_preset(str(tmp_path / "task"), image_shape=(16, 8, 3))
+    assert found.preprocessor == ImagePreprocessor((16, 8, 3))
+
+
+def edit_task(folder, edit):
+    path = folder / "task.json"
+    task = json.loads(path.read_text())
+    edit(task["config"])
+    path.write_text(json.dumps(task))
+
+
+@pytest.mark.backend_free
+def test_a_new_head_has_no_names(model, tmp_path):
+    model.save_to_preset(tmp_path / "preset")
+    for arguments in ({}, {"load_weights": False}):
+        new = models.from_preset(str(tmp_path / "preset"), num_classes=3, **arguments)
+        assert new.preprocessor.class_names is None
+        assert new.preprocessor.center_crop == 0.9
+
+
+@pytest.mark.backend_free
+def test_another_models_preprocessor_is_refused_when_it_is_set():
+    model = classifier()
+    before = model.preprocessor
+    with pytest.raises(ValueError, match=r"received: image_shape=\(32, 32, 1\)"):
+        model.preprocessor = ImagePreprocessor((32, 32, 1))
+    with pytest.raises(ValueError, match="class_names of 3 classes; received: 2"):
+        model.preprocessor = ImagePreprocessor(
+            SMALL["image_shape"], class_names=["a", "b"]
+        )
+    assert model.preprocessor is before
+    model.preprocessor = ImagePreprocessor(SMALL["image_shape"])
+    assert model.copy().preprocessor == model.preprocessor
+    model.preprocessor = None
+    assert model.copy().preprocessor is None
+
+
+@pytest.mark.backend_free
+def test_earlier_map_heads_had_no_norms(tmp_path):
+    backbone = ViTBackbone(**SMALL, query_key_norm=True)
+    saved = ViTImageClassifier(backbone, 3, pooling="map", pooling_query_key_norm=False)
+    for pooling in (None, "map"):
+        config = ViTImageClassifier(backbone, 3, pooling=pooling).get_config()
+        assert "pooling_query_key_norm" in config
+    folder = tmp_path / "preset"
+    saved.save_to_preset(folder)
+    edit_task(folder, lambda config: config.pop("pooling_query_key_norm"))
+    # The checksums are of the weights alone.
+    again = models.from_preset(str(folder))
+    assert again.pooling_query_key_norm is False
+    found = models.describe(str(folder))
+    assert found.parameters == again.count_params()

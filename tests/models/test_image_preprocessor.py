@@ -1,6 +1,7 @@
 """From images of any size to what a model takes, on every backend alike."""
 
 import json
+import tracemalloc
 
 import keras
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 from keras_moe import models
+from keras_moe.layers import interpolation
 from keras_moe.models import ImagePreprocessor
 
 pytestmark = pytest.mark.backend_free
@@ -190,3 +192,38 @@ def test_every_builtin_preset_says_how_images_are_prepared(name):
     assert model.preprocessor == ImagePreprocessor(
         model.input_shape[1:], class_names=names
     )
+
+
+@pytest.mark.parametrize("method", ["bilinear", "bicubic"])
+def test_a_long_image_takes_no_more_memory_than_its_middle(method):
+    preprocessor = ImagePreprocessor(
+        (224, 224, 3), interpolation=method, center_crop=0.875
+    )
+    tracemalloc.start()
+    try:
+        assert preprocessor(np.zeros((4, 4000, 3), "uint8")).shape == (224, 224, 3)
+        assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        interpolation.linear_weights,
+        interpolation.widened_linear_weights,
+        interpolation.cubic_weights,
+    ],
+)
+@pytest.mark.parametrize(("old", "new"), [(37, 20), (20, 37)])
+def test_rows_of_weights_are_those_of_the_whole(weights, old, new):
+    np.testing.assert_array_equal(weights(old, new, 3, 8), weights(old, new)[3:11])
+
+
+def test_bfloat16_is_a_number_and_a_structure_is_none():
+    preprocessor = ImagePreprocessor((8, 8, 3))
+    gray = keras.ops.ones((5, 5, 3), "bfloat16") * 0.5
+    np.testing.assert_allclose(preprocessor(gray), 0.0, atol=1e-6)
+    structure = np.zeros((5, 5, 3), [("red", "uint8"), ("green", "uint8")])
+    with pytest.raises(ValueError, match="images as numbers; received: ndarray"):
+        preprocessor(structure)

@@ -134,3 +134,50 @@ def test_bytes_warn_once(model):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Expected images")
         model.predict_on_batch(images)
+
+
+def test_tensors_are_checked_as_arrays_are(model):
+    with pytest.raises(ValueError, match="received: 3"):
+        model.evaluate(IMAGES, keras.ops.convert_to_tensor([0, 3]), verbose=0)
+    several = vit({"multi_label": True})
+    with pytest.raises(ValueError, match="received: 2"):
+        several._check_inputs(IMAGES, keras.ops.convert_to_tensor([[0, 1, 2]] * 2))
+    with pytest.warns(UserWarning, match="127.5"):
+        several._check_inputs(keras.ops.full(IMAGES.shape, 255, "uint8"))
+    # What has no values passes.
+    model._check_inputs(IMAGES, keras.KerasTensor((None,), "int32"))
+    model._check_inputs((image, 7) for image in IMAGES)
+
+
+@pytest.mark.backend_free
+def test_a_loss_in_a_list_or_dict_is_looked_into():
+    one = "sparse_categorical_crossentropy"
+    for loss in ([one], {"predictions": one}):
+        with pytest.raises(ValueError, match="received: 3"):
+            input_checks.check_labels(np.array([0, 3]), 3, loss)
+    with pytest.raises(ValueError, match="received: 3"):
+        input_checks.check_labels([np.array([0, 3])], 3, [one])
+    input_checks.check_labels([np.array([0, 3])] * 2, 3, [one, one])
+
+
+@pytest.mark.backend_free
+def test_the_shapes_of_labels_are_checked():
+    sparse, several = "sparse_categorical_crossentropy", "binary_crossentropy"
+    check = input_checks.check_labels
+    for shape in ((2,), (2, 1)):
+        check(np.zeros(shape, "int32"), 3, sparse)
+    for shape in ((), (2, 3), (2, 1, 1)):
+        with pytest.raises(ValueError, match=r"\(batch,\) or \(batch, 1\); received"):
+            check(np.zeros(shape, "int32"), 3, sparse)
+    check(np.zeros((2, 3)), 3, several)
+    check(np.zeros((2,)), 1, several)
+    for shape in ((2,), (2, 1), (2, 4)):
+        with pytest.raises(ValueError, match=r"\(batch, 3\), one for each image"):
+            check(np.zeros(shape), 3, several)
+
+
+@pytest.mark.backend_free
+def test_no_images_at_all_have_a_named_error(model):
+    for method in (model.predict, model.predict_on_batch, model.backbone.predict):
+        with pytest.raises(ValueError, match="received: None"):
+            method(None)
