@@ -1,6 +1,7 @@
 """A run: the model of a recipe, trained on its images."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -166,6 +167,9 @@ def train(
     if best is not None:
         every.append(best)
     if checkpoint is not None:
+        if best is not None:
+            # Unless the checkpoint has a state of its own.
+            best.count_from(len(checkpoint.history.get("loss", ())))
         every = checkpoint.around(every)
     if first_step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
         # Makes the metrics' variables, which other backends have before the first step
@@ -241,8 +245,7 @@ def _diagnosis(error, run, checkpoint, verbose):
     recipe = run.recipe
     found = None
     good = checkpoint and checkpoint.last
-    # No process of several can look at weights that lie on all of them.
-    alone = data.process_shard()[1] == 1
+    alone = _has_all_weights()
     if alone and (good or error.step <= _SHORT_RUN):
         found = _first_non_finite(error, run, checkpoint, verbose)
     epoch = (error.step - 1) // run.steps_per_epoch + 1
@@ -286,11 +289,23 @@ def _first_non_finite(error, run, checkpoint, verbose):
     return None
 
 
+def _has_all_weights():
+    """Whether this process does: of several, one that trains with no distribution."""
+    return keras.distribution.distribution() is None or data.process_shard()[1] == 1
+
+
 def _training(model, history, recipe, checkpoint):
     history = {name: [float(x) for x in values] for name, values in history.items()}
     accuracy = history.get("val_accuracy") or history["val_precision_at_1"]
     row = -1
-    # No process of several has waited for the others' pieces of it.
-    if recipe.best == "restore" and data.process_shard()[1] == 1:
+    if recipe.best == "restore" and _has_all_weights():
         row = checkpoint.best_row if checkpoint.restore_best(model) else -1
+    elif recipe.best == "restore":
+        # No process of several has waited for the others' pieces of it.
+        warnings.warn(
+            "The model is that of the last epoch, as several processes share its "
+            "weights: train(...) again with these checkpoints, in one process without "
+            "a distribution, gives that of the best",
+            stacklevel=3,
+        )
     return Training(model, history, accuracy[row])
