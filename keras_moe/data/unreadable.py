@@ -51,6 +51,8 @@ def find_corrupt_files(source: str) -> list[str]:
     """The files of a source that cannot be read.
 
     It reads all of them: images are decoded, and TFRecord files are read to their end.
+    Images that a `labels.json` names and that are not there count, too; splits without
+    images do not matter.
     Images within TFRecord files are for `find_unreadable`.
 
     Args:
@@ -69,11 +71,10 @@ def find_corrupt_files(source: str) -> list[str]:
     """
     kind, _, path = source.partition(":")
     if kind == "folder":
-        return [
-            _text(place)
-            for split in folders.splits(path)
-            for _, place in _unreadable(folders.read_examples(path, split))
-        ]
+        examples, found = folders.read_files(path)
+        if examples is not None:
+            found += [_text(place) for _, place in _unreadable(examples)]
+        return sorted(found)
     return tfrecord.corrupt_files(path if kind == "tfrecord" else source)
 
 
