@@ -1,5 +1,6 @@
 """A run: the model of a recipe, trained on its images."""
 
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -101,7 +102,8 @@ def train(
     Raises:
         ValueError: if the recipe, model and images do not fit together; if the
             checkpoints are of another recipe, or all corrupt; if an image cannot be
-            read; or if the loss is not finite any more.
+            read, or with `unreadable="exclude"` others than when the run began; or if
+            the loss is not finite any more.
         OSError: if the last checkpoint cannot be written; or if another process, which
             the error names, trains in `checkpoint_dir`, see `run_lock`.
 
@@ -134,6 +136,8 @@ def train(
     checkpoint, first_step = None, 0
     if checkpoint_dir is not None:
         settings = {k: v for k, v in recipe.to_dict().items() if k not in _WORDS}
+        if datasets is None and recipe.unreadable is not None:
+            settings["unreadable_images"] = _left_out(recipe, data_dir)
         checkpoint = RunCheckpoint(
             checkpoint_dir,
             run.steps_per_epoch,
@@ -287,6 +291,18 @@ def _first_non_finite(error, run, checkpoint, verbose):
             return step, locate_non_finite(model, x, y) or NonFinite("update", bad)
         progress.update(step - done)
     return None
+
+
+def _left_out(recipe, data_dir):
+    """What says whether a search found the same images again, on which batches depend.
+
+    An error of reading may have passed since, or come.
+    """
+    found = {}
+    for split, indices in zip(("train", "test"), recipe.left_out(data_dir)):
+        digest = hashlib.sha256(indices.astype("<i8").tobytes()).hexdigest()
+        found[split] = {"left_out": len(indices), "sha256": digest}
+    return found
 
 
 def _has_all_weights():
