@@ -125,11 +125,12 @@ def left_out(
     if not found:
         return excluded
     names = ", ".join(_text(place) for _, place in found[:5])
-    warnings.warn(
+    message = (
         f"{len(found)} of {examples.count} images of {source!r}, split={split!r} "
-        f"cannot be read and are left out: {names}{', ...' if len(found) > 5 else ''}",
-        stacklevel=3,
+        f"cannot be read and are left out: {names}{', ...' if len(found) > 5 else ''}"
     )
+    # Of one place, whoever calls: Python shows it once for several calls.
+    warnings.warn(message, stacklevel=1)
     if len(found) == examples.count:
         raise ValueError(
             f"Expected images that can be read in {source!r}, split={split!r}; "

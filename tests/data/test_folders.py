@@ -2,12 +2,14 @@
 
 import json
 import os
+import warnings
 
 import keras
 import numpy as np
 import pytest
 
 from keras_moe.data import (
+    excluded_examples,
     find_corrupt_files,
     find_unreadable,
     folders,
@@ -117,6 +119,16 @@ def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch, tur
     # Two names of one folder.
     (tmp_path / "z").symlink_to("m")
     assert folders._files(tmp_path) == [tmp_path / "m" / "0.png"]
+
+
+def test_what_is_left_out_is_told_once(photos):
+    source, options = f"folder:{photos}", {"unreadable": "exclude"}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        num_examples(source, "train", **options)
+        load(source, "train", SHAPE, **options)
+        excluded_examples(source, "train", **options)
+    assert ["cannot be read" in str(x.message) for x in told] == [True]
 
 
 def test_images_that_cannot_be_read_are_left_out(photos):

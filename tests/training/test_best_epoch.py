@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import training
+from keras_moe import files, training
 from keras_moe.training import BestEpoch, Recipe, train
 
 to_numpy = keras.ops.convert_to_numpy
@@ -240,7 +240,7 @@ def test_bad_settings(tmp_path):
 
 
 @backend_free
-def test_settings_come_back(tmp_path):
+def test_settings_come_back(tmp_path, monkeypatch):
     mine = recipe(
         monitor="val_loss",
         monitor_mode="min",
@@ -252,6 +252,15 @@ def test_settings_come_back(tmp_path):
         exclude=["a.json", "b.json"],
     )
     mine.save(tmp_path / "mine.json")
+    assert training.load_recipe(tmp_path / "mine.json") == mine
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write_all", full)
+        with pytest.raises(OSError, match="No space"):
+            mine.replace(epochs=99).save(tmp_path / "mine.json")
     assert training.load_recipe(tmp_path / "mine.json") == mine
     rates = [float(mine.schedule(7)(step)) for step in (0, 10, 20, 41)]
     np.testing.assert_allclose(rates, [1e-2, 5.05e-3, 1e-4, 1e-4], rtol=1e-5)
