@@ -8,6 +8,7 @@ and the bytes that did not fit, and leaves what was there.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -105,8 +106,36 @@ def write_text(path: str | os.PathLike, text: str, durable: bool = True) -> None
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Writes a JSON file as a whole, or leaves the one that is there."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Writes a JSON file as a whole, or leaves the one that is there.
+
+    NaN and infinities, which JSON does not have, become null.
+
+    Args:
+        path: path of the file.
+        value: dicts, lists, tuples, strings, numbers, booleans and None.
+
+    Raises:
+        OSError: as `write_text`.
+
+    Example:
+
+    >>> import os, tempfile
+    >>> from keras_moe.files import write_json
+    >>> path = os.path.join(tempfile.mkdtemp(), "loss.json")
+    >>> write_json(path, [0.5, float("nan")])
+    >>> open(path).read().split()
+    ['[', '0.5,', 'null', ']']
+    """
+    text = json.dumps(_without_non_finite(value), indent=2, allow_nan=False)
+    write_text(path, text + "\n")
+
+
+def _without_non_finite(value):
+    if isinstance(value, dict):
+        return {key: _without_non_finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync_file(path: str | os.PathLike) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import stat
 
@@ -18,6 +19,17 @@ def test_what_is_written_is_there_as_a_whole(tmp_path):
         files.write_json(path, value)
         assert json.loads(path.read_text(encoding="utf-8")) == value
     assert os.listdir(tmp_path) == ["one.json"]
+
+
+def test_what_json_does_not_have_is_null(tmp_path):
+    def refuse(name):
+        raise ValueError(name)
+
+    history = {"loss": [0.5, float("nan")], "pair": (float("inf"), 1), "x": -math.inf}
+    files.write_json(tmp_path / "results.json", history)
+    text = (tmp_path / "results.json").read_text()
+    found = json.loads(text, parse_constant=refuse)
+    assert found == {"loss": [0.5, None], "pair": [None, 1], "x": None}
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o077])

@@ -13,7 +13,6 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from rich.console import Console
 
 from keras_moe import analysis, data, evaluation, models
 from keras_moe.analysis import plots
+from keras_moe.files import write_json
 
 PRESET = "vmoe_digits"
 
@@ -110,7 +110,7 @@ def main() -> None:
         "routing": {name: row.to_dict() for name, row in statistics.items()},
         "seconds": time.perf_counter() - start,
     }
-    (args.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    write_json(args.output / "results.json", results)
     console.print(few_shot.table("10-shot linear accuracy of the features"))
     console.print(f"test accuracy      {accuracy:.2%} of {len(test_labels)} images")
     console.print(f"saved and loaded   {folder}: predictions are identical")

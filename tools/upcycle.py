@@ -18,6 +18,7 @@ from overrides import parse_override
 from keras_moe import models, training
 from keras_moe.files import write_json
 from keras_moe.layers.feed_forwards import MUMOE
+from keras_moe.models.preset_folder import staged
 from keras_moe.ops.checks import check_argument_names
 from keras_moe.routers import ROUTERS
 from keras_moe.training.upcycling import MOE_ARGUMENTS
@@ -69,12 +70,13 @@ def main(argv: list[str] | None = None) -> int:
             preset=args.preset,
             **further,
         )
-        model.save_to_preset(args.output)
+        with staged(args.output) as folder:
+            model.save_to_preset(folder)
+            write_json(Path(folder) / "upcycling.json", report.to_dict())
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     report.print()
-    write_json(args.output / "upcycling.json", report.to_dict())
     return 0
 
 

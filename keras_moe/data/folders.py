@@ -41,12 +41,7 @@ def read_examples(path: str, split: str) -> IndexedExamples:
         listed = _listed(root, split)
         files = [(root / split / file, classes) for file, classes in listed.items()]
     else:
-        files = [
-            (file, [name])
-            for name in _folders(root / split)
-            for file in _files(root / split / name)
-            if file.suffix.lower() in _suffixes()
-        ]
+        files = _files_of_classes(root / split)
     if not files:
         raise ValueError(
             f"Expected images ({', '.join(_suffixes())}) in the folders of classes "
@@ -60,9 +55,61 @@ def read_examples(path: str, split: str) -> IndexedExamples:
         for _, classes in files
     ]
     labels = tf.constant(labels if several else [label for (label,) in labels], "int32")
-    # As bytes: a name need not be UTF-8.
-    places = tf.constant([os.fsencode(file) for file, _ in files])
+    return _examples(
+        [file for file, _ in files],
+        labels,
+        Classes(len(names), tuple(names), most if several else None),
+    )
 
+
+def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
+    """The images of all splits, and the names of those that are listed and missing.
+
+    Unlike `read_examples` it takes a folder that cannot be trained on: some splits may
+    have no images, and labels are not read.
+
+    Returns:
+        The images with label 0, None if there are none; and paths.
+
+    Raises:
+        ValueError: if there is neither an image nor one that is missing.
+    """
+    import tensorflow as tf
+
+    root = _root(path)
+    files, missing = [], []
+    for split in _folders(root):
+        if (root / split / LABELS).is_file():
+            listed = [root / split / name for name in _listed(root, split, missing)]
+        else:
+            listed = [file for file, _ in _files_of_classes(root / split)]
+        files += listed
+    if not files and not missing:
+        raise ValueError(
+            f"Expected images ({', '.join(_suffixes())}) in a split of folder:{path}; "
+            "received: none"
+        )
+    if not files:
+        return None, missing
+    labels = tf.zeros(len(files), "int32")
+    return _examples(files, labels, Classes(1, None, None)), missing
+
+
+def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:
+    """Images in the folders of classes, with the name of the class."""
+    return [
+        (file, [name])
+        for name in _folders(folder)
+        for file in _files(folder / name)
+        if file.suffix.lower() in _suffixes()
+    ]
+
+
+def _examples(files, labels, classes):
+    import tensorflow as tf
+
+    # As bytes: a name need not be UTF-8.
+    places = tf.constant([os.fsencode(file) for file in files])
     return IndexedExamples(
         len(files),
         lambda index: (
@@ -72,15 +119,10 @@ def read_examples(path: str, split: str) -> IndexedExamples:
             labels[index],
         ),
         decode_image,
-        Classes(len(names), tuple(names), most if several else None),
+        classes,
         encoded_channels=3,
         place=lambda index: places[index],
     )
-
-
-def splits(path: str) -> list[str]:
-    """The names of the splits."""
-    return _folders(_root(path))
 
 
 def class_names(path: str) -> list[str]:
@@ -104,20 +146,31 @@ def _is_multi_label(root: Path) -> bool:
     return bool(with_labels)
 
 
-def _listed(root: Path, split: str) -> dict[str, list[str]]:
-    """The images of a split with the names of their classes."""
+def _listed(
+    root: Path, split: str, missing: list[str] | None = None
+) -> dict[str, list[str]]:
+    """The images of a split with the names of their classes.
+
+    Those that are not there are left out and added to `missing`, where it is given.
+    """
     path = root / split / LABELS
     listed = read_json(path, _FILE)
-    for file in listed:
+    there = {}
+    for file, classes in listed.items():
         place = Path(file)
         outside = place.is_absolute() or ".." in place.parts
         known = place.suffix.lower() in _suffixes()
-        if outside or not known or not (root / split / file).is_file():
+        is_there = not outside and known and (root / split / file).is_file()
+        if outside or not known or (missing is None and not is_there):
             raise ValueError(
                 f"Expected images ({', '.join(_suffixes())}) relative to the folder of "
                 f"{path}; received: {file!r}"
             )
-    return listed
+        if is_there:
+            there[file] = classes
+        else:
+            missing.append(str(root / split / file))
+    return there
 
 
 def _root(path: str) -> Path:
@@ -167,7 +220,8 @@ def _files(folder: Path) -> list[Path]:
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = [x for x in folders if not x.startswith(".")]
+        # Sorted: which of several names of one folder comes first is the same anywhere.
+        folders[:] = sorted(x for x in folders if not x.startswith("."))
         found += [Path(place, file) for file in files if not file.startswith(".")]
     return sorted(found)
 

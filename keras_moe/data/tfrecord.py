@@ -33,7 +33,7 @@ from keras_moe.data.json_schema import DictOf, Either, Integer, ListOf, Record, 
 from keras_moe.data.label_hierarchy import PARENTS, LabelHierarchy
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import check_or_name, decode_image, read_or_name
-from keras_moe.files import write_json
+from keras_moe.files import sync_file, sync_folder, write_json
 
 SIDECAR = "dataset.json"
 FEATURES = {"image": "image/encoded", "label": "image/class/label"}
@@ -241,9 +241,12 @@ def write_tfrecords(
         }
         if most is not None:
             settings["max_labels"] = max(most, before.get("max_labels", 1))
+        for part in parts:
+            sync_file(part)
         write_json(folder / SIDECAR, {**settings, "counts": kept})
         for part, name in zip(parts, names):
             os.replace(part, folder / name)
+        sync_folder(folder)
         for path in old:
             path.unlink()
     finally:

@@ -51,6 +51,8 @@ def find_corrupt_files(source: str) -> list[str]:
     """The files of a source that cannot be read.
 
     It reads all of them: images are decoded, and TFRecord files are read to their end.
+    Images that a `labels.json` names and that are not there count, too; splits without
+    images do not matter.
     Images within TFRecord files are for `find_unreadable`.
 
     Args:
@@ -69,11 +71,10 @@ def find_corrupt_files(source: str) -> list[str]:
     """
     kind, _, path = source.partition(":")
     if kind == "folder":
-        return [
-            _text(place)
-            for split in folders.splits(path)
-            for _, place in _unreadable(folders.read_examples(path, split))
-        ]
+        examples, found = folders.read_files(path)
+        if examples is not None:
+            found += [_text(place) for _, place in _unreadable(examples)]
+        return sorted(found)
     return tfrecord.corrupt_files(path if kind == "tfrecord" else source)
 
 
@@ -124,11 +125,12 @@ def left_out(
     if not found:
         return excluded
     names = ", ".join(_text(place) for _, place in found[:5])
-    warnings.warn(
+    message = (
         f"{len(found)} of {examples.count} images of {source!r}, split={split!r} "
-        f"cannot be read and are left out: {names}{', ...' if len(found) > 5 else ''}",
-        stacklevel=3,
+        f"cannot be read and are left out: {names}{', ...' if len(found) > 5 else ''}"
     )
+    # Of one place, whoever calls: Python shows it once for several calls.
+    warnings.warn(message, stacklevel=1)
     if len(found) == examples.count:
         raise ValueError(
             f"Expected images that can be read in {source!r}, split={split!r}; "

@@ -1,6 +1,7 @@
 """The best epoch of a run by one of its metrics: to keep it, and to stop after it."""
 
 import math
+import warnings
 from typing import Any
 
 import keras
@@ -20,7 +21,8 @@ class BestEpoch(keras.callbacks.Callback):
     Args:
         monitor: name of a metric as the history has it, such as `"val_accuracy"` or
             `"few_shot/10_shot"`. One with a slash need not be measured each epoch;
-            only epochs in which it is count.
+            only epochs in which it is count. There is a warning at the end if it
+            never was, or was always NaN.
         mode: `"max"` or `"min"`, what is better; None is `"min"` for names that end
             with "loss", and `"max"` for others.
         patience: epochs without a better one after which the run ends; None for never.
@@ -51,7 +53,7 @@ class BestEpoch(keras.callbacks.Callback):
         self, monitor: str, mode: str | None = None, patience: int | None = None
     ):
         super().__init__()
-        check_monitor(monitor, mode, patience)
+        check_monitor(monitor, mode, patience, "mode")
         self.monitor = monitor
         self.mode = mode or ("min" if monitor.endswith("loss") else "max")
         self.patience = patience
@@ -59,12 +61,22 @@ class BestEpoch(keras.callbacks.Callback):
         self.improved = False
         self._epochs = 0
         self._wait = 0
+        self._known = []
+
+    def count_from(self, rows: int) -> None:
+        """Counts the epochs of a run that began without this callback.
+
+        Args:
+            rows: how many epochs its history has.
+        """
+        self._epochs = rows
 
     def on_epoch_begin(self, epoch, logs=None):
         self.improved = False
 
     def on_epoch_end(self, epoch, logs=None):
         row, self._epochs = self._epochs, self._epochs + 1
+        self._known = sorted({*self._known, *(logs or {})})
         value = (logs or {}).get(self.monitor)
         if value is None:
             if "/" not in self.monitor:
@@ -81,6 +93,16 @@ class BestEpoch(keras.callbacks.Callback):
         self._wait += 1
         if self.patience is not None and self._wait >= self.patience:
             self.model.stop_training = True
+
+    def on_train_end(self, logs=None):
+        if self.value is not None or not self._epochs:
+            return
+        reason = "was always NaN" if self._wait else "never came"
+        warnings.warn(
+            f"No epoch is the best: monitor={self.monitor!r} {reason}; the metrics "
+            f"were {self._known}",
+            stacklevel=2,
+        )
 
     def _is_better(self, value):
         if self.value is None or math.isnan(value):
@@ -102,14 +124,23 @@ class BestEpoch(keras.callbacks.Callback):
         self._epochs, self._wait = state["epochs"], state["wait"]
 
 
-def check_monitor(monitor: Any, mode: Any, patience: Any) -> None:
-    """Raises ValueError if an argument of `BestEpoch` is out of range."""
+def check_monitor(
+    monitor: Any, mode: Any, patience: Any, mode_name: str = "monitor_mode"
+) -> None:
+    """Raises ValueError if an argument of `BestEpoch` is out of range.
+
+    Args:
+        monitor: as of `BestEpoch`.
+        mode: as of `BestEpoch`.
+        patience: as of `BestEpoch`.
+        mode_name: name of `mode` in the error.
+    """
     if not isinstance(monitor, str) or not monitor:
         raise ValueError(
             f"Expected the name of a metric; received: monitor={monitor!r}"
         )
     if mode is not None:
-        check_one_of("monitor_mode", mode, MODES)
+        check_one_of(mode_name, mode, MODES)
     if patience is not None:
         check_integer("patience", patience)
 

@@ -9,7 +9,7 @@ import keras
 
 from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
 from keras_moe.files import write_json
-from keras_moe.training.periodic import PeriodicCallback
+from keras_moe.training.periodic import PeriodicCallback, written_if_possible
 from keras_moe.training.weight_averages import averages_in_place
 
 
@@ -26,7 +26,8 @@ class PeriodicEvaluation(PeriodicCallback):
         evaluators: by name.
         every: how many epochs or steps lie between.
         unit: `"epochs"` or `"steps"`.
-        path: a JSON file for `records`, written each time; None for none.
+        path: a JSON file for `records`, written each time; None for none. Where it
+            cannot be written there is a warning, and all of them are tried next time.
 
     Raises:
         ValueError: if there is no evaluator, or an argument is out of range.
@@ -84,7 +85,8 @@ class PeriodicEvaluation(PeriodicCallback):
 
     def measured(self, record):
         if self.path is not None:
-            write_json(self.path, self.records)
+            with written_if_possible(self.path):
+                write_json(self.path, self.records)
 
 
 class FewShot:

@@ -1,7 +1,9 @@
 """What is measured now and then while a model is trained, and leaves no trace in it."""
 
 import contextlib
+import os
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,3 +136,30 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def written_if_possible(path: str | os.PathLike) -> Iterator[None]:
+    """Makes a warning of an OSError in the context, since a run is worth more.
+
+    Args:
+        path: path of the file that is written, which the warning names.
+
+    Example:
+
+    >>> import warnings
+    >>> from keras_moe.training.periodic import written_if_possible
+    >>> with warnings.catch_warnings(record=True) as told:
+    ...     warnings.simplefilter("always")
+    ...     with written_if_possible("figures.csv"):
+    ...         raise OSError("No space left on device")
+    >>> str(told[0].message)
+    'figures.csv could not be written: No space left on device; the run goes on'
+    """
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"{os.fspath(path)} could not be written: {error}; the run goes on",
+            stacklevel=4,
+        )

@@ -4,13 +4,14 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from keras_moe import data, models
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
+from keras_moe.files import write_json
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.ops.checks import (
     check_argument_names,
@@ -181,6 +182,8 @@ class Recipe:
     notes: str = ""
 
     def __post_init__(self):
+        # What `left_out` found, which is no setting.
+        object.__setattr__(self, "_left_out", {})
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(
                 "Expected either epochs or steps; "
@@ -296,11 +299,11 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file that `load_recipe` reads."""
+        """Writes a JSON file that `load_recipe` reads, as a whole or not at all."""
         settings = self.to_dict()
         # The file's name says it.
         settings.pop("name")
-        Path(path).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_json(path, settings)
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Updates of the weights in the run.
@@ -509,11 +512,7 @@ class Recipe:
             "max_labels": self.max_labels,
             "shard": data.process_shard(),
         }
-        unreadable = self.unreadable or "raise"
-        # Once for both: it may decode all images.
-        exclude = data.excluded_examples(
-            self.data, self.train_split, data_dir, self.exclude or (), unreadable
-        )
+        exclude, exclude_from_test = self.left_out(data_dir)
         count = data.num_examples(self.data, self.train_split, data_dir, exclude)
         steps = count // batch_size
         if steps < 1:
@@ -533,9 +532,38 @@ class Recipe:
             **common,
         )
         test = data.load(
-            self.data, self.test_split, shuffle=False, unreadable=unreadable, **common
+            self.data,
+            self.test_split,
+            shuffle=False,
+            exclude=exclude_from_test,
+            **common,
         )
         return Datasets(train, test, self.num_classes(data_dir), steps)
+
+    def left_out(self, data_dir: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The images that `exclude` and `unreadable` leave out.
+
+        All images may be decoded to find them: this object does so once.
+
+        Args:
+            data_dir: of TensorFlow Datasets.
+
+        Returns:
+            Sorted indices, int64, of the training and of the test images.
+
+        Raises:
+            ValueError: as `keras_moe.data.load`.
+        """
+        if data_dir not in self._left_out:
+            unreadable = self.unreadable or "raise"
+            self._left_out[data_dir] = tuple(
+                data.excluded_examples(self.data, split, data_dir, given, unreadable)
+                for split, given in (
+                    (self.train_split, self.exclude or ()),
+                    (self.test_split, ()),
+                )
+            )
+        return self._left_out[data_dir]
 
     def num_classes(self, data_dir: str | None = None) -> int:
         """Number of classes of the images, or of the hierarchy.

@@ -19,7 +19,7 @@ from keras_moe.data.padding import batch_devices
 from keras_moe.files import write_text
 from keras_moe.ops.checks import check_bool
 from keras_moe.training.event_file import EventFile, import_tensorboardx
-from keras_moe.training.periodic import PeriodicCallback
+from keras_moe.training.periodic import PeriodicCallback, written_if_possible
 
 COLUMNS = (
     "epoch",
@@ -50,6 +50,9 @@ class RouterHealth(PeriodicCallback):
     The logs, and with them the progress line and the history, get the worst layer's:
     `router/entropy`, `router/dead`, `router/dropped` (of the choices; of the tokens
     where these do not choose), and the mean over layers `router/max_gate`.
+
+    A file that cannot be written is a warning, and the run goes on; its figures are
+    written with the next ones.
 
     Args:
         images: (B, height, width, channels), the probe. As many as in a training step
@@ -126,6 +129,8 @@ class RouterHealth(PeriodicCallback):
                 )
         self.layers = []
         self._events = None
+        # Rows that TensorBoard has not got yet.
+        self._unwritten = []
         self._of, self._probe = None, None
 
     def measure(self):
@@ -157,7 +162,8 @@ class RouterHealth(PeriodicCallback):
         for row in rows:
             self._warn(row)
         self._write_csv()
-        self._write_events(rows)
+        self._unwritten += rows
+        self._write_events()
 
     def get_state(self):
         return {**super().get_state(), "layers": list(self.layers)}
@@ -199,20 +205,19 @@ class RouterHealth(PeriodicCallback):
         for row in self.layers:
             shares = " ".join(f"{share:.6g}" for share in row["expert_shares"])
             writer.writerow({**row, "expert_shares": shares})
-        write_text(self.csv_path, text.getvalue())
+        with written_if_possible(self.csv_path):
+            write_text(self.csv_path, text.getvalue())
 
-    def _write_events(self, rows):
-        if self.tensorboard is None:
+    def _write_events(self):
+        if self.tensorboard is None or not self._unwritten:
             return
-        if self._events is None:
-            self._events = EventFile(self.tensorboard, rows[0]["step"])
-        for row in rows:
-            name = f"router/{row['layer']}"
-            figures = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}
-            for expert, share in enumerate(row["expert_shares"]):
-                figures[f"{name}/load/{expert}"] = share
-            known = {tag: x for tag, x in figures.items() if x is not None}
-            self._events.write(row["step"], known)
+        events, self._events = self._events, None
+        with written_if_possible(self.tensorboard):
+            # After a failure in a new file, which hides what the last one has of them.
+            events = events or EventFile(self.tensorboard, self._unwritten[0]["step"])
+            for row in self._unwritten:
+                events.write(row["step"], _scalars(row))
+            self._events, self._unwritten = events, []
 
 
 class _RoutingProbe(keras.Model):
@@ -265,3 +270,12 @@ def _row(name, found):
         "mean_max_gate": found.mean_max_gate,
         "expert_shares": [float(share) for share in shares],
     }
+
+
+def _scalars(row):
+    """What TensorBoard shows of a row, by tag."""
+    name = f"router/{row['layer']}"
+    figures = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}
+    for expert, share in enumerate(row["expert_shares"]):
+        figures[f"{name}/load/{expert}"] = share
+    return {tag: x for tag, x in figures.items() if x is not None}

@@ -1,6 +1,8 @@
 """A run: the model of a recipe, trained on its images."""
 
+import hashlib
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -102,7 +104,8 @@ def train(
     Raises:
         ValueError: if the recipe, model and images do not fit together; if the
             checkpoints are of another recipe, or all corrupt; if an image cannot be
-            read; or if the loss is not finite any more.
+            read, or with `unreadable="exclude"` others than when the run began; or if
+            the loss is not finite any more.
         OSError: if the last checkpoint cannot be written; or if another process, which
             the error names, trains in `checkpoint_dir`, see `run_lock`.
 
@@ -135,6 +138,8 @@ def train(
     checkpoint, first_step = None, 0
     if checkpoint_dir is not None:
         settings = {k: v for k, v in recipe.to_dict().items() if k not in _WORDS}
+        if datasets is None and recipe.unreadable is not None:
+            settings["unreadable_images"] = _left_out(recipe, data_dir)
         checkpoint = RunCheckpoint(
             checkpoint_dir,
             run.steps_per_epoch,
@@ -168,6 +173,9 @@ def train(
     if best is not None:
         every.append(best)
     if checkpoint is not None:
+        if best is not None:
+            # Unless the checkpoint has a state of its own.
+            best.count_from(len(checkpoint.history.get("loss", ())))
         every = checkpoint.around(every)
     if first_step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
         # Makes the metrics' variables, which other backends have before the first step
@@ -246,8 +254,7 @@ def _diagnosis(error, run, checkpoint, verbose):
     recipe = run.recipe
     found = None
     good = checkpoint and checkpoint.last
-    # No process of several can look at weights that lie on all of them.
-    alone = data.process_shard()[1] == 1
+    alone = _has_all_weights()
     if alone and (good or error.step <= _SHORT_RUN):
         found = _first_non_finite(error, run, checkpoint, verbose)
     epoch = (error.step - 1) // run.steps_per_epoch + 1
@@ -291,11 +298,35 @@ def _first_non_finite(error, run, checkpoint, verbose):
     return None
 
 
+def _left_out(recipe, data_dir):
+    """What says whether a search found the same images again, on which batches depend.
+
+    An error of reading may have passed since, or come.
+    """
+    found = {}
+    for split, indices in zip(("train", "test"), recipe.left_out(data_dir)):
+        digest = hashlib.sha256(indices.astype("<i8").tobytes()).hexdigest()
+        found[split] = {"left_out": len(indices), "sha256": digest}
+    return found
+
+
+def _has_all_weights():
+    """Whether this process does: of several, one that trains with no distribution."""
+    return keras.distribution.distribution() is None or data.process_shard()[1] == 1
+
+
 def _training(model, history, recipe, checkpoint):
     history = {name: [float(x) for x in values] for name, values in history.items()}
     accuracy = history.get("val_accuracy") or history["val_precision_at_1"]
     row = -1
-    # No process of several has waited for the others' pieces of it.
-    if recipe.best == "restore" and data.process_shard()[1] == 1:
+    if recipe.best == "restore" and _has_all_weights():
         row = checkpoint.best_row if checkpoint.restore_best(model) else -1
+    elif recipe.best == "restore":
+        # No process of several has waited for the others' pieces of it.
+        warnings.warn(
+            "The model is that of the last epoch, as several processes share its "
+            "weights: train(...) again with these checkpoints, in one process without "
+            "a distribution, gives that of the best",
+            stacklevel=3,
+        )
     return Training(model, history, accuracy[row])

@@ -174,7 +174,8 @@ class RunCheckpoint(keras.callbacks.Callback):
     def restore_best(self, model: keras.Model) -> bool:
         """Gives a compiled model the weights of the best epoch, once `fit` is over.
 
-        There is a warning, and the model stays, if their checkpoint is not whole.
+        There is a warning, and the model stays, if there is no best epoch or its
+        checkpoint is not whole.
 
         Args:
             model: compiled as the run's was.
@@ -183,6 +184,11 @@ class RunCheckpoint(keras.callbacks.Callback):
             Whether the model has them.
         """
         if self.best_step is None:
+            warnings.warn(
+                "The model is that of the last epoch: there is no checkpoint of a best "
+                f"one in {self.folder}",
+                stacklevel=2,
+            )
             return False
         path = Path(self.folder) / f"step-{self.best_step:08d}"
         try:

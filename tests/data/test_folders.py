@@ -2,14 +2,17 @@
 
 import json
 import os
+import warnings
 
 import keras
 import numpy as np
 import pytest
 
 from keras_moe.data import (
+    excluded_examples,
     find_corrupt_files,
     find_unreadable,
+    folders,
     load,
     num_examples,
     reading_errors,
@@ -78,6 +81,54 @@ def test_corrupt_files_of_folders_are_found(photos):
         for name in ("test/a/1.png", "train/a/3.png", "train/b/5.png")
     ]
     assert find_unreadable(source, "train").tolist() == [3, 15]
+    # A split without images, and one with an empty folder of a class.
+    (photos / "extra").mkdir()
+    (photos / "later" / "a").mkdir(parents=True)
+    assert len(find_corrupt_files(source)) == 3
+
+
+def test_files_that_are_listed_and_missing_are_corrupt(tmp_path):
+    save(tmp_path / "train" / "0.png", 0)
+    (tmp_path / "train" / "1.png").write_bytes(b"no image")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "labels.json").write_text('{"gone.png": ["a"]}')
+    labels = {f"{name}.png": ["a"] for name in (2, 1, 0)}
+    (tmp_path / "train" / "labels.json").write_text(json.dumps(labels))
+    assert find_corrupt_files(f"folder:{tmp_path}") == [
+        str(tmp_path / name) for name in ("test/gone.png", "train/1.png", "train/2.png")
+    ]
+    with pytest.raises(ValueError, match=r"received: '\S+\.png'"):
+        load(f"folder:{tmp_path}", "train", SHAPE, 1)
+    for path in (tmp_path / "test").iterdir():
+        path.write_text('{"../0.png": ["a"]}')
+    with pytest.raises(ValueError, match=r"received: '\.\./0\.png'"):
+        find_corrupt_files(f"folder:{tmp_path}")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch, turned):
+    walk = os.walk
+
+    def other(*args, **options):
+        for place, names, files in walk(*args, **options):
+            names.sort(reverse=turned)
+            yield place, names, files
+
+    monkeypatch.setattr(os, "walk", other)
+    save(tmp_path / "m" / "0.png", 0)
+    # Two names of one folder.
+    (tmp_path / "z").symlink_to("m")
+    assert folders._files(tmp_path) == [tmp_path / "m" / "0.png"]
+
+
+def test_what_is_left_out_is_told_once(photos):
+    source, options = f"folder:{photos}", {"unreadable": "exclude"}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        num_examples(source, "train", **options)
+        load(source, "train", SHAPE, **options)
+        excluded_examples(source, "train", **options)
+    assert ["cannot be read" in str(x.message) for x in told] == [True]
 
 
 def test_images_that_cannot_be_read_are_left_out(photos):

@@ -1,6 +1,8 @@
 """TFRecord files, and what every source can do: several labels, shards, exclusion."""
 
 import json
+import os
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -14,6 +16,7 @@ from keras_moe.data import (
     num_classes,
     num_examples,
     reading_errors,
+    tfrecord,
     write_tfrecords,
 )
 
@@ -136,6 +139,25 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     assert sorted(numbers(read(source))) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"Expected the classes of .*dataset\.json"):
         write_tfrecords(tmp_path, "test", [(image(0), 0)], ["a", "b"])
+
+
+def test_records_are_on_the_disk_before_they_take_their_place(tmp_path, monkeypatch):
+    done = []
+    for name in ("sync_file", "sync_folder"):
+        call = getattr(tfrecord, name)
+        monkeypatch.setattr(
+            tfrecord, name, lambda path, call=call: done.append(path) or call(path)
+        )
+    replace = os.replace
+
+    def replaced(part, path):
+        assert Path(path).name == tfrecord.SIDECAR or part in done
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    write(tmp_path, 4, 2)
+    assert len(done) == 3
+    assert done[-1] == tmp_path
 
 
 def test_corrupt_files_are_named(tmp_path):

@@ -163,6 +163,17 @@ def test_upcycle_makes_a_preset(tmp_path, capsys, monkeypatch):
     assert main([source, output, "--set", "router=1"]) == 1
     assert "received: router=1" in capsys.readouterr().err
     assert list(models.from_preset(output).routing) == ["block_3"]
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setitem(main.__globals__, "write_json", full)
+        assert main([source, output, "--num-experts", "2", "--moe-layers", "[3]"]) == 1
+    assert "error: [Errno 28] No space" in capsys.readouterr().err
+    again = json.loads((tmp_path / "sparse" / "upcycling.json").read_text())
+    assert again == report
+    assert models.from_preset(output).count_params() == sparse.count_params()
     # The source, by whatever path, is not overwritten.
     os.symlink(tmp_path / "dense", tmp_path / "link")
     before = {x.name: x.read_bytes() for x in (tmp_path / "dense").iterdir()}

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import training
+from keras_moe import files, training
 from keras_moe.training import BestEpoch, Recipe, train
 
 to_numpy = keras.ops.convert_to_numpy
@@ -136,6 +136,24 @@ def test_the_best_epoch_is_kept_beside_the_newest(tmp_path):
 
 
 @backend_free
+def test_one_process_of_several_restores_the_best_once_it_is_alone(
+    tmp_path, monkeypatch
+):
+    mine = recipe(monitor="score", patience=1, best="restore")
+    expected = run(tmp_path, mine)
+    assert expected.test_accuracy == expected.history["val_accuracy"][1]
+    # Such as the first of two, of which each has every second image.
+    monkeypatch.setattr(training.run.data, "process_shard", lambda: (0, 2))
+    assert_same(run(tmp_path, mine), expected)
+    monkeypatch.setattr(keras.distribution, "distribution", lambda: "a distribution")
+    with pytest.warns(UserWarning, match=r"last epoch, as several processes"):
+        found = training.run._training(
+            expected.model, expected.history, mine, training.RunCheckpoint(tmp_path, 7)
+        )
+    assert found.test_accuracy == expected.history["val_accuracy"][-1]
+
+
+@backend_free
 def test_a_best_checkpoint_that_cannot_be_written_leaves_the_one_before(
     tmp_path, monkeypatch
 ):
@@ -178,6 +196,26 @@ def test_what_is_better():
 
 
 @backend_free
+@pytest.mark.parametrize(
+    ("monitor", "reason"),
+    [("few_shot/10_sht", "never came"), ("score/nan", "was always NaN")],
+)
+def test_a_run_without_a_best_epoch_says_so(tmp_path, monitor, reason):
+    class Nan(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["score/nan"] = float("nan")
+
+    mine = recipe(monitor=monitor, best="restore", epochs=2)
+    message = f"monitor='{monitor}' {reason}; the metrics were .*'score'"
+    with (
+        pytest.warns(UserWarning, match=message),
+        pytest.warns(UserWarning, match="last epoch: there is no checkpoint of a best"),
+    ):
+        found = run(tmp_path, mine, Nan())
+    assert found.test_accuracy == found.history["val_accuracy"][-1]
+
+
+@backend_free
 def test_bad_settings(tmp_path):
     for settings, message in (
         ({"best": "newest"}, "best='newest'"),
@@ -191,6 +229,8 @@ def test_bad_settings(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"received: .*{message}"):
             recipe(**settings)
+    with pytest.raises(ValueError, match="received: mode='most'"):
+        BestEpoch("loss", mode="most")
     with pytest.raises(ValueError, match=r"received: best='keep', checkpoint_dir=None"):
         train(recipe(best="keep"))
     with pytest.raises(ValueError, match=r"'val_loss'\]; received: monitor='score'"):
@@ -200,7 +240,7 @@ def test_bad_settings(tmp_path):
 
 
 @backend_free
-def test_settings_come_back(tmp_path):
+def test_settings_come_back(tmp_path, monkeypatch):
     mine = recipe(
         monitor="val_loss",
         monitor_mode="min",
@@ -212,6 +252,15 @@ def test_settings_come_back(tmp_path):
         exclude=["a.json", "b.json"],
     )
     mine.save(tmp_path / "mine.json")
+    assert training.load_recipe(tmp_path / "mine.json") == mine
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write_all", full)
+        with pytest.raises(OSError, match="No space"):
+            mine.replace(epochs=99).save(tmp_path / "mine.json")
     assert training.load_recipe(tmp_path / "mine.json") == mine
     rates = [float(mine.schedule(7)(step)) for step in (0, 10, 20, 41)]
     np.testing.assert_allclose(rates, [1e-2, 5.05e-3, 1e-4, 1e-4], rtol=1e-5)
@@ -283,3 +332,15 @@ def test_a_run_that_stopped_early_goes_on_with_more_patience(tmp_path):
     found = run(tmp_path, mine, extend=True)
     assert_same(found, run(tmp_path / "whole", mine))
     assert len(found.history["score"]) == 4
+
+
+@backend_free
+def test_rows_of_an_extended_run_are_those_of_its_whole_history(tmp_path):
+    run(tmp_path, recipe(epochs=2, decay="constant"))
+    run(tmp_path, recipe(epochs=4, decay="constant", patience=5), extend=True)
+    state = training.find_checkpoint(tmp_path).state
+    best = state["callbacks"]["BestEpoch 1"]
+    # The third and fourth epochs are its own.
+    assert best["row"] in (2, 3)
+    assert best["epochs"] == 4
+    assert state["history"]["val_accuracy"][best["row"]] == best["value"]

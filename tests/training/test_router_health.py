@@ -1,6 +1,7 @@
 """What the routers do while a model is trained, and that nobody notices."""
 
 import csv
+import json
 import sys
 
 import keras
@@ -180,6 +181,46 @@ def test_a_run_that_goes_on_hides_the_events_of_steps_made_again(tmp_path):
         health.measured({"epoch": 0, "step": step})
     assert {step for _, step in _events(tmp_path, hidden_from)} == {2, 3}
     assert sorted(hidden_from) == [2, 3]
+
+
+@pytest.mark.backend_free
+def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX")
+    path, board = tmp_path / "health.csv", tmp_path / "board"
+    health = training.RouterHealth(
+        IMAGES[:4], csv_path=path, tensorboard=board, min_entropy=0.0, max_share=1.0
+    )
+    evaluation = training.PeriodicEvaluation({"x": len}, path=tmp_path / "x.json")
+    health.set_model(classifier())
+    health.measure()
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    for step, is_full in ((1, False), (2, True), (3, False)):
+        measured = {"epoch": step, "step": step}
+        evaluation.records.append(measured)
+        if not is_full:
+            health.measured(measured)
+            evaluation.measured(measured)
+            continue
+        with monkeypatch.context() as patched:
+            patched.setattr(training.router_health, "write_text", full)
+            patched.setattr(training.router_health.EventFile, "write", full)
+            patched.setattr(training.evaluation_callback, "write_json", full)
+            for call, name in (
+                (health.measured, r"health\.csv"),
+                (evaluation.measured, r"x\.json"),
+            ):
+                message = f"{name} could not be written: .*No space.*; the run goes on"
+                with pytest.warns(UserWarning, match=message):
+                    call(measured)
+            with pytest.warns(UserWarning, match=r"health\.csv could not"):
+                health.set_state(health.get_state() | {"records": []})
+    with open(path) as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3]
+    assert [row["step"] for row in json.loads(evaluation.path.read_text())] == [1, 2, 3]
+    assert {step for _, step in _events(board, [])} == {1, 2, 3}
 
 
 @pytest.mark.backend_free

@@ -1,16 +1,21 @@
 """Training on a folder with an image that cannot be read."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
 
-from keras_moe.training import Recipe, train
+from keras_moe import data
+from keras_moe.training import Recipe, find_checkpoint, train
 from tests.training.test_best_epoch import dropout_model
 
 pytest.importorskip("tensorflow")
 
 
-def test_an_image_ends_a_run_by_name_or_is_left_out(tmp_path, monkeypatch):
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """The one image of ten that cannot be read."""
     monkeypatch.setattr(Recipe, "new_model", dropout_model)
     for number in range(10):
         for split in ("train", "test"):
@@ -20,14 +25,23 @@ def test_an_image_ends_a_run_by_name_or_is_left_out(tmp_path, monkeypatch):
             keras.utils.save_img(path, pixels, scale=False)
     path = tmp_path / "train" / "a" / "4.png"
     path.write_bytes(b"no image")
-    recipe = Recipe(
+    return path
+
+
+def recipe_of(path, **settings):
+    return Recipe(
         "mine",
         preset="vmoe_digits",
         batch_size=3,
         learning_rate=1e-2,
         epochs=1,
-        data=f"folder:{tmp_path}",
+        data=f"folder:{path.parents[2]}",
+        **settings,
     )
+
+
+def test_an_image_ends_a_run_by_name_or_is_left_out(path):
+    recipe = recipe_of(path)
     with pytest.raises(ValueError, match=f"can be decoded; received: {path}$"):
         train(recipe, verbose=0)
     with pytest.warns(UserWarning, match=rf"1 of 10 images.*{path}$"):
@@ -35,3 +49,32 @@ def test_an_image_ends_a_run_by_name_or_is_left_out(tmp_path, monkeypatch):
     # Of nine images; ten would be three batches, too, but for the error.
     assert int(trained.model.optimizer.iterations) == 3
     assert len(trained.history["val_loss"]) == 1
+
+
+@pytest.mark.backend_free
+def test_a_run_whose_images_are_others_is_refused(path, tmp_path, monkeypatch):
+    def run(settings):
+        train(settings, verbose=0, checkpoint_dir=tmp_path / "run")
+
+    searched = []
+    search = data.unreadable._unreadable
+    monkeypatch.setattr(
+        data.unreadable,
+        "_unreadable",
+        lambda examples: searched.append(examples) or search(examples),
+    )
+    mine = recipe_of(path, unreadable="exclude")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(mine)
+        run(mine)
+    # Once each for training and test images.
+    assert len(searched) == 2
+    assert sum("cannot be read" in str(x.message) for x in told) == 1
+    state = find_checkpoint(tmp_path / "run").state
+    assert state["settings"]["unreadable_images"]["train"]["left_out"] == 1
+    # The error has passed: a search finds no such image.
+    path.write_bytes(path.with_name("6.png").read_bytes())
+    message = r"received: unreadable_images=.*'left_out': 0.*\(there .*'left_out': 1"
+    with pytest.raises(ValueError, match=message):
+        run(mine.replace())
