@@ -87,7 +87,7 @@ def options_of(name):
     if "token" in name:
         losses = {"importance": 0.1, "load": 0.1}
         return [
-            {"auxiliary_losses": losses},
+            {"auxiliary_losses": losses, "noise_std": 1.0},
             {"eval_capacity_factor": 1.0, "priority": "max_gate"},
             {"dropless": True, "auxiliary_losses": {"z": 0.1}},
         ]
