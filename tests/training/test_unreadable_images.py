@@ -19,11 +19,11 @@ def path(tmp_path, monkeypatch):
     monkeypatch.setattr(Recipe, "new_model", dropout_model)
     for number in range(10):
         for split in ("train", "test"):
-            path = tmp_path / split / "ab"[number % 2] / f"{number}.png"
+            path = tmp_path / "photos" / split / "ab"[number % 2] / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             pixels = np.full((4, 4, 3), 20 * number, "uint8")
             keras.utils.save_img(path, pixels, scale=False)
-    path = tmp_path / "train" / "a" / "4.png"
+    path = tmp_path / "photos" / "train" / "a" / "4.png"
     path.write_bytes(b"no image")
     return path
 
