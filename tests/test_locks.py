@@ -212,19 +212,19 @@ def test_hostile_files_are_not_whole(path):
     path.write_bytes(bytes(100))
     assert_free(path)
     path.write_text("[" * 4096)
-    with pytest.raises(OSError, match="received: a file that begins"):
-        with locked(path, "the folder"):
-            pass
+    message = "received: a file that begins"
+    with pytest.raises(OSError, match=message), locked(path, "the folder"):
+        pass
 
 
 def test_a_file_that_cannot_be_removed_does_not_lock_its_process_out(path, monkeypatch):
     def unlink(*_, **__):
         raise PermissionError(errno.EACCES, "no")
 
-    with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(Path, "unlink", unlink)
-        with locked(path, "the folder"):
-            raise KeyError
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(KeyError), locked(path, "the folder"):
+        raise KeyError
+    monkeypatch.undo()
     assert path.read_bytes() == b""
     assert_free(path)
 

@@ -29,7 +29,11 @@ CHECKSUMS = "sha256"
 
 
 class _Stream:
-    """A file for HDF5, to which a failed write looks like one that was done."""
+    """A file for HDF5, to which a failed write looks like one that was done.
+
+    HDF5 makes a SystemError of an interrupt that is raised here: it is kept, too, and
+    raised by `check`.
+    """
 
     def __init__(self, file: BinaryIO, path: Path):
         self._file, self.path = file, path
@@ -37,9 +41,11 @@ class _Stream:
         self._error = None
 
     def check(self):
-        """Raises the error of the first write that failed."""
-        if self._error is not None:
+        """Raises the error of the first call that failed."""
+        if isinstance(self._error, OSError):
             raise write_failed(self._error, self.path, self._end) from self._error
+        if self._error is not None:
+            raise self._error
 
     def seek(self, offset, whence=os.SEEK_SET):
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._end}
@@ -56,18 +62,22 @@ class _Stream:
 
     def readinto(self, buffer):
         """Reads what was written; zeros in the place of what was not."""
-        view = memoryview(buffer).cast("B")
-        view[:] = bytes(len(view))
-        self._file.seek(self._position)
-        self._position += len(view)
-        rest = view
-        while len(rest) and (count := self._file.readinto(rest)):
-            rest = rest[count:]
-        return len(view)
+        start, size = self._position, memoryview(buffer).nbytes
+        self._position = start + size
+
+        def read():
+            rest = memoryview(buffer).cast("B")
+            rest[:] = bytes(size)
+            self._file.seek(start)
+            while len(rest) and (count := self._file.readinto(rest)):
+                rest = rest[count:]
+
+        self._try(read)
+        return size
 
     def write(self, data):
-        size = memoryview(data).nbytes
-        start, self._position = self._position, self._position + size
+        start, size = self._position, memoryview(data).nbytes
+        self._position = start + size
         self._end = max(self._end, self._position)
 
         def write():
@@ -85,13 +95,24 @@ class _Stream:
     def flush(self):
         """Does nothing: the file has no buffer, and is synchronised at its end."""
 
-    def _try(self, change):
+    def _try(self, act):
         # After the first error there is nothing to save any more.
-        if self._error is None:
-            try:
-                change()
-            except OSError as error:
-                self._error = error
+        try:
+            if self._error is None:
+                act()
+        except BaseException as error:
+            self._error = error
+
+
+@contextlib.contextmanager
+def _checked(stream_of):
+    """Raises the stream's first error, in place of those of HDF5 that follow."""
+    try:
+        yield
+    except Exception:
+        stream_of().check()
+        raise
+    stream_of().check()
 
 
 @contextlib.contextmanager
@@ -106,9 +127,8 @@ def new_hdf5(path: str | os.PathLike) -> Iterator[h5py.File]:
     """
     with new_file(path) as file:
         stream = _Stream(file, Path(path))
-        with h5py.File(stream, "w") as hdf5:
+        with _checked(lambda: stream), h5py.File(stream, "w") as hdf5:
             yield hdf5
-        stream.check()
 
 
 class _StreamedStore:
@@ -121,18 +141,19 @@ class _StreamedStore:
     def _get_h5_file(self, path_or_io, mode=None):
         path = Path(path_or_io)
         self._stream = _Stream(self._files.enter_context(new_file(path)), path)
-        return h5py.File(self._stream, "w")
+        with _checked(lambda: self._stream):
+            return h5py.File(self._stream, "w")
 
     def __setitem__(self, key, value):
-        super().__setitem__(key, value)
         # Not at the end: a large model takes minutes.
-        self._stream.check()
+        with _checked(lambda: self._stream):
+            super().__setitem__(key, value)
 
     def close(self):
-        if self.h5_file is not None:
-            self.h5_file.close()
-            self.h5_file = None
-        self._stream.check()
+        hdf5, self.h5_file = self.h5_file, None
+        with _checked(lambda: self._stream):
+            if hdf5 is not None:
+                hdf5.close()
 
 
 class _Store(_StreamedStore, H5IOStore):
@@ -193,7 +214,7 @@ def save_weights(
         try:
             save_state(model, store, None, "", skipped)
         except BaseException:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 store.close()
             raise
         store.close()
