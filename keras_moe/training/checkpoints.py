@@ -307,8 +307,10 @@ def clean_checkpoints(folder: str | os.PathLike, everything: bool = False) -> No
         if replaced != path.name and not path.with_name(replaced).exists():
             # Ended before the new one was in its place.
             os.rename(path, path.with_name(replaced))
-        else:
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
+        else:
+            path.unlink()
     if everything:
         for path in list_checkpoints(folder):
             _remove(path)

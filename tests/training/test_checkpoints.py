@@ -326,6 +326,19 @@ def test_what_was_being_written_is_removed_at_the_next_start(tmp_path):
 
 
 @backend_free
+def test_links_and_files_among_the_unfinished_are_removed(tmp_path):
+    kept, run = tmp_path / "kept", tmp_path / "run"
+    save(kept, 1)
+    run.mkdir()
+    (run / ".writing-link").symlink_to(kept)
+    (run / ".writing-dangling").symlink_to(run / "nowhere")
+    (run / ".writing-file").write_text("")
+    training.clean_checkpoints(run)
+    assert names(run) == []
+    assert names(kept) == ["step-00000001"]
+
+
+@backend_free
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
     save(tmp_path, 1)
