@@ -2,9 +2,11 @@
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import socket
+import stat
 import threading
 import time
 import warnings
@@ -19,6 +21,11 @@ except ImportError:  # Windows.
     fcntl = None
 
 _POLL_SECONDS = 0.05
+# A lock's file is short, and begins like this, even if it was cut off.
+_LARGEST = 4096
+_BEGINNING = b'{"process": '
+# Windows has no such flag.
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 # What this process holds, with what their files say: the system's locks do not tell its
 # threads apart, and end when this process closes any descriptor of the file.
 _held: dict[Path, dict] = {}
@@ -38,6 +45,8 @@ def locked(
     The owner's process, host and time are in the file, which is removed at the end. A
     process that was killed leaves its file behind, and the next one takes it over: the
     system has given up the killed one's lock, and its process is not there any more.
+    Where a file system has no locks, the file of a process on another host stays until
+    somebody removes it: no one here can tell whether that process still runs.
 
     Args:
         path: path of the lock's file, in a folder that exists.
@@ -46,7 +55,8 @@ def locked(
 
     Raises:
         FolderInUse: an OSError that names the owner, if there still is one.
-        OSError: if the file cannot be written.
+        OSError: if the file cannot be written, or is none of a lock: a link, or a file
+            of something else, stays as it is.
 
     Example:
 
@@ -68,28 +78,30 @@ def locked(
             raise FolderInUse(
                 f"Expected no one else at work on {purpose}; received: "
                 f"{_described(found)}, which holds {path}"
+                + (
+                    ". Remove that file if that process is gone"
+                    if found and not _can_be_looked_up(found)
+                    else ""
+                )
             )
         time.sleep(_POLL_SECONDS)
     try:
         yield
     finally:
-        # Removed before the lock is given up, so that this is not the next owner's.
-        path.unlink(missing_ok=True)
-        os.close(found)
-        with _held_guard:
-            del _held[path]
+        _release(path, found)
 
 
 def _acquire(path):
     """The descriptor of a lock's file that is now ours, or its owner."""
     mine = _this_process()
     with _held_guard:
-        if path in _held:
+        # A forked process has its parent's entries, and none of its parent's locks.
+        if path in _held and _held[path]["process"] == mine["process"]:
             return _held[path]
         owner = None
         # None again and again, as long as others remove the file that was opened.
         while owner is None:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = _open(path)
             try:
                 owner = _take(descriptor, path, mine)
             finally:
@@ -101,14 +113,33 @@ def _acquire(path):
         return owner
 
 
+def _open(path):
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _no_lock(path, "a link") from error
+        raise
+
+
+def _no_lock(path, received):
+    return OSError(
+        errno.EEXIST, f"Expected no file or one of a lock; received: {received}", path
+    )
+
+
 def _take(descriptor, path, mine):
     """Writes this process into a lock's file, or returns the process that is in it.
 
     Returns None where the file lost its name after it was opened.
     """
-    free = _system_lock(descriptor)
-    before = _read(descriptor)
-    if not free:
+    file = os.fstat(descriptor)
+    if not stat.S_ISREG(file.st_mode):
+        raise _no_lock(path, "no plain file")
+    lock = _system_lock(descriptor)
+    text = _read(descriptor)
+    before = _owner_in(text)
+    if lock == "busy":
         return before
     if not _is_at(descriptor, path):
         return None
@@ -116,6 +147,12 @@ def _take(descriptor, path, mine):
     # descriptor of the file, as a backup of the folder does.
     if _is_alive(before):
         return before
+    if before and lock == "unknown" and not _can_be_looked_up(before):
+        return before
+    if file.st_nlink > 1:
+        raise _no_lock(path, f"a file of {file.st_nlink} names")
+    if not (before or _is_cut_off(text)):
+        raise _no_lock(path, f"a file that begins with {text[:40]!r}")
     if before and not _is_here(before):
         warnings.warn(
             f"{path} was left by {_described(before)}; no one holds it, and it is "
@@ -129,41 +166,74 @@ def _take(descriptor, path, mine):
             file.seek(0)
             write_all(file, text)
     except OSError as error:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         raise write_failed(error, path, len(text)) from error
     return mine
 
 
+def _release(path, descriptor):
+    """Gives a lock up; an error of the file system must not hide one of the work."""
+    with _held_guard:
+        entry = _held.pop(path)
+        try:
+            # Not in a forked process: its parent still holds the lock.
+            if entry["process"] == os.getpid() and _is_at(descriptor, path):
+                # Removed before the lock is given up, so that this is not the next
+                # owner's.
+                path.unlink()
+        except OSError:
+            # An empty file is nobody's.
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
 def _system_lock(descriptor):
-    """Whether no other process has the system's lock, which is now ours."""
+    """Asks for the system's lock: "got", "busy", or "unknown" where there is none."""
     if fcntl is None:
-        return True
+        return "unknown"
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        return False
+        return "busy"
     except OSError:
         # A file system without locks: what the file says must do.
-        pass
-    return True
+        return "unknown"
+    return "got"
 
 
 def _is_at(descriptor, path):
     """Whether an open file still has its name: its owner may just have removed it."""
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
 
 
 def _read(descriptor):
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return os.read(descriptor, _LARGEST + 1)
+
+
+def _owner_in(text):
     """What a lock's file says of its owner, {} if it is not whole."""
     try:
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        owner = json.loads(os.read(descriptor, 4096))
-    except ValueError:
+        owner = json.loads(text)
+    except (RecursionError, ValueError):
         return {}
-    return owner if isinstance(owner, dict) else {}
+    is_whole = isinstance(owner, dict) and isinstance(owner.get("process"), int)
+    return owner if is_whole else {}
+
+
+def _is_cut_off(text):
+    """Whether a file may be that of a lock, of which not all came to the disk."""
+    text = text.rstrip(b"\0")
+    return len(text) <= _LARGEST and (
+        text.startswith(_BEGINNING) or _BEGINNING.startswith(text)
+    )
 
 
 def _this_process():
@@ -192,13 +262,15 @@ def _is_here(owner):
     )
 
 
+def _can_be_looked_up(owner):
+    """Whether this system knows if an owner is still there."""
+    return owner.get("started") is not None and _is_here(owner)
+
+
 def _is_alive(owner):
     """Whether an owner of this host is still there."""
-    started = owner.get("started")
-    return (
-        started is not None
-        and _is_here(owner)
-        and _started(owner.get("process")) == started
+    return _can_be_looked_up(owner) and (
+        _started(owner.get("process")) == owner["started"]
     )
 
 

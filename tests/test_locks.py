@@ -1,5 +1,6 @@
 """One process at a time holds a folder; the others learn which, and none for ever."""
 
+import errno
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from keras_moe import locks
 from keras_moe.locks import FolderInUse, locked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,4 +154,91 @@ def test_an_owner_elsewhere_is_taken_over_with_a_warning(path, changes):
         locked(path, "the folder"),
     ):
         pass
+    assert not path.exists()
+
+
+@pytest.fixture
+def no_system_locks(monkeypatch):
+    """A file system without locks."""
+
+    def lockf(*_):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(locks.fcntl, "lockf", lockf)
+
+
+@pytest.mark.parametrize("changes", [{"host": "other"}, {"started": None}])
+def test_an_owner_elsewhere_stays_where_the_system_has_no_locks(
+    path, no_system_locks, changes
+):
+    written(path, **changes)
+    message = r"which holds .*\.lock\. Remove that file if that process is gone"
+    with pytest.raises(FolderInUse, match=message), locked(path, "the folder"):
+        pass
+    path.unlink()
+    assert_free(path)
+
+
+def test_what_a_killed_process_here_left_is_taken_over_without_locks(
+    path, no_system_locks
+):
+    written(path, process=999_999_999)
+    assert_free(path)
+
+
+def test_a_file_of_something_else_is_not_destroyed(path):
+    precious = path.with_name("precious")
+    precious.write_text("all that I have")
+    path.symlink_to(precious)
+    with pytest.raises(OSError, match="received: a link"), locked(path, "it"):
+        pass
+    path.unlink()
+    path.hardlink_to(precious)
+    with pytest.raises(OSError, match="of 2 names"), locked(path, "it"):
+        pass
+    precious.unlink()
+    with pytest.raises(OSError, match="begins with b'all"), locked(path, "it"):
+        pass
+    assert path.read_text() == "all that I have"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="no plain file"), locked(path, "it"):
+        pass
+
+
+def test_hostile_files_are_not_whole(path):
+    written(path, process=float("inf"))
+    assert_free(path)
+    path.write_bytes(bytes(100))
+    assert_free(path)
+    path.write_text("[" * 4096)
+    message = "received: a file that begins"
+    with pytest.raises(OSError, match=message), locked(path, "the folder"):
+        pass
+
+
+def test_a_file_that_cannot_be_removed_does_not_lock_its_process_out(path, monkeypatch):
+    def unlink(*_, **__):
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(KeyError), locked(path, "the folder"):
+        raise KeyError
+    monkeypatch.undo()
+    assert path.read_bytes() == b""
+    assert_free(path)
+
+
+def test_a_forked_process_leaves_its_parents_lock(path):
+    lock = locked(path, "the folder")
+    lock.__enter__()
+    child = os.fork()
+    if child == 0:
+        try:
+            lock.__exit__(None, None, None)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert json.loads(path.read_text())["process"] == os.getpid()
+    lock.__exit__(None, None, None)
     assert not path.exists()

@@ -5,7 +5,8 @@ import os
 import h5py
 import keras
 
-from keras_moe.models.weights_file import checked_weights, new_hdf5
+from keras_moe.models.weights_file import checked_weights, new_hdf5, plain_values
+from keras_moe.ops.checks import check_integer
 
 DEFAULT = ("query", "value")
 
@@ -89,17 +90,9 @@ class LoraMixin:
             ValueError: if the file is damaged, or its pairs do not fit the backbone's.
         """
         _check_name(filepath)
-        stored = {}
         with checked_weights(filepath), h5py.File(filepath, "r") as file:
-            names = [str(name) for name in file.attrs["target_layer_names"]]
-            rank = int(file.attrs["rank"])
-            file.visititems(
-                lambda path, value: (
-                    stored.update({path: value[()]})
-                    if hasattr(value, "shape")
-                    else None
-                )
-            )
+            names, rank = _attributes(file, filepath)
+            stored = plain_values(file)
         if not self._lora_pairs():
             self.enable_lora(rank, names)
         pairs = self._lora_pairs()
@@ -139,6 +132,18 @@ class TaskLoraMixin:
             target_layer_names: see the backbone's `enable_lora`.
         """
         self.backbone.enable_lora(rank, target_layer_names)
+
+
+def _attributes(file, filepath):
+    """The names of the layers and the rank, with which the pairs were saved."""
+    try:
+        names = [str(name) for name in file.attrs["target_layer_names"]]
+        return names, check_integer("rank", file.attrs["rank"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected low-rank pairs with target_layer_names and rank in {filepath}; "
+            f"received: {str(dict(file.attrs))[:200]}"
+        ) from error
 
 
 def _check_name(filepath):

@@ -5,6 +5,7 @@ import contextvars
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,14 @@ from keras_moe.files import (
     write_json,
 )
 from keras_moe.locks import locked
-from keras_moe.models.weights_file import CHECKSUMS, METADATA, checksums
+from keras_moe.models.weights_checksums import (
+    CHECKSUMS,
+    INDEX,
+    METADATA,
+    checksums,
+    is_weights,
+    shard_names,
+)
 
 # What a preset folder consists of; other files in it are the user's.
 PRESET_FILES = (
@@ -28,10 +36,8 @@ PRESET_FILES = (
     "task.json",
     "preprocessor.json",
     "image_converter.json",
-    "model.weights.json",
+    INDEX,
 )
-# KerasHub's names: whole, one of several shards, and the head's.
-WEIGHTS_FILES = ("model.weights.h5", "model_*.weights.h5", "task.weights.h5")
 
 # Seconds in which another process must have saved to the same folder.
 _PATIENCE = 600
@@ -82,6 +88,9 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
         _check_target(target, preset_dir)
         remove_partials(target)
         staging = new_partial(target)
+        if target.is_dir():
+            # A private folder stays one.
+            staging.chmod(stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU)
         token = _writing.set(True)
         try:
             yield str(staging)
@@ -117,7 +126,7 @@ def _add_checksums(staging):
     path = staging / METADATA
     if path.is_file():
         metadata = json.loads(path.read_text(encoding="utf-8"))
-        weights = [file.name for file in staging.iterdir() if _is_weights(file)]
+        weights = [file.name for file in staging.iterdir() if is_weights(file)]
         write_json(path, {**metadata, CHECKSUMS: checksums(staging, weights)})
 
 
@@ -144,10 +153,15 @@ def _swap(staging, target):
 def _recover(target):
     """Finishes a save that was killed between its two renames, or after them."""
     previous = _previous(target)
-    if previous.is_dir() and not target.exists():
-        os.rename(previous, target)
-    elif previous.is_dir():
+    if not previous.is_dir():
+        return
+    if is_preset(target):
         shutil.rmtree(previous, ignore_errors=True)
+        return
+    if target.is_dir():
+        # An empty one, or this fails: the older preset is not lost for it.
+        target.rmdir()
+    os.rename(previous, target)
 
 
 def readable(preset_dir: str | os.PathLike) -> Path:
@@ -162,45 +176,17 @@ def readable(preset_dir: str | os.PathLike) -> Path:
     return previous if previous.is_dir() else target
 
 
-def _is_weights(path):
-    return any(path.match(pattern) for pattern in WEIGHTS_FILES)
-
-
 def _keep_foreign(target, staging):
     if not target.is_dir():
         return
     for path in target.iterdir():
-        own = path.name in PRESET_FILES or _is_weights(path)
+        own = path.name in PRESET_FILES or is_weights(path)
         if own or (staging / path.name).exists():
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, staging / path.name, symlinks=True)
         else:
             shutil.copy2(path, staging / path.name, follow_symlinks=False)
-
-
-def _check_shards(path, content):
-    """Refuses a list of shards that leads out of the preset's folder."""
-    try:
-        listed = content["weight_map"].values()
-        shards = [
-            x
-            for entry in listed
-            for x in (entry if isinstance(entry, list) else [entry])
-        ]
-        inside = all(
-            Path(shard).name == shard and _is_weights(Path(shard)) for shard in shards
-        )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"Expected a weight_map of file names in {path}; received a file of "
-            "another kind"
-        ) from error
-    if not inside:
-        raise ValueError(
-            f"Expected shards model_*.weights.h5 of the same folder in {path}; "
-            f"received: {sorted(set(shards))}"
-        )
 
 
 def check_folder(folder: str | os.PathLike) -> None:
@@ -229,8 +215,8 @@ def check_folder(folder: str | os.PathLike) -> None:
                 f"Expected whole JSON in {path}; received: {error}. "
                 "The file is truncated or of another kind."
             ) from error
-        if name == "model.weights.json":
-            _check_shards(path, content)
+        if name == INDEX:
+            shard_names(path, content)
         if name in ("config.json", "task.json") and (
             not isinstance(content, dict)
             or "registered_name" not in content
@@ -240,7 +226,7 @@ def check_folder(folder: str | os.PathLike) -> None:
                 f"Expected a serialised Keras object in {path}; received a file of "
                 "another kind"
             )
-    weights = sorted(path for path in folder.iterdir() if _is_weights(path))
+    weights = sorted(path for path in folder.iterdir() if is_weights(path))
     if not any(path.name.startswith("model") for path in weights):
         raise ValueError(
             f"Expected a model.weights.h5 in the preset folder {folder}; "

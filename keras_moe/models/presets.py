@@ -22,6 +22,7 @@ from keras_moe.models.conversion import (
 )
 from keras_moe.models.description import Description
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
+from keras_moe.models.preset_folder import readable
 from keras_moe.models.preset_loading import (
     argument_names,
     check_preset,
@@ -29,6 +30,7 @@ from keras_moe.models.preset_loading import (
     split_arguments,
 )
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
+from keras_moe.models.weights_checksums import compare_preset
 from keras_moe.ops.checks import check_argument_names, check_bool
 
 BACKBONES = {cls.__name__: cls for cls in (ViTBackbone, MixerBackbone)}
@@ -141,7 +143,8 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
 
     Args:
         preset: as for `from_preset`; or a model of this library. Of weights that
-            others have published, names and shapes are read alone.
+            others have published, names and shapes are read alone; those of a folder
+            with checksums are read once, about a second per GB, to compare them.
         num_classes: count a new head; without, a saved or published one is counted
             as it is.
         **overrides: any argument of the backbone or the task.
@@ -172,6 +175,8 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
         parts, num_tokens, dim = backbone_cls.describe_parts(**config)
         if "num_classes" in task:
             parts += classifier_cls.describe_parts(config, num_tokens, dim, **task)
+        if _is_folder(preset):
+            compare_preset(readable(preset))
     return Description(os.fspath(name), num_tokens, parts, dim)
 
 
@@ -205,10 +210,19 @@ def unbuilt_blocks(preset: Any, **overrides) -> list[keras.layers.Layer]:
 
 def _explained_folder(preset):
     """Errors that name the preset, where it is no built-in one."""
-    builtin = isinstance(preset, str) and preset in builtin_presets()
-    if builtin or is_convertible(preset):
+    if _is_builtin(preset) or is_convertible(preset):
         return contextlib.nullcontext()
     return explained(preset)
+
+
+def _is_builtin(preset):
+    return isinstance(preset, str) and preset in builtin_presets()
+
+
+def _is_folder(preset):
+    """Whether a preset that was found is a folder of this machine."""
+    elsewhere = _is_builtin(preset) or is_convertible(preset)
+    return not elsewhere and "://" not in str(preset)
 
 
 def _architecture(preset, overrides):

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 import h5py
 import keras
+import numpy as np
 
 from keras_moe.compat import (
     H5IOStore,
@@ -22,14 +23,16 @@ from keras_moe.compat import (
     ask_to_proceed_with_overwrite,
     save_state,
 )
-from keras_moe.files import new_file, sha256_of, write_all, write_failed, write_json
-
-METADATA = "metadata.json"
-CHECKSUMS = "sha256"
+from keras_moe.files import new_file, sha256_of, write_all, write_failed
+from keras_moe.models.weights_checksums import CHECKSUMS, compare_checksums
 
 
 class _Stream:
-    """A file for HDF5, to which a failed write looks like one that was done."""
+    """A file for HDF5, to which a failed write looks like one that was done.
+
+    HDF5 makes a SystemError of an interrupt that is raised here: it is kept, too, and
+    raised by `check`.
+    """
 
     def __init__(self, file: BinaryIO, path: Path):
         self._file, self.path = file, path
@@ -37,9 +40,22 @@ class _Stream:
         self._error = None
 
     def check(self):
-        """Raises the error of the first write that failed."""
-        if self._error is not None:
+        """Raises the error of the first call that failed."""
+        if isinstance(self._error, OSError):
             raise write_failed(self._error, self.path, self._end) from self._error
+        if self._error is not None:
+            raise self._error
+
+    def sync(self):
+        """Brings the file to the disk."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise write_failed(error, self.path, self._end) from error
+
+    def sha256(self):
+        """The SHA-256 of what is in the file."""
+        return sha256_of(self._file.name)
 
     def seek(self, offset, whence=os.SEEK_SET):
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._end}
@@ -56,18 +72,22 @@ class _Stream:
 
     def readinto(self, buffer):
         """Reads what was written; zeros in the place of what was not."""
-        view = memoryview(buffer).cast("B")
-        view[:] = bytes(len(view))
-        self._file.seek(self._position)
-        self._position += len(view)
-        rest = view
-        while len(rest) and (count := self._file.readinto(rest)):
-            rest = rest[count:]
-        return len(view)
+        start, size = self._position, memoryview(buffer).nbytes
+        self._position = start + size
+
+        def read():
+            rest = memoryview(buffer).cast("B")
+            rest[:] = bytes(size)
+            self._file.seek(start)
+            while len(rest) and (count := self._file.readinto(rest)):
+                rest = rest[count:]
+
+        self._try(read)
+        return size
 
     def write(self, data):
-        size = memoryview(data).nbytes
-        start, self._position = self._position, self._position + size
+        start, size = self._position, memoryview(data).nbytes
+        self._position = start + size
         self._end = max(self._end, self._position)
 
         def write():
@@ -85,13 +105,24 @@ class _Stream:
     def flush(self):
         """Does nothing: the file has no buffer, and is synchronised at its end."""
 
-    def _try(self, change):
+    def _try(self, act):
         # After the first error there is nothing to save any more.
-        if self._error is None:
-            try:
-                change()
-            except OSError as error:
-                self._error = error
+        try:
+            if self._error is None:
+                act()
+        except BaseException as error:
+            self._error = error
+
+
+@contextlib.contextmanager
+def _checked(stream_of):
+    """Raises the stream's first error, in place of those of HDF5 that follow."""
+    try:
+        yield
+    except Exception:
+        stream_of().check()
+        raise
+    stream_of().check()
 
 
 @contextlib.contextmanager
@@ -106,33 +137,37 @@ def new_hdf5(path: str | os.PathLike) -> Iterator[h5py.File]:
     """
     with new_file(path) as file:
         stream = _Stream(file, Path(path))
-        with h5py.File(stream, "w") as hdf5:
+        with _checked(lambda: stream), h5py.File(stream, "w") as hdf5:
             yield hdf5
-        stream.check()
 
 
 class _StreamedStore:
     """What Keras's stores of weights have in common here: files that are streams."""
 
     def __init__(self, path, files, *arguments, **kwargs):
-        self._files, self._stream = files, None
+        self._files, self._streams = files, []
         super().__init__(path, *arguments, mode="w", **kwargs)
 
     def _get_h5_file(self, path_or_io, mode=None):
         path = Path(path_or_io)
-        self._stream = _Stream(self._files.enter_context(new_file(path)), path)
-        return h5py.File(self._stream, "w")
+        stream = _Stream(self._files.enter_context(new_file(path)), path)
+        self._streams.append(stream)
+        with _checked(self._stream):
+            return h5py.File(stream, "w")
+
+    def _stream(self):
+        return self._streams[-1]
 
     def __setitem__(self, key, value):
-        super().__setitem__(key, value)
         # Not at the end: a large model takes minutes.
-        self._stream.check()
+        with _checked(self._stream):
+            super().__setitem__(key, value)
 
     def close(self):
-        if self.h5_file is not None:
-            self.h5_file.close()
-            self.h5_file = None
-        self._stream.check()
+        hdf5, self.h5_file = self.h5_file, None
+        with _checked(self._stream):
+            if hdf5 is not None:
+                hdf5.close()
 
 
 class _Store(_StreamedStore, H5IOStore):
@@ -140,6 +175,25 @@ class _Store(_StreamedStore, H5IOStore):
 
 
 class _ShardedStore(_StreamedStore, ShardedH5IOStore):
+    def write_index(self):
+        """Writes the index, which takes its place with the shards, and not after them.
+
+        A process that is killed while they do leaves an index whose checksums do not
+        fit: the weights are refused, where old and new ones would be mixed.
+        """
+        for stream in self._streams:
+            stream.sync()
+        metadata = self.sharding_config["metadata"]
+        metadata["total_size"] = self.total_shard_size
+        metadata[CHECKSUMS] = {x.path.name: x.sha256() for x in self._streams}
+        data = (json.dumps(self.sharding_config, indent=2) + "\n").encode()
+        file = self._files.enter_context(new_file(self.path))
+        try:
+            write_all(file, data)
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise write_failed(error, self.path, len(data)) from error
+
     def _restore_h5_file(self):
         """Does nothing: the last file is the open one, and a stream has no name."""
 
@@ -193,13 +247,12 @@ def save_weights(
         try:
             save_state(model, store, None, "", skipped)
         except BaseException:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 store.close()
             raise
         store.close()
-    if sharded:
-        store.sharding_config["metadata"]["total_size"] = store.total_shard_size
-        write_json(store.path, store.sharding_config)
+        if sharded:
+            store.write_index()
 
 
 @contextlib.contextmanager
@@ -213,9 +266,7 @@ def checked_weights(filepath: str | os.PathLike) -> Iterator[None]:
     Raises:
         ValueError: if the files are not those that were saved, or cannot be read.
     """
-    path = Path(filepath)
-    files = [path, *_shards(path)]
-    _compare_checksums(files)
+    files = compare_checksums(Path(filepath))
     try:
         yield
     except (KeyError, OSError, RuntimeError, ValueError) as error:
@@ -229,54 +280,38 @@ def checked_weights(filepath: str | os.PathLike) -> Iterator[None]:
         raise
 
 
-def checksums(folder: str | os.PathLike, names: Sequence[str]) -> dict[str, str]:
-    """The SHA-256 of files of a folder, by their names."""
-    return {name: sha256_of(Path(folder) / name) for name in sorted(names)}
-
-
-def _compare_checksums(files: Sequence[Path]) -> None:
-    metadata = files[0].with_name(METADATA)
-    try:
-        expected = json.loads(metadata.read_text(encoding="utf-8"))[CHECKSUMS]
-    except (OSError, ValueError, LookupError, TypeError):
-        # A file of its own, or a preset of KerasHub's.
-        return
-    for file in files:
-        if not isinstance(expected, dict) or file.name not in expected:
-            continue
-        received = sha256_of(file)
-        if received != expected[file.name]:
-            raise ValueError(
-                f"Expected the weights that were saved, {file} of SHA-256 "
-                f"{expected[file.name]}; received: {received}. The file is damaged, or "
-                f"was replaced: remove its line from {metadata} to load it all the same"
-            )
-
-
-def _shards(path: Path) -> list[Path]:
-    """The shards of which a `.weights.json` tells, if it is one."""
-    if path.suffix != ".json":
-        return []
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-        entries = [x if isinstance(x, list) else [x] for x in listed]
-        names = {name for entry in entries for name in entry}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        # Keras says so.
-        return []
-    return [path.with_name(name) for name in sorted(names)]
-
-
 def _damage(file: Path) -> str | None:
     """Why a file cannot be read, or None if all of it can be."""
 
-    def read(_, value):
-        if isinstance(value, h5py.Dataset):
-            value[()]
-
     try:
         with h5py.File(file, "r") as hdf5:
-            hdf5.visititems(read)
+            # One at a time: a large model is not in memory as a whole.
+            _visit(hdf5, lambda _, value: None)
     except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def plain_values(hdf5: h5py.File) -> dict[str, np.ndarray]:
+    """The arrays of a file by their paths.
+
+    Raises:
+        ValueError: if an array's values are not in the file itself.
+    """
+    found = {}
+    _visit(hdf5, found.__setitem__)
+    return found
+
+
+def _visit(hdf5, use):
+    def read(path, value):
+        if not isinstance(value, h5py.Dataset):
+            return
+        if value.external or value.is_virtual:
+            raise ValueError(
+                f"Expected arrays in {hdf5.filename} itself; received: {path}, whose "
+                "values are in another file"
+            )
+        use(path, value[()])
+
+    hdf5.visititems(read)

@@ -35,6 +35,9 @@ from keras_moe.training.tensor_file import (
 
 FORMAT = 1
 _WRITING = ".writing-"
+# The entries of the files, and the kinds that JSON has for them.
+_MANIFEST = {"format": int, "step": int, "files": dict, "sha256": str}
+_STATE = {"state": dict, "variables": dict}
 # Seconds in which the other processes must have written their files.
 _PATIENCE = 600
 
@@ -169,7 +172,7 @@ def find_checkpoint(folder: str | os.PathLike) -> Checkpoint | None:
     for path in reversed(list_checkpoints(folder)):
         try:
             found = _verified(path)
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, RecursionError, ValueError) as error:
             corrupt.append(f"{path} ({error})")
             continue
         if corrupt:
@@ -200,7 +203,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     """
     try:
         return _verified(Path(path))
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(
             f"Expected a checkpoint that is whole; received: {path} ({error})"
         ) from error
@@ -304,8 +307,10 @@ def clean_checkpoints(folder: str | os.PathLike, everything: bool = False) -> No
         if replaced != path.name and not path.with_name(replaced).exists():
             # Ended before the new one was in its place.
             os.rename(path, path.with_name(replaced))
-        else:
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
+        else:
+            path.unlink()
     if everything:
         for path in list_checkpoints(folder):
             _remove(path)
@@ -446,26 +451,61 @@ def _remove(path):
 
 def _verified(path) -> Checkpoint:
     _check_plain_file(path, "manifest.json")
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    manifest = _read_object(path / "manifest.json", _MANIFEST)
     said = manifest.pop("sha256")
     if _digest_of(manifest) != said:
         raise ValueError("manifest.json is not what was written")
     if manifest["format"] != FORMAT:
         raise ValueError(f"format {manifest['format']} is not known")
+    # One that was copied to another name would stand in for a step of its run.
+    if path.name.startswith("step-") and path.name != f"step-{manifest['step']:08d}":
+        raise ValueError(f"manifest.json is of step {manifest['step']}")
     if "state.json" not in manifest["files"]:
         raise ValueError("manifest.json names no state.json")
     for name, entry in manifest["files"].items():
         _check_plain_file(path, name)
+        if not isinstance(entry, dict) or not {"bytes", "sha256"} <= set(entry):
+            raise ValueError(f"manifest.json has no bytes and sha256 of {name}")
         size = (path / name).stat().st_size
         if size != entry["bytes"] or sha256_of(path / name) != entry["sha256"]:
             raise ValueError(f"{name} is not what was written")
-    stored = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    stored = _read_object(path / "state.json", _STATE)
+    for group, variables in stored["variables"].items():
+        if not _are_variables(variables):
+            raise ValueError(f"state.json has no list of the variables of {group!r}")
     return Checkpoint(
         path,
         manifest["step"],
         stored["state"],
         stored["variables"],
         tuple(manifest["files"]),
+    )
+
+
+def _read_object(path, kinds):
+    """A JSON object whose entries are of the kinds that are given by their names."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deeply") from error
+    received = (
+        {name: type(found[name]).__name__ if name in found else None for name in kinds}
+        if isinstance(found, dict)
+        else type(found).__name__
+    )
+    expected = {name: kind.__name__ for name, kind in kinds.items()}
+    if received != expected:
+        raise ValueError(f"{path.name} has not {expected}; received: {received}")
+    return found
+
+
+def _are_variables(entries):
+    return isinstance(entries, list) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("path"), str)
+        and isinstance(entry.get("dtype"), str)
+        and isinstance(entry.get("shape"), list)
+        for entry in entries
     )
 
 

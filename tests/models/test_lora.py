@@ -1,5 +1,6 @@
 """Low-rank adaptation of whole models: attention by default, experts by name."""
 
+import h5py
 import keras
 import keras_hub
 import numpy as np
@@ -11,6 +12,7 @@ from keras_moe.models import (
     ViTBackbone,
     ViTImageClassifier,
 )
+from keras_moe.models.lora import LoraMixin
 from tests.small_models import SMALL
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -185,3 +187,33 @@ def test_keras_hubs_own_method_reaches_experts_by_name():
     assert {weight.name for weight in model.trainable_weights} == {
         f"{layer}_lora_{part}" for layer in ("hidden", "output") for part in "ab"
     }
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {},
+        {"rank": 2},
+        {"rank": "two", "target_layer_names": ["query"]},
+        {"rank": [1, 2], "target_layer_names": ["query"]},
+        {"rank": 2, "target_layer_names": 5},
+    ],
+)
+def test_files_of_other_things_are_named(tmp_path, attributes):
+    path = tmp_path / "other.lora.h5"
+    with h5py.File(path, "w") as file:
+        file.attrs.update(attributes)
+    with pytest.raises(ValueError, match=f"target_layer_names and rank in {path}"):
+        LoraMixin().load_lora_weights(path)
+
+
+@pytest.mark.backend_free
+def test_pairs_in_another_file_are_not_read(tmp_path):
+    path, other = tmp_path / "other.lora.h5", tmp_path / "secret"
+    other.write_bytes(bytes(16))
+    with h5py.File(path, "w") as file:
+        file.attrs.update({"rank": 2, "target_layer_names": ["query"]})
+        file.create_dataset("x", (4,), "float32", external=[(str(other), 0, 16)])
+    with pytest.raises(ValueError, match=rf"{path}.*another file"):
+        LoraMixin().load_lora_weights(path)

@@ -174,6 +174,63 @@ def rewritten(path, further, without=None):
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
+def signed(manifest):
+    """The text of a manifest whose own checksum is right."""
+    text = json.dumps(manifest, sort_keys=True)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": sha256})
+
+
+MANIFEST = {"format": 1, "step": 2, "files": {}}
+
+
+@backend_free
+@pytest.mark.parametrize(
+    "text",
+    [
+        "null", "5", '"abc"', "[" * 100_000, "{}",
+        signed({**MANIFEST, "files": "state.json"}),
+        signed({**MANIFEST, "files": {"state.json": 5}}),
+        signed({**MANIFEST, "step": [2]}),
+    ],
+)  # fmt: skip
+def test_manifests_of_another_kind_do_not_hide_older_checkpoints(tmp_path, text):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=r"step-00000002 \(manifest\.json"):
+        training.open_checkpoint(path)
+    with pytest.warns(UserWarning, match="step-00000001 is whole"):
+        assert training.find_checkpoint(tmp_path).step == 1
+
+
+@backend_free
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
+    os.rename(save(tmp_path, 1), tmp_path / "step-00000007")
+    with pytest.raises(ValueError, match=r"manifest\.json is of step 1"):
+        training.find_checkpoint(tmp_path)
+    # Elsewhere it may have any name.
+    os.rename(tmp_path / "step-00000007", tmp_path / "best")
+    assert training.open_checkpoint(tmp_path / "best").step == 1
+
+
+@backend_free
+@pytest.mark.parametrize(
+    "text",
+    [
+        "null", "[" * 100_000, '{"state": {}, "variables": [1]}',
+        '{"state": {}, "variables": {"model": [5]}}',
+    ],
+)  # fmt: skip
+def test_states_of_another_kind_are_refused(tmp_path, text):
+    path = save(tmp_path, 1)
+    (path / "state.json").write_text(text)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    rewritten(path, {"state.json": {"sha256": sha256, "bytes": len(text)}})
+    with pytest.raises(ValueError, match=r"step-00000001 \(state\.json"):
+        training.find_checkpoint(tmp_path)
+
+
 @backend_free
 def test_if_all_are_corrupt_nothing_begins_anew_by_itself(tmp_path):
     assert training.find_checkpoint(tmp_path) is None
@@ -266,6 +323,19 @@ def test_what_was_being_written_is_removed_at_the_next_start(tmp_path):
     assert names(tmp_path) == ["step-00000001"]
     training.clean_checkpoints(tmp_path, everything=True)
     assert names(tmp_path) == []
+
+
+@backend_free
+def test_links_and_files_among_the_unfinished_are_removed(tmp_path):
+    kept, run = tmp_path / "kept", tmp_path / "run"
+    save(kept, 1)
+    run.mkdir()
+    (run / ".writing-link").symlink_to(kept)
+    (run / ".writing-dangling").symlink_to(run / "nowhere")
+    (run / ".writing-file").write_text("")
+    training.clean_checkpoints(run)
+    assert names(run) == []
+    assert names(kept) == ["step-00000001"]
 
 
 @backend_free

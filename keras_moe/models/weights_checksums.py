@@ -1,0 +1,142 @@
+"""Which files of weights belong together, and the checksums that they must have.
+
+A preset's `metadata.json` has the SHA-256 of each file of its weights, and the index of
+shards, a `.weights.json`, that of each shard, in `"metadata"`. Those who do not know of
+them read the files all the same.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from keras_moe.files import sha256_of
+
+METADATA = "metadata.json"
+CHECKSUMS = "sha256"
+INDEX = "model.weights.json"
+# KerasHub's names: whole, one of several shards, and the head's.
+WEIGHTS_FILES = ("model.weights.h5", "model_*.weights.h5", "task.weights.h5")
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a name is that of a file of a preset's weights."""
+    return any(path.match(pattern) for pattern in WEIGHTS_FILES)
+
+
+def checksums(folder: str | os.PathLike, names: Sequence[str]) -> dict[str, str]:
+    """The SHA-256 of files of a folder, by their names."""
+    return {name: sha256_of(Path(folder) / name) for name in sorted(names)}
+
+
+def shard_names(path: Path, content: Any) -> list[str]:
+    """The names of the shards of an index.
+
+    Args:
+        path: path of the index, for errors. A preset's has shards of a preset's names.
+        content: JSON value that is in it.
+
+    Raises:
+        ValueError: if it is no index, or a name leads out of its folder.
+    """
+    listed = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(listed, dict):
+        raise ValueError(
+            f"Expected a weight_map of file names in {path}; received a file of "
+            "another kind"
+        )
+    entries = [x if isinstance(x, list) else [x] for x in listed.values()]
+    names = [name for entry in entries for name in entry]
+    for name in names:
+        if not _is_shard(name) or (path.name == INDEX and not is_weights(Path(name))):
+            shape = "model_*" if path.name == INDEX else "*"
+            raise ValueError(
+                f"Expected shards {shape}.weights.h5 of the same folder in {path}; "
+                f"received: {str(name)[:200]!r}"
+            )
+    return sorted(set(names))
+
+
+def _is_shard(name):
+    return (
+        isinstance(name, str)
+        and name.endswith(".weights.h5")
+        and not set(name) & set("/\\\0")
+    )
+
+
+def compare_checksums(path: Path) -> list[Path]:
+    """Compares weights with the checksums of their preset, and of their index.
+
+    Args:
+        path: path of a file of weights, or of an index of shards.
+
+    Returns:
+        The path, and those of the shards, if it is an index.
+
+    Raises:
+        ValueError: if a file is not the one that was saved, if checksums are there and
+            one of them is missing, or if the index is damaged.
+    """
+    files, expected = [path], {}
+    if path.suffix == ".json" and path.is_file():
+        content = _read_json(path)
+        if content is _NOT_JSON:
+            raise ValueError(f"Expected whole JSON in {path}; received another file")
+        files += [path.with_name(name) for name in shard_names(path, content)]
+        expected[path] = _listed(path, content.get("metadata"), files[1:])
+    metadata = path.with_name(METADATA)
+    own = [file for file in files if is_weights(file)]
+    if own:
+        expected[metadata] = _listed(metadata, _read_json(metadata), own)
+    for file in files:
+        told = {x: sums[file.name] for x, sums in expected.items() if file.name in sums}
+        # Keras says which file is missing.
+        received = sha256_of(file) if told and file.is_file() else None
+        for source, sha256 in told.items():
+            if received not in (None, sha256):
+                raise ValueError(
+                    f"Expected the weights that were saved, {file} of SHA-256 "
+                    f"{sha256}; received: {received}. The file is damaged, or was "
+                    f'replaced: remove "{CHECKSUMS}" from {source} to load it all '
+                    "the same"
+                )
+    return files
+
+
+def compare_preset(folder: str | os.PathLike) -> None:
+    """Compares all weights of a preset's folder with their checksums.
+
+    Raises:
+        ValueError: naming the file that is not the one that was saved.
+    """
+    for name in ("model.weights.h5", INDEX, "task.weights.h5"):
+        compare_checksums(Path(folder) / name)
+
+
+_NOT_JSON = object()
+
+
+def _read_json(path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError):
+        return _NOT_JSON
+
+
+def _listed(source, metadata, files):
+    """The checksums of files, {} if there are none at all."""
+    if not isinstance(metadata, dict) or CHECKSUMS not in metadata:
+        # A file of its own, or one of Keras's or KerasHub's.
+        return {}
+    sums = metadata[CHECKSUMS]
+    for file in files:
+        received = sums.get(file.name) if isinstance(sums, dict) else sums
+        if not isinstance(received, str) or not isinstance(sums, dict):
+            raise ValueError(
+                f'Expected the SHA-256 of {file.name} in "{CHECKSUMS}" of {source}; '
+                f'received: {str(received)[:200]!r}. Remove "{CHECKSUMS}" from it to '
+                "load the file all the same"
+            )
+    return sums

@@ -1,0 +1,190 @@
+"""Files of weights: interrupted, and of others who may mean harm."""
+
+import errno
+import json
+import re
+
+import h5py
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import files
+from keras_moe.models import weights_file
+from keras_moe.models.weights_checksums import compare_checksums, compare_preset
+from keras_moe.models.weights_file import new_hdf5, save_weights
+
+pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+
+
+@pytest.fixture
+def model():
+    made = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(8)])
+    made.build((None, 8))
+    return made
+
+
+def fail_at(monkeypatch, call, error):
+    """Lets one write to the file under the stream fail."""
+    calls = []
+    write_all = weights_file.write_all
+
+    def write(file, data):
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        write_all(file, data)
+
+    monkeypatch.setattr(weights_file, "write_all", write)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("now"), MemoryError("now")])
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_an_interrupt_in_a_write_is_raised_as_it_is(
+    tmp_path, monkeypatch, model, call, error
+):
+    path = tmp_path / "a.weights.h5"
+    path.write_bytes(b"older")
+
+    def save_arrays():
+        with new_hdf5(path) as file:
+            for i in range(5):
+                file[f"g{i}/x"] = np.ones((20, 20))
+
+    for save in (save_arrays, lambda: save_weights(model, path)):
+        fail_at(monkeypatch, call, error)
+        with pytest.raises(type(error), match="now"):
+            save()
+        monkeypatch.undo()
+    assert [x.name for x in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == b"older"
+
+
+def test_an_interrupt_in_a_read_is_raised_as_it_is(tmp_path):
+    class Interrupted:
+        def seek(self, position):
+            raise KeyboardInterrupt
+
+    stream = weights_file._Stream(Interrupted(), tmp_path)
+    assert stream.readinto(bytearray(8)) == 8
+    with pytest.raises(KeyboardInterrupt):
+        stream.check()
+
+
+def test_an_error_of_the_work_is_not_hidden(tmp_path):
+    with pytest.raises(KeyError, match="mine"), new_hdf5(tmp_path / "a.h5"):
+        raise KeyError("mine")
+    assert not list(tmp_path.iterdir())
+    with new_hdf5(tmp_path / "a.h5") as file:
+        file["x"] = 1.0
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert file["x"][()] == 1.0
+
+
+# Shards
+
+SIZE = 3e-7
+
+
+@pytest.fixture
+def index(tmp_path, model):
+    """The index of weights in two shards."""
+    path = tmp_path / "x.weights.json"
+    save_weights(model, path, max_shard_size=SIZE)
+    assert len(list(tmp_path.glob("x_*.weights.h5"))) == 2
+    return path
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_failed_save_of_shards_changes_none_of_the_files(
+    tmp_path, monkeypatch, model, index, call
+):
+    """The disk is full, or fails, at a shard or at the index."""
+    before = contents(tmp_path)
+    model.set_weights([x + 1 for x in model.get_weights()])
+    calls = []
+
+    def fsync(descriptor):
+        calls.append(1)
+        if len(calls) == call:
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(weights_file.os, "fsync", fsync)
+    with pytest.raises(OSError, match="full"):
+        save_weights(model, index, max_shard_size=SIZE)
+    assert contents(tmp_path) == before
+
+
+def test_the_index_that_cannot_take_its_place_leaves_the_shards(
+    tmp_path, monkeypatch, model, index
+):
+    before = contents(tmp_path)
+    model.set_weights([x + 1 for x in model.get_weights()])
+    replace = files.os.replace
+
+    def fail(part, path):
+        if str(path).endswith(".json"):
+            raise OSError(errno.ENOSPC, "full")
+        replace(part, path)
+
+    monkeypatch.setattr(files.os, "replace", fail)
+    with pytest.raises(OSError, match="full"):
+        save_weights(model, index, max_shard_size=SIZE)
+    assert contents(tmp_path) == before
+
+
+def test_shards_of_two_saves_are_not_mixed(tmp_path, model, index):
+    shard = tmp_path / "x_00001.weights.h5"
+    older = shard.read_bytes()
+    model.set_weights([x + 1 for x in model.get_weights()])
+    save_weights(model, index, max_shard_size=SIZE)
+    keras.saving.load_weights(model, index)
+    assert [x.name for x in compare_checksums(index)][1:] == [
+        "x_00000.weights.h5",
+        "x_00001.weights.h5",
+    ]
+    shard.write_bytes(older)
+    with pytest.raises(ValueError, match=re.escape(f"{shard} of SHA-256")):
+        compare_checksums(index)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.weights.h5", "/x.weights.h5", 5, ["a.weights.h5", 3], [["a"]], None,
+             "a\0.weights.h5", "..", "x.json"],
+)  # fmt: skip
+def test_shards_of_other_names_are_refused(index, name):
+    content = json.loads(index.read_text())
+    content["weight_map"] = {"/layers": name}
+    for path in (index, index.with_name("model.weights.json")):
+        path.write_text(json.dumps(content))
+        with pytest.raises(
+            ValueError, match=re.escape(f"of the same folder in {path}")
+        ):
+            compare_checksums(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "null", "5", '{"weight_map": []}', "{"]
+)
+def test_an_index_of_another_kind_is_named(index, text):
+    index.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(index))):
+        compare_checksums(index)
+
+
+@pytest.mark.parametrize("sums", ["x", [], None, {}, {"model.weights.h5": 5}])
+def test_checksums_of_another_kind_are_not_skipped(tmp_path, sums):
+    path, metadata = tmp_path / "model.weights.h5", tmp_path / "metadata.json"
+    path.write_bytes(b"weights")
+    (tmp_path / "soup.weights.h5").write_bytes(b"weights")
+    metadata.write_text(json.dumps({"sha256": sums}))
+    with pytest.raises(ValueError, match=re.escape(f'in "sha256" of {metadata}')):
+        compare_checksums(path)
+    # The user's own file beside it has none.
+    compare_checksums(tmp_path / "soup.weights.h5")
+    metadata.write_text("{}")
+    compare_preset(tmp_path)
