@@ -1,4 +1,4 @@
-"""The parts of Keras and KerasHub that are not public, in one place.
+"""Parts of Keras that are not public: those that saving and PyTorch's modules need.
 
 Checked with Keras 3.15.1 and KerasHub 0.32.
 """
