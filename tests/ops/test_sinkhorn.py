@@ -43,7 +43,11 @@ def reference(logits, iterations):
     return np.exp(logits + rows[..., None] + columns[:, None])
 
 
-@pytest.mark.parametrize("case", golden.cases("04_ot_routers/kl_*"))
+# What the noise of training does is for the routers' tests.
+CASES = [x for x in golden.cases("04_ot_routers/kl_*") if "training_noise" not in x]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_golden_plan(case):
     arrays, config = golden.load(case)
     if config["use_lbfgs"]:
@@ -58,9 +62,7 @@ def test_golden_plan(case):
     np.testing.assert_allclose(columns, arrays["outputs/plan_col_sums"], atol=5 * atol)
 
 
-@pytest.mark.parametrize(
-    "case", [x for x in golden.cases("04_ot_routers/kl_*") if "lbfgs" not in x]
-)
+@pytest.mark.parametrize("case", [x for x in CASES if "lbfgs" not in x])
 def test_golden_gradient(case):
     arrays, config = golden.load(case)
     iterations = config["maxiter"] // 10 * 10
