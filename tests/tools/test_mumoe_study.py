@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ["--epochs", "4", "--seeds", "1", "--experts", "2", "--rank", "4"]
+TINY = ["--epochs", "8", "--seeds", "1", "--experts", "2", "--rank", "4"]
 TINY += ["--learning-rate", "0.01"]
 
 pytestmark = pytest.mark.backend_free
