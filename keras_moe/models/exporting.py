@@ -60,9 +60,10 @@ class ExportMixin:
 
 def _check_groups(routers, input_signature):
     """Refuses groups of images in a program for any number of them, on JAX."""
-    specs = keras.tree.flatten(input_signature)
-    if specs and all(None not in spec.shape for spec in specs):
-        return
+    if input_signature is not None:
+        specs = keras.tree.flatten(input_signature)
+        if all(None not in spec.shape for spec in specs):
+            return
     for router in routers:
         if isinstance(router, SparseRouter) and not router.groups_by_image(False):
             raise ValueError(
