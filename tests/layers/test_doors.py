@@ -44,7 +44,10 @@ def vit(**arguments):
         (lambda: vit(attention_dropout=float("nan")), "dropout=nan"),
         (lambda: vit(query_key_norm=1), "query_key_norm=1"),
         (lambda: vit(layer_norm_epsilon=float("nan")), "layer_norm_epsilon=nan"),
-        (lambda: vit(shared_expert_initialization=1), "shared_initialization=1"),
+        (
+            lambda: vit(shared_expert_initialization=1),
+            "shared_expert_initialization=1",
+        ),
         (lambda: vit(router_options={"normalize_gates": 1}), "normalize_gates=1"),
         (lambda: SelfAttention(2, 4, query_key_norm="x"), "query_key_norm='x'"),
         (lambda: SelfAttention(2, 4, seed=-1), "seed=-1"),
