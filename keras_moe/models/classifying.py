@@ -112,8 +112,7 @@ class ClassifyMixin:
     def _classified(self, prepared, top, batch_size):
         if not len(prepared):
             return []
-        # Keras's own: a task's `predict` may do more to its inputs.
-        outputs = keras.Model.predict(self, prepared, batch_size=batch_size, verbose=0)
+        outputs = self.predict(prepared, batch_size=batch_size, verbose=0)
         probabilities = self._probabilities(outputs.astype("float64"))
         names = self.preprocessor.class_names
         results = []
