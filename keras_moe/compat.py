@@ -41,8 +41,10 @@ __all__ = [
     "get_file",
     "get_keras_mask",
     "get_preset_loader",
+    "has_seed_generator",
     "load_json",
     "own_variables",
+    "replaced_seed_generator",
     "save_state",
     "set_dtype_policy",
     "unlocked",
@@ -108,6 +110,34 @@ def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
     The public setter quantises a layer whose new policy is quantised.
     """
     layer._dtype_policy = policy
+
+
+def has_seed_generator(layer: keras.layers.Layer) -> bool:
+    """Whether a layer is one of Keras's for `tf.data` that draws from a generator.
+
+    Their base class, `DataLayer`, is not public.
+    """
+    return hasattr(layer, "_get_seed_generator")
+
+
+@contextlib.contextmanager
+def replaced_seed_generator(
+    layer: keras.layers.Layer, generator: keras.random.SeedGenerator
+) -> Iterator[None]:
+    """Makes a layer for `tf.data` draw from another generator.
+
+    A layer makes its generator for `tf.data` itself, and takes none.
+
+    Args:
+        layer: layer with a seed generator.
+        generator: generator whose `next` gives the seeds.
+    """
+    # The instance's dict, so that Keras does not take it for state to track.
+    layer.__dict__["_get_seed_generator"] = lambda backend=None: generator
+    try:
+        yield
+    finally:
+        layer.__dict__.pop("_get_seed_generator", None)
 
 
 # Presets. KerasHub reads folders and handles (`hf://`, `kaggle://`) only as a whole.
