@@ -5,6 +5,7 @@ import sys
 from pathlib import PurePath
 
 from keras_moe._version import __version__
+from keras_moe.backend import import_keras
 
 
 def _is_program() -> bool:
@@ -14,18 +15,7 @@ def _is_program() -> bool:
 
 
 if not _is_program():
-    try:
-        import keras as _keras  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name not in ("jax", "tensorflow", "torch"):
-            raise
-        raise ImportError(
-            "Expected an installed backend of Keras, which takes TensorFlow unless the "
-            'environment says otherwise: pip install "keras-moe[jax]" and set '
-            "KERAS_BACKEND=jax (or tensorflow, torch) before Keras is imported; "
-            f"received: no module {error.name!r}"
-        ) from error
-
+    import_keras()
     from keras_moe import layers, losses, ops, routers
 
 _CORE = ("layers", "losses", "ops", "routers")

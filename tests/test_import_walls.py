@@ -29,6 +29,10 @@ ALLOWED = {
     "evaluation": ("ops",),
     "analysis": ("ops",),
     "training": (*CORE, "models", "distribution", "data", "evaluation", "analysis"),
+    "cli": (
+        *(*CORE, "models", "distribution", "data", "evaluation", "analysis"),
+        "training",
+    ),
 }
 # The only places, below keras_moe, that may import a library.
 ONLY_IN = {

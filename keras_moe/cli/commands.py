@@ -205,7 +205,9 @@ def upcycle(commands: Any) -> None:
         "apart; it is also written to `upcycling.json` in the new preset.",
     )
     parser.add_argument(
-        "source", metavar="SOURCE", help="a folder, an hf:// handle or published weights"
+        "source",
+        metavar="SOURCE",
+        help="a folder, an hf:// handle or published weights",
     )
     add_target(parser)
     parser.add_argument(
@@ -265,7 +267,7 @@ def plan(commands: Any) -> None:
         "one that splits experts most is shown.",
     )
     add_preset(parser)
-    parser.add_argument("--chip", default="tpu_v4", help="tpu_v4, tpu_v5e, ... or h200")
+    parser.add_argument("--chip", default="tpu_v4", help="tpu_v4, tpu_v5e, tpu_v5p or h200")
     parser.add_argument("--devices", type=at_least(1), required=True, metavar="N")
     parser.add_argument("--batch-size", type=at_least(1), required=True, metavar="N")
     add_layout(parser)
@@ -304,7 +306,7 @@ def deduplicate(commands: Any) -> None:
     )
     parser.add_argument(
         "--max-distance",
-        type=at_least(-1),
+        type=at_least(-1, 64),
         default=3,
         metavar="BITS",
         help="bits of 64 in which a copy may differ; -1 for the same pixels alone",

@@ -84,7 +84,10 @@ def convert(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    is_shown = console.is_terminal
+    with Progress(
+        *columns, console=console, transient=True, disable=not is_shown
+    ) as progress:
         task = progress.add_task("opening", total=None)
 
         def show(done, total, name):

@@ -19,7 +19,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     against = args.against_data or args.data
     max_distance = None if args.max_distance < 0 else args.max_distance
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    with Progress(console=console, transient=True) as bars:
+    is_shown = console.is_terminal
+    with Progress(console=console, transient=True, disable=not is_shown) as bars:
 
         def bar(name):
             task = bars.add_task(name, total=None)

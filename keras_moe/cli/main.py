@@ -2,12 +2,11 @@
 
 Results go to stdout, as tables or as JSON; all else that is printed goes to stdout with
 tables and to stderr with JSON. The status is 0, 2 for a mistake of the user, 1 for a
-failure of the program, 130 after Ctrl-C.
+failure of the program, 130 after Ctrl-C, 141 where the reader of stdout left.
 """
 
 import contextlib
 import importlib
-import json
 import os
 import sys
 import tempfile
@@ -17,7 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from keras_moe.backend import import_keras
 from keras_moe.cli.commands import make_parser
+from keras_moe.cli.native_log import divert_native_log
 from keras_moe.cli.parser import STDOUT
 
 # Errors of the library and of the operating system that a user can do something about.
@@ -38,26 +39,35 @@ def main(argv: list[str] | None = None) -> int:
         The status of the process.
     """
     wants_traceback = os.environ.get("KERAS_MOE_TRACEBACK", "0") not in ("", "0")
-    interrupted = "Interrupted."
+    interrupted, log = "Interrupted.", None
     try:
         args = make_parser().parse_args(argv)
         wants_traceback |= args.traceback
         interrupted = args.interrupted
+        # Within another program, such as a test, stderr is not this program's.
+        if argv is None and not wants_traceback:
+            log = divert_native_log()
         run(args)
+        status = 0
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr)
-        return 130
+        status = 130
     except BrokenPipeError:
         # The reader, such as `head`, has enough. Python flushes stdout once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = 141
     except Exception as error:
         if wants_traceback:
             traceback.print_exc()
         is_mistake = isinstance(error, MISTAKES) or _is_of_tensorflow(error)
-        print(f"error: {_one_line(error, is_mistake)}", file=sys.stderr)
-        return 2 if is_mistake else 1
-    return 0
+        status = 2 if is_mistake else 1
+        text = _one_line(error, is_mistake)
+        if not is_mistake:
+            text += f" (unexpected; see {_traceback_file(log)})"
+        print(f"error: {text}", file=sys.stderr)
+    if log is not None and status != 1:
+        log.unlink(missing_ok=True)
+    return status
 
 
 def run(args: Any) -> None:
@@ -76,7 +86,7 @@ def run(args: Any) -> None:
         to_people = contextlib.redirect_stdout(sys.stderr)
     with to_people, warnings.catch_warnings():
         warnings.showwarning = show_warning
-        # These import Keras.
+        import_keras()
         from rich.console import Console
 
         console = Console(width=None if sys.stdout.isatty() else _width())
@@ -130,16 +140,15 @@ def _one_line(error: Exception, is_mistake: bool) -> str:
         text = text[:LONGEST_MESSAGE] + "..."
     if is_mistake and text:
         return text
-    text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    if is_mistake:
-        return text
-    return f"{text} (unexpected; the traceback is in {_saved_traceback()})"
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def _saved_traceback() -> str:
+def _traceback_file(log: Path | None) -> Path:
     """The file with the traceback: a long run cannot be repeated to see it."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="keras-moe-", suffix=".txt", delete=False, encoding="utf-8"
-    ) as file:
+    if log is None:
+        handle, path = tempfile.mkstemp(prefix="keras-moe-", suffix=".log")
+        os.close(handle)
+        log = Path(path)
+    with open(log, "a", encoding="utf-8") as file:
         traceback.print_exc(file=file)
-    return file.name
+    return log

@@ -145,19 +145,21 @@ def override(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
+def at_least(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
     """An argument's type: integers from a minimum on.
 
     Args:
         minimum: smallest integer.
+        maximum: largest integer.
     """
+    what = f"at least {minimum}"
+    if maximum < math.inf:
+        what = f"{minimum} to {maximum}"
 
     def parse(text: str) -> int:
         value = _parsed(int, "an integer", text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(
-                f"Expected at least {minimum}; received: {text}"
-            )
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"Expected {what}; received: {text}")
         return value
 
     return parse

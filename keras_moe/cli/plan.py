@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import distribution
-from keras_moe.cli.result import Result, show_all
+from keras_moe.cli.result import Result
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
@@ -61,7 +61,9 @@ def layouts(args: argparse.Namespace) -> dict[int, distribution.Costs]:
     return compared
 
 
-def comparison(args: argparse.Namespace, compared: dict[int, distribution.Costs]) -> Table:
+def comparison(
+    args: argparse.Namespace, compared: dict[int, distribution.Costs]
+) -> Table:
     """A row for each layout."""
     table = Table(title=f"{args.preset} on {args.devices} x {args.chip}")
     table.add_column("expert_parallel")

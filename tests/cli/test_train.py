@@ -1,13 +1,10 @@
 import json
-import runpy
-from pathlib import Path
 
 import keras
 import pytest
 
 from keras_moe import models
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "image_shape=[8,8,1]",
     "patch_size=4",
@@ -22,22 +19,14 @@ SETTINGS = ("epochs=2", "batch_size=256", "warmup_steps=2", "dtype=mixed_bfloat1
 
 
 @pytest.fixture
-def program(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    main = runpy.run_path(str(ROOT / "tools" / "train.py"))["main"]
-
-    def run(*arguments):
-        status = main([str(argument) for argument in arguments])
-        return status, *capsys.readouterr()
-
-    return run
+def train(program):
+    return lambda *arguments: program("train", *arguments)
 
 
-def test_one_command_trains_and_saves(program, tmp_path):
-    status, output, errors = program(
-        "--recipe", "mumoe_digits", "--output", tmp_path / "run",
-        "--set", *SETTINGS, "--model", *SMALL,
+def test_one_command_trains_and_saves(train, tmp_path):
+    status, output, errors = train(
+        "mumoe_digits", "--output", tmp_path / "run",
+        "--recipe-set", *SETTINGS, "--set", *SMALL,
         "--few-shot-every", 2, "--shots", 2, "--checkpoint-every", 4,
     )  # fmt: skip
     assert status == 0, errors
@@ -67,15 +56,17 @@ def test_one_command_trains_and_saves(program, tmp_path):
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert sorted(names) == ["step-00000004", "step-00000008", "step-00000010"]
     # The same command again has nothing to do; another recipe is another run.
-    again = ("--recipe", "mumoe_digits", "--output", tmp_path / "run", "--set")
-    status, output, errors = program(*again, *SETTINGS, "--model", *SMALL)
+    again = ("mumoe_digits", "--output", tmp_path / "run", "--set", *SMALL)
+    again += ("--recipe-set", *SETTINGS)
+    status, output, errors = train(*again, "--json")
     assert status == 0, errors
-    assert "Epoch" not in output
+    assert "Epoch" not in output + errors
+    assert json.loads(output)["history"] == results["history"]
     repeated = json.loads((tmp_path / "run" / "results.json").read_text())
     assert repeated["history"] == results["history"]
     assert repeated["router_health"] == results["router_health"]
-    status, _, errors = program(*again, *SETTINGS, "epochs=3", "--model", *SMALL)
-    assert status == 1
+    status, _, errors = train(*again, "epochs=3")
+    assert status == 2
     assert "epochs=3 (there 2)" in errors
 
 
@@ -83,25 +74,27 @@ def test_one_command_trains_and_saves(program, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--recipe", "mumoe_digit"), "nearest: mumoe_digits"),
-        (("--set", "epoch=1"), "nearest: epochs"),
-        (("--set", "epochs"), "NAME=VALUE"),
-        (("--set", "epochs=-1"), "epochs=-1"),
-        (("--set", "patience=0"), "patience=0"),
-        (("--set", "best=last"), "best='last'"),
-        (("--model", "num_layer=1"), "nearest: num_layers"),
+        (("--recipe-set", "epoch=1"), "nearest: epochs"),
+        (("--recipe-set", "epochs"), "NAME=VALUE"),
+        (("--recipe-set", "epochs=-1"), "epochs=-1"),
+        (("--recipe-set", "patience=0"), "patience=0"),
+        (("--recipe-set", "best=last"), "best='last'"),
+        (("--set", "num_layer=1"), "nearest: num_layers"),
+        (("--preset", "mumoe_digit"), "nearest: mumoe_digits"),
         (("--data", "digit"), "source='digit'"),
         (("--data", "folder:nowhere"), "source='folder:nowhere'"),
-        (("--set", "warmup_steps=9999"), "received: warmup_steps=9999"),
-        (("--set", "batch_size=9999"), "received: batch_size=9999"),
+        (("--recipe-set", "warmup_steps=9999"), "received: warmup_steps=9999"),
+        (("--recipe-set", "batch_size=9999"), "received: batch_size=9999"),
         (("--output", "README.md"), "README.md"),
+        (("--branch-from", "nowhere"), "nowhere"),
+        (("--cooldown", "5"), "--branch-from"),
     ],
 )
-def test_bad_input_ends_with_one_line(program, tmp_path, arguments, message):
-    given = {"--recipe": "mumoe_digits", "--output": tmp_path, "--model": SMALL[3]}
-    rest = [x for pair in given.items() if pair[0] not in arguments for x in pair]
-    status, _, errors = program(*arguments, *rest)
-    assert status == 1
+def test_bad_input_ends_with_one_line(train, tmp_path, arguments, message):
+    usual = {"--output": tmp_path, "--set": SMALL[3]}
+    rest = [x for pair in usual.items() if pair[0] not in arguments for x in pair]
+    status, _, errors = train("mumoe_digits", *arguments, *rest)
+    assert status == 2
     assert errors.startswith("error: ")
     assert len(errors.splitlines()) == 1
     assert message in errors
@@ -109,22 +102,36 @@ def test_bad_input_ends_with_one_line(program, tmp_path, arguments, message):
 
 
 @pytest.mark.backend_free
+def test_a_recipe_is_a_name_or_a_whole_file(mistake, tmp_path):
+    assert "nearest: mumoe_digits" in mistake("train", "mumoe_digit")
+    assert "RECIPE" in mistake("train")
+    path = tmp_path / "recipe.json"
+    path.write_text("{")
+    assert f"Expected JSON in {path}" in mistake("train", path)
+
+
+@pytest.mark.backend_free
 @pytest.mark.parametrize("flag", [(), ("--extend",)])
-def test_a_run_is_extended_where_it_is_asked_for(program, tmp_path, monkeypatch, flag):
-    def train(recipe, extend, **_):
+def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, flag):
+    def stub(recipe, extend, **_):
         raise ValueError(f"{recipe.epochs} {recipe.patience} {recipe.best} {extend}")
 
-    monkeypatch.setattr("keras_moe.training.train", train)
-    status, output, errors = program(
-        "--recipe", "mumoe_digits", "--output", tmp_path, *flag,
-        "--set", "epochs=40", "patience=5", "best=restore",
+    monkeypatch.setattr("keras_moe.training.train", stub)
+    status, output, errors = train(
+        "mumoe_digits", "--output", tmp_path, *flag,
+        "--recipe-set", "epochs=40", "patience=5", "best=restore",
     )  # fmt: skip
-    assert (status, errors) == (1, f"error: 40 5 restore {bool(flag)}\n")
+    assert (status, errors) == (2, f"error: 40 5 restore {bool(flag)}\n")
     assert "patience" in output
 
 
 @pytest.mark.backend_free
-def test_a_recipe_is_needed(program):
-    with pytest.raises(SystemExit) as ended:
-        program()
-    assert ended.value.code == 2
+def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
+    def stub(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("keras_moe.training.train", stub)
+    status, _, errors = train("mumoe_digits", "--output", tmp_path)
+    assert status == 130
+    assert errors.count("\n") == 2
+    assert "the same command resumes from its last checkpoint" in errors
