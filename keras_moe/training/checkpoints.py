@@ -26,6 +26,7 @@ import numpy as np
 
 from keras_moe.checks import check_integer
 from keras_moe.files import is_plain_file, sha256_of, sync_folder, write_text
+from keras_moe.processes import process_shard
 from keras_moe.training.tensor_file import (
     NonFiniteValues,
     Tensor,
@@ -113,7 +114,7 @@ def save_checkpoint(
     keep = check_integer("keep", keep)
     if keep_every is not None:
         check_integer("keep_every", keep_every)
-    number, count = _process()
+    number, count = process_shard()
     final = folder / f"step-{step:08d}"
     writing = folder / f"{_WRITING}{final.name}"
     try:
@@ -300,7 +301,7 @@ def clean_checkpoints(folder: str | os.PathLike, everything: bool = False) -> No
     >>> from keras_moe.training import clean_checkpoints
     >>> clean_checkpoints("nowhere")
     """
-    if _process()[0]:
+    if process_shard()[0]:
         return
     for path in Path(folder).glob(f"{_WRITING}*"):
         replaced = path.name.removeprefix(f"{_WRITING}replaced-")
@@ -556,11 +557,3 @@ def _digest_of(value):
 
 def _json(value):
     return json.dumps(value, sort_keys=True, allow_nan=False)
-
-
-def _process():
-    if keras.backend.backend() != "jax":
-        return 0, 1
-    from keras_moe.ops.kernels.sharded_arrays_jax import process
-
-    return process()
