@@ -267,7 +267,9 @@ def plan(commands: Any) -> None:
         "one that splits experts most is shown.",
     )
     add_preset(parser)
-    parser.add_argument("--chip", default="tpu_v4", help="tpu_v4, tpu_v5e, tpu_v5p or h200")
+    parser.add_argument(
+        "--chip", default="tpu_v4", help="tpu_v4, tpu_v5e, tpu_v5p or h200"
+    )
     parser.add_argument("--devices", type=at_least(1), required=True, metavar="N")
     parser.add_argument("--batch-size", type=at_least(1), required=True, metavar="N")
     add_layout(parser)

@@ -8,6 +8,7 @@ pytest.importorskip("tensorflow")
 
 pytestmark = pytest.mark.backend_free
 
+
 @pytest.fixture
 def run(program):
     return lambda *arguments: program("deduplicate", "--data", "digits", *arguments)

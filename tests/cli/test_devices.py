@@ -7,6 +7,7 @@ from keras_moe.cli.commands import make_parser
 from keras_moe.cli.devices import set_devices, start_processes
 from keras_moe.cli.parser import UsageError
 
+
 @pytest.fixture(autouse=True)
 def no_distribution():
     yield

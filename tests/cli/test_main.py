@@ -1,5 +1,6 @@
 """What all sub-commands have in common: help, errors, JSON, interruption."""
 
+import ast
 import json
 import re
 import subprocess
@@ -95,6 +96,13 @@ def test_every_example_is_parsed():
 def subparser(parser, name):
     (action,) = (x for x in parser._actions if hasattr(x, "add_parser"))
     return action.choices[name]
+
+
+def test_commands_take_nothing_from_each_other():
+    for path in (ROOT / "keras_moe" / "cli").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            module = getattr(node, "module", None) or ""
+            assert module.removeprefix("keras_moe.cli.") not in COMMANDS, path
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_one_command_trains_and_saves(train, tmp_path):
         (("--recipe-set", "patience=0"), "patience=0"),
         (("--recipe-set", "best=last"), "best='last'"),
         (("--set", "num_layer=1"), "nearest: num_layers"),
-        (("--preset", "mumoe_digit"), "nearest: mumoe_digits"),
+        (("--preset", "vmoe_b33"), "nearest: vmoe_b32"),
         (("--data", "digit"), "source='digit'"),
         (("--data", "folder:nowhere"), "source='folder:nowhere'"),
         (("--recipe-set", "warmup_steps=9999"), "received: warmup_steps=9999"),
