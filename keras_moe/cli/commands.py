@@ -76,12 +76,12 @@ def train(commands: Any) -> None:
         "train",
         "train a model by a recipe, and save it as a preset",
         "keras-moe train mumoe_digits\n"
-        "keras-moe train mumoe_digits --recipe-set epochs=10 --set num_experts=16\n"
+        "keras-moe train mumoe_digits --recipe-set schedule.epochs=10 --set num_experts=16\n"
         "keras-moe train mumoe_mixer_s16 --preset mumoe_mixer_s16_tr\n"
         "keras-moe train mumoe_clip_b32 --data folder:photos\n"
         "keras-moe train vmoe_b16_i21k --data tfrecord:photos --devices all\n"
-        "keras-moe train mumoe_digits --recipe-set epochs=40 --extend\n"
-        "keras-moe train mumoe_digits --recipe-set patience=5 best=restore",
+        "keras-moe train mumoe_digits --recipe-set schedule.epochs=40 --extend\n"
+        "keras-moe train mumoe_digits --recipe-set schedule.patience=5 schedule.best=restore",
         "The same command again resumes a run that was ended, whatever ended it, from "
         "its newest checkpoint; --restart begins anew, --extend continues after its "
         "end.\n\nWrites to the output folder: `preset`, which from_preset loads; "
@@ -90,12 +90,14 @@ def train(commands: Any) -> None:
         "its picture, and `tensorboard` where tensorboardX is installed.",
         RESUMES,
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a name or a file")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="a name, or a TOML or JSON file"
+    )
     add_preset(parser, "--preset", help="the model, in the place of the recipe's")
     add_data(parser, help="; in the place of the recipe's")
     add_overrides(parser)
     add_overrides(
-        parser, "--recipe-set", "settings of the recipe", "epochs=10 batch_size=64"
+        parser, "--recipe-set", "settings of the recipe", "schedule.epochs=10"
     )
     parser.add_argument(
         "--output",
@@ -128,7 +130,7 @@ def train(commands: Any) -> None:
         "--extend",
         action="store_true",
         help="continue a run for more epochs or steps than it had, as --recipe-set "
-        "says; schedule_steps=N leaves its learning rate as it was",
+        "says; schedule.schedule_steps=N leaves its learning rate as it was",
     )
     checkpoints.add_argument(
         "--branch-from",

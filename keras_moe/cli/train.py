@@ -51,18 +51,18 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     results["seconds"] = time.perf_counter() - begin
     write_json(folder / "results.json", results)
     # The last, as it needs matplotlib.
-    draw(results, f"{recipe.name} on {recipe.data}", folder)
+    draw(results, f"{recipe.name} on {recipe.data.source}", folder)
 
     def show(console: Console) -> None:
         for name, value in {
-            "test accuracy": f"{results['test_accuracy']:.2%}",
+            results["metric"]: f"{results['score']:.4f}",
             "parameters": f"{results['parameters']:,}",
             "seconds": f"{results['seconds']:.0f}",
             "preset": folder / "preset",
             "results": folder / "results.json",
             "picture": folder / "training.png",
         }.items():
-            console.print(f"{name:<14} {value}", highlight=False)
+            console.print(f"{name:<18} {value}", highlight=False)
 
     return Result(results, show)
 
@@ -70,11 +70,12 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
 def load_recipe(args: argparse.Namespace) -> training.Recipe:
     """The recipe, with what the command line overrides."""
     overrides = dict(args.recipe_set)
-    for name in ("data", "preset"):
-        if getattr(args, name) is not None:
-            overrides[name] = getattr(args, name)
-    recipe = training.load_recipe(args.recipe, **overrides)
-    return recipe.replace(model_arguments=dict(args.set))
+    overrides |= {f"model.{name}": value for name, value in args.set}
+    if args.data is not None:
+        overrides["data.source"] = args.data
+    if args.preset is not None:
+        overrides["model.preset"] = args.preset
+    return training.load_recipe(args.recipe, **overrides)
 
 
 def fit(
@@ -87,9 +88,9 @@ def fit(
     try:
         set_devices(
             args,
-            recipe.preset,
-            recipe.batch_size // recipe.gradient_accumulation_steps,
-            **recipe.model_arguments,
+            recipe.model.preset,
+            recipe.data.batch_size // recipe.optimizer.gradient_accumulation_steps,
+            **recipe.model.overrides,
         )
         trained = training.train(
             recipe,
@@ -131,7 +132,8 @@ def results_of(
             backend: importlib.import_module(backend).__version__,
         },
         "parameters": trained.model.count_params(),
-        "test_accuracy": trained.test_accuracy,
+        "metric": recipe.objective.headline.metric,
+        "score": trained.score,
         "history": trained.history,
         "router_health": state.get("RouterHealth 1", {}).get("layers", []),
         "evaluations": state.get("PeriodicEvaluation 1", {}).get("records", []),
@@ -156,11 +158,12 @@ def branch(args: argparse.Namespace, recipe: training.Recipe) -> training.Recipe
     if args.branch_from is None:
         raise ValueError("Expected --branch-from with --cooldown")
     batches = training.open_checkpoint(args.branch_from).step
-    start, rest = divmod(batches, recipe.gradient_accumulation_steps)
+    accumulated = recipe.optimizer.gradient_accumulation_steps
+    start, rest = divmod(batches, accumulated)
     if rest:
         raise ValueError(
             "Expected a checkpoint after an update of the weights, every "
-            f"{recipe.gradient_accumulation_steps} batches; received: {batches} batches"
+            f"{accumulated} batches; received: {batches} batches"
         )
     return training.cooldown_branch(recipe, start, args.cooldown)
 
@@ -189,10 +192,10 @@ def watchers(
             )
         )
     if args.few_shot_every:
-        source = args.few_shot_data or recipe.data
+        source = args.few_shot_data or recipe.data.source
         splits = ("train", "test")
         if args.few_shot_data is None:
-            splits = (recipe.train_split, recipe.test_split)
+            splits = (recipe.data.train_split, recipe.data.test_split)
         pools = [
             data.load(
                 source,
@@ -214,7 +217,7 @@ def settings_table(recipe: training.Recipe) -> Table:
     table = Table(title=f"{recipe.name} on {keras.backend.backend()}")
     table.add_column("setting")
     table.add_column("value", overflow="fold")
-    for name, value in recipe.to_dict().items():
+    for name, value in recipe.settings().items():
         if name != "name" and value != "":
             table.add_row(name, value if isinstance(value, str) else json.dumps(value))
     return table

@@ -15,7 +15,12 @@ SMALL = (
     "num_experts=2",
     "rematerialize=true",
 )
-SETTINGS = ("epochs=2", "batch_size=256", "warmup_steps=2", "dtype=mixed_bfloat16")
+SETTINGS = (
+    "schedule.epochs=2",
+    "data.batch_size=256",
+    "schedule.warmup_steps=2",
+    "model.dtype=mixed_bfloat16",
+)
 
 
 @pytest.fixture
@@ -33,9 +38,9 @@ def test_one_command_trains_and_saves(train, tmp_path):
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["backend"] == keras.backend.backend()
     # What was overridden, and what was not.
-    assert results["recipe"]["epochs"] == 2
-    assert results["recipe"]["model_arguments"]["hidden_dim"] == 8
-    assert results["recipe"]["model_arguments"]["stochastic_depth"] == 0.1
+    assert results["recipe"]["schedule"]["epochs"] == 2
+    assert results["recipe"]["model"]["hidden_dim"] == 8
+    assert results["recipe"]["model"]["stochastic_depth"] == 0.1
     assert {name: len(values) for name, values in results["history"].items()} == {
         **dict.fromkeys(("loss", "accuracy", "val_loss", "val_accuracy"), 2),
         **{f"router/{name}": 2 for name in ("entropy", "dead", "dropped", "max_gate")},
@@ -46,7 +51,7 @@ def test_one_command_trains_and_saves(train, tmp_path):
     assert results["evaluations"][0]["epoch"] == 2
     assert results["history"]["loss"][1] < results["history"]["loss"][0]
     assert "learning_rate" in output
-    assert f"{results['test_accuracy']:.2%}" in output
+    assert f"val_accuracy       {results['score']:.4f}" in output
     model = models.from_preset(str(tmp_path / "run" / "preset"))
     assert model.count_params() == results["parameters"]
     assert model.backbone.get_layer("block_1").stochastic_depth == 0.1
@@ -65,26 +70,26 @@ def test_one_command_trains_and_saves(train, tmp_path):
     repeated = json.loads((tmp_path / "run" / "results.json").read_text())
     assert repeated["history"] == results["history"]
     assert repeated["router_health"] == results["router_health"]
-    status, _, errors = train(*again, "epochs=3")
+    status, _, errors = train(*again, "schedule.epochs=3")
     assert status == 2
-    assert "epochs=3 (there 2)" in errors
+    assert "schedule.epochs=3 (there 2)" in errors
 
 
 @pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--recipe-set", "epoch=1"), "nearest: epochs"),
+        (("--recipe-set", "epoch=1"), "nearest: schedule.epochs"),
         (("--recipe-set", "epochs"), "NAME=VALUE"),
-        (("--recipe-set", "epochs=-1"), "epochs=-1"),
-        (("--recipe-set", "patience=0"), "patience=0"),
-        (("--recipe-set", "best=last"), "best='last'"),
+        (("--recipe-set", "schedule.epochs=-1"), "epochs=-1"),
+        (("--recipe-set", "schedule.patience=0"), "patience=0"),
+        (("--recipe-set", "schedule.best=last"), "best='last'"),
         (("--set", "num_layer=1"), "nearest: num_layers"),
         (("--preset", "vmoe_b33"), "nearest: vmoe_b32"),
         (("--data", "digit"), "source='digit'"),
         (("--data", "folder:nowhere"), "source='folder:nowhere'"),
-        (("--recipe-set", "warmup_steps=9999"), "received: warmup_steps=9999"),
-        (("--recipe-set", "batch_size=9999"), "received: batch_size=9999"),
+        (("--recipe-set", "schedule.warmup_steps=9999"), "received: warmup_steps=9999"),
+        (("--recipe-set", "data.batch_size=9999"), "received: batch_size=9999"),
         (("--output", "README.md"), "README.md"),
         (("--branch-from", "nowhere"), "nowhere"),
         (("--cooldown", "5"), "--branch-from"),
@@ -114,12 +119,15 @@ def test_a_recipe_is_a_name_or_a_whole_file(mistake, tmp_path):
 @pytest.mark.parametrize("flag", [(), ("--extend",)])
 def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, flag):
     def stub(recipe, extend, **_):
-        raise ValueError(f"{recipe.epochs} {recipe.patience} {recipe.best} {extend}")
+        schedule = recipe.schedule
+        raise ValueError(
+            f"{schedule.epochs} {schedule.patience} {schedule.best} {extend}"
+        )
 
     monkeypatch.setattr("keras_moe.training.train", stub)
     status, output, errors = train(
         "mumoe_digits", "--output", tmp_path, *flag,
-        "--recipe-set", "epochs=40", "patience=5", "best=restore",
+        "--recipe-set", "schedule.epochs=40", "schedule.patience=5", "schedule.best=restore",
     )  # fmt: skip
     assert (status, errors) == (2, f"error: 40 5 restore {bool(flag)}\n")
     assert "patience" in output
