@@ -324,9 +324,8 @@ def command(preset, batch_size, expert_parallel, hosts=1, model=(), model_parall
     """The shell command on the first host."""
     parts = [
         "keras-moe train vmoe_b16_i21k",
-        f"--preset {preset} --recipe-set batch_size={batch_size} dtype=mixed_bfloat16 "
-        "learning_rate=3e-4",
-        f"--set {' '.join(model)}" if model else "",
+        f"--preset {preset} --set {' '.join(['dtype=mixed_bfloat16', *model])}",
+        f"--recipe-set data.batch_size={batch_size} schedule.learning_rate=3e-4",
         f"--devices all --expert-parallel {expert_parallel}",
         f"--model-parallel {model_parallel}" if model_parallel > 1 else "",
         f"--coordinator HOST:PORT --num-processes {hosts} --process-id 0"

@@ -76,12 +76,14 @@ def train(commands: Any) -> None:
         "train",
         "train a model by a recipe, and save it as a preset",
         "keras-moe train mumoe_digits\n"
-        "keras-moe train mumoe_digits --recipe-set schedule.epochs=10 --set num_experts=16\n"
+        "keras-moe train mumoe_digits --recipe-set schedule.epochs=10 "
+        "--set num_experts=16\n"
         "keras-moe train mumoe_mixer_s16 --preset mumoe_mixer_s16_tr\n"
         "keras-moe train mumoe_clip_b32 --data folder:photos\n"
         "keras-moe train vmoe_b16_i21k --data tfrecord:photos --devices all\n"
         "keras-moe train mumoe_digits --recipe-set schedule.epochs=40 --extend\n"
-        "keras-moe train mumoe_digits --recipe-set schedule.patience=5 schedule.best=restore",
+        "keras-moe train mumoe_digits --recipe-set schedule.patience=5 "
+        "schedule.best=restore",
         "The same command again resumes a run that was ended, whatever ended it, from "
         "its newest checkpoint; --restart begins anew, --extend continues after its "
         "end.\n\nWrites to the output folder: `preset`, which from_preset loads; "

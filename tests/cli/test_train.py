@@ -127,7 +127,8 @@ def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, f
     monkeypatch.setattr("keras_moe.training.train", stub)
     status, output, errors = train(
         "mumoe_digits", "--output", tmp_path, *flag,
-        "--recipe-set", "schedule.epochs=40", "schedule.patience=5", "schedule.best=restore",
+        "--recipe-set", "schedule.epochs=40", "schedule.patience=5",
+        "schedule.best=restore",
     )  # fmt: skip
     assert (status, errors) == (2, f"error: 40 5 restore {bool(flag)}\n")
     assert "patience" in output
