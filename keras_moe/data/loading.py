@@ -40,8 +40,8 @@ class LoadOptions:
             true; the default is the largest number there can be, where the source
             knows it.
         exclude: indices of the examples to leave out, in the order of the source; or
-            the path of a JSON file of `write_exclusion`, as `keras-moe deduplicate` writes
-            it, or a list of such paths.
+            the path of a JSON file of `write_exclusion` or `keras-moe deduplicate`; or
+            a list of such paths.
         unreadable: treatment of images that cannot be read or decoded. `"raise"` is
             an error that names the file, when the image is met; see `reading_errors`
             for its class. `"exclude"` decodes all images once before the first batch,
