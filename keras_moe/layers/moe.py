@@ -20,6 +20,7 @@ from keras_moe.checks import (
 from keras_moe.compat import get_keras_mask
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
+from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.expert_kinds import expert_kinds
 from keras_moe.ops.routing import Routing
 
@@ -298,35 +299,43 @@ class MoE(keras.layers.Layer):
                 continue
             self.add_loss(ops.mean(loss(routing, self.router, mask, modality_ids)))
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        in_place = self.zero_computation_experts
-        in_place = 0 if in_place is None else in_place.parameters(dim)
-        return self.router.parameters(dim) + self.experts.parameters(dim) + in_place
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def active_parameters(self, num_tokens: int, dim: int) -> int:
-        """The parameters that a token meets, on average: router and its experts."""
-        router = self.router
-        per_token = router.experts_per_token(self._competing(num_tokens))
-        active = per_token * self.experts.expert_parameters(dim)
-        in_place = self.zero_computation_experts
-        if in_place is not None:
-            others = router.num_selected_experts - per_token
-            active += others * in_place.parameters(dim) / in_place.num_experts
-        return router.parameters(dim) + round(active)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        parts = [self.router, self.experts]
+        if self.zero_computation_experts is not None:
+            parts.append(self.zero_computation_experts)
+        shapes = {}
+        for part in parts:
+            shapes.update(under(part.name, part.weight_shapes(shape)))
+        return shapes
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations if no token is dropped (2 per multiply-add)."""
-        router = self.router
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image, if none is dropped.
+
+        A token meets the router and, on average, as many experts as the router says.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        router, in_place = self.router, self.zero_computation_experts
         competing = self._competing(num_tokens)
         # An image's share of its group's slots.
-        num_slots = router.num_slots(competing) * num_tokens // competing
-        flops = router.flops(num_tokens, dim) + self.experts.flops(num_slots, dim)
-        in_place = self.zero_computation_experts
+        num_slots = router.total_slots(competing) * num_tokens // competing
+        per_token = router.experts_per_token(competing)
+        experts = self.experts.cost((num_slots, dim))
+        active = per_token * experts.active_parameters
         if in_place is not None:
-            others = num_tokens * router.num_selected_experts - num_slots
-            flops += in_place.flops(others, dim)
-        return flops
+            selected = router.num_selected_experts
+            others = in_place.cost((num_tokens * selected - num_slots, dim))
+            # Unrounded: each of them has few parameters.
+            active += (selected - per_token) * others.parameters / in_place.num_experts
+            experts += others
+        return router.cost(shape) + experts._replace(active_parameters=round(active))
 
     def _competing(self, num_tokens):
         """The tokens of a group at inference, with images of `num_tokens`."""

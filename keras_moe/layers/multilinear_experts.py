@@ -19,6 +19,7 @@ from keras_moe.checks import (
 )
 from keras_moe.layers.expert_coefficients import check_levels
 from keras_moe.ops import multilinear as tensors
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.multilinear_costs import (
     factorized_multiply_adds,
     naive_multiply_adds,
@@ -104,20 +105,14 @@ class MultilinearExperts(keras.layers.Layer):
 
     def build(self, inputs_shape, coefficients_shape=None):
         self._inputs = inputs_shape[-1]
-        shapes = self._shapes(self._inputs)
-        levels = len(self.num_experts)
-        if self.factorization is None:
-            names = ["tensor"]
-        else:
-            names = [f"expert_factor_{level}" for level in range(levels)]
-            names += ["input_factor", "output_factor", "core"]
+        shapes = self.weight_shapes((None, self._inputs))
         self.factors = [
             self.add_weight(
                 name=name,
                 shape=shape,
                 initializer=self._initializer(index, name, shape),
             )
-            for index, (name, shape) in enumerate(zip(names, shapes))
+            for index, (name, shape) in enumerate(shapes.items())
         ]
 
     def _initializer(self, index, name, shape):
@@ -233,9 +228,6 @@ class MultilinearExperts(keras.layers.Layer):
             dense_parameters(self.match_shape or (inputs, self.units)),
         )
 
-    def _shapes(self, inputs):
-        return tensors.factor_shapes(*self._tensor_spec(inputs))
-
     def _tensor_spec(self, inputs):
         """What the weight tensor is: arguments of `factor_shapes`."""
         return (
@@ -250,9 +242,30 @@ class MultilinearExperts(keras.layers.Layer):
         shape = (*inputs.shape[:-1], self.units)
         return keras.KerasTensor(shape, self.compute_dtype)
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for inputs of size `dim`."""
-        return sum(math.prod(shape) for shape in self._shapes(dim))
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        if self.factorization is None:
+            names = ["tensor"]
+        else:
+            levels = range(len(self.num_experts))
+            names = [f"expert_factor_{level}" for level in levels]
+            names += ["input_factor", "output_factor", "core"]
+        # A CP or ring tensor has no core.
+        return dict(zip(names, tensors.factor_shapes(*self._tensor_spec(shape[-1]))))
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        flops = 2 * num_tokens * self.multiply_adds(dim)
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
     def multiply_adds(self, dim: int) -> int:
         """Multiply-adds of one token's matmuls (Table 5 of the paper)."""

@@ -3,6 +3,7 @@
 Axes: B batch, N patches, D hidden.
 """
 
+import math
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from keras_moe.layers.interpolation import (
     cubic_weights,
     linear_weights,
 )
+from keras_moe.ops.cost import Cost
 
 # Side of the patches of stored weights.
 _LARGEST = 1024
@@ -222,15 +224,27 @@ class PatchEmbedding(keras.layers.Layer):
         rows, columns = self.grid(input_shape)
         return (input_shape[0], rows * columns, self.hidden_dim)
 
-    def parameters(self, channels: int) -> int:
-        """The number of parameters for images of `channels` channels."""
-        height, width = self.patch_size
-        return (height * width * channels + 1) * self.hidden_dim
+    def weight_shapes(self, shape: tuple[int, int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
 
-    def flops(self, num_tokens: int, channels: int) -> int:
-        """Floating-point operations (2 per multiply-add)."""
-        height, width = self.patch_size
-        return 2 * num_tokens * height * width * channels * self.hidden_dim
+        Args:
+            shape: (height, width, channels) of an image.
+        """
+        return {
+            "kernel": (*self.patch_size, shape[-1], self.hidden_dim),
+            "bias": (self.hidden_dim,),
+        }
+
+    def cost(self, shape: tuple[int, int, int]) -> Cost:
+        """The cost for one image.
+
+        Args:
+            shape: (height, width, channels) of an image.
+        """
+        shapes = self.weight_shapes(shape)
+        rows, columns = self.grid(shape)
+        flops = 2 * rows * columns * math.prod(shapes["kernel"])
+        return Cost.all_active(shapes, flops)
 
     def get_config(self):
         config = super().get_config()

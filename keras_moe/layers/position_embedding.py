@@ -14,6 +14,7 @@ from keras_moe.layers.interpolation import (
     aligned_linear_weights,
     cubic_weights,
 )
+from keras_moe.ops.cost import Cost
 
 KINDS = ("learned", "sincos")
 
@@ -199,6 +200,22 @@ class PositionEmbedding(keras.layers.Layer):
         if old_grid != self.grid:
             value = resize_positions(value, old_grid, self.grid, self.interpolation)
         self.embedding.assign(value)
+
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return {"embedding": (1, *shape)} if self.kind == "learned" else {}
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return Cost.all_active(self.weight_shapes(shape))
 
     def get_config(self):
         config = super().get_config()

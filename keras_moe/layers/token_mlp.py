@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.layers.mlp import MLP
+from keras_moe.ops.cost import Cost
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -53,17 +54,23 @@ class TokenMLP(MLP):
         x = ops.transpose(tokens, (0, 2, 1))
         return ops.transpose(super().call(x, training=training), (0, 2, 1))
 
-    def parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters for (B, num_tokens, dim)."""
-        return super().parameters(num_tokens)
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def active_parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters that one token meets: all."""
-        return self.parameters(num_tokens, dim)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return super().weight_shapes(shape[::-1])
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations (2 per multiply-add)."""
-        return super().flops(dim, num_tokens)
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        flops = 4 * num_tokens * dim * self.mlp_dim
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
 
 def known_num_tokens(input_shape: tuple) -> int:

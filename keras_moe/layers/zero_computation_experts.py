@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.layers.initializers import PerExpert
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_kinds import expert_kinds
 
 
@@ -81,16 +82,16 @@ class ZeroComputationExperts(keras.layers.Layer):
         return self.zero_experts + self.copy_experts + self.constant_experts
 
     def build(self, tokens_shape, weights_shape=None):
-        dim = tokens_shape[-1]
-        if self.constant_experts:
+        shapes = self.weight_shapes(tokens_shape[-2:])
+        if shapes:
             self.kernel = self.add_weight(
                 name="kernel",
-                shape=(self.constant_experts, dim, 2),
+                shape=shapes["kernel"],
                 initializer=PerExpert(self.kernel_initializer),
             )
             self.vector = self.add_weight(
                 name="vector",
-                shape=(self.constant_experts, dim),
+                shape=shapes["vector"],
                 initializer=self.vector_initializer,
             )
 
@@ -124,17 +125,36 @@ class ZeroComputationExperts(keras.layers.Layer):
     def compute_output_spec(self, tokens, weights):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        return 3 * self.constant_experts * dim
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of `num_tokens` assignments, evenly spread.
-
-        Those of the constant experts: `W_c x` and the mixture.
+        Args:
+            shape: (num_tokens, dim).
         """
+        _, dim = shape
+        if not self.constant_experts:
+            return {}
+        return {
+            "kernel": (self.constant_experts, dim, 2),
+            "vector": (self.constant_experts, dim),
+        }
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost of assignments that are spread evenly over the experts.
+
+        Constant experts alone have a cost: `W_c x` and the mixture.
+
+        Args:
+            shape: (num_assignments, dim).
+        """
+        num_assignments, dim = shape
         share = self.constant_experts / self.num_experts
-        return round(6 * num_tokens * dim * share)
+        weights = Cost.all_active(self.weight_shapes(shape))
+        return Cost(
+            weights.parameters,
+            round(weights.parameters / self.num_experts),
+            round(6 * num_assignments * dim * share),
+        )
 
     def get_config(self):
         config = super().get_config()
