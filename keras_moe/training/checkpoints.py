@@ -25,7 +25,13 @@ import keras
 import numpy as np
 
 from keras_moe.checks import check_integer
-from keras_moe.files import is_plain_file, sha256_of, sync_folder, write_text
+from keras_moe.files import (
+    is_plain_file,
+    replace_folder,
+    sha256_of,
+    sync_folder,
+    write_text,
+)
 from keras_moe.processes import process_shard
 from keras_moe.training.tensor_file import (
     NonFiniteValues,
@@ -407,20 +413,9 @@ def _write(path, text):
 
 def _commit(writing, final):
     sync_folder(writing)
-    aside = None
-    if final.exists():
-        # One that is corrupt, or of the same step.
-        aside = final.with_name(f"{_WRITING}replaced-{final.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(final, aside)
-    try:
-        os.rename(writing, final)
-    except OSError:
-        if aside is not None:
-            os.rename(aside, final)
-        raise
-    sync_folder(final.parent)
-    shutil.rmtree(final.with_name(f"{_WRITING}replaced-{final.name}"), True)
+    # The one in its place is corrupt, or of the same step.
+    aside = final.with_name(f"{_WRITING}replaced-{final.name}")
+    replace_folder(writing, final, aside)
 
 
 def _remove_older(folder, newest, keep, keep_every, keep_steps):
