@@ -31,24 +31,26 @@ class Experts(ExpertKernels):
     traffic that costs.
 
     Args:
-        num_experts: E.
-        mlp_dim: H.
-        activation: `"gelu_tanh"` (the JAX models'), or any that Keras knows.
-        dropout: after each of the two layers (V-MoE's expert dropout).
-        shared_initialization: start all experts from the same values, as V-MoE does.
-        gated: multiply the activation of a second hidden layer into the first, as
-            SwiGLU does with `activation="silu"`: `output(activation(gate(x)) *
+        num_experts: E, number of experts.
+        mlp_dim: H, the hidden size of each expert.
+        activation: activation between the layers, `"gelu_tanh"` as in the JAX models,
+            or any that Keras knows.
+        dropout: dropout rate after each of the two layers (V-MoE's expert dropout).
+        shared_initialization: whether all experts start from the same values, as in
+            V-MoE.
+        gated: whether the activation of a second hidden layer is multiplied into the
+            first, as in SwiGLU with `activation="silu"`: `output(activation(gate(x)) *
             hidden(x))`.
-        use_bias: give the layers biases; SwiGLU experts mostly have none.
-        seed: of the dropout.
-        lora_rank: None, or the rank for `enable_lora` at build time.
+        use_bias: whether the layers have biases; SwiGLU experts mostly have none.
+        seed: seed of the dropout.
+        lora_rank: rank for `enable_lora` at build time, or None.
         lora_alpha: see `enable_lora`.
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
-        inputs: (G, E, C, D); or (R, D), sorted by expert.
-        group_sizes: None; or int32 (E,), each expert's number of rows. Rows beyond
-            their sum belong to nobody.
+        inputs: slots (G, E, C, D), or rows (R, D) sorted by expert.
+        group_sizes: int32 (E,), the number of rows of each expert, with rows; None with
+            slots. Rows beyond their sum belong to no expert.
         training: whether dropout applies.
 
     Output shape:
@@ -131,8 +133,8 @@ class Experts(ExpertKernels):
         if group_sizes is not None:
             return self._call_rows(inputs, group_sizes, training)
         num_groups, num_experts, capacity, dim = ops.shape(inputs)
-        # From the tokens' devices to the experts'. Both ends are fixed, here and below,
-        # or tokens or kernels would be gathered, forward or for the gradient.
+        # Tokens move from their devices to those of the experts. Both ends are fixed,
+        # here and below, or tokens or kernels would be gathered, forward or backward.
         x = with_layout(inputs, f"{self.path}/slots/dispatched")
         x = with_layout(x, f"{self.path}/slots/input")
         # One matmul per layer and expert over the slots of all groups.
@@ -152,30 +154,30 @@ class Experts(ExpertKernels):
         owner = ops.searchsorted(ends, place, side="right")
         owner = ops.minimum(owner, self.num_experts - 1)
 
-        def times(x, kernels):
+        def matmul(x, kernels):
             return grouped_matmul(x, ops.convert_to_tensor(kernels), group_sizes)
 
         return self._mlp(
-            rows, times, lambda weight: ops.take(weight, owner, axis=0), training
+            rows, matmul, lambda weight: ops.take(weight, owner, axis=0), training
         )
 
-    def _mlp(self, x, times, of_expert, training):
-        """The layers on x, sorted by expert.
+    def _mlp(self, x, matmul, by_row, training):
+        """The layers of every expert.
 
         Args:
-            x: (E, G C, D) or (R, D).
-            times: multiplies x by each expert's kernel.
-            of_expert: (E, X) to the shape of x, each expert's where its rows are.
+            x: (E, G C, D) or (R, D), sorted by expert.
+            matmul: see `linear`.
+            by_row: see `linear`.
             training: whether dropout applies.
         """
-        hidden = self.linear("hidden", x, times, of_expert)
+        hidden = self.linear("hidden", x, matmul, by_row)
         if self.gated:
-            gate = self.linear("gate", x, times, of_expert)
+            gate = self.linear("gate", x, matmul, by_row)
             hidden = self.activation(gate) * hidden
         else:
             hidden = self.activation(hidden)
         hidden = self._drop(hidden, training)
-        x = self.linear("output", hidden, times, of_expert)
+        x = self.linear("output", hidden, matmul, by_row)
         return self._drop(x, training)
 
     def _drop(self, x, training):

@@ -17,10 +17,11 @@ class MLP(keras.layers.Layer):
     """Two dense layers: D to H, activation, H to D.
 
     Args:
-        mlp_dim: H.
-        activation: `"gelu_tanh"` (the JAX models'), or any that Keras knows.
-        dropout: after each of the two layers.
-        seed: of the dropout.
+        mlp_dim: H, the hidden size.
+        activation: activation between the layers, `"gelu_tanh"` as in the JAX models,
+            or any that Keras knows.
+        dropout: dropout rate after each of the two layers.
+        seed: seed of the dropout.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:

@@ -45,8 +45,8 @@ class LayerNorm(keras.layers.Layer):
     has a fused kernel, which is used there.
 
     Args:
-        epsilon: added to the variance; ViTs use 1e-6.
-        center: add a learned offset, `beta`.
+        epsilon: number added to the variance; ViTs use 1e-6.
+        center: whether there is a learned offset, `beta`.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:

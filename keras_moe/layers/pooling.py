@@ -92,9 +92,9 @@ class AttentionPooling(keras.layers.Layer):
     The probe attends to the tokens, and an MLP with a residual follows.
 
     Args:
-        num_heads: attention heads; divides D.
-        mlp_dim: of the MLP.
-        activation: of the MLP.
+        num_heads: number of attention heads, a divisor of D.
+        mlp_dim: hidden size of the MLP.
+        activation: activation of the MLP.
         layer_norm_epsilon: epsilon of all normalisations.
         query_key_norm: whether attention normalises queries and keys in each head, as
             V-MoE's head does where its blocks do.

@@ -16,13 +16,14 @@ from keras_moe.ops.cost import Cost
 class TokenMLP(MLP):
     """An MLP across the tokens, the same for each of the D channels.
 
-    Its weights have the number of tokens for a shape: it serves images of one size.
+    The number of tokens is a size of its weights: it serves images of one size.
 
     Args:
-        mlp_dim: H.
-        activation: `"gelu_tanh"` (the JAX models'), or any that Keras knows.
-        dropout: after each of the two layers.
-        seed: of the dropout.
+        mlp_dim: H, the hidden size.
+        activation: activation between the layers, `"gelu_tanh"` as in the JAX models,
+            or any that Keras knows.
+        dropout: dropout rate after each of the two layers.
+        seed: seed of the dropout.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -74,7 +75,14 @@ class TokenMLP(MLP):
 
 
 def known_num_tokens(input_shape: tuple) -> int:
-    """N of (B, N, D), if it is known: a layer across tokens has weights of its size."""
+    """N, if it is known: a layer across tokens has weights of this size.
+
+    Args:
+        input_shape: (B, N, D).
+
+    Raises:
+        ValueError: if N is None, or the shape is another one.
+    """
     if len(input_shape) != 3 or input_shape[1] is None:
         raise ValueError(
             "Expected tokens of shape (batch, tokens, dim) with a known number "
@@ -84,7 +92,15 @@ def known_num_tokens(input_shape: tuple) -> int:
 
 
 def check_num_tokens(tokens: Any, num_tokens: int) -> None:
-    """Raises ValueError if there are other tokens than the layer was built for."""
+    """Refuses another number of tokens.
+
+    Args:
+        tokens: (B, N, D).
+        num_tokens: N for which the layer was built.
+
+    Raises:
+        ValueError: if N is another one.
+    """
     if tokens.shape[1] != num_tokens:
         raise ValueError(
             f"Expected {num_tokens} tokens, for which the layer was built; "

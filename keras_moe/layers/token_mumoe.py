@@ -22,7 +22,7 @@ class TokenMuMoE(keras.layers.Layer):
     own, so that the record's axis of tokens has channels.
 
     Args:
-        block: a `MuMoEBlock`.
+        block: `MuMoEBlock` across the tokens.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -64,13 +64,21 @@ class TokenMuMoE(keras.layers.Layer):
         return ops.transpose(outputs, (0, 2, 1)), routing
 
     def ablated(self, tokens: Any, experts: Any) -> Any:
-        """See `MuMoEBlock.ablated`: (B, N, D), for the expert of each example."""
+        """The outputs as if one expert's weights were zero; see `MuMoEBlock.ablated`.
+
+        Args:
+            tokens: (B, N, D).
+            experts: integers (B, L), the place of each example's expert at each level.
+
+        Returns:
+            (B, N, D).
+        """
         channels = ops.transpose(tokens, (0, 2, 1))
         return ops.transpose(self.block.ablated(channels, experts), (0, 2, 1))
 
     @property
     def router(self) -> Any:
-        """What decides which experts a channel gets."""
+        """The layer that gives each channel its experts."""
         return self.block.router
 
     def compute_output_spec(self, tokens, training=None):

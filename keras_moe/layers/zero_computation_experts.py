@@ -23,11 +23,11 @@ class ZeroComputationExperts(keras.layers.Layer):
     tokens, and no buffer.
 
     Args:
-        zero_experts: how many give 0.
-        copy_experts: how many give the token back.
-        constant_experts: J.
-        kernel_initializer: of one constant expert's W_c (D, 2).
-        vector_initializer: of one constant expert's v (D,).
+        zero_experts: number of experts that give 0.
+        copy_experts: number of experts that give the token back.
+        constant_experts: J, number of constant experts.
+        kernel_initializer: initializer of one constant expert's W_c (D, 2).
+        vector_initializer: initializer of one constant expert's v (D,).
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
@@ -104,20 +104,20 @@ class ZeroComputationExperts(keras.layers.Layer):
         tokens = ops.cast(tokens, self.compute_dtype)
         first = self.zero_experts
         copied = weights[..., first : first + self.copy_experts]
-        of_token = ops.sum(copied, axis=-1, keepdims=True)
+        token_weight = ops.sum(copied, axis=-1, keepdims=True)
         if not self.constant_experts:
-            return ops.cast(of_token, self.compute_dtype) * tokens
+            return ops.cast(token_weight, self.compute_dtype) * tokens
         weights = weights[..., first + self.copy_experts :]
-        # softmax([p, q]) is sigmoid(p - q) and the rest; one column instead of two.
-        # The difference in full precision: what the two have in common cancels.
+        # softmax([p, q]) is sigmoid(p - q) and 1 minus that: one column instead of two.
+        # The difference is in full precision, since their common part cancels.
         kernel = ops.transpose(self.kernel[..., 0] - self.kernel[..., 1])
         kernel = ops.cast(kernel, self.compute_dtype)
         kept = ops.sigmoid(ops.cast(ops.matmul(tokens, kernel), "float32"))
-        of_token = of_token + ops.sum(weights * kept, axis=-1, keepdims=True)
-        of_vectors = ops.cast(weights * (1.0 - kept), self.compute_dtype)
+        token_weight = token_weight + ops.sum(weights * kept, axis=-1, keepdims=True)
+        vector_weights = ops.cast(weights * (1.0 - kept), self.compute_dtype)
         vector = ops.cast(self.vector, self.compute_dtype)
-        of_token = ops.cast(of_token, self.compute_dtype)
-        return of_token * tokens + ops.matmul(of_vectors, vector)
+        token_weight = ops.cast(token_weight, self.compute_dtype)
+        return token_weight * tokens + ops.matmul(vector_weights, vector)
 
     def compute_output_shape(self, tokens_shape, weights_shape=None):
         return tokens_shape
