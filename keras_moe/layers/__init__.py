@@ -2,7 +2,7 @@
 
 from keras_moe.layers.activations import gelu_tanh, quick_gelu
 from keras_moe.layers.attribute_adversary import AttributeAdversary
-from keras_moe.layers.block_plan import resolve_moe_layers
+from keras_moe.layers.moe_layers import resolve_moe_layers
 from keras_moe.layers.class_token import ClassToken
 from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
 from keras_moe.layers.expert_coefficients import ExpertCoefficients

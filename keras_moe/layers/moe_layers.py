@@ -1,4 +1,4 @@
-"""Which feed-forward layer stands in which block."""
+"""Which blocks of an encoder are mixtures of experts."""
 
 import re
 from typing import Any
