@@ -16,10 +16,10 @@ from pathlib import Path
 from overrides import parse_override
 
 from keras_moe import models, training
+from keras_moe.checks import check_argument_names
 from keras_moe.files import write_json
 from keras_moe.layers.feed_forwards import MUMOE
 from keras_moe.models.preset_folder import staged
-from keras_moe.ops.checks import check_argument_names
 from keras_moe.routers import ROUTERS
 from keras_moe.training.upcycling import MOE_ARGUMENTS
 from keras_moe.training.upcycling_presets import UPCYCLING_PRESETS

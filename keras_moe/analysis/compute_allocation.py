@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.analysis.patches import of_patches
-from keras_moe.ops.checks import check_integer, check_one_of
+from keras_moe.checks import check_integer, check_one_of
 from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
 
 

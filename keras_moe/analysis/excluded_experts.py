@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from keras_moe.ops.checks import check_integer
+from keras_moe.checks import check_integer
 from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
 
 

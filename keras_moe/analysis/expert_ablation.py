@@ -23,7 +23,7 @@ from keras_moe.analysis.without_experts import (
     ablated_part,
     scores,
 )
-from keras_moe.ops.checks import check_one_of
+from keras_moe.checks import check_one_of
 
 
 class ExpertAblation(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe.analysis.blocks import moe_block
-from keras_moe.ops.checks import check_integer
+from keras_moe.checks import check_integer
 
 
 def expert_centres(model: Any, block: str) -> np.ndarray:

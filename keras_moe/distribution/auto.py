@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 
+from keras_moe.checks import check_bool
 from keras_moe.distribution.layouts import Layouts, layouts
-from keras_moe.ops.checks import check_bool
 
 INSTEAD = {
     "tensorflow": "make the model and compile it with jit_compile=False within the "

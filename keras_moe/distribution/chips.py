@@ -4,7 +4,7 @@ import itertools
 import math
 from typing import NamedTuple
 
-from keras_moe.ops.checks import check_integer
+from keras_moe.checks import check_integer
 
 
 class Chip(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from keras_moe.checks import check_integer, check_one_of, check_positive
 from keras_moe.distribution.block_costs import (
     Share,
     activation_bytes,
@@ -21,7 +22,6 @@ from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks
 from keras_moe.layers import MoE
 from keras_moe.models.presets import describe, unbuilt_blocks
-from keras_moe.ops.checks import check_integer, check_one_of, check_positive
 
 # Where both of a weight's two largest axes are as long, Adafactor keeps their sums.
 FACTORED_FROM = 32

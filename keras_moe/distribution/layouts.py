@@ -5,9 +5,9 @@ Axes: B batch, N tokens, D hidden, H mlp, G groups, E experts, C capacity.
 
 from typing import Any, NamedTuple
 
+from keras_moe.checks import check_integer
 from keras_moe.layers import MLP, MoE, SelfAttention
 from keras_moe.models.presets import unbuilt_blocks
-from keras_moe.ops.checks import check_integer
 
 BATCH, EXPERT, MODEL = "batch", "expert", "model"
 # Of the batch axis, where experts are split over a part of it only: the devices that

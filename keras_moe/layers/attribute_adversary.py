@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.checks import check_integer, check_not_negative
+from keras_moe.checks import check_integer, check_not_negative
 
 
 @keras.saving.register_keras_serializable("keras_moe")

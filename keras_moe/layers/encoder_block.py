@@ -7,11 +7,10 @@ from typing import Any
 
 import keras
 
-from keras_moe.layers.mlp import check_dropout
+from keras_moe.checks import check_bool, check_dropout, check_positive, check_seed
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
-from keras_moe.ops.checks import check_bool, check_positive, check_seed
 
 # What is added to a block's seed for stochastic depth: one seed would give dropout and
 # depth the same draws, and a backbone's other sites have those just above.

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.checks import check_integer, check_one_of
 from keras_moe.layers import activations
-from keras_moe.ops.checks import check_integer, check_one_of
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
 

@@ -9,11 +9,10 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_moe.checks import check_bool, check_dropout, check_integer, check_seed
 from keras_moe.layers import activations
 from keras_moe.layers.activation_layout import with_layout
 from keras_moe.layers.initializers import PerExpert
-from keras_moe.layers.mlp import check_dropout
-from keras_moe.ops.checks import check_bool, check_integer, check_seed
 from keras_moe.ops.grouped_matmul import grouped_matmul
 
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import keras
 
-from keras_moe.layers.block_plan import resolve_moe_layers
-from keras_moe.layers.experts import Experts
-from keras_moe.layers.mlp import MLP
-from keras_moe.layers.moe import MoE
-from keras_moe.layers.mumoe import MuMoEBlock
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_argument_names,
     check_bool,
     check_integer,
     check_one_of,
     check_positive,
 )
+from keras_moe.layers.block_plan import resolve_moe_layers
+from keras_moe.layers.experts import Experts
+from keras_moe.layers.mlp import MLP
+from keras_moe.layers.moe import MoE
+from keras_moe.layers.mumoe import MuMoEBlock
 from keras_moe.ops.expert_kinds import expert_kinds
 from keras_moe.routers import (
     PathwayAwareRouter,

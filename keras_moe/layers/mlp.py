@@ -3,21 +3,12 @@
 Axes: D hidden, H mlp.
 """
 
-import numbers
 from typing import Any
 
 import keras
 
+from keras_moe.checks import check_dropout, check_integer, check_seed
 from keras_moe.layers import activations
-from keras_moe.ops.checks import check_integer, check_seed
-
-
-def check_dropout(name: str, rate: float) -> float:
-    """`rate`, if it is one that drops something but not everything."""
-    is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
-    if not is_number or not 0 <= rate < 1:
-        raise ValueError(f"Expected {name} in [0, 1); received: {name}={rate!r}")
-    return rate
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -11,14 +11,14 @@ from keras import ops, tree
 from keras.src.backend.common.masking import get_keras_mask
 
 from keras_moe import losses, routers
-from keras_moe.layers.nested import build_once, layer_argument
-from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_ids,
     check_integer,
     check_mask,
     check_positive,
 )
+from keras_moe.layers.nested import build_once, layer_argument
+from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops.dispatch import (
     combine,
     combine_einsum,

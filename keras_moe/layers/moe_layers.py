@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from keras_moe.ops.checks import check_integer
+from keras_moe.checks import check_integer
 
 # The largest published models have a tenth of these; a description of ten times as
 # many, or a mistyped number, would take minutes.

@@ -11,14 +11,14 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.layers.expert_coefficients import check_levels
-from keras_moe.ops import multilinear as tensors
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_bool,
     check_integer,
     check_not_negative,
     check_one_of,
 )
+from keras_moe.layers.expert_coefficients import check_levels
+from keras_moe.ops import multilinear as tensors
 from keras_moe.ops.multilinear_costs import (
     factorized_multiply_adds,
     naive_multiply_adds,

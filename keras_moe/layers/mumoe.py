@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.checks import check_bool, check_integer
 from keras_moe.layers import activations
 from keras_moe.layers.expert_coefficients import ExpertCoefficients, outer
 from keras_moe.layers.multilinear_experts import (
@@ -17,7 +18,6 @@ from keras_moe.layers.multilinear_experts import (
     resolved_rank,
 )
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.ops.checks import check_bool, check_integer
 from keras_moe.ops.multilinear import projections
 
 

@@ -9,26 +9,15 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_moe.checks import check_integer, check_one_of, check_pair
 from keras_moe.layers.interpolation import (
     INTERPOLATIONS,
     cubic_weights,
     linear_weights,
 )
-from keras_moe.ops.checks import check_integer, check_one_of, positive_integers
 
 # Side of the patches of stored weights.
 _LARGEST = 1024
-
-
-def pair(value: Any, name: str) -> tuple[int, int]:
-    """`value` as two positive integers, for sizes given as one int or a pair."""
-    values = positive_integers((value, value)) or positive_integers(value)
-    if values is None or len(values) != 2:
-        raise ValueError(
-            f"Expected {name} to be a positive integer or a pair of them; "
-            f"received: {name}={value!r}"
-        )
-    return values
 
 
 def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
@@ -106,7 +95,7 @@ def resize_patch_kernel(
     # B is the Kronecker product of those of the rows and of the columns.
     rows, columns = (
         np.linalg.pinv(weights(old, new).T)
-        for old, new in zip(kernel.shape[:2], pair(patch_size, "patch_size"))
+        for old, new in zip(kernel.shape[:2], check_pair("patch_size", patch_size))
     )
     resized = np.einsum(
         "yr,xc,rcid->yxid", rows, columns, kernel.astype("float64"), optimize=True
@@ -164,7 +153,7 @@ class PatchEmbedding(keras.layers.Layer):
             "interpolation", interpolation, INTERPOLATIONS
         )
         self.hidden_dim = check_integer("hidden_dim", hidden_dim)
-        self.patch_size = pair(patch_size, "patch_size")
+        self.patch_size = check_pair("patch_size", patch_size)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
 
     def build(self, input_shape):

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.checks import head_size
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.self_attention import SelfAttention, check_query_key_norm
-from keras_moe.ops.checks import head_size
 
 TOKEN_POOLINGS = ("class_token", "first", "average", "patch_average")
 POOLINGS = (*TOKEN_POOLINGS, "map")

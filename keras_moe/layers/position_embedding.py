@@ -8,13 +8,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_moe.checks import check_one_of, check_pair
 from keras_moe.layers.interpolation import (
     INTERPOLATIONS,
     aligned_linear_weights,
     cubic_weights,
 )
-from keras_moe.layers.patch_embedding import pair
-from keras_moe.ops.checks import check_one_of
 
 KINDS = ("learned", "sincos")
 
@@ -150,7 +149,7 @@ class PositionEmbedding(keras.layers.Layer):
         check_one_of("kind", kind, KINDS)
         check_one_of("interpolation", interpolation, INTERPOLATIONS)
         super().__init__(**kwargs)
-        self.grid = pair(grid, "grid")
+        self.grid = check_pair("grid", grid)
         self.kind = kind
         self.interpolation = interpolation
 

@@ -9,9 +9,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.layers.mlp import check_dropout
+from keras_moe.checks import check_bool, check_dropout, check_integer, check_seed
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.ops.checks import check_bool, check_integer, check_seed
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_moe.checks import check_one_of
 from keras_moe.losses import router_losses
 from keras_moe.losses.auxiliary_loss import AuxiliaryLoss
 from keras_moe.losses.modality_losses import (
@@ -16,7 +17,6 @@ from keras_moe.losses.modality_losses import (
     MutualInformationLoss,
     TargetEntropyLoss,
 )
-from keras_moe.ops.checks import check_one_of
 from keras_moe.ops.token_choice import selected_experts
 
 # The choices of a token that a balance loss counts.

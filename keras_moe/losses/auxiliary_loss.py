@@ -5,7 +5,7 @@ Axes: G groups, S group_size, E experts.
 
 from typing import Any
 
-from keras_moe.ops.checks import check_not_negative
+from keras_moe.checks import check_not_negative
 from keras_moe.ops.routing import Routing
 
 

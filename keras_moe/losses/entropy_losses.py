@@ -13,8 +13,8 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.checks import check_integer, check_selected
 from keras_moe.losses.reductions import token_mean
-from keras_moe.ops.checks import check_integer, check_selected
 from keras_moe.ops.token_choice import largest
 
 # The logarithm's smallest argument: a normal float32, which no backend flushes to 0.

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.checks import check_integer
 from keras_moe.losses import entropy_losses
 from keras_moe.losses.auxiliary_loss import AuxiliaryLoss
 from keras_moe.losses.reductions import over_counted_groups
-from keras_moe.ops.checks import check_integer
 from keras_moe.ops.routing import Routing
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.checks import check_selected
 from keras_moe.losses.reductions import token_mean, token_sum
-from keras_moe.ops.checks import check_selected
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.token_choice import largest, selected_experts
 

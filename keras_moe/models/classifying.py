@@ -6,8 +6,8 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_moe.checks import check_integer
 from keras_moe.models.image_preprocessor import ImagePreprocessor
-from keras_moe.ops.checks import check_integer
 
 
 class ClassProbability(NamedTuple):

@@ -10,9 +10,15 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_moe.checks import (
+    check_argument_names,
+    check_bool,
+    check_dropout,
+    check_integer,
+    check_one_of,
+)
 from keras_moe.compat import TorchParameters
 from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
-from keras_moe.layers.mlp import check_dropout
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.models.classifying import ClassifyMixin
@@ -35,12 +41,6 @@ from keras_moe.models.preset_loading import (
 from keras_moe.models.quantization import quantized_head, settle_policies
 from keras_moe.models.trainer import TrainerMixin
 from keras_moe.ops import Routing
-from keras_moe.ops.checks import (
-    check_argument_names,
-    check_bool,
-    check_integer,
-    check_one_of,
-)
 
 ACTIVATIONS = (None, "softmax", "sigmoid")
 HEAD_POSITIONS = ("final", "penultimate")

@@ -8,13 +8,13 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_moe.checks import check_bool, check_image_shape, check_one_of
 from keras_moe.layers.interpolation import (
     INTERPOLATIONS,
     cubic_weights,
     linear_weights,
     widened_linear_weights,
 )
-from keras_moe.ops.checks import check_bool, check_image_shape, check_one_of
 
 # What Pillow's images of these modes become; others have no meaning as pixels.
 _MODES = {"1": "L", "L": "L", "LA": "L"}

@@ -11,9 +11,9 @@ import keras_hub
 import numpy as np
 from keras import ops, tree
 
+from keras_moe.checks import check_class_labels
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.models.state_recovery import state_kept
-from keras_moe.ops.checks import check_class_labels
 
 
 def check_images(images: Any, image_shape: tuple) -> None:

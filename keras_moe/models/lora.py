@@ -5,8 +5,8 @@ import os
 import h5py
 import keras
 
+from keras_moe.checks import check_integer
 from keras_moe.models.weights_file import checked_weights, new_hdf5, plain_values
-from keras_moe.ops.checks import check_integer
 
 DEFAULT = ("query", "value")
 

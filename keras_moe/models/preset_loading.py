@@ -14,6 +14,7 @@ import keras
 import keras_hub
 from keras_hub.src.utils.preset_utils import check_file_exists, load_json
 
+from keras_moe.checks import check_argument_names, check_bool, nearest
 from keras_moe.models.builtin import builtin_presets, builtin_task_config
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.preset_folder import (
@@ -24,7 +25,6 @@ from keras_moe.models.preset_folder import (
 )
 from keras_moe.models.quantization import new_head_dtype
 from keras_moe.models.weights_file import checked_weights, save_weights
-from keras_moe.ops.checks import check_argument_names, check_bool, nearest
 
 
 class _ClassProperty:

@@ -12,6 +12,7 @@ from keras_hub.src.utils.preset_utils import (
     load_json,
 )
 
+from keras_moe.checks import check_argument_names, check_bool
 from keras_moe.models.builtin import builtin_presets, builtin_task_config
 from keras_moe.models.classifying import with_new_arguments
 from keras_moe.models.conversion import (
@@ -31,7 +32,6 @@ from keras_moe.models.preset_loading import (
 )
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 from keras_moe.models.weights_checksums import compare_preset
-from keras_moe.ops.checks import check_argument_names, check_bool
 
 BACKBONES = {cls.__name__: cls for cls in (ViTBackbone, MixerBackbone)}
 IMAGE_CLASSIFIERS = {

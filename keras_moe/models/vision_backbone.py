@@ -12,6 +12,14 @@ import numpy as np
 from keras import ops
 
 from keras_moe import losses
+from keras_moe.checks import (
+    check_argument_names,
+    check_bool,
+    check_dropout,
+    check_image_shape,
+    check_integer,
+    check_seed,
+)
 from keras_moe.compat import TorchParameters
 from keras_moe.layers import (
     ClassToken,
@@ -25,7 +33,6 @@ from keras_moe.layers import (
 )
 from keras_moe.layers.block_plan import check_num_layers
 from keras_moe.layers.feed_forwards import feed_forward_layers, plain_options
-from keras_moe.layers.mlp import check_dropout
 from keras_moe.models.copying import CopyMixin
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
@@ -33,13 +40,6 @@ from keras_moe.models.input_checks import InputChecksMixin
 from keras_moe.models.lora import LoraMixin
 from keras_moe.models.preset_loading import PresetMixin
 from keras_moe.models.quantization import QuantizedBackboneMixin, settle_policies
-from keras_moe.ops.checks import (
-    check_argument_names,
-    check_bool,
-    check_image_shape,
-    check_integer,
-    check_seed,
-)
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.routers import ROUTERS, SoftRouter
 

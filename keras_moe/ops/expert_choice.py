@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.ops.checks import check_affinity, check_one_of
+from keras_moe.checks import check_affinity, check_one_of
 from keras_moe.ops.empty import take
 from keras_moe.ops.largest import largest
 from keras_moe.ops.routing import SlotPlan

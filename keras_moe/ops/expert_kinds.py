@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from keras_moe.ops.checks import check_integer
+from keras_moe.checks import check_integer
 
 # In the order of a router's logits.
 KINDS = ("ffn", "zero", "copy", "constant")

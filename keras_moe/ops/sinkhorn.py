@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.ops.checks import check_integer, check_positive
+from keras_moe.checks import check_integer, check_positive
 from keras_moe.ops.empty import max_along
 from keras_moe.ops.transport import Transport, token_mass, with_marginals
 

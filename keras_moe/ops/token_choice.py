@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_affinity,
     check_integer,
     check_one_of,

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_bool,
     check_integer,
     check_one_of,

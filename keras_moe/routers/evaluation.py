@@ -6,7 +6,7 @@ Axes: S group_size, E experts, C capacity.
 import warnings
 from typing import Any
 
-from keras_moe.ops.checks import check_bool, check_integer, check_positive
+from keras_moe.checks import check_bool, check_integer, check_positive
 
 
 def check_evaluation(

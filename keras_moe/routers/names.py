@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_moe.ops.checks import check_one_of
+from keras_moe.checks import check_one_of
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.routers.expert_choice import ExpertChoiceRouter
 from keras_moe.routers.pathway_aware import PathwayAwareRouter

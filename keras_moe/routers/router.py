@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.checks import check_integer, check_not_negative, check_seed
+from keras_moe.checks import check_integer, check_not_negative, check_seed
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
 

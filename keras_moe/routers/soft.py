@@ -8,13 +8,13 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_bool,
     check_integer,
     check_one_of,
     check_positive,
 )
+from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.routing import Routing, SoftPlan, served
 from keras_moe.routers.router import Router
 

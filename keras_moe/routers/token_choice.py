@@ -10,13 +10,13 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.ops.by_group import by_group
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_bool,
     check_integer,
     check_one_of,
     check_selected,
 )
+from keras_moe.ops.by_group import by_group
 from keras_moe.ops.routing import RaggedPlan, RoutingPlan
 from keras_moe.ops.token_choice import (
     NORMALIZATIONS,

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.ops.checks import check_integer, check_not_negative, check_positive
+from keras_moe.checks import check_integer, check_not_negative, check_positive
 from keras_moe.training.parameter_groups import ParameterGroups
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.ops.checks import check_integer, check_one_of
+from keras_moe.checks import check_integer, check_one_of
 
 MODES = ("max", "min")
 BEST = ("keep", "restore")

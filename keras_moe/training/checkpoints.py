@@ -24,8 +24,8 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
+from keras_moe.checks import check_integer
 from keras_moe.files import is_plain_file, sha256_of, sync_folder, write_text
-from keras_moe.ops.checks import check_integer
 from keras_moe.training.tensor_file import (
     NonFiniteValues,
     Tensor,

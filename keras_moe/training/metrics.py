@@ -11,13 +11,13 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.losses.classification import counted
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_bool,
     check_class_labels,
     check_integer,
     check_positive,
 )
+from keras_moe.losses.classification import counted
 
 
 @keras.saving.register_keras_serializable("keras_moe")

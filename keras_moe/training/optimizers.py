@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.ops.checks import check_one_of
+from keras_moe.checks import check_one_of
 from keras_moe.training.adafactor import ViTGAdafactor
 from keras_moe.training.parameter_groups import ParameterGroups
 

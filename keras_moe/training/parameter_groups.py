@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_argument_names,
     check_not_negative,
     check_positive,

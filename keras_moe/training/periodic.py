@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_moe.analysis.blocks import restored
-from keras_moe.ops.checks import check_integer, check_one_of
+from keras_moe.checks import check_integer, check_one_of
 
 UNITS = ("epochs", "steps")
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from keras_moe.checks import check_argument_names, nearest
 from keras_moe.models.builtin import shipped_files
-from keras_moe.ops.checks import check_argument_names, nearest
 from keras_moe.training.recipes import Recipe
 
 

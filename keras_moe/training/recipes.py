@@ -10,10 +10,7 @@ import keras
 import numpy as np
 
 from keras_moe import data, models
-from keras_moe.data.augmentation import LABEL_MIXING_NAMES
-from keras_moe.files import write_json
-from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_argument_names,
     check_bool,
     check_integer,
@@ -21,6 +18,9 @@ from keras_moe.ops.checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe.data.augmentation import LABEL_MIXING_NAMES
+from keras_moe.files import write_json
+from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.training.best_epoch import BestEpoch, check_best
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.optimizers import StopAfterBatches, make_optimizer

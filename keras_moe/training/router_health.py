@@ -15,9 +15,9 @@ import numpy as np
 from keras import ops
 
 from keras_moe.analysis.routing_statistics import routing_statistics
+from keras_moe.checks import check_bool
 from keras_moe.data.padding import batch_devices
 from keras_moe.files import write_text
-from keras_moe.ops.checks import check_bool
 from keras_moe.training.event_file import EventFile, import_tensorboardx
 from keras_moe.training.periodic import PeriodicCallback, written_if_possible
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_moe._version import __version__
-from keras_moe.ops.checks import check_integer
+from keras_moe.checks import check_integer
 from keras_moe.training.best_epoch import BestEpoch
 from keras_moe.training.checkpoints import (
     Checkpoint,

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_integer,
     check_not_negative,
     check_one_of,

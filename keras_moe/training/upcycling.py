@@ -11,19 +11,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.layers import MuMoEBlock
-from keras_moe.layers.activations import entmax15
-from keras_moe.layers.expert_coefficients import check_levels, total_experts
-from keras_moe.layers.feed_forwards import MUMOE
-from keras_moe.models import MixerBackbone, ViTBackbone, convert, describe
-from keras_moe.models.conversion import is_convertible
-from keras_moe.ops.checks import (
+from keras_moe.checks import (
     check_argument_names,
     check_bool,
     check_integer,
     check_not_negative,
     check_one_of,
 )
+from keras_moe.layers import MuMoEBlock
+from keras_moe.layers.activations import entmax15
+from keras_moe.layers.expert_coefficients import check_levels, total_experts
+from keras_moe.layers.feed_forwards import MUMOE
+from keras_moe.models import MixerBackbone, ViTBackbone, convert, describe
+from keras_moe.models.conversion import is_convertible
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
 from keras_moe.training.factors_of_dense import factors_of_dense
 from keras_moe.training.upcycling_presets import upcycling_settings

@@ -3,8 +3,8 @@
 Axes: K selected experts.
 """
 
+from keras_moe.checks import check_one_of
 from keras_moe.layers.feed_forwards import MUMOE
-from keras_moe.ops.checks import check_one_of
 from keras_moe.routers import ROUTERS, TokenChoiceRouter
 
 # `normalize_gates` of `upcycle`, and arguments of the MoE layers.

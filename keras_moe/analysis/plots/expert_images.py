@@ -13,7 +13,7 @@ from keras_moe.analysis.plots.figure import (
     new_figure,
     save_figure,
 )
-from keras_moe.ops.checks import check_integer
+from keras_moe.checks import check_integer
 
 
 def plot_expert_images(

@@ -9,8 +9,8 @@ import keras
 import keras_hub
 import numpy as np
 
+from keras_moe.checks import check_pair
 from keras_moe.layers import fold_channels, resize_positions
-from keras_moe.layers.patch_embedding import pair
 from keras_moe.models.conversion.layouts import Filled, PatchKernel, Plan
 from keras_moe.models.conversion.report import (
     ConversionReport,
@@ -374,7 +374,7 @@ def _source_shape(weight, plan):
 
 
 def _patch_size(plan):
-    return pair(plan.arguments["patch_size"], "patch_size")
+    return check_pair("patch_size", plan.arguments["patch_size"])
 
 
 def _grid(plan):

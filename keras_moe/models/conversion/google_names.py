@@ -5,6 +5,7 @@ They changed over the years: modules of a block were first counted together
 class, and V-MoE names them. All are taken.
 """
 
+from keras_moe.checks import check_image_shape
 from keras_moe.models.builtin import builtin_presets
 from keras_moe.models.conversion.layouts import (
     Direct,
@@ -17,7 +18,6 @@ from keras_moe.models.conversion.layouts import (
     required,
     square_grid,
 )
-from keras_moe.ops.checks import check_image_shape
 
 # What weights do not tell of the released V-MoEs: the start of the name, and the
 # built-in preset that has it.

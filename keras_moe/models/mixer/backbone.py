@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_moe.checks import check_image_shape, check_integer, check_one_of
 from keras_moe.layers import (
     PatchEmbedding,
     TokenMLP,
@@ -15,7 +16,6 @@ from keras_moe.layers import (
 )
 from keras_moe.layers.feed_forwards import MUMOE, mumoe_block
 from keras_moe.models.vision_backbone import VisionBackbone
-from keras_moe.ops.checks import check_image_shape, check_integer, check_one_of
 
 TOKEN_MIXERS = ("mlp", MUMOE)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
+from keras_moe.checks import head_size
 from keras_moe.layers import SelfAttention
 from keras_moe.models.vision_backbone import VisionBackbone
-from keras_moe.ops.checks import head_size
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -44,6 +44,17 @@ def positive_integers(value: Any) -> tuple[int, ...] | None:
         return None
 
 
+def check_pair(name: str, value: Any) -> tuple[int, int]:
+    """`value` as two positive integers, for sizes given as one int or a pair."""
+    values = positive_integers((value, value)) or positive_integers(value)
+    if values is None or len(values) != 2:
+        raise ValueError(
+            f"Expected {name} to be a positive integer or a pair of them; "
+            f"received: {name}={value!r}"
+        )
+    return values
+
+
 def check_image_shape(image_shape: Any) -> tuple[int, int, int]:
     """`image_shape` as a tuple, if it is (height, width, channels)."""
     sizes = positive_integers(image_shape)
@@ -85,6 +96,14 @@ def check_not_negative(name: str, value: Any) -> float:
             f"received: {name}={value!r}"
         )
     return value
+
+
+def check_dropout(name: str, rate: float) -> float:
+    """`rate`, if it is one that drops something but not everything."""
+    is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
+    if not is_number or not 0 <= rate < 1:
+        raise ValueError(f"Expected {name} in [0, 1); received: {name}={rate!r}")
+    return rate
 
 
 def check_bool(name: str, value: Any) -> bool:
