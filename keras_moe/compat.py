@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import keras
+from keras.src.backend.common.masking import get_keras_mask
 from keras.src.saving.saving_lib import (
     H5IOStore,
     ShardedH5IOStore,
@@ -22,6 +23,7 @@ __all__ = [
     "ShardedH5IOStore",
     "TorchParameters",
     "ask_to_proceed_with_overwrite",
+    "get_keras_mask",
     "save_state",
 ]
 

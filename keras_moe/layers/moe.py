@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 from keras import ops, tree
-from keras.src.backend.common.masking import get_keras_mask
 
 from keras_moe import losses, routers
 from keras_moe.checks import (
@@ -17,6 +16,7 @@ from keras_moe.checks import (
     check_mask,
     check_positive,
 )
+from keras_moe.compat import get_keras_mask
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops.dispatch import (

@@ -11,6 +11,8 @@ from keras_moe.routers.router import Router
 # Name -> (class, arguments): the six of *Routers in Vision Mixture of Experts*, sections
 # 2.1 to 2.6, one that only its released code has, and those that users register.
 ROUTERS: dict[str, tuple[type, dict]] = {}
+# Class -> the class in its place for zero-computation experts and gating residuals.
+_PATHWAY_AWARE: dict[type, type] = {}
 
 
 def register_router(name: str, **arguments: Any) -> Callable[[type], type]:
@@ -55,6 +57,23 @@ def register_router(name: str, **arguments: Any) -> Callable[[type], type]:
     return register
 
 
+def register_pathway_aware(replaced: type) -> Callable[[type], type]:
+    """Registers a class for experts of several kinds, in the place of another.
+
+    Args:
+        replaced: class of routers for FFN experts alone.
+
+    Returns:
+        A decorator that returns the class unchanged.
+    """
+
+    def register(cls):
+        _PATHWAY_AWARE[replaced] = cls
+        return cls
+
+    return register
+
+
 def router_class(router: Any) -> tuple[type, dict]:
     """The class of a router and the arguments that its name stands for.
 
@@ -89,6 +108,28 @@ def router_class(router: Any) -> tuple[type, dict]:
     )
 
 
+def router_name(cls: type) -> str:
+    """The name by which `router_class` gives a class back.
+
+    Args:
+        cls: subclass of `Router`.
+
+    Raises:
+        ValueError: if the class is registered neither by `register_router` nor with
+            Keras, so that a config cannot name it.
+    """
+    for name, (registered, arguments) in ROUTERS.items():
+        if registered is cls and not arguments:
+            return name
+    name = keras.saving.get_registered_name(cls)
+    if keras.saving.get_registered_object(name) is not cls:
+        raise ValueError(
+            "Expected a class of routers that is registered with Keras or by "
+            f"register_router, so that a config can name it; received: {cls}"
+        )
+    return name
+
+
 def router_class_for_kinds(
     router: Any, kinds: Any, gating_residual: bool = False
 ) -> tuple[type, dict]:
@@ -100,11 +141,11 @@ def router_class_for_kinds(
         gating_residual: whether the router adds the logits of the one before.
 
     Returns:
-        `(cls, arguments)`: those of `router_class`, or with zero-computation experts
-        or gating residuals the `pathway_class` of that class, and the counts.
+        `(cls, arguments)`: those of `router_class`; with zero-computation experts or
+        gating residuals the class for these, and the counts among the arguments.
 
     Raises:
-        ValueError: as `router_class`, or if the class has no `pathway_class`.
+        ValueError: as `router_class`, or if experts choose the tokens.
 
     Example:
 
@@ -117,7 +158,9 @@ def router_class_for_kinds(
     cls, arguments = router_class(router)
     if not kinds.zero_computation and not gating_residual:
         return cls, arguments
-    if cls.pathway_class is None:
+    is_aware = issubclass(cls, tuple(_PATHWAY_AWARE.values()))
+    aware = cls if is_aware else _PATHWAY_AWARE.get(cls)
+    if aware is None:
         raise ValueError(
             "Expected a token choice router for zero-computation experts and gating "
             f"residuals; received: router={router!r}"
@@ -127,4 +170,4 @@ def router_class_for_kinds(
         "copy_experts": kinds.copy,
         "constant_experts": kinds.constant,
     }
-    return cls.pathway_class, {**arguments, **counts}
+    return aware, {**arguments, **counts}
