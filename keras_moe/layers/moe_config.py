@@ -35,14 +35,14 @@ EVALUATIONS = ("batch_invariant", "official")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The mixtures of experts of an encoder: which blocks, how many experts, who routes.
+    """The mixtures of experts of an encoder: which blocks, what experts, which router.
 
     Every backbone takes one as `moe`, or its fields as a dict. `from_preset` and the
     programs take the fields as overrides, by their names alone.
 
     Args:
-        moe_layers: blocks that are MoE: indices from 0, `"every_2"`, `"last_2"`, or None
-            for a dense encoder that keeps the other fields; see
+        moe_layers: blocks that are MoE: indices from 0, `"every_2"`, `"last_2"`, or
+            None for a dense encoder that keeps the other fields; see
             `keras_moe.layers.resolve_moe_layers`.
         num_experts: E.
         router: name of a router, `"softmax_token_choice"`, `"sinkhorn_token_choice"`,

@@ -19,8 +19,8 @@ def get(name: str, num_experts: int, **options: Any) -> Router:
         **options: arguments of the router's class.
 
     Returns:
-        The router: a `TokenChoiceRouter`, an `ExpertChoiceRouter`, a `SoftRouter` or one
-        of a registered class.
+        A `TokenChoiceRouter`, an `ExpertChoiceRouter`, a `SoftRouter` or a router of a
+        registered class.
 
     Raises:
         ValueError: if the name is unknown or an argument is out of range.

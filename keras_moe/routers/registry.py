@@ -8,8 +8,8 @@ import keras
 from keras_moe.checks import nearest
 from keras_moe.routers.router import Router
 
-# Name -> (class, arguments): the six of *Routers in Vision Mixture of Experts*, sections
-# 2.1 to 2.6, one that only its released code has, and those that users register.
+# Name -> (class, arguments): the six of *Routers in Vision Mixture of Experts*,
+# sections 2.1 to 2.6, one that only its released code has, and those of users.
 ROUTERS: dict[str, tuple[type, dict]] = {}
 # Class -> the class in its place for zero-computation experts and gating residuals.
 _PATHWAY_AWARE: dict[type, type] = {}

@@ -198,7 +198,8 @@ class SparseRouter(Router):
                 "received: capacity_factor=None"
             )
         fields = {"eval_capacity_factor": config.eval_capacity_factor}
-        if cls.side == "token" or (not is_own and options.get("eval_capacity_factor") is None):
+        is_own_at_inference = options.get("eval_capacity_factor") is not None
+        if cls.side == "token" or not (is_own or is_own_at_inference):
             fields["num_selected_experts"] = config.num_selected_experts
         else:
             selected = config.num_selected_experts

@@ -32,8 +32,10 @@ SIZES = {
 }
 MOE = {"moe_layers": [1], "num_experts": 4, "images_per_group": 2}
 MAKERS = {
-    "vit": lambda **kw: ViTBackbone(**{**SIZES, "num_heads": 2, **kw}),
-    "mixer": lambda **kw: MixerBackbone(**{**SIZES, "token_mlp_dim": 6, **kw}),
+    "vit": lambda **kw: ViTBackbone.from_config({**SIZES, "num_heads": 2, **kw}),
+    "mixer": lambda **kw: MixerBackbone.from_config(
+        {**SIZES, "token_mlp_dim": 6, **kw}
+    ),
 }
 CLASSIFIERS = {"vit": ViTImageClassifier, "mixer": MixerImageClassifier}
 

@@ -194,7 +194,7 @@ def test_trains_on_digits_and_comes_back(preset, tmp_path):
         again.predict(test, verbose=0), model.predict(test, verbose=0), atol=1e-5
     )
     config = again.backbone.get_config()
-    assert config["tau"] == 0.5 and config["expert_activation"] == "silu"  # noqa: PT018
+    assert config["moe"]["tau"] == 0.5 and config["moe"]["expert_activation"] == "silu"  # noqa: PT018
 
 
 def test_tau_moves_compute_to_the_cheap_experts():

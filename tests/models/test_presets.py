@@ -260,7 +260,7 @@ def test_any_argument_can_be_overridden():
     )  # fmt: skip
     config = model.backbone.get_config()
     assert config["image_shape"] == (32, 16, 3)
-    assert (config["num_experts"], config["capacity_factor"]) == (4, 2.0)
+    assert (config["moe"]["num_experts"], config["moe"]["capacity_factor"]) == (4, 2.0)
     assert list(model.routing) == ["block_0"]
     assert (model.pooling, model.dropout, model.name) == ("average", 0.1, "mine")
     assert model.backbone.dtype_policy.name == "mixed_bfloat16"

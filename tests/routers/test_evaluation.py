@@ -36,7 +36,9 @@ SMALL = {
 
 def router_of(**arguments):
     return (
-        ViTBackbone(**{**SMALL, **arguments}).get_layer("block_0").feed_forward.router
+        ViTBackbone.from_config({**SMALL, **arguments})
+        .get_layer("block_0")
+        .feed_forward.router
     )
 
 
@@ -218,12 +220,15 @@ def test_k_is_a_factor_of_every_capacity():
 
 @backend_free
 def test_configs_of_before_keep_their_groups():
-    config = ViTBackbone(
-        **SMALL,
-        router="softmax_expert_choice",
-        router_options={"eval_capacity_factor": 1.0},
-        evaluation="batch_invariant",
+    config = ViTBackbone.from_config(
+        {
+            **SMALL,
+            "router": "softmax_expert_choice",
+            "router_options": {"eval_capacity_factor": 1.0},
+            "evaluation": "batch_invariant",
+        }
     ).get_config()
+    config.update(config.pop("moe"))
     del config["evaluation"]
     again = ViTBackbone.from_config(config)
     assert again.get_layer("block_0").feed_forward.router.groups_by_image(False)

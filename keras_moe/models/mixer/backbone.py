@@ -47,8 +47,8 @@ class MixerBackbone(MoEBackbone):
         moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields: the mixtures in the
             place of channel MLPs; None for a dense mixer.
         token_mixer: `"mlp"`, or `"mumoe"` for `keras_moe.layers.TokenMuMoE` in the
-            blocks of `moe`, a `MuMoEConfig`, with its experts. `routing` then has `"block_0/token_mixer"`, ... besides,
-            records of channels (B, D, E).
+            blocks of `moe`, a `MuMoEConfig`, with its experts. `routing` then has
+            `"block_0/token_mixer"`, ... besides, records of channels (B, D, E).
         rematerialize: as `ViTBackbone`'s.
         seed: of noise and dropout; see `ViTBackbone`.
         dtype: dtype policy; routing is float32 under each.

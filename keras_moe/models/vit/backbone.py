@@ -18,8 +18,8 @@ from keras_moe.models.tower import Tower
 class ViTBackbone(MoEBackbone):
     """A vision transformer whose feed-forward layers are dense or mixtures of experts.
 
-    With `moe=None` it is a ViT; with `moe=MoEConfig(moe_layers="every_2")` a V-MoE. Images
-    are in [-1, 1].
+    With `moe=None` it is a ViT; with `moe=MoEConfig(moe_layers="every_2")` a V-MoE.
+    Images are in [-1, 1].
 
     `backbone.routing` holds the symbolic routing record of each MoE block, so
     `keras.Model(backbone.input, backbone.routing).predict(images)` returns what the
