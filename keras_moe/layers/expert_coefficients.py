@@ -72,6 +72,7 @@ class ExpertCoefficients(keras.layers.Layer):
     ):
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.num_experts = check_levels(num_experts)
         self.activation = activations.get(activation)
         self.normalization = check_one_of(

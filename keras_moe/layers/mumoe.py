@@ -302,6 +302,7 @@ class MuMoEBlock(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.units = units if units is None else check_integer("units", units)
         self.hidden_activation = activations.get(hidden_activation)

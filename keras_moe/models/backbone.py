@@ -176,7 +176,7 @@ class MoEBackbone(
                 the others, where earlier versions had them.
         """
         config = dict(config)
-        if config.get("moe_layers") == []:
+        if isinstance(config.get("moe_layers"), list) and not config["moe_layers"]:
             config["moe_layers"] = None
         options = config.get("router_options") or {}
         if (

@@ -79,6 +79,8 @@ class Tower(NamedTuple):
             mask: boolean (B, N), False for padding, or None.
             modality_ids: integers (B, N), or None.
         """
+        if modality_ids is None:
+            self._check_one_modality()
         x = tokens
         fixed = {"mask": mask, "modality_ids": modality_ids}
         fixed = {name: value for name, value in fixed.items() if value is not None}
@@ -96,6 +98,17 @@ class Tower(NamedTuple):
             block_tokens[block.name] = x
         outputs = x if self.final_norm is None else self.final_norm(x)
         return TowerOutputs(outputs, routing, block_tokens)
+
+    def _check_one_modality(self):
+        for block in self.blocks:
+            router = getattr(block.feed_forward, "router", None)
+            for name in ("num_modalities", "expert_pools"):
+                if getattr(router, name, None) is not None:
+                    raise ValueError(
+                        f"Expected {name}=None for an encoder whose tokens are of one "
+                        "modality, or modality_ids; received: modality_ids=None, "
+                        f"{name}={getattr(router, name)}"
+                    )
 
     @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:

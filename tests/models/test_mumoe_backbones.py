@@ -167,8 +167,14 @@ def test_upcycling_with_less_rank_says_how_near():
     [
         (lambda: MODELS["vit"](router_options={"rank": 0}), "rank=0"),
         (lambda: MODELS["vit"](router_options={"ranks": 2}), "ranks=2"),
-        (lambda: MODELS["vit"](zero_experts=1), "zero_experts=1"),
-        (lambda: MODELS["vit"](gating_residual=True), "gating_residual=True"),
+        (
+            lambda: models.describe("mumoe_vit_s16_cp", zero_experts=1),
+            "MuMoEConfig; received: zero_experts=1",
+        ),
+        (
+            lambda: MODELS["vit"](moe={"router": "mumoe", "gating_residual": True}),
+            "MuMoEConfig; received: gating_residual=True",
+        ),
         (lambda: MODELS["mixer"](token_mixer="moe"), "token_mixer='moe'"),
         (
             lambda: MixerBackbone.from_config(
