@@ -86,23 +86,36 @@ def write_all(file: BinaryIO, data: Any) -> None:
         rest = rest[file.write(rest) :]
 
 
-def write_text(path: str | os.PathLike, text: str, durable: bool = True) -> None:
-    """Writes a text file as a whole, or leaves the one that is there.
+def write_bytes(path: str | os.PathLike, data: Any, durable: bool = True) -> None:
+    """Writes a file as a whole, or leaves the one that is there.
 
     Args:
         path: path of the file.
-        text: what is to be in it.
+        data: bytes, or another buffer.
         durable: whether it is on the disk before it takes its place.
 
     Raises:
         OSError: with the path and the bytes, if it cannot be written.
     """
-    data = text.encode()
     with new_file(path, durable) as file:
         try:
             write_all(file, data)
         except OSError as error:
-            raise write_failed(error, path, len(data)) from error
+            raise write_failed(error, path, memoryview(data).nbytes) from error
+
+
+def write_text(path: str | os.PathLike, text: str, durable: bool = True) -> None:
+    """Writes a text in UTF-8 as `write_bytes` does.
+
+    Args:
+        path: path of the file.
+        text: the file's content.
+        durable: whether it is on the disk before it takes its place.
+
+    Raises:
+        OSError: with the path and the bytes, if it cannot be written.
+    """
+    write_bytes(path, text.encode(), durable)
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
@@ -115,7 +128,7 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
         value: dicts, lists, tuples, strings, numbers, booleans and None.
 
     Raises:
-        OSError: as `write_text`.
+        OSError: with the path and the bytes, if it cannot be written.
 
     Example:
 
@@ -198,6 +211,39 @@ def new_partial(target: str | os.PathLike) -> Path:
     return partial
 
 
+def replace_folder(
+    new: str | os.PathLike, target: str | os.PathLike, aside: str | os.PathLike
+) -> None:
+    """Puts a folder in the place of another one, or leaves the one that is there.
+
+    No file system exchanges two folders everywhere: a process that is killed between
+    the two renames leaves the older folder at `aside`, where its owner looks for it.
+
+    Args:
+        new: path of the folder that is written; see `sync_tree`.
+        target: path of the folder to replace, which need not exist.
+        aside: path where the older folder is until the new one has its place. A folder
+            that is there is removed.
+
+    Raises:
+        OSError: if the new folder cannot take its place. The older one is back in its
+            own.
+    """
+    new, target, aside = Path(new), Path(target), Path(aside)
+    replaces = target.exists()
+    if replaces:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
+    try:
+        os.rename(new, target)
+    except BaseException:
+        if replaces:
+            os.rename(aside, target)
+        raise
+    sync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def remove_partials(target: str | os.PathLike) -> None:
     """Removes the folders of `new_partial` that killed processes have left.
 
@@ -211,3 +257,23 @@ def remove_partials(target: str | os.PathLike) -> None:
     for path in target.parent.iterdir():
         if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def shipped_files(folder: str, suffix: str = ".json") -> dict[str, Path]:
+    """The files of a folder that ships with the library, by their names.
+
+    Args:
+        folder: name of the folder, such as `"presets"`.
+        suffix: suffix of the files.
+
+    Example:
+
+    >>> from keras_moe.files import shipped_files
+    >>> shipped_files("presets")["vmoe_b16"].name
+    'vmoe_b16.json'
+    """
+    # Inside the wheel the folders lie in the package, in a checkout beside it.
+    package = Path(__file__).resolve().parent
+    folders = (package / folder, package.parent / folder)
+    place = next(path for path in folders if path.is_dir())
+    return {path.stem: path for path in sorted(place.glob(f"*{suffix}"))}

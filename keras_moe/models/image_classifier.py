@@ -22,17 +22,17 @@ from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.models.classifying import ClassifyMixin
+from keras_moe.models.compile_defaults import (
+    default_loss,
+    default_metrics,
+    loss_of_outputs,
+)
 from keras_moe.models.copying import CopyMixin, copied
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.input_checks import InputChecksMixin
 from keras_moe.models.lora import TaskLoraMixin
-from keras_moe.models.objectives import (
-    default_loss,
-    default_metrics,
-    loss_of_outputs,
-)
 from keras_moe.models.preset_loading import (
     PresetMixin,
     TaskWeightsMixin,
