@@ -270,7 +270,7 @@ def model_arguments(
             )
         of_backbone.update(own)
     saved = nested_config(backbone_cls, plan.arguments)
-    router = saved["moe"] and saved["moe"]["router"]
+    router = (saved.get("moe") or {}).get("router")
     if of_backbone.get("router") == router:
         of_backbone.pop("router", None)
     arguments = apply_overrides(backbone_cls, saved, of_backbone)
