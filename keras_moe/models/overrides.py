@@ -51,7 +51,7 @@ def nested_config(cls: type, config: dict) -> dict:
     Args:
         cls: class of backbones.
         config: arguments by name, some of which may be fields of `moe`, as in presets'
-            files and configs of earlier versions; `moe` overrides these as a whole.
+            files and configs of earlier versions; they override those in `moe`.
     """
     own = {*constructor_names(cls), *_MODEL_ARGUMENTS}
     fields = {k: v for k, v in config.items() if k not in own and k in MOE_FIELDS}
@@ -61,10 +61,8 @@ def nested_config(cls: type, config: dict) -> dict:
         # Earlier versions wrote the fields of all routers.
         fields = {k: v for k, v in fields.items() if k in _MUMOE_FIELDS}
     config = {k: v for k, v in config.items() if k in own or k not in MOE_FIELDS}
-    if "moe" not in config:
-        moe = updated_moe(None, fields)
-        config["moe"] = moe and moe.to_dict()
-    return config
+    moe = updated_moe(config.get("moe"), fields)
+    return {**config, "moe": moe and moe.to_dict()}
 
 
 def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:

@@ -19,7 +19,6 @@ from keras_moe.models.builtin import builtin_presets, builtin_task_config
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.overrides import (
     apply_overrides,
-    constructor_names,
     nested_config,
     override_names,
 )
@@ -155,7 +154,7 @@ class PresetMixin:
                 f"{next(iter(backbone_kwargs))}="
             )
         with explained(preset):
-            _replace_flat_names(preset, backbone_cls, of_backbone, load_weights)
+            _complete_overrides(preset, backbone_cls, of_backbone, load_weights)
             if "dtype" not in {**backbone_kwargs, **kwargs}:
                 # KerasHub's loader knows no mixed policy, and would make the others
                 # the global one.
@@ -258,18 +257,15 @@ class PresetMixin:
             super().save_to_preset(folder, max_shard_size=max_shard_size)
 
 
-def _replace_flat_names(preset, backbone_cls, overrides, load_weights):
-    """Replaces fields of `moe` among overrides by `moe`, in place."""
+def _complete_overrides(preset, backbone_cls, overrides, load_weights):
+    """Completes overrides, so that they are checked and weights still fit, in place."""
     saved = nested_config(backbone_cls, load_json(preset)["config"])
     fields = {k: v for k, v in overrides.items() if k in override_names(backbone_cls)}
     config = apply_overrides(backbone_cls, saved, fields)
     if load_weights:
-        config = backbone_cls.config_for_weights(saved, config)
-    for name in fields:
-        if name not in constructor_names(backbone_cls):
-            del overrides[name]
-    if config.get("moe") != saved.get("moe"):
-        overrides["moe"] = config["moe"]
+        fitting = backbone_cls.config_for_weights(saved, config)
+        if fitting.get("moe") != config.get("moe"):
+            overrides["router_options"] = fitting["moe"]["router_options"]
 
 
 def _adapt_preprocessor(preset, backbone_kwargs, kwargs):
