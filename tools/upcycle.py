@@ -18,7 +18,7 @@ from overrides import parse_override
 from keras_moe import models, training
 from keras_moe.checks import check_argument_names
 from keras_moe.files import write_json
-from keras_moe.layers.feed_forwards import MUMOE
+from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models.preset_folder import staged
 from keras_moe.routers import ROUTERS
 from keras_moe.training.upcycling import MOE_ARGUMENTS

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 
 def classifier(**changes):
     sizes = {**SMALL, "router": "softmax_token_choice", **KINDS, **changes}
-    model = models.ViTImageClassifier(models.ViTBackbone(**sizes), CLASSES)
+    model = models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), CLASSES)
     return with_weights(model)
 
 
@@ -173,9 +173,11 @@ def test_every_kind_is_ablated():
 def test_what_cannot_be_removed_is_refused():
     model = classifier()
     inputs = images(24, *SHAPE)
-    mumoe = models.ViTBackbone(**SMALL, router="mumoe", router_options={"rank": 4})
+    mumoe = models.ViTBackbone.from_config(
+        {**SMALL, "router": "mumoe", "router_options": {"rank": 4}}
+    )
     mumoe = models.ViTImageClassifier(mumoe, CLASSES)
-    soft = models.ViTBackbone(**SMALL, router="soft")
+    soft = models.ViTBackbone.from_config({**SMALL, "router": "soft"})
     soft = models.ViTImageClassifier(soft, CLASSES)
     (block, *_) = mumoe.backbone.routing
     every = ("ffn", "zero", "copy", "constant")
