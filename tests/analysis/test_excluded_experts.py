@@ -94,10 +94,10 @@ def test_clean_combine_weights_are_of_the_experts_that_are_left(options, trainin
 def test_excluded_experts_stay_excluded():
     once = analysis.exclude_experts(classifier(), ["zero", 1])
     twice = analysis.exclude_experts(once, "copy")
-    excluded = twice.backbone.get_config()["router_options"]["excluded_experts"]
+    excluded = twice.backbone.moe.router_options["excluded_experts"]
     kinds = twice.backbone.expert_kinds
     of_copy = range(kinds.total)[kinds.slices()["copy"]]
-    before = once.backbone.get_config()["router_options"]["excluded_experts"]
+    before = once.backbone.moe.router_options["excluded_experts"]
     assert excluded == sorted({*before, *of_copy})
     assert len(excluded) > len(before)
 

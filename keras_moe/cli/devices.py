@@ -1,48 +1,43 @@
-"""Arguments by which programs train on many devices, and what they do."""
+"""Distributions of programs that train or evaluate on many devices."""
 
 import argparse
+from typing import Any
 
 import keras
 
 from keras_moe import distribution
 
 
-def add_device_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds --devices and what goes with it."""
-    group = parser.add_argument_group("many devices, on JAX")
-    group.add_argument("--devices", type=_count, help="how many, or 'all'")
-    group.add_argument(
-        "--expert-parallel", type=_parallel, help="'batch', or over how many devices"
-    )
-    group.add_argument("--model-parallel", type=int, default=1)
-    group.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="of several processes; there is no look at routers and no few-shot then",
-    )
-    group.add_argument("--num-processes", type=int)
-    group.add_argument("--process-id", type=int)
-
-
 def start_processes(args: argparse.Namespace) -> None:
     """Joins the other processes, if there are any: before all else.
+
+    Args:
+        args: see `commands.add_devices`.
 
     Raises:
         ValueError: if only some of the three arguments are given.
     """
-    given = (args.coordinator, args.num_processes, args.process_id)
-    if all(value is None for value in given):
+    processes = (args.coordinator, args.num_processes, args.process_id)
+    if all(value is None for value in processes):
         return
-    if any(value is None for value in given):
+    if any(value is None for value in processes):
         raise ValueError(
             "Expected --coordinator, --num-processes and --process-id together; "
-            f"received: {given}"
+            f"received: {processes}"
         )
-    keras.distribution.initialize(*given)
+    keras.distribution.initialize(*processes)
 
 
-def set_devices(args: argparse.Namespace, preset: str, batch_size: int, **overrides):
+def set_devices(
+    args: argparse.Namespace, preset: str, batch_size: int, **overrides: Any
+) -> keras.distribution.ModelParallel | None:
     """Sets the distribution for a model to be made, if --devices asks for one.
+
+    Args:
+        args: see `commands.add_devices`.
+        preset: the model.
+        batch_size: images in a batch.
+        **overrides: overrides of the model's arguments.
 
     Returns:
         The distribution, or None.
@@ -83,7 +78,7 @@ def set_devices(args: argparse.Namespace, preset: str, batch_size: int, **overri
                 f"received: --devices {args.devices}"
             )
         devices = devices[: args.devices]
-    found = distribution.auto(
+    chosen = distribution.auto(
         preset,
         devices,
         args.expert_parallel,
@@ -93,17 +88,5 @@ def set_devices(args: argparse.Namespace, preset: str, batch_size: int, **overri
         auto_shard_dataset=False,
         **overrides,
     )
-    keras.distribution.set_distribution(found)
-    return found
-
-
-def _count(text: str) -> int | str:
-    if text == "all":
-        return text
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError("expected at least 1")
-    return count
-
-
-def _parallel(text: str) -> int | str:
-    return text if text == "batch" else int(text)
+    keras.distribution.set_distribution(chosen)
+    return chosen

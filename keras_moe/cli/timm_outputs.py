@@ -1,9 +1,10 @@
 """Runs a model of timm on images, in a process without TensorFlow.
 
-    python tools/timm_outputs.py FOLDER
+    python timm_outputs.py FOLDER
 
 timm and TensorFlow in one process register LLVM's options twice, which ends it at
-once. `tools/convert.py` starts this program to compare a conversion with its source.
+once. `keras-moe convert` starts this program, by its path and without importing this
+package, to compare a conversion with its source.
 
 FOLDER holds `images.npy` (B, channels, height, width), normalised as the model wants
 them, and `request.json`: the `architecture`, the `arguments` of `timm.create_model`

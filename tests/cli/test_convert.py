@@ -1,16 +1,15 @@
 import importlib.util
 import json
-import runpy
 
 import keras_hub
 import numpy as np
 import pytest
 
 from keras_moe import models
+from keras_moe.cli import comparison
 from keras_moe.models.preset_folder import is_preset
 from tests import golden
 from tests.models.conversion.test_conversion import hub_vit, randomized, timm_folder
-from tests.tools.test_tools import ROOT, run
 
 CHECKPOINTS = golden.FOLDER / "07_checkpoints"
 
@@ -18,31 +17,19 @@ pytestmark = pytest.mark.backend_free
 
 
 @pytest.fixture
-def tool(monkeypatch):
-    """The program's functions, to be called in this process."""
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return runpy.run_path(str(ROOT / "tools" / "convert.py"))
-
-
-@pytest.fixture
-def convert(tool, capsys):
-    def run_tool(*arguments):
-        status = tool["main"]([str(argument) for argument in arguments])
-        return status, *capsys.readouterr()
-
-    return run_tool
+def convert(program):
+    return lambda *arguments: program("convert", *arguments)
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_a_checkpoint_becomes_a_preset(tmp_path):
+def test_a_checkpoint_becomes_a_preset(tmp_path, convert):
     source, out = CHECKPOINTS / "vit_classic_prelogits.npz", tmp_path / "preset"
-    result = run("tools/convert.py", source, out)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "pre_logits/kernel [24, 20]" in result.stdout
+    status, stdout, stderr = convert(source, out)
+    assert status == 0, stderr
+    assert "pre_logits/kernel [24, 20]" in stdout
     arrays, _ = golden.load("07_checkpoints/vit_classic_prelogits_expected")
     found = models.from_preset(str(out)).predict(arrays["inputs/images"], verbose=0)
     np.testing.assert_allclose(found, arrays["outputs/logits"], rtol=1e-4, atol=1e-5)
@@ -63,7 +50,7 @@ def test_a_failure_leaves_nothing(tmp_path, convert):
     arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
     np.savez(tmp_path / "vit.npz", left=np.zeros(3), **arrays)
     status, _, stderr = convert(tmp_path / "vit.npz", tmp_path / "out")
-    assert status == 1
+    assert status == 2
     assert "left over" in stderr
     assert "Traceback" not in stderr
     assert not (tmp_path / "out").exists()
@@ -71,7 +58,7 @@ def test_a_failure_leaves_nothing(tmp_path, convert):
     (tmp_path / "other" / "mine.txt").write_text("mine")
     source = CHECKPOINTS / "vit_classic.npz"
     status, _, stderr = convert(source, tmp_path / "other")
-    assert status == 1
+    assert status == 2
     assert "a new folder or an older preset" in stderr
 
 
@@ -87,7 +74,7 @@ def test_the_source_is_never_replaced(tmp_path, convert):
     ):
         before = contents(source)
         status, _, stderr = convert(source, out)
-        assert status == 1
+        assert status == 2
         assert "than the source" in stderr
         assert contents(source) == before
 
@@ -97,7 +84,7 @@ def test_weights_of_others_are_no_older_preset(tmp_path, convert):
     timm_folder(folder, "vit_token")
     before = contents(folder)
     status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", folder)
-    assert status == 1
+    assert status == 2
     assert "a new folder or an older preset" in stderr
     model = models.from_preset("vmoe_digits")
     with pytest.raises(ValueError, match="an older preset"):
@@ -110,16 +97,18 @@ def test_weights_of_others_are_no_older_preset(tmp_path, convert):
 
 
 @pytest.mark.parametrize("step", ["verify", "compare_saved"])
-def test_a_failed_verification_keeps_what_was_there(tmp_path, tool, convert, step):
+def test_a_failed_verification_keeps_what_was_there(
+    tmp_path, convert, monkeypatch, step
+):
     def fail(*_):
         raise ValueError("it differs")
 
     models.from_preset("vmoe_digits").save_to_preset(tmp_path / "out")
     before = contents(tmp_path / "out")
-    tool["main"].__globals__[step] = fail
+    monkeypatch.setattr(f"keras_moe.cli.convert.{step}", fail)
     for out in ("out", "new"):
         status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", tmp_path / out)
-        assert (status, stderr) == (1, "error: it differs\n")
+        assert (status, stderr) == (2, "error: it differs\n")
     assert contents(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -129,7 +118,7 @@ def test_values_that_are_no_numbers_leave_nothing(tmp_path, convert):
     arrays["head/bias"] = np.full(7, np.nan, "float32")
     np.savez(tmp_path / "vit.npz", **arrays)
     status, _, stderr = convert(tmp_path / "vit.npz", tmp_path / "out", "--no-verify")
-    assert status == 1
+    assert status == 2
     assert "head/bias" in stderr
     assert not (tmp_path / "out").exists()
 
@@ -152,7 +141,7 @@ def test_settings_that_are_refused(tmp_path, convert, setting, words):
     status, _, stderr = convert(
         CHECKPOINTS / "vit_classic.npz", tmp_path / "out", "--set", setting
     )
-    assert status == 1
+    assert status == 2
     assert stderr.startswith("error: ")
     assert stderr.count("\n") == 1
     for word in words:
@@ -164,7 +153,7 @@ def test_a_place_below_a_file(tmp_path, convert):
     (tmp_path / "file").write_text("mine")
     for out in ("file", "file/out", "file/a/out"):
         status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", tmp_path / out)
-        assert status == 1
+        assert status == 2
         assert "file" in stderr
         assert stderr.count("\n") == 1
     assert (tmp_path / "file").read_text() == "mine"
@@ -222,14 +211,14 @@ def fake_timm(tmp_path, monkeypatch):
     return write
 
 
-def test_timm_gets_the_opened_files_in_its_own_process(tmp_path, tool, fake_timm):
+def test_timm_gets_the_opened_files_in_its_own_process(tmp_path, fake_timm):
     package = fake_timm(_TIMM)
     mean, std = [0.4, 0.5, 0.3], [0.2, 0.3, 0.25]
     folder = timm_folder(tmp_path / "model", "vit_token", mean, std)
     # timm's own loader would take the pickle where there is no other file.
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"a pickle")
     images = np.zeros((1, 32, 32, 3), "float32")
-    found = tool["timm_outputs"](folder, images)
+    found = comparison.timm_outputs(folder, images)
     np.testing.assert_allclose(found[0], (0.5 - np.array(mean)) / std, rtol=1e-5)
     given = json.loads((package / "given.json").read_text())
     # Both in one process abort it.
@@ -264,23 +253,23 @@ def test_a_process_of_timm_that_fails_leaves_the_conversion(
     assert is_preset(tmp_path / "out")
 
 
-def test_without_safetensors_timm_is_not_asked(tmp_path, tool):
+def test_without_safetensors_timm_is_not_asked(tmp_path):
     timm_folder(tmp_path, "vit_token")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"no \.safetensors"):
-        tool["timm_outputs"](str(tmp_path), np.zeros((1, 32, 32, 3)))
+        comparison.timm_outputs(str(tmp_path), np.zeros((1, 32, 32, 3)))
 
 
 @pytest.mark.parametrize(
     "architecture", ["hf-hub:someone/model", "local-dir:x", "no_such_model"]
 )
 def test_an_architecture_that_is_an_address_is_not_followed(
-    tmp_path, tool, fake_timm, architecture
+    tmp_path, fake_timm, architecture
 ):
     fake_timm(_TIMM)
     folder = timm_folder(tmp_path / "m", "vit_token", architecture=architecture)
-    with pytest.raises(tool["Uncompared"], match="an architecture of timm"):
-        tool["timm_outputs"](folder, np.zeros((1, 32, 32, 3)))
+    with pytest.raises(comparison.Uncompared, match="an architecture of timm"):
+        comparison.timm_outputs(folder, np.zeros((1, 32, 32, 3)))
 
 
 @pytest.mark.parametrize("case", ["vit_token", "vit_avg", "vit_qk_norm"])
