@@ -12,7 +12,7 @@ from keras_moe.models.description import Part
 
 
 class TowerOutputs(NamedTuple):
-    """What a tower made of its inputs.
+    """The results of a tower.
 
     Attributes:
         tokens: (B, N, D), normalised if the tower has a last norm.
