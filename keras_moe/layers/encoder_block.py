@@ -21,7 +21,7 @@ from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
 from keras_moe.ops.cost import Cost, under
 
-# What is added to a block's seed for stochastic depth: one seed would give dropout and
+# Added to a block's seed for stochastic depth: one seed would give dropout and
 # depth the same draws, and a backbone's other sites have those just above.
 _DEPTH_SEED = 1_000_003
 
@@ -35,9 +35,9 @@ class EncoderBlock(keras.layers.Layer):
             `SelfAttention` or `TokenMLP`; the record of `TokenMuMoE` does not leave
             the block.
         feed_forward: the layer on each token, such as `MLP`.
-        dropout: on the token mixer's output.
-        layer_norm_epsilon: of both normalisations.
-        seed: of the dropout; stochastic depth's follows from it.
+        dropout: dropout rate on the token mixer's output.
+        layer_norm_epsilon: epsilon of both normalisations.
+        seed: seed of the dropout; stochastic depth's follows from it.
         rematerialize: while training, keep the block's input only, and compute the
             rest again for the gradient: less memory for about a third more time.
             `keras.RematScope` does not go with auxiliary losses; this does.
@@ -218,9 +218,9 @@ class MoEEncoderBlock(EncoderBlock):
     Args:
         token_mixer: `SelfAttention`, `TokenMLP` or `TokenMuMoE`.
         feed_forward: an `MoE` layer or a `MuMoEBlock`.
-        dropout: on the token mixer's output.
-        layer_norm_epsilon: of both normalisations.
-        seed: of the dropout; stochastic depth's follows from it.
+        dropout: dropout rate on the token mixer's output.
+        layer_norm_epsilon: epsilon of both normalisations.
+        seed: seed of the dropout; stochastic depth's follows from it.
         rematerialize: while training, keep the block's input only, and compute the
             rest again for the gradient: less memory for about a third more time.
             `keras.RematScope` does not go with auxiliary losses; this does.

@@ -1,4 +1,4 @@
-"""What the blocks of one encoder share, from which its layers are made.
+"""The settings that the blocks of one encoder share, and its layers.
 
 Axes: N tokens, D hidden, H mlp.
 """
@@ -21,7 +21,7 @@ _SITES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderSpec:
-    """What the blocks of one encoder share.
+    """The settings that the blocks of one encoder share.
 
     Args:
         num_layers: number of blocks.

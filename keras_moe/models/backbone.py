@@ -1,4 +1,4 @@
-"""What all backbones share: a config, its tower and a functional model.
+"""The base of all backbones: a config, its tower and a functional model.
 
 Axes: B batch, N tokens, D hidden.
 """

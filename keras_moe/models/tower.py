@@ -13,7 +13,7 @@ from keras_moe.ops import Cost
 
 
 class TowerOutputs(NamedTuple):
-    """What a tower made of its inputs.
+    """The results of a tower.
 
     Attributes:
         tokens: (B, N, D), normalised if the tower has a last norm.

@@ -19,7 +19,7 @@ from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
 
-# What an encoder decides about its routers, and `router_options` do not.
+# An encoder decides these about its routers, and `router_options` do not.
 _ENCODER_ARGUMENTS = (
     "num_experts",
     "seed",

@@ -40,17 +40,17 @@ class MixerBackbone(MoEBackbone):
         num_layers: blocks.
         token_mlp_dim: H of the MLPs across tokens.
         mlp_dim: H of the MLPs across channels.
-        activation: of all MLPs.
-        dropout_rate: on embeddings, token MLPs and dense channel MLPs.
+        activation: activation of all MLPs.
+        dropout_rate: dropout rate on embeddings, token MLPs and dense channel MLPs.
         stochastic_depth: the last block's drop rate; see `ViTBackbone`.
-        layer_norm_epsilon: of all normalisations.
+        layer_norm_epsilon: epsilon of all normalisations.
         moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields: the mixtures in the
             place of channel MLPs; None for a dense mixer.
         token_mixer: `"mlp"`, or `"mumoe"` for `keras_moe.layers.TokenMuMoE` in the
             blocks of `moe`, a `MuMoEConfig`, with its experts. `routing` then has
             `"block_0/token_mixer"`, ... besides, records of channels (B, D, E).
-        rematerialize: as `ViTBackbone`'s.
-        seed: of noise and dropout; see `ViTBackbone`.
+        rematerialize: see `ViTBackbone`.
+        seed: seed of noise and dropout; see `ViTBackbone`.
         dtype: dtype policy; routing is float32 under each.
         **kwargs: see `keras_hub.models.Backbone`.
 

@@ -33,37 +33,39 @@ class ViTBackbone(MoEBackbone):
         image_shape: (height, width, channels).
         patch_size: an int or (height, width); divides the image.
         hidden_dim: D.
-        num_layers: blocks.
+        num_layers: number of blocks.
         num_heads: attention heads; divides D.
         mlp_dim: H.
-        class_token: put a learned token before the patches.
-        position_embedding: what is added to the tokens for their places: `"learned"`, a
-            weight for each token; `"sincos"`, fixed sines and cosines for the patches
+        class_token: whether a learned token stands before the patches.
+        position_embedding: places of the tokens, added to them: `"learned"`, a weight
+            for each token; `"sincos"`, fixed sines and cosines for the patches
             (the class token has none); or None for nothing, so that the backbone
             does not know where a patch lies.
-        position_interpolation: how learned embeddings are resized when weights of
+        position_interpolation: resizing of learned embeddings when weights of
             another image size or patch size are loaded, and patch kernels for the
             latter: `"bilinear"`, as the releases do it, or `"bicubic"`, as timm; see
             `keras_moe.layers.resize_positions` and `resize_patch_kernel`.
-        embedding_norm: normalise the embedded tokens, as CLIP does.
-        query_key_norm: normalise queries and keys in each head, as Soft MoE does.
+        embedding_norm: whether embedded tokens are normalised, as in CLIP.
+        query_key_norm: whether queries and keys are normalised in each head, as in Soft
+            MoE.
         query_key_norm_bias: whether that normalisation has an offset beside its
             scale, as timm's `qk_norm` has.
-        final_norm: normalise the last block's tokens; without, a classifier with
-            `pooled_norm` normalises what it pools.
-        activation: of the feed-forward layers.
-        dropout_rate: on embeddings, attention outputs and dense feed-forward layers.
-        attention_dropout: on attention weights.
+        final_norm: whether the last block's tokens are normalised; without, a
+            classifier with `pooled_norm` normalises what it pools.
+        activation: activation of the feed-forward layers.
+        dropout_rate: dropout rate on embeddings, attention outputs and dense
+            feed-forward layers.
+        attention_dropout: dropout rate on attention weights.
         stochastic_depth: the last block's drop rate; the first block's is 0, and those
             between lie on a line. Drops residual branches for whole examples while
             training; see `keras_moe.layers.EncoderBlock`.
-        layer_norm_epsilon: of all normalisations.
+        layer_norm_epsilon: epsilon of all normalisations.
         moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields: which blocks are
             mixtures of experts, and of what; None for a ViT.
-        rematerialize: while training, keep only the blocks' inputs for the gradient:
+        rematerialize: whether training keeps only the blocks' inputs for the gradient:
             less memory, more time; see `keras_moe.layers.EncoderBlock`.
-        seed: of noise, dropout and stochastic depth, each site with one of its own that
-            follows from it; weights draw from Keras's global seed.
+        seed: seed of noise, dropout and stochastic depth, each site with one of its own
+            that follows from it; weights draw from Keras's global seed.
         dtype: dtype policy; routing is float32 under each.
         **kwargs: see `keras_hub.models.Backbone`.
 
