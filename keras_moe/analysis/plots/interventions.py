@@ -114,7 +114,7 @@ def plot_truncated_svd(
     True
     """
     if not results:
-        raise ValueError("Expected at least one model; received: found={}")
+        raise ValueError("Expected at least one model; received: results={}")
     figure = new_figure(figsize=(5.2, 3.7), dpi=110)
     axis = figure.subplots()
     for name, row in results.items():
@@ -124,7 +124,7 @@ def plot_truncated_svd(
             shares, [row.scores[i] for i in order], marker="o", label=name
         )
         axis.axhline(
-            row.full, linestyle="--", color=line.get_color(), label=f"{name}, as it is"
+            row.full, linestyle="--", color=line.get_color(), label=f"{name}, whole"
         )
     axis.set_xlabel("% of singular values kept")
     axis.set_ylabel("score")
