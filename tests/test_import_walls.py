@@ -63,7 +63,7 @@ KNOWN_CIRCLES = {
             "mixer/image_classifier",
             "preset_loading",
             "presets",
-            "vision_backbone",
+            "backbone",
             "vit/__init__",
             "vit/backbone",
             "vit/image_classifier",

@@ -1,7 +1,9 @@
-"""Which feed-forward layer stands in which block."""
+"""Which blocks of an encoder are mixtures of experts."""
 
 import re
 from typing import Any
+
+import numpy as np
 
 from keras_moe.checks import check_integer
 
@@ -92,3 +94,22 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
             f"received: moe_layers={list(moe_layers)}"
         )
     return indices
+
+
+def plain_moe_layers(moe_layers: Any) -> Any:
+    """`moe_layers` as a config keeps them: indices as a list.
+
+    Raises:
+        ValueError: if they are neither None, nor a name, nor indices.
+    """
+    if moe_layers is None or isinstance(moe_layers, str):
+        return moe_layers
+    try:
+        indices = list(moe_layers)
+    except TypeError:
+        raise ValueError(
+            "Expected moe_layers to be None, indices, 'every_n' or 'last_n'; "
+            f"received: moe_layers={moe_layers!r}"
+        ) from None
+    # NumPy's integers are not JSON.
+    return [int(i) if isinstance(i, np.integer) else i for i in indices]
