@@ -13,6 +13,7 @@ NAMED = 5
 
 
 def to_numpy(array: Any) -> np.ndarray:
+    """An array or a tensor of any library as a NumPy array."""
     # A tensor of the backend may sit on an accelerator or ask for gradients; one of
     # tf.data may belong to another backend.
     if keras.ops.is_tensor(array):
@@ -21,7 +22,7 @@ def to_numpy(array: Any) -> np.ndarray:
 
 
 def non_finite(array: np.ndarray) -> np.ndarray:
-    """Indices along the first axis at which something is NaN or infinite."""
+    """The indices along the first axis at which a value is NaN or infinite."""
     if array.dtype.kind in "biu":
         return np.array([], "int64")
     # np.isfinite does not know bfloat16.
@@ -30,6 +31,7 @@ def non_finite(array: np.ndarray) -> np.ndarray:
 
 
 def check_features(name: str, features: Any, dim: int | None = None) -> np.ndarray:
+    """Features as float64 (N, F), if they are finite, and F is `dim` unless None."""
     features = to_numpy(features).astype("float64")
     if features.ndim != 2 or not features.size:
         raise ValueError(
@@ -53,6 +55,7 @@ def check_features(name: str, features: Any, dim: int | None = None) -> np.ndarr
 def check_labels(
     name: str, labels: Any, length: int | None, num_classes: int | None = None
 ) -> np.ndarray:
+    """Labels as int64 (N,), if they are in range and N is `length` unless None."""
     labels = to_numpy(labels)
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or not labels.size:
         raise ValueError(

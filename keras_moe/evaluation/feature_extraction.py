@@ -1,4 +1,4 @@
-"""Features of a model for all images of a data set, whatever the data's kind.
+"""The features of a model for all images of a data set of any kind.
 
 Axes: N examples, F feature dim.
 """
@@ -20,12 +20,27 @@ from keras_moe.evaluation.feature_checks import (
 def extract_features(
     name: str, model: Callable, data: Any, batch_size: int, verbose: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs the model over all batches: features (N, F) and labels (N,)."""
+    """Runs a model over all batches.
+
+    Args:
+        name: name of the data's argument, for errors.
+        model: `keras.Model`, or a callable from a batch of images to features.
+        data: tuple of arrays (images, labels), or an iterable of batches of them.
+        batch_size: number of images in a batch of arrays.
+        verbose: 1 for a progress bar, 2 for one line at its end, 0 for nothing.
+
+    Returns:
+        The features (N, F), float64, and the labels (N,).
+
+    Raises:
+        ValueError: if images or features are not finite, features are not of rank 2,
+            or the data has no end or no batches.
+    """
     if not callable(model):
         raise ValueError(
             f"Expected a keras.Model or a callable; received: model={model!r}"
         )
-    # A model's own prediction step is compiled; calling it is not.
+    # A model's own prediction step is compiled; a call of the model is not.
     predict = model
     if isinstance(model, keras.Model):
         predict = model.predict_on_batch
@@ -44,7 +59,7 @@ def extract_features(
         images = to_numpy(batch[0])
         bad = non_finite(images)
         bad_images.extend(bad + seen)
-        # One bad image is reported with all others, so the rest is read, not run.
+        # All bad images are reported: after the first the others are read, not run.
         if not bad_images:
             output = predict(images)
             features.append(_check_output(name, output, len(images)))
@@ -71,7 +86,7 @@ def extract_features(
 
 
 def _of_full_batches(predict: Callable) -> Callable:
-    """Fills a last batch up to the first one's size: devices share each batch."""
+    """Fills a last batch up to the first one's size, since devices share each batch."""
     size = 0
 
     def of_images(images):
@@ -105,7 +120,7 @@ def _batches(name: str, data: Any, batch_size: int) -> tuple[Iterator, int | Non
             f"Expected {name} to be a tuple (images, labels) of arrays or an iterable "
             f"of such batches; received: {type(data).__name__}"
         )
-    # tf.data says -1 for a data set that repeats for ever, -2 for an unknown length.
+    # The cardinality is -1 for a data set that repeats for ever, -2 if not known.
     if hasattr(data, "cardinality"):
         length = int(data.cardinality())
     else:

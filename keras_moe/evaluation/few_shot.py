@@ -23,16 +23,16 @@ SEEDS = (0, 1, 2)
 
 
 class FewShotResult(NamedTuple):
-    """Accuracies of a few-shot evaluation, and what they come to.
+    """Accuracies of a few-shot evaluation, and their summary.
 
     Fields:
-        accuracies: (shots, seeds, l2s) test accuracies in [0, 1].
-        shots: the numbers of training examples per class.
-        seeds: the seeds of the draws.
-        l2s: the penalties.
-        best_l2: (shots,) the penalty chosen for each k, see `best_l2`.
-        mean: (shots,) accuracy at the best l2, averaged over the seeds.
-        std: (shots,) its sample standard deviation over the seeds; 0 for one seed.
+        accuracies: (shots, seeds, l2s), test accuracies in [0, 1].
+        shots: numbers of training examples per class.
+        seeds: seeds of the draws.
+        l2s: penalties.
+        best_l2: (shots,), penalty chosen for each k; see `best_l2`.
+        mean: (shots,), accuracy at the best l2, averaged over the seeds.
+        std: (shots,), its sample standard deviation over the seeds; 0 for one seed.
     """
 
     accuracies: np.ndarray
@@ -44,7 +44,7 @@ class FewShotResult(NamedTuple):
     std: np.ndarray
 
     def table(self, title: str | None = None) -> Any:
-        """A table for `rich.print`: one row for each k."""
+        """A table for `rich.print` with a row for each k."""
         from rich.table import Table
 
         table = Table(title=title)
@@ -71,7 +71,7 @@ def sample_shots(
         labels: (N,) integers in [0, num_classes).
         shots: k, examples per class.
         num_classes: C.
-        seed: of the draw.
+        seed: seed of the draw.
 
     Returns:
         (C * k,) distinct indices into `labels`, class after class.
@@ -98,7 +98,7 @@ def sample_shots(
             f"{np.sum(counts < shots)} of {num_classes} classes"
         )
     rng = np.random.default_rng(seed)
-    # All of a class is permuted, whatever the shots: this nests the draws.
+    # All examples of a class are permuted, whatever k is: this nests the draws.
     permuted = [
         rng.permutation(np.flatnonzero(labels == c)) for c in range(num_classes)
     ]
@@ -108,11 +108,11 @@ def sample_shots(
 def best_l2(accuracies: Any, l2s: Sequence[float]) -> np.ndarray:
     """Chooses one l2 for each k, over all data sets (or seeds) together.
 
-    In each data set the l2s are ranked by accuracy, and the l2 with the highest mean
-    rank wins, the first of them if several do, as in V-MoE's evaluator. That leaves
-    the ranks of equal accuracies to numpy's sort, which differs between processors;
-    here the earlier l2 ranks higher. The choice reads test accuracies; one l2 for
-    all data sets limits the optimism of that, and a single fixed l2 avoids it.
+    In each data set the l2s are ranked by accuracy, and the first l2 with the highest
+    mean rank wins, as in V-MoE's evaluator. The evaluator leaves the ranks of equal
+    accuracies to NumPy's sort, which differs between processors; here the earlier l2
+    ranks higher. The choice reads test accuracies: one l2 for all data sets limits its
+    optimism, and a single fixed l2 avoids it.
 
     Args:
         accuracies: (datasets, shots, L).
@@ -137,8 +137,8 @@ def best_l2(accuracies: Any, l2s: Sequence[float]) -> np.ndarray:
             f"last axis; received: accuracies.shape={accuracies.shape}, "
             f"l2s.shape={l2s.shape}"
         )
-    # Stable sorts of the reversed axis, so that of equal accuracies the earlier l2
-    # comes last and has the higher rank.
+    # The axis is reversed and sorts are stable, so that the earlier of two equal
+    # accuracies comes last and has the higher rank.
     order = accuracies[..., ::-1].argsort(axis=-1, kind="stable")
     ranks = order.argsort(axis=-1, kind="stable")[..., ::-1]
     return l2s[ranks.mean(axis=0).argmax(axis=-1)]
@@ -157,14 +157,14 @@ def few_shot(
     """Few-shot accuracy of frozen features, for several k, penalties and draws.
 
     Args:
-        train_features: (N, F), the pool from which the shots are drawn.
+        train_features: (N, F), pool from which the shots are drawn.
         train_labels: (N,) integers in [0, num_classes).
         test_features: (M, F).
         test_labels: (M,) integers in [0, num_classes).
-        shots: the numbers k of training examples per class.
+        shots: numbers k of training examples per class.
         l2s: positive penalties; by default 2^-10, 2^-9, ..., 2^19, the grid of the
             V-MoE configurations.
-        seeds: one draw of the shots for each.
+        seeds: seeds of the draws, one draw of the shots for each.
         num_classes: C; by default the highest label + 1.
 
     Returns:
@@ -204,7 +204,7 @@ def few_shot(
     if num_classes is None:
         num_classes = int(max(train_labels.max(), test_labels.max())) + 1
     num_classes = check_integer("num_classes", num_classes)
-    # Before the sweep, which may be long: labels and a k that it would refuse.
+    # Bad labels and a k that is too large are refused before the sweep, which is long.
     check_labels("train_labels", train_labels, None, num_classes)
     check_labels("test_labels", test_labels, None, num_classes)
     sample_shots(train_labels, max(shots), num_classes)
@@ -235,20 +235,20 @@ def few_shot_from_model(
     batch_size: int = 64,
     verbose: int = 1,
 ) -> FewShotResult:
-    """Few-shot accuracy of a model's features: extracts them, then `few_shot`.
+    """Few-shot accuracy of the features that a model extracts; see `few_shot`.
 
     Args:
-        model: a `keras.Model`, or any callable, from a batch of images, a numpy
-            array, to features (batch, F).
-        train_data: a tuple of arrays (images, labels), or an iterable of batches of
-            them, such as a `tf.data.Dataset`; read once. Labels are integers.
-        test_data: the same for the test set.
-        shots: the numbers k of training examples per class.
+        model: `keras.Model`, or any callable, from a batch of images, a NumPy array, to
+            features (batch, F).
+        train_data: tuple of arrays (images, labels), or an iterable of batches of them,
+            such as a `tf.data.Dataset`, which is read once. Labels are integers.
+        test_data: test set of the same form.
+        shots: numbers k of training examples per class.
         l2s: positive penalties; by default 2^-10, ..., 2^19.
-        seeds: one draw of the shots for each.
+        seeds: seeds of the draws, one draw of the shots for each.
         num_classes: C; by default the highest label + 1.
-        batch_size: for data given as arrays.
-        verbose: 1 shows a progress bar for each set, 2 one line at its end, 0
+        batch_size: number of images in a batch of arrays.
+        verbose: 1 for a progress bar for each set, 2 for one line at its end, 0 for
             nothing.
 
     Returns:
@@ -257,7 +257,7 @@ def few_shot_from_model(
     Raises:
         ValueError: if images or features are not finite (with their number and the
             first indices), if features are not of rank 2, if data has no end or no
-            batches, and as `few_shot`.
+            batches, or if an argument of `few_shot` is out of range.
 
     Example:
 
@@ -279,7 +279,7 @@ def few_shot_from_model(
 
 
 def _summarise(accuracies, shots, seeds, l2s) -> FewShotResult:
-    # A seed counts as a data set in the choice, as in V-MoE's evaluator.
+    # A seed counts as a data set in the choice of l2, as in V-MoE's evaluator.
     chosen = best_l2(accuracies.transpose(1, 0, 2), l2s)
     at_best = np.stack([a[:, l2s == l2][:, 0] for a, l2 in zip(accuracies, chosen)])
     std = at_best.std(axis=1, ddof=1) if len(seeds) > 1 else np.zeros(len(shots))

@@ -25,7 +25,7 @@ class RidgeClassifier(NamedTuple):
     """A linear classifier on standardised features.
 
     Fields:
-        mean: (F,), of the training features.
+        mean: (F,), mean of the training features.
         std: (F,), population standard deviation of the training features + 1e-5.
         weights: (F + 1, C), or (L, F + 1, C) for several l2. The last row belongs to
             the constant feature 100.
@@ -51,15 +51,15 @@ def ridge_regression(
 
     Features become X = [(features - mean) / (std + 1e-5), 100], with the training
     set's mean and population standard deviation; targets Y are 1 for the label's
-    class and -1 elsewhere. The weights are (X^T X + l2 I)^-1 X^T Y, the weight of
-    the constant feature being penalised like the others. One decomposition, of the
-    smaller of X^T X and X X^T, serves all values of l2.
+    class and -1 elsewhere. The weights are (X^T X + l2 I)^-1 X^T Y: the weight of the
+    constant feature is penalised like the others. One decomposition, of the smaller of
+    X^T X and X X^T, serves all values of l2.
 
     Args:
         train_features: (N, F).
         train_labels: (N,) integers in [0, num_classes).
         num_classes: C.
-        l2: penalty, positive; a number, or L of them.
+        l2: positive penalty, or L of them.
 
     Returns:
         A `RidgeClassifier` with weights (F + 1, C), or (L, F + 1, C) if `l2` is a
@@ -94,7 +94,7 @@ def few_shot_accuracies(
     num_classes: int,
     l2s: Sequence[float] = L2S,
 ) -> np.ndarray:
-    """Test accuracy of ridge regression on all of the given training examples.
+    """Test accuracy of ridge regression on all training examples.
 
     Args:
         train_features: (N, F).
@@ -105,10 +105,11 @@ def few_shot_accuracies(
         l2s: L positive penalties.
 
     Returns:
-        (L,) accuracies in [0, 1]. Of equal scores the first class wins.
+        (L,) accuracies in [0, 1]. The first class with the highest score is predicted.
 
     Raises:
-        ValueError: as `ridge_regression`.
+        ValueError: if an array has the wrong shape or is not finite, if a label is
+            out of range, or if an l2 is not positive.
 
     Example:
 
@@ -125,7 +126,7 @@ def few_shot_accuracies(
     correct = np.zeros(len(l2s))
     for start in range(0, len(test_features), _CHUNK):
         rows = slice(start, start + _CHUNK)
-        # The weights are never formed: (M, F)(F, R) once, then (M, R)(R, C) per l2.
+        # The weights are not needed: (M, F)(F, R) once, then (M, R)(R, C) per l2.
         rotated = _standardise(test_features[rows], fit.mean, fit.std) @ fit.left
         for i, l2 in enumerate(l2s):
             scores = rotated @ (fit.right / (fit.eigs + l2))
@@ -134,7 +135,7 @@ def few_shot_accuracies(
 
 
 class _Decomposition(NamedTuple):
-    """The weights for any l2 are `left @ (right / (eigs + l2))`."""
+    """A solution for every l2: the weights are `left @ (right / (eigs + l2))`."""
 
     mean: np.ndarray  # (F,)
     std: np.ndarray  # (F,)
@@ -168,6 +169,7 @@ def _standardise(features: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.
 
 
 def check_l2s(l2s: Any) -> np.ndarray:
+    """Penalties as a float64 array, if they are positive and finite."""
     array = np.asarray(l2s, "float64")
     if array.ndim != 1 or not array.size or not np.all((array > 0) & (array < np.inf)):
         raise ValueError(f"Expected positive finite penalties; received: l2s={l2s}")
