@@ -9,8 +9,8 @@ from keras import ops
 
 from keras_moe.checks import check_affinity, check_one_of
 from keras_moe.ops.empty import take
-from keras_moe.ops.largest import largest
 from keras_moe.ops.plans import SlotPlan
+from keras_moe.ops.top_values import top_values
 
 NORMALIZATIONS = (None, "after")
 
@@ -76,7 +76,7 @@ def expert_choice(
     if mask is not None:
         allowed = ops.expand_dims(ops.cast(mask, "bool"), -1)
         affinity = ops.where(allowed, affinity, -float("inf"))
-    best, tokens = largest(ops.transpose(affinity, (0, 2, 1)), capacity)
+    best, tokens = top_values(ops.transpose(affinity, (0, 2, 1)), capacity)
     filled = best > -float("inf")
     if filled_slots is not None:
         place = ops.arange(capacity, dtype="int32")

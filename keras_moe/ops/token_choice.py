@@ -85,7 +85,7 @@ def token_choice(
     num_groups, num_tokens, num_experts = ops.shape(affinity)
     num_slotted = _check_in_place(in_place_experts, num_experts)
 
-    experts, weights = largest(affinity, gates, num_selected_experts)
+    experts, weights = top_experts(affinity, gates, num_selected_experts)
     if mask is not None:
         # Masked tokens queue at an expert behind the last, which has no slots.
         mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
@@ -99,7 +99,7 @@ def token_choice(
         if priority == "max_gate":
             rank = max_along(affinity, axis=-1)
         else:
-            _, chosen = largest(affinity, affinity, num_selected_experts)
+            _, chosen = top_experts(affinity, affinity, num_selected_experts)
             rank = ops.sum(chosen, axis=-1)
         rank = ops.stop_gradient(-rank)
         order = ops.cast(ops.argsort(rank, axis=-1), "int32")
@@ -221,7 +221,7 @@ def dropless_token_choice(
     _check(num_selected_experts, affinity.shape[-1], normalize_gates)
     num_experts = _check_in_place(in_place_experts, num_experts)
 
-    experts, weights = largest(affinity, gates, num_selected_experts)
+    experts, weights = top_experts(affinity, gates, num_selected_experts)
     if in_place_experts:
         routed = None if mask is None else ops.expand_dims(ops.cast(mask, "bool"), -1)
         weights = _weights(weights, routed, normalize_gates)
@@ -290,7 +290,7 @@ def _weights(gates, kept, normalize_gates):
     return ops.where(is_sum, weights / scale / rest, 0.0)
 
 
-def largest(affinity, gates, num_selected_experts):
+def top_experts(affinity, gates, num_selected_experts):
     """The K experts of largest affinity, ties to the lowest, and their gates.
 
     `affinity` and `gates` are (G, S, E); returns int32 and float32 (G, S, K).
@@ -333,7 +333,7 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
     """
     affinity = ops.convert_to_tensor(affinity)
     check_selected(num_selected_experts, affinity.shape[-1])
-    experts, weights = largest(affinity, affinity, num_selected_experts)
+    experts, weights = top_experts(affinity, affinity, num_selected_experts)
     return by_expert(experts, weights, ops.shape(affinity)[-1])[0]
 
 

@@ -239,7 +239,7 @@ def test_residuals_alone_have_one_kind_of_router():
     assert kinds == {PathwayAwareRouter}
     for name in model.routing:
         losses = model.get_layer(name).feed_forward.auxiliary_losses
-        assert [type(loss).__name__ for loss in losses] == ["HeterogeneousBalanceLoss"]
+        assert [loss.name for loss in losses] == ["heterogeneous_balance"]
 
 
 def test_saved_weights_keep_their_kinds(tmp_path):
