@@ -24,7 +24,7 @@ def manifest_text(step: int, files: dict[str, dict]) -> str:
 
     >>> from keras_moe.training.manifest import manifest_text
     >>> manifest_text(7, {})[:41]
-    '{"files": {}, "format": 1, "sha256": "6d0'
+    '{"files": {}, "format": 1, "sha256": "ea7'
     """
     body = {"format": FORMAT, "step": step, "files": files}
     return _json({**body, "sha256": _digest_of(body)})

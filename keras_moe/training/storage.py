@@ -30,6 +30,12 @@ class Retention(NamedTuple):
         newest: number of the newest ones that stay.
         every: those of steps that this divides stay, too; None for none.
         steps: those of these steps stay, too.
+
+    Example:
+
+    >>> from keras_moe.training import Retention
+    >>> [step for step in range(0, 50, 10) if Retention(every=20).keeps(step)]
+    [0, 20, 40]
     """
 
     newest: int = 3
@@ -52,13 +58,15 @@ class Retention(NamedTuple):
 class Checkpoint:
     """A checkpoint whose files are what was written.
 
-    Attributes:
+    Args:
         path: its folder.
         step: how many steps were made before it.
         state: what is no array, see `save_checkpoint`.
         variables: by group, the path, shape and dtype of each variable.
         files: the names of its files.
         storage: the storage that reads its arrays.
+
+    Example: see `save_checkpoint`.
     """
 
     path: Any
@@ -74,6 +82,8 @@ class Storage(abc.ABC):
 
     Args:
         folder: folder of all checkpoints of a run.
+
+    Example: see `LocalStorage`.
     """
 
     def __init__(self, folder: str | os.PathLike):
