@@ -37,6 +37,7 @@ class ExpertCoefficients(keras.layers.Layer):
         inputs: (..., I).
         training: whether batch statistics are those of the batch, and are kept.
         logits: the inputs by each kernel, if the caller has them.
+        mask: boolean (...), False for padding, which has no part in batch statistics.
 
     Output shape:
         `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record whose
@@ -71,6 +72,7 @@ class ExpertCoefficients(keras.layers.Layer):
     ):
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.num_experts = check_levels(num_experts)
         self.activation = activations.get(activation)
         self.normalization = check_one_of(
@@ -107,12 +109,16 @@ class ExpertCoefficients(keras.layers.Layer):
                 )
 
     def call(
-        self, inputs: Any, training: bool | None = None, logits: Any = None
+        self,
+        inputs: Any,
+        training: bool | None = None,
+        logits: Any = None,
+        mask: Any = None,
     ) -> tuple[tuple[Any, ...], Routing]:
         if logits is None:
             logits = [ops.matmul(inputs, kernel) for kernel in self.kernels]
         normalised = [
-            self._normalise(level, x, training) for level, x in enumerate(logits)
+            self._normalise(level, x, training, mask) for level, x in enumerate(logits)
         ]
         coefficients = tuple(self.activation(x) for x in normalised)
         gates = outer(coefficients, ops.multiply)
@@ -125,7 +131,7 @@ class ExpertCoefficients(keras.layers.Layer):
             combined=gates,
         )
 
-    def _normalise(self, level, x, training):
+    def _normalise(self, level, x, training, mask):
         if self.normalization is None:
             return x
         # Squares of what is kept anyway, for the gradient.
@@ -133,11 +139,10 @@ class ExpertCoefficients(keras.layers.Layer):
             centred = x - ops.mean(x, axis=-1, keepdims=True)
             variance = ops.mean(centred * centred, axis=-1, keepdims=True)
         elif training and self.trainable:
-            axes = tuple(range(len(x.shape) - 1))
-            mean = ops.mean(x, axis=axes)
+            mean, count = _row_mean(x, mask)
             centred = x - mean
-            variance = ops.mean(centred * centred, axis=axes)
-            self._keep(level, mean, variance, ops.size(x) // x.shape[-1])
+            variance, _ = _row_mean(centred * centred, mask)
+            self._keep(level, mean, variance, count)
         else:
             centred, variance = x - self.means[level], self.variances[level]
         return centred * ops.rsqrt(variance + _EPSILON)
@@ -155,7 +160,7 @@ class ExpertCoefficients(keras.layers.Layer):
             new = ops.where(count > 0, ops.stop_gradient(new), old)
             kept.assign(_MOMENTUM * old + (1.0 - _MOMENTUM) * new)
 
-    def compute_output_spec(self, inputs, training=None, logits=None):
+    def compute_output_spec(self, inputs, training=None, logits=None, mask=None):
         leading = tuple(inputs.shape[:-1])
         coefficients = tuple(
             keras.KerasTensor((*leading, count), "float32")
@@ -183,6 +188,16 @@ class ExpertCoefficients(keras.layers.Layer):
             normalization=self.normalization,
         )
         return config
+
+
+def _row_mean(x, mask):
+    """The mean over rows that are no padding, (..., N) to (N,), and their number."""
+    axes = tuple(range(len(x.shape) - 1))
+    if mask is None:
+        return ops.mean(x, axis=axes), ops.size(x) // x.shape[-1]
+    weights = ops.cast(ops.expand_dims(mask, -1), x.dtype)
+    count = ops.sum(weights)
+    return ops.sum(x * weights, axis=axes) / ops.maximum(count, 1.0), count
 
 
 def check_levels(num_experts: Any) -> tuple[int, ...]:

@@ -263,6 +263,9 @@ class MuMoEBlock(keras.layers.Layer):
 
     Call arguments:
         inputs: (..., I).
+        mask: boolean (...), False for padding, which gets zeros and has no part in the
+            batch statistics.
+        modality_ids: integers (...); every expert takes part whatever they are.
         training: whether batch statistics are those of the batch.
 
     Output shape:
@@ -299,6 +302,7 @@ class MuMoEBlock(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.units = units if units is None else check_integer("units", units)
         self.hidden_activation = activations.get(hidden_activation)
@@ -350,14 +354,24 @@ class MuMoEBlock(keras.layers.Layer):
         self.hidden.build(input_shape)
         self.output_experts.build((*input_shape[:-1], self.mlp_dim))
 
-    def call(self, inputs: Any, training: bool | None = None) -> tuple[Any, Any]:
+    def call(
+        self,
+        inputs: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+        training: bool | None = None,
+    ) -> tuple[Any, Any]:
         x, logits, projected = _normalised(self, inputs, self.hidden)
-        coefficients, routing = self.gate(inputs, training=training, logits=logits)
+        coefficients, routing = self.gate(
+            inputs, training=training, logits=logits, mask=mask
+        )
         x = self.hidden(x, coefficients, projected=projected)
-        x = self.hidden_activation(x)
-        return self.output_experts(x, coefficients), routing
+        x = self.output_experts(self.hidden_activation(x), coefficients)
+        if mask is not None:
+            x = ops.where(ops.expand_dims(ops.cast(mask, "bool"), -1), x, 0)
+        return x, routing
 
-    def compute_output_spec(self, inputs, training=None):
+    def compute_output_spec(self, inputs, mask=None, modality_ids=None, training=None):
         _, routing = self.gate.compute_output_spec(inputs)
         shape = (*inputs.shape[:-1], self.units or inputs.shape[-1])
         return keras.KerasTensor(shape, self.compute_dtype), routing

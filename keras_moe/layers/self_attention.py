@@ -1,4 +1,4 @@
-"""Self-attention over an image's tokens.
+"""Self-attention over the tokens of an image or a text.
 
 Axes: B batch, N tokens, D hidden.
 """
@@ -9,7 +9,13 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_bool, check_dropout, check_integer, check_seed
+from keras_moe.checks import (
+    check_bool,
+    check_dropout,
+    check_integer,
+    check_mask,
+    check_seed,
+)
 from keras_moe.layers.normalization import LayerNorm
 
 
@@ -27,11 +33,14 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         layer_norm_epsilon: of that normalisation.
         dropout: on the attention weights.
         seed: of the dropout.
+        causal: whether a token attends to itself and the tokens before it alone.
         **kwargs: see `keras.layers.MultiHeadAttention`.
 
     Call arguments:
         tokens: (B, N, D).
         context: (B, M, D), what the tokens attend to; None takes the tokens.
+        mask: boolean (B, M), False for padding, to which no token attends; or
+            (B, N, M), which token attends to which.
         training: whether dropout applies.
 
     Output shape:
@@ -53,6 +62,9 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     (1, 3, 8)
     """
 
+    # Whether calls take a `mask` of tokens that are padding.
+    takes_mask = True
+
     def __init__(
         self,
         num_heads: int,
@@ -62,6 +74,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         dropout: float = 0.0,
         seed: int | None = None,
         query_key_norm_bias: bool = False,
+        causal: bool = False,
         **kwargs,
     ):
         num_heads = check_integer("num_heads", num_heads)
@@ -77,6 +90,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         check_dropout("dropout", dropout)
         check_seed("seed", seed)
         super().__init__(num_heads, key_dim, dropout=dropout, seed=seed, **kwargs)
+        self.causal = check_bool("causal", causal)
         self.query_key_norm = query_key_norm
         self.query_key_norm_bias = query_key_norm_bias
         self.layer_norm_epsilon = layer_norm_epsilon
@@ -98,11 +112,30 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             for norm in (self.query_norm, self.key_norm):
                 norm.build((None, None, self.num_heads, self.key_dim))
 
-    def call(self, tokens: Any, context: Any = None, training: bool | None = None):
+    def call(
+        self,
+        tokens: Any,
+        context: Any = None,
+        mask: Any = None,
+        training: bool | None = None,
+    ) -> Any:
         context = tokens if context is None else context
-        return super().call(tokens, context, training=training)
+        if mask is not None:
+            shape = (tokens.shape[0], context.shape[1])
+            if len(mask.shape) == 3:
+                shape = (*tokens.shape[:2], context.shape[1])
+            check_mask("mask", mask, shape)
+            mask = ops.cast(mask, "bool")
+            mask = mask if len(mask.shape) == 3 else ops.expand_dims(mask, 1)
+        return super().call(
+            tokens,
+            context,
+            attention_mask=mask,
+            use_causal_mask=self.causal,
+            training=training,
+        )
 
-    def compute_output_spec(self, tokens, context=None, training=None):
+    def compute_output_spec(self, tokens, context=None, mask=None, training=None):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
     def compute_mask(self, tokens, context=None, previous_mask=None):
@@ -139,6 +172,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             query_key_norm=self.query_key_norm,
             query_key_norm_bias=self.query_key_norm_bias,
             layer_norm_epsilon=self.layer_norm_epsilon,
+            causal=self.causal,
         )
         return config
 

@@ -1,5 +1,6 @@
 """The model zoo: backbones, tasks and presets. Needs KerasHub."""
 
+from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.classifying import ClassProbability
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight, convert
 from keras_moe.models.description import Description, Part
@@ -7,6 +8,7 @@ from keras_moe.models.image_classifier import ImageClassifier
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.presets import describe, from_preset, list_presets
+from keras_moe.models.tower import Tower, TowerOutputs
 from keras_moe.models.variants import VARIANTS, Variant
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 
@@ -20,7 +22,10 @@ __all__ = [
     "ImagePreprocessor",
     "MixerBackbone",
     "MixerImageClassifier",
+    "MoEBackbone",
     "Part",
+    "Tower",
+    "TowerOutputs",
     "Variant",
     "ViTBackbone",
     "ViTImageClassifier",

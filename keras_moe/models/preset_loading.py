@@ -17,6 +17,11 @@ from keras_hub.src.utils.preset_utils import check_file_exists, load_json
 from keras_moe.checks import check_argument_names, check_bool, nearest
 from keras_moe.models.builtin import builtin_presets, builtin_task_config
 from keras_moe.models.image_preprocessor import ImagePreprocessor
+from keras_moe.models.overrides import (
+    apply_overrides,
+    nested_config,
+    override_names,
+)
 from keras_moe.models.preset_folder import (
     check_folder,
     is_staging,
@@ -107,9 +112,6 @@ class PresetMixin:
         is_task = issubclass(cls, keras_hub.models.Task)
         backbone_cls = cls.backbone_cls if is_task else cls
         of_backbone = backbone_kwargs if is_task else kwargs
-        if "router" in of_backbone:
-            # The saved options are another router's.
-            of_backbone.setdefault("router_options", None)
         spec = builtin_presets().get(preset)
         if spec:
             if cls.__name__ not in (spec["backbone"], spec["task"]):
@@ -123,7 +125,10 @@ class PresetMixin:
                     f"Expected no backbone=, since {preset!r} makes one; received: "
                     f"backbone={kwargs['backbone']!r}"
                 )
-            backbone = backbone_cls(**{**spec["config"], **backbone_kwargs, **own})
+            config = apply_overrides(
+                backbone_cls, spec["config"], {**backbone_kwargs, **own}
+            )
+            backbone = backbone_cls.from_config(config)
             if not is_task:
                 return backbone
             if "num_classes" not in kwargs:
@@ -149,11 +154,7 @@ class PresetMixin:
                 f"{next(iter(backbone_kwargs))}="
             )
         with explained(preset):
-            if load_weights:
-                saved = load_json(preset)["config"]
-                of_backbone.update(
-                    backbone_cls.overrides_for_weights(saved, of_backbone)
-                )
+            _complete_overrides(preset, backbone_cls, of_backbone, load_weights)
             if "dtype" not in {**backbone_kwargs, **kwargs}:
                 # KerasHub's loader knows no mixed policy, and would make the others
                 # the global one.
@@ -256,6 +257,17 @@ class PresetMixin:
             super().save_to_preset(folder, max_shard_size=max_shard_size)
 
 
+def _complete_overrides(preset, backbone_cls, overrides, load_weights):
+    """Completes overrides, so that they are checked and weights still fit, in place."""
+    saved = nested_config(backbone_cls, load_json(preset)["config"])
+    fields = {k: v for k, v in overrides.items() if k in override_names(backbone_cls)}
+    config = apply_overrides(backbone_cls, saved, fields)
+    if load_weights:
+        fitting = backbone_cls.config_for_weights(saved, config)
+        if fitting.get("moe") != config.get("moe"):
+            overrides["router_options"] = fitting["moe"]["router_options"]
+
+
 def _adapt_preprocessor(preset, backbone_kwargs, kwargs):
     """Adds the saved preprocessor, made for the overrides, to a task's arguments.
 
@@ -349,13 +361,15 @@ def split_arguments(cls: type, kwargs: dict, is_made: bool = True) -> tuple[dict
         ValueError: if an argument belongs to neither.
     """
     own = argument_names(cls)
+    if not issubclass(cls, keras_hub.models.Task):
+        own = override_names(cls)
     if is_made:
         own += ["name", "trainable", "compile"]
     else:
         own = [name for name in own if name not in ("backbone", "preprocessor")]
     backbone = []
     if issubclass(cls, keras_hub.models.Task):
-        backbone = argument_names(cls.backbone_cls)
+        backbone = override_names(cls.backbone_cls)
     check_argument_names(kwargs, [*own, *backbone], cls.__name__)
     return (
         {name: value for name, value in kwargs.items() if name not in own},

@@ -23,6 +23,7 @@ from keras_moe.models.conversion import (
 )
 from keras_moe.models.description import Description
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
+from keras_moe.models.overrides import apply_overrides, override_names
 from keras_moe.models.preset_folder import readable
 from keras_moe.models.preset_loading import (
     argument_names,
@@ -255,7 +256,7 @@ def _architecture(preset, overrides):
             if cls.backbone_cls is backbone_cls
         )
         config, task = dict(loader.config["config"]), {}
-        names = [*argument_names(backbone_cls), "name", "trainable", "dtype"]
+        names = [*override_names(backbone_cls), "name", "trainable", "dtype"]
         check_argument_names(config, names, backbone_cls.__name__)
         if check_file_exists(folder, "task.json"):
             saved = load_json(folder, "task.json")["config"]
@@ -263,7 +264,8 @@ def _architecture(preset, overrides):
     backbone_overrides, task_overrides = split_arguments(
         classifier_cls, overrides, is_made=False
     )
-    config.update(backbone_overrides)
+    config.pop("dtype", None)
+    config = apply_overrides(backbone_cls, config, backbone_overrides)
     task = {name: task[name] for name in _TASK_SIZES if name in task} | task_overrides
     return backbone_cls, config, classifier_cls, task, preset
 

@@ -17,6 +17,7 @@ from keras_moe.checks import (
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.expert_kinds import expert_kinds
 from keras_moe.ops.plans import HeterogeneousPlan
+from keras_moe.routers.registry import register_pathway_aware
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
 ZERO_GATES = ("keep", "remove")
@@ -24,6 +25,7 @@ ZERO_GATES = ("keep", "remove")
 _NOT_HERE = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
 
 
+@register_pathway_aware(TokenChoiceRouter)
 @keras.saving.register_keras_serializable("keras_moe")
 class PathwayAwareRouter(TokenChoiceRouter):
     """Token choice among feed-forward and zero-computation experts, as in MoE++.
@@ -110,6 +112,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
     """
 
     default_capacity_factor = 1.1
+    # MoE++ draws each expert by itself.
+    shares_expert_initialization = False
 
     def __init__(
         self,
@@ -198,6 +202,17 @@ class PathwayAwareRouter(TokenChoiceRouter):
         self.logits_norm_std = logits_norm_std
         self.zero_gates = check_one_of("zero_gates", zero_gates, ZERO_GATES)
         self.residual_initializer = keras.initializers.get(residual_initializer)
+
+    @classmethod
+    def own_fields(cls, config, site):
+        return {
+            **super().own_fields(config, site),
+            "tau": config.tau,
+            "gating_residual": site.gating_residual,
+        }
+
+    def default_auxiliary_losses(self):
+        return {"heterogeneous_balance": 0.01}
 
     @property
     def kinds(self):

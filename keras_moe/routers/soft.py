@@ -17,12 +17,14 @@ from keras_moe.checks import (
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.plans import SoftPlan
 from keras_moe.ops.routing import Routing
+from keras_moe.routers.registry import register_router
 from keras_moe.routers.router import Router
 
 # As the released code has it.
 EPSILON = 1e-6
 
 
+@register_router("soft")
 @keras.saving.register_keras_serializable("keras_moe")
 class SoftRouter(Router):
     """Soft MoE: slots are convex combinations of tokens, outputs of slots.
@@ -78,7 +80,6 @@ class SoftRouter(Router):
     """
 
     has_expert_logits = False
-    default_capacity_factor = 1.0
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class SoftRouter(Router):
             check_positive("capacity_factor", capacity_factor)
         self.slots_per_expert = num_slots
         self.capacity_factor = capacity_factor
-        # Not `num_selected_experts`, by which token choice is told.
+        # Private: a public `num_selected_experts` marks token choice.
         self._selected = check_integer("num_selected_experts", num_selected_experts)
         self.capacity_rounding = check_one_of(
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
@@ -116,6 +117,39 @@ class SoftRouter(Router):
         self.normalize = check_bool("normalize", normalize)
         self.slot_initializer = keras.initializers.get(slot_initializer)
         self.scale_initializer = keras.initializers.get(scale_initializer)
+
+    @classmethod
+    def from_moe_config(cls, config, site, **arguments):
+        options = cls.checked_options(config)
+        cls.check_not_dropless(config)
+        cls.check_no_modalities(config)
+        cls.check_no_eval_capacity(config)
+        factor = config.capacity_factor
+        if factor == "auto":
+            factor = cls.default_capacity_factor
+        is_own = any(
+            options.get(name) is not None for name in ("capacity_factor", "num_slots")
+        )
+        if factor is None and not is_own:
+            raise ValueError(
+                "Expected capacity_factor, or a capacity or number of slots in "
+                f"router_options, for router={config.router!r}; "
+                "received: capacity_factor=None"
+            )
+        fields = {"seed": site.seed}
+        if config.capacity_rounding != "auto":
+            fields["capacity_rounding"] = config.capacity_rounding
+        if not is_own:
+            fields["num_selected_experts"] = config.num_selected_experts
+        arguments = {**arguments, **fields, **options}
+        if arguments.get("num_slots") is None:
+            # A number of slots gives the weights a shape before they are built. The
+            # seed keeps this router from drawing one.
+            factor = arguments.pop("capacity_factor", None) or factor
+            sizes = {**arguments, "capacity_factor": factor, "seed": 0}
+            slots = cls(config.num_experts, **sizes).group_capacity(site.num_tokens)
+            arguments["num_slots"] = slots
+        return cls(config.num_experts, **arguments)
 
     def group_capacity(self, num_tokens: int | None, training: bool | None = None):
         """The slots per expert C for images of `num_tokens` tokens."""

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
 
 
 def vit(**arguments):
-    return ViTBackbone(**{**SMALL, **arguments})
+    return ViTBackbone.from_config({**SMALL, **arguments})
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 
 def backbone(**kwargs):
     sizes = {**SMALL, "num_layers": 1, "moe_layers": None, "seed": 0}
-    return models.ViTBackbone(**{**sizes, **kwargs})
+    return models.ViTBackbone.from_config({**sizes, **kwargs})
 
 
 @pytest.mark.parametrize("position", HEADS)

@@ -20,6 +20,7 @@ from keras_moe.models.conversion.report import (
 from keras_moe.models.conversion.sources import open_source
 from keras_moe.models.conversion.tensor_file import FLOATS
 from keras_moe.models.image_preprocessor import ImagePreprocessor
+from keras_moe.models.overrides import apply_overrides, nested_config
 from keras_moe.models.preset_loading import split_arguments
 
 # Parts of a classifier, by the start of their weights' paths: what a new head replaces,
@@ -268,12 +269,12 @@ def model_arguments(
                 f"received: {name}={value!r}"
             )
         of_backbone.update(own)
-    arguments = dict(plan.arguments)
-    if of_backbone.get("router", arguments.get("router")) != arguments.get("router"):
-        # The options are another router's.
-        of_backbone.setdefault("router_options", None)
-    of_backbone = backbone_cls.overrides_for_weights(arguments, of_backbone)
-    arguments.update(of_backbone)
+    saved = nested_config(backbone_cls, plan.arguments)
+    router = (saved.get("moe") or {}).get("router")
+    if of_backbone.get("router") == router:
+        of_backbone.pop("router", None)
+    arguments = apply_overrides(backbone_cls, saved, of_backbone)
+    arguments = backbone_cls.config_for_weights(saved, arguments)
     if task == "backbone":
         parts = (*_HEAD, *_POOLING)
         return ModelArguments(backbone_cls, arguments, classifier_cls, None, parts)

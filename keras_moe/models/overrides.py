@@ -1,0 +1,142 @@
+"""Who owns an argument: a backbone's constructor, or the config of its mixtures.
+
+Presets, programs and recipes name arguments flatly, such as `num_experts=8`; a
+backbone's config keeps the fields of `MoEConfig` in `moe`. Here, and nowhere else, flat
+names find their owner.
+"""
+
+import inspect
+from typing import Any
+
+from keras_moe.checks import check_argument_names
+from keras_moe.layers import MoEConfig, MuMoEConfig, moe_config, updated_moe
+from keras_moe.layers.moe_config import field_names
+from keras_moe.layers.mumoe_config import MUMOE
+
+_MUMOE_FIELDS = ("router", "router_options", *field_names(MuMoEConfig))
+# The names that `router_options` stands for are no flat names: the encoder has an
+# `activation` of its own.
+MOE_FIELDS = (*field_names(MoEConfig),)
+# Arguments of every Keras model.
+_MODEL_ARGUMENTS = ("name", "trainable", "dtype")
+
+
+def constructor_names(cls: type) -> list[str]:
+    """The names of a constructor's own arguments.
+
+    Args:
+        cls: class of a model or a layer.
+    """
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name != "self"
+    ]
+
+
+def override_names(cls: type) -> list[str]:
+    """The flat names that a backbone takes as overrides.
+
+    Args:
+        cls: class of backbones.
+    """
+    own = constructor_names(cls)
+    return [*own, *(name for name in MOE_FIELDS if name not in own)]
+
+
+def nested_config(cls: type, config: dict) -> dict:
+    """A config with the fields of `moe` where they belong.
+
+    Args:
+        cls: class of backbones.
+        config: arguments by name, some of which may be fields of `moe`, as in presets'
+            files and configs of earlier versions; they override those in `moe`.
+    """
+    own = {*constructor_names(cls), *_MODEL_ARGUMENTS}
+    fields = {k: v for k, v in config.items() if k not in own and k in MOE_FIELDS}
+    if not fields:
+        return dict(config)
+    if fields.get("router") == MUMOE:
+        # Earlier versions wrote the fields of all routers.
+        fields = {k: v for k, v in fields.items() if k in _MUMOE_FIELDS}
+    config = {k: v for k, v in config.items() if k in own or k not in MOE_FIELDS}
+    moe = updated_moe(config.get("moe"), fields)
+    return {**config, "moe": moe and moe.to_dict()}
+
+
+def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
+    """A backbone's config with other values, each where it belongs.
+
+    Args:
+        cls: class of backbones.
+        config: arguments by name, nested or flat.
+        overrides: new values by flat name, or `moe` as a whole. Another `router` drops
+            `router_options`.
+
+    Returns:
+        The nested config.
+
+    Raises:
+        ValueError: if a name has no owner (the nearest are listed), or a value is out
+            of range.
+
+    Example:
+
+    >>> from keras_moe.models import ViTBackbone
+    >>> from keras_moe.models.overrides import apply_overrides
+    >>> config = {"num_layers": 2, "moe": {"num_experts": 8}}
+    >>> config = apply_overrides(ViTBackbone, config, {"num_experts": 4})
+    >>> config["moe"]["num_experts"]
+    4
+    """
+    names = override_names(cls)
+    check_argument_names(overrides, [*names, *_MODEL_ARGUMENTS], cls.__name__)
+    config = nested_config(cls, config)
+    own = {*constructor_names(cls), *_MODEL_ARGUMENTS}
+    config.update({k: v for k, v in overrides.items() if k in own})
+    fields = {name: value for name, value in overrides.items() if name not in own}
+    if fields:
+        moe = updated_moe(config.get("moe"), fields)
+        config["moe"] = moe and moe.to_dict()
+    return config
+
+
+def complete_config(cls: type, config: dict) -> dict:
+    """All arguments from which a backbone's layers follow, with their defaults.
+
+    Args:
+        cls: class of backbones.
+        config: some arguments by name, nested or flat.
+    """
+    parameters = inspect.signature(cls.__init__).parameters
+    config = nested_config(cls, config)
+    complete = {
+        name: config.get(name, parameters[name].default)
+        for name in constructor_names(cls)
+        if name not in _MODEL_ARGUMENTS
+    }
+    moe = moe_config(complete["moe"])
+    return {**complete, "moe": moe and moe.to_dict()}
+
+
+def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
+    """Refuses unknown arguments of a backbone's constructor.
+
+    Args:
+        cls: class of backbones.
+        kwargs: arguments that are none of the constructor's own.
+
+    Raises:
+        ValueError: if one is not of every Keras model; the message says where a field
+            of `moe` belongs.
+    """
+    for name, value in kwargs.items():
+        if name in MOE_FIELDS:
+            raise ValueError(
+                f"Expected {name} in the config of the experts, such as "
+                f"{cls.__name__}(moe={{{name!r}: {value!r}}}) or "
+                f"moe=MoEConfig({name}={value!r}); received: {name}={value!r}"
+            )
+    own = constructor_names(cls)
+    check_argument_names(kwargs, ["name", "trainable"], cls.__name__, own)
