@@ -40,8 +40,12 @@ def new_storage(folder: str | os.PathLike | Storage) -> Storage:
     local = LocalStorage(folder)
     if paths := local.paths():
         return OrbaxStorage(folder) if is_orbax(paths[-1]) else local
-    shared = process_count() > 1 and keras.distribution.distribution() is not None
-    if shared and importlib.util.find_spec("orbax") is not None:
+    # To ask for processes makes JAX look for its devices, which nobody may want yet.
+    if (
+        keras.distribution.distribution() is not None
+        and process_count() > 1
+        and importlib.util.find_spec("orbax") is not None
+    ):
         return OrbaxStorage(folder)
     return local
 
