@@ -36,7 +36,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (train, convert, upcycle, describe, plan, deduplicate):
+    for add in (train, evaluate, convert, upcycle, describe, plan, deduplicate):
         add(commands)
     return parser
 
@@ -168,6 +168,54 @@ def train(commands: Any) -> None:
         "--few-shot-data",
         metavar="SOURCE",
         help="images with splits train and test; the recipe's by default",
+    )
+    add_devices(parser)
+    add_processes(parser)
+
+
+def evaluate(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "evaluate",
+        "measure accuracy, few-shot accuracy and average precision of a preset",
+        "keras-moe evaluate runs/mumoe_digits\n"
+        "keras-moe evaluate runs/mumoe_digits/preset --data folder:photos --json\n"
+        "keras-moe evaluate hf://timm/vit_base_patch16_224.augreg_in21k "
+        "--data tfds:cifar10 --metrics few_shot --shots 5 10\n"
+        "keras-moe evaluate runs/celeb_a --metrics average_precision",
+        "Images are resized as keras_moe.data.load does it. The folder of a run says "
+        "which images it was trained and tested on; other presets need --data. Where "
+        "both model and data name their classes, these are matched by name.",
+    )
+    add_preset(parser, help="a run of keras-moe train, or any preset")
+    add_data(parser, help="; by default those of the run")
+    parser.add_argument("--split", help="split to evaluate on; by default test")
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        choices=("accuracy", "average_precision", "few_shot"),
+        help="by default all that the labels and the model allow: few_shot needs no "
+        "head, average_precision is the default for images of several labels",
+    )
+    parser.add_argument(
+        "--hierarchy", metavar="FILE.json", help="of labels, as keras_moe.data.load"
+    )
+    parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N")
+    add_overrides(parser)
+    shots = parser.add_argument_group("few-shot accuracy")
+    shots.add_argument(
+        "--shots", type=at_least(1), nargs="+", default=[10], metavar="K"
+    )
+    shots.add_argument(
+        "--train-split", help="split from which shots are drawn; by default train"
+    )
+    shots.add_argument(
+        "--seeds",
+        type=at_least(0),
+        nargs="+",
+        default=[0, 1, 2],
+        metavar="SEED",
+        help="one draw of the shots for each",
     )
     add_devices(parser)
 
@@ -345,16 +393,22 @@ def add_layout(parser: Any) -> None:
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
     """Adds `--devices` and what belongs to it, see `devices`."""
+    parser.set_defaults(coordinator=None, num_processes=None, process_id=None)
     group = parser.add_argument_group("many devices, on JAX")
     group.add_argument(
         "--devices", type=integer_or("all"), metavar="N", help="how many, or 'all'"
     )
     add_layout(group)
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments by which a process joins others, see `devices`."""
+    group = parser.add_argument_group("several processes, with --devices")
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="for several processes; routers are not watched and few-shot accuracy "
-        "is not measured then",
+        help="address of the first process; routers are not watched and few-shot "
+        "accuracy is not measured then",
     )
     group.add_argument("--num-processes", type=at_least(1), metavar="N")
     group.add_argument("--process-id", type=at_least(0), metavar="I")

@@ -19,6 +19,7 @@ from keras_moe.compat import get_keras_mask
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
+from keras_moe.ops.cost import Cost, under
 
 # Added to a block's seed for stochastic depth: one seed would give dropout and
 # depth the same draws, and a backbone's other sites have those just above.
@@ -171,24 +172,30 @@ class EncoderBlock(keras.layers.Layer):
     def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
-    def parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters for (B, num_tokens, dim)."""
-        return self._mixer_parameters(num_tokens, dim) + self.feed_forward.parameters(
-            dim
-        )
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def active_parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters that one token of `num_tokens` meets."""
-        active = self.feed_forward.active_parameters(num_tokens, dim)
-        return self._mixer_parameters(num_tokens, dim) + active
+        Args:
+            shape: (num_tokens, dim).
+        """
+        shapes = {}
+        for part in self._parts:
+            shapes.update(under(part.name, part.weight_shapes(shape)))
+        return shapes
 
-    def _mixer_parameters(self, num_tokens, dim):
-        return 4 * dim + self.token_mixer.parameters(num_tokens, dim)
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the matmuls (2 per multiply-add)."""
-        mixer = self.token_mixer.flops(num_tokens, dim)
-        return mixer + self.feed_forward.flops(num_tokens, dim)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return sum((part.cost(shape) for part in self._parts), Cost())
+
+    @property
+    def _parts(self):
+        """The layers with weights."""
+        norms = (self.mixer_norm, self.feed_forward_norm)
+        return (norms[0], self.token_mixer, norms[1], self.feed_forward)
 
     def get_config(self):
         config = super().get_config()

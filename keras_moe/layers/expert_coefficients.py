@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.layers import activations
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
 
@@ -176,9 +177,26 @@ class ExpertCoefficients(keras.layers.Layer):
         """All experts, of all levels."""
         return ExpertKinds(total_experts(self.num_experts))
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for inputs of size `dim`."""
-        return dim * sum(self.num_experts)
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name; moving statistics are not trained.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return {
+            f"kernel_{level}": (shape[-1], count)
+            for level, count in enumerate(self.num_experts)
+        }
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        flops = 2 * num_tokens * dim * sum(self.num_experts)
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
     def get_config(self):
         config = super().get_config()

@@ -17,6 +17,7 @@ from keras_moe.checks import (
     check_seed,
 )
 from keras_moe.layers.normalization import LayerNorm
+from keras_moe.ops.cost import Cost, under
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -151,20 +152,36 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         )
         return ops.cast(outputs, self.compute_dtype), weights
 
-    def parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters for (B, num_tokens, dim)."""
-        inner = self.num_heads * self.key_dim
-        # Queries, keys, values and output, each with a bias.
-        norms = 0
-        if self.query_key_norm:
-            norms = 2 * (1 + self.query_key_norm_bias) * self.key_dim
-        return 3 * (dim + 1) * inner + (inner + 1) * dim + norms
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the matmuls (2 per multiply-add)."""
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        heads = (self.num_heads, self.key_dim)
+        shapes = {}
+        for name in ("query", "key", "value"):
+            shapes[f"{name}/kernel"] = (dim, *heads)
+            shapes[f"{name}/bias"] = heads
+        shapes["attention_output/kernel"] = (*heads, dim)
+        shapes["attention_output/bias"] = (dim,)
+        if self.query_key_norm:
+            for norm in (self.query_norm, self.key_norm):
+                in_head = norm.weight_shapes((num_tokens, self.key_dim))
+                shapes.update(under(norm.name, in_head))
+        return shapes
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
         inner = self.num_heads * self.key_dim
-        projections = 8 * num_tokens * dim * inner
-        return projections + 4 * num_tokens * num_tokens * inner
+        flops = 8 * num_tokens * dim * inner + 4 * num_tokens * num_tokens * inner
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
     def get_config(self):
         config = super().get_config()

@@ -9,6 +9,7 @@ import keras
 
 from keras_moe.layers import MoEEncoderBlock
 from keras_moe.models.description import Part
+from keras_moe.ops import Cost
 
 
 class TowerOutputs(NamedTuple):
@@ -116,42 +117,43 @@ class Tower(NamedTuple):
         norms = () if self.final_norm is None else (self.final_norm,)
         return (*self.embedding, *self.blocks, *norms)
 
-    def parts(self, image_shape: tuple) -> tuple[list[Part], int, int]:
+    def parts(self, input_shape: tuple) -> tuple[list[Part], int, int]:
         """The parts with their costs, the number of tokens N, and D.
 
         Args:
-            image_shape: (height, width, channels).
+            input_shape: shape of one input without the batch's axis, such as (height,
+                width, channels).
         """
-        embedding = {layer.name: layer for layer in self.embedding}
-        patches = embedding["patch_embedding"]
-        dim, channels = patches.hidden_dim, image_shape[-1]
-        rows, columns = patches.grid(image_shape)
-        num_patches = rows * columns
-        num_tokens = num_patches + ("class_token" in embedding)
-        size = patches.parameters(channels)
-        if "class_token" in embedding:
-            size += dim
-        positions = embedding.get("position_embedding")
-        if positions is not None and positions.kind == "learned":
-            size += num_tokens * dim
-        if "embedding_norm" in embedding:
-            size += 2 * dim
-        flops = patches.flops(num_patches, channels)
-        parts = [Part("embedding", "patches", size, size, flops)]
+        shape, embedding = tuple(input_shape), Cost()
+        for layer in self.embedding:
+            embedding += layer_cost(layer, shape)
+            shape = tuple(layer.compute_output_shape((None, *shape))[1:])
+        parts = [Part("embedding", "patches", *embedding)]
         for block in self.blocks:
             kind = "dense"
             if isinstance(block, MoEEncoderBlock):
                 router = block.feed_forward.router
                 kind = f"MoE {router.kinds}, {router.summary}"
-            parts.append(
-                Part(
-                    block.name,
-                    kind,
-                    block.parameters(num_tokens, dim),
-                    block.active_parameters(num_tokens, dim),
-                    block.flops(num_tokens, dim),
-                )
-            )
+            parts.append(Part(block.name, kind, *layer_cost(block, shape)))
         if self.final_norm is not None:
-            parts.append(Part("final_norm", "norm", 2 * dim, 2 * dim, 0))
-        return parts, num_tokens, dim
+            parts.append(
+                Part("final_norm", "norm", *layer_cost(self.final_norm, shape))
+            )
+        return parts, *shape
+
+
+def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:
+    """The cost of a layer that is not built.
+
+    A layer without a method `cost`, such as one of Keras, is built as a copy: its
+    parameters count, but no FLOPs.
+
+    Args:
+        layer: layer of a tower.
+        shape: shape of its input without the batch's axis.
+    """
+    if hasattr(layer, "cost"):
+        return layer.cost(shape)
+    copy = type(layer).from_config(layer.get_config())
+    copy.build((None, *shape))
+    return Cost.all_active({w.path: tuple(w.shape) for w in copy.trainable_weights})

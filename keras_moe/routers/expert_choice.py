@@ -189,11 +189,11 @@ class ExpertChoiceRouter(SparseRouter):
 
         return by_group(allocate, affinity, gates, mask, filled_slots)
 
-    def num_slots(self, num_tokens: int) -> int:
+    def total_slots(self, num_tokens: int) -> int:
         return self.num_experts * self.group_capacity(num_tokens, None)
 
     def experts_per_token(self, num_tokens: int) -> float:
-        return self.num_slots(num_tokens) / num_tokens
+        return self.total_slots(num_tokens) / num_tokens
 
     @property
     def summary(self) -> str:

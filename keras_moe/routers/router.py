@@ -15,6 +15,7 @@ from keras_moe.checks import (
     check_not_negative,
     check_seed,
 )
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
 
@@ -53,9 +54,10 @@ class Router(keras.layers.Layer):
     float32, and half-precision tokens are cast at its door.
 
     Subclasses say how they group tokens (`groups_by_image`), how many slots they
-    fill (`num_slots`), and whether their logits are one per expert
-    (`has_expert_logits`), which auxiliary losses need. `from_moe_config` says how an
-    encoder makes one; a class of one's own inherits it, or overrides it.
+    fill (`total_slots`), the shapes of their weights (`weight_shapes`), and whether
+    their logits are one per expert (`has_expert_logits`), which auxiliary losses need.
+    `from_moe_config` makes the router of an encoder's config; subclasses inherit or
+    override it.
 
     Args:
         num_experts: E.
@@ -217,21 +219,38 @@ class Router(keras.layers.Layer):
         """True if each image must be a group; else `MoE.group_size` cuts the batch."""
         raise NotImplementedError
 
-    def num_slots(self, num_tokens: int) -> int:
-        """How many slots the experts fill for `num_tokens` tokens, if none drops."""
+    def total_slots(self, num_tokens: int) -> int:
+        """The slots that all experts fill for a group, if no token is dropped.
+
+        Args:
+            num_tokens: tokens of the group.
+        """
         raise NotImplementedError
 
     def experts_per_token(self, num_tokens: int) -> float:
-        """How many experts a token meets, on average, of a group of `num_tokens`."""
+        """The number of experts that a token meets, on average.
+
+        Args:
+            num_tokens: tokens of the group.
+        """
         raise NotImplementedError
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
         raise NotImplementedError
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the router's matmuls (2 per multiply-add)."""
-        raise NotImplementedError
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image: one multiply-add per weight and token.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        weights = Cost.all_active(self.weight_shapes(shape))
+        return weights._replace(flops=2 * shape[0] * weights.parameters)
 
     def routing_spec(self, num_groups, num_tokens, logits=None) -> Routing:
         """The symbolic `Routing`; `logits` if they are more than one per expert."""

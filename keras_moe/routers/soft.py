@@ -15,6 +15,7 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.plans import SoftPlan
 from keras_moe.ops.routing import Routing
 from keras_moe.routers.registry import register_router
@@ -173,10 +174,10 @@ class SoftRouter(Router):
 
     def build(self, input_shape):
         super().build(input_shape)
-        _, num_tokens, dim = input_shape
+        shapes = self.weight_shapes(input_shape[-2:])
         self.slots = self.add_weight(
             name="slots",
-            shape=(dim, self.num_experts, self.group_capacity(num_tokens)),
+            shape=shapes["slots"],
             initializer=self.slot_initializer,
             dtype="float32",
             autocast=False,
@@ -184,7 +185,7 @@ class SoftRouter(Router):
         if self.normalize:
             self.scale = self.add_weight(
                 name="scale",
-                shape=(),
+                shape=shapes["scale"],
                 initializer=self.scale_initializer,
                 dtype="float32",
                 autocast=False,
@@ -239,7 +240,7 @@ class SoftRouter(Router):
     def groups_by_image(self, training: bool | None) -> bool:
         return True
 
-    def num_slots(self, num_tokens: int) -> int:
+    def total_slots(self, num_tokens: int) -> int:
         return self.num_experts * self.group_capacity(num_tokens)
 
     def experts_per_token(self, num_tokens: int) -> float:
@@ -252,14 +253,27 @@ class SoftRouter(Router):
             return f"soft, c={self._selected * self.capacity_factor:g}"
         return f"soft, C={self.slots_per_expert}"
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`; needs `num_slots`."""
-        slots = self.num_experts * self.group_capacity(None)
-        return dim * slots + int(self.normalize)
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of logits, dispatch and combine."""
-        return 6 * num_tokens * dim * self.num_slots(num_tokens)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        shapes = {"slots": (dim, self.num_experts, self.group_capacity(num_tokens))}
+        if self.normalize:
+            shapes["scale"] = ()
+        return shapes
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image: logits, dispatch and combine.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        flops = 6 * num_tokens * dim * self.total_slots(num_tokens)
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
     def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
         num_groups, num_tokens, _ = tokens.shape

@@ -235,12 +235,11 @@ class SparseRouter(Router):
 
     def build(self, input_shape):
         super().build(input_shape)
-        shape = (input_shape[-1], self.num_experts)
         initializer = self.kernel_initializer
         if self.num_modalities:
-            # Each kernel drawn as one: the fan-in is D, not M x D.
-            shape = (self.num_modalities, *shape)
+            # Each kernel is drawn by itself: the fan-in is D, not M x D.
             initializer = _each(initializer)
+        shape = self.weight_shapes(input_shape[-2:])["kernel"]
         self.kernel = self.add_kernel("kernel", shape, initializer)
 
     def add_kernel(self, name: str, shape: tuple, initializer: Any) -> Any:
@@ -365,13 +364,16 @@ class SparseRouter(Router):
             multiple_of=multiple_of,
         )
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        return (self.num_modalities or 1) * dim * self.num_experts
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the logits (2 per multiply-add)."""
-        return 2 * num_tokens * dim * self.num_experts * (self.num_modalities or 1)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        kernel = (shape[-1], self.num_experts)
+        if self.num_modalities:
+            kernel = (self.num_modalities, *kernel)
+        return {"kernel": kernel}
 
     def get_config(self):
         config = super().get_config()

@@ -309,7 +309,7 @@ class TokenChoiceRouter(SparseRouter):
 
         return by_group(allocate, affinity, gates, mask)
 
-    def num_slots(self, num_tokens: int) -> int:
+    def total_slots(self, num_tokens: int) -> int:
         return num_tokens * self.num_selected_experts
 
     def experts_per_token(self, num_tokens: int) -> float:

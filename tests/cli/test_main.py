@@ -19,7 +19,15 @@ from keras_moe.cli.parser import override
 from keras_moe.cli.result import Result, show_all
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("train", "convert", "upcycle", "describe", "plan", "deduplicate")
+COMMANDS = (
+    "train",
+    "evaluate",
+    "convert",
+    "upcycle",
+    "describe",
+    "plan",
+    "deduplicate",
+)
 
 pytestmark = pytest.mark.backend_free
 

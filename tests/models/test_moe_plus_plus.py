@@ -288,7 +288,11 @@ def test_the_paper_s_experts_in_every_backbone(cls):
     ]
     description = models.describe(model)
     assert description.parameters == model.count_params()
-    assert experts.expert_parameters(12) == 3 * 12 * 32 == experts.count_params() // 4
+    assert (
+        experts.cost((1, 12)).active_parameters
+        == 3 * 12 * 32
+        == experts.count_params() // 4
+    )
     again = cls.from_config(model.get_config())
     again.set_weights(model.get_weights())
     found, expected = (to_numpy(one(images())) for one in (again, model))

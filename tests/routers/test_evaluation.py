@@ -156,10 +156,11 @@ def test_descriptions_count_an_image_s_share_of_its_group():
         eval_capacity=4,
     )[0].feed_forward
     # Groups of 10 tokens have 4 experts x 4 slots, of which an image of 5 has half.
-    slots = experts.flops(5, 8) - experts.router.flops(5, 8)
-    assert slots == experts.experts.flops(8, 8)
-    active = experts.active_parameters(5, 8) - experts.router.parameters(8)
-    assert active == round(1.6 * experts.experts.expert_parameters(8))
+    cost, routing = experts.cost((5, 8)), experts.router.cost((5, 8))
+    of_slots = experts.experts.cost((8, 8))
+    assert cost.flops - routing.flops == of_slots.flops
+    active = cost.active_parameters - routing.active_parameters
+    assert active == round(1.6 * of_slots.active_parameters)
 
 
 @backend_free
