@@ -175,8 +175,8 @@ def costs(
         model_parallel: see `auto`.
         optimizer: name of the optimizer, `"sgd"`, `"momentum"`, `"adam"` (two float32
             moments) or `"adafactor"` (a bfloat16 moment; the sums of second moments
-            over rows and columns where both are 32 at least). Embeddings and heads are counted as if
-            they were not factored.
+            over rows and columns where both are 32 at least). Embeddings and heads are
+            counted as if they were not factored.
         dtype: dtype of tokens and products, `"bfloat16"` under mixed precision, or
             `"float32"`; weights stay float32.
         utilization: share of the chip's peak that matmuls reach; measure it.

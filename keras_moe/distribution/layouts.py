@@ -60,8 +60,8 @@ class Layouts(NamedTuple):
         mesh: dict from axis to size, of the mesh of the data and of all weights but the
             experts.
         expert_mesh: dict for the same devices in the same order, with the batch axis
-            cut into `"replica"` and `"expert"` where the experts are split over a part of
-            it; else `mesh`.
+            cut into `"replica"` and `"expert"` where the experts are split over a part
+            of it; else `mesh`.
         weights: dict from regular expression of paths to axes; a weight that matches
             none is on every device.
         activations: dict of the same kind for the outputs of layers.
