@@ -420,7 +420,7 @@ class Recipe:
         )
 
     def _loss_and_metrics(self, model):
-        from_logits = model.activation is None
+        from_logits = model.output_activation is None
         if self.multi_label:
             numbers = not self._mixes_labels()
             loss = SparseSigmoidCrossentropy if numbers else SigmoidCrossentropy

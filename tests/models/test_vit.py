@@ -103,7 +103,7 @@ def test_every_argument_of_the_classifier_round_trips():
         multi_label=True,
         representation_dim=5,
         head_bias="prior",
-        activation="sigmoid",
+        output_activation="sigmoid",
         dropout=0.3,
         head_dtype="float32",
         name="mine",

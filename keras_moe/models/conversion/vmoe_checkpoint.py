@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_moe.models.conversion.tensor_file import (
-    TensorFile,
+from keras_moe.models.conversion.published_tensors import (
+    PublishedTensors,
     TensorInfo,
     check_dtype,
     from_bfloat16,
@@ -37,7 +37,7 @@ class _Chunk(NamedTuple):
     pieces: list[tuple[int, int]]
 
 
-class VMoECheckpoint(TensorFile):
+class VMoECheckpoint(PublishedTensors):
     """The tensors of a V-MoE checkpoint.
 
     Opening it reads the index and the headers in the shards; the values are passed

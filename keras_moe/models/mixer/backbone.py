@@ -15,11 +15,13 @@ from keras_moe.layers import (
     resolve_moe_layers,
 )
 from keras_moe.layers.feed_forwards import MUMOE, mumoe_block
+from keras_moe.models.registry import register_backbone
 from keras_moe.models.vision_backbone import VisionBackbone
 
 TOKEN_MIXERS = ("mlp", MUMOE)
 
 
+@register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
 class MixerBackbone(VisionBackbone):
     """An MLP-Mixer whose channel MLPs are dense or mixtures of experts.

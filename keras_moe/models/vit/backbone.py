@@ -9,9 +9,11 @@ import keras
 
 from keras_moe.checks import head_size
 from keras_moe.layers import SelfAttention
+from keras_moe.models.registry import register_backbone
 from keras_moe.models.vision_backbone import VisionBackbone
 
 
+@register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
 class ViTBackbone(VisionBackbone):
     """A vision transformer whose feed-forward layers are dense or mixtures of experts.
