@@ -1,29 +1,151 @@
-"""Parts of Keras that are not public: those that saving and PyTorch's modules need.
+"""Parts of Keras and KerasHub that are not public, and why each is needed.
 
-Checked with Keras 3.15.1 and KerasHub 0.32.
+Nothing else in the package imports from `keras.src` or `keras_hub.src`. Every entry
+says which public way is missing. Checked with Keras 3.15.1 and KerasHub 0.32.0. The
+functions that need KerasHub import it when they are called: the core needs Keras only.
 """
 
 import collections
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.src.saving.saving_lib import (
-    H5IOStore,
-    ShardedH5IOStore,
-)
-from keras.src.saving.saving_lib import (
-    _save_state as save_state,
-)
+
+# Keras hands an implicit mask on to calls of one tensor only: a layer of several inputs
+# has to read it from its tensor.
+from keras.src.backend.common.masking import get_keras_mask
+
+# Inside a layer's call, a public layer cannot read its variables in their own dtype:
+# `AutocastScope(None)` switches the automatic cast off.
+from keras.src.backend.common.variables import AutocastScope
+
+# `keras.saving.save_weights` opens its files itself: it takes no stream, and puts no
+# shards in their places together.
+from keras.src.saving.saving_lib import H5IOStore, ShardedH5IOStore
+from keras.src.saving.saving_lib import _save_state as save_state
+
+# `keras.saving.save_weights` asks this way before it replaces a file.
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
 __all__ = [
+    "AutocastScope",
     "H5IOStore",
     "ShardedH5IOStore",
     "TorchParameters",
     "ask_to_proceed_with_overwrite",
+    "check_file_exists",
+    "clear_losses",
+    "flatten_layers",
+    "get_file",
+    "get_keras_mask",
+    "get_preset_loader",
+    "load_json",
+    "own_variables",
     "save_state",
+    "set_dtype_policy",
+    "unlocked",
 ]
+
+
+# Layers.
+
+
+def flatten_layers(
+    layer: keras.layers.Layer, include_self: bool = True, recursive: bool = True
+) -> list[keras.layers.Layer]:
+    """A layer and all that are inside it.
+
+    The public `Model.layers` lists the outermost ones, and a `Layer` has no list.
+
+    Args:
+        layer: layer or model.
+        include_self: whether the layer itself is the first of them.
+        recursive: whether layers inside of layers are among them.
+    """
+    return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
+
+
+def own_variables(layer: keras.layers.Layer, trainable: bool) -> list[keras.Variable]:
+    """The variables that a layer made itself, without those of layers inside it.
+
+    The public lists hold the variables of all layers inside, too.
+
+    Args:
+        layer: layer or optimizer.
+        trainable: which of the two lists of Keras, made when the variable was added. A
+            frozen weight stays in the list of trainable ones.
+    """
+    name = "_trainable_variables" if trainable else "_non_trainable_variables"
+    return list(getattr(layer, name))
+
+
+def clear_losses(layer: keras.layers.Layer) -> None:
+    """Forgets what `add_loss` added in a layer and in all inside it.
+
+    Keras does it at the beginning of the outermost call only.
+    """
+    layer._clear_losses()
+
+
+@contextlib.contextmanager
+def unlocked(layer: keras.layers.Layer) -> Iterator[None]:
+    """Lets a built layer take further weights, as low-rank pairs.
+
+    Keras locks a layer when it is built, and its own layers unlock themselves.
+    """
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        layer._tracker.lock()
+
+
+def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
+    """Sets a built layer's policy and nothing else.
+
+    The public setter quantises a layer whose new policy is quantised.
+    """
+    layer._dtype_policy = policy
+
+
+# Presets. KerasHub reads folders and handles (`hf://`, `kaggle://`) only as a whole.
+
+
+def get_file(preset: str, name: str) -> str:
+    """The path of a preset's file, which is downloaded where it is remote.
+
+    Raises:
+        FileNotFoundError: if the preset has no such file.
+    """
+    from keras_hub.src.utils import preset_utils
+
+    return preset_utils.get_file(preset, name)
+
+
+def check_file_exists(preset: str, name: str) -> bool:
+    """Whether a preset has a file of a name."""
+    from keras_hub.src.utils import preset_utils
+
+    return preset_utils.check_file_exists(preset, name)
+
+
+def load_json(preset: str, name: str = "config.json") -> dict:
+    """The content of a preset's JSON file."""
+    from keras_hub.src.utils import preset_utils
+
+    return preset_utils.load_json(preset, name)
+
+
+def get_preset_loader(preset: str) -> Any:
+    """KerasHub's loader of a preset, of KerasHub's, Transformers' or timm's format."""
+    from keras_hub.src.utils import preset_utils
+
+    return preset_utils.get_preset_loader(preset)
+
+
+# PyTorch's modules.
 
 _GENERATOR = re.compile(r"(.*/)?seed_generator(?:_\d+)?/(\w+)")
 

@@ -86,23 +86,36 @@ def write_all(file: BinaryIO, data: Any) -> None:
         rest = rest[file.write(rest) :]
 
 
-def write_text(path: str | os.PathLike, text: str, durable: bool = True) -> None:
-    """Writes a text file as a whole, or leaves the one that is there.
+def write_bytes(path: str | os.PathLike, data: Any, durable: bool = True) -> None:
+    """Writes a file as a whole, or leaves the one that is there.
 
     Args:
         path: path of the file.
-        text: what is to be in it.
+        data: bytes, or another buffer.
         durable: whether it is on the disk before it takes its place.
 
     Raises:
         OSError: with the path and the bytes, if it cannot be written.
     """
-    data = text.encode()
     with new_file(path, durable) as file:
         try:
             write_all(file, data)
         except OSError as error:
-            raise write_failed(error, path, len(data)) from error
+            raise write_failed(error, path, memoryview(data).nbytes) from error
+
+
+def write_text(path: str | os.PathLike, text: str, durable: bool = True) -> None:
+    """Writes a text in UTF-8 as `write_bytes` does.
+
+    Args:
+        path: path of the file.
+        text: the file's content.
+        durable: whether it is on the disk before it takes its place.
+
+    Raises:
+        OSError: with the path and the bytes, if it cannot be written.
+    """
+    write_bytes(path, text.encode(), durable)
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
@@ -115,7 +128,7 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
         value: dicts, lists, tuples, strings, numbers, booleans and None.
 
     Raises:
-        OSError: as `write_text`.
+        OSError: with the path and the bytes, if it cannot be written.
 
     Example:
 
@@ -196,6 +209,39 @@ def new_partial(target: str | os.PathLike) -> Path:
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
     partial.mkdir()
     return partial
+
+
+def replace_folder(
+    new: str | os.PathLike, target: str | os.PathLike, aside: str | os.PathLike
+) -> None:
+    """Puts a folder in the place of another one, or leaves the one that is there.
+
+    No file system exchanges two folders everywhere: a process that is killed between
+    the two renames leaves the older folder at `aside`, where its owner looks for it.
+
+    Args:
+        new: path of the folder that is written; see `sync_tree`.
+        target: path of the folder to replace, which need not exist.
+        aside: path where the older folder is until the new one has its place. A folder
+            that is there is removed.
+
+    Raises:
+        OSError: if the new folder cannot take its place. The older one is back in its
+            own.
+    """
+    new, target, aside = Path(new), Path(target), Path(aside)
+    replaces = target.exists()
+    if replaces:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
+    try:
+        os.rename(new, target)
+    except BaseException:
+        if replaces:
+            os.rename(aside, target)
+        raise
+    sync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_partials(target: str | os.PathLike) -> None:

@@ -61,6 +61,40 @@ def test_a_failed_write_says_where_and_how_much(tmp_path, monkeypatch, failing):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def folder_of(path, content):
+    path.mkdir()
+    (path / "file").write_text(content)
+    return path
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path):
+    target, aside = tmp_path / "target", tmp_path / "aside"
+    files.replace_folder(folder_of(tmp_path / "new", "first"), target, aside)
+    assert (target / "file").read_text() == "first"
+    # A killed process may have left the folder that it put aside.
+    folder_of(aside, "left")
+    files.replace_folder(folder_of(tmp_path / "new", "second"), target, aside)
+    assert (target / "file").read_text() == "second"
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_a_folder_that_is_not_replaced_stays(tmp_path, monkeypatch):
+    target = folder_of(tmp_path / "target", "old")
+    new = folder_of(tmp_path / "new", "new")
+    rename = os.rename
+
+    def fail(old_path, new_path):
+        if old_path == new:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(old_path, new_path)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        files.replace_folder(new, target, tmp_path / "aside")
+    assert (target / "file").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == ["new", "target"]
+
+
 def test_names_of_plain_files(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("a")

@@ -12,7 +12,6 @@ from keras_moe.data.label_hierarchy import LabelHierarchy
 from keras_moe.data.loading import load, num_classes, num_examples
 from keras_moe.data.oversampling import oversample
 from keras_moe.data.padding import padded, predictions
-from keras_moe.data.processes import process_shard
 from keras_moe.data.random_resized_crop import RandomResizedCrop
 from keras_moe.data.reading import reading_errors
 from keras_moe.data.sources import class_names
@@ -22,6 +21,7 @@ from keras_moe.data.unreadable import (
     find_corrupt_files,
     find_unreadable,
 )
+from keras_moe.processes import process_shard
 
 __all__ = [
     "ImageHashes",

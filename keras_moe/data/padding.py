@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe.data.processes import process_shard
+from keras_moe.processes import process_count
 
 
 def padded(
@@ -100,10 +100,10 @@ def predictions(
     >>> predictions(model, np.ones((5, 2)), batch_size=4, verbose=0).shape
     (5, 3)
     """
-    if process_shard()[1] > 1:
+    if process_count() > 1:
         raise ValueError(
             "Expected one process: Keras reads outputs that none of several has as a "
-            f"whole; received: {process_shard()[1]} processes"
+            f"whole; received: {process_count()} processes"
         )
     batches, length = _padded(x, None, None, batch_size, num_examples)
     outputs = model.predict(batches, **kwargs)
@@ -145,7 +145,7 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
         raise ValueError(
             f"Expected at least one example; received: num_examples={num_examples}"
         )
-    processes = process_shard()[1]
+    processes = process_count()
     # Each process has a part of the devices, and gives the batches of these.
     devices = max(batch_devices() // processes, 1)
     if batch_size is None:
@@ -201,7 +201,7 @@ def _filled(tf, dataset, batch_size, num_examples):
 
 def _of_all_processes(num_batches, num_examples):
     """The most batches of a process, all examples, and how many processes there are."""
-    processes = process_shard()[1]
+    processes = process_count()
     if processes == 1:
         return num_batches, num_examples, 1
     from jax.experimental import multihost_utils

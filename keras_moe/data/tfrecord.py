@@ -14,12 +14,12 @@ A file `dataset.json` beside them says what the files cannot:
 Only "classes" is needed. Without "counts" the records are counted.
 """
 
+import contextlib
 import glob
 import operator
 import os
 import re
 import struct
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from keras_moe.data.json_schema import DictOf, Either, Integer, ListOf, Record, 
 from keras_moe.data.label_hierarchy import PARENTS, LabelHierarchy
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import check_or_name, decode_image, read_or_name
-from keras_moe.files import sync_file, sync_folder, write_json
+from keras_moe.files import new_file, write_json
 
 SIDECAR = "dataset.json"
 FEATURES = {"image": "image/encoded", "label": "image/class/label"}
@@ -217,9 +217,9 @@ def write_tfrecords(
                 f"received: {name}={settings.get(name)!r:.100}"
             )
     names = [f"{split}-{i:05}-of-{num_files:05}.tfrecord" for i in range(num_files)]
-    # A glob of the records does not match them.
-    parts = [folder / f".{uuid.uuid4().hex}.part" for _ in names]
-    try:
+    with contextlib.ExitStack() as files:
+        # A glob of the records does not match the files' names until they are whole.
+        parts = [files.enter_context(new_file(folder / name)).name for name in names]
         counts, most = _write(parts, examples, count)
         if before and ("max_labels" in before) != (most is not None):
             raise ValueError(
@@ -241,17 +241,9 @@ def write_tfrecords(
         }
         if most is not None:
             settings["max_labels"] = max(most, before.get("max_labels", 1))
-        for part in parts:
-            sync_file(part)
         write_json(folder / SIDECAR, {**settings, "counts": kept})
-        for part, name in zip(parts, names):
-            os.replace(part, folder / name)
-        sync_folder(folder)
-        for path in old:
-            path.unlink()
-    finally:
-        for part in parts:
-            part.unlink(missing_ok=True)
+    for path in old:
+        path.unlink()
     settings["counts"] = {**kept, **dict(zip(names, counts))}
     write_json(folder / SIDECAR, settings)
 

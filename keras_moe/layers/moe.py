@@ -8,30 +8,22 @@ from typing import Any
 
 import keras
 from keras import ops, tree
-from keras.src.backend.common.masking import get_keras_mask
 
 from keras_moe import losses, routers
 from keras_moe.checks import (
     check_ids,
     check_integer,
     check_mask,
+    check_one_of,
     check_positive,
 )
+from keras_moe.compat import get_keras_mask
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
-from keras_moe.ops.dispatch import (
-    combine,
-    combine_einsum,
-    dispatch,
-    dispatch_einsum,
-)
 from keras_moe.ops.expert_kinds import expert_kinds
-from keras_moe.ops.routing import HeterogeneousPlan, RaggedPlan, Routing
+from keras_moe.ops.routing import Routing
 
-DISPATCHERS = {
-    "index": (dispatch, combine),
-    "einsum": (dispatch_einsum, combine_einsum),
-}
+DISPATCHERS = ("index", "einsum")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -123,11 +115,7 @@ class MoE(keras.layers.Layer):
         super().__init__(autocast=False, **kwargs)
         if group_size is not None:
             group_size = check_integer("group_size", group_size)
-        if dispatcher not in DISPATCHERS:
-            raise ValueError(
-                f"Expected dispatcher to be one of {sorted(DISPATCHERS)}; "
-                f"received: dispatcher={dispatcher!r}"
-            )
+        self.dispatcher = check_one_of("dispatcher", dispatcher, DISPATCHERS)
         self.experts = layer_argument(experts, "experts")
         counts = (zero_experts, copy_experts, constant_experts)
         if isinstance(router, str):
@@ -152,7 +140,6 @@ class MoE(keras.layers.Layer):
         self.auxiliary_losses = losses.get(auxiliary_losses)
         for loss in self.auxiliary_losses:
             loss.check_router(self.router)
-        self.dispatcher = dispatcher
         self.supports_masking = True
 
     def build(self, input_shape):
@@ -236,18 +223,17 @@ class MoE(keras.layers.Layer):
         return {"previous_logits": previous_logits}
 
     def _run_experts(self, tokens, plan, training):
-        if isinstance(plan, HeterogeneousPlan):
-            outputs = self._run_experts(tokens, plan.plan, training)
+        # Rows stay rows: without a capacity equation 2's tensors have no bound.
+        if self.dispatcher == "einsum" and plan.group_sizes is None:
+            plan = plan.dense()
+        outputs = self.experts(
+            plan.dispatch(tokens), plan.group_sizes, training=training
+        )
+        outputs = plan.combine(outputs)
+        if self.zero_computation_experts is not None:
             in_place = self.zero_computation_experts(tokens, plan.in_place_weights)
-            return outputs + in_place
-        if isinstance(plan, RaggedPlan):
-            outputs = self.experts(
-                dispatch(tokens, plan), plan.group_sizes, training=training
-            )
-            return combine(outputs, plan)
-        dispatch_tokens, combine_outputs = DISPATCHERS[self.dispatcher]
-        outputs = self.experts(dispatch_tokens(tokens, plan), training=training)
-        return combine_outputs(outputs, plan)
+            outputs = outputs + in_place
+        return outputs
 
     def compute_output_spec(
         self,

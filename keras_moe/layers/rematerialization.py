@@ -11,7 +11,13 @@ from typing import Any
 
 import keras
 from keras import tree
-from keras.src.backend.common.variables import AutocastScope
+
+from keras_moe.compat import (
+    AutocastScope,
+    clear_losses,
+    flatten_layers,
+    own_variables,
+)
 
 
 def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -58,7 +64,7 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
             outputs = function(*inputs)
             losses = list(scope.losses)
             # The sublayers would claim them by their ids, which others may get.
-            layer._clear_losses()
+            clear_losses(layer)
         # What training keeps beside gradients, such as batch statistics.
         structure["changed"] = [
             v
@@ -98,8 +104,8 @@ def _state(layer):
     """
     return {
         id(v)
-        for sublayer in layer._flatten_layers()
-        for v in sublayer._non_trainable_variables
+        for sublayer in flatten_layers(layer)
+        for v in own_variables(sublayer, trainable=False)
         if "float" in v.dtype
     }
 

@@ -14,7 +14,7 @@ import h5py
 from keras_moe.files import (
     new_partial,
     remove_partials,
-    sync_folder,
+    replace_folder,
     sync_tree,
     write_failed,
     write_json,
@@ -97,7 +97,7 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
             _add_checksums(staging)
             _keep_foreign(target, staging)
             sync_tree(staging)
-            _swap(staging, target)
+            replace_folder(staging, target, _previous(target))
         except OSError as error:
             if error.filename is not None:
                 raise
@@ -132,22 +132,6 @@ def _add_checksums(staging):
 
 def _previous(target):
     return target.with_name(f".{target.name}.previous-preset")
-
-
-def _swap(staging, target):
-    if not target.exists():
-        os.rename(staging, target)
-        sync_folder(target.parent)
-        return
-    previous = _previous(target)
-    os.rename(target, previous)
-    try:
-        os.rename(staging, target)
-    except BaseException:
-        os.rename(previous, target)
-        raise
-    sync_folder(target.parent)
-    shutil.rmtree(previous, ignore_errors=True)
 
 
 def _recover(target):

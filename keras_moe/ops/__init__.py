@@ -1,27 +1,19 @@
-"""Pure functions on `keras.ops`: capacity, allocation, dispatch and combine."""
+"""Pure functions on `keras.ops`: capacity, allocation and plans."""
 
 from keras_moe.ops.capacity import expert_capacity, heterogeneous_capacity
-from keras_moe.ops.dispatch import (
-    combine,
-    combine_einsum,
-    dispatch,
-    dispatch_einsum,
-)
 from keras_moe.ops.entmax import entmax
 from keras_moe.ops.expert_choice import expert_choice
 from keras_moe.ops.expert_kinds import KINDS, ExpertKinds, expert_kinds
 from keras_moe.ops.grouped_matmul import grouped_matmul
-from keras_moe.ops.routing import (
+from keras_moe.ops.plans import (
+    DensePlan,
     HeterogeneousPlan,
     RaggedPlan,
-    Routing,
     RoutingPlan,
     SlotPlan,
     SoftPlan,
-    dense_combine,
-    dense_dispatch,
-    served,
 )
+from keras_moe.ops.routing import Routing
 from keras_moe.ops.sinkhorn import sinkhorn
 from keras_moe.ops.sparse_transport import sparse_transport
 from keras_moe.ops.token_choice import (
@@ -33,6 +25,7 @@ from keras_moe.ops.transport import Transport
 
 __all__ = [
     "KINDS",
+    "DensePlan",
     "ExpertKinds",
     "HeterogeneousPlan",
     "RaggedPlan",
@@ -41,12 +34,6 @@ __all__ = [
     "SlotPlan",
     "SoftPlan",
     "Transport",
-    "combine",
-    "combine_einsum",
-    "dense_combine",
-    "dense_dispatch",
-    "dispatch",
-    "dispatch_einsum",
     "dropless_token_choice",
     "entmax",
     "expert_capacity",
@@ -55,7 +42,6 @@ __all__ = [
     "grouped_matmul",
     "heterogeneous_capacity",
     "selected_experts",
-    "served",
     "sinkhorn",
     "sparse_transport",
     "token_choice",

@@ -10,7 +10,7 @@ from keras import ops
 from keras_moe.checks import check_affinity, check_one_of
 from keras_moe.ops.empty import take
 from keras_moe.ops.largest import largest
-from keras_moe.ops.routing import SlotPlan
+from keras_moe.ops.plans import SlotPlan
 
 NORMALIZATIONS = (None, "after")
 

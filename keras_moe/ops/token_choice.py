@@ -14,12 +14,8 @@ from keras_moe.checks import (
     check_selected,
 )
 from keras_moe.ops.empty import max_along, take
-from keras_moe.ops.routing import (
-    HeterogeneousPlan,
-    RaggedPlan,
-    RoutingPlan,
-    by_expert,
-)
+from keras_moe.ops.plans import HeterogeneousPlan, RaggedPlan, RoutingPlan
+from keras_moe.ops.plans.choices import by_expert
 
 NORMALIZATIONS = (None, "before", "after")
 PRIORITIES = ("first_come", "max_gate", "sum_gates")

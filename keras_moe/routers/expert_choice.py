@@ -11,7 +11,7 @@ from keras import ops
 from keras_moe.checks import check_integer
 from keras_moe.ops.by_group import by_group
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
-from keras_moe.ops.routing import SlotPlan
+from keras_moe.ops.plans import SlotPlan
 from keras_moe.routers.evaluation import check_evaluation
 from keras_moe.routers.sparse_router import SparseRouter
 

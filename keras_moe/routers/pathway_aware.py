@@ -16,7 +16,7 @@ from keras_moe.checks import (
 )
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.expert_kinds import expert_kinds
-from keras_moe.ops.routing import HeterogeneousPlan, RaggedPlan, RoutingPlan
+from keras_moe.ops.plans import HeterogeneousPlan
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
 ZERO_GATES = ("keep", "remove")
@@ -337,13 +337,6 @@ class PathwayAwareRouter(TokenChoiceRouter):
         in_place = self.kinds.zero_computation
         if not in_place:
             return plan, routing
-        if isinstance(plan, RaggedPlan):
-            sizes = keras.KerasTensor((self.kinds.ffn,), "int32")
-            plan = plan._replace(group_sizes=sizes)
-        else:
-            groups, _, capacity = plan.slot_tokens.shape
-            slots = keras.KerasTensor((groups, self.kinds.ffn, capacity), "int32")
-            plan = RoutingPlan(slots, plan.token_slots, plan.combine_weights)
         # Two tensors: a functional model tells its outputs apart by their identity.
         shape = (*tokens.shape[:2], in_place)
         by_expert = [keras.KerasTensor(shape, "float32") for _ in range(2)]

@@ -15,7 +15,8 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
-from keras_moe.ops.routing import Routing, SoftPlan, served
+from keras_moe.ops.plans import SoftPlan
+from keras_moe.ops.routing import Routing
 from keras_moe.routers.router import Router
 
 # As the released code has it.
@@ -72,7 +73,7 @@ class SoftRouter(Router):
     >>> from keras_moe.routers import SoftRouter
     >>> router = SoftRouter(num_experts=4, num_slots=2)
     >>> plan, routing = router(np.ones((1, 6, 8), "float32"))
-    >>> tuple(plan.combine.shape)
+    >>> tuple(plan.combine_weights.shape)
     (1, 6, 4, 2)
     """
 
@@ -191,7 +192,7 @@ class SoftRouter(Router):
             return ops.reshape(x, (num_groups, num_tokens, num_experts, capacity))
 
         plan = SoftPlan(by_slot(dispatch), by_slot(combine))
-        dispatched, combined = served(plan)
+        dispatched, combined = plan.served()
         return plan, Routing(
             by_slot(logits),
             by_slot(noisy_logits),

@@ -15,7 +15,7 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
-from keras_moe.ops.routing import Routing, served
+from keras_moe.ops.routing import Routing
 from keras_moe.routers import affinities
 from keras_moe.routers.router import Router
 
@@ -209,7 +209,7 @@ class SparseRouter(Router):
             mask=mask,
             training=training,
         )
-        return plan, Routing(logits, noisy_logits, affinity, gates, *self.served(plan))
+        return plan, Routing(logits, noisy_logits, affinity, gates, *plan.served())
 
     def scale_logits(self, logits: Any) -> Any:
         """The logits as they route; `Routing.logits` keeps them as they come."""
@@ -250,10 +250,6 @@ class SparseRouter(Router):
             own = ops.logical_and(is_own, ops.convert_to_tensor(in_pool, "bool"))
             allowed = ops.logical_or(allowed, own)
         return ops.where(allowed, logits, -float("inf")), allowed, known
-
-    def served(self, plan: Any) -> tuple[Any, Any]:
-        """Which expert served which token, and with what weight; see `ops.served`."""
-        return served(plan)
 
     def allocate(
         self, affinity: Any, gates: Any, mask: Any = None, training: bool | None = None

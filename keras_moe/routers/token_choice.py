@@ -17,7 +17,7 @@ from keras_moe.checks import (
     check_selected,
 )
 from keras_moe.ops.by_group import by_group
-from keras_moe.ops.routing import RaggedPlan, RoutingPlan
+from keras_moe.ops.plans import RaggedPlan, RoutingPlan
 from keras_moe.ops.token_choice import (
     NORMALIZATIONS,
     PRIORITIES,
@@ -312,13 +312,13 @@ class TokenChoiceRouter(SparseRouter):
                 keras.KerasTensor(by_choice, "int32"),
                 keras.KerasTensor(by_choice, "float32"),
                 keras.KerasTensor(by_choice, "int32"),
-                keras.KerasTensor((self.num_experts,), "int32"),
+                keras.KerasTensor((self.kinds.ffn,), "int32"),
             )
         else:
             capacity = None
             if num_tokens is not None:
                 capacity = self.group_capacity(num_tokens, training)
-            slots = (num_groups, self.num_experts, capacity)
+            slots = (num_groups, self.kinds.ffn, capacity)
             plan = RoutingPlan(
                 keras.KerasTensor(slots, "int32"),
                 keras.KerasTensor(by_choice, "int32"),

@@ -25,7 +25,14 @@ import keras
 import numpy as np
 
 from keras_moe.checks import check_integer
-from keras_moe.files import is_plain_file, sha256_of, sync_folder, write_text
+from keras_moe.files import (
+    is_plain_file,
+    replace_folder,
+    sha256_of,
+    sync_folder,
+    write_text,
+)
+from keras_moe.processes import process_shard
 from keras_moe.training.tensor_file import (
     NonFiniteValues,
     Tensor,
@@ -113,7 +120,7 @@ def save_checkpoint(
     keep = check_integer("keep", keep)
     if keep_every is not None:
         check_integer("keep_every", keep_every)
-    number, count = _process()
+    number, count = process_shard()
     final = folder / f"step-{step:08d}"
     writing = folder / f"{_WRITING}{final.name}"
     try:
@@ -300,7 +307,7 @@ def clean_checkpoints(folder: str | os.PathLike, everything: bool = False) -> No
     >>> from keras_moe.training import clean_checkpoints
     >>> clean_checkpoints("nowhere")
     """
-    if _process()[0]:
+    if process_shard()[0]:
         return
     for path in Path(folder).glob(f"{_WRITING}*"):
         replaced = path.name.removeprefix(f"{_WRITING}replaced-")
@@ -406,20 +413,9 @@ def _write(path, text):
 
 def _commit(writing, final):
     sync_folder(writing)
-    aside = None
-    if final.exists():
-        # One that is corrupt, or of the same step.
-        aside = final.with_name(f"{_WRITING}replaced-{final.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(final, aside)
-    try:
-        os.rename(writing, final)
-    except OSError:
-        if aside is not None:
-            os.rename(aside, final)
-        raise
-    sync_folder(final.parent)
-    shutil.rmtree(final.with_name(f"{_WRITING}replaced-{final.name}"), True)
+    # The one in its place is corrupt, or of the same step.
+    aside = final.with_name(f"{_WRITING}replaced-{final.name}")
+    replace_folder(writing, final, aside)
 
 
 def _remove_older(folder, newest, keep, keep_every, keep_steps):
@@ -556,11 +552,3 @@ def _digest_of(value):
 
 def _json(value):
     return json.dumps(value, sort_keys=True, allow_nan=False)
-
-
-def _process():
-    if keras.backend.backend() != "jax":
-        return 0, 1
-    from keras_moe.ops.kernels.sharded_arrays_jax import process
-
-    return process()

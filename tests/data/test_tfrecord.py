@@ -142,22 +142,25 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
 
 
 def test_records_are_on_the_disk_before_they_take_their_place(tmp_path, monkeypatch):
-    done = []
-    for name in ("sync_file", "sync_folder"):
-        call = getattr(tfrecord, name)
-        monkeypatch.setattr(
-            tfrecord, name, lambda path, call=call: done.append(path) or call(path)
-        )
-    replace = os.replace
+    synced, replaced = [], []
+    fsync, replace = os.fsync, os.replace
 
-    def replaced(part, path):
-        assert Path(path).name == tfrecord.SIDECAR or part in done
+    def note_fsync(descriptor):
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def note_replace(part, path):
+        assert os.stat(part).st_ino in synced
+        replaced.append(Path(path).name)
         replace(part, path)
 
-    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
     write(tmp_path, 4, 2)
-    assert len(done) == 3
-    assert done[-1] == tmp_path
+    records = [name for name in replaced if name != tfrecord.SIDECAR]
+    assert sorted(records) == [f"train-0000{i}-of-00002.tfrecord" for i in range(2)]
+    # The folder's entries, too, after the last of its files.
+    assert synced[-1] == os.stat(tmp_path).st_ino
 
 
 def test_corrupt_files_are_named(tmp_path):

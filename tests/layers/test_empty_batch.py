@@ -40,13 +40,13 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans_without_groups(plan, mask):
     plan = PLANS[plan](mask)
-    assert shapes(moe_ops.served(plan)) == [(0, 6, 4)] * 2
-    inputs = moe_ops.dispatch(np.zeros((0, 6, 8), "float32"), plan)
+    assert shapes(plan.served()) == [(0, 6, 4)] * 2
+    inputs = plan.dispatch(np.zeros((0, 6, 8), "float32"))
     assert shapes(inputs) in ([(0, 4, 3, 8)], [(0, 8)])
-    assert shapes(moe_ops.combine(inputs, plan)) == [(0, 6, 8)]
-    if not isinstance(plan, moe_ops.RaggedPlan):
-        dense = moe_ops.dense_dispatch(plan), moe_ops.dense_combine(plan)
-        assert shapes(dense) == [(0, 6, 4, 3)] * 2
+    assert shapes(plan.combine(inputs)) == [(0, 6, 8)]
+    # Without a capacity there is a slot for each of the six tokens.
+    capacity = 3 if plan.group_sizes is None else 6
+    assert shapes(plan.dense()) == [(0, 6, 4, capacity)] * 2
 
 
 @pytest.mark.parametrize(

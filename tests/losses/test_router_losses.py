@@ -17,7 +17,7 @@ from keras_moe.losses import (
     load_loss,
     z_loss,
 )
-from keras_moe.ops import Routing, dense_combine, dense_dispatch, token_choice
+from keras_moe.ops import Routing, token_choice
 from tests import golden
 from tests.gradients import gradient, gradient_and_outputs, one_program
 
@@ -115,7 +115,7 @@ def test_golden_router(case):
         losses["auxiliary_loss"] = sum(
             config[f"{name}_weight"] * loss for name, loss in losses.items()
         )
-        return losses, dense_dispatch(plan), dense_combine(plan)
+        return losses, *plan.dense()
 
     losses, d, c = one_program(router)(*map(keras.ops.convert_to_tensor, (x, kernel)))
     np.testing.assert_array_equal(

@@ -9,15 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.ops import (
-    combine,
-    combine_einsum,
-    dense_combine,
-    dense_dispatch,
-    dispatch,
-    dispatch_einsum,
-    token_choice,
-)
+from keras_moe.ops import token_choice
 from tests import golden
 from tests.gradients import (
     compiled,
@@ -26,9 +18,17 @@ from tests.gradients import (
     one_program,
 )
 
+
+def _pair(form):
+    return (
+        one_program(lambda tokens, plan: form(plan).dispatch(tokens)),
+        one_program(lambda outputs, plan: form(plan).combine(outputs)),
+    )
+
+
 FORMS = {
-    "gather": (one_program(dispatch), one_program(combine)),
-    "einsum": (one_program(dispatch_einsum), one_program(combine_einsum)),
+    "gather": _pair(lambda plan: plan),
+    "einsum": _pair(lambda plan: plan.dense()),
 }
 GOLDEN = golden.cases("01_token_choice/k*") + golden.cases("01_token_choice/groups*")
 each_form = pytest.mark.parametrize("form", FORMS)
@@ -127,11 +127,11 @@ def test_by_hand(form):
 def test_einsum_masks_are_equation_2():
     plan = random_plan()
     tokens = normal(0, 2, 7, 3)
-    d, c = to_numpy(dense_dispatch(plan)), to_numpy(dense_combine(plan))
+    d, c = map(to_numpy, plan.dense())
     slots = np.einsum("gsd,gsec->gecd", tokens, d)
-    np.testing.assert_allclose(to_numpy(dispatch(tokens, plan)), slots, atol=1e-6)
+    np.testing.assert_allclose(to_numpy(plan.dispatch(tokens)), slots, atol=1e-6)
     np.testing.assert_allclose(
-        to_numpy(combine(slots, plan)), np.einsum("gecd,gsec->gsd", slots, c), atol=1e-6
+        to_numpy(plan.combine(slots)), np.einsum("gecd,gsec->gsd", slots, c), atol=1e-6
     )
 
 
@@ -144,11 +144,11 @@ def test_both_forms_agree(selected, capacity, priority):
     )
     tokens, outputs = normal(0, 2, 7, 3), normal(1, 2, 4, capacity, 6)
     np.testing.assert_allclose(
-        to_numpy(dispatch(tokens, plan)), to_numpy(dispatch_einsum(tokens, plan))
+        to_numpy(plan.dispatch(tokens)), to_numpy(plan.dense().dispatch(tokens))
     )
     np.testing.assert_allclose(
-        to_numpy(combine(outputs, plan)),
-        to_numpy(combine_einsum(outputs, plan)),
+        to_numpy(plan.combine(outputs)),
+        to_numpy(plan.dense().combine(outputs)),
         rtol=1e-5,
         atol=1e-6,
     )
@@ -229,7 +229,7 @@ def test_combine_does_not_round_the_gates():
     gates = np.array([[[0.75 + 2**-12, 0.75]]], "float32")
     plan = plan_for(gates, 2, 1)
     outputs = keras.ops.cast([[[[4096.0]], [[-4096.0]]]], "bfloat16")
-    assert to_numpy(combine(outputs, plan)).item() == 1.0
+    assert to_numpy(plan.combine(outputs)).item() == 1.0
 
 
 @pytest.mark.parametrize("place", [0, 6])
@@ -241,7 +241,7 @@ def test_a_token_without_a_slot_is_never_read(place):
     tokens = normal(0, 2, 7, 3)
     tokens[:, place] = np.nan
     assert np.any(keras.ops.convert_to_numpy(plan.slot_tokens) == -1)
-    slots = to_numpy(dispatch(tokens, plan))
+    slots = to_numpy(plan.dispatch(tokens))
     assert np.all(np.isfinite(slots))
     empty = keras.ops.convert_to_numpy(plan.slot_tokens) == -1
     np.testing.assert_array_equal(slots[empty], 0)
@@ -252,14 +252,14 @@ def test_an_empty_slot_is_never_read():
     slot_tokens = keras.ops.convert_to_numpy(plan.slot_tokens)
     outputs = normal(0, 2, 4, 6, 3)
     outputs[slot_tokens == -1] = np.nan
-    assert np.all(np.isfinite(to_numpy(combine(outputs, plan))))
+    assert np.all(np.isfinite(to_numpy(plan.combine(outputs))))
 
 
 def test_a_dropped_token_gets_exactly_zero():
     gates = np.ones((1, 4, 1), "float32")
     plan = plan_for(gates, 1, 1)
     outputs = np.full((1, 1, 1, 2), 5, "float32")
-    back = to_numpy(combine(outputs, plan))
+    back = to_numpy(plan.combine(outputs))
     np.testing.assert_array_equal(back[0, 0], 5)
     np.testing.assert_array_equal(back[0, 1:], 0)
 

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_moe.ops import (
-    RaggedPlan,
-    combine,
-    dispatch,
-    dropless_token_choice,
-    served,
-    token_choice,
-)
+from keras_moe.ops import RaggedPlan, dropless_token_choice, token_choice
 from tests.gradients import gradient_and_outputs, one_program
 
 some = settings(max_examples=15, deadline=None, derandomize=True, database=None)
@@ -56,7 +49,7 @@ def test_rows_stand_by_expert_and_serve_every_choice(
     limited = token_choice(
         gates, gates, selected, tokens, mask=mask, normalize_gates=normalize_gates
     )
-    for found, wanted in zip(served(plan), served(limited)):
+    for found, wanted in zip(plan.served(), limited.served()):
         np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), rtol=1e-6)
     plan = RaggedPlan(*map(to_numpy, plan))
     num_rows = int(mask.sum()) * selected
@@ -64,7 +57,7 @@ def test_rows_stand_by_expert_and_serve_every_choice(
     assert (plan.row_tokens[num_rows:] == -1).all()
     owner = np.repeat(np.arange(experts), plan.group_sizes)
     found = sorted(zip(owner, plan.row_tokens[:num_rows]))
-    dispatched = to_numpy(served(limited)[0]).reshape(-1, experts)
+    dispatched = to_numpy(limited.served()[0]).reshape(-1, experts)
     assert found == sorted(zip(*np.nonzero(dispatched.T)))
     # Each choice finds its row again.
     kept = plan.token_rows >= 0
@@ -84,20 +77,34 @@ def test_outputs_and_gradients_are_those_of_room_for_everybody():
     def layer(kind):
         def run(x, logits):
             gates = keras.ops.softmax(logits)
-            if kind == "dropless":
-                plan = dropless_token_choice(gates, gates, 2, mask)
-            else:
+            if kind == "limited":
                 plan = token_choice(gates, gates, 2, 5, mask=mask)
+            else:
+                plan = dropless_token_choice(gates, gates, 2, mask)
+            plan = plan.dense() if kind == "dense" else plan
             # Identity experts: what is left are the gates.
-            outputs = combine(dispatch(x, plan), plan)
+            outputs = plan.combine(plan.dispatch(x))
             return keras.ops.sum(keras.ops.multiply(outputs, cotangent)), [outputs]
 
         return gradient_and_outputs(run, x, logits)
 
-    for found, wanted in zip(layer("dropless"), layer("limited")):
-        for a, b in zip(found, wanted):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for kind in ("dropless", "dense"):
+        for found, wanted in zip(layer(kind), layer("limited")):
+            for a, b in zip(found, wanted):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert (layer("dropless")[1][0][1, 2] == 0).all()
+
+
+def test_dense_by_hand():
+    # One group: token 0 is masked, tokens 1 and 3 go to expert 1, token 2 to expert 0.
+    gates = np.array([[[0.9, 0.1], [0.3, 0.7], [0.6, 0.4], [0.2, 0.8]]], "float32")
+    plan = ragged(gates, 1, np.array([[False, True, True, True]]))
+    dense = plan.dense()
+    expected = np.zeros((1, 4, 2, 4), bool)
+    expected[0, 1, 1, 0] = expected[0, 2, 0, 0] = expected[0, 3, 1, 1] = True
+    np.testing.assert_array_equal(to_numpy(dense.dispatch_weights), expected)
+    weights = expected * gates[..., None]
+    np.testing.assert_array_equal(to_numpy(dense.combine_weights), weights)
 
 
 @pytest.mark.parametrize(

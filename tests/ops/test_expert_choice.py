@@ -11,17 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_moe.ops import (
-    SlotPlan,
-    combine,
-    combine_einsum,
-    dense_combine,
-    dense_dispatch,
-    dispatch,
-    dispatch_einsum,
-    expert_choice,
-    served,
-)
+from keras_moe.ops import SlotPlan, expert_choice
 from tests import golden
 from tests.gradients import compiled, gradient_and_outputs, one_program
 from tests.ops import reference
@@ -60,20 +50,18 @@ def test_golden_layer(case, form):
     grouped = config["G"] is not None
     batch = (lambda x: x) if grouped else (lambda x: x[None])
     capacity = int(arrays["outputs/capacity"])
-    to_slots, to_tokens = {
-        "index": (dispatch, combine),
-        "einsum": (dispatch_einsum, combine_einsum),
-    }[form]
 
     def layer(gates, x, kernel, bias):
         plan = expert_choice(gates, gates, capacity)
-        buffers = to_slots(x, plan)
+        dense = plan.dense()
+        moves = plan if form == "index" else dense
+        buffers = moves.dispatch(x)
         outputs = keras.ops.einsum("gecd,edf->gecf", buffers, kernel)
-        combined = to_tokens(outputs + bias[:, None], plan)
+        combined = moves.combine(outputs + bias[:, None])
         cotangent = batch(arrays["inputs/cotangent"])
         value = keras.ops.sum(keras.ops.multiply(combined, cotangent))
-        dense = keras.ops.cast(dense_dispatch(plan), "int32"), dense_combine(plan)
-        return value, (*dense, buffers, combined)
+        mask = keras.ops.cast(dense.dispatch_weights, "int32")
+        return value, (mask, dense.combine_weights, buffers, combined)
 
     gradients, outputs = gradient_and_outputs(
         layer,
@@ -115,7 +103,7 @@ def test_follows_the_definition(shape, seed, ties, masked):
     expected = reference.expert_choice(affinity, gates, capacity, mask)
     for found, wanted in zip(plan, expected):
         np.testing.assert_array_equal(found, wanted)
-    dispatched, combined = map(to_numpy, served(plan))
+    dispatched, combined = map(to_numpy, plan.served())
     np.testing.assert_array_equal(dispatched, expected[1] >= 0)
     np.testing.assert_array_equal(combined, np.where(expected[1] >= 0, gates, 0))
     # Every expert serves as many as it can.
@@ -150,13 +138,15 @@ def test_empty_slots_are_never_read():
     plan = SlotPlan(*map(keras.ops.convert_to_tensor, plan))
     tokens = np.full((1, 3, 4), np.nan, "float32")
     tokens[0, 0] = 1.0
-    inputs = to_numpy(one_program(dispatch)(keras.ops.convert_to_tensor(tokens), plan))
+    inputs = to_numpy(
+        one_program(SlotPlan.dispatch)(plan, keras.ops.convert_to_tensor(tokens))
+    )
     np.testing.assert_array_equal(inputs[0, :, 0], np.ones((2, 4)))
     np.testing.assert_array_equal(inputs[0, :, 1], np.zeros((2, 4)))
     outputs = np.full((1, 2, 2, 4), np.inf, "float32")
     outputs[:, :, 0] = 1.0
     outputs = keras.ops.convert_to_tensor(outputs)
-    combined = to_numpy(one_program(combine)(outputs, plan))
+    combined = to_numpy(one_program(SlotPlan.combine)(plan, outputs))
     np.testing.assert_array_equal(combined[0], [[2.0] * 4, [0.0] * 4, [0.0] * 4])
 
 

@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from keras_moe.ops import (
     ExpertKinds,
     HeterogeneousPlan,
-    dispatch,
     dropless_token_choice,
     expert_capacity,
     expert_kinds,
     heterogeneous_capacity,
-    served,
     token_choice,
 )
 from tests.gradients import gradient, one_program
@@ -71,7 +69,7 @@ def test_each_kind_serves_its_capacity_in_order(problem, seed, ties, masked, pri
     expected = np.zeros((groups, tokens, experts), "float32")
     for g, s, k in np.argwhere(kept):
         expected[g, s, expert[g, s, k]] = 1
-    dispatched, combined = map(to_numpy, served(plan))
+    dispatched, combined = map(to_numpy, plan.served())
     np.testing.assert_array_equal(dispatched, expected)
     np.testing.assert_array_equal(combined, expected * gates)
     assert np.all(dispatched.sum(axis=1) <= limits)
@@ -107,10 +105,10 @@ def test_dropless_is_token_choice_with_room_for_all(
     )
     plan = program(*map(keras.ops.convert_to_tensor, (gates, mask)))
     assert isinstance(plan, HeterogeneousPlan)
-    for found, wanted in zip(served(plan), served(limited)):
+    for found, wanted in zip(plan.served(), limited.served()):
         np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), rtol=1e-6)
     # Rows for the first experts alone; what acts in place has none.
-    sizes = to_numpy(served(limited)[0]).sum(axis=(0, 1))[: experts - in_place]
+    sizes = to_numpy(limited.served()[0]).sum(axis=(0, 1))[: experts - in_place]
     np.testing.assert_array_equal(to_numpy(plan.plan.group_sizes), sizes)
     rows = to_numpy(plan.plan.row_tokens)
     assert np.all(rows[int(sizes.sum()) :] == -1)
@@ -130,8 +128,30 @@ def test_dropped_choices_by_hand():
     )
     assert to_numpy(plan.plan.token_slots).tolist() == [[[-1, 0], [-1, -1]]]
     np.testing.assert_allclose(
-        to_numpy(served(plan)[1]), [[[1 / 3, 0, 2 / 3], [0, 0, 0]]], rtol=1e-6
+        to_numpy(plan.served()[1]), [[[1 / 3, 0, 2 / 3], [0, 0, 0]]], rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("capacity", [2, None])
+def test_it_moves_the_tokens_of_the_experts_with_slots_or_rows(dense, capacity):
+    gates = np.array([[[0.2, 0.5, 0.3], [0.4, 0.1, 0.5]]], "float32")
+    if capacity is None:
+        plan = dropless_token_choice(gates, gates, 2, in_place_experts=1)
+    else:
+        plan = token_choice(gates, gates, 2, capacity=capacity, in_place_experts=1)
+    assert (plan.group_sizes is None) == (capacity is not None)
+    plan = plan.dense() if dense else plan
+    inputs = plan.dispatch(np.array([[[1.0], [10.0]]], "float32"))
+    # Token 0 goes to experts 1 and 2, token 1 to experts 0 and 2; 2 acts in place.
+    np.testing.assert_allclose(
+        to_numpy(plan.combine(inputs)), [[[0.5], [4.0]]], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        to_numpy(plan.in_place_weights), [[[0.3], [0.5]]], rtol=1e-6
+    )
+    with pytest.raises(ValueError, match=r"tokens.shape=\(1, 3, 1\)"):
+        plan.dispatch(np.zeros((1, 3, 1), "float32"))
 
 
 def test_gradients_reach_the_gates_of_every_kind():
@@ -140,7 +160,7 @@ def test_gradients_reach_the_gates_of_every_kind():
     def weights(gates):
         plan = token_choice(gates, gates, 2, capacity=2, in_place_experts=1)
         scale = keras.ops.convert_to_tensor([1.0, 10.0, 100.0])
-        return keras.ops.sum(served(plan)[1] * scale)
+        return keras.ops.sum(plan.served()[1] * scale)
 
     (found,) = gradient(weights, gates)
     np.testing.assert_allclose(found, [[[0, 10, 100], [1, 0, 100]]])
@@ -232,10 +252,6 @@ def test_capacities_of_a_tensor_are_those_of_a_number(rounding):
         (
             lambda: heterogeneous_capacity(8, ExpertKinds(4, 1), 1.0, -1.0),
             "capacity_factor=-1.0",
-        ),
-        (
-            lambda: dispatch(np.ones((1, 2, 3), "f"), HeterogeneousPlan(*[None] * 3)),
-            "received: a HeterogeneousPlan",
         ),
         (
             lambda: token_choice(

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from keras_moe.ops import (
     RoutingPlan,
-    dense_combine,
-    dense_dispatch,
     token_choice,
 )
 from tests import golden
@@ -38,7 +36,7 @@ def _program(num_selected_experts, capacity, priority):
         plan = token_choice(
             affinity, gates, num_selected_experts, capacity, priority, mask=mask
         )
-        return plan, dense_dispatch(plan), dense_combine(plan)
+        return plan, *plan.dense()
 
     return compiled(program)
 
@@ -212,7 +210,7 @@ def test_shapes_and_dtypes():
     assert [tuple(field.shape) for field in plan] == [(2, 4, 3), (2, 6, 2), (2, 6, 2)]
     dtypes = [keras.backend.standardize_dtype(field.dtype) for field in plan]
     assert dtypes == ["int32", "int32", "float32"]
-    dense = dense_dispatch(plan), dense_combine(plan)
+    dense = plan.dense()
     assert [tuple(field.shape) for field in dense] == [(2, 6, 4, 3)] * 2
     dtypes = [keras.backend.standardize_dtype(field.dtype) for field in dense]
     assert dtypes == ["bool", "float32"]

@@ -8,7 +8,6 @@ from keras import ops
 
 from keras_moe.layers import Experts, MoE
 from keras_moe.models import MixerBackbone, ViTBackbone, describe
-from keras_moe.ops import dense_combine, dense_dispatch
 from keras_moe.routers import (
     ExpertChoiceRouter,
     PathwayAwareRouter,
@@ -61,10 +60,10 @@ def test_a_number_at_inference_is_the_reference_s_capacity(case):
     plan = router.allocate(ops.convert_to_tensor(gates), gates, training=False)
     assert router.group_capacity(gates.shape[1], False) == capacity
     np.testing.assert_array_equal(
-        to_numpy(dense_dispatch(plan))[0], arrays["outputs/dispatch_mask"]
+        to_numpy(plan.dense().dispatch_weights)[0], arrays["outputs/dispatch_mask"]
     )
     np.testing.assert_allclose(
-        to_numpy(dense_combine(plan))[0],
+        to_numpy(plan.dense().combine_weights)[0],
         arrays["outputs/combine_weights"],
         rtol=1e-5,
         atol=1e-6,

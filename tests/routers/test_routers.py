@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_moe import routers
 from keras_moe.layers import Experts, MoE
-from keras_moe.ops import RaggedPlan, dense_combine, dense_dispatch, served
+from keras_moe.ops import RaggedPlan
 from keras_moe.routers import (
     ROUTERS,
     ExpertChoiceRouter,
@@ -57,10 +57,10 @@ def test_golden_expert_choice(case, monkeypatch):
         set_noise(monkeypatch, arrays["inputs/noise_unit_normal"])
     plan, _ = call(router, tokens, training=training)
     np.testing.assert_array_equal(
-        to_numpy(dense_dispatch(plan)), arrays["outputs/dispatch_mask"]
+        to_numpy(plan.dense().dispatch_weights), arrays["outputs/dispatch_mask"]
     )
     np.testing.assert_allclose(
-        to_numpy(dense_combine(plan)),
+        to_numpy(plan.dense().combine_weights),
         arrays["outputs/combine_weights"],
         rtol=1e-5,
         atol=1e-6,
@@ -68,7 +68,7 @@ def test_golden_expert_choice(case, monkeypatch):
 
     def scalar(outputs):
         cotangent = arrays["inputs/cotangent_combine"]
-        return ops.sum(ops.multiply(dense_combine(outputs[0]), cotangent))
+        return ops.sum(ops.multiply(outputs[0].dense().combine_weights, cotangent))
 
     (found,) = training_gradients(router, tokens, scalar, training)
     expected = arrays["grads/sum_combine_cotangent/params/dense/kernel"]
@@ -121,10 +121,10 @@ def test_golden_transport(case):
         to_numpy(routing.affinity), arrays["outputs/plan"], rtol=1e-4, atol=atol
     )
     np.testing.assert_array_equal(
-        to_numpy(dense_dispatch(plan)), arrays["outputs/dispatch_mask"]
+        to_numpy(plan.dense().dispatch_weights), arrays["outputs/dispatch_mask"]
     )
     np.testing.assert_allclose(
-        to_numpy(dense_combine(plan)),
+        to_numpy(plan.dense().combine_weights),
         arrays["outputs/combine_weights"],
         rtol=1e-5,
         # Where the weights are the plan's own entries, these are as exact as it is.
@@ -340,7 +340,7 @@ def test_one_finite_logit_decides(name):
         ops.convert_to_tensor(logits), gates, side=router.side, max_nonzeros=2
     )
     plan = router.allocate(affinity, gates, training=True)
-    dispatched, combined = map(to_numpy, served(plan))
+    dispatched, combined = map(to_numpy, plan.served())
     assert np.isfinite(to_numpy(affinity)).all()
     own = np.isfinite(logits)
     np.testing.assert_array_equal(dispatched[own], 1.0)

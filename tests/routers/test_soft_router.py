@@ -9,7 +9,6 @@ import pytest
 from keras import ops
 
 from keras_moe.layers import Experts, MoE
-from keras_moe.ops import dispatch
 from keras_moe.routers import SoftRouter
 from tests import golden
 from tests.calls import call
@@ -53,12 +52,12 @@ def golden_name(weight):
 def test_golden_layer(case):
     moe, arrays, config = build(case)
     plan, routing = call(moe.router, arrays["inputs/x"])
-    assert plan.combine.shape[-1] == config["num_slots"]
+    assert plan.combine_weights.shape[-1] == config["num_slots"]
     outputs, record = call(moe, arrays["inputs/x"], training=True)
     for found, name in (
-        (plan.dispatch, "dispatch_weights"),
-        (plan.combine, "combine_weights"),
-        (dispatch(arrays["inputs/x"], plan), "slot_inputs"),
+        (plan.dispatch_weights, "dispatch_weights"),
+        (plan.combine_weights, "combine_weights"),
+        (plan.dispatch(arrays["inputs/x"]), "slot_inputs"),
         (outputs, "y"),
     ):
         expected = arrays[f"outputs/{name}"]
@@ -100,7 +99,7 @@ def test_weights_are_convex(normalize, scale):
     router = SoftRouter(3, num_slots=2, normalize=normalize)
     tokens = np.random.default_rng(0).normal(size=(2, 7, 5)).astype("float32") * scale
     plan, _ = call(router, tokens)
-    into, out_of = to_numpy(plan.dispatch), to_numpy(plan.combine)
+    into, out_of = map(to_numpy, plan)
     assert (into >= 0).all()
     assert (out_of >= 0).all()
     np.testing.assert_allclose(into.sum(axis=1), 1.0, rtol=1e-5)

@@ -6,7 +6,6 @@ import pytest
 from keras import ops
 
 from keras_moe import losses
-from keras_moe.ops import dense_combine, dense_dispatch
 from keras_moe.routers import TokenChoiceRouter
 from tests import golden
 from tests.training_gradients import training_gradients
@@ -69,10 +68,11 @@ def test_plan_and_losses(case):
     router, arrays, config, training = case
     plan, routing = router(arrays["inputs/x"], training=training)
     np.testing.assert_array_equal(
-        ops.convert_to_numpy(dense_dispatch(plan)), arrays["outputs/dispatch_mask"]
+        ops.convert_to_numpy(plan.dense().dispatch_weights),
+        arrays["outputs/dispatch_mask"],
     )
     np.testing.assert_allclose(
-        ops.convert_to_numpy(dense_combine(plan)),
+        ops.convert_to_numpy(plan.dense().combine_weights),
         arrays["outputs/combine_weights"],
         rtol=1e-5,
         atol=1e-6,
@@ -94,7 +94,7 @@ def test_gradients(case, of):
         if of == "sum_auxiliary_loss":
             return ops.sum(auxiliary_loss(routing, router, config, training))
         cotangent = arrays["inputs/cotangent_combine"]
-        return ops.sum(ops.multiply(dense_combine(plan), cotangent))
+        return ops.sum(ops.multiply(plan.dense().combine_weights, cotangent))
 
     (gradient,) = training_gradients(router, arrays["inputs/x"], scalar, training)
     expected = arrays[f"grads/{of}/params/dense/kernel"]

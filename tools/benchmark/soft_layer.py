@@ -15,7 +15,7 @@ from keras import ops
 from timing import interleaved, print_ratios
 
 from keras_moe.layers import Experts, MoE
-from keras_moe.ops import SoftPlan, combine, dispatch
+from keras_moe.ops import SoftPlan
 from keras_moe.routers import SoftRouter
 
 
@@ -44,7 +44,7 @@ class Einsums(keras.layers.Layer):
             logits = ops.matmul(tokens, self.slots)
             into = into + ops.reshape(logits, into.shape)
         plan = SoftPlan(into, ops.convert_to_tensor(self.weights_out))
-        return combine(self.experts(dispatch(tokens, plan)), plan)
+        return plan.combine(self.experts(plan.dispatch(tokens)))
 
 
 def main() -> None:

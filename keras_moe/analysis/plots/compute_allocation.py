@@ -10,6 +10,7 @@ from keras_moe.analysis.plots.figure import (
     in_colour,
     new_figure,
     save_figure,
+    write_figure,
 )
 
 _KINDS = {
@@ -97,7 +98,7 @@ def plot_compute_maps(
     bar = figure.colorbar(heat, cax=figure.add_axes(place))
     bar.set_label("FFN experts per token", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    figure.savefig(path)
+    write_figure(figure, path)
 
 
 def plot_load_by_kind(
@@ -152,7 +153,7 @@ def plot_load_by_kind(
     axis.set_title(title, fontsize=11)
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.tight_layout()
-    figure.savefig(path)
+    write_figure(figure, path)
 
 
 def plot_routing_scores(

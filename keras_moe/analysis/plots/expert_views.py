@@ -11,6 +11,7 @@ from keras_moe.analysis.plots.figure import (
     faded,
     name_row,
     new_figure,
+    write_figure,
 )
 
 
@@ -83,4 +84,4 @@ def plot_expert_views(
     bar = figure.colorbar(heat, cax=figure.add_axes((0.945, 0.3, 0.012, 0.4)))
     bar.set_label("share of images", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    figure.savefig(path)
+    write_figure(figure, path)

@@ -1,9 +1,13 @@
 """Figures and images of all pictures. The only folder that needs matplotlib."""
 
+import io
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from keras_moe.files import write_bytes
 
 
 def new_figure(**kwargs) -> Any:
@@ -55,4 +59,13 @@ def save_figure(
     """Saves a figure with its title, and its parts laid out by `tight_layout`."""
     figure.suptitle(title, fontsize=11)
     figure.tight_layout(**layout)
-    figure.savefig(path)
+    write_figure(figure, path)
+
+
+def write_figure(figure: Any, path: str | os.PathLike) -> None:
+    """Writes a figure as it is laid out, in the format of the path's suffix."""
+    kind = Path(path).suffix.removeprefix(".") or "png"
+    content = io.BytesIO()
+    figure.savefig(content, format=kind)
+    target = path if Path(path).suffix else f"{path}.{kind}"
+    write_bytes(target, content.getbuffer(), durable=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import new_figure, save_figure
+from keras_moe.analysis.plots.figure import new_figure, save_figure, write_figure
 
 
 def plot_subpopulations(
@@ -131,4 +131,4 @@ def plot_truncated_svd(
     axis.legend(fontsize=8)
     axis.set_title(title, fontsize=11)
     figure.tight_layout()
-    figure.savefig(path)
+    write_figure(figure, path)

@@ -10,6 +10,7 @@ from keras_moe.analysis.plots.figure import (
     in_colour,
     name_row,
     new_figure,
+    write_figure,
 )
 
 
@@ -89,4 +90,4 @@ def plot_kind_maps(
         figure.colorbar(heat, cax=bar)
         bar.tick_params(labelsize=7)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
+    write_figure(figure, path)

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from keras_moe.analysis.plots.figure import new_figure, save_figure
+from keras_moe.analysis.plots.figure import new_figure, save_figure, write_figure
 
 # Label, marker and colour of each router; the markers are near those of Figure 1 of
 # *Routers in Vision Mixture of Experts*.
@@ -112,7 +112,7 @@ def plot_router_study(
         handles=entries, loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=9
     )
     figure.tight_layout()
-    figure.savefig(path)
+    write_figure(figure, path)
 
 
 def plot_router_curves(

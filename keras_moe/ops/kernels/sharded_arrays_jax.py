@@ -25,10 +25,3 @@ def place_like(value: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> A
     return jax.make_array_from_callback(
         value.shape, value.sharding, lambda index: read(index).astype(value.dtype)
     )
-
-
-def process() -> tuple[int, int]:
-    """This process's number and how many there are."""
-    import jax
-
-    return jax.process_index(), jax.process_count()
