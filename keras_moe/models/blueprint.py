@@ -171,7 +171,8 @@ def resolve(
     Args:
         source: name of a preset, folder, handle, published weights or a model; see
             `keras_moe.models.from_preset` and `convert`.
-        overrides: arguments of the backbone or of the task, by name.
+        overrides: arguments of the backbone or of the task, by name; `num_classes`
+            may be None for no new head.
         task: name of a task, `"backbone"`, or None for the source's own: with
             `num_classes` its image classifier, with a trained task that one, and
             otherwise the backbone.
@@ -194,6 +195,8 @@ def resolve(
     ('gelu', 'ViTImageClassifier')
     """
     overrides = dict(overrides or {})
+    if overrides.get("num_classes", 0) is None:
+        del overrides["num_classes"]
     check_bool("load_weights", load_weights)
     if task is not None:
         check_one_of("task", task, (None, BACKBONE, *registry.task_names()))
@@ -222,15 +225,17 @@ def _resolved(source, overrides, task, cls, counts_only):
     task_cls = _task_class(source, backbone, task, cls, "num_classes" in overrides)
     owner = task_cls or (source.task if counts_only else None)
     of_backbone, of_task = split_overrides(backbone, owner, overrides)
-    given = of_task.get("backbone")
-    if given is not None:
-        _check_given(source, given, of_backbone)
-    config = given.get_config() if given else _config(source, backbone, of_backbone)
-    if task_cls is None:
-        weights = source.weights((*HEAD, *POOLING))
-        return Blueprint(backbone, config, None, {}, weights, source.name)
-    task_config, new_weights = task_cls.config_from(source, of_task, config)
-    weights = source.weights(new_weights)
+    with source.explained():
+        if "backbone" in of_task:
+            config = _config_of_own(source, of_task["backbone"], of_backbone)
+        else:
+            config = _config(source, backbone, of_backbone)
+        task_config, new_weights = {}, (*HEAD, *POOLING)
+        if task_cls is not None:
+            has_task = source.task and source.task.task_name == task_cls.task_name
+            own = source if has_task else source.without_task()
+            task_config, new_weights = task_cls.config_from(own, of_task, config)
+        weights = source.weights(new_weights)
     return Blueprint(backbone, config, task_cls, task_config, weights, source.name)
 
 
@@ -242,7 +247,8 @@ def _config(source, backbone, overrides):
     return config
 
 
-def _check_given(source, backbone, of_backbone):
+def _config_of_own(source, backbone, of_backbone):
+    """The arguments of a backbone that the caller has made."""
     if source.kind != SAVED:
         raise ValueError(
             f"Expected no backbone=, since {source.name!r} makes one; received: "
@@ -255,6 +261,7 @@ def _check_given(source, backbone, of_backbone):
         )
     if not isinstance(backbone, keras.Model):
         raise ValueError(f"Expected a backbone; received: backbone={backbone!r}")
+    return backbone.get_config()
 
 
 def _backbone_class(source, cls):

@@ -16,7 +16,7 @@ from keras_moe.models.quantization import new_head_dtype
 
 
 def with_new_names(config: dict) -> dict:
-    """A config of this version from one of this version or an earlier one.
+    """A saved config of an earlier version in the terms of this one.
 
     Args:
         config: result of `get_config`.
@@ -58,7 +58,9 @@ def classifier_config(
             "Expected num_classes beside a new head; received: "
             f"head={overrides['head']}"
         )
-    config, new_weights = with_new_names(source.task_config()), ()
+    config, new_weights = dict(source.task_config()), ()
+    if source.kind == SAVED:
+        config = with_new_names(config)
     preprocessor = _preprocessor(source, config, backbone_config)
     if source.kind == ARCHITECTURE:
         config = _fitted(config, source, overrides, backbone_config)

@@ -1,6 +1,7 @@
 """Where models come from, before overrides: presets, folders, published weights."""
 
 import contextlib
+import copy
 import os
 from typing import Any, NamedTuple, Protocol
 
@@ -8,7 +9,7 @@ import keras
 
 from keras_moe.models import registry
 from keras_moe.models.conversion import PublishedWeights, is_convertible, open_source
-from keras_moe.models.saved_preset import SavedWeights, read_preset
+from keras_moe.models.saved_preset import SavedWeights, explained, read_preset
 
 ARCHITECTURE, SAVED, PUBLISHED = "architecture", "saved", "published"
 
@@ -66,6 +67,16 @@ class ModelSource:
         """
         return {}
 
+    def without_task(self) -> "ModelSource":
+        """The same for another task than its own, of which it says nothing."""
+        other = copy.copy(self)
+        other.task, other.is_trained, other.class_names = None, False, None
+        return other
+
+    def explained(self) -> contextlib.AbstractContextManager:
+        """A context whose errors name the source, where it is needed."""
+        return contextlib.nullcontext()
+
     def weights(self, new_weights: tuple[str, ...] = ()) -> Weights | None:
         """The weights, or None.
 
@@ -102,7 +113,7 @@ class _Architecture(ModelSource):
         self.class_names = spec["class_names"]
 
     def task_config(self):
-        return self._spec["task_config"]
+        return {} if self.task is None else self._spec["task_config"]
 
 
 class _Saved(ModelSource):
@@ -119,6 +130,9 @@ class _Saved(ModelSource):
 
     def task_config(self):
         return self._preset.task_config() if self.is_trained else {}
+
+    def explained(self):
+        return explained(self._preset.path)
 
     def weights(self, new_weights=()):
         has_head = self.is_trained and not new_weights
@@ -146,7 +160,7 @@ class _Published(ModelSource):
         return f"weights of a {backbone.__name__}"
 
     def task_config(self):
-        config = self._plan.task_arguments or {}
+        config = (self._plan.task_arguments or {}) if self.task else {}
         return {**config, "preprocessor": self._plan.preprocessor()}
 
     def weights(self, new_weights=()):

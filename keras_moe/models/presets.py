@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_moe.models import registry
-from keras_moe.models.blueprint import Blueprint, build, resolve
+from keras_moe.models.blueprint import build, resolve
 from keras_moe.models.conversion import ConversionReport, check_convertible
 from keras_moe.models.description import Description
 
@@ -64,7 +64,7 @@ def from_preset(
     >>> model.output_shape
     (None, 10)
     """
-    overrides = _with_classes(overrides, num_classes)
+    overrides["num_classes"] = num_classes
     return build(preset, overrides, task=task, load_weights=load_weights)
 
 
@@ -135,12 +135,17 @@ def convert(
     ('ViTBackbone', 'ViT (KerasHub)')
     """
     check_convertible(source)
-    overrides = _with_classes(overrides, num_classes)
+    overrides["num_classes"] = num_classes
     with resolve(source, overrides, task=task, load_weights=load_weights) as blueprint:
         return blueprint.build_with_report(progress)
 
 
-def describe(preset: Any, num_classes: int | None = None, **overrides) -> Description:
+def describe(
+    preset: Any,
+    num_classes: int | None = None,
+    load_weights: bool = True,
+    **overrides,
+) -> Description:
     """What a model costs, from its configuration: no weight is allocated.
 
     FLOPs count 2 per multiply-add of every matmul of one image's forward pass with
@@ -152,8 +157,8 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
             checksums are read once, about a second per GB, to compare them.
         num_classes: number of classes of a new head; without, a saved or published
             head is counted as it is.
-        **overrides: any argument of the backbone or the task; and `load_weights=False`
-            for a model that the preset's weights need not fit.
+        load_weights: whether the model is one that the preset's weights fit.
+        **overrides: any argument of the backbone or the task.
 
     Returns:
         A `Description`: `parameters`, `active_parameters` (those that one token
@@ -169,7 +174,10 @@ def describe(preset: Any, num_classes: int | None = None, **overrides) -> Descri
     >>> description.parameters > 5 * description.active_parameters
     True
     """
-    with _counted(preset, num_classes, overrides) as blueprint:
+    overrides["num_classes"] = num_classes
+    with resolve(
+        preset, overrides, load_weights=load_weights, counts_only=True
+    ) as blueprint:
         return blueprint.describe()
 
 
@@ -192,23 +200,5 @@ def unbuilt_blocks(preset: Any, **overrides) -> list[keras.layers.Layer]:
     >>> unbuilt_blocks("vmoe_h14")[31].feed_forward.experts.num_experts
     32
     """
-    with _counted(preset, None, overrides) as blueprint:
+    with resolve(preset, overrides, counts_only=True) as blueprint:
         return blueprint.unbuilt_blocks()
-
-
-def _counted(preset, num_classes, overrides) -> Blueprint:
-    # The counts are the same under each.
-    overrides.pop("dtype", None)
-    load_weights = overrides.pop("load_weights", True)
-    return resolve(
-        preset,
-        _with_classes(overrides, num_classes),
-        load_weights=load_weights,
-        counts_only=True,
-    )
-
-
-def _with_classes(overrides, num_classes):
-    if num_classes is None:
-        return overrides
-    return {**overrides, "num_classes": num_classes}
