@@ -32,7 +32,7 @@ def apply_overrides(
         ValueError: if an override is unknown; the nearest names are listed.
     """
     names = [*override_names(backbone_cls), *_OF_MODELS]
-    check_argument_names(overrides, names, backbone_cls.__name__)
+    check_argument_names({**config, **overrides}, names, backbone_cls.__name__)
     options = {}
     if overrides.get("router", config.get("router")) != config.get("router"):
         options = {"router_options": None}

@@ -12,16 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
-from keras_hub.src.utils.preset_utils import (
-    check_config_class,
-    check_file_exists,
-    get_file,
-    get_preset_loader,
-    jax_memory_cleanup,
-    load_json,
-)
 
 from keras_moe.checks import nearest
+from keras_moe.compat import check_file_exists, free_weights, get_file, load_json
 from keras_moe.models import registry
 from keras_moe.models.preset_folder import check_folder, readable
 from keras_moe.models.weights_checksums import INDEX, compare_preset
@@ -73,21 +66,32 @@ def read_preset(preset: str | os.PathLike) -> SavedPreset:
     """
     path = check_preset(preset)
     with explained(path):
-        loader = get_preset_loader(path)
-        backbone = loader.check_backbone_class()
-        if not registry.is_registered(backbone):
+        content = load_json(path)
+        backbone = _registered(content)
+        if backbone is None or not registry.is_registered(backbone):
             raise ValueError(
                 "Expected a preset of a registered backbone, one of "
-                f"{registry.backbone_names()}; received: {backbone.__name__} in {path}"
+                f"{registry.backbone_names()}; received: "
+                f"{content.get('registered_name')!r} in {path}"
             )
-        config = loader.config["config"]
+        config = content["config"]
         if not check_file_exists(path, _TASK):
             return SavedPreset(path, backbone, config, None, {})
         content = load_json(path, _TASK)
-        task = check_config_class(content)
+        task = _registered(content)
+        if task is None:
+            raise ValueError(
+                "Expected a task that is registered with Keras; received: "
+                f"{content.get('registered_name')!r} in {path}/{_TASK}"
+            )
         # Tasks of other libraries know no blueprint.
         task = task if registry.is_task(task) else None
         return SavedPreset(path, backbone, config, task, content["config"])
+
+
+def _registered(content):
+    """The class that a file of a preset names, or None."""
+    return keras.saving.get_registered_object(str(content.get("registered_name")))
 
 
 @dataclass(frozen=True)
@@ -116,10 +120,10 @@ class SavedWeights:
         backbone = getattr(model, "backbone", model)
         if self.has_head and check_file_exists(self.path, _TASK_WEIGHTS):
             # On JAX: no weight is in memory twice.
-            jax_memory_cleanup(model)
+            free_weights(model)
             model.load_task_weights(get_file(self.path, _TASK_WEIGHTS))
         else:
-            jax_memory_cleanup(backbone)
+            free_weights(backbone)
         backbone.load_weights(self._backbone_file())
 
     def _backbone_file(self):

@@ -18,7 +18,7 @@ HEADS = {
             (4, 2),
             factorization="tr",
             rank=(2, 3, 2, 4),
-            activation="softmax",
+            output_activation="softmax",
             normalization="layer",
             expert_noise=0.5,
             edited_outputs=(1,),

@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 import keras_hub
-from keras_hub.src.utils.preset_utils import check_file_exists, get_file
 
+from keras_moe.compat import check_file_exists, get_file
 from keras_moe.models.conversion import keras_hub_names
 from keras_moe.models.conversion.clip_names import clip_plan
 from keras_moe.models.conversion.configs import (
