@@ -257,3 +257,23 @@ def remove_partials(target: str | os.PathLike) -> None:
     for path in target.parent.iterdir():
         if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def shipped_files(folder: str, suffix: str = ".json") -> dict[str, Path]:
+    """The files of a folder that ships with the library, by their names.
+
+    Args:
+        folder: name of the folder, such as `"presets"`.
+        suffix: suffix of the files.
+
+    Example:
+
+    >>> from keras_moe.files import shipped_files
+    >>> shipped_files("presets")["vmoe_b16"].name
+    'vmoe_b16.json'
+    """
+    # Inside the wheel the folders lie in the package, in a checkout beside it.
+    package = Path(__file__).resolve().parent
+    folders = (package / folder, package.parent / folder)
+    place = next(path for path in folders if path.is_dir())
+    return {path.stem: path for path in sorted(place.glob(f"*{suffix}"))}

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -57,9 +58,15 @@ def test_no_big_files():
 
 @pytest.mark.parametrize("folder", SHIPPED)
 def test_shipped_files_parse(folder):
-    for path in sorted((ROOT / folder).rglob("*.json")):
+    suffix, parse = {
+        "presets": (".json", json.loads),
+        "recipes": (".toml", tomllib.loads),
+    }[folder]
+    paths = sorted((ROOT / folder).iterdir())
+    assert {path.suffix for path in paths} == {suffix}
+    for path in paths:
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse(path.read_text(encoding="utf-8"))
         except ValueError as error:
             pytest.fail(f"{path.name}: {error}")
         assert isinstance(content, dict), path.name
@@ -78,5 +85,5 @@ def test_the_wheel_carries_every_preset_and_recipe(tmp_path):
     for folder in SHIPPED:
         place = f"keras_moe/{folder}/"
         packed = {name.removeprefix(place) for name in names if name.startswith(place)}
-        assert packed == {path.name for path in (ROOT / folder).glob("*.json")}
+        assert packed == {path.name for path in (ROOT / folder).iterdir()}
         assert packed

@@ -1,16 +1,18 @@
 """Trains a model by a recipe, and saves it as a preset.
 
     python tools/train.py --recipe mumoe_digits
-    python tools/train.py --recipe mumoe_mixer_s16 --set preset=mumoe_mixer_s16_tr
-    python tools/train.py --recipe mumoe_digits --set epochs=10 --model num_experts=16
+    python tools/train.py --recipe mumoe_mixer_s16 --set model.preset=mumoe_mixer_s16_tr
+    python tools/train.py --recipe mumoe_digits --set schedule.epochs=10 \
+        model.num_experts=16
     python tools/train.py --recipe mumoe_clip_b32 --data folder:photos
     python tools/train.py --recipe vmoe_b16_i21k --data tfrecord:photos --devices all
 
 The same command again goes on with a run that was ended, whatever ended it, from its
 newest checkpoint; --restart begins anew, --extend goes on after its end:
 
-    python tools/train.py --recipe mumoe_digits --set epochs=40 --extend
-    python tools/train.py --recipe mumoe_digits --set patience=5 best=restore
+    python tools/train.py --recipe mumoe_digits --set schedule.epochs=40 --extend
+    python tools/train.py --recipe mumoe_digits --set schedule.patience=5 \
+        schedule.best=restore
 
 Writes to the output folder: `preset`, which `from_preset` loads; `results.json` with
 the settings and what came of each epoch; `training.png`, the curves; `checkpoints`; and
@@ -73,7 +75,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipe", required=True, help=f"{names}; or a JSON file")
+    parser.add_argument(
+        "--recipe", required=True, help=f"{names}; or a TOML or JSON file"
+    )
     parser.add_argument(
         "--data",
         help="digits, tfds:NAME, tfrecord:GLOB or folder:PATH in the place of the "
@@ -105,7 +109,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--extend",
         action="store_true",
         help="go on with a run for more epochs or steps than it had, as --set says; "
-        "--set schedule_steps=N leaves its learning rate as it was",
+        "--set schedule.schedule_steps=N leaves its learning rate as it was",
     )
     parser.add_argument(
         "--health-every",
@@ -139,15 +143,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="with --branch-from: let the learning rate fall for so many steps",
     )
     add_device_arguments(parser)
-    for name, what in (("--set", "the recipe's settings"), ("--model", "the model's")):
-        parser.add_argument(
-            name,
-            nargs="+",
-            action="extend",
-            default=[],
-            metavar="NAME=VALUE",
-            help=f"override {what}; values are JSON, or else strings",
-        )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="SECTION.NAME=VALUE",
+        help="override settings of the recipe, such as schedule.epochs=3 or "
+        "model.num_experts=8; values are JSON, or else strings",
+    )
     return parser.parse_args(argv)
 
 
@@ -157,11 +161,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
     start_processes(args)
     overrides = dict(parse_override(text) for text in args.set)
     if args.data is not None:
-        overrides["data"] = args.data
+        overrides["data.source"] = args.data
     recipe = training.load_recipe(args.recipe, **overrides)
-    recipe = recipe.replace(
-        model_arguments=dict(parse_override(text) for text in args.model)
-    )
     recipe = branch(args, recipe)
     folder = args.output or Path("runs") / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,9 +181,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     try:
         set_devices(
             args,
-            recipe.preset,
-            recipe.batch_size // recipe.gradient_accumulation_steps,
-            **recipe.model_arguments,
+            recipe.model.preset,
+            recipe.data.batch_size // recipe.optimizer.gradient_accumulation_steps,
+            **recipe.model.overrides,
         )
         trained = training.train(
             recipe,
@@ -221,7 +222,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
             backend: importlib.import_module(backend).__version__,
         },
         "parameters": trained.model.count_params(),
-        "test_accuracy": trained.test_accuracy,
+        "metric": recipe.objective.headline.metric,
+        "score": trained.score,
         "history": trained.history,
         "router_health": watched.get("RouterHealth 1", {}).get("layers", []),
         "evaluations": watched.get("PeriodicEvaluation 1", {}).get("records", []),
@@ -230,7 +232,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     write_json(folder / "results.json", results)
     # The last, as it needs matplotlib.
     picture = folder / "training.png"
-    title = f"{recipe.name} on {recipe.data}"
+    title = f"{recipe.name} on {recipe.data.source}"
     # What callbacks measured has a slash in its name.
     curves = {name: x for name, x in trained.history.items() if "/" not in name}
     plots.plot_training_history(curves, picture, title=title)
@@ -239,14 +241,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
             folder / "router_health.csv", folder / "router_health.png", title=title
         )
     for name, value in {
-        "test accuracy": f"{trained.test_accuracy:.2%}",
+        recipe.objective.headline.metric: f"{trained.score:.4f}",
         "parameters": f"{results['parameters']:,}",
         "seconds": f"{results['seconds']:.0f}",
         "preset": folder / "preset",
         "results": folder / "results.json",
         "picture": picture,
     }.items():
-        console.print(f"{name:<14} {value}", highlight=False)
+        console.print(f"{name:<18} {value}", highlight=False)
 
 
 def branch(args: argparse.Namespace, recipe: training.Recipe) -> training.Recipe:
@@ -256,11 +258,12 @@ def branch(args: argparse.Namespace, recipe: training.Recipe) -> training.Recipe
     if args.branch_from is None:
         raise ValueError("Expected --branch-from with --cooldown")
     batches = training.open_checkpoint(args.branch_from).step
-    start, rest = divmod(batches, recipe.gradient_accumulation_steps)
+    accumulated = recipe.optimizer.gradient_accumulation_steps
+    start, rest = divmod(batches, accumulated)
     if rest:
         raise ValueError(
             "Expected a checkpoint after an update of the weights, every "
-            f"{recipe.gradient_accumulation_steps} batches; received: {batches} batches"
+            f"{accumulated} batches; received: {batches} batches"
         )
     return training.cooldown_branch(recipe, start, args.cooldown)
 
@@ -289,10 +292,10 @@ def watchers(
             )
         )
     if args.few_shot_every:
-        source = args.few_shot_data or recipe.data
+        source = args.few_shot_data or recipe.data.source
         splits = ("train", "test")
         if args.few_shot_data is None:
-            splits = (recipe.train_split, recipe.test_split)
+            splits = (recipe.data.train_split, recipe.data.test_split)
         pools = [
             data.load(
                 source,
@@ -314,7 +317,7 @@ def settings_table(recipe: training.Recipe) -> Table:
     table = Table(title=f"{recipe.name} on {keras.backend.backend()}")
     table.add_column("setting")
     table.add_column("value", overflow="fold")
-    for name, value in recipe.to_dict().items():
+    for name, value in recipe.settings().items():
         if name != "name" and value != "":
             table.add_row(name, value if isinstance(value, str) else json.dumps(value))
     return table

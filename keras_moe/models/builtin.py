@@ -3,20 +3,10 @@
 import copy
 import functools
 import json
-from pathlib import Path
 
+from keras_moe.files import shipped_files
 from keras_moe.models.registry import register_presets
 from keras_moe.models.variants import VARIANTS
-
-# Inside the wheel the files lie in the package, in a checkout beside it.
-_PACKAGE = Path(__file__).resolve().parent.parent
-
-
-def shipped_files(folder: str) -> dict[str, Path]:
-    """The JSON files of a folder that ships with the library, by name."""
-    folders = (_PACKAGE / folder, _PACKAGE.parent / folder)
-    path = next(path for path in folders if path.is_dir())
-    return {path.stem: path for path in sorted(path.glob("*.json"))}
 
 
 def builtin_presets() -> dict[str, dict]:

@@ -24,6 +24,11 @@ from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.models.classifier_config import classifier_config
 from keras_moe.models.classifying import ClassifyMixin
+from keras_moe.models.compile_defaults import (
+    default_loss,
+    default_metrics,
+    loss_of_outputs,
+)
 from keras_moe.models.copying import CopyMixin, copied
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import ExportMixin
@@ -31,11 +36,6 @@ from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.input_checks import InputChecksMixin
 from keras_moe.models.lora import TaskLoraMixin
 from keras_moe.models.model_sources import ModelSource, TaskConfig
-from keras_moe.models.objectives import (
-    default_loss,
-    default_metrics,
-    loss_of_outputs,
-)
 from keras_moe.models.preset_loading import PresetMixin, TaskWeightsMixin
 from keras_moe.models.quantization import quantized_head, settle_policies
 from keras_moe.models.trainer import TrainerMixin

@@ -12,21 +12,33 @@ from keras_moe.training.checkpoints import (
     restore_checkpoint,
     save_checkpoint,
 )
+from keras_moe.training.data_config import DataConfig
+from keras_moe.training.datasets import Datasets
 from keras_moe.training.evaluation_callback import FewShot, PeriodicEvaluation
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
+from keras_moe.training.model_config import ModelConfig
 from keras_moe.training.non_finite import (
     NonFinite,
     NonFiniteLoss,
     StopOnNonFinite,
     locate_non_finite,
 )
+from keras_moe.training.objectives import (
+    Classification,
+    Headline,
+    MultiLabel,
+    Objective,
+    register_objective,
+)
+from keras_moe.training.optimizer_config import OptimizerConfig
 from keras_moe.training.optimizers import optimizer_class
 from keras_moe.training.recipe_files import list_recipes, load_recipe
-from keras_moe.training.recipes import Datasets, Recipe
+from keras_moe.training.recipes import Recipe
 from keras_moe.training.router_health import RouterHealth
 from keras_moe.training.run import Training, train
 from keras_moe.training.run_checkpoint import RunCheckpoint
 from keras_moe.training.run_lock import run_lock
+from keras_moe.training.schedule_config import ScheduleConfig
 from keras_moe.training.schedules import (
     WarmupCooldown,
     WarmupLinearDecay,
@@ -39,17 +51,25 @@ from keras_moe.training.weight_averages import EvaluateAverages
 __all__ = [
     "BestEpoch",
     "Checkpoint",
+    "Classification",
+    "DataConfig",
     "Datasets",
     "EvaluateAverages",
     "FewShot",
+    "Headline",
     "MeanAveragePrecision",
+    "ModelConfig",
+    "MultiLabel",
     "NonFinite",
     "NonFiniteLoss",
+    "Objective",
+    "OptimizerConfig",
     "PeriodicEvaluation",
     "PrecisionAt1",
     "Recipe",
     "RouterHealth",
     "RunCheckpoint",
+    "ScheduleConfig",
     "Soup",
     "StopOnNonFinite",
     "Training",
@@ -68,6 +88,7 @@ __all__ = [
     "locate_non_finite",
     "open_checkpoint",
     "optimizer_class",
+    "register_objective",
     "restore_checkpoint",
     "run_lock",
     "save_checkpoint",

@@ -5,7 +5,12 @@ import warnings
 from keras_moe.training.recipes import Recipe
 
 # What may be another in a run that is extended: its length, and when it is given up.
-EXTENDABLE = ("epochs", "steps", "schedule_steps", "patience")
+EXTENDABLE = (
+    "schedule.epochs",
+    "schedule.steps",
+    "schedule.schedule_steps",
+    "schedule.patience",
+)
 
 
 def check_extension(
@@ -21,7 +26,7 @@ def check_extension(
 
     Args:
         recipe: the longer run's.
-        before: settings of `EXTENDABLE` that were others before.
+        before: settings of `EXTENDABLE` that were others before, by dotted name.
         steps_per_epoch: batches in an epoch.
         batches: how many were trained on.
 
@@ -36,10 +41,12 @@ def check_extension(
     >>> from keras_moe.training import Recipe
     >>> from keras_moe.training.extension import check_extension
     >>> recipe = Recipe(
-    ...     "mine", "vmoe_digits", batch_size=8, learning_rate=1e-3, epochs=3,
-    ...     decay="constant",
+    ...     "mine",
+    ...     data={"batch_size": 8},
+    ...     model={"preset": "vmoe_digits"},
+    ...     schedule={"learning_rate": 1e-3, "epochs": 3, "decay": "constant"},
     ... )
-    >>> check_extension(recipe, {"epochs": 2, "steps": None}, 10, batches=20)
+    >>> check_extension(recipe, {"schedule.epochs": 2}, 10, batches=20)
     True
     """
     old = recipe.replace(**before)
@@ -49,15 +56,15 @@ def check_extension(
             f"Expected a run of at least {old.total_steps(steps_per_epoch)} steps to "
             f"extend; received: {total} steps"
         )
-    step = batches // recipe.gradient_accumulation_steps
-    rates = [float(x.schedule(steps_per_epoch)(step)) for x in (old, recipe)]
-    if abs(rates[1] - rates[0]) > 1e-6 * recipe.learning_rate:
+    step = batches // recipe.optimizer.gradient_accumulation_steps
+    rates = [float(x.learning_rate(steps_per_epoch)(step)) for x in (old, recipe)]
+    if abs(rates[1] - rates[0]) > 1e-6 * recipe.schedule.learning_rate:
+        before_steps = old.schedule.schedule_steps or old.total_steps(steps_per_epoch)
         warnings.warn(
             f"After step {step} the learning rate goes from {rates[0]:.3g} to "
             f"{rates[1]:.3g}, that of a run of {total} steps with decay="
-            f"{recipe.decay!r}; with schedule_steps="
-            f"{old.schedule_steps or old.total_steps(steps_per_epoch)} it goes on with "
-            "final_learning_rate",
+            f"{recipe.schedule.decay!r}; with schedule_steps={before_steps} it goes on "
+            "with final_learning_rate",
             stacklevel=3,
         )
     return step < total

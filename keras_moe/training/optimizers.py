@@ -83,7 +83,7 @@ def make_optimizer(name: str, options: dict, **arguments: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise ValueError(
             "Expected the name of an optimizer and its further arguments; received: "
-            f"optimizer={name!r}, optimizer_options={options!r} ({error})"
+            f"name={name!r}, options={options!r} ({error})"
         ) from error
 
 

@@ -1,6 +1,5 @@
 """A run: the model of a recipe, trained on its images."""
 
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,7 +10,8 @@ import numpy as np
 from keras import ops
 
 from keras_moe import data
-from keras_moe.training.class_names import recipe_class_names, set_class_names
+from keras_moe.training.class_names import set_class_names
+from keras_moe.training.datasets import Datasets
 from keras_moe.training.extension import EXTENDABLE, check_extension
 from keras_moe.training.non_finite import (
     NonFinite,
@@ -20,12 +20,11 @@ from keras_moe.training.non_finite import (
     first_non_finite_weight,
     locate_non_finite,
 )
-from keras_moe.training.recipes import Datasets, Recipe
+from keras_moe.training.recipes import Recipe
 from keras_moe.training.run_checkpoint import RunCheckpoint
 from keras_moe.training.run_lock import holds_run_folder
+from keras_moe.training.run_settings import run_settings
 
-# What says nothing about how a model is trained.
-_WORDS = ("description", "source", "notes")
 # Without checkpoints, a run is made again from its start to see where it went wrong,
 # if it is no longer than this.
 _SHORT_RUN = 1000
@@ -37,16 +36,17 @@ class Training(NamedTuple):
     Attributes:
         model: the trained model. The `class_names` of its preprocessor are those of the
             recipe's data, or None where nobody knows them.
-        history: lists with a value for each epoch: loss, accuracy, val_loss and
-            val_accuracy, those of the test images. With several labels
-            precision_at_1 and mean_average_precision instead.
-        test_accuracy: of the last epoch, or its precision at 1; with a recipe of
-            `best="restore"` of the best epoch.
+        history: lists with a value for each epoch: the loss and metrics of the
+            objective, as `loss`, `accuracy`, `val_loss` and `val_accuracy` of
+            classification; the latter are those of the test images.
+        score: the objective's headline metric, such as the accuracy of the test
+            images: that of the last epoch, or with `best="restore"` in the recipe's
+            schedule that of the best.
     """
 
     model: keras.Model
     history: dict[str, list[float]]
-    test_accuracy: float
+    score: float
 
 
 @holds_run_folder
@@ -99,7 +99,7 @@ def train(
             within an epoch, the rest of it is a further row of the history.
 
     Returns:
-        A `Training`: the model, the history and the accuracy.
+        A `Training`: the model, the history and the objective's headline metric.
 
     Raises:
         ValueError: if the recipe, model and images do not fit together; if the
@@ -112,8 +112,12 @@ def train(
     Example:
 
     >>> from keras_moe.training import load_recipe, train
-    >>> recipe = load_recipe("mumoe_digits", epochs=1, batch_size=512, warmup_steps=0)
-    >>> recipe = recipe.replace(model_arguments={"num_layers": 1, "hidden_dim": 8})
+    >>> recipe = load_recipe(
+    ...     "mumoe_digits",
+    ...     data={"batch_size": 512},
+    ...     model={"num_layers": 1, "hidden_dim": 8},
+    ...     schedule={"epochs": 1, "warmup_steps": 0},
+    ... )
     >>> sorted(train(recipe, verbose=0).history)
     ['accuracy', 'loss', 'val_accuracy', 'val_loss']
     """
@@ -127,29 +131,27 @@ def train(
             "Expected a checkpoint_dir for the branch's own checkpoints; "
             f"received: branch_from={branch_from!r}, checkpoint_dir=None"
         )
-    if recipe.best is not None and checkpoint_dir is None:
+    keeps_best = recipe.schedule.best
+    if keeps_best is not None and checkpoint_dir is None:
         raise ValueError(
             "Expected a checkpoint_dir for the best epoch's checkpoint; "
-            f"received: best={recipe.best!r}, checkpoint_dir=None"
+            f"received: best={keeps_best!r}, checkpoint_dir=None"
         )
     best = recipe.best_epoch()
     run = _Run(recipe, datasets, data_dir)
     model = run.new_model()
     checkpoint, first_step = None, 0
     if checkpoint_dir is not None:
-        settings = {k: v for k, v in recipe.to_dict().items() if k not in _WORDS}
-        if datasets is None and recipe.unreadable is not None:
-            settings["unreadable_images"] = _left_out(recipe, data_dir)
         checkpoint = RunCheckpoint(
             checkpoint_dir,
             run.steps_per_epoch,
             checkpoint_every,
             keep_checkpoints,
             keep_every,
-            settings,
+            run_settings(recipe, data_dir, own_data=datasets is not None),
             restart=not resume,
             branch_from=branch_from,
-            best=None if recipe.best is None else best,
+            best=None if keeps_best is None else best,
             may_differ=EXTENDABLE if extend else (),
         )
         first_step = checkpoint.restore(model)
@@ -203,37 +205,40 @@ def train(
 
 
 class _Run:
-    """What a recipe begins with, and its images from any step on."""
+    """What a recipe begins with, and its batches from any step on."""
 
     def __init__(self, recipe, datasets, data_dir):
-        self.recipe, self.given, self.data_dir = recipe, datasets, data_dir
+        self.recipe, self.own_datasets, self.data_dir = recipe, datasets, data_dir
+        self.model = None
         self._opened = {}
 
     def new_model(self):
-        """The compiled model at step 0."""
+        """The compiled model at step 0, in the place of the last one."""
         recipe = self.recipe
+        # One at a time is in memory.
+        self.model = None
         keras.utils.set_random_seed(recipe.seed)
-        if self.given is None:
-            model = recipe.new_model(recipe.num_classes(self.data_dir))
-            self._shape = model.backbone.image_shape
-            set_class_names(model, recipe_class_names(recipe, self.data_dir))
+        if self.own_datasets is None:
+            self.model = recipe.new_model(recipe.num_classes(self.data_dir))
+            names = recipe.class_names(self.data_dir)
         else:
-            model = recipe.new_model(self.datasets(0).num_classes)
+            self.model = recipe.new_model(self.datasets(0).num_classes)
             # Nobody knows whether they are the preset's.
-            set_class_names(model, None)
+            names = None
+        set_class_names(self.model, names)
         self.steps_per_epoch = self.datasets(0).steps_per_epoch
-        recipe.compile(model, self.steps_per_epoch)
-        return model
+        recipe.compile(self.model, self.steps_per_epoch)
+        return self.model
 
     def datasets(self, step):
-        """The images after so many steps."""
-        if isinstance(self.given, Datasets):
-            return self.given
+        """The batches after so many steps."""
+        if isinstance(self.own_datasets, Datasets):
+            return self.own_datasets
         if step not in self._opened:
             self._opened[step] = (
-                self.recipe.datasets(self._shape, self.data_dir, start_step=step)
-                if self.given is None
-                else self.given(step)
+                self.recipe.datasets(self.model, self.data_dir, start_step=step)
+                if self.own_datasets is None
+                else self.own_datasets(step)
             )
         return self._opened[step]
 
@@ -265,7 +270,7 @@ def _diagnosis(error, run, checkpoint, verbose):
         parts.append("With checkpoints, one would see where it began")
     if good:
         parts.append(f"The last good checkpoint is {good}")
-    parts.append(f"Try less than learning_rate={recipe.learning_rate}")
+    parts.append(f"Try less than learning_rate={recipe.schedule.learning_rate}")
     return ". ".join(parts)
 
 
@@ -298,18 +303,6 @@ def _first_non_finite(error, run, checkpoint, verbose):
     return None
 
 
-def _left_out(recipe, data_dir):
-    """What says whether a search found the same images again, on which batches depend.
-
-    An error of reading may have passed since, or come.
-    """
-    found = {}
-    for split, indices in zip(("train", "test"), recipe.left_out(data_dir)):
-        digest = hashlib.sha256(indices.astype("<i8").tobytes()).hexdigest()
-        found[split] = {"left_out": len(indices), "sha256": digest}
-    return found
-
-
 def _has_all_weights():
     """Whether this process does: of several, one that trains with no distribution."""
     return keras.distribution.distribution() is None or data.process_shard()[1] == 1
@@ -317,11 +310,10 @@ def _has_all_weights():
 
 def _training(model, history, recipe, checkpoint):
     history = {name: [float(x) for x in values] for name, values in history.items()}
-    accuracy = history.get("val_accuracy") or history["val_precision_at_1"]
     row = -1
-    if recipe.best == "restore" and _has_all_weights():
+    if recipe.schedule.best == "restore" and _has_all_weights():
         row = checkpoint.best_row if checkpoint.restore_best(model) else -1
-    elif recipe.best == "restore":
+    elif recipe.schedule.best == "restore":
         # No process of several has waited for the others' pieces of it.
         warnings.warn(
             "The model is that of the last epoch, as several processes share its "
@@ -329,4 +321,4 @@ def _training(model, history, recipe, checkpoint):
             "a distribution, gives that of the best",
             stacklevel=3,
         )
-    return Training(model, history, accuracy[row])
+    return Training(model, history, history[recipe.objective.headline.metric][row])

@@ -24,6 +24,7 @@ from keras_moe.training.checkpoints import (
     save_checkpoint,
 )
 from keras_moe.training.non_finite import NonFiniteLoss
+from keras_moe.training.run_settings import saved_settings
 from keras_moe.training.tensor_file import NonFiniteValues
 
 
@@ -47,7 +48,7 @@ class RunCheckpoint(keras.callbacks.Callback):
             of the run is saved always.
         keep: how many checkpoints stay.
         keep_every: those of steps that this divides stay, too, for branches and soups.
-        settings: JSON, such as a recipe's `to_dict()`. A run with others is refused.
+        settings: JSON, such as a recipe's `settings()`. A run with others is refused.
         restart: whether to remove the checkpoints that are there, and begin anew.
         branch_from: the folder of another run's checkpoint, such as
             `"runs/long/checkpoints/step-00650000"`. Where `folder` has no checkpoint
@@ -297,9 +298,10 @@ class RunCheckpoint(keras.callbacks.Callback):
     def _check(self, found: Checkpoint):
         state = found.state
         pairs = [("steps_per_epoch", state["steps_per_epoch"], self.steps_per_epoch)]
+        saved = saved_settings(state["settings"])
         pairs += [
-            (name, state["settings"].get(name), self.settings.get(name))
-            for name in sorted({*state["settings"], *self.settings})
+            (name, saved.get(name), self.settings.get(name))
+            for name in sorted({*saved, *self.settings})
         ]
         self.changed = {
             name: old

@@ -167,7 +167,7 @@ def cooldown_branch(
             checkpoint's own number, which counts batches, is a multiple of it.
         cooldown_steps: in which the learning rate falls to `final_learning_rate`, 0 by
             default.
-        **overrides: other settings, such as `data`.
+        **overrides: other settings, such as `data={"source": "folder:more"}`.
 
     Returns:
         The recipe, named after the branch unless there is a `name`.
@@ -183,31 +183,36 @@ def cooldown_branch(
     Example:
 
     >>> from keras_moe.training import Recipe, cooldown_branch
-    >>> settings = {"batch_size": 8, "learning_rate": 1e-3, "decay": "rsqrt"}
-    >>> run = Recipe("run", preset="vmoe_b16", steps=700_000, **settings)
+    >>> run = Recipe(
+    ...     "run",
+    ...     data={"batch_size": 8},
+    ...     model={"preset": "vmoe_b16"},
+    ...     schedule={"steps": 700_000, "learning_rate": 1e-3, "decay": "rsqrt"},
+    ... )
     >>> branch = cooldown_branch(run, 650_000, 40_000)
-    >>> branch.name, branch.steps, branch.cooldown_steps
+    >>> branch.name, branch.schedule.steps, branch.schedule.cooldown_steps
     ('run_cooldown_650000_40000', 690000, 40000)
     """
     check_integer("start_step", start_step, minimum=0)
     check_integer("cooldown_steps", cooldown_steps)
-    if recipe.decay not in OPEN_ENDED:
+    schedule = recipe.schedule
+    if schedule.decay not in OPEN_ENDED:
         raise ValueError(
             f"Expected a decay among {OPEN_ENDED}, whose learning rates do not depend "
-            f"on the run's length; received: decay={recipe.decay!r}"
+            f"on the run's length; received: decay={schedule.decay!r}"
         )
-    last = float("inf") if recipe.steps is None else recipe.steps
-    if not recipe.warmup_steps <= start_step <= last - recipe.cooldown_steps:
+    last = float("inf") if schedule.steps is None else schedule.steps
+    if not schedule.warmup_steps <= start_step <= last - schedule.cooldown_steps:
         raise ValueError(
-            f"Expected a branch after the warm-up of {recipe.warmup_steps} steps and "
-            f"before the cooldown of {recipe.cooldown_steps}, in a run of "
-            f"steps={recipe.steps}; received: start_step={start_step}"
+            f"Expected a branch after the warm-up of {schedule.warmup_steps} steps and "
+            f"before the cooldown of {schedule.cooldown_steps}, in a run of "
+            f"steps={schedule.steps}; received: start_step={start_step}"
         )
     settings = {
         "name": f"{recipe.name}_cooldown_{start_step}_{cooldown_steps}",
-        "steps": start_step + cooldown_steps,
-        "cooldown_steps": cooldown_steps,
-        "schedule_steps": None,
+        "schedule.steps": start_step + cooldown_steps,
+        "schedule.cooldown_steps": cooldown_steps,
+        "schedule.schedule_steps": None,
     }
     return recipe.replace(**{**settings, **overrides})
 

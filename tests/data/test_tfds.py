@@ -353,12 +353,11 @@ def test_celeb_a_has_a_recipe_that_trains(celeb_a):
 
     small = load_recipe(
         "mumoe_celeb_a",
-        preset="mumoe_vit_s16_cp",
-        steps=3,
-        warmup_steps=1,
-        batch_size=4,
-        dtype="float32",
-        model_arguments={
+        data={"batch_size": 4},
+        schedule={"steps": 3, "warmup_steps": 1},
+        model={
+            "preset": "mumoe_vit_s16_cp",
+            "dtype": "float32",
             "image_shape": (8, 8, 3),
             "patch_size": 4,
             "hidden_dim": 8,

@@ -33,12 +33,10 @@ from keras_moe import layers, routers, training
 EPOCHS, STEPS, EVERY = 4, 35, 2
 RECIPE = training.Recipe(
     "killed",
-    preset="vmoe_digits",
-    epochs=EPOCHS,
-    batch_size=8,
-    learning_rate=1e-2,
-    warmup_steps=5,
-    weight_decay=0.1,
+    data={"batch_size": 8},
+    model={"preset": "vmoe_digits"},
+    schedule={"epochs": EPOCHS, "learning_rate": 1e-2, "warmup_steps": 5},
+    optimizer={"weight_decay": 0.1},
 )
 
 

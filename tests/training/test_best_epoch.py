@@ -8,6 +8,7 @@ import pytest
 
 from keras_moe import files, training
 from keras_moe.training import BestEpoch, Recipe, train
+from tests.training.recipe_settings import changed, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
 backend_free = pytest.mark.backend_free
@@ -37,7 +38,7 @@ def small(monkeypatch):
 def recipe(**settings):
     # Seven steps in an epoch.
     common = {"preset": "vmoe_digits", "batch_size": 192, "learning_rate": 1e-2}
-    return Recipe("mine", **{"epochs": 6, **common, **settings})
+    return short_recipe(**{"epochs": 6, **common, **settings})
 
 
 class Scores(keras.callbacks.Callback):
@@ -78,7 +79,7 @@ def variables(trained):
 
 def assert_same(found, expected):
     assert found.history == expected.history
-    assert found.test_accuracy == expected.test_accuracy
+    assert found.score == expected.score
     for a, b in zip(variables(found), variables(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -97,7 +98,7 @@ def test_a_killed_run_stops_and_finds_its_best_epoch_like_another(
     whole = run(tmp_path / "whole", mine, keep_checkpoints=1)
     # A score as high as the best is no better one.
     assert whole.history["score"] == SCORES[:4]
-    assert whole.test_accuracy == whole.history["val_accuracy"][1]
+    assert whole.score == whole.history["val_accuracy"][1]
     assert names(tmp_path / "whole") == ["step-00000014", "step-00000028"]
     # Within the third epoch, and within the fourth.
     for steps in (16, 8):
@@ -122,7 +123,7 @@ def test_a_killed_run_stops_and_finds_its_best_epoch_like_another(
 def test_the_best_epoch_is_kept_beside_the_newest(tmp_path):
     newest = run(tmp_path, recipe(monitor="score", best="keep"), keep_checkpoints=1)
     assert names(tmp_path) == ["step-00000035", "step-00000042"]
-    assert newest.test_accuracy == newest.history["val_accuracy"][-1]
+    assert newest.score == newest.history["val_accuracy"][-1]
     state = training.find_checkpoint(tmp_path).state
     assert state["best"] == [35, 4]
     assert state["callbacks"]["BestEpoch 1"]["value"] == 0.6
@@ -141,7 +142,7 @@ def test_one_process_of_several_restores_the_best_once_it_is_alone(
 ):
     mine = recipe(monitor="score", patience=1, best="restore")
     expected = run(tmp_path, mine)
-    assert expected.test_accuracy == expected.history["val_accuracy"][1]
+    assert expected.score == expected.history["val_accuracy"][1]
     # Such as the first of two, of which each has every second image.
     monkeypatch.setattr(training.run.data, "process_shard", lambda: (0, 2))
     assert_same(run(tmp_path, mine), expected)
@@ -150,7 +151,7 @@ def test_one_process_of_several_restores_the_best_once_it_is_alone(
         found = training.run._training(
             expected.model, expected.history, mine, training.RunCheckpoint(tmp_path, 7)
         )
-    assert found.test_accuracy == expected.history["val_accuracy"][-1]
+    assert found.score == expected.history["val_accuracy"][-1]
 
 
 @backend_free
@@ -169,7 +170,7 @@ def test_a_best_checkpoint_that_cannot_be_written_leaves_the_one_before(
     with pytest.warns(UserWarning, match="checkpoint of step 35"):
         found = run(tmp_path, mine, keep_checkpoints=1)
     assert names(tmp_path) == ["step-00000014", "step-00000042"]
-    assert found.test_accuracy == found.history["val_accuracy"][1]
+    assert found.score == found.history["val_accuracy"][1]
 
 
 @backend_free
@@ -212,7 +213,7 @@ def test_a_run_without_a_best_epoch_says_so(tmp_path, monitor, reason):
         pytest.warns(UserWarning, match="last epoch: there is no checkpoint of a best"),
     ):
         found = run(tmp_path, mine, Nan())
-    assert found.test_accuracy == found.history["val_accuracy"][-1]
+    assert found.score == found.history["val_accuracy"][-1]
 
 
 @backend_free
@@ -236,7 +237,7 @@ def test_bad_settings(tmp_path):
     with pytest.raises(ValueError, match=r"'val_loss'\]; received: monitor='score'"):
         train(recipe(monitor="score", patience=1), verbose=0)
     with pytest.raises(ValueError, match=r"final_learning_rate > 0 for the 32 steps"):
-        recipe(schedule_steps=10).schedule(7)
+        recipe(schedule_steps=10).learning_rate(7)
 
 
 @backend_free
@@ -260,9 +261,9 @@ def test_settings_come_back(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(files, "write_all", full)
         with pytest.raises(OSError, match="No space"):
-            mine.replace(epochs=99).save(tmp_path / "mine.json")
+            changed(mine, epochs=99).save(tmp_path / "mine.json")
     assert training.load_recipe(tmp_path / "mine.json") == mine
-    rates = [float(mine.schedule(7)(step)) for step in (0, 10, 20, 41)]
+    rates = [float(mine.learning_rate(7)(step)) for step in (0, 10, 20, 41)]
     np.testing.assert_allclose(rates, [1e-2, 5.05e-3, 1e-4, 1e-4], rtol=1e-5)
 
 
@@ -298,7 +299,7 @@ def test_a_longer_run_is_the_one_that_had_been_longer(tmp_path, short, long):
     with pytest.raises(ValueError, match="at least 21 steps to extend; rec"):
         run(tmp_path, recipe(**short), extend=True)
     with pytest.raises(ValueError, match=r"learning_rate=0\.5 "):
-        run(tmp_path, mine.replace(epochs=4, learning_rate=0.5), extend=True)
+        run(tmp_path, changed(mine, epochs=4, learning_rate=0.5), extend=True)
 
 
 @backend_free

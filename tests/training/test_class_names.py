@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from keras_moe import data
-from keras_moe.training import Datasets, Recipe, train
-from keras_moe.training.class_names import recipe_class_names
+from keras_moe.training import Datasets, train
+from tests.training.recipe_settings import short_recipe
 
 pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
 
@@ -17,9 +17,8 @@ NAMES = tuple("abcdefghij")
 def recipe(**settings):
     small = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "image_shape": (8, 8, 1)}
     plain = {"epochs": 1, "batch_size": 10, "learning_rate": 1e-3}
-    return Recipe(
+    return short_recipe(
         **{
-            "name": "mine",
             "preset": "vmoe_digits",
             "model_arguments": small,
             **plain,
@@ -56,7 +55,7 @@ def test_a_presets_names_are_not_those_of_unknown_data():
 
 
 def test_names_of_sources(tmp_path):
-    assert recipe_class_names(recipe()) == tuple("0123456789")
+    assert recipe().class_names() == tuple("0123456789")
     image = np.zeros((8, 8, 3), "uint8")
     for classes, names in ((["x", "y"], ("x", "y")), (2, None)):
         folder = tmp_path / str(classes)
@@ -64,7 +63,10 @@ def test_names_of_sources(tmp_path):
         assert data.class_names(f"tfrecord:{folder}") == names
     hierarchy = data.LabelHierarchy(["odd", *"0123456789"], {"1": ["odd"]})
     hierarchy.save(tmp_path / "classes.json")
-    found = recipe_class_names(
-        recipe(hierarchy=str(tmp_path / "classes.json"), multi_label=True)
+    found = recipe(
+        objective={
+            "name": "multi_label",
+            "hierarchy": str(tmp_path / "classes.json"),
+        }
     )
-    assert found == ("odd", *"0123456789")
+    assert found.class_names() == ("odd", *"0123456789")

@@ -13,6 +13,9 @@ from keras_moe import data, models
 from keras_moe.data.augmentation import build_steps
 from keras_moe.layers import MuMoE
 from keras_moe.training import (
+    Classification,
+    ModelConfig,
+    MultiLabel,
     Recipe,
     list_recipes,
     load_recipe,
@@ -21,6 +24,7 @@ from keras_moe.training import (
 )
 from keras_moe.training.parameter_groups import group_factors
 from tests.symbolic import symbolic_model
+from tests.training.recipe_settings import changed, short_recipe
 
 backend_free = pytest.mark.backend_free
 to_numpy = keras.ops.convert_to_numpy
@@ -38,14 +42,13 @@ SMALL = {
 
 def recipe(**settings):
     needed = {
-        "name": "mine",
         "preset": "mumoe_mixer_s16_cp",
         "epochs": 3,
         "batch_size": 128,
         "learning_rate": 0.1,
         "model_arguments": SMALL,
     }
-    return Recipe(**{**needed, **settings})
+    return short_recipe(**{**needed, **settings})
 
 
 def linear_model(multi_label=False):
@@ -74,39 +77,38 @@ def test_table_7():
         (clip, (3e-5, 4096, 1e-1, 500, 10, "mixed_float16", 0)),
     ):
         assert expected == (
-            found.learning_rate,
-            found.batch_size,
-            found.weight_decay,
-            found.warmup_steps,
-            found.epochs,
-            found.dtype,
+            found.schedule.learning_rate,
+            found.data.batch_size,
+            found.optimizer.weight_decay,
+            found.schedule.warmup_steps,
+            found.schedule.epochs,
+            found.model.dtype,
             found.seed,
         )
-        assert found.model_arguments.get("dropout_rate", 0.0) == 0.0
-        assert found.gradient_clipping == 1.0
-        assert found.optimizer == "adamw"
-    assert mixer.model_arguments["stochastic_depth"] == 0.1
-    assert "stochastic_depth" not in clip.model_arguments
-    strengths = {item["name"]: item for item in mixer.augment if isinstance(item, dict)}
+        assert found.model.overrides.get("dropout_rate", 0.0) == 0.0
+        assert found.optimizer.gradient_clipping == 1.0
+        assert found.optimizer.name == "adamw"
+    assert mixer.model.overrides["stochastic_depth"] == 0.1
+    assert "stochastic_depth" not in clip.model.overrides
+    strengths = {x["name"]: x for x in mixer.data.augment if isinstance(x, dict)}
     assert strengths["randaugment"]["magnitude"] == 15 / 30
     assert strengths["mixup"]["alpha"] == 0.5
-    assert clip.augment == ["random_resized_crop"]
+    assert clip.data.augment == ["random_resized_crop"]
 
 
 @backend_free
 def test_celeb_a_is_the_papers():
     found = load_recipe("mumoe_celeb_a")
-    head = found.model_arguments["head"]
+    head = found.model.overrides["head"]
     # Table 2: 578K parameters on CLIP's 768 features, beside 30.7K of a linear head.
     assert MuMoE(40, **head).parameters(768) == 578_048
-    assert (found.data, found.train_split, found.multi_label) == (
-        "tfds:celeb_a",
-        "train",
-        True,
-    )
+    assert (found.data.source, found.data.train_split) == ("tfds:celeb_a", "train")
+    assert found.objective == MultiLabel()
     # Editing Models with Task Arithmetic, appendix B.
-    assert (found.steps, found.batch_size, found.warmup_steps) == (2000, 128, 200)
-    assert (found.learning_rate, found.weight_decay) == (1e-5, 0.1)
+    schedule = found.schedule
+    assert (schedule.steps, found.data.batch_size) == (2000, 128)
+    assert (schedule.warmup_steps, schedule.learning_rate) == (200, 1e-5)
+    assert found.optimizer.weight_decay == 0.1
 
 
 PUBLISHED = {
@@ -127,30 +129,33 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_settings(name):
     found = load_recipe(name)
+    schedule = found.schedule
     assert PUBLISHED[name] == (
-        found.learning_rate,
-        found.batch_size,
-        found.epochs,
-        found.steps,
-        found.warmup_steps,
-        found.decay,
-        found.final_learning_rate,
-        found.cooldown_steps,
-        found.weight_decay,
+        schedule.learning_rate,
+        found.data.batch_size,
+        schedule.epochs,
+        schedule.steps,
+        schedule.warmup_steps,
+        schedule.decay,
+        schedule.final_learning_rate,
+        schedule.cooldown_steps,
+        found.optimizer.weight_decay,
     )
     # V-MoE clips H alone (common), but for its ImageNet runs.
     clipping = None if name == "routers_jft" else 1.0
-    assert (found.optimizer, found.gradient_clipping) == ("adamw", clipping)
+    assert found.optimizer.name == "adamw"
+    assert found.optimizer.gradient_clipping == clipping
     # Times the learning rate, as these releases have it.
-    assert found.weight_decay_times == "learning_rate"
-    assert found.timescale == 10_000
+    assert found.optimizer.weight_decay_times == "learning_rate"
+    assert schedule.timescale == 10_000
 
 
 @backend_free
 def test_published_mixing_and_heads():
     strengths = {}
     for name in ("vmoe_b16_i21k", "vmoe_s32_i1k"):
-        by_name = {x["name"]: x for x in load_recipe(name).augment if "name" in x}
+        augment = load_recipe(name).data.augment
+        by_name = {x["name"]: x for x in augment if "name" in x}
         assert by_name["randaugment"] == {
             "name": "randaugment",
             "num_ops": 2,
@@ -166,14 +171,14 @@ def test_published_mixing_and_heads():
     }.items():
         small = {"hidden_dim": 32, "mlp_dim": 32, "num_experts": 2, "num_heads": 2}
         arguments = {**small, "image_shape": (32, 32, 3)}
-        model = load_recipe(name, model_arguments=arguments).new_model(1000)
+        model = load_recipe(name, model=arguments).new_model(1000)
         assert model.multi_label
         np.testing.assert_allclose(to_numpy(model.output_dense.bias), bias, rtol=1e-6)
         # As wide as the backbone.
         has_representation = name in ("vmoe_s32_i1k", "routers_jft")
         assert model.representation_dim == (32 if has_representation else None)
     # A scalar weight decay, hence of all weights.
-    assert load_recipe("routers_jft").groups == []
+    assert load_recipe("routers_jft").optimizer.groups == []
 
 
 @backend_free
@@ -182,25 +187,28 @@ def test_shipped_recipes_make_models(name):
     """All that a run needs but the data, with no weight in memory."""
     found = load_recipe(name)
     assert found.name == name
-    assert found.source
+    assert found.reference
     assert re.search(rf"\b{name}\b", (ROOT / "docs" / "training.md").read_text())
     batches = 2000
-    schedule = found.schedule(batches)
-    assert float(schedule(found.warmup_steps)) == pytest.approx(found.learning_rate)
-    last = float(schedule(found.total_steps(batches)))
-    assert last == pytest.approx(found.final_learning_rate, abs=1e-9)
-    build_steps(found.augment, (32, 32, 3), found.seed)
-    if "://" in found.preset:
+    settings, learning_rate = found.schedule, found.learning_rate(batches)
+    peak = float(learning_rate(settings.warmup_steps))
+    assert peak == pytest.approx(settings.learning_rate)
+    last = float(learning_rate(found.total_steps(batches)))
+    assert last == pytest.approx(settings.final_learning_rate, abs=1e-9)
+    build_steps(found.data.augment, (32, 32, 3), found.seed)
+    preset, arguments = found.model.preset, found.model.overrides
+    if "://" in preset:
         return
-    arguments = found.model_arguments
-    assert models.describe(found.preset, num_classes=10, **arguments).parameters
+    assert models.describe(preset, num_classes=10, **arguments).parameters
     model = symbolic_model(lambda: found.new_model(num_classes=10))
     found.compile(model, batches)
-    if not found.groups:
+    if not found.optimizer.groups:
         return
     # Kernels decay, biases and norms do not.
     paths = [weight.path for weight in model.trainable_variables]
-    for path, factors in zip(paths, group_factors(found.groups, paths), strict=True):
+    for path, factors in zip(
+        paths, group_factors(found.optimizer.groups, paths), strict=True
+    ):
         decays = path.endswith(("kernel", "router/scale"))
         head = name == "soft_moe_s16_jft" and path == "predictions/kernel"
         assert factors.weight_decay == (100.0 if head else float(decays)), path
@@ -216,23 +224,81 @@ def test_a_recipe_is_its_file(tmp_path):
     first.save(tmp_path / "mine.json")
     again = load_recipe(tmp_path / "mine.json")
     assert again == first
-    assert again.model_arguments["head"]["num_experts"] == [4, 2]
+    assert again.model.overrides["head"]["num_experts"] == [4, 2]
     assert json.loads(json.dumps(again.to_dict())) == again.to_dict()
     # Whoever gave the dicts may change them.
     nested["head"]["name"] = "other"
-    assert first.model_arguments["head"]["name"] == "mumoe"
+    assert first.model.overrides["head"]["name"] == "mumoe"
+    with pytest.raises(ValueError, match=r"ends in \.json; received: path='.*toml'"):
+        first.save(tmp_path / "mine.toml")
 
 
 @backend_free
 def test_overrides():
-    mixer = load_recipe("mumoe_mixer_s16", model_arguments={"num_layers": 2})
-    assert mixer.model_arguments["num_layers"] == 2
-    assert mixer.model_arguments["stochastic_depth"] == 0.1
-    assert mixer.test_split == "validation"
+    mixer = load_recipe("mumoe_mixer_s16", **{"model.num_layers": 2})
+    assert mixer.model.overrides["num_layers"] == 2
+    assert mixer.model.overrides["stochastic_depth"] == 0.1
+    assert mixer.data.test_split == "validation"
     # The splits are those of the recipe's data.
-    assert mixer.replace(data="digits").test_split == "test"
-    assert mixer.replace(data="folder:x", test_split="val").test_split == "val"
-    assert mixer.replace(epochs=1).test_split == "validation"
+    digits = mixer.replace(data={"source": "digits"})
+    assert digits.data.test_split == "test"
+    other = mixer.replace(**{"data.source": "folder:x", "data.test_split": "val"})
+    assert other.data.test_split == "val"
+    assert mixer.replace(schedule={"epochs": 1}).data.test_split == "validation"
+    # Sections as objects, and settings outside sections.
+    slow = mixer.schedule.replace(learning_rate=1e-5)
+    assert mixer.replace(schedule=slow, seed=3).schedule == slow
+    assert mixer.replace(schedule=slow, seed=3).seed == 3
+
+
+@backend_free
+def test_nested_overrides():
+    clip = load_recipe(
+        "mumoe_clip_b32",
+        **{
+            "model.head.num_experts": 8,
+            "model.head.rank": 4,
+            "optimizer.options.beta_2": 0.95,
+        },
+    )
+    # What a dotted name does not reach stays.
+    assert clip.model.overrides["head"] == {
+        "num_experts": 8,
+        "factorization": "cp",
+        "rank": 4,
+    }
+    assert clip.optimizer.options == {"epsilon": 1e-8, "beta_2": 0.95}
+    # A dict of a section replaces nested settings as a whole.
+    clip = clip.replace(model={"head": {"num_experts": 2}})
+    assert clip.model.overrides["head"] == {"num_experts": 2}
+    with pytest.raises(ValueError, match=r"dict of settings at schedule\.epochs"):
+        clip.replace(**{"schedule.epochs.more": 1})
+
+
+@backend_free
+def test_another_objective_has_its_own_settings():
+    several = recipe(objective={"name": "multi_label", "max_labels": 4})
+    assert several.objective == MultiLabel(max_labels=4)
+    more = several.replace(**{"objective.hierarchy": "classes.json"})
+    assert more.objective == MultiLabel(max_labels=4, hierarchy="classes.json")
+    one = more.replace(**{"objective.name": "classification"})
+    assert one.objective == Classification()
+    assert one.replace(objective=MultiLabel()).objective == MultiLabel()
+
+
+FLAT = sorted((Path(__file__).parent / "flat_recipes").glob("*.json"))
+
+
+@backend_free
+@pytest.mark.parametrize("path", FLAT, ids=lambda path: path.stem)
+def test_flat_recipes_of_earlier_versions_load(path):
+    words = ("description", "reference", "notes")
+    flat, mine = (load_recipe(x).settings() for x in (path, path.stem))
+    assert {name: x for name, x in flat.items() if name not in words} == {
+        name: x for name, x in mine.items() if name not in words
+    }
+    source = json.loads(path.read_text())["source"]
+    assert flat["reference"] == source
 
 
 # Schedule and optimizer
@@ -244,7 +310,7 @@ def test_overrides():
 def test_learning_rates(decay, warmup):
     found = recipe(
         learning_rate=0.8, final_learning_rate=0.2, warmup_steps=warmup, decay=decay
-    ).schedule(steps_per_epoch=40)
+    ).learning_rate(steps_per_epoch=40)
     again = type(found).from_config(found.get_config())
 
     def expected(step):
@@ -262,10 +328,10 @@ def test_learning_rates(decay, warmup):
 
 @backend_free
 def test_a_warm_up_as_long_as_the_run_is_refused():
-    mixer = load_recipe("mumoe_mixer_s16", epochs=2)
+    mixer = load_recipe("mumoe_mixer_s16", schedule={"epochs": 2})
     message = r"2 steps .epochs=2, 1 batches .*; received: warmup_steps=10000"
     with pytest.raises(ValueError, match=message):
-        mixer.model(num_classes=10, steps_per_epoch=1)
+        mixer.compiled_model(num_classes=10, steps_per_epoch=1)
     with pytest.raises(ValueError, match="run of 9 steps; received: warmup_steps=9"):
         warmup_schedule("cosine", 0.1, 9, 9)
 
@@ -305,7 +371,7 @@ def test_the_optimizer_is_the_recipes():
         weight_decay=0.3,
         optimizer_options={"beta_2": 0.9},
         seed=5,
-    ).model(num_classes=10, steps_per_epoch=10)
+    ).compiled_model(num_classes=10, steps_per_epoch=10)
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     inner = model.optimizer.inner_optimizer
     assert isinstance(inner, keras.optimizers.AdamW)
@@ -330,8 +396,10 @@ def test_several_labels_and_their_hierarchy(augment, tmp_path):
     mine = recipe(
         epochs=4,
         batch_size=256,
-        multi_label=True,
-        hierarchy=str(tmp_path / "classes.json"),
+        objective={
+            "name": "multi_label",
+            "hierarchy": str(tmp_path / "classes.json"),
+        },
         augment=augment,
     )
     found = train(mine, verbose=0)
@@ -345,7 +413,7 @@ def test_several_labels_and_their_hierarchy(augment, tmp_path):
     logits = found.model.predict(images, verbose=0)
     top, digit_and_parity = logits.argmax(axis=1), 10 + labels % 2
     right = (top == labels) | (top == digit_and_parity)
-    assert found.test_accuracy == pytest.approx(right.mean())
+    assert found.score == pytest.approx(right.mean())
     dense = np.zeros((len(labels), 12))
     dense[np.arange(len(labels)), labels] = 1
     dense[np.arange(len(labels)), digit_and_parity] = 1
@@ -379,7 +447,7 @@ def fitted(mine, count=1024):
     draw = np.random.default_rng(0)
     images = draw.normal(size=(count, 4, 4, 1)).astype("float32")
     labels = np.eye(10, dtype="float32")[draw.integers(10, size=count)]
-    batch = mine.batch_size // mine.gradient_accumulation_steps
+    batch = mine.data.batch_size // mine.optimizer.gradient_accumulation_steps
     keras.utils.set_random_seed(0)
     model = linear_model()
     mine.compile(model, count // batch)
@@ -407,7 +475,7 @@ def test_a_run_of_steps_ends_there():
     assert int(model.optimizer.iterations) == 20
     assert float(to_numpy(model.optimizer.learning_rate)) == pytest.approx(0, abs=1e-8)
     # A run that goes on has fewer to go.
-    going_on = mine.replace(steps=22).callbacks(start_step=40)[0]
+    going_on = changed(mine, steps=22).callbacks(start_step=40)[0]
     going_on.set_model(model)
     model.stop_training = False
     for batch, ends in enumerate((False, False, False, True)):
@@ -428,8 +496,9 @@ def test_averages_are_evaluated_and_kept():
 @backend_free
 def test_epochs_and_steps_take_each_others_place():
     run = recipe(epochs=None, steps=10)
-    assert (run.replace(epochs=2).epochs, run.replace(epochs=2).steps) == (2, None)
-    assert recipe().replace(steps=7).epochs is None
+    two = changed(run, epochs=2).schedule
+    assert (two.epochs, two.steps) == (2, None)
+    assert changed(recipe(), steps=7).schedule.epochs is None
     assert recipe(batch_size=64, gradient_accumulation_steps=4).total_steps(10) == 7
 
 
@@ -440,7 +509,7 @@ def test_training_with_mixed_labels(linear):
     mine = recipe(
         augment=[{"name": "mixup", "alpha": 1.0}], epochs=2, learning_rate=0.05
     )
-    datasets = mine.datasets((4, 4, 1))
+    datasets = mine.datasets(linear_model())
     assert datasets.num_classes == 10
     assert datasets.steps_per_epoch == 1347 // 128
     train_images = datasets.train.take(datasets.steps_per_epoch)
@@ -460,20 +529,20 @@ def test_training_with_mixed_labels(linear):
     assert set(labels.max(axis=1)) == {1.0}
     predicted = found.model.predict(images, verbose=0).argmax(axis=1)
     accuracy = (predicted == labels.argmax(axis=1)).mean()
-    assert found.test_accuracy == pytest.approx(accuracy, abs=1e-6)
+    assert found.score == pytest.approx(accuracy, abs=1e-6)
     assert accuracy > 0.5
     assert int(found.model.optimizer.iterations) == 20
     # The seed says it all; and other images may take the place of the recipe's.
-    again = train(mine, datasets=mine.datasets((4, 4, 1)), verbose=0)
+    again = train(mine, datasets=mine.datasets(linear_model()), verbose=0)
     assert again.history == found.history
 
 
 @backend_free
 def test_datasets_begin_at_a_step():
     mine = recipe(augment=["flip", "mixup"])
-    whole = list(mine.datasets((4, 4, 1)).train.take(13).as_numpy_iterator())
+    whole = list(mine.datasets(linear_model()).train.take(13).as_numpy_iterator())
     # The second epoch has begun.
-    later = mine.datasets((4, 4, 1), start_step=11).train.take(2)
+    later = mine.datasets(linear_model(), start_step=11).train.take(2)
     for found, expected in zip(later.as_numpy_iterator(), whole[11:], strict=True):
         for mine, other in zip(found, expected):
             np.testing.assert_array_equal(mine, other)
@@ -514,7 +583,6 @@ def test_a_loss_that_is_not_finite_ends_the_training(linear):
         ({"dtype": "half"}, "dtype='half'"),
         ({"seed": None}, "seed=None"),
         ({"preset": None}, "preset=None"),
-        ({"model_arguments": [1]}, r"model_arguments=\[1\]"),
         ({"augment": [len]}, "augment="),
     ],
 )
@@ -530,21 +598,49 @@ def test_what_does_not_fit_is_refused(tmp_path):
             function(*arguments, **settings)
 
     refused("'mumoe_digit' .nearest: mumoe_digits", load_recipe, "mumoe_digit")
-    refused("epoch=1 .nearest: epochs", load_recipe, "mumoe_digits", epoch=1)
-    refused("optimizer='adamx'", recipe(optimizer="adamx").compile, linear_model(), 1)
+    refused("epoch=1 .nearest: schedule.epochs", load_recipe, "mumoe_digits", epoch=1)
+    dotted = {"schedule.epoch": 1, "data.batch": 1, "optimiser.name": "sgd"}
+    for (name, value), message in zip(
+        dotted.items(),
+        ("epoch=1 .nearest: epochs", "batch=1 .nearest: batch_size", "optimizer.name"),
+        strict=True,
+    ):
+        refused(message, load_recipe, "mumoe_digits", **{name: value})
+    refused("epochs=2 .nearest: schedule.epochs", recipe().replace, epochs=2)
+    refused("as data.source; received: data='digits'", recipe().replace, data="digits")
+    refused("objective.name='rank'", recipe, objective={"name": "rank"})
+    refused("hierarchy='a.json' .known", recipe, objective={"hierarchy": "a.json"})
+    refused(r"overrides=\[1\]", ModelConfig, preset="vit_b16", overrides=[1])
+    refused(r"model=\[1\]", recipe().replace, model=[1])
+    refused("name='adamx'", recipe(optimizer="adamx").compile, linear_model(), 1)
     options = recipe(optimizer_options={"learning_rate": 1.0})
     refused("options={'learning_rate'", options.compile, linear_model(), 1)
-    refused("batch_size=2000", recipe(batch_size=2000).datasets, (4, 4, 1))
-    refused("split='dev'", recipe(test_split="dev").datasets, (4, 4, 1))
+    refused("batch_size=2000", recipe(batch_size=2000).datasets, linear_model())
+    refused("split='dev'", recipe(test_split="dev").datasets, linear_model())
     refused("source='digit'", train, recipe(data="digit"))
     wrong = recipe(model_arguments={"num_layer": 1})
-    refused("num_layer=1 .nearest: num_layers", wrong.model, 10, 1)
+    refused("num_layer=1 .nearest: num_layers", wrong.compiled_model, 10, 1)
     path = tmp_path / "bad.json"
     for text, message in (
         ("{", "Expected JSON in .*bad.json"),
         ("[]", r"received: \[\]"),
-        ('{"preset": "vit_b16"}', "bad.json; received: .*'batch_size'"),
-        ('{"presets": "vit_b16"}', "bad.json; received: presets"),
+        ('{"preset": "vit_b16"}', "Expected 'batch_size' in .*'data'.* in .*bad.json"),
+        ('{"presets": "vit_b16"}', "presets='vit_b16' .nearest: model.preset.*bad.js"),
+        (
+            '{"preset": "vit_b16", "epoch": 3}',
+            "an earlier version; received: epoch=3 .nearest: epochs.*bad.json",
+        ),
+        (
+            '{"preset": "vit_b16", "hierarchy": "a.json"}',
+            "multi_label=True with hierarchy; .*bad.json",
+        ),
+    ):
+        path.write_text(text)
+        refused(message, load_recipe, path)
+    path = tmp_path / "bad.toml"
+    for text, message in (
+        ("[data", "Expected TOML in .*bad.toml"),
+        ("[model]\npreset = 'vit_b16'", "'batch_size' in .*'data'.*bad.toml"),
     ):
         path.write_text(text)
         refused(message, load_recipe, path)

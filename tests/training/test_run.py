@@ -8,6 +8,7 @@ import pytest
 
 from keras_moe import layers, routers, training
 from keras_moe.training import Recipe, train
+from tests.training.recipe_settings import short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
 backend_free = pytest.mark.backend_free
@@ -34,9 +35,8 @@ def small(monkeypatch):
 
 
 def recipe(**settings):
-    return Recipe(
+    return short_recipe(
         **{
-            "name": "mine",
             "preset": "vmoe_digits",
             "epochs": 2,
             "batch_size": 192,
@@ -106,7 +106,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     # What is at its end is not trained again.
     again = run(tmp_path, Ends(0), mine=mine)
     assert again.history == expected.history
-    assert again.test_accuracy == expected.test_accuracy
+    assert again.score == expected.score
     np.testing.assert_array_equal(
         to_numpy(again.model.weights[0].value), to_numpy(found.model.weights[0].value)
     )
@@ -153,8 +153,8 @@ def test_another_recipe_is_refused_by_its_differences(small, tmp_path):
         run(tmp_path, Ends(4))
     other = recipe(learning_rate=0.5, batch_size=128, description="another word")
     message = (
-        r"steps_per_epoch=10 \(there 7\), batch_size=128 \(there 192\), "
-        r"learning_rate=0.5 \(there 0.01\)\. "
+        r"steps_per_epoch=10 \(there 7\), data.batch_size=128 \(there 192\), "
+        r"schedule.learning_rate=0.5 \(there 0.01\)\. "
     )
     with pytest.raises(ValueError, match=message):
         run(tmp_path, mine=other)
@@ -164,7 +164,7 @@ def test_another_recipe_is_refused_by_its_differences(small, tmp_path):
 
 @backend_free
 def test_datasets_of_ones_own_must_say_where_they_begin(small, tmp_path):
-    datasets = recipe().datasets((4, 4, 1))
+    datasets = recipe().datasets(tokens_model())
     with pytest.raises(ValueError, match="Expected a function from steps to datasets"):
         run(tmp_path, datasets=datasets)
 
@@ -329,3 +329,55 @@ def test_checkpoints_to_keep_and_averages_to_look_at(small, tmp_path):
     np.testing.assert_array_equal(seen[0], to_numpy(found.model.layers[-1].kernel))
     plain = run(tmp_path / "plain", mine=mine)
     np.testing.assert_array_equal(seen[0], to_numpy(plain.model.layers[-1].kernel))
+
+
+@backend_free
+def test_a_run_of_an_earlier_version_goes_on(small, tmp_path):
+    mine = recipe()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Ends(4))
+    # Settings had no sections, and there were fewer.
+    as_before = {
+        "name": "mine",
+        "preset": "vmoe_digits",
+        "epochs": 2,
+        "batch_size": 192,
+        "learning_rate": 1e-2,
+        "augment": ["flip"],
+        "weight_decay": 0.1,
+        "multi_label": False,
+        "hierarchy": None,
+        "dtype": "float32",
+        "model_arguments": {},
+        "seed": 0,
+    }
+    with_settings(tmp_path, as_before)
+    found = run(tmp_path)
+    assert len(found.history["loss"]) == 2
+    assert found.history == train(mine, verbose=0).history
+    with_settings(tmp_path, {**as_before, "batch_size": 64})
+    with pytest.raises(ValueError, match=r"data.batch_size=192 \(there 64\)"):
+        run(tmp_path)
+    with_settings(tmp_path, {**as_before, "momentum": 0.5})
+    with pytest.raises(ValueError, match="version; received: momentum=0"):
+        run(tmp_path)
+
+
+def with_settings(folder, settings):
+    """Writes the settings of a run's newest checkpoint anew, checksums and all."""
+    found = training.find_checkpoint(folder)
+    groups = {
+        group: [
+            keras.Variable(
+                np.zeros(x["shape"]),
+                dtype=x["dtype"],
+                trainable=False,
+                name=x["path"].rpartition("/")[2],
+            )
+            for x in entries
+        ]
+        for group, entries in found.variables.items()
+    }
+    training.restore_checkpoint(found, groups)
+    state = {**found.state, "settings": settings}
+    training.save_checkpoint(folder, found.step, groups, state)

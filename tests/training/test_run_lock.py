@@ -14,12 +14,14 @@ from keras_moe.locks import FolderInUse
 pytestmark = pytest.mark.backend_free
 RECIPE = training.Recipe(
     "tiny",
-    preset="vmoe_digits",
-    epochs=1,
-    batch_size=512,
-    learning_rate=1e-3,
-    warmup_steps=0,
-    model_arguments={"num_layers": 1, "hidden_dim": 8, "moe_layers": None},
+    data={"batch_size": 512},
+    model={
+        "preset": "vmoe_digits",
+        "num_layers": 1,
+        "hidden_dim": 8,
+        "moe_layers": None,
+    },
+    schedule={"epochs": 1, "learning_rate": 1e-3},
 )
 
 

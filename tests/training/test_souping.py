@@ -8,13 +8,13 @@ import pytest
 
 from keras_moe.models import from_preset
 from keras_moe.training import (
-    Recipe,
     Soup,
     cooldown_branch,
     greedy_soup,
     list_checkpoints,
     save_checkpoint,
 )
+from tests.training.recipe_settings import short_recipe
 
 backend_free = pytest.mark.backend_free
 to_numpy = keras.ops.convert_to_numpy
@@ -202,7 +202,6 @@ def test_quantised_models_are_refused():
 
 
 RUN = {
-    "name": "run",
     "preset": "vmoe_digits",
     "batch_size": 8,
     "learning_rate": 0.1,
@@ -216,23 +215,23 @@ RUN = {
 
 @backend_free
 def test_branches_of_a_run():
-    run = Recipe(**RUN)
-    branch = cooldown_branch(run, 600, 80, data="folder:other")
+    run = short_recipe(name="run", **RUN)
+    branch = cooldown_branch(run, 600, 80, data={"source": "folder:other"})
     assert (branch.name, branch.total_steps(10)) == ("run_cooldown_600_80", 680)
-    assert (branch.data, branch.preset) == ("folder:other", run.preset)
-    mine, theirs = branch.schedule(10), run.schedule(10)
+    assert (branch.data.source, branch.model) == ("folder:other", run.model)
+    mine, theirs = branch.learning_rate(10), run.learning_rate(10)
     for step in range(0, 601, 30):
         assert float(mine(step)) == float(theirs(step))
     assert float(mine(640)) == pytest.approx(float(theirs(600)) / 2)
     assert float(mine(680)) == 0.0
-    epochs = run.replace(epochs=3, decay="constant")
-    assert cooldown_branch(epochs, 500, 10).epochs is None
+    epochs = run.replace(schedule={"epochs": 3, "decay": "constant"})
+    assert cooldown_branch(epochs, 500, 10).schedule.epochs is None
 
 
 @backend_free
 def test_what_is_no_branch_is_refused():
-    run = Recipe(**RUN)
-    cosine = run.replace(decay="cosine", cooldown_steps=0)
+    run = short_recipe(name="run", **RUN)
+    cosine = run.replace(schedule={"decay": "cosine", "cooldown_steps": 0})
     for recipe, arguments, message in (
         (cosine, (600, 80), "decay='cosine'"),
         (run, (99, 80), "start_step=99"),

@@ -8,6 +8,7 @@ import pytest
 
 from keras_moe import data
 from keras_moe.training import Recipe, find_checkpoint, train
+from tests.training.recipe_settings import changed, short_recipe
 from tests.training.test_best_epoch import dropout_model
 
 pytest.importorskip("tensorflow")
@@ -29,8 +30,7 @@ def path(tmp_path, monkeypatch):
 
 
 def recipe_of(path, **settings):
-    return Recipe(
-        "mine",
+    return short_recipe(
         preset="vmoe_digits",
         batch_size=3,
         learning_rate=1e-2,
@@ -45,7 +45,7 @@ def test_an_image_ends_a_run_by_name_or_is_left_out(path):
     with pytest.raises(ValueError, match=f"can be decoded; received: {path}$"):
         train(recipe, verbose=0)
     with pytest.warns(UserWarning, match=rf"1 of 10 images.*{path}$"):
-        trained = train(recipe.replace(unreadable="exclude"), verbose=0)
+        trained = train(changed(recipe, unreadable="exclude"), verbose=0)
     # Of nine images; ten would be three batches, too, but for the error.
     assert int(trained.model.optimizer.iterations) == 3
     assert len(trained.history["val_loss"]) == 1

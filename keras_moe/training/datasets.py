@@ -1,0 +1,101 @@
+"""The batches that a recipe trains and evaluates on."""
+
+from typing import Any, NamedTuple
+
+from keras_moe import data
+from keras_moe.training.data_config import DataConfig
+
+
+class Datasets(NamedTuple):
+    """The batches of a run.
+
+    Attributes:
+        train: batches of inputs and targets, in any form that `fit` takes with
+            `steps_per_epoch`: those of one epoch, or without end. Images are in
+            [-1, 1], labels those that the objective's loss takes.
+        test: the same for evaluation, with labels that are not mixed.
+        num_classes: the number of classes, or None where the objective has none.
+        steps_per_epoch: batches of `train` in an epoch.
+    """
+
+    train: Any
+    test: Any
+    num_classes: int | None
+    steps_per_epoch: int
+
+
+def image_datasets(
+    config: DataConfig,
+    image_shape: tuple[int, int, int],
+    batch_size: int,
+    seed: int,
+    num_classes: int | None,
+    data_dir: str | None = None,
+    start_step: int = 0,
+    **labels: Any,
+) -> Datasets:
+    """Images with their labels, for classifiers of any kind.
+
+    All training batches are full, so that one program serves each step, and they have
+    no end: `fit` needs `steps_per_epoch`. A batch follows from the settings and its
+    number alone. Several hosts have a part each of a batch; with a distribution of
+    Keras set `auto_shard_dataset=False`.
+
+    Args:
+        config: the source, its splits and augmentation.
+        image_shape: (height, width, channels), the model's.
+        batch_size: images in a batch.
+        seed: seed of the order and of the augmentation.
+        num_classes: the number of classes of the result.
+        data_dir: folder of TensorFlow Datasets.
+        start_step: number of batches that were trained on before, for training that
+            goes on.
+        **labels: how `keras_moe.data.load` makes labels: `one_hot`, `multi_label`,
+            `hierarchy`, `max_labels`.
+
+    Raises:
+        ValueError: as `keras_moe.data.load`, and if no batch can be filled.
+
+    Example:
+
+    >>> from keras_moe.training import DataConfig
+    >>> from keras_moe.training.datasets import image_datasets
+    >>> config = DataConfig(source="digits", batch_size=64)
+    >>> image_datasets(config, (16, 16, 1), 64, 0, num_classes=10).steps_per_epoch
+    21
+    """
+    exclude, exclude_from_test = config.left_out(data_dir)
+    count = data.num_examples(config.source, config.train_split, data_dir, exclude)
+    steps = count // batch_size
+    if steps < 1:
+        raise ValueError(
+            "Expected a batch no larger than the images to train on; "
+            f"received: batch_size={config.batch_size}, source={config.source!r}, "
+            f"train_split={config.train_split!r}"
+        )
+    common = {
+        "image_shape": tuple(image_shape),
+        "batch_size": batch_size,
+        "seed": seed,
+        "data_dir": data_dir,
+        "shard": data.process_shard(),
+        **labels,
+    }
+    train = data.load(
+        config.source,
+        config.train_split,
+        augment=config.augment,
+        shuffle=True,
+        repeat=True,
+        start_batch=start_step,
+        exclude=exclude,
+        **common,
+    )
+    test = data.load(
+        config.source,
+        config.test_split,
+        shuffle=False,
+        exclude=exclude_from_test,
+        **common,
+    )
+    return Datasets(train, test, num_classes, steps)

@@ -1,0 +1,366 @@
+"""What a model learns: labels, loss, metrics, and the metric that counts.
+
+An objective is a section of a recipe, and a class that registers itself by a name, so
+that those of others stand beside these.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import keras
+
+from keras_moe import data, models
+from keras_moe.checks import check_one_of
+from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
+from keras_moe.training.best_epoch import MODES
+from keras_moe.training.data_config import DataConfig
+from keras_moe.training.datasets import Datasets, image_datasets
+from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
+from keras_moe.training.model_config import ModelConfig
+from keras_moe.training.section import Section, json_copy
+
+OBJECTIVES: dict[str, type] = {}
+
+
+class Headline(NamedTuple):
+    """The metric by which an objective compares models.
+
+    Attributes:
+        metric: name of the metric in the history, such as `"val_accuracy"`.
+        mode: `"max"` or `"min"`, what is better.
+    """
+
+    metric: str
+    mode: str = "max"
+
+
+class Objective(Section):
+    """Base class of objectives: all that `train` asks of a task.
+
+    A subclass is a frozen dataclass of its settings, which files and overrides reach
+    as `objective.NAME`, registered by `register_objective`.
+
+    Attributes:
+        name: name in recipes, which `register_objective` sets.
+        headline: the metric of the history that counts.
+
+    Example:
+
+    >>> import dataclasses
+    >>> from keras_moe.training import Headline, Objective, Recipe, register_objective
+    >>> @register_objective("brightness")
+    ... @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Brightness(Objective):
+    ...     scale: float = 1.0
+    ...     headline = Headline("val_mae", "min")
+    ...     def model_arguments(self, num_classes):
+    ...         return {"num_classes": 1}
+    ...     def loss_and_metrics(self, model, data):
+    ...         return "mse", ["mae"]
+    >>> recipe = Recipe(
+    ...     "mine",
+    ...     data={"batch_size": 8},
+    ...     model={"preset": "vmoe_digits"},
+    ...     schedule={"learning_rate": 1e-3, "epochs": 1},
+    ...     objective={"name": "brightness", "scale": 2.0},
+    ... )
+    >>> recipe.objective
+    Brightness(scale=2.0)
+    """
+
+    title = "objective"
+
+    name: ClassVar[str]
+    headline: ClassVar[Headline]
+
+    def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
+        """Number of classes of the data; None where the objective has no classes.
+
+        Args:
+            config: the recipe's data.
+            data_dir: folder of TensorFlow Datasets.
+        """
+        return None
+
+    def class_names(
+        self, config: DataConfig, data_dir: str | None = None
+    ) -> tuple[str, ...] | None:
+        """Names of the classes in the order of the labels, or None if nobody knows.
+
+        Args:
+            config: the recipe's data.
+            data_dir: folder of TensorFlow Datasets.
+        """
+        return None
+
+    def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
+        """Arguments of `keras_moe.models.from_preset` that the objective needs.
+
+        Args:
+            num_classes: number of classes of the data, or None.
+        """
+        return {}
+
+    def new_model(
+        self, config: ModelConfig, num_classes: int | None, seed: int
+    ) -> keras.Model:
+        """The model, not yet compiled.
+
+        Args:
+            config: the recipe's model.
+            num_classes: number of classes of the data, or None.
+            seed: seed of the weights.
+        """
+        return models.from_preset(
+            config.preset,
+            dtype=config.dtype,
+            seed=seed,
+            **{
+                **json_copy("overrides", config.overrides),
+                **self.model_arguments(num_classes),
+            },
+        )
+
+    def datasets(
+        self,
+        config: DataConfig,
+        model: keras.Model,
+        batch_size: int,
+        seed: int,
+        data_dir: str | None = None,
+        start_step: int = 0,
+    ) -> Datasets:
+        """The batches to train and to evaluate on.
+
+        Args:
+            config: the recipe's data.
+            model: the model, whose inputs they fit.
+            batch_size: examples in a batch.
+            seed: seed of order and augmentation.
+            data_dir: folder of TensorFlow Datasets.
+            start_step: number of batches that were trained on before. Batch n must
+                follow from the settings and n alone, or a run cannot go on exactly.
+        """
+        raise NotImplementedError
+
+    def loss_and_metrics(
+        self, model: keras.Model, config: DataConfig
+    ) -> tuple[Any, list]:
+        """The loss and the weighted metrics of `compile`.
+
+        Metrics take sample weights, so that examples which fill up a batch count for
+        nothing.
+
+        Args:
+            model: the model to compile.
+            config: the recipe's data.
+        """
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings and the name, JSON-serialisable."""
+        return {"name": self.name, **super().to_dict()}
+
+    def replace(self, **changes: Any) -> "Objective":
+        """An objective with other settings, or another with those alone.
+
+        Args:
+            **changes: any setting. With another `name` those of this objective go.
+
+        Raises:
+            ValueError: if there is no such objective, or a setting is unknown or out
+                of range.
+        """
+        name = changes.pop("name", self.name)
+        if name != self.name:
+            return new_objective({"name": name, **changes})
+        settings = super().to_dict()
+        return type(self).from_settings({**settings, **changes})
+
+
+def register_objective(name: str) -> Callable[[type], type]:
+    """A class decorator that gives an objective its name in recipes.
+
+    Args:
+        name: the name; an objective of the same name is replaced.
+
+    Raises:
+        ValueError: if the class is no objective with a headline metric.
+
+    Example: see `Objective`.
+    """
+
+    def register(cls: type) -> type:
+        is_objective = isinstance(cls, type) and issubclass(cls, Objective)
+        headline = getattr(cls, "headline", None)
+        if (
+            not is_objective
+            or not dataclasses.is_dataclass(cls)
+            or not isinstance(headline, Headline)
+        ):
+            raise ValueError(
+                "Expected a dataclass of Objective with a `headline`; "
+                f"received: {cls!r}, headline={headline!r}"
+            )
+        check_one_of("mode", headline.mode, MODES)
+        cls.name = name
+        OBJECTIVES[name] = cls
+        return cls
+
+    return register
+
+
+def new_objective(settings: Mapping[str, Any]) -> Objective:
+    """An objective from the settings of a file.
+
+    Args:
+        settings: its `name`, `"classification"` by default, and its own settings.
+
+    Raises:
+        ValueError: if there is no such objective, or a setting is unknown or out of
+            range.
+
+    Example:
+
+    >>> from keras_moe.training.objectives import new_objective
+    >>> new_objective({"name": "multi_label", "max_labels": 8})
+    MultiLabel(hierarchy=None, max_labels=8)
+    """
+    settings = dict(settings)
+    name = settings.pop("name", Classification.name)
+    cls = OBJECTIVES[check_one_of("objective.name", name, sorted(OBJECTIVES))]
+    return cls.from_settings(settings)
+
+
+@register_objective("classification")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Classification(Objective):
+    """One class for each image.
+
+    Labels are vectors, since mixing makes them so: the loss is the cross-entropy with
+    these, and the accuracy on test images that of their one class. Models with
+    `multi_label=True` have the sum of sigmoid losses instead.
+
+    Example:
+
+    >>> from keras_moe.training import Classification
+    >>> Classification().headline
+    Headline(metric='val_accuracy', mode='max')
+    """
+
+    headline = Headline("val_accuracy")
+
+    def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
+        return data.num_classes(config.source, data_dir)
+
+    def class_names(
+        self, config: DataConfig, data_dir: str | None = None
+    ) -> tuple[str, ...] | None:
+        return data.class_names(config.source, data_dir)
+
+    def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
+        return {"num_classes": num_classes}
+
+    def datasets(
+        self,
+        config: DataConfig,
+        model: keras.Model,
+        batch_size: int,
+        seed: int,
+        data_dir: str | None = None,
+        start_step: int = 0,
+    ) -> Datasets:
+        return image_datasets(
+            config,
+            model.backbone.image_shape,
+            batch_size,
+            seed,
+            self.num_classes(config, data_dir),
+            data_dir,
+            start_step,
+            one_hot=True,
+        )
+
+    def loss_and_metrics(
+        self, model: keras.Model, config: DataConfig
+    ) -> tuple[Any, list]:
+        loss = "auto"
+        if not model.multi_label:
+            loss = keras.losses.CategoricalCrossentropy(model.output_activation is None)
+        return loss, [keras.metrics.CategoricalAccuracy(name="accuracy")]
+
+
+@register_objective("multi_label")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiLabel(Objective):
+    """Several classes for each image.
+
+    The model has `multi_label=True`, labels stay numbers of classes unless an
+    augmentation mixes them, and the metrics are precision at 1 and mean average
+    precision.
+
+    Args:
+        hierarchy: a file of a `keras_moe.data.LabelHierarchy`, or None.
+        max_labels: see `keras_moe.data.load`.
+
+    Example:
+
+    >>> from keras_moe.training import MultiLabel
+    >>> MultiLabel(max_labels=4).headline.metric
+    'val_precision_at_1'
+    """
+
+    headline = Headline("val_precision_at_1")
+
+    hierarchy: str | None = None
+    max_labels: int | None = None
+
+    def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
+        if self.hierarchy is not None:
+            return len(data.LabelHierarchy.load(self.hierarchy).classes)
+        return data.num_classes(config.source, data_dir)
+
+    def class_names(
+        self, config: DataConfig, data_dir: str | None = None
+    ) -> tuple[str, ...] | None:
+        if self.hierarchy is not None:
+            return tuple(data.LabelHierarchy.load(self.hierarchy).classes)
+        return data.class_names(config.source, data_dir)
+
+    def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
+        return {"num_classes": num_classes, "multi_label": True}
+
+    def datasets(
+        self,
+        config: DataConfig,
+        model: keras.Model,
+        batch_size: int,
+        seed: int,
+        data_dir: str | None = None,
+        start_step: int = 0,
+    ) -> Datasets:
+        return image_datasets(
+            config,
+            model.backbone.image_shape,
+            batch_size,
+            seed,
+            self.num_classes(config, data_dir),
+            data_dir,
+            start_step,
+            one_hot=config.mixes_labels,
+            multi_label=True,
+            hierarchy=self.hierarchy,
+            max_labels=self.max_labels,
+        )
+
+    def loss_and_metrics(
+        self, model: keras.Model, config: DataConfig
+    ) -> tuple[Any, list]:
+        numbers = not config.mixes_labels
+        from_logits = model.output_activation is None
+        loss = SparseSigmoidCrossentropy if numbers else SigmoidCrossentropy
+        precision = MeanAveragePrecision(
+            model.output.shape[-1], from_logits=from_logits, sparse_labels=numbers
+        )
+        return loss(from_logits), [PrecisionAt1(numbers), precision]

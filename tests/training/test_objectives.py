@@ -1,0 +1,183 @@
+"""Objectives own labels, loss, metrics and headline; `train` knows none by name."""
+
+import ast
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models, training
+from keras_moe.training import (
+    Classification,
+    Datasets,
+    Headline,
+    MultiLabel,
+    Objective,
+    Recipe,
+    register_objective,
+    train,
+)
+
+backend_free = pytest.mark.backend_free
+SMALL = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "image_shape": (8, 8, 1)}
+
+
+@register_objective("test_brightness")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Brightness(Objective):
+    """Regression from outside the package: the mean of the pixels, times a factor."""
+
+    headline = Headline("val_error", "min")
+
+    scale: float = 1.0
+
+    def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
+        assert num_classes is None
+        return {"num_classes": 1}
+
+    def datasets(
+        self, config, model, batch_size, seed, data_dir=None, start_step=0
+    ) -> Datasets:
+        draw = np.random.default_rng(seed)
+        images = draw.uniform(-1, 1, (24, *model.backbone.image_shape))
+        images = images.astype("float32")
+        targets = self.scale * images.mean(axis=(1, 2, 3), keepdims=True)[:, :, 0, 0]
+        steps = len(images) // batch_size
+
+        def batches():
+            step = start_step
+            while True:
+                rows = slice(
+                    batch_size * (step % steps), batch_size * (step % steps + 1)
+                )
+                yield images[rows], targets[rows]
+                step += 1
+
+        return Datasets(batches(), (images, targets), None, steps)
+
+    def loss_and_metrics(self, model, config):
+        return "mse", [keras.metrics.MeanAbsoluteError(name="error")]
+
+
+def recipe(**objective):
+    return Recipe(
+        "mine",
+        data={"batch_size": 8},
+        model={"preset": "vmoe_digits", **SMALL},
+        schedule={"epochs": 2, "learning_rate": 1e-2, "best": "keep"},
+        objective={"name": "test_brightness", **objective},
+    )
+
+
+class Ends(keras.callbacks.Callback):
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+
+
+def test_an_objective_from_outside_trains(tmp_path):
+    mine = recipe(scale=3.0)
+    assert mine.objective == Brightness(scale=3.0)
+    mine.save(tmp_path / "mine.json")
+    assert training.load_recipe(tmp_path / "mine.json") == mine
+    found = train(mine, verbose=0, checkpoint_dir=tmp_path / "run")
+    assert set(found.history) == {"loss", "error", "val_loss", "val_error"}
+    assert found.score == found.history["val_error"][-1]
+    images, targets = mine.datasets(found.model).test
+    predicted = found.model.predict(images, verbose=0)
+    assert predicted.shape == (24, 1)
+    assert found.score == pytest.approx(np.abs(predicted - targets).mean(), rel=1e-4)
+    # Its headline metric says which epoch is the best: the lowest.
+    state = training.find_checkpoint(tmp_path / "run").state
+    errors = found.history["val_error"]
+    assert state["best"][1] == int(np.argmin(errors))
+    # A preset's names of classes are not those of an objective without classes.
+    assert found.model.preprocessor.class_names is None
+    # It goes on like any other.
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            mine,
+            verbose=0,
+            checkpoint_dir=tmp_path / "ended",
+            checkpoint_every=1,
+            callbacks=[Ends(4)],
+        )
+    again = train(
+        mine, verbose=0, checkpoint_dir=tmp_path / "ended", checkpoint_every=1
+    )
+    assert again.history == found.history
+
+
+@backend_free
+def test_a_loss_of_it_that_is_not_finite_says_where():
+    mine = recipe(scale=1e30).replace(schedule={"best": None})
+    with pytest.raises(ValueError, match="The first NaN or Inf was in the loss"):
+        train(mine, verbose=0)
+
+
+@backend_free
+def test_train_knows_no_objective_by_name():
+    names = {cls.__name__ for cls in (Classification, MultiLabel)}
+    names |= {cls.name for cls in (Classification, MultiLabel)}
+    names |= {"accuracy", "val_accuracy", "num_labels"}
+    package = Path(training.__file__).parent
+    for file in ("run.py", "run_checkpoint.py", "run_settings.py", "non_finite.py"):
+        tree = ast.parse((package / file).read_text())
+        words = {getattr(node, "id", None) for node in ast.walk(tree)}
+        words |= {getattr(node, "attr", None) for node in ast.walk(tree)}
+        words |= {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)
+        }
+        assert not words & names, file
+
+
+@backend_free
+def test_what_is_no_objective_is_refused():
+    class NoDataclass(Objective):
+        headline = Headline("val_loss", "min")
+
+    @dataclasses.dataclass(frozen=True)
+    class NoHeadline(Objective):
+        pass
+
+    for cls in (NoDataclass, NoHeadline, dict):
+        with pytest.raises(ValueError, match="Expected a dataclass of Objective"):
+            register_objective("test_none")(cls)
+
+    @dataclasses.dataclass(frozen=True)
+    class Most(Objective):
+        headline = Headline("val_loss", "most")
+
+    with pytest.raises(ValueError, match="mode='most'"):
+        register_objective("test_none")(Most)
+    with pytest.raises(ValueError, match=r"objective\.name to be one of .*'multi_labe"):
+        recipe().replace(**{"objective.name": "test_none"})
+
+
+@backend_free
+def test_a_metric_to_monitor_takes_the_headlines_place():
+    several = recipe().replace(
+        objective={"name": "multi_label"}, schedule={"patience": 1, "best": None}
+    )
+    best = several.best_epoch()
+    assert (best.monitor, best.mode) == ("val_precision_at_1", "max")
+    best = several.replace(schedule={"monitor": "val_loss"}).best_epoch()
+    assert (best.monitor, best.mode) == ("val_loss", "min")
+    best = recipe().best_epoch()
+    assert (best.monitor, best.mode) == ("val_error", "min")
+
+
+@backend_free
+def test_models_know_nothing_of_training():
+    model = models.from_preset("vmoe_digits", num_classes=3, **SMALL)
+    loss, metrics = Classification().loss_and_metrics(model, recipe().data)
+    assert loss.from_logits
+    assert [metric.name for metric in metrics] == ["accuracy"]
