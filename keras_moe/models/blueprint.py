@@ -224,7 +224,7 @@ def _resolved(source, overrides, task, cls, counts_only):
     backbone = source.backbone if cls is None else _backbone_class(source, cls)
     task_cls = _task_class(source, backbone, task, cls, "num_classes" in overrides)
     owner = task_cls or (source.task if counts_only else None)
-    of_backbone, of_task = split_overrides(backbone, owner, overrides)
+    of_backbone, of_task = split_overrides(backbone, owner, overrides, counts_only)
     with source.explained():
         if "backbone" in of_task:
             config = _config_of_own(source, of_task["backbone"], of_backbone)

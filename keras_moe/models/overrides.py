@@ -52,7 +52,10 @@ def config_for_weights(backbone_cls: type, saved: dict, config: dict) -> dict:
 
 
 def split_overrides(
-    backbone_cls: type, task_cls: type | None, overrides: dict[str, Any]
+    backbone_cls: type,
+    task_cls: type | None,
+    overrides: dict[str, Any],
+    counts_only: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits overrides into those of the backbone and those of the task around it.
 
@@ -62,6 +65,8 @@ def split_overrides(
         backbone_cls: class of the backbone.
         task_cls: class of the task, or None for a backbone alone.
         overrides: arguments by name.
+        counts_only: whether no model is made, which has a name, for example: such
+            arguments are refused.
 
     Returns:
         `(of_backbone, of_task)`.
@@ -77,10 +82,14 @@ def split_overrides(
     >>> split_overrides(ViTBackbone, ViTImageClassifier, overrides)
     ({'activation': 'gelu'}, {'output_activation': 'softmax'})
     """
-    own = []
-    if task_cls is not None:
-        own = [*argument_names(task_cls), *_OF_MODELS, "compile"]
-    known = [*own, *override_names(backbone_cls), *_OF_MODELS]
+    own = [] if task_cls is None else argument_names(task_cls)
+    of_models = [*_OF_MODELS, "compile"] if own else list(_OF_MODELS)
+    if counts_only:
+        own = [name for name in own if name not in ("backbone", "preprocessor")]
+        of_models = []
+    elif own:
+        own += of_models
+    known = [*own, *override_names(backbone_cls), *of_models]
     check_argument_names(overrides, known, (task_cls or backbone_cls).__name__)
     of_task = {name: value for name, value in overrides.items() if name in own}
     of_backbone = {name: x for name, x in overrides.items() if name not in own}

@@ -77,6 +77,21 @@ def register_task(cls: type) -> type:
     Raises:
         ValueError: if Keras does not know the class, another class has its name, or
             `backbone_cls` or `task_name` is missing.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe import models
+    >>> @models.register_backbone
+    ... @keras.saving.register_keras_serializable("my_package")
+    ... class SmallViT(models.ViTBackbone):
+    ...     pass
+    >>> @models.register_task
+    ... @keras.saving.register_keras_serializable("my_package")
+    ... class SmallViTClassifier(models.ImageClassifier):
+    ...     backbone_cls = SmallViT
+    >>> SmallViTClassifier.task_name
+    'image_classifier'
     """
     for name, kind in (("backbone_cls", type), ("task_name", str)):
         if not isinstance(getattr(cls, name, None), kind):

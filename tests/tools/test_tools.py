@@ -13,7 +13,7 @@ import keras
 import pytest
 
 from keras_moe import models
-from keras_moe.models.preset_loading import argument_names
+from keras_moe.checks import argument_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
