@@ -58,7 +58,7 @@ class ModelSource:
 
     def label_of(self, backbone: type) -> str:
         """Words for a source of another backbone."""
-        return f"a preset of {backbone.__name__}"
+        return f"a preset of a {backbone.__name__}"
 
     def task_config(self) -> dict[str, Any]:
         """Arguments of the task beside its backbone.

@@ -1,6 +1,5 @@
 """One blueprint for every source."""
 
-import dataclasses
 import json
 
 import keras
@@ -9,7 +8,6 @@ import pytest
 
 from keras_moe import models
 from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier
-from keras_moe.models.blueprint import Blueprint
 from tests import golden
 from tests.models.conversion.test_conversion import hub_vit
 
@@ -21,7 +19,7 @@ SIZES = {
     "num_heads": 2, "mlp_dim": 16,
 }  # fmt: skip
 KINDS = ("built-in", "from outside", "backbone", "task", "published", "KerasHub")
-DIGITS_E4 = {
+OUTSIDE = {
     "description": "A ViT of the tests",
     "backbone": ViTBackbone,
     "task": "ViTImageClassifier",
@@ -33,7 +31,7 @@ DIGITS_E4 = {
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    models.register_presets({"vit_of_tests": DIGITS_E4})
+    models.register_presets({"vit_of_tests": OUTSIDE})
     folder = tmp_path_factory.mktemp("sources")
     model = models.from_preset("vit_of_tests", num_classes=2, pooling="average")
     model.save_to_preset(folder / "task")
@@ -61,7 +59,8 @@ def test_activation_is_the_backbones_in_every_source(sources, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_described_is_what_is_built(sources, kind):
-    for overrides in ({}, {"num_classes": 5, "mlp_dim": 16, "representation_dim": 4}):
+    new = {"num_classes": 5, "image_shape": (16, 8, 3), "representation_dim": 4}
+    for overrides in ({}, new):
         options = {"load_weights": not overrides}
         with models.resolve(sources[kind], overrides, **options) as blueprint:
             description = blueprint.describe()
@@ -96,14 +95,24 @@ def test_every_source_refuses_alike(sources, kind, overrides, options, message):
         models.resolve(sources[kind], overrides, **options)
 
 
-@pytest.mark.parametrize("kind", ["built-in", "from outside", "backbone", "published"])
-def test_another_router_has_its_own_options(sources, kind):
-    saved = {"moe_layers": [1], "num_experts": 4, "mlp_dim": 16}
-    saved |= {"router": "soft", "router_options": {"num_slots": 3}}
-    with models.resolve(sources[kind], saved, load_weights=False) as blueprint:
-        model = blueprint.build()
-    again = dataclasses.replace(Blueprint.of_model(model), weights=None)
-    assert again.build().get_config()["router_options"] == {"num_slots": 3}
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_another_router_has_its_own_options(sources, tmp_path, is_saved):
+    config = {**SIZES, "moe_layers": [1], "num_experts": 4, "router": "soft"}
+    config["router_options"] = {"num_slots": 3}
+    models.register_presets({"soft_of_tests": {**OUTSIDE, "config": config}})
+    source = "soft_of_tests"
+    if is_saved:
+        models.from_preset(source).save_to_preset(tmp_path / "soft")
+        source = str(tmp_path / "soft")
+
+    def router(**overrides):
+        with models.resolve(source, overrides, load_weights=False) as blueprint:
+            return blueprint.unbuilt_blocks()[1].feed_forward.router
+
+    assert router().slots_per_expert == 3
+    # The same router is no other one.
+    assert router(router="soft").slots_per_expert == 3
+    assert router(router="softmax_token_choice").num_selected_experts == 2
 
 
 def test_a_model_is_a_source(sources):
