@@ -323,10 +323,9 @@ table(
 def command(preset, batch_size, expert_parallel, hosts=1, model=(), model_parallel=1):
     """The shell command on the first host."""
     parts = [
-        "python tools/train.py --recipe vmoe_b16_i21k",
-        f"--set preset={preset} batch_size={batch_size} dtype=mixed_bfloat16 "
-        "learning_rate=3e-4",
-        f"--model {' '.join(model)}" if model else "",
+        "keras-moe train vmoe_b16_i21k",
+        f"--preset {preset} --set {' '.join(['dtype=mixed_bfloat16', *model])}",
+        f"--recipe-set data.batch_size={batch_size} schedule.learning_rate=3e-4",
         f"--devices all --expert-parallel {expert_parallel}",
         f"--model-parallel {model_parallel}" if model_parallel > 1 else "",
         f"--coordinator HOST:PORT --num-processes {hosts} --process-id 0"
@@ -342,10 +341,10 @@ print("\n# eight H200")
 print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
 
 # %% [markdown]
-# `tools/plan.py` prints the same arithmetic for any preset, chip and layout:
+# `keras-moe plan` prints the same arithmetic for any preset, chip and layout:
 #
 # ```shell
-# python tools/plan.py --preset vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
+# keras-moe plan vmoe_h14 --chip tpu_v4 --devices 256 --batch-size 4096
 # ```
 #
 # ## When it does not fit

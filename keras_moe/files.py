@@ -139,8 +139,16 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     >>> open(path).read().split()
     ['[', '0.5,', 'null', ']']
     """
-    text = json.dumps(_without_non_finite(value), indent=2, allow_nan=False)
-    write_text(path, text + "\n")
+    write_text(path, json_text(value) + "\n")
+
+
+def json_text(value: Any) -> str:
+    """A value as indented JSON, in which NaN and infinities are null.
+
+    Args:
+        value: dicts, lists, tuples, strings, numbers, booleans and None.
+    """
+    return json.dumps(_without_non_finite(value), indent=2, allow_nan=False)
 
 
 def _without_non_finite(value):

@@ -30,3 +30,9 @@ def with_weights(model: Any, seed: int = 1) -> Any:
         if "seed_generator" not in weight.path:
             weight.assign(generator.normal(size=weight.shape) * 0.3)
     return model
+
+
+def flat_config(model: Any) -> dict:
+    """A model's config with the fields of its `moe` beside the other arguments."""
+    config = model.get_config()
+    return {**config, **(config["moe"] or {})}

@@ -30,11 +30,14 @@ ALLOWED = {
     "analysis": ("ops",),
     "training": (*CORE, "models", "distribution", "data", "evaluation", "analysis"),
 }
+# Programs import everything, and nothing imports them.
+ALLOWED["cli"] = (*ALLOWED["training"], "training")
 # The only places, below keras_moe, that may import a library.
 ONLY_IN = {
     "jax": ("data/", "ops/kernels/", "processes.py"),
     "tensorflow": ("data/", "ops/kernels/"),
-    "torch": ("data/", "ops/kernels/"),
+    # The last is a program of its own, which imports nothing of keras_moe.
+    "torch": ("data/", "ops/kernels/", "cli/timm_outputs.py"),
     "keras_hub": ("models/", "compat.py"),
     "matplotlib": ("analysis/plots/",),
     "tools": (),
@@ -108,7 +111,9 @@ def why_forbidden(
     ):
         return f"imports {library}; only keras and numpy are allowed here"
 
-    # The root ties the folders of keras_moe together and may see them all.
+    if library == package.name and rest[:1] == ["cli"] and folder != "cli":
+        return "nothing may import cli"
+    # The root ties the other folders together and may see them all.
     if library != package.name or not rest or folder is None:
         return None
     target = rest[0]
@@ -263,6 +268,8 @@ def test_circles_of_files_are_seen(tmp_path, sources, circle):
             "models/vit must not import models/mixer",
         ),
         ("unknown/a.py", "import keras", "the folder unknown has no entry"),
+        ("__init__.py", "from keras_moe import cli", "nothing may import cli"),
+        ("training/a.py", "from ..cli import main", "nothing may import cli"),
     ],
 )
 def test_the_checker_sees_a_planted_violation(tmp_path, place, source, expected):
@@ -287,6 +294,7 @@ def test_the_checker_accepts_what_is_allowed(tmp_path):
             "data/a.py": "import tensorflow as tf",
             "analysis/plots/a.py": "import matplotlib.pyplot as plt\nimport pandas",
             "training/a.py": "from ..evaluation import few_shot",
+            "cli/a.py": "from ..training import train\nfrom . import b\nimport rich",
         },
     )
     assert find_violations(package) == []

@@ -66,6 +66,7 @@ TAUS = (0.1, 0.25, 0.5, 0.75, 1.0)
 TAU = 0.75
 # Tables A and B: 2,048 tokens of size 1,536, 16 experts.
 PAPER_TOKENS, PAPER_DIM, PAPER_EXPERTS, PAPER_MLP = 2048, 1536, 16, 4096
+PAPER_SHAPE = (PAPER_TOKENS, PAPER_DIM)
 PRESET = "moepp_digits"
 VANILLA = {
     "zero_experts": 0,
@@ -181,8 +182,8 @@ def costs(kinds: ExpertKinds, args: argparse.Namespace) -> dict:
     aware = PathwayAwareRouter(PAPER_EXPERTS, gating_residual=True)
     additions = PAPER_TOKENS * PAPER_EXPERTS
     router_costs = {
-        "original": original.flops(PAPER_TOKENS, PAPER_DIM) // 2,
-        "pathway-aware": aware.flops(PAPER_TOKENS, PAPER_DIM) // 2 + additions,
+        "original": original.cost(PAPER_SHAPE).flops // 2,
+        "pathway-aware": aware.cost(PAPER_SHAPE).flops // 2 + additions,
     }
     return {
         "kinds": kinds._asdict(),
@@ -209,8 +210,8 @@ def expert_costs(args: argparse.Namespace) -> dict:
     )
     return {
         kind: {
-            "parameters": layer.parameters(PAPER_DIM),
-            "flops": layer.flops(PAPER_TOKENS, PAPER_DIM),
+            "parameters": layer.cost(PAPER_SHAPE).parameters,
+            "flops": layer.cost(PAPER_SHAPE).flops,
             "seconds": seconds[kind],
         }
         for kind, (layer, _) in found.items()

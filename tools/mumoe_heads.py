@@ -260,7 +260,7 @@ def costs() -> dict:
     rows = {}
     for name, (kind, rank, *printed) in PRINTED.items():
         layer = MultilinearExperts(units, experts, kind, rank)
-        gate = MuMoE(units, experts, kind, rank).gate.parameters(inputs)
+        gate = MuMoE(units, experts, kind, rank).gate.cost((1, inputs)).parameters
         rows[name] = {
             "naive": gate + layer.naive_multiply_adds(inputs),
             "factorized": gate + layer.multiply_adds(inputs),

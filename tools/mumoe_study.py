@@ -57,7 +57,7 @@ from rich.table import Table
 from keras_moe import analysis, data, models, training
 from keras_moe.analysis import plots
 from keras_moe.files import write_json
-from keras_moe.layers import MuMoE
+from keras_moe.layers import MuMoE, MuMoEConfig
 from keras_moe.ops import Routing
 
 PARTS = ("costs", "specialisation", "editing", "patches", *mumoe_heads.PARTS)
@@ -483,9 +483,7 @@ class Patches(Study):
         backbone = models.MixerBackbone(
             SHAPE,
             token_mlp_dim=32,
-            moe_layers="every_1",
-            router="mumoe",
-            num_experts=16,
+            moe=MuMoEConfig(num_experts=16),
             token_mixer="mumoe",
             activation="gelu",
             seed=0,

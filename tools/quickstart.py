@@ -75,14 +75,14 @@ def main() -> None:
         )
 
     # At inference no token is dropped; these are the drops at the training capacity.
-    config = model.backbone.get_config()
+    selected = model.backbone.moe.num_selected_experts
     limited = models.from_preset(
         str(folder),
         task="backbone",
         evaluation="official",
     )
     statistics = {
-        name: analysis.routing_statistics(routing, config["num_selected_experts"])
+        name: analysis.routing_statistics(routing, selected)
         for name, routing in predict_routing(limited, test_images).items()
     }
     analysis.print_statistics(statistics, console)

@@ -52,8 +52,8 @@ def exclude_experts(model: Any, experts: Any) -> Any:
             f"Expected a model with MoE blocks; received: {type(model).__name__} "
             "without"
         )
-    config = getattr(model, "backbone", model).get_config()
-    before = (config["router_options"] or {}).get("excluded_experts", ())
+    options = getattr(model, "backbone", model).moe.router_options or {}
+    before = options.get("excluded_experts", ())
     excluded = {*before, *numbers_of(experts, kinds)}
     return model.with_router_options(excluded_experts=sorted(excluded))
 

@@ -116,8 +116,8 @@ def load(
             are rows of the batches of one host alone; of record files each host reads
             its own part. With a distribution of Keras set `auto_shard_dataset=False`.
         exclude: indices of examples in the order of the source to leave out, or a JSON
-            file of `write_exclusion`, as `tools/deduplicate.py` writes it, or a list of
-            such files.
+            file of `write_exclusion`, as `keras-moe deduplicate` writes it, or a list
+            of such files.
         unreadable: what becomes of images that cannot be read or decoded. `"raise"` is
             an error that names the file, when the image is met; see `reading_errors`
             for its class. `"exclude"` decodes all images once before the first batch,

@@ -1,4 +1,4 @@
-"""What one encoder block costs a device: weights, activations, what it sends.
+"""The activations of one encoder block on a device, and the traffic that it makes.
 
 Axes: B batch, N tokens, D hidden, H mlp, E experts, C capacity, S group_size.
 """
@@ -39,58 +39,6 @@ class Share(NamedTuple):
         return self.images * sum(self.sequences)
 
 
-def weight_shapes(block: Any, num_tokens: int, dim: int) -> dict[str, tuple]:
-    """Shapes by path of those weights of a block that a layout may split.
-
-    Args:
-        block: an `EncoderBlock`, not built.
-        num_tokens: N.
-        dim: D.
-
-    Example:
-
-    >>> from keras_moe.distribution.block_costs import weight_shapes
-    >>> from keras_moe.models.presets import unbuilt_blocks
-    >>> block = unbuilt_blocks("vmoe_b16")[1]
-    >>> weight_shapes(block, 197, 768)["block_1/moe/experts/output_kernel"]
-    (32, 3072, 768)
-    """
-    shapes = {}
-    mixer, feed_forward = block.token_mixer, block.feed_forward
-    if isinstance(mixer, SelfAttention):
-        heads, size = mixer.num_heads, mixer.key_dim
-        for name in ("query", "key", "value"):
-            shapes[f"attention/{name}/kernel"] = (dim, heads, size)
-            shapes[f"attention/{name}/bias"] = (heads, size)
-        shapes["attention/attention_output/kernel"] = (heads, size, dim)
-        shapes["attention/attention_output/bias"] = (dim,)
-    elif isinstance(mixer, MLP):
-        shapes.update(_mlp_shapes("token_mlp", num_tokens, mixer.mlp_dim))
-    if isinstance(feed_forward, MLP):
-        shapes.update(_mlp_shapes("mlp", dim, feed_forward.mlp_dim))
-    elif isinstance(feed_forward, MoE):
-        experts = feed_forward.experts
-        count, size = experts.num_experts, experts.mlp_dim
-        biases = {"output": (count, dim)}
-        for name in ("hidden", "gate") if experts.gated else ("hidden",):
-            shapes[f"moe/experts/{name}_kernel"] = (count, dim, size)
-            biases[name] = (count, size)
-        shapes["moe/experts/output_kernel"] = (count, size, dim)
-        if experts.use_bias:
-            for name, shape in biases.items():
-                shapes[f"moe/experts/{name}_bias"] = shape
-    return {f"{block.name}/{path}": shape for path, shape in shapes.items()}
-
-
-def _mlp_shapes(name, size, mlp_dim):
-    return {
-        f"{name}/hidden/kernel": (size, mlp_dim),
-        f"{name}/hidden/bias": (mlp_dim,),
-        f"{name}/output/kernel": (mlp_dim, size),
-        f"{name}/output/bias": (size,),
-    }
-
-
 def expert_slots(block: Any, share: Share) -> int:
     """The slots of all experts for a device's tokens, while training.
 
@@ -125,7 +73,7 @@ def expert_slots(block: Any, share: Share) -> int:
             )
     capacity = router.group_capacity(size, True)
     if capacity is None:
-        return num_groups * router.num_slots(size)
+        return num_groups * router.total_slots(size)
     return num_groups * moe.experts.num_experts * capacity
 
 

@@ -16,12 +16,12 @@ from keras_moe.distribution.block_costs import (
     activation_bytes,
     expert_slots,
     model_parallel_bytes,
-    weight_shapes,
 )
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks
 from keras_moe.layers import MoE
 from keras_moe.models.blueprint import resolve
+from keras_moe.ops.cost import under
 
 # Where both of a weight's two largest axes are as long, Adafactor keeps their sums.
 FACTORED_FROM = 32
@@ -175,8 +175,8 @@ def costs(
         model_parallel: as for `auto`.
         optimizer: `"sgd"`, `"momentum"`, `"adam"` (two float32 moments) or
             `"adafactor"` (a bfloat16 moment; of second moments the sums over rows and
-            columns where both are 32 at least). Norms, embeddings and heads are counted
-            as if they were not factored.
+            columns where both are 32 at least). Embeddings and heads are counted as if
+            they were not factored.
         dtype: of tokens and products, `"bfloat16"` under mixed precision, or
             `"float32"`; weights stay float32.
         utilization: the share of the chip's peak that matmuls reach; measure it.
@@ -235,10 +235,11 @@ def costs(
     )
     _check_capacity(blocks, batch_devices)
 
-    # Weights: those that a layout may split, by path, and the rest as one vector.
+    # Weights of blocks, which a layout may split, by path; the rest as one vector.
     shapes = {}
     for block in blocks:
-        shapes.update(weight_shapes(block, model.num_tokens, dim))
+        of_block = block.weight_shapes((model.num_tokens, dim))
+        shapes.update(under(block.name, of_block))
     listed = sum(map(math.prod, shapes.values()))
     shapes["rest"] = (model.parameters - listed,)
     sizes = {None: 1, **plan.mesh, **plan.expert_mesh}
@@ -282,10 +283,11 @@ def costs(
             passes * summed * _ring(model_parallel)
         ),
     }
-    of_blocks = sum(block.flops(n, dim) for block in blocks for n in sequences)
-    others = sum(part.flops for part in model.parts) - sum(
-        block.flops(model.num_tokens, dim) for block in blocks
+    of_blocks, of_images = (
+        sum(block.cost((n, dim)).flops for block in blocks for n in lengths)
+        for lengths in (sequences, sequences[:1])
     )
+    others = sum(part.flops for part in model.parts) - of_images
     flops = (3 * others + (4 if rematerialize else 3) * of_blocks) * (
         batch_size / num_devices
     )

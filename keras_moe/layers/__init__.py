@@ -2,16 +2,19 @@
 
 from keras_moe.layers.activations import gelu_tanh, quick_gelu
 from keras_moe.layers.attribute_adversary import AttributeAdversary
-from keras_moe.layers.block_plan import resolve_moe_layers
 from keras_moe.layers.class_token import ClassToken
 from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
+from keras_moe.layers.encoder_spec import EncoderSpec
 from keras_moe.layers.expert_coefficients import ExpertCoefficients
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
+from keras_moe.layers.moe_config import MoEConfig
+from keras_moe.layers.moe_layers import resolve_moe_layers
 from keras_moe.layers.multilinear_experts import MultilinearExperts
 from keras_moe.layers.mumoe import MuMoE, MuMoEBlock
+from keras_moe.layers.mumoe_config import MuMoEConfig, moe_config, updated_moe
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.patch_embedding import (
     PatchEmbedding,
@@ -35,13 +38,16 @@ __all__ = [
     "AttributeAdversary",
     "ClassToken",
     "EncoderBlock",
+    "EncoderSpec",
     "ExpertCoefficients",
     "Experts",
     "LayerNorm",
     "MoE",
+    "MoEConfig",
     "MoEEncoderBlock",
     "MuMoE",
     "MuMoEBlock",
+    "MuMoEConfig",
     "MultilinearExperts",
     "PatchEmbedding",
     "PerExpert",
@@ -53,9 +59,11 @@ __all__ = [
     "ZeroComputationExperts",
     "fold_channels",
     "gelu_tanh",
+    "moe_config",
     "quick_gelu",
     "resize_patch_kernel",
     "resize_positions",
     "resolve_moe_layers",
     "sincos_table",
+    "updated_moe",
 ]

@@ -1,4 +1,4 @@
-"""Where activations lie that are no layer's output."""
+"""Layouts of activations inside a layer."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ def with_layout(x: Any, path: str) -> Any:
     """`x` in the layout that the current distribution has for `path`, if any.
 
     Keras asks the layout map for the outputs of layers alone. A layout that does not
-    divide the shape is passed by: one group cannot lie on eight devices.
+    divide the shape is left out: one group cannot lie on eight devices.
 
     Args:
-        x: a tensor.
-        path: such as `"block_1/moe/experts/slots/output"`.
+        x: tensor.
+        path: path of the activation, such as `"block_1/moe/experts/slots/output"`.
 
     Returns:
-        `x`.
+        `x` in the layout.
 
     Example:
 

@@ -96,3 +96,12 @@ def serialize(activation: Callable) -> Any:
         if activation is function:
             return name
     return keras.activations.serialize(activation)
+
+
+def plain(activation: Any) -> Any:
+    """An activation as a config keeps it: its name or config, or None.
+
+    Args:
+        activation: anything that `get` takes, or None.
+    """
+    return None if activation is None else serialize(get(activation))

@@ -20,8 +20,8 @@ class AttributeAdversary(keras.layers.Layer):
     distribution, which trains the features alone.
 
     Args:
-        num_values: A.
-        confusion_weight: of the added loss.
+        num_values: A, number of values of the attribute.
+        confusion_weight: weight of the added loss.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:

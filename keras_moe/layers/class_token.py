@@ -8,6 +8,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops.cost import Cost
+
 
 @keras.saving.register_keras_serializable("keras_moe")
 class ClassToken(keras.layers.Layer):
@@ -46,3 +48,19 @@ class ClassToken(keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         batch, num_tokens, dim = input_shape
         return (batch, None if num_tokens is None else num_tokens + 1, dim)
+
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
+
+        Args:
+            shape: (num_tokens, dim), without the class token.
+        """
+        return {"token": (1, 1, shape[-1])}
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim), without the class token.
+        """
+        return Cost.all_active(self.weight_shapes(shape))

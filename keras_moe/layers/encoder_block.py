@@ -7,12 +7,21 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_bool, check_dropout, check_positive, check_seed
+from keras_moe.checks import (
+    check_bool,
+    check_dropout,
+    check_ids,
+    check_mask,
+    check_positive,
+    check_seed,
+)
+from keras_moe.compat import get_keras_mask
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
+from keras_moe.ops.cost import Cost, under
 
-# What is added to a block's seed for stochastic depth: one seed would give dropout and
+# Added to a block's seed for stochastic depth: one seed would give dropout and
 # depth the same draws, and a backbone's other sites have those just above.
 _DEPTH_SEED = 1_000_003
 
@@ -26,9 +35,9 @@ class EncoderBlock(keras.layers.Layer):
             `SelfAttention` or `TokenMLP`; the record of `TokenMuMoE` does not leave
             the block.
         feed_forward: the layer on each token, such as `MLP`.
-        dropout: on the token mixer's output.
-        layer_norm_epsilon: of both normalisations.
-        seed: of the dropout; stochastic depth's follows from it.
+        dropout: dropout rate on the token mixer's output.
+        layer_norm_epsilon: epsilon of both normalisations.
+        seed: seed of the dropout; stochastic depth's follows from it.
         rematerialize: while training, keep the block's input only, and compute the
             rest again for the gradient: less memory for about a third more time.
             `keras.RematScope` does not go with auxiliary losses; this does.
@@ -39,6 +48,9 @@ class EncoderBlock(keras.layers.Layer):
 
     Call arguments:
         tokens: (B, N, D).
+        mask: boolean (B, N), False for padding, to which no token attends. A token
+            mixer that is no attention takes none.
+        modality_ids: integers (B, N); a dense block has no use for them.
         training: passed on.
 
     Output shape:
@@ -73,6 +85,7 @@ class EncoderBlock(keras.layers.Layer):
     ):
         # Tokens are cast in `call`; logits that an MoE block may get stay float32.
         super().__init__(autocast=False, **kwargs)
+        self.supports_masking = True
         self.token_mixer = layer_argument(token_mixer, "token_mixer")
         self.feed_forward = layer_argument(feed_forward, "feed_forward")
         self.dropout = check_dropout("dropout", dropout)
@@ -106,7 +119,7 @@ class EncoderBlock(keras.layers.Layer):
         self.feed_forward_norm.build(input_shape)
         build_once(self.feed_forward, input_shape)
 
-    def _mix(self, tokens, training, ablated=None):
+    def _mix(self, tokens, training, mask=None, ablated=None):
         """The tokens, and the records of a token mixer with experts, one or none.
 
         `ablated` is the expert of each example that such a mixer goes without.
@@ -115,7 +128,7 @@ class EncoderBlock(keras.layers.Layer):
         if ablated is not None:
             x = self.token_mixer.ablated(x, ablated)
         else:
-            x = self.token_mixer(x, training=training)
+            x = self.token_mixer(x, training=training, **_present(mask=mask))
             if self.mixes_by_experts:
                 x, *records = x
         x = self.dropout_layer(x, training=training)
@@ -126,39 +139,63 @@ class EncoderBlock(keras.layers.Layer):
         """Whether the token mixer has experts, and so a record."""
         return hasattr(self.token_mixer, "router")
 
-    def call(self, tokens: Any, training: bool | None = None) -> Any:
+    def call(
+        self,
+        tokens: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+        training: bool | None = None,
+    ) -> Any:
+        self._check_calls(tokens, mask, modality_ids)
         tokens = keras.ops.cast(tokens, self.compute_dtype)
         if self.rematerialize and training:
-            return rematerialized(self, lambda x: self._run(x, training), tokens)
-        return self._run(tokens, training)
+            return rematerialized(self, lambda x: self._run(x, mask, training), tokens)
+        return self._run(tokens, mask, training)
 
-    def _run(self, tokens, training):
-        tokens, _ = self._mix(tokens, training)
+    def _check_calls(self, tokens, mask, modality_ids):
+        shape = tuple(tokens.shape)[:2]
+        check_mask("mask", mask, shape)
+        check_ids("modality_ids", modality_ids, shape)
+        if mask is not None and not getattr(self.token_mixer, "takes_mask", False):
+            raise ValueError(
+                "Expected mask=None for a token mixer whose weights have the number of "
+                f"tokens for a shape; received: mask of shape {tuple(mask.shape)}, "
+                f"token_mixer={type(self.token_mixer).__name__}"
+            )
+
+    def _run(self, tokens, mask, training):
+        tokens, _ = self._mix(tokens, training, mask)
         x = self.feed_forward_norm(tokens)
         x = self.feed_forward(x, training=training)
         return tokens + self.depth_layer(x, training=training)
 
-    def compute_output_spec(self, tokens, training=None):
+    def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
-    def parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters for (B, num_tokens, dim)."""
-        return self._mixer_parameters(num_tokens, dim) + self.feed_forward.parameters(
-            dim
-        )
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def active_parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters that one token of `num_tokens` meets."""
-        active = self.feed_forward.active_parameters(num_tokens, dim)
-        return self._mixer_parameters(num_tokens, dim) + active
+        Args:
+            shape: (num_tokens, dim).
+        """
+        shapes = {}
+        for part in self._parts:
+            shapes.update(under(part.name, part.weight_shapes(shape)))
+        return shapes
 
-    def _mixer_parameters(self, num_tokens, dim):
-        return 4 * dim + self.token_mixer.parameters(num_tokens, dim)
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the matmuls (2 per multiply-add)."""
-        mixer = self.token_mixer.flops(num_tokens, dim)
-        return mixer + self.feed_forward.flops(num_tokens, dim)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return sum((part.cost(shape) for part in self._parts), Cost())
+
+    @property
+    def _parts(self):
+        """The layers with weights."""
+        norms = (self.mixer_norm, self.feed_forward_norm)
+        return (norms[0], self.token_mixer, norms[1], self.feed_forward)
 
     def get_config(self):
         config = super().get_config()
@@ -181,9 +218,9 @@ class MoEEncoderBlock(EncoderBlock):
     Args:
         token_mixer: `SelfAttention`, `TokenMLP` or `TokenMuMoE`.
         feed_forward: an `MoE` layer or a `MuMoEBlock`.
-        dropout: on the token mixer's output.
-        layer_norm_epsilon: of both normalisations.
-        seed: of the dropout; stochastic depth's follows from it.
+        dropout: dropout rate on the token mixer's output.
+        layer_norm_epsilon: epsilon of both normalisations.
+        seed: seed of the dropout; stochastic depth's follows from it.
         rematerialize: while training, keep the block's input only, and compute the
             rest again for the gradient: less memory for about a third more time.
             `keras.RematScope` does not go with auxiliary losses; this does.
@@ -196,6 +233,10 @@ class MoEEncoderBlock(EncoderBlock):
         tokens: (B, N, D).
         previous_logits: float32 (B, N, E), the `Routing.logits` of the MoE block
             before, for routers with `gating_residual`.
+        mask: boolean (B, N), False for padding: no token attends to it, and it is not
+            routed.
+        modality_ids: integers (B, N), for routers and losses that tell modalities
+            apart.
         training: passed on.
 
     Output shape:
@@ -221,21 +262,28 @@ class MoEEncoderBlock(EncoderBlock):
         self,
         tokens: Any,
         previous_logits: Any = None,
+        mask: Any = None,
+        modality_ids: Any = None,
         training: bool | None = None,
     ) -> tuple:
+        if mask is None:
+            # Keras hands it on to calls of one tensor only.
+            mask = get_keras_mask(tokens)
+        self._check_calls(tokens, mask, modality_ids)
         tokens = keras.ops.cast(tokens, self.compute_dtype)
         inputs = (tokens,) if previous_logits is None else (tokens, previous_logits)
+        fixed = _present(mask=mask, modality_ids=modality_ids)
         if self.rematerialize and training:
             return rematerialized(
-                self, lambda *inputs: self._run_moe(training, *inputs), *inputs
+                self, lambda *inputs: self._run_moe(training, fixed, *inputs), *inputs
             )
-        return self._run_moe(training, *inputs)
+        return self._run_moe(training, fixed, *inputs)
 
-    def _run_moe(self, training, tokens, previous_logits=None):
-        tokens, of_mixer = self._mix(tokens, training)
+    def _run_moe(self, training, fixed, tokens, previous_logits=None):
+        tokens, of_mixer = self._mix(tokens, training, fixed.get("mask"))
         x = self.feed_forward_norm(tokens)
         x, routing = self.feed_forward(
-            x, training=training, **_if_given(previous_logits)
+            x, training=training, **fixed, **_present(previous_logits=previous_logits)
         )
         return tokens + self.depth_layer(x, training=training), routing, *of_mixer
 
@@ -254,22 +302,32 @@ class MoEEncoderBlock(EncoderBlock):
             *Multilinear Mixture of Experts*, section 4.1.2.
         """
         tokens = keras.ops.cast(tokens, self.compute_dtype)
-        tokens, _ = self._mix(tokens, False, experts if mixer else None)
+        tokens, _ = self._mix(tokens, False, ablated=experts if mixer else None)
         x = self.feed_forward_norm(tokens)
         if mixer:
             return tokens + self.feed_forward(x, training=False)[0]
         return tokens + self.feed_forward.ablated(x, experts)
 
-    def compute_output_spec(self, tokens, previous_logits=None, training=None):
+    def compute_output_spec(
+        self,
+        tokens,
+        previous_logits=None,
+        mask=None,
+        modality_ids=None,
+        training=None,
+    ):
         tokens = keras.KerasTensor(tokens.shape, self.compute_dtype)
         spec = self.feed_forward.compute_output_spec(
-            tokens, **_if_given(previous_logits)
+            tokens,
+            **_present(
+                previous_logits=previous_logits, mask=mask, modality_ids=modality_ids
+            ),
         )
         if not self.mixes_by_experts:
             return spec
         return *spec, self.token_mixer.compute_output_spec(tokens)[1]
 
 
-def _if_given(previous_logits):
-    """`previous_logits` as an argument of the layers that take them."""
-    return {} if previous_logits is None else {"previous_logits": previous_logits}
+def _present(**arguments):
+    """The arguments that are not None, for layers that may not take the others."""
+    return {name: value for name, value in arguments.items() if value is not None}

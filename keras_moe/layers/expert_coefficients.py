@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.layers import activations
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
 
@@ -37,6 +38,7 @@ class ExpertCoefficients(keras.layers.Layer):
         inputs: (..., I).
         training: whether batch statistics are those of the batch, and are kept.
         logits: the inputs by each kernel, if the caller has them.
+        mask: boolean (...), False for padding, which has no part in batch statistics.
 
     Output shape:
         `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record whose
@@ -71,6 +73,7 @@ class ExpertCoefficients(keras.layers.Layer):
     ):
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.num_experts = check_levels(num_experts)
         self.activation = activations.get(activation)
         self.normalization = check_one_of(
@@ -107,12 +110,16 @@ class ExpertCoefficients(keras.layers.Layer):
                 )
 
     def call(
-        self, inputs: Any, training: bool | None = None, logits: Any = None
+        self,
+        inputs: Any,
+        training: bool | None = None,
+        logits: Any = None,
+        mask: Any = None,
     ) -> tuple[tuple[Any, ...], Routing]:
         if logits is None:
             logits = [ops.matmul(inputs, kernel) for kernel in self.kernels]
         normalised = [
-            self._normalise(level, x, training) for level, x in enumerate(logits)
+            self._normalise(level, x, training, mask) for level, x in enumerate(logits)
         ]
         coefficients = tuple(self.activation(x) for x in normalised)
         gates = outer(coefficients, ops.multiply)
@@ -125,7 +132,7 @@ class ExpertCoefficients(keras.layers.Layer):
             combined=gates,
         )
 
-    def _normalise(self, level, x, training):
+    def _normalise(self, level, x, training, mask):
         if self.normalization is None:
             return x
         # Squares of what is kept anyway, for the gradient.
@@ -133,11 +140,10 @@ class ExpertCoefficients(keras.layers.Layer):
             centred = x - ops.mean(x, axis=-1, keepdims=True)
             variance = ops.mean(centred * centred, axis=-1, keepdims=True)
         elif training and self.trainable:
-            axes = tuple(range(len(x.shape) - 1))
-            mean = ops.mean(x, axis=axes)
+            mean, count = _row_mean(x, mask)
             centred = x - mean
-            variance = ops.mean(centred * centred, axis=axes)
-            self._keep(level, mean, variance, ops.size(x) // x.shape[-1])
+            variance, _ = _row_mean(centred * centred, mask)
+            self._keep(level, mean, variance, count)
         else:
             centred, variance = x - self.means[level], self.variances[level]
         return centred * ops.rsqrt(variance + _EPSILON)
@@ -155,7 +161,7 @@ class ExpertCoefficients(keras.layers.Layer):
             new = ops.where(count > 0, ops.stop_gradient(new), old)
             kept.assign(_MOMENTUM * old + (1.0 - _MOMENTUM) * new)
 
-    def compute_output_spec(self, inputs, training=None, logits=None):
+    def compute_output_spec(self, inputs, training=None, logits=None, mask=None):
         leading = tuple(inputs.shape[:-1])
         coefficients = tuple(
             keras.KerasTensor((*leading, count), "float32")
@@ -171,9 +177,26 @@ class ExpertCoefficients(keras.layers.Layer):
         """All experts, of all levels."""
         return ExpertKinds(total_experts(self.num_experts))
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for inputs of size `dim`."""
-        return dim * sum(self.num_experts)
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name; moving statistics are not trained.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return {
+            f"kernel_{level}": (shape[-1], count)
+            for level, count in enumerate(self.num_experts)
+        }
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        flops = 2 * num_tokens * dim * sum(self.num_experts)
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
     def get_config(self):
         config = super().get_config()
@@ -183,6 +206,16 @@ class ExpertCoefficients(keras.layers.Layer):
             normalization=self.normalization,
         )
         return config
+
+
+def _row_mean(x, mask):
+    """The mean over rows that are no padding, (..., N) to (N,), and their number."""
+    axes = tuple(range(len(x.shape) - 1))
+    if mask is None:
+        return ops.mean(x, axis=axes), ops.size(x) // x.shape[-1]
+    weights = ops.cast(ops.expand_dims(mask, -1), x.dtype)
+    count = ops.sum(weights)
+    return ops.sum(x * weights, axis=axes) / ops.maximum(count, 1.0), count
 
 
 def check_levels(num_experts: Any) -> tuple[int, ...]:

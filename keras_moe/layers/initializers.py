@@ -16,9 +16,9 @@ class PerExpert(keras.initializers.Initializer):
     the weights too small.
 
     Args:
-        initializer: of one expert's slice.
-        shared: give all experts the same values, as V-MoE does: they differ by the
-            tokens that they see.
+        initializer: initializer of one expert's slice.
+        shared: whether all experts get the same values, as in V-MoE: they then differ
+            by their tokens alone.
 
     Example:
 
@@ -37,11 +37,11 @@ class PerExpert(keras.initializers.Initializer):
             value = self.initializer(shape, dtype=dtype)
             return ops.tile(value[None], [num_experts] + [1] * len(shape))
         slices = [
-            self._of_expert(index)(shape, dtype=dtype) for index in range(num_experts)
+            self._initializer(index)(shape, dtype=dtype) for index in range(num_experts)
         ]
         if not on_several_devices():
             return ops.stack(slices)
-        # Of a stack, along an axis that is split, XLA makes the whole on every device.
+        # XLA would make the whole stack on every device along which its axis is split.
         place = ops.arange(num_experts, dtype="int32")
         place = ops.reshape(place, (-1, *(1 for _ in shape)))
         value = 0.0
@@ -49,7 +49,7 @@ class PerExpert(keras.initializers.Initializer):
             value = ops.where(place == index, matrix, value)
         return ops.cast(value, dtype or keras.config.floatx())
 
-    def _of_expert(self, index):
+    def _initializer(self, index):
         seed = getattr(self.initializer, "seed", None)
         if not isinstance(seed, int):
             # Constants have no seed, and a SeedGenerator moves on by itself.

@@ -23,7 +23,7 @@ def linear_weights(
 def widened_linear_weights(
     old: int, new: int, start: int = 0, count: int | None = None
 ) -> np.ndarray:
-    """Linear interpolation, widened where it shrinks: antialiasing as Pillow's."""
+    """Linear interpolation, widened where it shrinks: Pillow's antialiasing."""
     x = _distances(old, new, start, count)
     weights = np.maximum(1.0 - x, 0.0)
     return weights / np.sum(weights, axis=1, keepdims=True)
@@ -37,18 +37,18 @@ def cubic_weights(
     near = (1.5 * x - 2.5) * x * x + 1.0
     far = ((-0.5 * x + 2.5) * x - 4.0) * x + 2.0
     weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
-    # At the border part of the kernel has nothing to read.
+    # Part of the kernel is outside at the border.
     return weights / np.sum(weights, axis=1, keepdims=True)
 
 
 def _distances(old, new, start, count):
-    """From new pixels' centres to old ones', where it shrinks in new pixels."""
+    """Distances of new pixels' centres from old ones, in new pixels if it shrinks."""
     centres = _centres(old, new, start, count)
     return np.abs(centres[:, None] - np.arange(old)) / max(old / new, 1.0)
 
 
 def _centres(old, new, start, count):
-    """Where the new pixels' centres lie, in old pixels."""
+    """The places of the new pixels' centres, in old pixels."""
     stop = new if count is None else start + count
     return (np.arange(start, stop) + 0.5) * old / new - 0.5
 

@@ -9,6 +9,7 @@ import keras
 
 from keras_moe.checks import check_dropout, check_integer, check_seed
 from keras_moe.layers import activations
+from keras_moe.ops.cost import Cost
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -16,10 +17,11 @@ class MLP(keras.layers.Layer):
     """Two dense layers: D to H, activation, H to D.
 
     Args:
-        mlp_dim: H.
-        activation: `"gelu_tanh"` (the JAX models'), or any that Keras knows.
-        dropout: after each of the two layers.
-        seed: of the dropout.
+        mlp_dim: H, the hidden size.
+        activation: activation between the layers, `"gelu_tanh"` as in the JAX models,
+            or any that Keras knows.
+        dropout: dropout rate after each of the two layers.
+        seed: seed of the dropout.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -78,17 +80,29 @@ class MLP(keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         return input_shape
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        return 2 * dim * self.mlp_dim + self.mlp_dim + dim
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def active_parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters that one token of `num_tokens` meets."""
-        return self.parameters(dim)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        _, dim = shape
+        return {
+            "hidden/kernel": (dim, self.mlp_dim),
+            "hidden/bias": (self.mlp_dim,),
+            "output/kernel": (self.mlp_dim, dim),
+            "output/bias": (dim,),
+        }
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations (2 per multiply-add)."""
-        return 4 * num_tokens * dim * self.mlp_dim
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        flops = 4 * num_tokens * dim * self.mlp_dim
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
     def get_config(self):
         config = super().get_config()

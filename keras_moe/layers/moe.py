@@ -20,6 +20,7 @@ from keras_moe.checks import (
 from keras_moe.compat import get_keras_mask
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
+from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.expert_kinds import expert_kinds
 from keras_moe.ops.routing import Routing
 
@@ -45,31 +46,32 @@ class MoE(keras.layers.Layer):
     routers with the same options, by `keras_moe.routers.of_kinds`.
 
     Args:
-        router: the name of a router, such as `"softmax_token_choice"` or `"soft"` (see
+        router: name of a router, such as `"softmax_token_choice"` or `"soft"` (see
             `keras_moe.routers.get`), or a router layer such as `TokenChoiceRouter`.
-        experts: an `Experts` layer with the router's number of feed-forward experts.
+        experts: `Experts` layer with the router's number of feed-forward experts.
         group_size: S, tokens per group; None makes one group of the whole batch.
             Images stay whole groups where the router wants them so.
-        auxiliary_losses: a dict from name to weight such as
+        auxiliary_losses: dict from name to weight such as
             `{"importance": 0.005, "load": 0.005}`, or a list of `AuxiliaryLoss`.
             They are added, averaged over groups, in training only, so that
             `evaluate` reports the task's loss, and not if the layer is frozen.
-        dispatcher: how experts with a capacity get their tokens: `"index"` (gathers;
-            memory linear in tokens) or `"einsum"` (dense one-hot tensors; for small
-            groups on TPUs).
-        zero_experts: how many zero experts; None takes the router's, or 0 by name.
-        copy_experts: how many copy experts, likewise.
-        constant_experts: how many constant experts, likewise; `"auto"` is equation 10
+        dispatcher: form in which experts with a capacity get their tokens: `"index"`
+            (gathers; memory linear in tokens) or `"einsum"` (the dense tensors of
+            `plan.dense()`; for small groups on TPUs).
+        zero_experts: number of zero experts; None takes that of the router, or 0 for a
+            router by name.
+        copy_experts: number of copy experts, likewise.
+        constant_experts: number of constant experts, likewise; `"auto"` is equation 10
             of *MoE++*.
-        input_scale: a factor on the tokens before the experts, but not before the
-            router; the released code of MoE++ takes K.
+        input_scale: factor on the tokens before the experts, but not before the router;
+            the released code of MoE++ takes K.
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
         mask: boolean (B, N), False for tokens that are not routed; they get zeros.
-        modality_ids: integers (B, N), for routers and losses that tell modalities
-            apart.
+        modality_ids: integers (B, N), for routers and losses that distinguish
+            modalities.
         previous_logits: float32 (B, N, E), the `Routing.logits` of the MoE layer
             before, for routers with `gating_residual`.
         training: whether capacity, noise and auxiliary losses apply.
@@ -253,7 +255,7 @@ class MoE(keras.layers.Layer):
         return keras.KerasTensor(tokens.shape, self.compute_dtype), routing
 
     def _group(self, tokens, mask, modality_ids, residual):
-        """Cuts (B, N, D) into (G, S, D), padded, and says which tokens are real."""
+        """Cuts (B, N, D) into (G, S, D), padded, with a mask of the real tokens."""
         batch, length, dim = ops.shape(tokens)
         num_tokens = batch * length
         # A batch without images is a group of padding alone, large enough for a slot.
@@ -298,35 +300,43 @@ class MoE(keras.layers.Layer):
                 continue
             self.add_loss(ops.mean(loss(routing, self.router, mask, modality_ids)))
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        in_place = self.zero_computation_experts
-        in_place = 0 if in_place is None else in_place.parameters(dim)
-        return self.router.parameters(dim) + self.experts.parameters(dim) + in_place
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def active_parameters(self, num_tokens: int, dim: int) -> int:
-        """The parameters that a token meets, on average: router and its experts."""
-        router = self.router
-        per_token = router.experts_per_token(self._competing(num_tokens))
-        active = per_token * self.experts.expert_parameters(dim)
-        in_place = self.zero_computation_experts
-        if in_place is not None:
-            others = router.num_selected_experts - per_token
-            active += others * in_place.parameters(dim) / in_place.num_experts
-        return router.parameters(dim) + round(active)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        parts = [self.router, self.experts]
+        if self.zero_computation_experts is not None:
+            parts.append(self.zero_computation_experts)
+        shapes = {}
+        for part in parts:
+            shapes.update(under(part.name, part.weight_shapes(shape)))
+        return shapes
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations if no token is dropped (2 per multiply-add)."""
-        router = self.router
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image, if none is dropped.
+
+        A token meets the router and, on average, as many experts as the router says.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        router, in_place = self.router, self.zero_computation_experts
         competing = self._competing(num_tokens)
         # An image's share of its group's slots.
-        num_slots = router.num_slots(competing) * num_tokens // competing
-        flops = router.flops(num_tokens, dim) + self.experts.flops(num_slots, dim)
-        in_place = self.zero_computation_experts
+        num_slots = router.total_slots(competing) * num_tokens // competing
+        per_token = router.experts_per_token(competing)
+        experts = self.experts.cost((num_slots, dim))
+        active = per_token * experts.active_parameters
         if in_place is not None:
-            others = num_tokens * router.num_selected_experts - num_slots
-            flops += in_place.flops(others, dim)
-        return flops
+            selected = router.num_selected_experts
+            others = in_place.cost((num_tokens * selected - num_slots, dim))
+            # Unrounded: each of them has few parameters.
+            active += (selected - per_token) * others.parameters / in_place.num_experts
+            experts += others
+        return router.cost(shape) + experts._replace(active_parameters=round(active))
 
     def _competing(self, num_tokens):
         """The tokens of a group at inference, with images of `num_tokens`."""
@@ -335,7 +345,14 @@ class MoE(keras.layers.Layer):
         return self.group_size
 
     def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
-        """See `Experts.expert_slices`; of FFN experts."""
+        """Parts of variables; see `Experts.expert_slices`.
+
+        Args:
+            expert: number of an FFN expert.
+
+        Raises:
+            ValueError: if it is a zero-computation expert.
+        """
         if expert >= self.router.kinds.ffn:
             raise ValueError(
                 f"Expected one of {self.router.kinds.ffn} FFN experts, which have "
@@ -360,6 +377,6 @@ class MoE(keras.layers.Layer):
 
 
 def _without_padding(x, mask):
-    """Zeros for padding, which may hold anything: 0 times NaN is NaN."""
+    """Zeros in the place of padding, which may hold anything: 0 times NaN is NaN."""
     real = ops.expand_dims(ops.cast(mask, "bool"), -1)
     return ops.where(real, x, ops.zeros_like(x))

@@ -19,6 +19,7 @@ from keras_moe.checks import (
 )
 from keras_moe.layers.expert_coefficients import check_levels
 from keras_moe.ops import multilinear as tensors
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.multilinear_costs import (
     factorized_multiply_adds,
     naive_multiply_adds,
@@ -30,7 +31,7 @@ class MultilinearExperts(keras.layers.Layer):
     """Experts as one factorised weight tensor, mixed by given coefficients.
 
     `y_o = sum over n_1 ... n_L, i of W[n_1, ..., n_L, i, o] a^1[n_1] ... a^L[n_L]
-    x[i]`. Factors are all that is stored and computed with. The bias is a constant
+    x[i]`. Only the factors are stored and computed with. The bias is a constant
     input of 1, the last of the input mode, so that each expert has one.
 
     Args:
@@ -38,20 +39,20 @@ class MultilinearExperts(keras.layers.Layer):
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
         factorization: `"cp"`, `"tr"` (tensor ring), `"tucker"`, or None for the whole
             tensor, which is also the dense mixture of linear experts.
-        rank: CP's R; (R_1, ..., R_(L+2)) for `"tr"` and `"tucker"`; or `"match_dense"`
+        rank: R of CP; (R_1, ..., R_(L+2)) for `"tr"` and `"tucker"`; or `"match_dense"`
             for as many parameters as a dense layer of I to O has, or one of
             `match_shape`; TR then has ranks 4, ..., 4, R, and Tucker 4 for each level
             of at least 4 experts and R for inputs and units. A rank that is no integer,
             such as 0.75, is a share of I of at most 1, rounded down.
-        match_shape: (inputs, units) of the dense layer for `"match_dense"`.
-        use_bias: fold a bias into the input mode.
+        match_shape: inputs and units of the dense layer for `"match_dense"`.
+        use_bias: whether a bias is folded into the input mode.
         expert_noise: sigma of the first expert mode's factors, N(1, sigma).
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
         inputs: (..., I).
-        coefficients: a sequence of (..., N_l) for each level.
-        projected: the inputs by `input_matrix()`, if the caller has them.
+        coefficients: sequence with (..., N_l) for each level.
+        projected: product of the inputs and `input_matrix()`, if the caller has it.
 
     Output shape:
         (..., O).
@@ -104,30 +105,24 @@ class MultilinearExperts(keras.layers.Layer):
 
     def build(self, inputs_shape, coefficients_shape=None):
         self._inputs = inputs_shape[-1]
-        shapes = self._shapes(self._inputs)
-        levels = len(self.num_experts)
-        if self.factorization is None:
-            names = ["tensor"]
-        else:
-            names = [f"expert_factor_{level}" for level in range(levels)]
-            names += ["input_factor", "output_factor", "core"]
+        shapes = self.weight_shapes((None, self._inputs))
         self.factors = [
             self.add_weight(
                 name=name,
                 shape=shape,
                 initializer=self._initializer(index, name, shape),
             )
-            for index, (name, shape) in enumerate(zip(names, shapes))
+            for index, (name, shape) in enumerate(shapes.items())
         ]
 
     def _initializer(self, index, name, shape):
-        """Appendix F.2: experts alike but for noise, the rest as PyTorch's linear."""
+        """Appendix F.2: experts equal but for noise, the rest like PyTorch's linear."""
         if name == "tensor":
             limit = 1 / math.sqrt(shape[-2])
             return keras.initializers.RandomUniform(-limit, limit)
         if name.startswith("expert_factor"):
             return ExpertMode(self.expert_noise if index == 0 else 0.0)
-        # What a factor contracts with, or, of the output's and the core, all ranks.
+        # The modes that a factor contracts; all ranks for the output and the core.
         if name == "core":
             fan_in = math.prod(shape[:-1])
         elif self.factorization == "tr":
@@ -149,7 +144,7 @@ class MultilinearExperts(keras.layers.Layer):
         )
 
     def input_matrix(self) -> Any:
-        """The matrix (I, R), by which inputs are taken first; None for the tensor."""
+        """The matrix (I, R) that multiplies the inputs first; None without factors."""
         return tensors.input_matrix(self._tensors(), self.factorization)
 
     def _tensors(self):
@@ -159,11 +154,11 @@ class MultilinearExperts(keras.layers.Layer):
         """The matrices of chosen experts, for inspection.
 
         Args:
-            indices: a list of experts: integers, with more than one level tuples of
-                them.
+            indices: list of experts: integers, or tuples of them with more than one
+                level.
 
         Returns:
-            (len(indices), I, O); with a bias I + 1 rows, of which it is the last.
+            (len(indices), I, O); with a bias I + 1 rows, the last of which is the bias.
 
         Raises:
             ValueError: if an expert is out of range.
@@ -190,8 +185,8 @@ class MultilinearExperts(keras.layers.Layer):
 
         Args:
             inputs: (..., I).
-            coefficients: for each level (..., N_l).
-            experts: integers (..., L), each row's expert by its place at each level;
+            coefficients: tensor (..., N_l) for each level.
+            experts: integers (..., L), the place of each row's expert at each level;
                 axes of size 1 before the last are for all rows.
 
         Returns:
@@ -233,11 +228,8 @@ class MultilinearExperts(keras.layers.Layer):
             dense_parameters(self.match_shape or (inputs, self.units)),
         )
 
-    def _shapes(self, inputs):
-        return tensors.factor_shapes(*self._tensor_spec(inputs))
-
     def _tensor_spec(self, inputs):
-        """What the weight tensor is: arguments of `factor_shapes`."""
+        """The arguments of `factor_shapes`."""
         return (
             self.factorization,
             self.num_experts,
@@ -250,16 +242,45 @@ class MultilinearExperts(keras.layers.Layer):
         shape = (*inputs.shape[:-1], self.units)
         return keras.KerasTensor(shape, self.compute_dtype)
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for inputs of size `dim`."""
-        return sum(math.prod(shape) for shape in self._shapes(dim))
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        if self.factorization is None:
+            names = ["tensor"]
+        else:
+            levels = range(len(self.num_experts))
+            names = [f"expert_factor_{level}" for level in levels]
+            names += ["input_factor", "output_factor", "core"]
+        # A CP or ring tensor has no core.
+        return dict(zip(names, tensors.factor_shapes(*self._tensor_spec(shape[-1]))))
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        flops = 2 * num_tokens * self.multiply_adds(dim)
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
     def multiply_adds(self, dim: int) -> int:
-        """Multiply-adds of one token's matmuls (Table 5 of the paper)."""
+        """Multiply-adds of one token's matmuls (Table 5 of the paper).
+
+        Args:
+            dim: I.
+        """
         return factorized_multiply_adds(*self._tensor_spec(dim))
 
     def naive_multiply_adds(self, dim: int) -> int:
-        """Those of one token by the whole tensor, built first (Table 8)."""
+        """Multiply-adds of one token if the whole tensor is built first (Table 8).
+
+        Args:
+            dim: I.
+        """
         return naive_multiply_adds(*self._tensor_spec(dim))
 
     def get_config(self):
@@ -280,7 +301,8 @@ class MultilinearExperts(keras.layers.Layer):
 class ExpertMode(keras.initializers.Initializer):
     """Expert factors that replicate one matrix, with noise: N(1, sigma).
 
-    Of a matrix (N, R) every entry, of a tensor (R, N, S) the diagonal of each slice.
+    Every entry of a matrix (N, R) is drawn, and the diagonal of each slice of a tensor
+    (R, N, S).
 
     Args:
         sigma: standard deviation.
@@ -346,7 +368,7 @@ def resolved_rank(rank: Any, inputs: int) -> Any:
     """The rank with shares of the inputs' size as integers, of at least 1.
 
     Args:
-        rank: an int, a share such as 0.75, or a tuple of them; `"match_dense"` stays.
+        rank: integer, share such as 0.75, or tuple of them; `"match_dense"` stays.
         inputs: I.
 
     Returns:
@@ -384,7 +406,7 @@ def matching_rank(
             is less, and R for inputs and units alike, both of which bound an expert's
             matrix rank; or None.
         num_experts: N_1, ..., N_L.
-        shapes: (I, O) of each layer that has this rank, a bias's input included.
+        shapes: shape (I, O) of each layer that has this rank, a bias's input included.
         budget: parameters of all the factors.
 
     Returns:

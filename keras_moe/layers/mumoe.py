@@ -18,6 +18,7 @@ from keras_moe.layers.multilinear_experts import (
     resolved_rank,
 )
 from keras_moe.layers.normalization import LayerNorm
+from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.multilinear import projections
 
 
@@ -133,7 +134,7 @@ class MuMoE(keras.layers.Layer):
                 given["factorization"],
                 given["num_experts"],
                 [(dim + given["use_bias"], given["units"])],
-                dense_parameters(shape) - self.gate.parameters(dim),
+                dense_parameters(shape) - self.gate.cost((1, dim)).parameters,
             )
         return MultilinearExperts(dtype=self.dtype_policy, name="experts", **given)
 
@@ -177,15 +178,21 @@ class MuMoE(keras.layers.Layer):
         shape = (*inputs.shape[:-1], self.units)
         return keras.KerasTensor(shape, self.compute_dtype), routing
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for inputs of size `dim`."""
-        experts = self._experts(dim).parameters(dim)
-        return self.gate.parameters(dim) + experts + 2 * dim * self.input_norm
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def flops(self, dim: int) -> int:
-        """Operations of one row's matmuls (2 per multiply-add)."""
-        experts = self._experts(dim).multiply_adds(dim)
-        return 2 * (self.gate.parameters(dim) + experts)
+        Args:
+            shape: (num_rows, dim).
+        """
+        return _weight_shapes(self, {self._experts(shape[-1]): shape}, shape)
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost of rows, every one of which meets all experts.
+
+        Args:
+            shape: (num_rows, dim).
+        """
+        return _cost(self, {self._experts(shape[-1]): shape}, shape)
 
     def get_config(self):
         config = super().get_config()
@@ -221,8 +228,32 @@ def _input_norm(layer):
     return LayerNorm(1e-5, dtype=layer.dtype_policy, name="input_norm")
 
 
+def _weight_shapes(layer, experts, shape):
+    """The weights of the gate, of the experts and of the input's normalisation.
+
+    Args:
+        layer: a `MuMoE` or a `MuMoEBlock`.
+        experts: dict from each of its layers of experts to the shape of its inputs.
+        shape: (num_rows, dim).
+    """
+    shapes = under(layer.gate.name, layer.gate.weight_shapes(shape))
+    if layer.norm is not None:
+        shapes.update(under(layer.norm.name, layer.norm.weight_shapes(shape)))
+    for part, inputs in experts.items():
+        shapes.update(under(part.name, part.weight_shapes(inputs)))
+    return shapes
+
+
+def _cost(layer, experts, shape):
+    """The cost of the gate, of the experts and of the input's normalisation."""
+    total = layer.gate.cost(shape)
+    if layer.norm is not None:
+        total += layer.norm.cost(shape)
+    return sum((part.cost(inputs) for part, inputs in experts.items()), total)
+
+
 def _normalised(layer, inputs, experts):
-    """The experts' input, and what gate and experts begin with, or None and None."""
+    """The experts' input, and the projections that gate and experts share, or None."""
     if layer.norm is None:
         return inputs, *_projected(inputs, layer.gate, experts)
     return layer.norm(inputs), None, None
@@ -263,6 +294,9 @@ class MuMoEBlock(keras.layers.Layer):
 
     Call arguments:
         inputs: (..., I).
+        mask: boolean (...), False for padding, which gets zeros and has no part in the
+            batch statistics.
+        modality_ids: integers (...); every expert takes part whatever they are.
         training: whether batch statistics are those of the batch.
 
     Output shape:
@@ -299,6 +333,7 @@ class MuMoEBlock(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.mlp_dim = check_integer("mlp_dim", mlp_dim)
         self.units = units if units is None else check_integer("units", units)
         self.hidden_activation = activations.get(hidden_activation)
@@ -333,7 +368,7 @@ class MuMoEBlock(keras.layers.Layer):
                 self._options["factorization"],
                 self.gate.num_experts,
                 [(dim + bias, hidden), (hidden + bias, units)],
-                budget - self.gate.parameters(dim),
+                budget - self.gate.cost((1, dim)).parameters,
             )
         # Shares are of the block's inputs, for both layers.
         rank = resolved_rank(rank, dim)
@@ -350,34 +385,48 @@ class MuMoEBlock(keras.layers.Layer):
         self.hidden.build(input_shape)
         self.output_experts.build((*input_shape[:-1], self.mlp_dim))
 
-    def call(self, inputs: Any, training: bool | None = None) -> tuple[Any, Any]:
+    def call(
+        self,
+        inputs: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+        training: bool | None = None,
+    ) -> tuple[Any, Any]:
         x, logits, projected = _normalised(self, inputs, self.hidden)
-        coefficients, routing = self.gate(inputs, training=training, logits=logits)
+        coefficients, routing = self.gate(
+            inputs, training=training, logits=logits, mask=mask
+        )
         x = self.hidden(x, coefficients, projected=projected)
-        x = self.hidden_activation(x)
-        return self.output_experts(x, coefficients), routing
+        x = self.output_experts(self.hidden_activation(x), coefficients)
+        if mask is not None:
+            x = ops.where(ops.expand_dims(ops.cast(mask, "bool"), -1), x, 0)
+        return x, routing
 
-    def compute_output_spec(self, inputs, training=None):
+    def compute_output_spec(self, inputs, mask=None, modality_ids=None, training=None):
         _, routing = self.gate.compute_output_spec(inputs)
         shape = (*inputs.shape[:-1], self.units or inputs.shape[-1])
         return keras.KerasTensor(shape, self.compute_dtype), routing
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for inputs of size `dim`."""
-        hidden, output = self._both(dim)
-        layers = hidden.parameters(dim) + output.parameters(self.mlp_dim)
-        return self.gate.parameters(dim) + layers + 2 * dim * self.input_norm
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def active_parameters(self, num_tokens: int, dim: int) -> int:
-        """The parameters that one token meets: all."""
-        return self.parameters(dim)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return _weight_shapes(self, self._inputs_of_experts(shape), shape)
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the matmuls (2 per multiply-add)."""
-        hidden, output = self._both(dim)
-        multiply_adds = self.gate.parameters(dim)
-        multiply_adds += hidden.multiply_adds(dim) + output.multiply_adds(self.mlp_dim)
-        return 2 * num_tokens * multiply_adds
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image, every one of which meets all experts.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return _cost(self, self._inputs_of_experts(shape), shape)
+
+    def _inputs_of_experts(self, shape):
+        """The shape of the inputs of each of the two layers, not built."""
+        hidden, output = self._both(shape[-1])
+        return {hidden: shape, output: (shape[0], self.mlp_dim)}
 
     def ablated(self, inputs: Any, experts: Any) -> Any:
         """The outputs as if one expert's weights were zero, for each example another.

@@ -6,7 +6,15 @@ import keras
 
 
 def layer_argument(value: Any, name: str) -> keras.layers.Layer:
-    """`value` as a layer, made from its serialised config where it is one."""
+    """`value` as a layer.
+
+    Args:
+        value: layer, or its serialised config.
+        name: name of the argument, for the error.
+
+    Raises:
+        ValueError: if it is neither.
+    """
     if isinstance(value, dict):
         value = keras.saving.deserialize_keras_object(value)
     if not isinstance(value, keras.layers.Layer):

@@ -5,6 +5,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.ops.cost import Cost
+
 
 def _normalize(x, gamma, beta, epsilon):
     """Layer normalisation of float32 (..., D) with its gradient in closed form."""
@@ -43,8 +45,8 @@ class LayerNorm(keras.layers.Layer):
     has a fused kernel, which is used there.
 
     Args:
-        epsilon: added to the variance; ViTs use 1e-6.
-        center: add a learned offset, `beta`.
+        epsilon: number added to the variance; ViTs use 1e-6.
+        center: whether there is a learned offset, `beta`.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -99,6 +101,23 @@ class LayerNorm(keras.layers.Layer):
 
     def compute_output_shape(self, input_shape):
         return input_shape
+
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        names = ("gamma", "beta") if self.center else ("gamma",)
+        return dict.fromkeys(names, (shape[-1],))
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image; matmuls alone count as FLOPs.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return Cost.all_active(self.weight_shapes(shape))
 
     def get_config(self):
         config = super().get_config()

@@ -3,6 +3,7 @@
 Axes: B batch, N patches, D hidden.
 """
 
+import math
 from typing import Any
 
 import keras
@@ -15,9 +16,10 @@ from keras_moe.layers.interpolation import (
     cubic_weights,
     linear_weights,
 )
+from keras_moe.ops.cost import Cost
 
-# Side of the patches of stored weights.
-_LARGEST = 1024
+# Longest side of the patches of stored weights.
+_LONGEST_SIDE = 1024
 
 
 def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
@@ -28,8 +30,8 @@ def fold_channels(kernel: np.ndarray, channels: int) -> np.ndarray:
     ratio of the numbers, as timm does.
 
     Args:
-        kernel: (height, width, old channels, D).
-        channels: the number wanted.
+        kernel: array (height, width, old channels, D).
+        channels: number of channels of the new kernel.
 
     Returns:
         An array (height, width, channels, D).
@@ -62,12 +64,12 @@ def resize_patch_kernel(
 
     With `B` the matrix that resizes a patch, the new kernel is `pinv(B^T) w`: it gives
     a patch resized to a larger size the token that the patch itself had. For a smaller
-    size that is so as nearly as can be, in least squares over all patches.
+    size it is the least-squares solution over all patches.
 
     Args:
-        kernel: (height, width, channels, D).
-        patch_size: the size wanted, an int or (height, width).
-        interpolation: how patches are thought to be resized: `"bilinear"` without
+        kernel: array (height, width, channels, D).
+        patch_size: size of the new patches, an int or (height, width).
+        interpolation: interpolation that resizes patches: `"bilinear"` without
             antialiasing, as FlexiViT's release and our pipelines resize images; or
             `"bicubic"` with antialiasing, as timm does it.
 
@@ -113,10 +115,12 @@ class PatchEmbedding(keras.layers.Layer):
     (`resize_patch_kernel`), and of another number of channels folded (`fold_channels`).
 
     Args:
-        hidden_dim: D.
-        patch_size: an int or (height, width).
-        kernel_initializer: of the kernel (patch height, patch width, channels, D).
-        interpolation: of weights of another patch size; see `resize_patch_kernel`.
+        hidden_dim: D, the size of a token.
+        patch_size: size of a patch, an int or (height, width).
+        kernel_initializer: initializer of the kernel (patch height, patch width,
+            channels, D).
+        interpolation: interpolation of loaded weights of another patch size; see
+            `resize_patch_kernel`.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -199,16 +203,16 @@ class PatchEmbedding(keras.layers.Layer):
         kernel = store["0"]
         shape = tuple(kernel.shape)
         # Before anything is read: a file may declare a kernel of any size.
-        largest = max(_LARGEST, *self.patch_size)
+        longest = max(_LONGEST_SIDE, *self.patch_size)
         if (
             len(shape) != 4
             or shape[3] != self.hidden_dim
             or min(shape) < 1
-            or max(shape[:2]) > largest
+            or max(shape[:2]) > longest
         ):
             raise ValueError(
                 f"Expected a patch kernel (height, width, channels, {self.hidden_dim}) "
-                f"of patches up to {largest} for '{self.path}'; received: {shape}"
+                f"of patches up to {longest} for '{self.path}'; received: {shape}"
             )
         kernel = np.array(kernel)
         if shape[:2] != self.patch_size:
@@ -222,15 +226,27 @@ class PatchEmbedding(keras.layers.Layer):
         rows, columns = self.grid(input_shape)
         return (input_shape[0], rows * columns, self.hidden_dim)
 
-    def parameters(self, channels: int) -> int:
-        """The number of parameters for images of `channels` channels."""
-        height, width = self.patch_size
-        return (height * width * channels + 1) * self.hidden_dim
+    def weight_shapes(self, shape: tuple[int, int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
 
-    def flops(self, num_tokens: int, channels: int) -> int:
-        """Floating-point operations (2 per multiply-add)."""
-        height, width = self.patch_size
-        return 2 * num_tokens * height * width * channels * self.hidden_dim
+        Args:
+            shape: (height, width, channels) of an image.
+        """
+        return {
+            "kernel": (*self.patch_size, shape[-1], self.hidden_dim),
+            "bias": (self.hidden_dim,),
+        }
+
+    def cost(self, shape: tuple[int, int, int]) -> Cost:
+        """The cost for one image.
+
+        Args:
+            shape: (height, width, channels) of an image.
+        """
+        shapes = self.weight_shapes(shape)
+        rows, columns = self.grid(shape)
+        flops = 2 * rows * columns * math.prod(shapes["kernel"])
+        return Cost.all_active(shapes, flops)
 
     def get_config(self):
         config = super().get_config()

@@ -12,6 +12,7 @@ from keras_moe.checks import head_size
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.self_attention import SelfAttention, check_query_key_norm
+from keras_moe.ops.cost import Cost, under
 
 TOKEN_POOLINGS = ("class_token", "first", "average", "patch_average")
 POOLINGS = (*TOKEN_POOLINGS, "map")
@@ -64,13 +65,21 @@ class TokenPooling(keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         return (input_shape[0], input_shape[-1])
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        return 0
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path: none.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the matmuls (2 per multiply-add)."""
-        return 0
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return {}
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return Cost()
 
     def get_config(self):
         return {**super().get_config(), "pooling": self.pooling}
@@ -83,9 +92,9 @@ class AttentionPooling(keras.layers.Layer):
     The probe attends to the tokens, and an MLP with a residual follows.
 
     Args:
-        num_heads: attention heads; divides D.
-        mlp_dim: of the MLP.
-        activation: of the MLP.
+        num_heads: number of attention heads, a divisor of D.
+        mlp_dim: hidden size of the MLP.
+        activation: activation of the MLP.
         layer_norm_epsilon: epsilon of all normalisations.
         query_key_norm: whether attention normalises queries and keys in each head, as
             V-MoE's head does where its blocks do.
@@ -163,15 +172,29 @@ class AttentionPooling(keras.layers.Layer):
     def compute_output_shape(self, input_shape):
         return (input_shape[0], input_shape[-1])
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        attention = self._attention(dim).parameters(1, dim)
-        return dim + attention + 2 * dim + self.mlp.parameters(dim)
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the matmuls (2 per multiply-add)."""
-        projections = 4 * (num_tokens + 1) * dim * dim
-        return projections + 4 * num_tokens * dim + self.mlp.flops(1, dim)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        attention = self._attention(shape[-1])
+        shapes = {"probe": (1, 1, shape[-1])}
+        for part in (attention, self.norm, self.mlp):
+            shapes.update(under(part.name, part.weight_shapes(shape)))
+        return shapes
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        # Queries and outputs of the probe, keys and values of all tokens.
+        flops = 4 * (num_tokens + 1) * dim * dim + 4 * num_tokens * dim
+        flops += self.mlp.cost((1, dim)).flops
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
     def get_config(self):
         config = super().get_config()

@@ -1,4 +1,4 @@
-"""Where a token stands in its image.
+"""The place of a token in its image.
 
 Axes: B batch, N tokens, D hidden.
 """
@@ -14,6 +14,7 @@ from keras_moe.layers.interpolation import (
     aligned_linear_weights,
     cubic_weights,
 )
+from keras_moe.ops.cost import Cost
 
 KINDS = ("learned", "sincos")
 
@@ -22,7 +23,7 @@ def sincos_table(grid: tuple[int, int], dim: int) -> np.ndarray:
     """Fixed sine and cosine features of the column and the row.
 
     Args:
-        grid: the number of patches down and across.
+        grid: number of patches down and across.
         dim: D, a multiple of 4.
 
     Returns:
@@ -62,9 +63,9 @@ def resize_positions(
     Rows before the grid's (the class token's) are copied.
 
     Args:
-        table: (1, N, D), N at least rows x columns of `old_grid`.
-        old_grid: patches down and across of `table`.
-        new_grid: patches down and across wanted.
+        table: array (1, N, D), N at least rows x columns of `old_grid`.
+        old_grid: number of patches of `table` down and across.
+        new_grid: number of patches of the result down and across.
         interpolation: `"bilinear"` with aligned corners, as the ViT and V-MoE releases
             do it; or `"bicubic"` with antialiasing, as timm does it.
 
@@ -110,9 +111,9 @@ class PositionEmbedding(keras.layers.Layer):
     layer's grid.
 
     Args:
-        grid: the number of patches down and across.
-        kind: `"learned"` or `"sincos"`.
-        interpolation: of learned embeddings of another resolution; see
+        grid: number of patches down and across.
+        kind: kind, `"learned"` or `"sincos"`.
+        interpolation: interpolation of learned embeddings of another resolution; see
             `resize_positions`.
         **kwargs: see `keras.layers.Layer`.
 
@@ -180,7 +181,7 @@ class PositionEmbedding(keras.layers.Layer):
     def save_own_variables(self, store):
         super().save_own_variables(store)
         if self.kind == "learned":
-            # A grid that is not square cannot be told from the number of tokens.
+            # The number of tokens does not determine a grid that is not square.
             store["grid"] = np.array(self.grid)
 
     def load_own_variables(self, store):
@@ -199,6 +200,22 @@ class PositionEmbedding(keras.layers.Layer):
         if old_grid != self.grid:
             value = resize_positions(value, old_grid, self.grid, self.interpolation)
         self.embedding.assign(value)
+
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return {"embedding": (1, *shape)} if self.kind == "learned" else {}
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return Cost.all_active(self.weight_shapes(shape))
 
     def get_config(self):
         config = super().get_config()

@@ -21,16 +21,16 @@ from keras_moe.compat import (
 
 
 def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
-    """`function(*inputs)`, of whose inner values none is kept for the gradient.
+    """`function(*inputs)`, none of whose inner values is kept for the gradient.
 
     Args:
-        layer: the built layer whose sublayers `function` calls. Losses that they add
+        layer: built layer whose sublayers `function` calls. Losses that they add
             become its own.
-        function: from tensors to a structure of float tensors.
+        function: function of tensors, which returns a structure of float tensors.
         *inputs: float tensors.
 
     Returns:
-        What `function` returns.
+        The outputs of `function`.
 
     Example:
 
@@ -49,9 +49,9 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
     weights = [v for v in layer.variables if not _is_seed(v)]
     seeds = [v for v in layer.variables if _is_seed(v)]
     state = _state(layer)
-    # The weights as they are: each sublayer casts them by its own policy.
+    # Uncast weights: each sublayer casts them by its own policy.
     with AutocastScope(None):
-        # Seeds and statistics copied: PyTorch changes them in place when they move on.
+        # Copies of seeds and statistics, which PyTorch changes in place.
         values = [v.value * 1 if id(v) in state else v.value for v in weights]
         values += [v.value * 1 for v in seeds]
     structure, num_inputs = {}, len(inputs)
@@ -63,9 +63,9 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
         ) as scope:
             outputs = function(*inputs)
             losses = list(scope.losses)
-            # The sublayers would claim them by their ids, which others may get.
+            # The sublayers would claim them by ids that other tensors may get.
             clear_losses(layer)
-        # What training keeps beside gradients, such as batch statistics.
+        # State beside the gradients, such as batch statistics.
         structure["changed"] = [
             v
             for v, value in zip(weights, values)
@@ -75,8 +75,8 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
             "outputs": outputs,
             "state": [scope.get_current_value(v) for v in structure["changed"]],
             "losses": losses,
-            # Floats: not every backend lets integers out. Seeds are below 2^32, and
-            # only their second half, which counts the draws, moves on.
+            # Floats, since not every backend lets integers out. Seeds are below 2^32,
+            # and only their second half, which counts the draws, changes.
             "draws": [
                 keras.ops.cast(scope.get_current_value(v)[1] - v0[1], "float32")
                 for v, v0 in zip(seeds, values[len(weights) :])
@@ -98,9 +98,10 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
 
 
 def _state(layer):
-    """The ids of what training moves without gradients, such as batch statistics.
+    """The ids of variables that training changes without gradients.
 
-    Frozen weights are none of it: they do not move, and may be large.
+    Batch statistics are such variables. Frozen weights are not: they do not change, and
+    may be large.
     """
     return {
         id(v)

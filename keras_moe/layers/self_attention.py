@@ -1,4 +1,4 @@
-"""Self-attention over an image's tokens.
+"""Self-attention over the tokens of an image or a text.
 
 Axes: B batch, N tokens, D hidden.
 """
@@ -9,8 +9,15 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import check_bool, check_dropout, check_integer, check_seed
+from keras_moe.checks import (
+    check_bool,
+    check_dropout,
+    check_integer,
+    check_mask,
+    check_seed,
+)
 from keras_moe.layers.normalization import LayerNorm
+from keras_moe.ops.cost import Cost, under
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -27,11 +34,14 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         layer_norm_epsilon: of that normalisation.
         dropout: on the attention weights.
         seed: of the dropout.
+        causal: whether a token attends to itself and the tokens before it alone.
         **kwargs: see `keras.layers.MultiHeadAttention`.
 
     Call arguments:
         tokens: (B, N, D).
         context: (B, M, D), what the tokens attend to; None takes the tokens.
+        mask: boolean (B, M), False for padding, to which no token attends; or
+            (B, N, M), which token attends to which.
         training: whether dropout applies.
 
     Output shape:
@@ -53,6 +63,9 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     (1, 3, 8)
     """
 
+    # Whether calls take a `mask` of tokens that are padding.
+    takes_mask = True
+
     def __init__(
         self,
         num_heads: int,
@@ -62,6 +75,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         dropout: float = 0.0,
         seed: int | None = None,
         query_key_norm_bias: bool = False,
+        causal: bool = False,
         **kwargs,
     ):
         num_heads = check_integer("num_heads", num_heads)
@@ -77,6 +91,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         check_dropout("dropout", dropout)
         check_seed("seed", seed)
         super().__init__(num_heads, key_dim, dropout=dropout, seed=seed, **kwargs)
+        self.causal = check_bool("causal", causal)
         self.query_key_norm = query_key_norm
         self.query_key_norm_bias = query_key_norm_bias
         self.layer_norm_epsilon = layer_norm_epsilon
@@ -98,11 +113,30 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             for norm in (self.query_norm, self.key_norm):
                 norm.build((None, None, self.num_heads, self.key_dim))
 
-    def call(self, tokens: Any, context: Any = None, training: bool | None = None):
+    def call(
+        self,
+        tokens: Any,
+        context: Any = None,
+        mask: Any = None,
+        training: bool | None = None,
+    ) -> Any:
         context = tokens if context is None else context
-        return super().call(tokens, context, training=training)
+        if mask is not None:
+            shape = (tokens.shape[0], context.shape[1])
+            if len(mask.shape) == 3:
+                shape = (*tokens.shape[:2], context.shape[1])
+            check_mask("mask", mask, shape)
+            mask = ops.cast(mask, "bool")
+            mask = mask if len(mask.shape) == 3 else ops.expand_dims(mask, 1)
+        return super().call(
+            tokens,
+            context,
+            attention_mask=mask,
+            use_causal_mask=self.causal,
+            training=training,
+        )
 
-    def compute_output_spec(self, tokens, context=None, training=None):
+    def compute_output_spec(self, tokens, context=None, mask=None, training=None):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
     def compute_mask(self, tokens, context=None, previous_mask=None):
@@ -118,20 +152,36 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         )
         return ops.cast(outputs, self.compute_dtype), weights
 
-    def parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters for (B, num_tokens, dim)."""
-        inner = self.num_heads * self.key_dim
-        # Queries, keys, values and output, each with a bias.
-        norms = 0
-        if self.query_key_norm:
-            norms = 2 * (1 + self.query_key_norm_bias) * self.key_dim
-        return 3 * (dim + 1) * inner + (inner + 1) * dim + norms
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the matmuls (2 per multiply-add)."""
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        heads = (self.num_heads, self.key_dim)
+        shapes = {}
+        for name in ("query", "key", "value"):
+            shapes[f"{name}/kernel"] = (dim, *heads)
+            shapes[f"{name}/bias"] = heads
+        shapes["attention_output/kernel"] = (*heads, dim)
+        shapes["attention_output/bias"] = (dim,)
+        if self.query_key_norm:
+            for norm in (self.query_norm, self.key_norm):
+                in_head = norm.weight_shapes((num_tokens, self.key_dim))
+                shapes.update(under(norm.name, in_head))
+        return shapes
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
         inner = self.num_heads * self.key_dim
-        projections = 8 * num_tokens * dim * inner
-        return projections + 4 * num_tokens * num_tokens * inner
+        flops = 8 * num_tokens * dim * inner + 4 * num_tokens * num_tokens * inner
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
     def get_config(self):
         config = super().get_config()
@@ -139,6 +189,7 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             query_key_norm=self.query_key_norm,
             query_key_norm_bias=self.query_key_norm_bias,
             layer_norm_epsilon=self.layer_norm_epsilon,
+            causal=self.causal,
         )
         return config
 

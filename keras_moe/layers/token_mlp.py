@@ -9,19 +9,21 @@ import keras
 from keras import ops
 
 from keras_moe.layers.mlp import MLP
+from keras_moe.ops.cost import Cost
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class TokenMLP(MLP):
     """An MLP across the tokens, the same for each of the D channels.
 
-    Its weights have the number of tokens for a shape: it serves images of one size.
+    The number of tokens is a size of its weights: it serves images of one size.
 
     Args:
-        mlp_dim: H.
-        activation: `"gelu_tanh"` (the JAX models'), or any that Keras knows.
-        dropout: after each of the two layers.
-        seed: of the dropout.
+        mlp_dim: H, the hidden size.
+        activation: activation between the layers, `"gelu_tanh"` as in the JAX models,
+            or any that Keras knows.
+        dropout: dropout rate after each of the two layers.
+        seed: seed of the dropout.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -53,21 +55,34 @@ class TokenMLP(MLP):
         x = ops.transpose(tokens, (0, 2, 1))
         return ops.transpose(super().call(x, training=training), (0, 2, 1))
 
-    def parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters for (B, num_tokens, dim)."""
-        return super().parameters(num_tokens)
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def active_parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters that one token meets: all."""
-        return self.parameters(num_tokens, dim)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return super().weight_shapes(shape[::-1])
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations (2 per multiply-add)."""
-        return super().flops(dim, num_tokens)
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        flops = 4 * num_tokens * dim * self.mlp_dim
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
 
 def known_num_tokens(input_shape: tuple) -> int:
-    """N of (B, N, D), if it is known: a layer across tokens has weights of its size."""
+    """N, if it is known: a layer across tokens has weights of this size.
+
+    Args:
+        input_shape: (B, N, D).
+
+    Raises:
+        ValueError: if N is None, or the shape is another one.
+    """
     if len(input_shape) != 3 or input_shape[1] is None:
         raise ValueError(
             "Expected tokens of shape (batch, tokens, dim) with a known number "
@@ -77,7 +92,15 @@ def known_num_tokens(input_shape: tuple) -> int:
 
 
 def check_num_tokens(tokens: Any, num_tokens: int) -> None:
-    """Raises ValueError if there are other tokens than the layer was built for."""
+    """Refuses another number of tokens.
+
+    Args:
+        tokens: (B, N, D).
+        num_tokens: N for which the layer was built.
+
+    Raises:
+        ValueError: if N is another one.
+    """
     if tokens.shape[1] != num_tokens:
         raise ValueError(
             f"Expected {num_tokens} tokens, for which the layer was built; "

@@ -11,6 +11,7 @@ from keras import ops
 from keras_moe.layers.mumoe import MuMoEBlock
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.token_mlp import check_num_tokens, known_num_tokens
+from keras_moe.ops.cost import Cost, under
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -21,7 +22,7 @@ class TokenMuMoE(keras.layers.Layer):
     own, so that the record's axis of tokens has channels.
 
     Args:
-        block: a `MuMoEBlock`.
+        block: `MuMoEBlock` across the tokens.
         **kwargs: see `keras.layers.Layer`.
 
     Input shape:
@@ -63,13 +64,21 @@ class TokenMuMoE(keras.layers.Layer):
         return ops.transpose(outputs, (0, 2, 1)), routing
 
     def ablated(self, tokens: Any, experts: Any) -> Any:
-        """See `MuMoEBlock.ablated`: (B, N, D), for the expert of each example."""
+        """The outputs as if one expert's weights were zero; see `MuMoEBlock.ablated`.
+
+        Args:
+            tokens: (B, N, D).
+            experts: integers (B, L), the place of each example's expert at each level.
+
+        Returns:
+            (B, N, D).
+        """
         channels = ops.transpose(tokens, (0, 2, 1))
         return ops.transpose(self.block.ablated(channels, experts), (0, 2, 1))
 
     @property
     def router(self) -> Any:
-        """What decides which experts a channel gets."""
+        """The layer that gives each channel its experts."""
         return self.block.router
 
     def compute_output_spec(self, tokens, training=None):
@@ -78,17 +87,21 @@ class TokenMuMoE(keras.layers.Layer):
         _, routing = self.block.compute_output_spec(channels)
         return keras.KerasTensor(tokens.shape, self.compute_dtype), routing
 
-    def parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters for (B, num_tokens, dim)."""
-        return self.block.parameters(num_tokens)
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
 
-    def active_parameters(self, num_tokens: int, dim: int) -> int:
-        """The number of parameters that one token meets: all."""
-        return self.parameters(num_tokens, dim)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return under(self.block.name, self.block.weight_shapes(shape[::-1]))
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations (2 per multiply-add)."""
-        return self.block.flops(dim, num_tokens)
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return self.block.cost(shape[::-1])
 
     def get_config(self):
         config = super().get_config()

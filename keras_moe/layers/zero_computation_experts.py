@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.layers.initializers import PerExpert
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_kinds import expert_kinds
 
 
@@ -22,11 +23,11 @@ class ZeroComputationExperts(keras.layers.Layer):
     tokens, and no buffer.
 
     Args:
-        zero_experts: how many give 0.
-        copy_experts: how many give the token back.
-        constant_experts: J.
-        kernel_initializer: of one constant expert's W_c (D, 2).
-        vector_initializer: of one constant expert's v (D,).
+        zero_experts: number of experts that give 0.
+        copy_experts: number of experts that give the token back.
+        constant_experts: J, number of constant experts.
+        kernel_initializer: initializer of one constant expert's W_c (D, 2).
+        vector_initializer: initializer of one constant expert's v (D,).
         **kwargs: see `keras.layers.Layer`.
 
     Call arguments:
@@ -81,16 +82,16 @@ class ZeroComputationExperts(keras.layers.Layer):
         return self.zero_experts + self.copy_experts + self.constant_experts
 
     def build(self, tokens_shape, weights_shape=None):
-        dim = tokens_shape[-1]
-        if self.constant_experts:
+        shapes = self.weight_shapes(tokens_shape[-2:])
+        if shapes:
             self.kernel = self.add_weight(
                 name="kernel",
-                shape=(self.constant_experts, dim, 2),
+                shape=shapes["kernel"],
                 initializer=PerExpert(self.kernel_initializer),
             )
             self.vector = self.add_weight(
                 name="vector",
-                shape=(self.constant_experts, dim),
+                shape=shapes["vector"],
                 initializer=self.vector_initializer,
             )
 
@@ -103,20 +104,20 @@ class ZeroComputationExperts(keras.layers.Layer):
         tokens = ops.cast(tokens, self.compute_dtype)
         first = self.zero_experts
         copied = weights[..., first : first + self.copy_experts]
-        of_token = ops.sum(copied, axis=-1, keepdims=True)
+        token_weight = ops.sum(copied, axis=-1, keepdims=True)
         if not self.constant_experts:
-            return ops.cast(of_token, self.compute_dtype) * tokens
+            return ops.cast(token_weight, self.compute_dtype) * tokens
         weights = weights[..., first + self.copy_experts :]
-        # softmax([p, q]) is sigmoid(p - q) and the rest; one column instead of two.
-        # The difference in full precision: what the two have in common cancels.
+        # softmax([p, q]) is sigmoid(p - q) and 1 minus that: one column instead of two.
+        # The difference is in full precision, since their common part cancels.
         kernel = ops.transpose(self.kernel[..., 0] - self.kernel[..., 1])
         kernel = ops.cast(kernel, self.compute_dtype)
         kept = ops.sigmoid(ops.cast(ops.matmul(tokens, kernel), "float32"))
-        of_token = of_token + ops.sum(weights * kept, axis=-1, keepdims=True)
-        of_vectors = ops.cast(weights * (1.0 - kept), self.compute_dtype)
+        token_weight = token_weight + ops.sum(weights * kept, axis=-1, keepdims=True)
+        vector_weights = ops.cast(weights * (1.0 - kept), self.compute_dtype)
         vector = ops.cast(self.vector, self.compute_dtype)
-        of_token = ops.cast(of_token, self.compute_dtype)
-        return of_token * tokens + ops.matmul(of_vectors, vector)
+        token_weight = ops.cast(token_weight, self.compute_dtype)
+        return token_weight * tokens + ops.matmul(vector_weights, vector)
 
     def compute_output_shape(self, tokens_shape, weights_shape=None):
         return tokens_shape
@@ -124,17 +125,36 @@ class ZeroComputationExperts(keras.layers.Layer):
     def compute_output_spec(self, tokens, weights):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        return 3 * self.constant_experts * dim
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of `num_tokens` assignments, evenly spread.
-
-        Those of the constant experts: `W_c x` and the mixture.
+        Args:
+            shape: (num_tokens, dim).
         """
+        _, dim = shape
+        if not self.constant_experts:
+            return {}
+        return {
+            "kernel": (self.constant_experts, dim, 2),
+            "vector": (self.constant_experts, dim),
+        }
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost of assignments that are spread evenly over the experts.
+
+        Constant experts alone have a cost: `W_c x` and the mixture.
+
+        Args:
+            shape: (num_assignments, dim).
+        """
+        num_assignments, dim = shape
         share = self.constant_experts / self.num_experts
-        return round(6 * num_tokens * dim * share)
+        weights = Cost.all_active(self.weight_shapes(shape))
+        return Cost(
+            weights.parameters,
+            round(weights.parameters / self.num_experts),
+            round(6 * num_assignments * dim * share),
+        )
 
     def get_config(self):
         config = super().get_config()

@@ -1,179 +1,153 @@
-"""Auxiliary losses as objects: a weight, a config, and a pure function to call.
+"""Auxiliary losses as objects: a function's name, a weight and options.
 
 Axes: G groups, S group_size, E experts.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from keras_moe.checks import check_one_of
-from keras_moe.losses import router_losses
-from keras_moe.losses.auxiliary_loss import AuxiliaryLoss
-from keras_moe.losses.modality_losses import (
-    GlobalEntropyLoss,
-    LocalEntropyLoss,
-    MergedEntropyLoss,
-    MutualInformationLoss,
-    TargetEntropyLoss,
+from keras_moe.checks import check_not_negative
+from keras_moe.losses.auxiliary_functions import (
+    FUNCTIONS,
+    AuxiliaryFunction,
+    checked_options,
 )
-from keras_moe.ops.token_choice import selected_experts
-
-# The choices of a token that a balance loss counts.
-CHOICES = ("first", "all")
+from keras_moe.ops.routing import Routing
 
 
 @keras.saving.register_keras_serializable("keras_moe")
-class ImportanceLoss(AuxiliaryLoss):
-    """`importance_loss` with a weight.
+class AuxiliaryLoss:
+    """A weighted loss of what a router did, which an MoE layer adds in training.
+
+    | function | what it asks for | reads of the router | options |
+    |---|---|---|---|
+    | `"importance"` | equal sums of gates | | |
+    | `"load"` | equal expected loads | noise, K | |
+    | `"load_balance"` | equal loads and gates | K, if all count | `choices` |
+    | `"heterogeneous_balance"` | the same of MoE++ | K, kinds, tau | |
+    | `"z"` | small logits | | |
+    | `"local_entropy"` | tokens sure of their expert | | `modality` |
+    | `"global_entropy"` | many experts in use | | `threshold`, `modality` |
+    | `"mutual_information"` | experts by modality | | `num_modalities` |
+    | `"target_entropy"` | tokens sure of K experts | K | `modality` |
+    | `"merged_entropy"` | gates on K experts alone | K | `modality` |
+
+    Each is the function of `keras_moe.losses` of that name, with `_loss` behind it,
+    whose docstring has the equation and the paper.
 
     Args:
-        weight: the factor of the loss in the model's total loss; V-MoE uses 0.005.
+        function: name of a loss in the table, or a function `(routing, router, mask,
+            modality_ids, **options)` to the loss of each group, float32 (G,). A
+            function that is registered with Keras can be saved.
+        weight: factor of the loss in the model's total loss. V-MoE has 0.005 for
+            importance and load, Switch and MoE++ 0.01 for their balance, ST-MoE 0.001
+            for z.
+        **options: options of the function. `choices` is `"first"`, to count each
+            token's first choice as GShard, Switch and ST-MoE do whatever K is, or
+            `"all"`, to count all K. `modality` is the id of the modality whose tokens
+            count, None for all tokens: groups without any do not count. `threshold` is
+            the entropy from which on the loss is 0, None for no such entropy;
+            LIMoE-H/14 has log(4) for text and log(25) for images. `num_modalities` is
+            M.
 
-    Example:
-
-    >>> from keras_moe import losses
-    >>> losses.ImportanceLoss(weight=0.005).weight
-    0.005
-    """
-
-    def compute(self, routing, router, mask=None, modality_ids=None):
-        return router_losses.importance_loss(routing.logits, mask)
-
-
-@keras.saving.register_keras_serializable("keras_moe")
-class LoadLoss(AuxiliaryLoss):
-    """`load_loss` with a weight; the router's noise is part of its definition.
-
-    Args:
-        weight: the factor of the loss in the model's total loss; V-MoE uses 0.005.
+    Call arguments:
+        routing: the `Routing`, by group.
+        router: the router layer that made it.
+        mask: boolean (G, S), False for tokens that do not count.
+        modality_ids: int (G, S), the modality of each token.
 
     Raises:
-        ValueError: from the MoE layer, if its router adds no noise or has no
-            `num_selected_experts`.
+        ValueError: if an argument is out of range or the function has no such option;
+            from the MoE layer, if its router has not what the loss reads; from the
+            call, if a modality's tokens count and there are no `modality_ids`.
+
+    Warns:
+        UserWarning: from the MoE layer, if `threshold` is above the logarithm of the
+            number of experts that the tokens may go to: the loss cannot reach 0.
 
     Example:
 
     >>> from keras_moe import losses
-    >>> losses.LoadLoss(weight=0.005).weight
-    0.005
+    >>> losses.AuxiliaryLoss("load_balance", 0.01).get_config()
+    {'function': 'load_balance', 'weight': 0.01, 'choices': 'first'}
+    >>> losses.AuxiliaryLoss("local_entropy", modality=1).options
+    {'modality': 1}
     """
 
-    needs_selected_experts = True
-
-    def compute(self, routing, router, mask=None, modality_ids=None):
-        return router_losses.load_loss(
-            routing.logits,
-            routing.noisy_logits,
-            router.noise_std / router.num_experts,
-            router.num_selected_experts,
-            mask,
-        )
-
-    def check_router(self, router):
-        super().check_router(router)
-        noise_std = getattr(router, "noise_std", 0.0)
-        if self.weight > 0 and not noise_std > 0:
+    def __init__(
+        self, function: str | Callable | dict, weight: float = 1.0, **options: Any
+    ):
+        if isinstance(function, dict):
+            function = keras.saving.deserialize_keras_object(function)
+        self.function = function
+        self.weight = float(check_not_negative("weight", weight))
+        if callable(function):
+            self._definition, self.options = AuxiliaryFunction(function), options
+        elif function in FUNCTIONS:
+            self._definition = FUNCTIONS[function]
+            self.options = checked_options(function, options)
+        else:
             raise ValueError(
-                "Expected a router with noise_std > 0, since noise defines the load "
-                f"loss; received: noise_std={noise_std}. Leave the load loss out of "
-                "auxiliary_losses to train without noise."
+                f"Expected an auxiliary loss among {sorted(FUNCTIONS)}, or a function; "
+                f"received: function={function!r}"
             )
 
+    @property
+    def name(self) -> str:
+        """The name of the loss's function."""
+        return getattr(self.function, "__name__", None) or str(self.function)
 
-@keras.saving.register_keras_serializable("keras_moe")
-class LoadBalanceLoss(AuxiliaryLoss):
-    """`load_balance_loss` (GShard, Switch) with a weight.
+    def __call__(
+        self,
+        routing: Routing,
+        router: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+    ) -> Any:
+        """The weighted loss of each group, float32 (G,); the MoE layer takes the mean.
 
-    Args:
-        weight: the factor of the loss in the model's total loss; Switch uses 0.01.
-        choices: the choices of a token that count: `"first"`, as in GShard, Switch and
-            ST-MoE, or `"all"`, the router's K.
-
-    Raises:
-        ValueError: if an argument is out of range; from the MoE layer, with
-            `choices="all"`, if its router has no `num_selected_experts`.
-
-    Example:
-
-    >>> from keras_moe import losses
-    >>> losses.LoadBalanceLoss(weight=0.01).get_config()
-    {'weight': 0.01, 'choices': 'first'}
-    """
-
-    def __init__(self, weight: float = 1.0, choices: str = "first"):
-        super().__init__(weight)
-        self.choices = check_one_of("choices", choices, CHOICES)
-        self.needs_selected_experts = choices == "all"
-
-    def compute(self, routing, router, mask=None, modality_ids=None):
-        counted = router.num_selected_experts if self.choices == "all" else 1
-        return router_losses.load_balance_loss(routing.gates, mask, counted)
-
-    def get_config(self):
-        return {**super().get_config(), "choices": self.choices}
-
-
-@keras.saving.register_keras_serializable("keras_moe")
-class HeterogeneousBalanceLoss(AuxiliaryLoss):
-    """`heterogeneous_balance_loss` (MoE++) with a weight.
-
-    The router says which experts are zero-computation experts, and what tau is.
-
-    Args:
-        weight: beta, the factor of the loss in the model's total loss; MoE++ uses 0.01.
-
-    Raises:
-        ValueError: from the MoE layer, if its router has no `num_selected_experts`.
-
-    Reference:
-        *MoE++*, equations 7 and 9.
-
-    Example:
-
-    >>> from keras_moe import losses
-    >>> losses.HeterogeneousBalanceLoss(weight=0.01).weight
-    0.01
-    """
-
-    needs_selected_experts = True
-
-    def compute(self, routing, router, mask=None, modality_ids=None):
-        selected = selected_experts(routing.affinity, router.num_selected_experts)
-        return router_losses.heterogeneous_balance_loss(
-            routing.gates, selected, router.kinds, router.tau, mask
+        Where groups do not count, such as those without a loss's modality, theirs are
+        0, and the others' are multiplied so that the mean is of these alone.
+        """
+        return self.weight * self._definition.compute(
+            routing, router, mask, modality_ids, **self.options
         )
 
+    def check_router(self, router: Any) -> None:
+        """Raises ValueError if the loss is not defined for this router.
+
+        A loss of weight 0 is never computed, and fits every router.
+        """
+        if self.weight == 0:
+            return
+        for check in self._definition.checks:
+            check(router, self.name, self.options)
+
+    def get_config(self) -> dict:
+        function = self.function
+        if callable(function):
+            function = keras.saving.serialize_keras_object(function)
+        return {"function": function, "weight": self.weight, **self.options}
+
+    @classmethod
+    def from_config(cls, config: dict) -> "AuxiliaryLoss":
+        return cls(**config)
+
 
 @keras.saving.register_keras_serializable("keras_moe")
-class ZLoss(AuxiliaryLoss):
-    """`z_loss` with a weight.
-
-    Args:
-        weight: the factor of the loss in the model's total loss; ST-MoE uses 0.001.
-
-    Example:
-
-    >>> from keras_moe import losses
-    >>> losses.ZLoss(weight=0.001).weight
-    0.001
-    """
-
-    def compute(self, routing, router, mask=None, modality_ids=None):
-        return router_losses.z_loss(routing.logits, mask)
-
-
-@keras.saving.register_keras_serializable("keras_moe")
-class AggregateLoss(AuxiliaryLoss):
+class AggregateLoss:
     """The weighted mean of losses, with one weight for all: LIMoE's recipe.
 
     The loss is `weight * sum_i w_i L_i / sum_i w_i` for losses L_i of weights w_i;
-    with equal weights that is the plain mean of the paper.
+    with equal weights that is the plain mean of the paper. It is called as an
+    `AuxiliaryLoss` is.
 
     Args:
-        losses: what `keras_moe.losses.get` takes: a dict from name to weight, or a
+        losses: argument of `keras_moe.losses.get`: a dict from name to weight, or a
             list of `AuxiliaryLoss`.
-        weight: the factor of the mean in the model's total loss; LIMoE uses 0.04.
+        weight: factor of the mean in the model's total loss; LIMoE uses 0.04.
 
     Raises:
         ValueError: if `weight` is out of range, or no loss has a weight above 0.
@@ -184,16 +158,13 @@ class AggregateLoss(AuxiliaryLoss):
     Example:
 
     >>> from keras_moe import losses
-    >>> parts = [losses.ZLoss(), losses.LocalEntropyLoss(modality=1)]
+    >>> parts = losses.get({"z": 1.0, "local_entropy": 1.0})
     >>> losses.AggregateLoss(parts).weight
     0.04
     """
 
-    # Its parts say what they need.
-    needs_expert_logits = False
-
     def __init__(self, losses: Any, weight: float = 0.04):
-        super().__init__(weight)
+        self.weight = float(check_not_negative("weight", weight))
         self.losses = get(losses)
         self.total_weight = sum(loss.weight for loss in self.losses)
         if not 0 < self.total_weight < float("inf"):
@@ -202,49 +173,43 @@ class AggregateLoss(AuxiliaryLoss):
                 f"of weights; received: weights={[x.weight for x in self.losses]}"
             )
 
-    def compute(self, routing, router, mask=None, modality_ids=None):
+    def __call__(
+        self,
+        routing: Routing,
+        router: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+    ) -> Any:
+        """The weighted mean for each group, float32 (G,); see `AuxiliaryLoss`."""
         # A loss of weight 0 need not be defined: load without noise is not.
         used = [loss for loss in self.losses if loss.weight > 0]
         total = sum(loss(routing, router, mask, modality_ids) for loss in used)
-        return total / self.total_weight
+        return self.weight * (total / self.total_weight)
 
-    def check_router(self, router):
-        super().check_router(router)
+    def check_router(self, router: Any) -> None:
+        """Raises ValueError if one of the losses is not defined for this router."""
         if self.weight > 0:
             for loss in self.losses:
                 loss.check_router(router)
 
-    def get_config(self):
-        return {**super().get_config(), "losses": serialize(self.losses)}
+    def get_config(self) -> dict:
+        return {"losses": serialize(self.losses), "weight": self.weight}
+
+    @classmethod
+    def from_config(cls, config: dict) -> "AggregateLoss":
+        return cls(**config)
 
 
-BY_NAME = {
-    "importance": ImportanceLoss,
-    "load": LoadLoss,
-    "load_balance": LoadBalanceLoss,
-    "heterogeneous_balance": HeterogeneousBalanceLoss,
-    "z": ZLoss,
-    "local_entropy": LocalEntropyLoss,
-    "global_entropy": GlobalEntropyLoss,
-    "mutual_information": MutualInformationLoss,
-    "target_entropy": TargetEntropyLoss,
-    "merged_entropy": MergedEntropyLoss,
-}
-
-
-def get(identifier: Any) -> list[AuxiliaryLoss]:
+def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
     """Makes a list of auxiliary losses from what users write.
 
     Args:
-        identifier: None; a dict from name to weight, with the names `"importance"`,
-            `"load"`, `"load_balance"`, `"heterogeneous_balance"`, `"z"`,
-            `"local_entropy"`, `"global_entropy"` (without threshold),
-            `"mutual_information"` (of two modalities), `"target_entropy"` and
-            `"merged_entropy"`; or a list of `AuxiliaryLoss` and of their serialised
-            configs.
+        identifier: None; a dict from name to weight, with the names of `AuxiliaryLoss`
+            (options have their defaults); or a list of `AuxiliaryLoss`, of
+            `AggregateLoss` and of their serialised configs.
 
     Returns:
-        A list of `AuxiliaryLoss`.
+        A list of `AuxiliaryLoss` and `AggregateLoss`.
 
     Raises:
         ValueError: if a name is unknown or an entry is none of these.
@@ -252,19 +217,19 @@ def get(identifier: Any) -> list[AuxiliaryLoss]:
     Example:
 
     >>> from keras_moe import losses
-    >>> [type(loss).__name__ for loss in losses.get({"importance": 0.1, "z": 0.01})]
-    ['ImportanceLoss', 'ZLoss']
+    >>> [loss.name for loss in losses.get({"importance": 0.1, "z": 0.01})]
+    ['importance', 'z']
     """
     if identifier is None:
         return []
     if isinstance(identifier, dict):
-        unknown = [name for name in identifier if name not in BY_NAME]
+        unknown = [name for name in identifier if name not in FUNCTIONS]
         if unknown:
             raise ValueError(
-                f"Expected names of auxiliary losses among {sorted(BY_NAME)}; "
+                f"Expected names of auxiliary losses among {sorted(FUNCTIONS)}; "
                 f"received: {unknown[0]!r}"
             )
-        return [BY_NAME[name](weight) for name, weight in identifier.items()]
+        return [AuxiliaryLoss(name, weight) for name, weight in identifier.items()]
     if not isinstance(identifier, (list, tuple)):
         raise ValueError(
             "Expected auxiliary_losses to be None, a dict from name to weight or a "
@@ -275,16 +240,16 @@ def get(identifier: Any) -> list[AuxiliaryLoss]:
         for loss in identifier
     ]
     for loss in losses:
-        if not isinstance(loss, AuxiliaryLoss):
+        if not isinstance(loss, (AuxiliaryLoss, AggregateLoss)):
             raise ValueError(f"Expected an AuxiliaryLoss; received: {loss!r}")
     return losses
 
 
-def serialize(losses: list[AuxiliaryLoss]) -> list[dict]:
+def serialize(losses: list[AuxiliaryLoss | AggregateLoss]) -> list[dict]:
     """The configs from which `get` makes the same losses again.
 
     Args:
-        losses: a list of `AuxiliaryLoss`.
+        losses: list of `AuxiliaryLoss` and `AggregateLoss`.
 
     Returns:
         A list of JSON-serialisable configs.
@@ -292,7 +257,38 @@ def serialize(losses: list[AuxiliaryLoss]) -> list[dict]:
     Example:
 
     >>> from keras_moe import losses
-    >>> losses.get(losses.serialize([losses.ZLoss(0.01)]))[0].weight
+    >>> z_loss = losses.AuxiliaryLoss("z", 0.01)
+    >>> losses.get(losses.serialize([z_loss]))[0].weight
     0.01
     """
     return [keras.saving.serialize_keras_object(loss) for loss in losses]
+
+
+class _EarlierClass:
+    """A class that configs saved by earlier versions name: one for each function."""
+
+    function: str
+
+    @classmethod
+    def from_config(cls, config: dict) -> AuxiliaryLoss:
+        return AuxiliaryLoss(cls.function, **config)
+
+    def get_config(self):
+        """Is never called: `from_config` makes no instance of the class."""
+
+
+for _function, _class_name in {
+    "importance": "ImportanceLoss",
+    "load": "LoadLoss",
+    "load_balance": "LoadBalanceLoss",
+    "heterogeneous_balance": "HeterogeneousBalanceLoss",
+    "z": "ZLoss",
+    "local_entropy": "LocalEntropyLoss",
+    "global_entropy": "GlobalEntropyLoss",
+    "mutual_information": "MutualInformationLoss",
+    "target_entropy": "TargetEntropyLoss",
+    "merged_entropy": "MergedEntropyLoss",
+}.items():
+    keras.saving.register_keras_serializable("keras_moe", _class_name)(
+        type(_class_name, (_EarlierClass,), {"function": _function})
+    )

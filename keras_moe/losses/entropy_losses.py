@@ -15,7 +15,7 @@ from keras import ops
 
 from keras_moe.checks import check_integer, check_selected
 from keras_moe.losses.reductions import token_mean
-from keras_moe.ops.token_choice import largest
+from keras_moe.ops.token_choice import top_experts
 
 # The logarithm's smallest argument: a normal float32, which no backend flushes to 0.
 TINY = 1e-37
@@ -211,7 +211,7 @@ def merged_entropy_loss(
     num_experts = logits.shape[-1]
     selected = check_selected(num_selected_experts, num_experts)
     gates = ops.softmax(logits, axis=-1)
-    experts, kept = largest(logits, gates, selected)
+    experts, kept = top_experts(logits, gates, selected)
     index = ops.arange(num_experts, dtype="int32")
     is_kept = ops.any(ops.expand_dims(experts, -1) == index, axis=-2)
     # Summed, since 1 - kept has no digit left where the token is sure.

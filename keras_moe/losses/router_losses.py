@@ -11,7 +11,7 @@ from keras import ops
 from keras_moe.checks import check_selected
 from keras_moe.losses.reductions import token_mean, token_sum
 from keras_moe.ops.expert_kinds import ExpertKinds
-from keras_moe.ops.token_choice import largest, selected_experts
+from keras_moe.ops.token_choice import selected_experts, top_experts
 
 
 def importance_loss(logits: Any, mask: Any = None) -> Any:
@@ -83,7 +83,7 @@ def load_loss(
         )
     noisy_logits = ops.convert_to_tensor(noisy_logits)
     check_selected(num_selected_experts, noisy_logits.shape[-1])
-    _, kept = largest(noisy_logits, noisy_logits, num_selected_experts)
+    _, kept = top_experts(noisy_logits, noisy_logits, num_selected_experts)
     threshold = kept[..., -1:]
     # 1 - Phi(x) = erfc(x / sqrt(2)) / 2: no cancellation for large x.
     load = 0.5 * ops.erfc((threshold - logits) / (noise_std * math.sqrt(2.0)))

@@ -1,5 +1,6 @@
 """The model zoo: backbones, tasks and presets. Needs KerasHub."""
 
+from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.blueprint import Blueprint, resolve
 from keras_moe.models.builtin import register_builtin_presets
 from keras_moe.models.classifying import ClassProbability
@@ -14,6 +15,7 @@ from keras_moe.models.registry import (
     register_presets,
     register_task,
 )
+from keras_moe.models.tower import Tower, TowerOutputs
 from keras_moe.models.variants import VARIANTS, Variant
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 
@@ -28,7 +30,10 @@ __all__ = [
     "ImagePreprocessor",
     "MixerBackbone",
     "MixerImageClassifier",
+    "MoEBackbone",
     "Part",
+    "Tower",
+    "TowerOutputs",
     "Variant",
     "ViTBackbone",
     "ViTImageClassifier",

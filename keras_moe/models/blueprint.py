@@ -19,7 +19,7 @@ from keras_moe.models.description import Description
 from keras_moe.models.model_sources import SAVED, Weights, open_model_source
 from keras_moe.models.overrides import (
     apply_overrides,
-    config_for_weights,
+    nested_config,
     split_overrides,
 )
 
@@ -243,7 +243,8 @@ def _config(source, backbone, overrides):
     """The arguments of the backbone, which wanted weights fit."""
     config = apply_overrides(backbone, source.config, overrides)
     if source.must_fit:
-        config = config_for_weights(backbone, source.config, config)
+        saved = nested_config(backbone, source.config)
+        config = backbone.config_for_weights(saved, config)
     return config
 
 

@@ -35,10 +35,9 @@ class CopyMixin:
         """
         config = self.get_config()
         backbone = config["backbone"]["config"] if "backbone" in config else config
-        backbone["router_options"] = {
-            **(backbone.get("router_options") or {}),
-            **options,
-        }
+        moe = backbone["moe"]
+        before = moe.get("router_options") or {}
+        backbone["moe"] = {**moe, "router_options": {**before, **options}}
         return copied(self, config)
 
 

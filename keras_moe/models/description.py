@@ -1,4 +1,4 @@
-"""What a model costs: parameters, active parameters and FLOPs, part by part."""
+"""The costs of a model: parameters, active parameters and FLOPs, part by part."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: the part's name.
-        kind: what it is.
+        kind: kind of the part, such as "dense".
         parameters: all its parameters.
         active_parameters: those that one token meets.
         flops: forward floating-point operations per image, 2 per multiply-add,
@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What a model costs.
+    """The costs of a model.
 
     Attributes:
         name: the preset.

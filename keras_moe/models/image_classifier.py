@@ -39,7 +39,7 @@ from keras_moe.models.model_sources import ModelSource, TaskConfig
 from keras_moe.models.preset_loading import PresetMixin, TaskWeightsMixin
 from keras_moe.models.quantization import quantized_head, settle_policies
 from keras_moe.models.trainer import TrainerMixin
-from keras_moe.ops import Routing
+from keras_moe.ops import Cost, Routing
 
 ACTIVATIONS = (None, "softmax", "sigmoid")
 HEAD_POSITIONS = ("final", "penultimate")
@@ -417,28 +417,29 @@ class ImageClassifier(
             backbone_config, pooling, pooling_query_key_norm, dtype="float32"
         )
         parts = []
-        if pooler.parameters(dim):
-            size = pooler.parameters(dim)
-            parts.append(
-                Part("pooler", "MAP", size, size, pooler.flops(num_tokens, dim))
-            )
+        cost = pooler.cost((num_tokens, dim))
+        if cost.parameters:
+            parts.append(Part("pooler", "MAP", *cost))
         if pooled_norm:
-            parts.append(Part("pooled_norm", "norm", 2 * dim, 2 * dim, 0))
+            parts.append(Part("pooled_norm", "norm", *LayerNorm().cost((1, dim))))
         if representation_dim is not None:
-            size = (dim + 1) * representation_dim
-            flops = 2 * dim * representation_dim
-            parts.append(Part("pre_logits", "dense", size, size, flops))
+            cost = _dense_cost(dim, representation_dim)
+            parts.append(Part("pre_logits", "dense", *cost))
             dim = representation_dim
         head = check_head(head, head_position, num_classes, 0.0)
         if head is not None:
-            size = head.parameters(dim)
-            parts.append(Part("head", "muMoE", size, size, head.flops(dim)))
+            parts.append(Part("head", "muMoE", *head.cost((1, dim))))
             dim = head.units
             if head_position == "final":
                 return parts
-        size = (dim + 1) * num_classes
-        parts.append(Part("predictions", "dense", size, size, 2 * dim * num_classes))
+        parts.append(Part("predictions", "dense", *_dense_cost(dim, num_classes)))
         return parts
+
+
+def _dense_cost(inputs, units):
+    """The cost of a dense layer for one vector."""
+    shapes = {"kernel": (inputs, units), "bias": (units,)}
+    return Cost.all_active(shapes, 2 * inputs * units)
 
 
 def check_backbone(backbone: Any, backbone_cls: type) -> None:

@@ -26,7 +26,7 @@ _LUMINANCE = np.array([0.299, 0.587, 0.114], "float32")
 @keras.saving.register_keras_serializable("keras_moe")
 @dataclass(frozen=True)
 class ImagePreprocessor:
-    """What turns images of any size into those that a model was trained on.
+    """The step from images of any size to those that a model was trained on.
 
     A classifier carries one as `model.preprocessor`, and `model.classify` applies it.
     `fit`, `evaluate` and `predict` do not: they take images that are prepared already,
@@ -206,8 +206,8 @@ class ImagePreprocessor:
         """Checks that it is a model's.
 
         Args:
-            image_shape: of the model's images.
-            num_classes: of the model.
+            image_shape: shape of the model's images.
+            num_classes: number of the model's classes.
 
         Raises:
             ValueError: if the images or the names are another model's.

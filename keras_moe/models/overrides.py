@@ -1,54 +1,94 @@
-"""Overrides find their owner here: the backbone, or the task around it."""
+"""Who owns an argument: a backbone's constructor, or the config of its mixtures.
 
+Presets, programs and recipes name arguments flatly, such as `num_experts=8`; a
+backbone's config keeps the fields of `MoEConfig` in `moe`. Here, and nowhere else, flat
+names find their owner.
+"""
+
+import inspect
 from typing import Any
 
 from keras_moe.checks import argument_names, check_argument_names
+from keras_moe.layers import MoEConfig, MuMoEConfig, moe_config, updated_moe
+from keras_moe.layers.moe_config import field_names
+from keras_moe.layers.mumoe_config import MUMOE
 
-# Arguments of every model, which go to the outermost one.
-_OF_MODELS = ("name", "trainable")
+_MUMOE_FIELDS = ("router", "router_options", *field_names(MuMoEConfig))
+# The names that `router_options` stands for are no flat names: the encoder has an
+# `activation` of its own.
+MOE_FIELDS = (*field_names(MoEConfig),)
+# Arguments of every Keras model.
+_MODEL_ARGUMENTS = ("name", "trainable", "dtype")
+# Those of them that go to a task rather than to its backbone.
+_OUTERMOST = ("name", "trainable")
 
 
-def override_names(backbone_cls: type) -> list[str]:
-    """The names of all overrides that a backbone takes.
+def override_names(cls: type) -> list[str]:
+    """The flat names that a backbone takes as overrides.
 
     Args:
-        backbone_cls: class of the backbone.
+        cls: class of backbones.
     """
-    return argument_names(backbone_cls)
+    own = argument_names(cls)
+    return [*own, *(name for name in MOE_FIELDS if name not in own)]
 
 
-def apply_overrides(
-    backbone_cls: type, config: dict, overrides: dict[str, Any]
-) -> dict[str, Any]:
-    """The config of a backbone with some of its arguments replaced.
+def nested_config(cls: type, config: dict) -> dict:
+    """A config with the fields of `moe` where they belong.
 
     Args:
-        backbone_cls: class of the backbone.
-        config: arguments of the backbone.
-        overrides: arguments that replace some of them. Another `router` drops the
-            saved `router_options`, which are another's.
+        cls: class of backbones.
+        config: arguments by name, some of which may be fields of `moe`, as in presets'
+            files and configs of earlier versions; they override those in `moe`.
+    """
+    own = {*argument_names(cls), *_MODEL_ARGUMENTS}
+    fields = {k: v for k, v in config.items() if k not in own and k in MOE_FIELDS}
+    if not fields:
+        return dict(config)
+    if fields.get("router") == MUMOE:
+        # Earlier versions wrote the fields of all routers.
+        fields = {k: v for k, v in fields.items() if k in _MUMOE_FIELDS}
+    config = {k: v for k, v in config.items() if k in own or k not in MOE_FIELDS}
+    moe = updated_moe(config.get("moe"), fields)
+    return {**config, "moe": moe and moe.to_dict()}
+
+
+def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
+    """A backbone's config with other values, each where it belongs.
+
+    Args:
+        cls: class of backbones.
+        config: arguments by name, nested or flat.
+        overrides: new values by flat name, or `moe` as a whole. Another `router`
+            than the config's drops `router_options`.
+
+    Returns:
+        The nested config.
 
     Raises:
-        ValueError: if an override is unknown; the nearest names are listed.
+        ValueError: if a name has no owner (the nearest are listed), or a value is out
+            of range.
+
+    Example:
+
+    >>> from keras_moe.models import ViTBackbone
+    >>> from keras_moe.models.overrides import apply_overrides
+    >>> config = {"num_layers": 2, "moe": {"num_experts": 8}}
+    >>> config = apply_overrides(ViTBackbone, config, {"num_experts": 4})
+    >>> config["moe"]["num_experts"]
+    4
     """
-    names = [*override_names(backbone_cls), *_OF_MODELS]
-    check_argument_names({**config, **overrides}, names, backbone_cls.__name__)
-    options = {}
-    if overrides.get("router", config.get("router")) != config.get("router"):
-        options = {"router_options": None}
-    return {**config, **options, **overrides}
-
-
-def config_for_weights(backbone_cls: type, saved: dict, config: dict) -> dict:
-    """A config that the weights of a saved one still fit.
-
-    Args:
-        backbone_cls: class of the backbone.
-        saved: config that the weights were saved with.
-        config: config of the new model.
-    """
-    overrides = {k: v for k, v in config.items() if k not in saved or saved[k] != v}
-    return {**saved, **backbone_cls.overrides_for_weights(saved, overrides)}
+    names = override_names(cls)
+    names += _MODEL_ARGUMENTS
+    check_argument_names({**config, **overrides}, names, cls.__name__)
+    config = nested_config(cls, config)
+    own = {*argument_names(cls), *_MODEL_ARGUMENTS}
+    config.update({k: v for k, v in overrides.items() if k in own})
+    fields = {name: value for name, value in overrides.items() if name not in own}
+    if fields:
+        moe = updated_moe(config.get("moe"), fields)
+        config["moe"] = moe and moe.to_dict()
+    return config
 
 
 def split_overrides(
@@ -83,7 +123,7 @@ def split_overrides(
     ({'activation': 'gelu'}, {'output_activation': 'softmax'})
     """
     own = [] if task_cls is None else argument_names(task_cls)
-    of_models = [*_OF_MODELS, "compile"] if own else list(_OF_MODELS)
+    of_models = [*_OUTERMOST, "compile"] if own else list(_OUTERMOST)
     if counts_only:
         own = [name for name in own if name not in ("backbone", "preprocessor")]
         of_models = []
@@ -94,3 +134,43 @@ def split_overrides(
     of_task = {name: value for name, value in overrides.items() if name in own}
     of_backbone = {name: x for name, x in overrides.items() if name not in own}
     return of_backbone, of_task
+
+
+def complete_config(cls: type, config: dict) -> dict:
+    """All arguments from which a backbone's layers follow, with their defaults.
+
+    Args:
+        cls: class of backbones.
+        config: some arguments by name, nested or flat.
+    """
+    parameters = inspect.signature(cls.__init__).parameters
+    config = nested_config(cls, config)
+    complete = {
+        name: config.get(name, parameters[name].default)
+        for name in argument_names(cls)
+        if name not in _MODEL_ARGUMENTS
+    }
+    moe = moe_config(complete["moe"])
+    return {**complete, "moe": moe and moe.to_dict()}
+
+
+def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
+    """Refuses unknown arguments of a backbone's constructor.
+
+    Args:
+        cls: class of backbones.
+        kwargs: arguments that are none of the constructor's own.
+
+    Raises:
+        ValueError: if one is not of every Keras model; the message says where a field
+            of `moe` belongs.
+    """
+    for name, value in kwargs.items():
+        if name in MOE_FIELDS:
+            raise ValueError(
+                f"Expected {name} in the config of the experts, such as "
+                f"{cls.__name__}(moe={{{name!r}: {value!r}}}) or "
+                f"moe=MoEConfig({name}={value!r}); received: {name}={value!r}"
+            )
+    own = argument_names(cls)
+    check_argument_names(kwargs, ["name", "trainable"], cls.__name__, own)

@@ -29,7 +29,7 @@ from keras_moe.models.weights_checksums import (
     shard_names,
 )
 
-# What a preset folder consists of; other files in it are the user's.
+# The files of a preset folder; other files in it are the user's.
 PRESET_FILES = (
     "config.json",
     "metadata.json",
@@ -66,11 +66,11 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
     If writing fails or is interrupted, what was at `preset_dir` stays as it was.
 
     Args:
-        preset_dir: where the preset goes; a new folder, an empty one, or an older
-            preset, of which files that are not the preset's own are kept.
+        preset_dir: folder of the preset; a new one, an empty one, or an older preset,
+            whose files that are not the preset's own are kept.
 
-    One process at a time saves to a folder, and another one waits for it. What killed
-    ones have left beside it is removed.
+    One process at a time saves to a folder, and another one waits for it. The remains
+    of killed processes beside it are removed.
 
     Raises:
         ValueError: if `preset_dir` is a file, or a folder of something else.

@@ -91,10 +91,14 @@ def compare_checksums(path: Path) -> list[Path]:
     if own:
         expected[metadata] = _listed(metadata, _read_json(metadata), own)
     for file in files:
-        told = {x: sums[file.name] for x, sums in expected.items() if file.name in sums}
+        listed = {
+            source: sums[file.name]
+            for source, sums in expected.items()
+            if file.name in sums
+        }
         # Keras says which file is missing.
-        received = sha256_of(file) if told and file.is_file() else None
-        for source, sha256 in told.items():
+        received = sha256_of(file) if listed and file.is_file() else None
+        for source, sha256 in listed.items():
             if received not in (None, sha256):
                 raise ValueError(
                     f"Expected the weights that were saved, {file} of SHA-256 "

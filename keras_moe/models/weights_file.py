@@ -298,9 +298,9 @@ def plain_values(hdf5: h5py.File) -> dict[str, np.ndarray]:
     Raises:
         ValueError: if an array's values are not in the file itself.
     """
-    found = {}
-    _visit(hdf5, found.__setitem__)
-    return found
+    values = {}
+    _visit(hdf5, values.__setitem__)
+    return values
 
 
 def _visit(hdf5, use):

@@ -1,6 +1,7 @@
 """Pure functions on `keras.ops`: capacity, allocation and plans."""
 
 from keras_moe.ops.capacity import expert_capacity, heterogeneous_capacity
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.entmax import entmax
 from keras_moe.ops.expert_choice import expert_choice
 from keras_moe.ops.expert_kinds import KINDS, ExpertKinds, expert_kinds
@@ -25,6 +26,7 @@ from keras_moe.ops.transport import Transport
 
 __all__ = [
     "KINDS",
+    "Cost",
     "DensePlan",
     "ExpertKinds",
     "HeterogeneousPlan",

@@ -1,4 +1,4 @@
-"""Work on groups that lie on several devices."""
+"""Computations on groups of tokens that lie on several devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,17 +26,17 @@ def on_several_devices() -> bool:
 def by_group(function: Callable, *arrays: Any) -> Any:
     """`function(*arrays)`, on several devices as a batch over the groups.
 
-    On one device it is quickest to flatten all groups into one table. A partitioner
+    On one device it is fastest to flatten all groups into one table. A partitioner
     then cannot know that an index stays within its group, and gathers all groups on
-    every device; as a batch over groups, each device works on its own.
+    every device; as a batch over groups, each device computes its own.
 
     Args:
-        function: of arrays whose first axis is G, to the same (nested); no group
-            depends on another.
-        *arrays: (G, ...), or None.
+        function: function of arrays whose first axis is G, with nested outputs whose
+            first axis is G; no group may depend on another.
+        *arrays: tensors (G, ...), or None.
 
     Returns:
-        What `function` returns.
+        The outputs of `function`.
 
     Example:
 
@@ -48,11 +48,11 @@ def by_group(function: Callable, *arrays: Any) -> Any:
     """
     if not on_several_devices():
         return function(*arrays)
-    given = [x is not None for x in arrays]
+    is_present = [x is not None for x in arrays]
 
-    def of_one(present):
+    def for_group(present):
         present = iter(present)
-        one = [ops.expand_dims(next(present), 0) if has else None for has in given]
-        return tree.map_structure(lambda x: x[0], function(*one))
+        group = [ops.expand_dims(next(present), 0) if x else None for x in is_present]
+        return tree.map_structure(lambda x: x[0], function(*group))
 
-    return ops.vectorized_map(of_one, [x for x in arrays if x is not None])
+    return ops.vectorized_map(for_group, [x for x in arrays if x is not None])

@@ -1,4 +1,4 @@
-"""How many tokens an expert takes from a group.
+"""The capacity of an expert: the tokens that it takes from a group.
 
 Axes: G groups, S group_size, E experts, C capacity, K selected experts.
 """
@@ -14,8 +14,8 @@ from keras_moe.checks import check_integer, check_positive
 from keras_moe.ops.expert_kinds import ExpertKinds
 
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}
-# Shares of up to nine digits are themselves, and their numerator times a number of
-# assignments is exact in float64.
+# Shares of up to nine digits are exact, and so is their numerator times a number of
+# assignments in float64.
 LARGEST_DENOMINATOR = 10**9
 
 
@@ -34,13 +34,14 @@ def expert_capacity(
     half-to-even. With `multiple_of` the result is then rounded up to a multiple.
 
     Args:
-        num_tokens: tokens per group S; an integer, or a scalar integer tensor where
+        num_tokens: S, tokens per group; an integer, or a scalar integer tensor where
             the backend traces with an unknown number of tokens (TensorFlow).
-        num_experts: number of experts E.
-        capacity_factor: c; the share of slots over assignments.
+        num_experts: E, number of experts.
+        capacity_factor: c, the number of slots over that of assignments.
         num_selected_experts: K, experts per token; 1 for expert choice.
         rounding: `"ceil"` or `"round"`.
-        multiple_of: round up to a multiple of this; None does not.
+        multiple_of: divisor of the capacity, which is rounded up to a multiple of it,
+            or None.
 
     Returns:
         The capacity: an int, or a scalar int32 tensor if `num_tokens` is a tensor.
@@ -86,24 +87,24 @@ def heterogeneous_capacity(
     and tau times that for an FFN expert: a smaller tau leaves more tokens to the
     experts that cost nothing.
 
-    The paper calls T the number of tokens, and takes K=2 experts for each. Counted
-    so, two choices would compete for each place, and almost half of all be dropped at
-    its gamma of 1.1; its training framework counts assignments, S K, as V-MoE does
-    (`expert_capacity`), which is what the routers pass. Without zero-computation
+    The paper calls T the number of tokens, and takes K=2 experts for each. Two choices
+    would then compete for each place, and almost half of all be dropped at its gamma
+    of 1.1; its training framework counts assignments, S K, as V-MoE does
+    (`expert_capacity`), and so do the routers here. Without zero-computation
     experts this is `expert_capacity`.
 
-    The equation is evaluated in whole numbers: a capacity of 88 is no 89 for an error
-    of binary arithmetic, and one of 3.5 rounds half to even.
+    The equation is evaluated in whole numbers: no error of binary arithmetic makes a
+    capacity of 88 one of 89, and one of 3.5 rounds half to even.
 
     Args:
-        num_tokens: tokens per group S; an integer, or a scalar integer tensor.
-        kinds: the number of experts of each kind.
-        tau: the share of tokens of an FFN expert over that of a zero-computation
-            expert.
+        num_tokens: S, tokens per group; an integer, or a scalar integer tensor.
+        kinds: number of experts of each kind.
+        tau: tokens of an FFN expert over those of a zero-computation expert.
         capacity_factor: gamma.
         num_selected_experts: K, experts per token.
-        rounding: `"ceil"` or `"round"`; the paper does not say.
-        multiple_of: round up the FFN experts' capacity to a multiple of this.
+        rounding: `"ceil"` or `"round"`; the paper leaves it open.
+        multiple_of: divisor of the FFN experts' capacity, which is rounded up to a
+            multiple of it, or None.
 
     Returns:
         `(ffn, zero_computation)`: ints, or scalar int32 tensors if `num_tokens` is a
@@ -135,7 +136,7 @@ def heterogeneous_capacity(
     capacities = []
     for scale, multiple in ((exact_tau, multiple_of), (1, None)):
         share = Fraction(float(capacity_factor)) * scale / weight
-        # The binary 1.1 is no 11/10, which is the nearest simple fraction.
+        # The nearest simple fraction: the binary 1.1 is not 11/10.
         share = share.limit_denominator(LARGEST_DENOMINATOR)
         capacity = _capacity(
             num_tokens,
@@ -151,7 +152,7 @@ def heterogeneous_capacity(
 
 
 def _capacity(
-    num_tokens, num_selected_experts, factor, divisor, rounding, multiple_of, given
+    num_tokens, num_selected_experts, factor, divisor, rounding, multiple_of, arguments
 ):
     """`num_tokens * num_selected_experts * factor / divisor`, rounded."""
     if rounding not in ROUNDINGS:
@@ -165,7 +166,7 @@ def _capacity(
     if not isinstance(num_tokens, numbers.Integral):
         assignments = ops.cast(num_tokens * num_selected_experts, "float64")
         capacity = ops.cast(on_tensor(assignments * factor / divisor), "int32")
-        # A tensor cannot raise: an expert keeps one slot.
+        # A graph cannot raise for a tensor's value: an expert keeps one slot.
         capacity = ops.maximum(capacity, 1)
         if multiple_of:
             capacity = (capacity + multiple_of - 1) // multiple_of * multiple_of
@@ -175,7 +176,8 @@ def _capacity(
         raise ValueError(
             "Expected a capacity of at least 1; received: "
             f"num_tokens={num_tokens}, num_selected_experts={num_selected_experts}, "
-            f"{given} give {capacity}. Use a larger group or a larger capacity_factor."
+            f"{arguments} give {capacity}. Use a larger group or a larger "
+            "capacity_factor."
         )
     if multiple_of:
         capacity = -(-capacity // multiple_of) * multiple_of

@@ -1,6 +1,6 @@
 """Operations on tensors that may have no elements, such as a batch without images.
 
-Some backends refuse these, or return another shape than NumPy.
+Some backends refuse these, or return another shape than NumPy does.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ def max_along(x: Any, axis: int, keepdims: bool = False) -> Any:
     """`ops.max` along one axis, where another may be empty.
 
     Args:
-        x: a tensor.
-        axis: the axis to reduce, which is not empty.
+        x: tensor.
+        axis: axis to reduce, which is not empty.
         keepdims: whether the axis stays, with size 1.
 
     Returns:
@@ -33,8 +33,8 @@ def min_along(x: Any, axis: int, keepdims: bool = False) -> Any:
     """`ops.min` along one axis, where another may be empty; see `max_along`.
 
     Args:
-        x: a tensor.
-        axis: the axis to reduce, which is not empty.
+        x: tensor.
+        axis: axis to reduce, which is not empty.
         keepdims: whether the axis stays, with size 1.
 
     Returns:
@@ -51,10 +51,10 @@ def min_along(x: Any, axis: int, keepdims: bool = False) -> Any:
 
 
 def take(table: Any, rows: Any) -> Any:
-    """`table[rows]`, also where there are neither.
+    """`table[rows]`, also if there are neither.
 
     Args:
-        table: (M, ...).
+        table: tensor (M, ...).
         rows: integers below M, of any shape.
 
     Returns:

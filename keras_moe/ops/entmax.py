@@ -8,10 +8,10 @@ from keras import ops
 from keras_moe.ops.empty import max_along
 from keras_moe.ops.own_gradient import with_own_gradient
 
-# Newton's steps; each doubles the digits near the threshold. With more logits more of
-# them may crowd just below it, which takes longer.
-_STEPS, _STEPS_OF_MANY, _MANY = {1.5: 6}, {1.5: 10}, 512
-_STEPS_OF_OTHERS, _STEPS_OF_MANY_OTHERS = 10, 20
+# Newton's steps by alpha, and for other alphas; each step doubles the digits near the
+# threshold. Beyond 512 logits more of them may crowd just below it, which takes longer.
+_STEPS, _OTHER_STEPS = {1.5: 6}, 10
+_MANY, _STEPS_FOR_MANY, _OTHER_STEPS_FOR_MANY = 512, {1.5: 10}, 20
 
 
 def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
@@ -24,9 +24,9 @@ def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
     cannot overshoot. The gradient is exact.
 
     Args:
-        logits: a float tensor; half precision is computed in float32.
-        alpha: in (1, 2].
-        axis: over which the result sums to 1.
+        logits: float tensor; half precision is computed in float32.
+        alpha: alpha, above 1 and at most 2.
+        axis: axis over which the result sums to 1.
 
     Returns:
         A tensor like `logits`.
@@ -63,7 +63,7 @@ def _entmax(scores, alpha):
 
     def backward(kept, upstream):
         (gates,) = kept
-        # Of what is chosen; p ** (2 - alpha).
+        # p ** (2 - alpha) of the chosen entries.
         chosen = gates > 0
         slope = _power(ops.where(chosen, gates, 1.0), 2.0 - alpha)
         slope = ops.where(chosen, slope, 0.0)
@@ -89,17 +89,17 @@ def _solve(scores, alpha):
 
 def _steps(alpha, count):
     if count is not None and count <= _MANY:
-        return _STEPS.get(alpha, _STEPS_OF_OTHERS)
-    return _STEPS_OF_MANY.get(alpha, _STEPS_OF_MANY_OTHERS)
+        return _STEPS.get(alpha, _OTHER_STEPS)
+    return _STEPS_FOR_MANY.get(alpha, _OTHER_STEPS_FOR_MANY)
 
 
 def _newton_step(rest, power):
-    """How far the threshold rises: (|rest|_q - 1) / -(d|rest|_q / d tau)."""
+    """The rise of the threshold: (|rest|_q - 1) / -(d|rest|_q / d tau)."""
     if power == 2:
-        # Of numbers of at most 1 whose squares sum to at least 1, in two sums.
+        # Two sums of numbers of at most 1 whose squares sum to at least 1.
         total = ops.sum(rest * rest, axis=-1, keepdims=True)
         return (total - ops.sqrt(total)) / ops.sum(rest, axis=-1, keepdims=True)
-    # By the largest: a high power of the others would vanish beside it otherwise.
+    # Shares of the largest: a high power of the others would vanish beside it.
     top = max_along(rest, axis=-1, keepdims=True)
     share = rest / top
     total = ops.sum(_power(share, power), axis=-1, keepdims=True)
@@ -112,7 +112,7 @@ def _newton_step(rest, power):
 
 
 def _power(x, exponent):
-    """x ** exponent for x of at least 0, by cheaper means where there are some."""
+    """x ** exponent for x of at least 0, by a cheaper operation where there is one."""
     if exponent == 0:
         return ops.ones_like(x)
     if exponent == 0.5:

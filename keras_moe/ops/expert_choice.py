@@ -9,8 +9,8 @@ from keras import ops
 
 from keras_moe.checks import check_affinity, check_one_of
 from keras_moe.ops.empty import take
-from keras_moe.ops.largest import largest
 from keras_moe.ops.plans import SlotPlan
+from keras_moe.ops.top_values import top_values
 
 NORMALIZATIONS = (None, "after")
 
@@ -30,18 +30,18 @@ def expert_choice(
     several experts or by none. Ties take the lowest token.
 
     Args:
-        affinity: float32 (G, S, E). Decides which tokens an expert takes; -inf
-            forbids a pair.
-        gates: float32 (G, S, E). The combine weights. Gradients flow through these
+        affinity: float32 (G, S, E), by which an expert takes its tokens; -inf forbids
+            a pair.
+        gates: float32 (G, S, E), the combine weights. Gradients flow through these
             alone.
         capacity: C, slots per expert and group; at most S.
         mask: boolean (G, S), False for tokens (padding) that no expert takes: slots
             stay empty where fewer than C tokens are left.
-        normalize_gates: None leaves the gates as they are; `"after"` divides them by
-            the sum over the experts that took the token (*CLIP-UP*, appendix B.3).
-        filled_slots: integers (G,), how many of its C slots an expert may fill in each
-            group, where groups have fewer real tokens than C was made for; None
-            fills all.
+        normalize_gates: normalisation; `"after"` divides the gates by the sum over the
+            experts that took the token (*CLIP-UP*, appendix B.3), and None leaves them
+            as they are.
+        filled_slots: integers (G,), the number of the C slots that an expert may fill
+            in each group, where a group has fewer real tokens; None fills all.
 
     Returns:
         A `SlotPlan`.
@@ -76,7 +76,7 @@ def expert_choice(
     if mask is not None:
         allowed = ops.expand_dims(ops.cast(mask, "bool"), -1)
         affinity = ops.where(allowed, affinity, -float("inf"))
-    best, tokens = largest(ops.transpose(affinity, (0, 2, 1)), capacity)
+    best, tokens = top_values(ops.transpose(affinity, (0, 2, 1)), capacity)
     filled = best > -float("inf")
     if filled_slots is not None:
         place = ops.arange(capacity, dtype="int32")

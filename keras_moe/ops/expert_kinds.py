@@ -9,13 +9,14 @@ KINDS = ("ffn", "zero", "copy", "constant")
 
 
 class ExpertKinds(NamedTuple):
-    """How many experts of each kind an MoE layer has.
+    """The number of experts of each kind in an MoE layer.
 
     Attributes:
-        ffn: feed-forward experts, which have weights and capacity slots.
-        zero: experts that give 0.
-        copy: experts that give the token back.
-        constant: experts that give a mixture of the token and a trained vector.
+        ffn: number of feed-forward experts, which have weights and capacity slots.
+        zero: number of experts that give 0.
+        copy: number of experts that give the token back.
+        constant: number of experts that give a mixture of the token and a trained
+            vector.
 
     Reference:
         *MoE++*, section 3.1; the last three are its zero-computation experts.
@@ -46,12 +47,12 @@ class ExpertKinds(NamedTuple):
         return self.ffn + self.zero_computation
 
     def slices(self) -> dict[str, slice]:
-        """Where each kind's experts are on a router's expert axis."""
-        found, start = {}, 0
+        """The places of each kind's experts on a router's expert axis."""
+        slices, start = {}, 0
         for kind, count in zip(KINDS, self):
-            found[kind] = slice(start, start + count)
+            slices[kind] = slice(start, start + count)
             start += count
-        return found
+        return slices
 
     def __str__(self):
         if not self.zero_computation:
@@ -69,9 +70,9 @@ def expert_kinds(
 
     Args:
         num_ffn_experts: N_FFN, at least 1.
-        zero_experts: n_zero.
-        copy_experts: n_copy.
-        constant_experts: n_const, or `"auto"` for equation 10 of *MoE++*,
+        zero_experts: n_zero, at least 0.
+        copy_experts: n_copy, at least 0.
+        constant_experts: n_const, at least 0, or `"auto"` for equation 10 of *MoE++*,
             max(N_FFN / 4 - n_zero - n_copy, 1), rounded down. (For 8 FFN experts it
             gives 1, where the paper's Table 2 has 2.)
 

@@ -118,7 +118,7 @@ def grouped_matmul_reference(rows: Any, kernels: Any, group_sizes: Any) -> Any:
     total = 0.0
     for e in range(kernels.shape[0]):
         own = ops.logical_and(row >= ends[e] - group_sizes[e], row < ends[e])
-        # Masked before the matmul: zero times what is not finite would stay so.
+        # Masked before the matmul: zero times an infinity would be NaN.
         inputs = ops.where(own[:, None], rows, ops.zeros_like(rows))
         total = total + ops.matmul(inputs, kernels[e])
     return total

@@ -69,10 +69,10 @@ def multilinear(
 
     Args:
         inputs: (..., I), or (..., I - 1), to which a constant 1 is added.
-        coefficients: for each level, (..., N_l).
-        factors: of `factor_shapes`.
+        coefficients: tensor (..., N_l) for each level.
+        factors: tensors of `factor_shapes`.
         factorization: `"cp"`, `"tr"`, `"tucker"` or None.
-        projected: the inputs by `input_matrix`, if they are known.
+        projected: product of the inputs and `input_matrix`, or None.
 
     Returns:
         (..., O).
@@ -99,8 +99,9 @@ def input_matrix(factors: list[Any], factorization: str | None) -> Any:
     """The matrix (I, R) by which a factorised layer takes its inputs first.
 
     Args:
-        factors: of `factor_shapes`.
-        factorization: `"cp"`, `"tr"` or `"tucker"`; None has none.
+        factors: tensors of `factor_shapes`.
+        factorization: `"cp"`, `"tr"` or `"tucker"`; the whole tensor, None, has no such
+            matrix.
 
     Returns:
         The matrix, or None.
@@ -121,15 +122,15 @@ def input_matrix(factors: list[Any], factorization: str | None) -> Any:
 
 
 def projections(inputs: Any, *matrices: Any) -> tuple[Any, ...]:
-    """Inputs by each of several matrices.
+    """The products of the inputs and each of several matrices.
 
-    In the backward pass they are one matrix: the gradient in the inputs is one matmul,
+    In the backward pass the matrices are one: the gradient in the inputs is one matmul,
     and no sum of several, which would cost as much as they do.
 
     Args:
         inputs: (..., I).
-        *matrices: (I, R), or (I + 1, R) where the last row belongs to a constant 1:
-            no copy of the inputs with ones behind them is made.
+        *matrices: tensors (I, R), or (I + 1, R) where the last row belongs to a
+            constant 1: no copy of the inputs with ones behind them is made.
 
     Returns:
         (..., R) for each.
@@ -160,11 +161,11 @@ def _project_gradients(kept, *upstream):
     upstream = [_rows(x) for x in upstream]
     together = ops.concatenate(upstream, axis=-1)
     matrix = ops.concatenate([matrix[:size] for matrix in matrices], axis=-1)
-    of_inputs = ops.matmul(together, ops.transpose(matrix))
-    of_matrix = ops.matmul(ops.transpose(_rows(inputs)), together)
-    gradients, start = [ops.reshape(of_inputs, ops.shape(inputs))], 0
+    inputs_gradient = ops.matmul(together, ops.transpose(matrix))
+    matrix_gradient = ops.matmul(ops.transpose(_rows(inputs)), together)
+    gradients, start = [ops.reshape(inputs_gradient, ops.shape(inputs))], 0
     for matrix, own in zip(matrices, upstream):
-        part = of_matrix[:, start : start + matrix.shape[1]]
+        part = matrix_gradient[:, start : start + matrix.shape[1]]
         if matrix.shape[0] > size:
             total = ops.sum(own, axis=0, keepdims=True)
             part = ops.concatenate([part, total], axis=0)
@@ -180,15 +181,15 @@ def _rows(x):
 
 def _cp(projected, coefficients, factors):
     # Equation 2: everything is one elementwise product of rank R.
-    *experts, _, of_output = factors
-    closing = ops.transpose(of_output)
+    *experts, _, output_factor = factors
+    closing = ops.transpose(output_factor)
     return _merged_matmul(
         _scale, _scale_gradients, closing, projected, *coefficients, *experts
     )
 
 
 def _scale(projected, *pairs):
-    """Of coefficients and their factors: the input's projection, by each of them."""
+    """The projected input, scaled by each level's coefficients through its factor."""
     for scale in _scales(pairs):
         projected = projected * scale
     return projected
@@ -201,28 +202,30 @@ def _scales(pairs):
 
 def _scale_gradients(upstream, projected, *pairs):
     levels, scales = len(pairs) // 2, _scales(pairs)
-    of_coefficients, of_factors = [], []
+    coefficient_gradients, factor_gradients = [], []
     for level, (a, factor) in enumerate(zip(pairs[:levels], pairs[levels:])):
         others = upstream * projected
         for scale in scales[:level] + scales[level + 1 :]:
             others = others * scale
-        of_coefficients.append(ops.matmul(others, ops.transpose(factor)))
-        of_factors.append(ops.matmul(ops.transpose(_rows(a)), _rows(others)))
+        coefficient_gradients.append(ops.matmul(others, ops.transpose(factor)))
+        factor_gradients.append(ops.matmul(ops.transpose(_rows(a)), _rows(others)))
     for scale in scales:
         upstream = upstream * scale
-    return upstream, *of_coefficients, *of_factors
+    return upstream, *coefficient_gradients, *factor_gradients
 
 
 def _tr(projected, coefficients, factors):
     # Equation 3: matrices from the experts' cores, one from the input's; the ring
     # closes in the output's core.
-    *experts, _, of_output = factors
+    *experts, _, output_factor = factors
     chain = None
     for coefficient, core in zip(coefficients, experts):
         matrix = _as_core(ops.matmul(coefficient, _core_matrix(core)), core)
         chain = matrix if chain is None else ops.matmul(chain, matrix)
-    last, units, first = of_output.shape
-    closing = ops.reshape(ops.transpose(of_output, (2, 0, 1)), (first * last, units))
+    last, units, first = output_factor.shape
+    closing = ops.reshape(
+        ops.transpose(output_factor, (2, 0, 1)), (first * last, units)
+    )
     projected = _as_core(projected, factors[-2])
     return _merged_matmul(_ring, _ring_gradients, closing, chain, projected)
 
@@ -256,8 +259,8 @@ def _ring_gradients(upstream, chain, projected):
 def _merged_matmul(merge, gradients, closing, *parts):
     """`merge(*parts)` by the matrix `closing`; only these are kept for the gradient.
 
-    What merges is made again in the backward pass: it is cheap beside the matmuls, and
-    would be most of the layer's memory.
+    The merged parts are computed again in the backward pass: this is cheap beside the
+    matmuls, and they would be most of the layer's memory.
     """
 
     def forward(closing, *parts):
@@ -265,19 +268,19 @@ def _merged_matmul(merge, gradients, closing, *parts):
 
     def backward(kept, upstream):
         closing, *parts = kept
-        of_merged = ops.matmul(upstream, ops.transpose(closing))
+        merged_gradient = ops.matmul(upstream, ops.transpose(closing))
         merged = ops.transpose(_rows(merge(*parts)))
-        of_closing = ops.matmul(merged, _rows(upstream))
-        return of_closing, *gradients(of_merged, *parts)
+        closing_gradient = ops.matmul(merged, _rows(upstream))
+        return closing_gradient, *gradients(merged_gradient, *parts)
 
     return with_own_gradient(forward, backward, closing, *parts)
 
 
 def _tucker(projected, coefficients, factors):
-    *experts, _, of_output, core = factors
+    *experts, _, output_factor, core = factors
     reduced = [ops.matmul(a, factor) for a, factor in zip(coefficients, experts)]
     reduced.append(projected)
-    return ops.matmul(_apply(core, reduced), ops.transpose(of_output))
+    return ops.matmul(_apply(core, reduced), ops.transpose(output_factor))
 
 
 def _full(inputs, coefficients, factors):
@@ -307,12 +310,12 @@ def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> 
     """One expert's matrix (I, O), for inspection.
 
     Args:
-        factors: of `factor_shapes`.
-        index: the expert's place at each level.
+        factors: tensors of `factor_shapes`.
+        index: place of the expert at each level.
         factorization: `"cp"`, `"tr"`, `"tucker"` or None.
 
     Returns:
-        (I, O); with a bias, its last row.
+        (I, O), the last row of which is the bias if there is one.
 
     Reference:
         *Multilinear Mixture of Experts*, equations 6 and 8.
@@ -328,29 +331,29 @@ def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> 
     if factorization is None:
         return factors[0][tuple(index)]
     if factorization == "cp":
-        *experts, of_input, of_output = factors
+        *experts, input_factor, output_factor = factors
         scale = 1.0
         for place, factor in zip(index, experts):
             scale = scale * factor[place]
-        return ops.matmul(of_input * scale, ops.transpose(of_output))
+        return ops.matmul(input_factor * scale, ops.transpose(output_factor))
     if factorization == "tr":
-        *experts, of_input, of_output = factors
+        *experts, input_factor, output_factor = factors
         chain = None
         for place, core in zip(index, experts):
             matrix = core[:, place]
             chain = matrix if chain is None else ops.matmul(chain, matrix)
-        return ops.einsum("ab,bic,coa->io", chain, of_input, of_output)
-    *experts, of_input, of_output, core = factors
+        return ops.einsum("ab,bic,coa->io", chain, input_factor, output_factor)
+    *experts, input_factor, output_factor, core = factors
     for place, factor in zip(index, experts):
         core = ops.tensordot(factor[place], core, axes=[[0], [0]])
-    return ops.matmul(ops.matmul(of_input, core), ops.transpose(of_output))
+    return ops.matmul(ops.matmul(input_factor, core), ops.transpose(output_factor))
 
 
 def dense_tensor(factors: list[Any], factorization: str | None) -> Any:
     """The whole weight tensor (N_1, ..., N_L, I, O), for tests of small ones.
 
     Args:
-        factors: of `factor_shapes`.
+        factors: tensors of `factor_shapes`.
         factorization: `"cp"`, `"tr"`, `"tucker"` or None.
 
     Returns:
@@ -417,7 +420,7 @@ def rank_bound(
     if factorization == "cp":
         return min(full, rank)
     if factorization == "tr":
-        # Of the experts' chain (R_1 x R_(L+1)), between input and output core.
+        # The bound of the experts' chain (R_1 x R_(L+1)) between input and output core.
         narrow = min(rank[: len(num_experts) + 1])
         return min(full, rank[-1] * narrow)
     return min(full, rank[-2], rank[-1])

@@ -56,10 +56,10 @@ def naive_multiply_adds(
 ) -> int:
     """Multiply-adds of one token if the weight tensor is built from its factors.
 
-    The tensor is built by contracting the factors from first to last: of CP the sum
-    over R of products that are elementwise, and not counted, up to the last factor; of
-    a tensor ring one core after the other; of Tucker the core by each factor. Then it
-    is contracted with the coefficients of each level and with the input (equation 1).
+    The tensor is built by contracting the factors from first to last: for CP a sum over
+    R of products that are elementwise, and not counted, up to the last factor; for a
+    tensor ring one core after the other; for Tucker the core by each factor. Then it is
+    contracted with the coefficients of each level and with the input (equation 1).
 
     Args:
         factorization: see `factor_shapes`.
@@ -93,7 +93,7 @@ def _building(factorization, modes, rank):
         return math.prod(modes) * rank
     total = 0
     if factorization == "tr":
-        # A chain (R_1, what is built, R_l); the last core's other end is R_1 again.
+        # A chain (R_1, built modes, R_l); the last core's other end is R_1 again.
         for place in range(1, len(modes)):
             built = math.prod(modes[: place + 1])
             total += rank[0] * built * rank[place] * (*rank[1:], 1)[place]

@@ -1,4 +1,4 @@
-"""Gradients written by hand, which keep what they name and nothing else."""
+"""Gradients written by hand, which keep the tensors that they name and no others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,20 +8,20 @@ from keras import ops, tree
 
 
 def with_own_gradient(forward: Callable, backward: Callable, *inputs: Any) -> Any:
-    """What `forward` makes of tensors, with the gradient that `backward` tells.
+    """The outputs of `forward`, with the gradient of `backward`.
 
-    As `keras.ops.custom_gradient`, which on PyTorch keeps all inputs, and keeps an
-    output that a gradient closes over until the garbage collector comes.
+    `keras.ops.custom_gradient` would keep all inputs on PyTorch, and an output that a
+    gradient closes over until the garbage collector runs.
 
     Args:
-        forward: takes the inputs and returns an output, or a tuple of them, and a
-            tuple of the tensors to keep, each an input or an output.
-        backward: takes that tuple and the gradient in each output, and returns a tuple
-            with a gradient for each input. It closes over no tensor.
+        forward: function of the inputs, which returns an output, or a tuple of them,
+            and a tuple of the tensors to keep, each an input or an output.
+        backward: function of that tuple and the gradient in each output, which returns
+            a tuple with a gradient for each input. It closes over no tensor.
         *inputs: tensors.
 
     Returns:
-        The output, or a tuple.
+        The output, or a tuple of outputs.
 
     Example:
 

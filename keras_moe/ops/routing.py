@@ -1,4 +1,4 @@
-"""The routing record: what a router did, for losses, residuals and analysis.
+"""The record of a router, for losses, gating residuals and analysis.
 
 Axes: G groups, S group_size, E experts, C capacity.
 """
@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 
 
 class Routing(NamedTuple):
-    """What a router did: float32 arrays for losses, residuals and analysis.
+    """The record of a router: float32 arrays for losses, residuals and analysis.
 
-    A router returns it by group; the MoE layer returns it aligned with the
-    tokens that it was given, so the leading axes are then (batch, tokens).
+    A router returns it by group; the MoE layer returns it aligned with its own
+    tokens, so the leading axes are then (batch, tokens).
 
     Attributes:
         logits: (G, S, E). The router's logits, without noise. Soft routers have one
             for each slot: (G, S, E, C).
         noisy_logits: the logits that routed: with noise while training, and scaled
             where a router scales them; equal to `logits` otherwise; the same shape.
-        affinity: (G, S, E). What allocated the slots: the gates, or a transport plan.
+        affinity: (G, S, E). The matrix that allocated the slots: the gates, or a
+            transport plan.
         gates: (G, S, E). The softmax of `noisy_logits` over experts, or over all slots
             and summed over an expert's.
         dispatched: (G, S, E). 1 where the expert served the token, else 0; for soft

@@ -1,7 +1,7 @@
 """Rows moved by index, with gradients that move rows back.
 
-Differentiation would scatter where a plan knows the way back: on CPUs a scatter of rows
-costs several times the gather.
+Differentiation would scatter although the plan has the inverse index: on CPUs a scatter
+of rows costs several times the gather.
 """
 
 from typing import Any
@@ -16,9 +16,9 @@ def take_rows(table: Any, rows: Any, readers: Any) -> Any:
 
     Args:
         table: float (M, D).
-        rows: int (R,), within the table.
-        readers: int (M, K), the places in `rows` whose gradients each row of the
-            table gets, -1 for none.
+        rows: int (R,), rows of the table.
+        readers: int (M, K), the places in `rows` of each row of the table, from which
+            it gets its gradient, -1 for none.
 
     Returns:
         (R, D).
@@ -28,7 +28,7 @@ def take_rows(table: Any, rows: Any, readers: Any) -> Any:
     @ops.custom_gradient
     def taken(table, rows, readers):
         def gradient(*args, upstream=None):
-            # PyTorch passes the inputs, too, and this by name.
+            # PyTorch passes the inputs, too, and the gradient by name.
             upstream = args[0] if upstream is None else upstream
             total = 0.0
             for k in range(readers.shape[-1]):
@@ -69,13 +69,14 @@ def weighted_sum_of_rows(table: Any, weights: Any, rows: Any, readers: Any) -> A
             own = own & (readers >= 0)[:, None]
             weight = ops.where(own, take(weights, reader), 0.0)
             weight = ops.sum(weight, axis=-1, keepdims=True)
-            of_table = weight * _rows_or_zeros(upstream, readers)
-            of_weights = [
+            table_gradient = weight * _rows_or_zeros(upstream, readers)
+            weight_gradients = [
                 ops.sum(upstream * _rows_or_zeros(table, rows[:, k]), axis=-1)
                 for k in range(rows.shape[-1])
             ]
-            of_weights = ops.stack(of_weights, axis=-1)
-            return ops.cast(of_table, table.dtype), of_weights, None, None
+            weight_gradients = ops.stack(weight_gradients, axis=-1)
+            table_gradient = ops.cast(table_gradient, table.dtype)
+            return table_gradient, weight_gradients, None, None
 
         return total, gradient
 
@@ -83,6 +84,6 @@ def weighted_sum_of_rows(table: Any, weights: Any, rows: Any, readers: Any) -> A
 
 
 def _rows_or_zeros(table, rows):
-    """float32 rows of the table, zeros for -1: a row that nobody wants may be NaN."""
+    """float32 rows of the table, zeros for -1: a row without readers may be NaN."""
     chosen = ops.cast(take(table, ops.maximum(rows, 0)), "float32")
     return ops.where((rows >= 0)[:, None], chosen, 0.0)

@@ -39,10 +39,10 @@ def sinkhorn(
 
     Args:
         logits: float32 (G, S, E); -inf forbids a pair.
-        iterations: how many; at most that many with a `tolerance`.
-        tolerance: stop when no expert's mass is off by more than this share of S / E;
-            each group stops by itself. None runs all iterations. No gradient flows
-            with a tolerance.
+        iterations: number of iterations, the largest one with a `tolerance`.
+        tolerance: error of the experts' masses as a share of S / E, at which each group
+            stops by itself; None runs all iterations. No gradient flows with a
+            tolerance.
         mask: boolean (G, S), False for tokens (padding) that have no mass.
 
     Returns:
@@ -80,7 +80,8 @@ def sinkhorn(
 
     # The first iteration, in log space.
     columns = _log_sum_exp(logits, axis=1)
-    reachable = columns > -float("inf")  # else no token may go to the expert
+    # No token may go to the other experts.
+    reachable = columns > -float("inf")
     expert_potential = ops.where(
         reachable,
         ops.log(ops.maximum(share, 1e-30)) - ops.where(reachable, columns, 0.0),
@@ -128,7 +129,7 @@ def sinkhorn(
         return ops.any(unbalanced(plan))
 
     def body(token_potential, expert_potential, plan):
-        # A group that is done stays as it is, whatever the others need.
+        # A group that is done stays as it is while others go on.
         goes_on = unbalanced(plan)
         *potentials, next_plan = advance(token_potential, expert_potential, BLOCK)
         return (
@@ -148,18 +149,18 @@ def sinkhorn(
 
 
 def _log_sum_exp(x, axis):
-    """`logsumexp` that is -inf, not NaN, where all entries are, and so its gradient."""
-    largest = ops.stop_gradient(max_along(x, axis=axis, keepdims=True))
-    largest = ops.where(largest > -float("inf"), largest, 0.0)
-    total = ops.sum(ops.exp(x - largest), axis=axis)
+    """`logsumexp` that is -inf where all entries are, with a finite gradient."""
+    top = ops.stop_gradient(max_along(x, axis=axis, keepdims=True))
+    top = ops.where(top > -float("inf"), top, 0.0)
+    total = ops.sum(ops.exp(x - top), axis=axis)
     positive = total > 0
     return ops.where(
         positive,
-        ops.log(ops.where(positive, total, 1.0)) + ops.squeeze(largest, axis),
+        ops.log(ops.where(positive, total, 1.0)) + ops.squeeze(top, axis),
         -float("inf"),
     )
 
 
 def _divide(a, b):
-    """a / b, and 1 where b is 0: a token or an expert that nothing goes to."""
+    """a / b, and 1 where b is 0: a token or an expert without any mass."""
     return ops.where(b > 0, a / ops.where(b > 0, b, 1.0), 1.0)

@@ -38,29 +38,29 @@ def token_choice(
     """Allocates slots to each token's K experts of largest affinity.
 
     Algorithm 1 of *Routers in Vision Mixture of Experts*: all first choices are
-    served before all second choices, and so on. A choice that finds its expert
+    served before all second choices, and so on. A choice whose expert is
     full is dropped; the token's other choices stand. Ties take the lowest expert.
 
     Args:
-        affinity: float32 (G, S, E). Decides which experts a token takes, and who
-            goes first; the gates themselves in V-MoE.
-        gates: float32 (G, S, E). The combine weights. Gradients flow through these
+        affinity: float32 (G, S, E), by which a token takes its experts and its place in
+            the queue; the gates themselves in V-MoE.
+        gates: float32 (G, S, E), the combine weights. Gradients flow through these
             alone.
         num_selected_experts: K, experts per token.
         capacity: C, slots per expert and group.
-        priority: the order in which the tokens of a group are served:
+        priority: order in which the tokens of a group are served:
             `"first_come"` as they stand, `"max_gate"` by decreasing largest
             affinity (batch priority routing of V-MoE), `"sum_gates"` by decreasing
             sum of the K largest (*LIMoE*, appendix E.1). Ties keep their order.
         mask: boolean (G, S), False for tokens (padding) that are not routed and
             use no capacity; None routes every token.
-        normalize_gates: None leaves the gates as they are; `"before"` divides them by
-            the sum of the token's K, `"after"` by the sum of those that found room
-            (*CLIP-UP*, appendix B.3).
-        in_place_experts: Z, how many experts at the end of the axis act on tokens in
-            place: they have no slots.
-        in_place_capacity: the tokens that each of these serves in a group; None is
-            unlimited.
+        normalize_gates: normalisation; `"before"` divides the gates by the sum of the
+            token's K, `"after"` by the sum of those that got a slot (*CLIP-UP*,
+            appendix B.3), and None leaves them as they are.
+        in_place_experts: Z, the number of experts at the end of the axis that act on
+            tokens in place: they have no slots.
+        in_place_capacity: number of tokens that each of these serves in a group; None
+            is unlimited.
 
     Returns:
         A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`. No tensor of
@@ -85,21 +85,21 @@ def token_choice(
     num_groups, num_tokens, num_experts = ops.shape(affinity)
     num_slotted = _check_in_place(in_place_experts, num_experts)
 
-    experts, weights = largest(affinity, gates, num_selected_experts)
+    experts, weights = top_experts(affinity, gates, num_selected_experts)
     if mask is not None:
         # Masked tokens queue at an expert behind the last, which has no slots.
         mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
         experts = ops.where(mask, experts, num_experts)
 
-    # One integer says it all: (group, expert, choice, place in the queue). Sorting
-    # these serves every queue at once; a position is a rank minus the queue's start.
+    # One integer holds group, expert, choice and place in the queue. Sorting these
+    # serves every queue at once; a position is a rank minus the queue's start.
     order = None
     if priority != "first_come":
-        # The affinity allocates; the gates only weigh what was allocated.
+        # The affinity allocates, and the gates only weigh the outputs.
         if priority == "max_gate":
             rank = max_along(affinity, axis=-1)
         else:
-            _, chosen = largest(affinity, affinity, num_selected_experts)
+            _, chosen = top_experts(affinity, affinity, num_selected_experts)
             rank = ops.sum(chosen, axis=-1)
         rank = ops.stop_gradient(-rank)
         order = ops.cast(ops.argsort(rank, axis=-1), "int32")
@@ -185,16 +185,16 @@ def dropless_token_choice(
     for everybody gives the same outputs.
 
     Args:
-        affinity: float32 (G, S, E). Decides which experts a token takes; ties take
-            the lowest expert.
-        gates: float32 (G, S, E). The combine weights. Gradients flow through these
+        affinity: float32 (G, S, E), by which a token takes its experts; ties take the
+            lowest expert.
+        gates: float32 (G, S, E), the combine weights. Gradients flow through these
             alone.
         num_selected_experts: K, experts per token.
         mask: boolean (G, S), False for tokens (padding) that are not routed.
-        normalize_gates: `"before"` and `"after"` both divide a token's K gates by their
-            sum, since none is dropped; None leaves them as they are.
-        in_place_experts: how many experts at the end of the axis act on tokens in
-            place: they have no rows.
+        normalize_gates: normalisation; `"before"` and `"after"` both divide a token's K
+            gates by their sum, since none is dropped; None leaves them as they are.
+        in_place_experts: Z, the number of experts at the end of the axis that act on
+            tokens in place: they have no rows.
 
     Returns:
         A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.
@@ -221,7 +221,7 @@ def dropless_token_choice(
     _check(num_selected_experts, affinity.shape[-1], normalize_gates)
     num_experts = _check_in_place(in_place_experts, num_experts)
 
-    experts, weights = largest(affinity, gates, num_selected_experts)
+    experts, weights = top_experts(affinity, gates, num_selected_experts)
     if in_place_experts:
         routed = None if mask is None else ops.expand_dims(ops.cast(mask, "bool"), -1)
         weights = _weights(weights, routed, normalize_gates)
@@ -229,7 +229,7 @@ def dropless_token_choice(
         places = experts - num_experts
         places = places if mask is None else ops.where(routed, places, -1)
         in_place = by_expert(places, weights, in_place_experts)
-        # They have no rows: like masked tokens, but by choice.
+        # Choices of these experts have no rows, like those of masked tokens.
         mask = experts < num_experts
         mask = mask if routed is None else ops.logical_and(mask, routed)
     elif mask is not None:
@@ -238,10 +238,10 @@ def dropless_token_choice(
         experts = ops.where(mask, experts, num_experts)
     num_rows = num_groups * num_tokens * num_selected_experts
     _check_range(1, num_experts + 1, num_rows)
-    # One integer says (expert, choice): sorted, the choices stand by expert.
+    # One integer holds expert and choice: sorted, the choices stand by expert.
     place = ops.arange(num_rows, dtype="int32")
     keys = ops.sort(ops.reshape(experts, (-1,)) * num_rows + place)
-    # By counting: `searchsorted` wants a known number of rows, which an exported JAX
+    # Counted, since `searchsorted` needs a known number of rows, which an exported JAX
     # model does not have.
     first = ops.arange(num_experts + 1, dtype="int32") * num_rows
     bounds = ops.sum(ops.cast(keys[None] < first[:, None], "int32"), axis=1)
@@ -282,22 +282,22 @@ def _weights(gates, kept, normalize_gates):
         gates if normalize_gates == "before" else weights, axis=-1, keepdims=True
     )
     # Scaled by a constant first: the gradient divides by the square of the sum, which
-    # for a small one is no float32 any more. Below this it counts as none.
+    # underflows float32 for a small one. Below this the sum counts as zero.
     is_sum = total > 1e-37
     scale = ops.stop_gradient(ops.where(is_sum, total, 1.0))
-    # Of order one: the sum of what the weights are divided by, over itself.
+    # The sum over its constant: 1, with the gradient of the sum.
     rest = ops.where(is_sum, total / scale, 1.0)
     return ops.where(is_sum, weights / scale / rest, 0.0)
 
 
-def largest(affinity, gates, num_selected_experts):
+def top_experts(affinity, gates, num_selected_experts):
     """The K experts of largest affinity, ties to the lowest, and their gates.
 
     `affinity` and `gates` are (G, S, E); returns int32 and float32 (G, S, K).
     """
-    # K passes of argmax: `top_k` orders ties differently on each backend.
+    # K passes of argmax, since `top_k` orders ties differently on each backend.
     index = ops.arange(ops.shape(affinity)[-1], dtype="int32")
-    # An expert already taken gets -inf, so that no other may have it.
+    # A taken expert gets -inf, and no other entry may have that.
     rest = ops.maximum(ops.stop_gradient(affinity), -3e38)
     experts, weights = [], []
     for k in range(num_selected_experts):
@@ -311,10 +311,10 @@ def largest(affinity, gates, num_selected_experts):
 
 
 def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
-    """Which experts each token selects, whether or not they have room for it.
+    """The experts that each token selects, whether or not they have room for it.
 
     Args:
-        affinity: float32 (G, S, E). Ties take the lowest expert.
+        affinity: float32 (G, S, E); ties take the lowest expert.
         num_selected_experts: K, experts per token.
 
     Returns:
@@ -333,7 +333,7 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
     """
     affinity = ops.convert_to_tensor(affinity)
     check_selected(num_selected_experts, affinity.shape[-1])
-    experts, weights = largest(affinity, affinity, num_selected_experts)
+    experts, weights = top_experts(affinity, affinity, num_selected_experts)
     return by_expert(experts, weights, ops.shape(affinity)[-1])[0]
 
 

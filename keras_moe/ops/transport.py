@@ -1,4 +1,4 @@
-"""What a transport solver returns: a plan, and how far its marginals are off.
+"""The result of a transport solver: a plan and its marginals.
 
 Axes: G groups, S group_size, E experts.
 """
@@ -12,7 +12,7 @@ class Transport(NamedTuple):
     """A transport plan between tokens and experts, and its marginals.
 
     A balanced plan gives each token a mass of 1 and each expert S / E. Solvers stop
-    before they get there; the marginals say how near they came.
+    before that; the marginals show how near the plan is.
 
     Attributes:
         plan: float32 (G, S, E), not negative.
@@ -36,11 +36,20 @@ class Transport(NamedTuple):
 
 
 def with_marginals(plan: Any) -> Transport:
-    """The `Transport` of a plan (G, S, E)."""
+    """The `Transport` of a plan.
+
+    Args:
+        plan: float32 (G, S, E).
+    """
     return Transport(plan, ops.sum(plan, axis=2), ops.sum(plan, axis=1))
 
 
 def token_mass(logits: Any, mask: Any = None) -> Any:
-    """Each token's mass, float32 (G, S): 1, and 0 where masked."""
+    """The mass of each token, float32 (G, S): 1, and 0 where masked.
+
+    Args:
+        logits: float32 (G, S, E).
+        mask: boolean (G, S), False for tokens that have no mass, or None.
+    """
     mass = ops.ones_like(logits[..., 0])
     return mass if mask is None else ops.where(ops.cast(mask, "bool"), mass, 0.0)

@@ -7,8 +7,9 @@ from keras_moe.routers.affinities import (
     SparsityConstrainedAffinity,
 )
 from keras_moe.routers.expert_choice import ExpertChoiceRouter
-from keras_moe.routers.names import ROUTERS, get, of_kinds
+from keras_moe.routers.names import get, of_kinds
 from keras_moe.routers.pathway_aware import PathwayAwareRouter
+from keras_moe.routers.registry import ROUTERS, register_router
 from keras_moe.routers.router import Router
 from keras_moe.routers.soft import SoftRouter
 from keras_moe.routers.sparse_router import SparseRouter
@@ -28,4 +29,5 @@ __all__ = [
     "TokenChoiceRouter",
     "get",
     "of_kinds",
+    "register_router",
 ]

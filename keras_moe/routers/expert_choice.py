@@ -13,9 +13,13 @@ from keras_moe.ops.by_group import by_group
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
 from keras_moe.ops.plans import SlotPlan
 from keras_moe.routers.evaluation import check_evaluation
+from keras_moe.routers.registry import register_router
 from keras_moe.routers.sparse_router import SparseRouter
 
 
+@register_router("sparsity_constrained_expert_choice", affinity="sparsity_constrained")
+@register_router("sinkhorn_expert_choice", affinity="sinkhorn")
+@register_router("softmax_expert_choice", affinity="softmax")
 @keras.saving.register_keras_serializable("keras_moe")
 class ExpertChoiceRouter(SparseRouter):
     """Every expert takes its C tokens of largest affinity.
@@ -90,7 +94,6 @@ class ExpertChoiceRouter(SparseRouter):
     """
 
     side = "expert"
-    default_capacity_factor = 1.0
     normalizations = NORMALIZATIONS
 
     def __init__(
@@ -186,11 +189,11 @@ class ExpertChoiceRouter(SparseRouter):
 
         return by_group(allocate, affinity, gates, mask, filled_slots)
 
-    def num_slots(self, num_tokens: int) -> int:
+    def total_slots(self, num_tokens: int) -> int:
         return self.num_experts * self.group_capacity(num_tokens, None)
 
     def experts_per_token(self, num_tokens: int) -> float:
-        return self.num_slots(num_tokens) / num_tokens
+        return self.total_slots(num_tokens) / num_tokens
 
     @property
     def summary(self) -> str:

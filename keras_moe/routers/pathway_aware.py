@@ -17,6 +17,7 @@ from keras_moe.checks import (
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.expert_kinds import expert_kinds
 from keras_moe.ops.plans import HeterogeneousPlan
+from keras_moe.routers.registry import register_pathway_aware
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
 ZERO_GATES = ("keep", "remove")
@@ -24,6 +25,7 @@ ZERO_GATES = ("keep", "remove")
 _NOT_HERE = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
 
 
+@register_pathway_aware(TokenChoiceRouter)
 @keras.saving.register_keras_serializable("keras_moe")
 class PathwayAwareRouter(TokenChoiceRouter):
     """Token choice among feed-forward and zero-computation experts, as in MoE++.
@@ -110,6 +112,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
     """
 
     default_capacity_factor = 1.1
+    # MoE++ draws each expert by itself.
+    shares_expert_initialization = False
 
     def __init__(
         self,
@@ -199,25 +203,31 @@ class PathwayAwareRouter(TokenChoiceRouter):
         self.zero_gates = check_one_of("zero_gates", zero_gates, ZERO_GATES)
         self.residual_initializer = keras.initializers.get(residual_initializer)
 
+    @classmethod
+    def own_fields(cls, config, site):
+        return {
+            **super().own_fields(config, site),
+            "tau": config.tau,
+            "gating_residual": site.gating_residual,
+        }
+
+    def default_auxiliary_losses(self):
+        return {"heterogeneous_balance": 0.01}
+
     @property
     def kinds(self):
         return self._kinds
 
     def build(self, input_shape):
-        if self.gate_hidden_dim is None:
-            super().build(input_shape)
-        else:
-            super().build((*input_shape[:-1], self.gate_hidden_dim))
+        super().build(input_shape)
+        shapes = self.weight_shapes(input_shape[-2:])
+        if self.gate_hidden_dim is not None:
             self.hidden_kernel = self.add_kernel(
-                "hidden_kernel",
-                (input_shape[-1], self.gate_hidden_dim),
-                self.kernel_initializer,
+                "hidden_kernel", shapes["hidden_kernel"], self.kernel_initializer
             )
         if self.gating_residual:
             self.residual_kernel = self.add_kernel(
-                "residual_kernel",
-                (self.num_experts, self.num_experts),
-                self.residual_initializer,
+                "residual_kernel", shapes["residual_kernel"], self.residual_initializer
             )
 
     def call(
@@ -303,7 +313,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         weight = self.tau * self.kinds.ffn
         return weight / (weight + self.kinds.zero_computation)
 
-    def num_slots(self, num_tokens: int) -> int:
+    def total_slots(self, num_tokens: int) -> int:
         return round(num_tokens * self.experts_per_token(num_tokens))
 
     def experts_per_token(self, num_tokens: int) -> float:
@@ -311,18 +321,19 @@ class PathwayAwareRouter(TokenChoiceRouter):
         balanced = self.num_selected_experts * self.ffn_share
         return min(balanced, self.kinds.ffn)
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        return self._multiply_adds(dim)
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the logits (2 per multiply-add)."""
-        return 2 * num_tokens * self._multiply_adds(dim)
-
-    def _multiply_adds(self, dim):
+        Args:
+            shape: (num_tokens, dim).
+        """
         hidden = self.gate_hidden_dim
-        gate = (dim + self.num_experts) * hidden if hidden else dim * self.num_experts
-        return gate + self.gating_residual * self.num_experts**2
+        shapes = {"kernel": (hidden or shape[-1], self.num_experts)}
+        if hidden is not None:
+            shapes["hidden_kernel"] = (shape[-1], hidden)
+        if self.gating_residual:
+            shapes["residual_kernel"] = (self.num_experts, self.num_experts)
+        return shapes
 
     def compute_output_spec(
         self,

@@ -3,14 +3,48 @@
 Axes: G groups, S group_size, E experts, C capacity, D hidden.
 """
 
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
-from keras_moe.checks import check_integer, check_not_negative, check_seed
+from keras_moe.checks import (
+    check_argument_names,
+    check_integer,
+    check_not_negative,
+    check_seed,
+)
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
+
+# An encoder decides these about its routers, and `router_options` do not.
+_ENCODER_ARGUMENTS = (
+    "num_experts",
+    "seed",
+    "num_modalities",
+    "expert_pools",
+    "tau",
+    "gating_residual",
+    "zero_experts",
+    "copy_experts",
+    "constant_experts",
+)
+
+
+class RouterSite(NamedTuple):
+    """The place of a router in an encoder.
+
+    Attributes:
+        num_tokens: N, the tokens of an example.
+        seed: seed of the block's routing noise, or None.
+        gating_residual: whether the router gets the logits of an MoE block before it.
+    """
+
+    num_tokens: int
+    seed: int | None = None
+    gating_residual: bool = False
 
 
 class Router(keras.layers.Layer):
@@ -20,8 +54,10 @@ class Router(keras.layers.Layer):
     float32, and half-precision tokens are cast at its door.
 
     Subclasses say how they group tokens (`groups_by_image`), how many slots they
-    fill (`num_slots`), and whether their logits are one per expert
-    (`has_expert_logits`), which auxiliary losses need.
+    fill (`total_slots`), the shapes of their weights (`weight_shapes`), and whether
+    their logits are one per expert (`has_expert_logits`), which auxiliary losses need.
+    `from_moe_config` makes the router of an encoder's config; subclasses inherit or
+    override it.
 
     Args:
         num_experts: E.
@@ -43,6 +79,10 @@ class Router(keras.layers.Layer):
     """
 
     has_expert_logits = True
+    # c where a `MoEConfig` leaves it to the router.
+    default_capacity_factor = 1.0
+    # Whether a layer's experts start from one draw where a `MoEConfig` leaves it open.
+    shares_expert_initialization = True
     # Whether calls take `previous_logits`.
     gating_residual = False
     # The weight of zero-computation experts in balance and capacity.
@@ -64,6 +104,83 @@ class Router(keras.layers.Layer):
         self.seed = check_seed("seed", seed)
         self.seed_generator = keras.random.SeedGenerator(seed)
         self.supports_masking = True
+
+    @classmethod
+    def from_moe_config(cls, config: Any, site: RouterSite, **arguments: Any):
+        """The router of one block of an encoder.
+
+        Args:
+            config: `keras_moe.layers.MoEConfig` of the encoder.
+            site: place of the block.
+            **arguments: arguments that the router's name stands for; those among the
+                config's `router_options` override them.
+
+        Raises:
+            ValueError: if a field of the config does not fit the class.
+        """
+        options = cls.checked_options(config)
+        cls.check_not_dropless(config)
+        cls.check_no_modalities(config)
+        arguments = {"seed": site.seed, **arguments, **options}
+        return cls(config.num_experts, **arguments)
+
+    @classmethod
+    def checked_options(cls, config: Any) -> dict:
+        """The config's `router_options`, if they are arguments of the class.
+
+        Raises:
+            ValueError: if one is not, or is a field of the config; the nearest names
+                are listed.
+        """
+        names = inspect.signature(cls.__init__).parameters
+        names = [n for n in names if n not in ("self", "kwargs", *_ENCODER_ARGUMENTS)]
+        options = dict(config.router_options or {})
+        check_argument_names(options, names, f"{cls.__name__} in an encoder")
+        return options
+
+    @classmethod
+    def check_no_eval_capacity(cls, config: Any) -> None:
+        """Refuses a capacity of inference for routers that drop nothing."""
+        for name in ("eval_capacity_factor", "eval_capacity"):
+            if getattr(config, name) is not None:
+                raise ValueError(
+                    f"Expected {name}=None for router={config.router!r}, which drops "
+                    f"nothing; received: {name}={getattr(config, name)}"
+                )
+
+    @classmethod
+    def check_not_dropless(cls, config: Any) -> None:
+        """Refuses `dropless=True` for routers in which tokens do not choose."""
+        if config.dropless:
+            raise ValueError(
+                "Expected a token choice router for dropless=True; "
+                f"received: router={config.router!r}"
+            )
+
+    @classmethod
+    def check_no_modalities(cls, config: Any) -> None:
+        """Refuses kernels and pools by modality for routers without them."""
+        for name in ("num_modalities", "expert_pools"):
+            if getattr(config, name) is not None:
+                raise ValueError(
+                    f"Expected {name}=None for router={config.router!r}; "
+                    f"received: {name}={getattr(config, name)}"
+                )
+
+    def default_auxiliary_losses(self) -> dict | None:
+        """Names and weights of the auxiliary losses that the router's paper adds."""
+        return None
+
+    def at_site(self, site: RouterSite) -> "Router":
+        """A new router like this one for one block of an encoder.
+
+        Args:
+            site: place of the block.
+        """
+        config = {**self.get_config(), "seed": site.seed}
+        if self.gating_residual and not site.gating_residual:
+            config["gating_residual"] = False
+        return type(self).from_config(config)
 
     def build(self, input_shape):
         if len(input_shape) != 3 or input_shape[-1] is None:
@@ -102,21 +219,38 @@ class Router(keras.layers.Layer):
         """True if each image must be a group; else `MoE.group_size` cuts the batch."""
         raise NotImplementedError
 
-    def num_slots(self, num_tokens: int) -> int:
-        """How many slots the experts fill for `num_tokens` tokens, if none drops."""
+    def total_slots(self, num_tokens: int) -> int:
+        """The slots that all experts fill for a group, if no token is dropped.
+
+        Args:
+            num_tokens: tokens of the group.
+        """
         raise NotImplementedError
 
     def experts_per_token(self, num_tokens: int) -> float:
-        """How many experts a token meets, on average, of a group of `num_tokens`."""
+        """The number of experts that a token meets, on average.
+
+        Args:
+            num_tokens: tokens of the group.
+        """
         raise NotImplementedError
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
         raise NotImplementedError
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the router's matmuls (2 per multiply-add)."""
-        raise NotImplementedError
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image: one multiply-add per weight and token.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        weights = Cost.all_active(self.weight_shapes(shape))
+        return weights._replace(flops=2 * shape[0] * weights.parameters)
 
     def routing_spec(self, num_groups, num_tokens, logits=None) -> Routing:
         """The symbolic `Routing`; `logits` if they are more than one per expert."""

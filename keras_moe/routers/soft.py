@@ -15,14 +15,17 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
+from keras_moe.ops.cost import Cost
 from keras_moe.ops.plans import SoftPlan
 from keras_moe.ops.routing import Routing
+from keras_moe.routers.registry import register_router
 from keras_moe.routers.router import Router
 
 # As the released code has it.
 EPSILON = 1e-6
 
 
+@register_router("soft")
 @keras.saving.register_keras_serializable("keras_moe")
 class SoftRouter(Router):
     """Soft MoE: slots are convex combinations of tokens, outputs of slots.
@@ -78,7 +81,6 @@ class SoftRouter(Router):
     """
 
     has_expert_logits = False
-    default_capacity_factor = 1.0
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class SoftRouter(Router):
             check_positive("capacity_factor", capacity_factor)
         self.slots_per_expert = num_slots
         self.capacity_factor = capacity_factor
-        # Not `num_selected_experts`, by which token choice is told.
+        # Private: a public `num_selected_experts` marks token choice.
         self._selected = check_integer("num_selected_experts", num_selected_experts)
         self.capacity_rounding = check_one_of(
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
@@ -116,6 +118,39 @@ class SoftRouter(Router):
         self.normalize = check_bool("normalize", normalize)
         self.slot_initializer = keras.initializers.get(slot_initializer)
         self.scale_initializer = keras.initializers.get(scale_initializer)
+
+    @classmethod
+    def from_moe_config(cls, config, site, **arguments):
+        options = cls.checked_options(config)
+        cls.check_not_dropless(config)
+        cls.check_no_modalities(config)
+        cls.check_no_eval_capacity(config)
+        factor = config.capacity_factor
+        if factor == "auto":
+            factor = cls.default_capacity_factor
+        is_own = any(
+            options.get(name) is not None for name in ("capacity_factor", "num_slots")
+        )
+        if factor is None and not is_own:
+            raise ValueError(
+                "Expected capacity_factor, or a capacity or number of slots in "
+                f"router_options, for router={config.router!r}; "
+                "received: capacity_factor=None"
+            )
+        fields = {"seed": site.seed}
+        if config.capacity_rounding != "auto":
+            fields["capacity_rounding"] = config.capacity_rounding
+        if not is_own:
+            fields["num_selected_experts"] = config.num_selected_experts
+        arguments = {**arguments, **fields, **options}
+        if arguments.get("num_slots") is None:
+            # A number of slots gives the weights a shape before they are built. The
+            # seed keeps this router from drawing one.
+            factor = arguments.pop("capacity_factor", None) or factor
+            sizes = {**arguments, "capacity_factor": factor, "seed": 0}
+            slots = cls(config.num_experts, **sizes).group_capacity(site.num_tokens)
+            arguments["num_slots"] = slots
+        return cls(config.num_experts, **arguments)
 
     def group_capacity(self, num_tokens: int | None, training: bool | None = None):
         """The slots per expert C for images of `num_tokens` tokens."""
@@ -139,10 +174,10 @@ class SoftRouter(Router):
 
     def build(self, input_shape):
         super().build(input_shape)
-        _, num_tokens, dim = input_shape
+        shapes = self.weight_shapes(input_shape[-2:])
         self.slots = self.add_weight(
             name="slots",
-            shape=(dim, self.num_experts, self.group_capacity(num_tokens)),
+            shape=shapes["slots"],
             initializer=self.slot_initializer,
             dtype="float32",
             autocast=False,
@@ -150,7 +185,7 @@ class SoftRouter(Router):
         if self.normalize:
             self.scale = self.add_weight(
                 name="scale",
-                shape=(),
+                shape=shapes["scale"],
                 initializer=self.scale_initializer,
                 dtype="float32",
                 autocast=False,
@@ -205,7 +240,7 @@ class SoftRouter(Router):
     def groups_by_image(self, training: bool | None) -> bool:
         return True
 
-    def num_slots(self, num_tokens: int) -> int:
+    def total_slots(self, num_tokens: int) -> int:
         return self.num_experts * self.group_capacity(num_tokens)
 
     def experts_per_token(self, num_tokens: int) -> float:
@@ -218,14 +253,27 @@ class SoftRouter(Router):
             return f"soft, c={self._selected * self.capacity_factor:g}"
         return f"soft, C={self.slots_per_expert}"
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`; needs `num_slots`."""
-        slots = self.num_experts * self.group_capacity(None)
-        return dim * slots + int(self.normalize)
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of logits, dispatch and combine."""
-        return 6 * num_tokens * dim * self.num_slots(num_tokens)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        shapes = {"slots": (dim, self.num_experts, self.group_capacity(num_tokens))}
+        if self.normalize:
+            shapes["scale"] = ()
+        return shapes
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one image: logits, dispatch and combine.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        num_tokens, dim = shape
+        flops = 6 * num_tokens * dim * self.total_slots(num_tokens)
+        return Cost.all_active(self.weight_shapes(shape), flops)
 
     def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
         num_groups, num_tokens, _ = tokens.shape

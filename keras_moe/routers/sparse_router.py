@@ -142,14 +142,104 @@ class SparseRouter(Router):
         self.num_modalities = num_modalities
         self.expert_pools = _check_pools(expert_pools, num_modalities, num_experts)
 
+    @classmethod
+    def from_moe_config(cls, config, site, **arguments):
+        options = cls.checked_options(config)
+        fields = {
+            "seed": site.seed,
+            "capacity_multiple_of": config.capacity_multiple_of,
+            **cls.capacity_fields(config, options),
+            **cls.evaluation_fields(config, options),
+        }
+        for name in ("noise_std", "num_modalities", "expert_pools"):
+            if getattr(config, name) is not None:
+                fields[name] = getattr(config, name)
+        fields = {**arguments, **fields, **cls.own_fields(config, site), **options}
+        capacities = (fields["eval_capacity_factor"], fields["eval_capacity"])
+        if config.evaluation == "official" and capacities == (None, None):
+            # The papers evaluate with the capacity of training.
+            fields["eval_capacity_factor"] = fields["capacity_factor"]
+            fields["eval_capacity"] = fields.get("capacity")
+        return cls(config.kinds.total, **fields)
+
+    @classmethod
+    def own_fields(cls, config: Any, site: Any) -> dict:
+        """The fields of a `MoEConfig` that this class has beside its base's.
+
+        Args:
+            config: `keras_moe.layers.MoEConfig` of the encoder.
+            site: `RouterSite` of the block.
+        """
+        cls.check_not_dropless(config)
+        return {}
+
+    @classmethod
+    def capacity_fields(cls, config: Any, options: dict) -> dict:
+        """The arguments that limit the experts' capacity.
+
+        A capacity among `options` is the router's own, in which K has no part where
+        experts choose; the config's factors count the K choices of each token.
+
+        Args:
+            config: `keras_moe.layers.MoEConfig` of the encoder.
+            options: checked `router_options`.
+        """
+        dropless = options.get("dropless", config.dropless)
+        factor = config.capacity_factor
+        if factor == "auto":
+            factor = cls.default_capacity_factor
+        is_own = any(
+            options.get(name) is not None for name in ("capacity", "capacity_factor")
+        )
+        if factor is None and not dropless and not is_own:
+            raise ValueError(
+                "Expected capacity_factor, or a capacity or number of slots in "
+                f"router_options, for router={config.router!r}; "
+                "received: capacity_factor=None"
+            )
+        fields = {"eval_capacity_factor": config.eval_capacity_factor}
+        is_own_at_inference = options.get("eval_capacity_factor") is not None
+        if cls.side == "token" or not (is_own or is_own_at_inference):
+            fields["num_selected_experts"] = config.num_selected_experts
+        else:
+            selected = config.num_selected_experts
+            if not is_own and factor is not None:
+                factor *= selected
+            if config.eval_capacity_factor is not None:
+                fields["eval_capacity_factor"] = config.eval_capacity_factor * selected
+        if options.get("capacity") is not None or dropless:
+            factor = None
+        if config.capacity_rounding != "auto":
+            fields["capacity_rounding"] = config.capacity_rounding
+        return {"capacity_factor": factor, **fields}
+
+    @classmethod
+    def evaluation_fields(cls, config: Any, options: dict) -> dict:
+        """The arguments that say how tokens compete at inference.
+
+        Args:
+            config: `keras_moe.layers.MoEConfig` of the encoder.
+            options: checked `router_options`.
+        """
+        fields = {"eval_capacity": config.eval_capacity}
+        if config.evaluation is None:
+            return fields
+        batch_invariant = config.evaluation == "batch_invariant"
+        if options.get("batch_invariant") not in (None, batch_invariant):
+            raise ValueError(
+                "Expected evaluation, or batch_invariant in router_options, not both; "
+                f"received: evaluation={config.evaluation!r}, "
+                f"batch_invariant={options['batch_invariant']}"
+            )
+        return {**fields, "batch_invariant": batch_invariant}
+
     def build(self, input_shape):
         super().build(input_shape)
-        shape = (input_shape[-1], self.num_experts)
         initializer = self.kernel_initializer
         if self.num_modalities:
-            # Each kernel drawn as one: the fan-in is D, not M x D.
-            shape = (self.num_modalities, *shape)
+            # Each kernel is drawn by itself: the fan-in is D, not M x D.
             initializer = _each(initializer)
+        shape = self.weight_shapes(input_shape[-2:])["kernel"]
         self.kernel = self.add_kernel("kernel", shape, initializer)
 
     def add_kernel(self, name: str, shape: tuple, initializer: Any) -> Any:
@@ -274,13 +364,16 @@ class SparseRouter(Router):
             multiple_of=multiple_of,
         )
 
-    def parameters(self, dim: int) -> int:
-        """The number of parameters for tokens of size `dim`."""
-        return (self.num_modalities or 1) * dim * self.num_experts
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
 
-    def flops(self, num_tokens: int, dim: int) -> int:
-        """Floating-point operations of the logits (2 per multiply-add)."""
-        return 2 * num_tokens * dim * self.num_experts * (self.num_modalities or 1)
+        Args:
+            shape: (num_tokens, dim).
+        """
+        kernel = (shape[-1], self.num_experts)
+        if self.num_modalities:
+            kernel = (self.num_modalities, *kernel)
+        return {"kernel": kernel}
 
     def get_config(self):
         config = super().get_config()

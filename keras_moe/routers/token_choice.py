@@ -24,10 +24,15 @@ from keras_moe.ops.token_choice import (
     dropless_token_choice,
     token_choice,
 )
+from keras_moe.routers.affinities import SoftmaxAffinity
 from keras_moe.routers.evaluation import check_evaluation
+from keras_moe.routers.registry import register_router
 from keras_moe.routers.sparse_router import SparseRouter
 
 
+@register_router("sparsity_constrained_token_choice", affinity="sparsity_constrained")
+@register_router("sinkhorn_token_choice", affinity="sinkhorn")
+@register_router("softmax_token_choice", affinity="softmax")
 @keras.saving.register_keras_serializable("keras_moe")
 class TokenChoiceRouter(SparseRouter):
     """Every token takes its K experts of largest affinity, as in V-MoE.
@@ -173,6 +178,21 @@ class TokenChoiceRouter(SparseRouter):
         self.excluded_experts = self._check_excluded(excluded_experts)
         self.priority = check_one_of("priority", priority, PRIORITIES)
 
+    @classmethod
+    def own_fields(cls, config, site):
+        return {
+            "num_selected_experts": config.num_selected_experts,
+            "dropless": config.dropless,
+            "priority": config.priority,
+        }
+
+    def default_auxiliary_losses(self):
+        if not isinstance(self.affinity, SoftmaxAffinity):
+            return None
+        # V-MoE's; the noise defines the load loss.
+        load = {"load": 0.005} if self.noise_std > 0 else {}
+        return {"importance": 0.005, **load}
+
     def _check_excluded(self, excluded_experts):
         given = excluded_experts
         if not isinstance(given, (list, tuple)):
@@ -289,7 +309,7 @@ class TokenChoiceRouter(SparseRouter):
 
         return by_group(allocate, affinity, gates, mask)
 
-    def num_slots(self, num_tokens: int) -> int:
+    def total_slots(self, num_tokens: int) -> int:
         return num_tokens * self.num_selected_experts
 
     def experts_per_token(self, num_tokens: int) -> float:

@@ -3,7 +3,6 @@
 Axes: E experts, D hidden, H mlp.
 """
 
-import inspect
 from typing import Any, NamedTuple
 
 import keras
@@ -21,9 +20,10 @@ from keras_moe.checks import (
 from keras_moe.layers import MuMoEBlock
 from keras_moe.layers.activations import entmax15
 from keras_moe.layers.expert_coefficients import check_levels, total_experts
-from keras_moe.layers.feed_forwards import MUMOE
+from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models import MixerBackbone, ViTBackbone, convert, describe
 from keras_moe.models.conversion import is_convertible
+from keras_moe.models.overrides import apply_overrides
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
 from keras_moe.training.factors_of_dense import factors_of_dense
 from keras_moe.training.upcycling_presets import upcycling_settings
@@ -51,13 +51,6 @@ MOE_ARGUMENTS = (
     "tau",
     "gating_residual",
     "seed",
-)
-# What the copies of an MLP cannot have, whatever a dense model's config says.
-_NOT_OF_COPIES = (
-    "expert_mlp_dim",
-    "gated_experts",
-    "expert_use_bias",
-    "expert_activation",
 )
 # The end of an expert weight's path, and of the dense one it is tiled from.
 _TILED = {
@@ -296,13 +289,10 @@ def _ours(model):
 def _sparse_twin(dense_model, **moe_arguments):
     """A new model like the dense one, but for its MoE blocks."""
     backbone = getattr(dense_model, "backbone", dense_model)
-    parameters = inspect.signature(type(backbone).__init__).parameters
-    defaults = {
-        name: parameters[name].default
-        for name in (*MOE_ARGUMENTS, *_NOT_OF_COPIES)
-        if name != "seed"
-    }
-    config = {**backbone.get_config(), **defaults, **moe_arguments}
+    config = backbone.get_config()
+    # Whatever experts a dense model's config names, the copies of an MLP are others.
+    del config["moe"]
+    config = apply_overrides(type(backbone), config, moe_arguments)
     twin = type(backbone).from_config(config)
     if dense_model is backbone:
         return twin

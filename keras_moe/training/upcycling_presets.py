@@ -4,7 +4,7 @@ Axes: K selected experts.
 """
 
 from keras_moe.checks import check_one_of
-from keras_moe.layers.feed_forwards import MUMOE
+from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.routers import ROUTERS, TokenChoiceRouter
 
 # `normalize_gates` of `upcycle`, and arguments of the MoE layers.

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 
 def classifier(**changes):
     sizes = {**SMALL, "router": "softmax_token_choice", **KINDS, **changes}
-    model = models.ViTImageClassifier(models.ViTBackbone(**sizes), CLASSES)
+    model = models.ViTImageClassifier(models.ViTBackbone.from_config(sizes), CLASSES)
     return with_weights(model)
 
 
@@ -94,10 +94,10 @@ def test_clean_combine_weights_are_of_the_experts_that_are_left(options, trainin
 def test_excluded_experts_stay_excluded():
     once = analysis.exclude_experts(classifier(), ["zero", 1])
     twice = analysis.exclude_experts(once, "copy")
-    excluded = twice.backbone.get_config()["router_options"]["excluded_experts"]
+    excluded = twice.backbone.moe.router_options["excluded_experts"]
     kinds = twice.backbone.expert_kinds
     of_copy = range(kinds.total)[kinds.slices()["copy"]]
-    before = once.backbone.get_config()["router_options"]["excluded_experts"]
+    before = once.backbone.moe.router_options["excluded_experts"]
     assert excluded == sorted({*before, *of_copy})
     assert len(excluded) > len(before)
 
@@ -173,9 +173,11 @@ def test_every_kind_is_ablated():
 def test_what_cannot_be_removed_is_refused():
     model = classifier()
     inputs = images(24, *SHAPE)
-    mumoe = models.ViTBackbone(**SMALL, router="mumoe", router_options={"rank": 4})
+    mumoe = models.ViTBackbone.from_config(
+        {**SMALL, "router": "mumoe", "router_options": {"rank": 4}}
+    )
     mumoe = models.ViTImageClassifier(mumoe, CLASSES)
-    soft = models.ViTBackbone(**SMALL, router="soft")
+    soft = models.ViTBackbone.from_config({**SMALL, "router": "soft"})
     soft = models.ViTImageClassifier(soft, CLASSES)
     (block, *_) = mumoe.backbone.routing
     every = ("ffn", "zero", "copy", "constant")

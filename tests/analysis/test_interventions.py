@@ -28,7 +28,7 @@ def classifier(num_experts=4, position="final", units=None, **kwargs):
     sizes = {**SMALL, "num_layers": 1, "moe_layers": None, **kwargs}
     head = MuMoE(units or CLASSES, num_experts, **options)
     model = models.ViTImageClassifier(
-        models.ViTBackbone(**sizes),
+        models.ViTBackbone.from_config(sizes),
         CLASSES,
         pooling="average",
         head=head,
@@ -157,11 +157,13 @@ def mumoe_mixer(levels, **options):
             num_layers=2,
             token_mlp_dim=6,
             mlp_dim=12,
-            moe_layers="every_1",
-            router="mumoe",
-            num_experts=levels,
-            router_options={"activation": "softmax", **options},
             token_mixer="mumoe",
+            moe={
+                "moe_layers": "every_1",
+                "router": "mumoe",
+                "num_experts": levels,
+                "router_options": {"activation": "softmax", **options},
+            },
         ),
         CLASSES,
     )
@@ -311,7 +313,7 @@ def test_steering_adds_the_centre_before_the_experts(router):
     sizes = {**SMALL, "num_layers": 1, "moe_layers": [0], "router": router}
     if router == "mumoe":
         sizes |= {"num_experts": (2, 2), "router_options": {"rank": 4}}
-    model = with_weights(models.ViTBackbone(**sizes))
+    model = with_weights(models.ViTBackbone.from_config(sizes))
     for weight in model.weights:
         if "moving_variance" in weight.path:
             weight.assign(ops.ones(weight.shape))
@@ -440,10 +442,12 @@ def test_copies_keep_what_is_frozen_and_need_no_loss():
 @pytest.mark.backend_free
 def test_bad_arguments_are_refused():
     model = classifier(moe_layers=[0], router="softmax_token_choice")
-    untrained = models.ViTBackbone(
-        **{**SMALL, "num_layers": 1, "moe_layers": [0]},
-        router="mumoe",
-        router_options={"rank": 4},
+    untrained = models.ViTBackbone.from_config(
+        {
+            **{**SMALL, "num_layers": 1, "moe_layers": [0]},
+            "router": "mumoe",
+            "router_options": {"rank": 4},
+        }
     )
     inputs = images(24, *SHAPE)
     levels = classifier((2, 2), "penultimate", 6)

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
 
 
 def vit(**arguments):
-    return ViTBackbone(**{**SMALL, **arguments})
+    return ViTBackbone.from_config({**SMALL, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def vit(**arguments):
         (lambda: SparsityConstrainedAffinity(iterations=10**9), "iterations="),
         (lambda: SinkhornAffinity(iterations=1e9), "iterations="),
         (lambda: SinkhornAffinity(iterations=10**9), "iterations="),
-        (lambda: losses.ImportanceLoss(float("nan")), "weight=nan"),
-        (lambda: losses.ImportanceLoss("x"), "weight='x'"),
-        (lambda: losses.ZLoss(True), "weight=True"),
+        (lambda: losses.AuxiliaryLoss("importance", float("nan")), "weight=nan"),
+        (lambda: losses.AuxiliaryLoss("importance", "x"), "weight='x'"),
+        (lambda: losses.AuxiliaryLoss("z", True), "weight=True"),
         (lambda: training.WarmupLinearDecay(float("nan"), 3), "peak=nan"),
         (lambda: training.WarmupLinearDecay(1.0, 3, final=float("nan")), "final=nan"),
         (lambda: training.warmup_schedule("cosine", float("nan"), 3), "peak=nan"),

@@ -370,7 +370,7 @@ def test_every_public_layer_is_checked():
             lambda: MoE(
                 TokenChoiceRouter(4, num_modalities=2, capacity_factor=1.0),
                 Experts(4, 8),
-                auxiliary_losses=[losses.LocalEntropyLoss(modality=2)],
+                auxiliary_losses=[losses.AuxiliaryLoss("local_entropy", modality=2)],
             ),
             "modality=2",
         ),

@@ -266,21 +266,23 @@ def test_zero_computation_experts_by_themselves(dtype):
     )
     again = ZeroComputationExperts.from_config(layer.get_config())
     assert again.get_config() == layer.get_config()
-    assert layer.parameters(D) == layer.count_params()
+    assert layer.cost((N, D)).parameters == layer.count_params()
     assert layer.num_experts == 6
 
 
 def test_costs():
     moe = make(selected=2, tau=0.75)
-    assert moe.parameters(D) == moe.count_params()
+    cost, routing = moe.cost((100, D)), moe.router.cost((100, D))
+    assert cost.parameters == moe.count_params()
     share = 0.75 * 4 / (0.75 * 4 + 4)
     slots = round(2 * 100 * share)
-    expected = moe.router.flops(100, D) + 4 * slots * D * 16
+    expected = routing.flops + 4 * slots * D * 16
     # W_c x and the mixture of the two constant experts, of half of the others.
     expected += 6 * (200 - slots) * D // 2
-    assert moe.flops(100, D) == expected
-    assert moe.active_parameters(100, D) == moe.router.parameters(D) + round(
-        2 * share * moe.experts.expert_parameters(D) + 2 * (1 - share) * 3 * 2 * D / 4
+    assert cost.flops == expected
+    expert = moe.experts.cost((slots, D)).active_parameters
+    assert cost.active_parameters == routing.parameters + round(
+        2 * share * expert + 2 * (1 - share) * 3 * 2 * D / 4
     )
 
 
@@ -293,7 +295,7 @@ def test_gated_experts_by_hand():
     # relu(x) 3 x + 10 relu(-x) 5 x
     found = experts(np.array([[[[2.0], [-1.0]]]], "float32"))
     np.testing.assert_allclose(to_numpy(found).ravel(), [12.0, -50.0])
-    assert experts.parameters(1) == experts.count_params() == 6
-    assert experts.flops(10, 1) == 3 * 2 * 10 * 2
+    assert experts.count_params() == 6
+    assert experts.cost((10, 1)) == (6, 6, 3 * 2 * 10 * 2)
     rows = experts(np.array([[2.0], [-1.0]], "float32"), np.array([2], "int32"))
     np.testing.assert_allclose(to_numpy(rows).ravel(), [12.0, -50.0])

@@ -205,7 +205,7 @@ def test_the_naive_sum_at_any_hierarchy(kind, levels):
         np.testing.assert_allclose(matrix, tensor[place], rtol=1e-4, atol=1e-5)
         rank = np.linalg.matrix_rank(matrix, tol=1e-4)
         assert rank <= experts.expert_rank_bound
-    assert experts.parameters(6) == experts.count_params()
+    assert experts.cost((1, 6)).parameters == experts.count_params()
 
 
 # Table 10 of the paper: hierarchies of experts on 768 inputs and 1,000 units.
@@ -225,10 +225,12 @@ TABLE_10 = {
 def test_parameters_of_table_10(counts):
     cp = MuMoE(1000, counts, "cp", 512)
     ring = MuMoE(1000, counts, "tr", (*[4] * (len(counts) + 1), 512))
-    assert (cp.parameters(768), ring.parameters(768)) == TABLE_10[counts]
+    assert (cp.cost((1, 768)).parameters, ring.cost((1, 768)).parameters) == TABLE_10[
+        counts
+    ]
     if len(counts) == 1:
         cp.build((None, 768))
-        assert cp.gate.count_params() == cp.gate.parameters(768) + 2 * 128
+        assert cp.gate.count_params() == cp.gate.cost((1, 768)).parameters + 2 * 128
         assert sum(v.shape[0] for v in cp.gate.means) == 128
 
 
@@ -261,7 +263,7 @@ def test_initialisation(kind):
 def test_matching_a_dense_layer(kind, counts):
     experts = MultilinearExperts(1000, counts, kind)
     dense = 768 * 1000 + 1000
-    found = experts.parameters(768)
+    found = experts.cost((1, 768)).parameters
     assert dense <= found
     # One rank less would be below it.
     rank = experts._rank(768)
@@ -270,7 +272,9 @@ def test_matching_a_dense_layer(kind, counts):
         assert rank[-1] == rank[-2]
         assert max(rank[:-2]) <= 4
         less = (*rank[:-2], rank[-1] - 1, rank[-1] - 1)
-    assert MultilinearExperts(1000, counts, kind, less).parameters(768) < dense
+    assert (
+        MultilinearExperts(1000, counts, kind, less).cost((1, 768)).parameters < dense
+    )
 
 
 @pytest.mark.backend_free
@@ -278,12 +282,12 @@ def test_matching_a_dense_layer_counts_the_gate_and_both_layers():
     head = MuMoE(100, 8, "tucker")
     head.build((None, 64))
     # The last rank adds less than a hundredth or so.
-    assert 65 * 100 <= head.parameters(64) < 65 * 100 + 400
-    assert head.experts.count_params() + 64 * 8 == head.parameters(64)
+    assert 65 * 100 <= head.cost((1, 64)).parameters < 65 * 100 + 400
+    assert head.experts.count_params() + 64 * 8 == head.cost((1, 64)).parameters
     assert head.experts.expert_rank_bound == head.experts.factors[-1].shape[-1]
     block = MuMoEBlock(128, num_experts=8, factorization="tucker")
     dense = 65 * 128 + 129 * 64
-    assert dense <= block.parameters(64) < 1.1 * dense
+    assert dense <= block.cost((1, 64)).parameters < 1.1 * dense
     again = MuMoE.from_config(head.get_config())
     assert again.get_config()["rank"] == "match_dense"
 
@@ -299,7 +303,7 @@ def test_multiply_adds_of_table_8(kind, rank, naive, fast):
     assert f"{(gate + layer.naive_multiply_adds(768)) / 1e9:.1f}" == naive
     # The paper cuts its 1.4M and 3.5M off.
     assert f"{(gate + layer.multiply_adds(768)) / 1e6:.2f}" == fast
-    assert MuMoE(768, 512, kind, rank).flops(768) == 2 * (
+    assert MuMoE(768, 512, kind, rank).cost((1, 768)).flops == 2 * (
         gate + layer.multiply_adds(768)
     )
 
@@ -358,7 +362,7 @@ def test_input_norm_of_a_layer_is_the_released_one(mode):
     np.testing.assert_allclose(
         to_numpy(y), arrays[f"outputs/{mode}/y"], rtol=1e-4, atol=1e-5
     )
-    assert layer.parameters(x.shape[-1]) == layer.count_params()
+    assert layer.cost((1, x.shape[-1])).parameters == layer.count_params()
     # Without one expert, as with all: what the experts read is normalised.
     place = np.zeros((len(x), 1, 2), "int32")
     rest = to_numpy(layer.ablated(x, coefficients, place))
@@ -518,6 +522,6 @@ def test_a_share_is_of_the_inputs_of_the_block():
         (2, 10, 1),
         (1, 4, 2),
     ]
-    assert layer.parameters(9) == sum(
+    assert layer.cost((1, 9)).parameters == sum(
         int(np.prod(w.shape)) for w in layer.trainable_weights
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keras_moe.losses import (
-    LoadBalanceLoss,
+    AuxiliaryLoss,
     importance_loss,
     load_balance_loss,
     load_loss,
@@ -206,15 +206,15 @@ def test_the_choices_that_balance_are_an_argument():
     router = SimpleNamespace(num_selected_experts=2)
     found = {}
     for choices, selected in (("first", 1), ("all", 2)):
-        loss = LoadBalanceLoss(0.5, choices=choices)
-        again = LoadBalanceLoss.from_config(loss.get_config())
+        loss = AuxiliaryLoss("load_balance", 0.5, choices=choices)
+        again = AuxiliaryLoss.from_config(loss.get_config())
         expected = load_balance_loss(gates, num_selected_experts=selected)
         found[choices] = keras.ops.convert_to_numpy(again(routing, router))
         expected = 0.5 * keras.ops.convert_to_numpy(expected)
         np.testing.assert_allclose(found[choices], expected, rtol=1e-6)
     assert (found["first"].tolist(), found["all"].tolist()) == ([1.125], [0.65625])
     with pytest.raises(ValueError, match="choices='second'"):
-        LoadBalanceLoss(choices="second")
+        AuxiliaryLoss("load_balance", choices="second")
 
 
 def test_load_balance_of_perfect_balance_is_one():

@@ -42,9 +42,9 @@ def fill(folder):
 
 def main():
     kind, folder = sys.argv[1], Path(sys.argv[2])
-    backbone = models.ViTBackbone(**CONFIG)
+    backbone = models.ViTBackbone.from_config(CONFIG)
     model = models.ViTImageClassifier(backbone, 3)
-    adapted = models.ViTBackbone(**CONFIG)
+    adapted = models.ViTBackbone.from_config(CONFIG)
     adapted.enable_lora(4)
     ways = {
         "preset": lambda: model.save_to_preset(folder / "preset"),

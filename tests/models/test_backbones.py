@@ -17,7 +17,7 @@ from keras_moe.models import (
 from keras_moe.models.builtin import builtin_presets
 from keras_moe.routers import ROUTERS
 from tests import golden
-from tests.small_models import images, with_weights
+from tests.small_models import flat_config, images, with_weights
 from tests.symbolic import symbolic_model
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
@@ -32,8 +32,10 @@ SIZES = {
 }
 MOE = {"moe_layers": [1], "num_experts": 4, "images_per_group": 2}
 MAKERS = {
-    "vit": lambda **kw: ViTBackbone(**{**SIZES, "num_heads": 2, **kw}),
-    "mixer": lambda **kw: MixerBackbone(**{**SIZES, "token_mlp_dim": 6, **kw}),
+    "vit": lambda **kw: ViTBackbone.from_config({**SIZES, "num_heads": 2, **kw}),
+    "mixer": lambda **kw: MixerBackbone.from_config(
+        {**SIZES, "token_mlp_dim": 6, **kw}
+    ),
 }
 CLASSIFIERS = {"vit": ViTImageClassifier, "mixer": MixerImageClassifier}
 
@@ -163,6 +165,7 @@ def test_a_mixer_of_another_library():
     np.testing.assert_allclose(logits, arrays["outputs/logits"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.backend_free
 def test_every_router_works_in_a_mixer():
     for router in ROUTERS:
         options = {**MOE, "num_layers": 1, "moe_layers": [0], "noise_std": 0.0}
@@ -201,13 +204,14 @@ def test_every_argument_round_trips(kind):
     assert again.get_config() == backbone.get_config()
     for name, value in {**SIZES, **given}.items():
         if name != "dtype":
-            assert backbone.get_config()[name] == value, name
+            assert flat_config(backbone)[name] == value, name
     assert again.dtype_policy.name == "mixed_bfloat16"
 
 
 # Features
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("class_token", [True, False])
 def test_features_at_every_depth(class_token):
     backbone = with_weights(MAKERS["vit"](class_token=class_token, **MOE))
@@ -230,6 +234,7 @@ def test_features_at_every_depth(class_token):
 # Weights at another size
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_weights_serve_another_image_size(interpolation, tmp_path):
     backbone = with_weights(MAKERS["vit"](**MOE))
@@ -248,6 +253,7 @@ def test_weights_serve_another_image_size(interpolation, tmp_path):
     assert larger.predict(images(2, 24, 16, 3), verbose=0).shape == (2, 25, 16)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_weights_serve_other_channels(kind, channels, tmp_path):
@@ -273,6 +279,7 @@ def test_weights_serve_other_channels(kind, channels, tmp_path):
     assert other.predict(images(2, 16, 8, 4), verbose=0).shape[0] == 2
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -293,6 +300,7 @@ def test_soft_routing_with_other_slots_is_refused(overrides, tmp_path):
         models.from_preset(str(tmp_path / "saved"), **harmless)
 
 
+@pytest.mark.backend_free
 def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
     backbone = with_weights(MAKERS["vit"](router="soft", **MOE))
     backbone.save_to_preset(tmp_path / "saved")
@@ -303,6 +311,7 @@ def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
     assert larger.predict(images(2, 32, 16, 3), verbose=0).shape == (2, 33, 16)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
@@ -332,6 +341,7 @@ def test_weights_serve_patches_that_grow_with_their_image(kind, arguments, tmp_p
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_smaller_patches_make_a_larger_grid(interpolation, tmp_path):
     backbone = with_weights(MAKERS["vit"](**MOE))
@@ -357,6 +367,7 @@ def test_smaller_patches_make_a_larger_grid(interpolation, tmp_path):
     np.testing.assert_allclose(new[name], table, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.backend_free
 def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
     backbone = with_weights(MAKERS["vit"](**MOE))
     backbone.save_to_preset(tmp_path / "saved")
@@ -364,7 +375,7 @@ def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
         str(tmp_path / "saved"), num_classes=2, capacity_factor=2.0
     )
     assert isinstance(model, ViTImageClassifier)
-    assert model.backbone.get_config()["capacity_factor"] == 2.0
+    assert model.backbone.moe.capacity_factor == 2.0
     np.testing.assert_array_equal(
         model.backbone.predict(images(), verbose=0),
         backbone.predict(images(), verbose=0),
@@ -398,7 +409,7 @@ def test_weights_that_cannot_fit_are_refused(kind, saved, overrides, message, tm
         str(tmp_path / "saved"), load_weights=False, **overrides
     )
     for name, value in overrides.items():
-        assert started.get_config()[name] == value
+        assert flat_config(started)[name] == value
 
 
 # Training and saving

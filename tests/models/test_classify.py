@@ -21,7 +21,7 @@ def classifier(preprocessor="ours", num_classes=3, **kwargs):
             SMALL["image_shape"], center_crop=0.9, class_names=NAMES
         )
     model = ViTImageClassifier(
-        ViTBackbone(**SMALL), num_classes, preprocessor, **kwargs
+        ViTBackbone.from_config(SMALL), num_classes, preprocessor, **kwargs
     )
     generator = np.random.default_rng(1)
     model.output_dense.kernel.assign(generator.normal(size=(8, num_classes)))
@@ -85,7 +85,7 @@ def test_outputs_of_every_kind():
     outputs = probable.predict(probable.preprocessor(PHOTOS[:1]), verbose=0)
     np.testing.assert_allclose(found[0].probability, outputs.max(), rtol=1e-6)
     half = ViTImageClassifier(
-        ViTBackbone(**SMALL, dtype="bfloat16"),
+        ViTBackbone.from_config({**SMALL, "dtype": "bfloat16"}),
         3,
         ImagePreprocessor(SMALL["image_shape"]),
     )
@@ -207,7 +207,7 @@ def test_another_models_preprocessor_is_refused_when_it_is_set():
 
 @pytest.mark.backend_free
 def test_earlier_map_heads_had_no_norms(tmp_path):
-    backbone = ViTBackbone(**SMALL, query_key_norm=True)
+    backbone = ViTBackbone.from_config({**SMALL, "query_key_norm": True})
     saved = ViTImageClassifier(backbone, 3, pooling="map", pooling_query_key_norm=False)
     for pooling in (None, "map"):
         config = ViTImageClassifier(backbone, 3, pooling=pooling).get_config()

@@ -17,7 +17,9 @@ ONE_HOT = np.eye(3, dtype="float32")[SPARSE]
 
 
 def classifier(num_classes=3, **kwargs):
-    backbone = ViTBackbone(**{**SMALL, "moe_layers": None, "num_layers": 1}, seed=0)
+    backbone = ViTBackbone.from_config(
+        {**{**SMALL, "moe_layers": None, "num_layers": 1}, "seed": 0}
+    )
     return ViTImageClassifier(backbone, num_classes, **kwargs)
 
 
@@ -69,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(("kind", "loss", "labels", "metric"), CASES)
 def test_metrics_follow_the_loss(models, kind, loss, labels, metric):
     model = models[kind]

@@ -19,11 +19,11 @@ on_torch = pytest.mark.skipif(
 )
 MIXER = {k: v for k, v in SMALL.items() if k != "num_heads"}
 ANY_BATCH = {
-    "dense": lambda: ViTBackbone(**{**SMALL, "moe_layers": None}),
-    "vmoe": lambda: ViTBackbone(**SMALL),
-    "soft": lambda: ViTBackbone(**SMALL, router="soft"),
+    "dense": lambda: ViTBackbone.from_config({**SMALL, "moe_layers": None}),
+    "vmoe": lambda: ViTBackbone.from_config(SMALL),
+    "soft": lambda: ViTBackbone.from_config({**SMALL, "router": "soft"}),
     "mixer_classifier": lambda: MixerImageClassifier(
-        MixerBackbone(**MIXER, token_mlp_dim=8), 3, head_bias=1.0
+        MixerBackbone.from_config({**MIXER, "token_mlp_dim": 8}), 3, head_bias=1.0
     ),
 }
 ONE_BATCH = {
@@ -63,7 +63,7 @@ def test_pytorch_programs_serve_any_batch(name, tmp_path):
 def test_pytorch_programs_of_one_batch(name, tmp_path):
     import torch
 
-    model = ViTBackbone(**SMALL, **ONE_BATCH[name])
+    model = ViTBackbone.from_config({**SMALL, **ONE_BATCH[name]})
     path = tmp_path / "model.pt2"
     signature = [keras.InputSpec(shape=(3, *SMALL["image_shape"]), dtype="float32")]
     model.export(path, format="torch", verbose=False, input_signature=signature)
@@ -89,7 +89,9 @@ def test_saved_models_are_refused_with_what_works(tmp_path):
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="others can")
 def test_groups_of_images_want_one_size_of_batch(tmp_path):
     with pytest.raises(ValueError, match=r"one size of batch.*input_signature=None"):
-        ViTBackbone(**SMALL, evaluation="official").export(tmp_path / "model")
+        ViTBackbone.from_config({**SMALL, "evaluation": "official"}).export(
+            tmp_path / "model"
+        )
     assert not (tmp_path / "model").exists()
 
 
@@ -98,13 +100,17 @@ def test_onnx_refuses_what_pytorch_cannot_translate(tmp_path):
     path = tmp_path / "model.onnx"
     for kwargs in ({}, ONE_BATCH["expert_choice"]):
         with pytest.raises(ValueError, match="router="):
-            ViTBackbone(**SMALL, **kwargs).export(path, format="onnx")
+            ViTBackbone.from_config({**SMALL, **kwargs}).export(path, format="onnx")
     soft = {**SMALL, "router": "soft"}
     with pytest.raises(ValueError, match="dtype='mixed_bfloat16'"):
-        ViTBackbone(**soft, dtype="mixed_bfloat16").export(path, format="onnx")
+        ViTBackbone.from_config({**soft, "dtype": "mixed_bfloat16"}).export(
+            path, format="onnx"
+        )
     signature = [keras.InputSpec(shape=(None, *SMALL["image_shape"]))]
     with pytest.raises(ValueError, match=r"shapes=\[\(None"):
-        ViTBackbone(**soft).export(path, format="onnx", input_signature=signature)
+        ViTBackbone.from_config(soft).export(
+            path, format="onnx", input_signature=signature
+        )
     assert not path.exists()
 
 
@@ -121,7 +127,7 @@ def test_onnx_of_models_that_sort_nothing(name, tmp_path):
     import onnxruntime
 
     model = (
-        MixerBackbone(**{**MIXER, "moe_layers": None}, token_mlp_dim=8)
+        MixerBackbone.from_config({**{**MIXER, "moe_layers": None}, "token_mlp_dim": 8})
         if name == "mixer"
         else ANY_BATCH[name]()
     )
@@ -141,7 +147,7 @@ def test_onnx_of_models_that_sort_nothing(name, tmp_path):
 def test_a_classifier_is_exported_too(tmp_path):
     import tensorflow as tf
 
-    model = ViTImageClassifier(ViTBackbone(**SMALL), 3, head_bias=1.0)
+    model = ViTImageClassifier(ViTBackbone.from_config(SMALL), 3, head_bias=1.0)
     model.export(tmp_path / "model", format="tf_saved_model", verbose=False)
     loaded = tf.saved_model.load(tmp_path / "model")
     for size in (1, 3):

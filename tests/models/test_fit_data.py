@@ -21,7 +21,9 @@ BATCHES = [
 
 
 def classifier(**kwargs):
-    backbone = ViTBackbone(**{**SMALL, "moe_layers": None, "num_layers": 1}, seed=0)
+    backbone = ViTBackbone.from_config(
+        {**{**SMALL, "moe_layers": None, "num_layers": 1}, "seed": 0}
+    )
     model = ViTImageClassifier(backbone, 3, **kwargs)
     model.compile(keras.optimizers.SGD(0.0))
     return model
@@ -114,7 +116,7 @@ def test_arrays_are_shuffled():
             seen.append(y)
             return super().compute_loss(x, y, *args, **kwargs)
 
-    backbone = ViTBackbone(**{**SMALL, "moe_layers": None, "num_layers": 1})
+    backbone = ViTBackbone.from_config({**SMALL, "moe_layers": None, "num_layers": 1})
     model = Recorded(backbone, 3)
     model.compile(keras.optimizers.SGD(0.0), run_eagerly=True)
     repeated = np.repeat(IMAGES, 5, axis=0), np.repeat(LABELS, 5)

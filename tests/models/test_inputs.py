@@ -23,13 +23,13 @@ NONE = IMAGES[:0]
 
 
 def vit(task=None, **arguments):
-    backbone = ViTBackbone(**{**SMALL, **arguments})
+    backbone = ViTBackbone.from_config({**SMALL, **arguments})
     return ViTImageClassifier(backbone, 3, **(task or {}))
 
 
 def mixer(**arguments):
     sizes = {name: size for name, size in SMALL.items() if name != "num_heads"}
-    backbone = MixerBackbone(token_mlp_dim=8, **{**sizes, **arguments})
+    backbone = MixerBackbone.from_config({"token_mlp_dim": 8, **{**sizes, **arguments}})
     return MixerImageClassifier(backbone, 3)
 
 

@@ -39,20 +39,21 @@ SIZES = {
     "hidden_dim": 16,
     "num_layers": 1,
     "mlp_dim": 32,
-    "num_experts": 4,
+    "moe": None,
 }
+MOE = {"moe_layers": [0], "num_experts": 4}
 VIT = {**SIZES, "num_heads": 2}
 MIXER = {**SIZES, "token_mlp_dim": 8}
 BACKBONES = {
     "vit": (ViTBackbone, VIT, 17),
-    "vmoe": (ViTBackbone, {**VIT, "moe_layers": [0]}, 17),
+    "vmoe": (ViTBackbone, {**VIT, "moe": MOE}, 17),
     "soft_moe": (
         ViTBackbone,
-        {**VIT, "moe_layers": [0], "router": "soft", "query_key_norm": True},
+        {**VIT, "moe": {**MOE, "router": "soft"}, "query_key_norm": True},
         17,
     ),
     "mixer": (MixerBackbone, MIXER, 16),
-    "moe_mixer": (MixerBackbone, {**MIXER, "moe_layers": [0]}, 16),
+    "moe_mixer": (MixerBackbone, {**MIXER, "moe": MOE}, 16),
 }
 TASKS = {ViTBackbone: ViTImageClassifier, MixerBackbone: MixerImageClassifier}
 
@@ -71,7 +72,7 @@ class Case(TestCase):
         pass
 
     def run_precision_test(self, cls, init_kwargs, input_data):
-        if init_kwargs.get("moe_layers") is None:
+        if init_kwargs["moe"] is None:
             super().run_precision_test(cls, init_kwargs, input_data)
             return
         # KerasHub's own asks every weight and layer to have the policy's dtypes.

@@ -32,7 +32,7 @@ def labels(batch=8):
 
 def backbone():
     keras.utils.set_random_seed(0)
-    return ViTBackbone(**SMALL, seed=0)
+    return ViTBackbone.from_config({**SMALL, "seed": 0})
 
 
 def classifier():
@@ -162,11 +162,11 @@ def test_a_save_of_pairs_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_mixers_have_experts_too():
     sizes = {k: v for k, v in SMALL.items() if k != "num_heads"}
-    mixer = MixerBackbone(**sizes, token_mlp_dim=8)
+    mixer = MixerBackbone.from_config({**sizes, "token_mlp_dim": 8})
     mixer.enable_lora(2, target_layer_names=["experts"])
     assert len(mixer.trainable_weights) == 4
     with pytest.raises(ValueError, match="without \\['query', 'value'\\]"):
-        MixerBackbone(**sizes, token_mlp_dim=8).enable_lora(2)
+        MixerBackbone.from_config({**sizes, "token_mlp_dim": 8}).enable_lora(2)
 
 
 @pytest.mark.backend_free

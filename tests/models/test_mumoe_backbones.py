@@ -30,10 +30,10 @@ MIXER = {**SMALL, "token_mlp_dim": 6, "moe_layers": "every_1", "num_experts": 4}
 MIXER |= {"router_options": {"rank": 7}, "token_mixer": "mumoe"}
 MODELS = {
     "vit": lambda **kw: ViTImageClassifier(
-        ViTBackbone(router="mumoe", **{**VIT, **kw}), 3
+        ViTBackbone.from_config({"router": "mumoe", **{**VIT, **kw}}), 3
     ),
     "mixer": lambda **kw: MixerImageClassifier(
-        MixerBackbone(router="mumoe", **{**MIXER, **kw}), 3
+        MixerBackbone.from_config({"router": "mumoe", **{**MIXER, **kw}}), 3
     ),
 }
 
@@ -145,7 +145,7 @@ def test_counts_of_the_papers_mixers(preset, network, mlps):
 
 
 def test_upcycling_with_less_rank_says_how_near():
-    dense = MixerBackbone(**SMALL, token_mlp_dim=6)
+    dense = MixerBackbone.from_config({**SMALL, "token_mlp_dim": 6})
     found = []
     for rank in (2, 5, 8):
         _, report = upcycle(
@@ -167,22 +167,32 @@ def test_upcycling_with_less_rank_says_how_near():
     [
         (lambda: MODELS["vit"](router_options={"rank": 0}), "rank=0"),
         (lambda: MODELS["vit"](router_options={"ranks": 2}), "ranks=2"),
-        (lambda: MODELS["vit"](zero_experts=1), "zero_experts=1"),
-        (lambda: MODELS["vit"](gating_residual=True), "gating_residual=True"),
+        (
+            lambda: models.describe("mumoe_vit_s16_cp", zero_experts=1),
+            "MuMoEConfig; received: zero_experts=1",
+        ),
+        (
+            lambda: MODELS["vit"](moe={"router": "mumoe", "gating_residual": True}),
+            "MuMoEConfig; received: gating_residual=True",
+        ),
         (lambda: MODELS["mixer"](token_mixer="moe"), "token_mixer='moe'"),
         (
-            lambda: MixerBackbone(
-                **{**MIXER, "router": "soft", "router_options": None}
+            lambda: MixerBackbone.from_config(
+                {**MIXER, "router": "soft", "router_options": None}
             ),
             "router='soft'",
         ),
         (
-            lambda: upcycle(MixerBackbone(**SMALL, token_mlp_dim=6), 1, router="mumoe"),
+            lambda: upcycle(
+                MixerBackbone.from_config({**SMALL, "token_mlp_dim": 6}),
+                1,
+                router="mumoe",
+            ),
             "num_experts=1",
         ),
         (
             lambda: upcycle(
-                MixerBackbone(**SMALL, token_mlp_dim=6),
+                MixerBackbone.from_config({**SMALL, "token_mlp_dim": 6}),
                 4,
                 router="mumoe",
                 router_options={"use_bias": False, "rank": 4},

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("op_by_op")
 
 def backbone(**kwargs):
     sizes = {**SMALL, "num_layers": 1, "moe_layers": None, "seed": 0}
-    return models.ViTBackbone(**{**sizes, **kwargs})
+    return models.ViTBackbone.from_config({**sizes, **kwargs})
 
 
 @pytest.mark.parametrize("position", HEADS)
@@ -123,7 +123,7 @@ def test_a_head_is_a_description_and_serves_twice():
 def test_counts_of_matched_heads():
     """Table 3: 769K for the linear head and CP, 771K for TR, with 64 experts."""
     counts = [769_000]
-    counts += [MuMoE(1000, 64, kind).parameters(768) for kind in ("cp", "tr")]
+    counts += [MuMoE(1000, 64, kind).cost((1, 768)).parameters for kind in ("cp", "tr")]
     assert counts == [769_000, 769_521, 771_928]
 
 

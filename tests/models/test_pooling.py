@@ -20,7 +20,7 @@ pytestmark = pytest.mark.backend_free
 
 def classifier(pooling, pooling_query_key_norm=None, **kwargs):
     return ViTImageClassifier(
-        ViTBackbone(**{**SMALL, **kwargs}),
+        ViTBackbone.from_config({**SMALL, **kwargs}),
         3,
         pooling=pooling,
         pooling_query_key_norm=pooling_query_key_norm,

@@ -50,10 +50,11 @@ def test_the_zoo_is_complete():
     )}  # fmt: skip
     assert wanted < set(models.list_presets())
     assert {"vmoe_s32_last2_e8", "vmoe_b16_every2_e8", "vmoe_digits"} < set(NAMES)
-    for name, line in models.list_presets().items():
+    for name, preset in builtin_presets().items():
+        line = models.list_presets()[name]
         assert line
         assert "\n" not in line
-        assert builtin_presets()[name]["source"]
+        assert preset["source"]
 
 
 @pytest.mark.backend_free
@@ -260,7 +261,7 @@ def test_any_argument_can_be_overridden():
     )  # fmt: skip
     config = model.backbone.get_config()
     assert config["image_shape"] == (32, 16, 3)
-    assert (config["num_experts"], config["capacity_factor"]) == (4, 2.0)
+    assert (config["moe"]["num_experts"], config["moe"]["capacity_factor"]) == (4, 2.0)
     assert list(model.routing) == ["block_0"]
     assert (model.pooling, model.dropout, model.name) == ("average", 0.1, "mine")
     assert model.backbone.dtype_policy.name == "mixed_bfloat16"
@@ -311,7 +312,7 @@ def test_a_new_head_keeps_the_backbone(saved):
 def test_overrides_of_a_saved_task_keep_its_weights(saved):
     folder, expected = saved
     model = models.from_preset(str(folder), capacity_factor=3.0, priority="sum_gates")
-    assert model.backbone.get_config()["capacity_factor"] == 3.0
+    assert model.backbone.moe.capacity_factor == 3.0
     np.testing.assert_array_equal(model.predict(images(), verbose=0), expected)
 
 
@@ -451,7 +452,11 @@ def test_bad_arguments_are_refused_with_their_values(kwargs, message):
 @pytest.mark.backend_free
 def test_the_classes_refuse_misspelt_arguments_too():
     with pytest.raises(ValueError, match=r"num_expert=8 \(nearest: num_experts"):
-        ViTBackbone(num_expert=8)
+        ViTBackbone.from_preset("vmoe_digits", num_expert=8)
+    with pytest.raises(ValueError, match=r"MoEConfig\(num_experts=8\)"):
+        ViTBackbone(num_experts=8)
+    with pytest.raises(ValueError, match=r"num_layer=8 \(nearest: num_layers"):
+        ViTBackbone(num_layer=8)
     backbone = models.from_preset("vmoe_digits")
     with pytest.raises(ValueError, match=r"poolin='map' \(nearest: pooling"):
         ViTImageClassifier(backbone, 3, poolin="map")
@@ -594,11 +599,10 @@ def test_what_a_caller_changes_stays_with_the_caller():
     mine = {"z": 0.5}
     backbone = models.from_preset("vmoe_digits", auxiliary_losses=mine)
     mine["z"] = 7.0
-    backbone.get_config()["auxiliary_losses"]["z"] = 8.0
+    backbone.get_config()["moe"]["auxiliary_losses"]["z"] = 8.0
     builtin_presets()["vmoe_digits"]["config"]["image_shape"].clear()
-    assert backbone.get_config()["auxiliary_losses"] == {"z": 0.5}
-    again = models.from_preset("vmoe_digits").get_config()
-    assert again["auxiliary_losses"] == "auto"
+    assert backbone.moe.auxiliary_losses == {"z": 0.5}
+    assert models.from_preset("vmoe_digits").moe.auxiliary_losses == "auto"
 
 
 @pytest.mark.backend_free

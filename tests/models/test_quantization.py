@@ -34,7 +34,9 @@ def images(batch=5):
 
 def classifier(head=None, **kwargs):
     keras.utils.set_random_seed(0)
-    model = ViTImageClassifier(ViTBackbone(**{**SMALL, **kwargs}), 3, **(head or {}))
+    model = ViTImageClassifier(
+        ViTBackbone.from_config({**SMALL, **kwargs}), 3, **(head or {})
+    )
     kernel = model.output_dense.kernel
     kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
     return model
@@ -125,7 +127,7 @@ def test_filters_choose_the_experts_alone(tmp_path):
 
 def test_an_int8_mixer_comes_back(tmp_path):
     sizes = {name: size for name, size in SMALL.items() if name != "num_heads"}
-    model = MixerBackbone(**sizes, token_mlp_dim=8)
+    model = MixerBackbone.from_config({**sizes, "token_mlp_dim": 8})
     model.quantize("int8")
     assert sum(weight.dtype == "int8" for weight in model.weights) == 4 + 2 + 2
     model.save_to_preset(tmp_path / "preset")

@@ -11,15 +11,17 @@ from tests.small_models import SMALL
 def fitted(rematerialize):
     """The losses and variables of a short training."""
     keras.utils.set_random_seed(0)
-    backbone = ViTBackbone(
-        **SMALL,
-        dropout_rate=0.1,
-        attention_dropout=0.1,
-        expert_dropout=0.1,
-        stochastic_depth=0.5,
-        auxiliary_losses={"importance": 1.0, "load": 1.0},
-        seed=3,
-        rematerialize=rematerialize,
+    backbone = ViTBackbone.from_config(
+        {
+            **SMALL,
+            "dropout_rate": 0.1,
+            "attention_dropout": 0.1,
+            "expert_dropout": 0.1,
+            "stochastic_depth": 0.5,
+            "auxiliary_losses": {"importance": 1.0, "load": 1.0},
+            "seed": 3,
+            "rematerialize": rematerialize,
+        }
     )
     model = ViTImageClassifier(backbone, 3)
     model.compile(optimizer=keras.optimizers.SGD(0.05))
@@ -47,14 +49,14 @@ def test_training_with_auxiliary_losses_is_the_plain_one():
 def test_the_argument_reaches_every_block_and_round_trips():
     mixer = {name: size for name, size in SMALL.items() if name != "num_heads"}
     for backbone in (
-        ViTBackbone(**SMALL, rematerialize=True),
-        MixerBackbone(**mixer, token_mlp_dim=8, rematerialize=True),
+        ViTBackbone.from_config({**SMALL, "rematerialize": True}),
+        MixerBackbone.from_config({**mixer, "token_mlp_dim": 8, "rematerialize": True}),
     ):
         again = type(backbone).from_config(backbone.get_config())
         for model in (backbone, again):
             blocks = [model.get_layer(f"block_{index}") for index in range(2)]
             assert [block.rematerialize for block in blocks] == [True, True]
-    block = ViTBackbone(**SMALL).get_layer("block_0")
+    block = ViTBackbone.from_config(SMALL).get_layer("block_0")
     assert block.rematerialize is False
     with pytest.raises(ValueError, match="rematerialize='full'"):
-        ViTBackbone(**SMALL, rematerialize="full")
+        ViTBackbone.from_config({**SMALL, "rematerialize": "full"})

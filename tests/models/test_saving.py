@@ -32,7 +32,7 @@ to_numpy = keras.ops.convert_to_numpy
 @pytest.fixture(scope="module")
 def model():
     keras.utils.set_random_seed(0)
-    made = models.ViTImageClassifier(models.ViTBackbone(**SMALL), 3)
+    made = models.ViTImageClassifier(models.ViTBackbone.from_config(SMALL), 3)
     made.output_dense.kernel.assign(np.ones(made.output_dense.kernel.shape))
     return made
 
@@ -231,7 +231,7 @@ def test_a_private_folder_keeps_its_mode(presets, tmp_path):
 @backend_free
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
 def test_modes_follow_the_umask(model, tmp_path, umask):
-    backbone = models.ViTBackbone(**SMALL)
+    backbone = models.ViTBackbone.from_config(SMALL)
     backbone.enable_lora(1)
     before = os.umask(umask)
     try:
@@ -364,12 +364,12 @@ def test_a_damaged_preset_is_named_by_describe(copies):
 
 @backend_free
 def test_damaged_pairs_and_soups_are_named(model, tmp_path):
-    backbone = models.ViTBackbone(**SMALL)
+    backbone = models.ViTBackbone.from_config(SMALL)
     backbone.enable_lora(2)
     path = tmp_path / "pairs.lora.h5"
     backbone.save_lora_weights(path)
     path.write_bytes(path.read_bytes()[:4000])
-    other = models.ViTBackbone(**SMALL)
+    other = models.ViTBackbone.from_config(SMALL)
     with pytest.raises(ValueError, match=re.escape(str(path))):
         other.load_lora_weights(path)
     # Nothing of it was added.

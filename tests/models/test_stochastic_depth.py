@@ -15,8 +15,10 @@ from tests.small_models import SMALL
 to_numpy = keras.ops.convert_to_numpy
 MIXER = {name: size for name, size in SMALL.items() if name != "num_heads"}
 MAKERS = {
-    "vit": lambda **kw: ViTBackbone(**{**SMALL, **kw}),
-    "mixer": lambda **kw: MixerBackbone(**{**MIXER, "token_mlp_dim": 8, **kw}),
+    "vit": lambda **kw: ViTBackbone.from_config({**SMALL, **kw}),
+    "mixer": lambda **kw: MixerBackbone.from_config(
+        {**MIXER, "token_mlp_dim": 8, **kw}
+    ),
 }
 B, N, D = 3000, 2, 3
 RATE = 0.3

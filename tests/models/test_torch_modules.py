@@ -25,7 +25,9 @@ LABELS = np.array([0, 1, 2, 0])
 
 
 def classifier(**kwargs):
-    backbone = ViTBackbone(**{**SMALL, "noise_std": 0.0, "images_per_group": 1})
+    backbone = ViTBackbone.from_config(
+        {**SMALL, "noise_std": 0.0, "images_per_group": 1}
+    )
     model = with_weights(ViTImageClassifier(backbone, 3, **kwargs))
     model.compile(keras.optimizers.SGD(0.1))
     return model

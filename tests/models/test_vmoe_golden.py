@@ -59,16 +59,18 @@ def build(case, auxiliary_losses, dispatcher="index", noise_std=0.0):
             "dispatcher": dispatcher,
             **router_arguments(moe["router"]),
         }
-    backbone = ViTBackbone(
-        image_shape=(32, 32, 3),
-        patch_size=tuple(model["patch_size"]),
-        hidden_dim=model["hidden_size"],
-        num_layers=encoder["num_layers"],
-        num_heads=encoder["num_heads"],
-        mlp_dim=encoder["mlp_dim"],
-        class_token=model["classifier"] == "token",
-        auxiliary_losses=auxiliary_losses,
-        **kwargs,
+    backbone = ViTBackbone.from_config(
+        {
+            "image_shape": (32, 32, 3),
+            "patch_size": tuple(model["patch_size"]),
+            "hidden_dim": model["hidden_size"],
+            "num_layers": encoder["num_layers"],
+            "num_heads": encoder["num_heads"],
+            "mlp_dim": encoder["mlp_dim"],
+            "class_token": model["classifier"] == "token",
+            "auxiliary_losses": auxiliary_losses,
+            **kwargs,
+        }
     )
     classifier = ViTImageClassifier(
         backbone, model["num_classes"], pooling=POOLINGS[model["classifier"]]

@@ -16,6 +16,7 @@ from keras_moe.routers import (
     get,
 )
 from tests import golden
+from tests.small_models import flat_config
 
 backend_free = pytest.mark.backend_free
 to_numpy = ops.convert_to_numpy
@@ -35,7 +36,9 @@ SMALL = {
 
 def router_of(**arguments):
     return (
-        ViTBackbone(**{**SMALL, **arguments}).get_layer("block_0").feed_forward.router
+        ViTBackbone.from_config({**SMALL, **arguments})
+        .get_layer("block_0")
+        .feed_forward.router
     )
 
 
@@ -153,10 +156,11 @@ def test_descriptions_count_an_image_s_share_of_its_group():
         eval_capacity=4,
     )[0].feed_forward
     # Groups of 10 tokens have 4 experts x 4 slots, of which an image of 5 has half.
-    slots = experts.flops(5, 8) - experts.router.flops(5, 8)
-    assert slots == experts.experts.flops(8, 8)
-    active = experts.active_parameters(5, 8) - experts.router.parameters(8)
-    assert active == round(1.6 * experts.experts.expert_parameters(8))
+    cost, routing = experts.cost((5, 8)), experts.router.cost((5, 8))
+    of_slots = experts.experts.cost((8, 8))
+    assert cost.flops - routing.flops == of_slots.flops
+    active = cost.active_parameters - routing.active_parameters
+    assert active == round(1.6 * of_slots.active_parameters)
 
 
 @backend_free
@@ -217,12 +221,15 @@ def test_k_is_a_factor_of_every_capacity():
 
 @backend_free
 def test_configs_of_before_keep_their_groups():
-    config = ViTBackbone(
-        **SMALL,
-        router="softmax_expert_choice",
-        router_options={"eval_capacity_factor": 1.0},
-        evaluation="batch_invariant",
+    config = ViTBackbone.from_config(
+        {
+            **SMALL,
+            "router": "softmax_expert_choice",
+            "router_options": {"eval_capacity_factor": 1.0},
+            "evaluation": "batch_invariant",
+        }
     ).get_config()
+    config.update(config.pop("moe"))
     del config["evaluation"]
     again = ViTBackbone.from_config(config)
     assert again.get_layer("block_0").feed_forward.router.groups_by_image(False)
@@ -241,6 +248,8 @@ def test_groups_are_said_once():
 def test_the_evaluation_round_trips(cls):
     config = {k: v for k, v in SMALL.items() if k != "num_heads"}
     own = {"num_heads": 2} if cls is ViTBackbone else {"token_mlp_dim": 4}
-    backbone = cls(**config, **own, evaluation="official", eval_capacity=3)
-    again = cls.from_config(backbone.get_config()).get_config()
+    backbone = cls.from_config(
+        {**config, **own, "evaluation": "official", "eval_capacity": 3}
+    )
+    again = flat_config(cls.from_config(backbone.get_config()))
     assert (again["evaluation"], again["eval_capacity"]) == ("official", 3)

@@ -122,18 +122,19 @@ def test_costs():
     # 2,048 tokens, of which 16 are the additions of the residual.
     original = PathwayAwareRouter(16, 2)
     aware = PathwayAwareRouter(16, 2, gating_residual=True)
-    assert original.flops(2048, 1536) // 2 == 50_331_648
-    more = (aware.flops(2048, 1536) - original.flops(2048, 1536)) // 2
+    first, second = (router.cost((2048, 1536)).flops for router in (original, aware))
+    assert first // 2 == 50_331_648
+    more = (second - first) // 2
     assert more + 2048 * 16 == 50_888_704 - 50_331_648
     # Table 1: the share tau N_FFN / (tau N_FFN + N_ZC) of the FFN computation.
     router = PathwayAwareRouter(12, 2, **KINDS, tau=0.75)
-    assert router.num_slots(1000) == 2000 * 6 // 10
+    assert router.total_slots(1000) == 2000 * 6 // 10
     assert router.experts_per_token(1000) == pytest.approx(1.2)
     # Never more than there are.
     assert PathwayAwareRouter(2, 2, 1, tau=10.0).experts_per_token(10) == 1
     two_layers = PathwayAwareRouter(12, gate_hidden_dim=96)
     two_layers.build((None, None, 8))
-    assert two_layers.parameters(8) == two_layers.count_params()
+    assert two_layers.cost((5, 8)).parameters == two_layers.count_params()
 
 
 def test_config_of_every_argument():

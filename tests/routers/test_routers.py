@@ -445,7 +445,7 @@ def test_each_modality_has_its_own_kernel(cls):
     np.testing.assert_allclose(
         to_numpy(routing.logits)[0], expected, rtol=1e-4, atol=1e-5
     )
-    assert router.parameters(8) == 2 * 8 * 4
+    assert router.cost((2, 8)).parameters == 2 * 8 * 4
     with pytest.raises(ValueError, match="modality_ids=None"):
         router(tokens)
     again = cls.from_config(router.get_config())

@@ -104,7 +104,8 @@ def test_weights_are_convex(normalize, scale):
     assert (out_of >= 0).all()
     np.testing.assert_allclose(into.sum(axis=1), 1.0, rtol=1e-5)
     np.testing.assert_allclose(out_of.sum(axis=(2, 3)), 1.0, rtol=1e-5)
-    assert router.parameters(5) == router.count_params() == 5 * 6 + normalize
+    parameters = router.cost((7, 5)).parameters
+    assert parameters == router.count_params() == 5 * 6 + normalize
 
 
 def test_permuted_tokens_permute_the_outputs():

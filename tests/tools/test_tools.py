@@ -13,7 +13,6 @@ import keras
 import pytest
 
 from keras_moe import models
-from keras_moe.checks import argument_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,120 +66,13 @@ def test_programs_take_nothing_from_each_other():
         for path, tree in trees.items()
         if any(getattr(node, "name", None) == "main" for node in tree.body)
     }
-    assert {"convert", "describe"} < programs
+    assert {"run_tests", "moe_layer"} < programs
     for path, tree in trees.items():
         for node in ast.walk(tree):
             names = [getattr(node, "module", None)]
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             assert not programs.intersection(names), path
-
-
-@pytest.fixture
-def describe(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    tool = runpy.run_path(str(ROOT / "tools" / "describe.py"))
-
-    def run_tool(*arguments):
-        status = tool["main"]([str(argument) for argument in arguments])
-        return status, *capsys.readouterr()
-
-    return run_tool
-
-
-@pytest.mark.backend_free
-def test_describe_prints_what_the_function_says(describe):
-    status, output, _ = describe(
-        "vmoe_b32", "--num-classes", 10, "--json",
-        "--set", "num_experts=4", "image_shape=[64,64,3]",
-    )  # fmt: skip
-    expected = models.describe(
-        "vmoe_b32", num_classes=10, num_experts=4, image_shape=(64, 64, 3)
-    )
-    assert status == 0
-    assert json.loads(output) == expected.to_dict()
-    assert f"{models.describe('vmoe_b32').parameters:,}" in describe("vmoe_b32")[1]
-    assert "vmoe_h14" in describe("--list")[1]
-
-
-@pytest.mark.backend_free
-def test_describe_suggests_arguments_alone(describe):
-    backbone, task = models.ViTBackbone, models.ViTImageClassifier
-    arguments = {*argument_names(backbone), *argument_names(task)} - {"backbone"}
-    for given in ("nope=1", "compile=true", 'name="mine"', "backbone=3"):
-        status, _, errors = describe("vmoe_b32", "--set", given)
-        assert status == 1
-        suggested = re.search(r"\((?:nearest|known): (.*)\)", errors).group(1)
-        assert set(suggested.split(", ")) <= arguments
-
-
-@pytest.mark.backend_free
-def test_describe_explains_errors(describe):
-    status, _, errors = describe("vmoe_b33")
-    assert status == 1
-    assert "nearest: vmoe_b32" in errors
-    assert "NAME=VALUE" in describe("vit_b16", "--set", "x")[2]
-
-
-@pytest.mark.backend_free
-def test_the_table_of_the_zoo_is_true():
-    zoo = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", zoo, re.M))
-    assert set(rows) == set(models.list_presets())
-    for name, row in rows.items():
-        costs = models.describe(name)
-        assert row == (
-            f"{costs.parameters / 1e6:,.1f}M | {costs.active_parameters / 1e6:,.1f}M | "
-            f"{costs.gflops:,.2f}"
-        )
-
-
-@pytest.mark.backend_free
-def test_upcycle_makes_a_preset(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    main = runpy.run_path(str(ROOT / "tools" / "upcycle.py"))["main"]
-    dense = models.from_preset("vmoe_digits", moe_layers=None, num_classes=10)
-    dense.save_to_preset(tmp_path / "dense")
-    source, output = str(tmp_path / "dense"), str(tmp_path / "sparse")
-    assert main([source, output, "--num-experts", "4", "--moe-layers", "[3]"]) == 0
-    sparse = models.from_preset(output)
-    assert list(sparse.routing) == ["block_3"]
-    levels = ["--router", "mumoe", "--num-experts", "[3, 2]", "--moe-layers", "[3]"]
-    mumoe = str(tmp_path / "mumoe")
-    assert main([source, mumoe, *levels]) == 0
-    assert models.from_preset(mumoe).backbone.expert_kinds.ffn == 6
-    clip_up = [source, str(tmp_path / "clip_up"), "--preset", "clip_up"]
-    assert main([*clip_up, "--moe-layers", "[3]"]) == 0
-    config = models.from_preset(clip_up[1]).backbone.get_config()
-    assert config["auxiliary_losses"] == {"load_balance": 0.01, "z": 1e-4}
-    assert config["router_options"] is None or not config["router_options"]
-    report = json.loads((tmp_path / "sparse" / "upcycling.json").read_text())
-    assert report["parameters"] == sparse.count_params()
-    assert f"{sparse.count_params():,}" in capsys.readouterr().out
-    # What fails leaves the older preset whole.
-    assert main([source, output, "--set", "router=1"]) == 1
-    assert "received: router=1" in capsys.readouterr().err
-    assert list(models.from_preset(output).routing) == ["block_3"]
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setitem(main.__globals__, "write_json", full)
-        assert main([source, output, "--num-experts", "2", "--moe-layers", "[3]"]) == 1
-    assert "error: [Errno 28] No space" in capsys.readouterr().err
-    again = json.loads((tmp_path / "sparse" / "upcycling.json").read_text())
-    assert again == report
-    assert models.from_preset(output).count_params() == sparse.count_params()
-    # The source, by whatever path, is not overwritten.
-    os.symlink(tmp_path / "dense", tmp_path / "link")
-    before = {x.name: x.read_bytes() for x in (tmp_path / "dense").iterdir()}
-    for same in (source, f"{source}/", str(tmp_path / "link")):
-        assert main([source, same]) == 1
-        assert "Expected another folder than the source" in capsys.readouterr().err
-    assert before == {x.name: x.read_bytes() for x in (tmp_path / "dense").iterdir()}
 
 
 @pytest.mark.backend_free

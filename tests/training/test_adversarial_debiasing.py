@@ -56,7 +56,7 @@ def test_features_forget_the_attribute():
         keras.utils.set_random_seed(0)
         sizes = {**SMALL, "num_layers": 1, "moe_layers": None, "seed": 0}
         classifier = models.ViTImageClassifier(
-            models.ViTBackbone(**sizes), 2, pooling="average"
+            models.ViTBackbone.from_config(sizes), 2, pooling="average"
         )
         classifier.compile(keras.optimizers.Adam(0.01), loss="auto")
         model = training.adversarial_debiasing(classifier, 2, weight)
@@ -74,7 +74,9 @@ def test_features_forget_the_attribute():
 
 @pytest.mark.backend_free
 def test_bad_arguments_are_refused():
-    backbone = models.ViTBackbone(**{**SMALL, "num_layers": 1, "moe_layers": None})
+    backbone = models.ViTBackbone.from_config(
+        {**SMALL, "num_layers": 1, "moe_layers": None}
+    )
     classifier = models.ViTImageClassifier(backbone, 2, compile=False)
     with pytest.raises(ValueError, match="compiled=False"):
         training.adversarial_debiasing(classifier)

@@ -101,7 +101,7 @@ def test_celeb_a_is_the_papers():
     found = load_recipe("mumoe_celeb_a")
     head = found.model.overrides["head"]
     # Table 2: 578K parameters on CLIP's 768 features, beside 30.7K of a linear head.
-    assert MuMoE(40, **head).parameters(768) == 578_048
+    assert MuMoE(40, **head).cost((1, 768)).parameters == 578_048
     assert (found.data.source, found.data.train_split) == ("tfds:celeb_a", "train")
     assert found.objective == MultiLabel()
     # Editing Models with Task Arithmetic, appendix B.

@@ -24,10 +24,10 @@ SIZES = {
 }
 MAKERS = {
     "vit": lambda **kw: ViTImageClassifier(
-        ViTBackbone(**{**SIZES, "num_heads": 2, **kw}), 3
+        ViTBackbone.from_config({**SIZES, "num_heads": 2, **kw}), 3
     ),
     "mixer": lambda **kw: MixerImageClassifier(
-        MixerBackbone(**{**SIZES, "token_mlp_dim": 6, **kw}), 3
+        MixerBackbone.from_config({**SIZES, "token_mlp_dim": 6, **kw}), 3
     ),
 }
 
@@ -286,7 +286,9 @@ def test_models_of_keras_hub_are_upcycled():
     import keras_hub
 
     sizes = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
-    hub = keras_hub.models.ViTBackbone(image_shape=(16, 16, 3), mlp_dim=24, **sizes)
+    hub = keras_hub.models.ViTBackbone.from_config(
+        {"image_shape": (16, 16, 3), "mlp_dim": 24, **sizes}
+    )
     sparse, report = training.upcycle(hub, num_experts=3)
     assert report.largest_difference < 1e-4
     x = images(2, 16, 16, 3)
@@ -391,7 +393,9 @@ def test_adapted_and_quantised_models_are_refused():
     import keras_hub
 
     sizes = {"patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
-    hub = keras_hub.models.ViTBackbone(image_shape=(16, 16, 3), mlp_dim=24, **sizes)
+    hub = keras_hub.models.ViTBackbone.from_config(
+        {"image_shape": (16, 16, 3), "mlp_dim": 24, **sizes}
+    )
     with pytest.raises(ValueError, match="carry_optimizer=True"):
         training.upcycle(hub, carry_optimizer=True)
 

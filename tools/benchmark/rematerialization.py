@@ -35,17 +35,19 @@ def measure(
     rematerialize: bool, kwargs: dict, args: argparse.Namespace
 ) -> tuple[float, float, float]:
     """Bytes kept, and the compiled step's bytes and operations or NaNs."""
-    backbone = ViTBackbone(
-        image_shape=(args.size, args.size, 3),
-        patch_size=16,
-        hidden_dim=args.dim,
-        num_layers=args.layers,
-        num_heads=args.dim // 64,
-        mlp_dim=4 * args.dim,
-        num_experts=args.experts,
-        rematerialize=rematerialize,
-        seed=0,
-        **kwargs,
+    backbone = ViTBackbone.from_config(
+        {
+            "image_shape": (args.size, args.size, 3),
+            "patch_size": 16,
+            "hidden_dim": args.dim,
+            "num_layers": args.layers,
+            "num_heads": args.dim // 64,
+            "mlp_dim": 4 * args.dim,
+            "num_experts": args.experts,
+            "rematerialize": rematerialize,
+            "seed": 0,
+            **kwargs,
+        }
     )
 
     def loss(trainable, state, images):

@@ -88,11 +88,11 @@ def keras_models(variant: str, patch_size: int, num_layers: int | None) -> dict:
     # on PyTorch.
     ours = {**sizes, "activation": "gelu"}
     if variant.startswith("mixer"):
-        backbones = {"keras_moe": MixerBackbone(**ours)}
+        backbones = {"keras_moe": MixerBackbone.from_config(ours)}
     else:
         backbones = {
-            "keras_moe": ViTBackbone(**ours),
-            "keras_hub": keras_hub.models.ViTBackbone(**sizes),
+            "keras_moe": ViTBackbone.from_config(ours),
+            "keras_hub": keras_hub.models.ViTBackbone.from_config(sizes),
         }
     return {
         name: keras.Model(

@@ -8,7 +8,7 @@ the rest, whose static size is the next one in a short table. For each size in t
 table one loop runs over the blocks of that size, as many as there happen to be, and
 updates the output in place. (One loop with a switch over the sizes copies its
 output in every step on CPUs.) A block that is longer than its rows reads its
-neighbours' rows too; what it makes of them is not written.
+neighbours' rows too; their outputs are not written.
 """
 
 import math
@@ -46,26 +46,26 @@ def cut_into_blocks(
 
     Args:
         group_sizes: (E,) int32, the number of rows of each expert.
-        sizes: what `block_sizes` returns.
+        sizes: result of `block_sizes`.
         num_rows: R.
 
     Returns:
         The blocks, (N, 3) int32: the expert, the first row and the row after the
-        last; N is the largest number of blocks there can be. And (sizes + 1,) int32:
-        where the blocks of each size begin, for the blocks are sorted by size.
+        last; N is the largest number of blocks there can be. Beside them, the starts of
+        the blocks of each size, (sizes + 1,) int32: the blocks are sorted by size.
     """
-    largest, num_experts = sizes[-1], group_sizes.shape[0]
-    max_blocks = num_rows // largest + num_experts
+    longest, num_experts = sizes[-1], group_sizes.shape[0]
+    max_blocks = num_rows // longest + num_experts
     group_ends = ops.cumsum(group_sizes)
-    counts = (group_sizes + (largest - 1)) // largest
+    counts = (group_sizes + (longest - 1)) // longest
     block_ends = ops.cumsum(counts)
     index = ops.arange(max_blocks, dtype="int32")
     before = ops.cast(block_ends[None, :] <= index[:, None], "int32")
     # Past the last block there is no expert; any will do there.
     expert = ops.minimum(ops.sum(before, axis=1), num_experts - 1)
     place = index - ops.take(block_ends - counts, expert)
-    start = ops.take(group_ends - group_sizes, expert) + place * largest
-    end = ops.minimum(ops.take(group_ends, expert), start + largest)
+    start = ops.take(group_ends - group_sizes, expert) + place * longest
+    end = ops.minimum(ops.take(group_ends, expert), start + longest)
 
     longer = (end - start)[:, None] > ops.convert_to_tensor(sizes, "int32")[None, :]
     size = ops.sum(ops.cast(longer, "int32"), axis=1)

@@ -5,13 +5,13 @@ from jax import lax
 
 from keras_moe.ops.kernels import block_loops
 
-# Of (R, D) and (R, H) to (E, D, H): the rows are ragged and summed over.
+# (R, D) and (R, H) to (E, D, H): the rows are ragged and summed over.
 _ROWS_TIMES_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([0], [0]), ([], [])),
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
 )
-# Of (R, H) and (E, D, H) to (R, D).
+# (R, H) and (E, D, H) to (R, D).
 _ROWS_TIMES_TRANSPOSED = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([1], [2]), ([], [])),
     lhs_ragged_dimensions=[0],
@@ -32,7 +32,8 @@ def ragged_backward(rows, kernels, group_sizes, upstream):
 
 @jax.jit
 def _forward(rows, kernels, group_sizes):
-    if not isinstance(rows.shape[0], int):  # symbolic: block loops need a number
+    # Block loops need a number, which a symbolic dimension is not.
+    if not isinstance(rows.shape[0], int):
         return ragged_forward(rows, kernels, group_sizes)
     # On CPUs ragged_dot computes every expert on every row.
     return lax.platform_dependent(

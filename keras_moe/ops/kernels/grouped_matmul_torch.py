@@ -5,7 +5,8 @@ import torch
 
 def grouped_matmul(rows, kernels, group_sizes):
     """See `keras_moe.ops.grouped_matmul`."""
-    if rows.is_meta:  # Keras asks for the shape only.
+    # Keras computes the output's shape on the meta device.
+    if rows.is_meta:
         return rows.new_empty((rows.shape[0], kernels.shape[2]))
     rows, kernels = rows.contiguous(), kernels.contiguous()
     if kernel_is_valid(rows, kernels):
@@ -50,7 +51,7 @@ def with_kernel(rows, kernels, group_sizes):
 def with_loop(rows, kernels, group_sizes):
     sizes = group_sizes.tolist()
     if torch.compiler.is_exporting():
-        # The exported program reads them from data: what they can be.
+        # The exported program reads them from data, and has to know their range.
         for size in sizes:
             torch._check(size >= 0)
             torch._check(size <= rows.shape[0])

@@ -7,15 +7,15 @@ import numpy as np
 
 
 def place_like(value: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
-    """A new array that lies where another one does, of the pieces that this one needs.
+    """A new array with the sharding of another one, from the pieces of this process.
 
-    `keras.distribution.distribute_tensor` has the same result, of a whole array on
-    every process.
+    `keras.distribution.distribute_tensor` has the same result, but needs the whole
+    array on every process.
 
     Args:
-        value: a `jax.Array`, whose shape, dtype and sharding the new one gets.
-        read: gives the piece at a tuple of slices. It is asked for those of this
-            process's devices only.
+        value: `jax.Array` with the shape, dtype and sharding of the new one.
+        read: function of a tuple of slices, which gives the piece there; it is called
+            for the pieces of this process's devices only.
 
     Returns:
         A `jax.Array`.

@@ -1,0 +1,148 @@
+"""A converted model beside the source's own, on one image."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from keras_moe import models
+from keras_moe.models.conversion import sources
+from keras_moe.models.conversion.timm_names import image_normalization
+
+# Largest difference between two frameworks on one image, over the outputs' size; the
+# second in half precision.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+UNCOMPARED = "not compared with the source's model"
+TIMM_SECONDS = 1800
+
+
+class Uncompared(Exception):
+    """The reason why the source's own model cannot be asked."""
+
+
+def fixed_image(model: keras.Model) -> np.ndarray:
+    """One image (1, height, width, channels) in [-1, 1], always the same."""
+    shape = (1, *model.input_shape[1:])
+    return np.random.default_rng(0).uniform(-1, 1, shape).astype("float32")
+
+
+def verify(source: str, scheme: str, model: keras.Model, changed: bool) -> str:
+    """Compares with the source's own model, where that is possible.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    if changed:
+        return f"{UNCOMPARED}: arguments were overridden"
+    images = fixed_image(model)
+    expected = None
+    if scheme.endswith("(KerasHub)"):
+        expected = keras_hub_outputs(source, images)
+    elif scheme.endswith("(timm)"):
+        if not all(map(importlib.util.find_spec, ("timm", "torch"))):
+            return f"{UNCOMPARED}: timm is not installed here"
+        try:
+            expected = timm_outputs(source, images)
+        except Uncompared as error:
+            return f"{UNCOMPARED}: {error}"
+    if expected is None:
+        return f"{UNCOMPARED}: this program has no way to run it"
+    outputs = model.predict(images, verbose=0)
+    if outputs.shape != expected.shape:
+        return f"{UNCOMPARED}, which has another head"
+    difference = np.abs(outputs - expected).max() / max(np.abs(expected).max(), 1e-6)
+    half = "16" in model.compute_dtype
+    tolerance = HALF_TOLERANCE if half else TOLERANCE
+    if not difference < tolerance:
+        raise ValueError(
+            f"Expected the source's outputs within {tolerance} of their size; "
+            f"received: {difference:.2g}"
+        )
+    return f"outputs equal the source's own model within {difference:.1g} of their size"
+
+
+def timm_outputs(source: str, images: np.ndarray) -> np.ndarray:
+    """The outputs of timm's model, which runs in a process of its own.
+
+    It gets the files that our own reader opened: timm's loader may take a pickle,
+    whose reading runs the code in it.
+
+    Raises:
+        Uncompared: if timm cannot run it.
+    """
+    if not os.path.isdir(source) and not source.startswith("hf://"):
+        raise Uncompared("a file without its folder does not tell timm's architecture")
+    file, config = sources.open_folder(source)
+    with file:
+        files = sorted({file[name].file for name in file})
+    if "architecture" not in config:
+        raise Uncompared("no config tells timm's architecture")
+    cfg = config.get("pretrained_cfg", {})
+    sizes = {k: cfg[k] for k in ("input_size", "fixed_input_size") if k in cfg}
+    arguments = {k: config[k] for k in ("num_classes", "global_pool") if k in config}
+    arguments.update(config.get("model_args", {}), pretrained_cfg_overlay=sizes)
+    mean, std = image_normalization(config, images.shape[-1]) or (0.5, 0.5)
+    pixels = ((images + 1) / 2 - np.array(mean)) / np.array(std)
+    request = {
+        "architecture": config["architecture"],
+        "arguments": arguments,
+        "files": [os.path.abspath(path) for path in files],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        np.save(folder / "images.npy", pixels.transpose(0, 3, 1, 2).astype("float32"))
+        run_timm(folder)
+        return np.load(folder / "outputs.npy", allow_pickle=False)
+
+
+def run_timm(folder: Path) -> None:
+    """Runs `timm_outputs.py` on a request.
+
+    Raises:
+        Uncompared: if it fails, is killed by a signal or takes too long.
+    """
+    program = Path(__file__).with_name("timm_outputs.py")
+    command = [sys.executable, str(program), str(folder)]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMM_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Uncompared(f"timm took more than {TIMM_SECONDS} s") from error
+    if result.returncode < 0:
+        name = signal.Signals(-result.returncode).name
+        raise Uncompared(f"timm's process was ended by {name}")
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise Uncompared(f"timm failed with {reason}")
+
+
+def keras_hub_outputs(source: str, images: np.ndarray) -> np.ndarray | None:
+    """The outputs of KerasHub's model: the classifier's, if the preset has one."""
+    other = sources.hub_model(source)
+    if hasattr(other, "get_vision_embeddings"):
+        outputs = other.get_vision_embeddings(images)
+    elif isinstance(other.input, dict):
+        outputs = other({"images": images})
+    else:
+        # Not `predict`: a task's preprocessor would change the images.
+        outputs = other(images)
+    return keras.ops.convert_to_numpy(outputs)
+
+
+def compare_saved(preset: str, model: keras.Model) -> None:
+    """Reads the preset again: it must be the model that was saved."""
+    images = fixed_image(model)
+    again = models.from_preset(str(preset))
+    if not np.allclose(
+        again.predict(images, verbose=0), model.predict(images, verbose=0), atol=1e-5
+    ):
+        raise ValueError(f"Expected the saved model back from {preset}; it differs")

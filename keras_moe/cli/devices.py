@@ -1,0 +1,92 @@
+"""Distributions of programs that train or evaluate on many devices."""
+
+import argparse
+from typing import Any
+
+import keras
+
+from keras_moe import distribution
+
+
+def start_processes(args: argparse.Namespace) -> None:
+    """Joins the other processes, if there are any: before all else.
+
+    Args:
+        args: see `commands.add_devices`.
+
+    Raises:
+        ValueError: if only some of the three arguments are given.
+    """
+    processes = (args.coordinator, args.num_processes, args.process_id)
+    if all(value is None for value in processes):
+        return
+    if any(value is None for value in processes):
+        raise ValueError(
+            "Expected --coordinator, --num-processes and --process-id together; "
+            f"received: {processes}"
+        )
+    keras.distribution.initialize(*processes)
+
+
+def set_devices(
+    args: argparse.Namespace, preset: str, batch_size: int, **overrides: Any
+) -> keras.distribution.ModelParallel | None:
+    """Sets the distribution for a model to be made, if --devices asks for one.
+
+    Args:
+        args: see `commands.add_devices`.
+        preset: the model.
+        batch_size: images in a batch.
+        **overrides: overrides of the model's arguments.
+
+    Returns:
+        The distribution, or None.
+
+    Raises:
+        ValueError: as `keras_moe.distribution.auto`, if there are fewer devices, or if
+            a layout is asked for without --devices.
+    """
+    if args.devices is None:
+        if args.num_processes is not None:
+            raise ValueError(
+                "Expected --devices with several processes, each of which would train "
+                "a model of its own"
+            )
+        if args.expert_parallel is not None or args.model_parallel != 1:
+            raise ValueError(
+                "Expected --devices with --expert-parallel and --model-parallel"
+            )
+        return None
+    if args.num_processes is not None:
+        # Each process reads images of its own: all its devices, and no model of which
+        # another has a part.
+        count = len(keras.distribution.list_devices())
+        own = count // args.num_processes
+        if args.devices not in ("all", count) or own % args.model_parallel:
+            raise ValueError(
+                f"Expected all {count} devices of the processes, and "
+                f"--model-parallel to divide the {own} of each; received: "
+                f"--devices {args.devices}, --model-parallel {args.model_parallel}"
+            )
+    # Other backends than JAX have none to list; `auto` says what works there.
+    devices = None
+    if keras.backend.backend() == "jax" and args.devices != "all":
+        devices = keras.distribution.list_devices()
+        if args.devices > len(devices):
+            raise ValueError(
+                f"Expected at most {len(devices)} devices; "
+                f"received: --devices {args.devices}"
+            )
+        devices = devices[: args.devices]
+    chosen = distribution.auto(
+        preset,
+        devices,
+        args.expert_parallel,
+        args.model_parallel,
+        batch_size,
+        # A recipe gives each process its own part of a batch.
+        auto_shard_dataset=False,
+        **overrides,
+    )
+    keras.distribution.set_distribution(chosen)
+    return chosen

@@ -1,0 +1,309 @@
+"""`keras-moe evaluate`: a preset's figures on the images of any source.
+
+Axes: N images, C classes of the model.
+"""
+
+import argparse
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from keras_moe import data, evaluation, models
+from keras_moe.cli.devices import set_devices
+from keras_moe.cli.prediction import accuracy, predict
+from keras_moe.cli.result import Result, show_all
+from keras_moe.data.label_hierarchy import as_hierarchy
+from keras_moe.data.sources import open_source
+from keras_moe.evaluation.average_precision import mean_of_defined
+
+METRICS = ("accuracy", "average_precision", "few_shot")
+# Scores of all images are needed, from a head.
+OF_HEADS = METRICS[:2]
+
+
+class Images(NamedTuple):
+    """The images to evaluate on.
+
+    Attributes:
+        source: source, as `keras_moe.data.load` takes it.
+        test_split: split whose figures are wanted.
+        train_split: split from which shots are drawn.
+        data_dir: folder of TensorFlow Datasets, or None.
+        hierarchy: file of a `LabelHierarchy`, or None.
+        several: whether images have several labels.
+    """
+
+    source: str
+    test_split: str
+    train_split: str
+    data_dir: str | None
+    hierarchy: str | None
+    several: bool
+
+    def batches(self, split: str, image_shape: tuple, batch_size: int) -> Any:
+        """The batches of a split in order: labels are integers, or 0-1 vectors."""
+        return data.load(
+            self.source,
+            split,
+            image_shape,
+            batch_size,
+            shuffle=False,
+            one_hot=self.several,
+            data_dir=self.data_dir,
+            multi_label=self.several,
+            hierarchy=self.hierarchy,
+        )
+
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes in the order of the labels, if they have names."""
+        if self.hierarchy is not None:
+            return tuple(as_hierarchy(self.hierarchy).classes)
+        return data.class_names(self.source, self.data_dir)
+
+
+def run(args: argparse.Namespace, console: Console) -> Result:
+    """Evaluates, and returns the figures.
+
+    Args:
+        args: see `commands.evaluate`.
+        console: for people.
+    """
+    preset, recipe = find_run(args.preset)
+    images = find_images(args, recipe)
+    overrides = dict(args.set)
+    if preset in models.list_presets():
+        warnings.warn(
+            f"{preset} is an architecture without weights: these are figures of random "
+            "ones",
+            stacklevel=1,
+        )
+    before = keras.distribution.distribution()
+    try:
+        set_devices(args, preset, args.batch_size, **overrides)
+        model = models.from_preset(preset, **overrides)
+        figures = evaluate(model, images, args, console)
+    finally:
+        keras.distribution.set_distribution(before)
+    values = {
+        "preset": args.preset,
+        "data": images.source,
+        "split": images.test_split,
+        "backend": keras.backend.backend(),
+        **figures,
+    }
+    return Result(values, show_all(figures_table(values)))
+
+
+def find_run(preset: str) -> tuple[str, dict]:
+    """The preset of a run's folder, and the settings of its recipe.
+
+    Args:
+        preset: a folder that `keras-moe train` wrote, its `preset`, or any other
+            preset, whose recipe is unknown: an empty dict.
+    """
+    folder = Path(preset).expanduser()
+    if (folder / "preset").is_dir() and (folder / "results.json").is_file():
+        run_folder = folder
+    elif folder.name == "preset" and (folder.parent / "results.json").is_file():
+        run_folder = folder.parent
+    else:
+        return preset, {}
+    path = run_folder / "results.json"
+    try:
+        recipe = json.loads(path.read_text(encoding="utf-8"))["recipe"]
+        return str(run_folder / "preset"), {**recipe["data"], **recipe["objective"]}
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"Expected the results of keras-moe train in {path}; received: {error!r}"
+        ) from error
+
+
+def find_images(args: argparse.Namespace, recipe: dict) -> Images:
+    """The images that are asked for, or those of the run."""
+    if args.data is None and "source" not in recipe:
+        raise ValueError(
+            "Expected --data, or the folder of a run that says what it was trained "
+            f"on; received: preset={args.preset!r}"
+        )
+    if args.data not in (None, recipe.get("source")):
+        recipe = {}
+    source = args.data or recipe["source"]
+    test_split = args.split or recipe.get("test_split", "test")
+    classes = open_source(source, test_split, args.data_dir).classes
+    hierarchy = args.hierarchy or recipe.get("hierarchy")
+    several = classes.max_labels is not None or hierarchy is not None
+    return Images(
+        source,
+        test_split,
+        args.train_split or recipe.get("train_split", "train"),
+        args.data_dir,
+        hierarchy,
+        several,
+    )
+
+
+def evaluate(
+    model: keras.Model, images: Images, args: argparse.Namespace, console: Console
+) -> dict:
+    """The figures of a model by metric, JSON-serialisable."""
+    metrics = chosen_metrics(args.metrics, model, images)
+    outputs = {}
+    if set(metrics) & set(OF_HEADS):
+        # Before the images are read: classes that do not fit.
+        places = class_places(model, images)
+        outputs["logits"] = model.output
+    if "few_shot" in metrics:
+        outputs["features"] = pooled_features(model)
+    shape = getattr(model, "backbone", model).image_shape
+    inference = keras.Model(model.input, outputs)
+
+    def predict_split(inference, split):
+        batches = images.batches(split, shape, args.batch_size)
+        if console.is_terminal:
+            batches = track(batches, split, console=console, transient=True)
+        return predict(inference, batches, args.batch_size)
+
+    found, labels = predict_split(inference, images.test_split)
+    figures = {"images": len(labels)}
+    if "logits" in outputs:
+        figures["classes"] = model.num_classes
+        scores = found["logits"].astype("float32")
+        figures |= figures_of_scores(scores, in_model(labels, places, model), metrics)
+    if "few_shot" in metrics:
+        features = keras.Model(model.input, {"features": outputs["features"]})
+        pool, pool_labels = predict_split(features, images.train_split)
+        result = evaluation.few_shot(
+            pool["features"],
+            pool_labels,
+            found["features"],
+            labels,
+            shots=args.shots,
+            seeds=args.seeds,
+        )
+        figures["few_shot"] = {
+            f"{k}_shot": {"mean": float(mean), "std": float(std), "l2": float(l2)}
+            for k, mean, std, l2 in zip(
+                result.shots, result.mean, result.std, result.best_l2
+            )
+        }
+    return figures
+
+
+def chosen_metrics(
+    metrics: Sequence[str] | None, model: keras.Model, images: Images
+) -> tuple[str, ...]:
+    """The metrics to compute: those asked for, or all that labels and model allow."""
+    has_head = hasattr(model, "num_classes")
+    possible = (
+        *(("average_precision" if images.several else "accuracy",) if has_head else ()),
+        *(() if images.several else ("few_shot",)),
+    )
+    if metrics is None and possible:
+        return possible
+    for name in metrics or ("few_shot",):
+        if name in OF_HEADS and not has_head:
+            raise ValueError(
+                f"Expected a preset with a head for --metrics {name}, or --metrics "
+                f"few_shot; received: a {type(model).__name__}"
+            )
+        if name != "average_precision" and images.several:
+            raise ValueError(
+                f"Expected one label for each image for --metrics {name}; received: "
+                f"{images.source!r}, whose images have several"
+            )
+    return tuple(metrics)
+
+
+def pooled_features(model: keras.Model) -> Any:
+    """The symbolic features (N, D) that a head reads, or would read."""
+    features = model.features
+    return features["pooled"] if isinstance(features, dict) else features
+
+
+def class_places(model: keras.Model, images: Images) -> np.ndarray:
+    """The number in the model of each of the data's classes.
+
+    They are matched by name where both have names, and by number otherwise. Data may
+    lack classes of the model.
+
+    Raises:
+        ValueError: if the model does not know a class.
+    """
+    theirs = images.class_names()
+    ours = getattr(getattr(model, "preprocessor", None), "class_names", None)
+    needless = "; --metrics few_shot needs no head"
+    if theirs is not None and ours is not None:
+        place = {name: index for index, name in enumerate(ours)}
+        unknown = [name for name in theirs if name not in place]
+        if unknown:
+            raise ValueError(
+                f"Expected classes that the model knows; received: {unknown[:5]}, and "
+                f"{len(unknown)} of {len(theirs)} in all, of {images.source!r}"
+                f"{needless}"
+            )
+        return np.array([place[name] for name in theirs])
+    count = len(theirs or ()) or data.num_classes(images.source, images.data_dir)
+    if count != model.num_classes:
+        raise ValueError(
+            f"Expected data of the model's {model.num_classes} classes; received: "
+            f"{count} classes of {images.source!r}{needless}"
+        )
+    return np.arange(count)
+
+
+def in_model(labels: np.ndarray, places: np.ndarray, model: keras.Model) -> np.ndarray:
+    """Labels of the data as labels of the model."""
+    if labels.ndim == 1:
+        return places[labels]
+    vectors = np.zeros((len(labels), model.num_classes), labels.dtype)
+    vectors[:, places] = labels
+    return vectors
+
+
+def figures_of_scores(
+    scores: np.ndarray, labels: np.ndarray, metrics: Sequence[str]
+) -> dict:
+    """The figures that follow from the outputs of a head.
+
+    Args:
+        scores: (N, C), logits or probabilities.
+        labels: (N,) integers, or (N, C) 0-1 vectors.
+        metrics: names of `METRICS`.
+    """
+    figures = {}
+    if "accuracy" in metrics:
+        figures["accuracy"] = accuracy(scores, labels)
+    if "average_precision" in metrics:
+        is_one = labels.ndim == 1
+        labels = labels[:, None] if is_one else labels
+        if not is_one:
+            figures["precision_at_1"] = evaluation.precision_at_1(labels, scores)
+        by_class = evaluation.average_precision(labels, scores, sparse_labels=is_one)
+        figures["mean_average_precision"] = mean_of_defined(by_class)
+        figures["average_precision"] = by_class.tolist()
+    return figures
+
+
+def figures_table(values: dict) -> Table:
+    """A row for each figure."""
+    table = Table(
+        title=f"{values['preset']} on {values['images']:,} images of "
+        f"{values['data']} {values['split']}"
+    )
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    for name in ("accuracy", "precision_at_1", "mean_average_precision"):
+        if name in values:
+            table.add_row(name.replace("_", " "), f"{values[name]:.2%}")
+    for name, row in values.get("few_shot", {}).items():
+        label = f"{name.replace('_', '-')} accuracy"
+        table.add_row(label, f"{row['mean']:.2%} ± {row['std']:.2%}")
+    return table

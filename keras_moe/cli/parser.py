@@ -1,0 +1,209 @@
+"""Arguments that sub-commands share, and how they are read.
+
+Only the standard library is imported: help is printed before Keras is there.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# The value of `--json` without a file.
+STDOUT = "-"
+
+
+class UsageError(ValueError):
+    """A command line that cannot be parsed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are exceptions, and whose help has examples.
+
+    Args:
+        examples: example commands, one a line; the last part of the help.
+        description: paragraphs, with an empty line between them.
+        **kwargs: see `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, examples: str = "", description: str = "", **kwargs: Any):
+        width = min(shutil.get_terminal_size().columns - 2, 88)
+        paragraphs = [textwrap.fill(x, width) for x in description.split("\n\n")]
+        super().__init__(
+            description="\n\n".join(paragraphs),
+            epilog=f"examples:\n{textwrap.indent(examples, '  ')}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **kwargs,
+        )
+
+    def error(self, message: str):
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Adds `--json` and `--traceback`, which every sub-command has."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        type=_json_file,
+        metavar="FILE.json",
+        help="print the results as JSON in the place of tables; with a name, write "
+        "them to that file beside the tables",
+    )
+    group.add_argument(
+        "--traceback",
+        action="store_true",
+        help="show where an error comes from; KERAS_MOE_TRACEBACK=1 does the same",
+    )
+
+
+def add_preset(parser: argparse.ArgumentParser, name: str = "preset", **kwargs) -> None:
+    """Adds the model: a positional `PRESET`, or an option where it has a default.
+
+    Args:
+        parser: parser to add it to.
+        name: `"preset"` for the positional, `"--preset"` for the option.
+        **kwargs: see `add_argument`.
+    """
+    what = "a built-in name, a folder, an hf:// handle or published weights"
+    kwargs = {"metavar": "PRESET", "help": what, **kwargs}
+    parser.add_argument(name, **kwargs)
+
+
+def add_data(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
+    """Adds `--data` and `--data-dir`, the images as `keras_moe.data.load` takes them.
+
+    Args:
+        parser: parser to add them to.
+        **kwargs: see `add_argument`, for `--data`.
+    """
+    what = "digits, tfds:NAME, tfrecord:GLOB or folder:PATH"
+    more = kwargs.pop("help", "")
+    parser.add_argument("--data", metavar="SOURCE", help=what + more, **kwargs)
+    parser.add_argument(
+        "--data-dir", metavar="FOLDER", help="folder of TensorFlow Datasets"
+    )
+
+
+def add_overrides(
+    parser: argparse.ArgumentParser,
+    option: str = "--set",
+    what: str = "arguments of the model, as in from_preset",
+    example: str = "num_experts=8 image_shape=[384,384,3]",
+) -> None:
+    """Adds an option of `NAME=VALUE` pairs; `dict` of its value are the overrides.
+
+    Args:
+        parser: parser to add it to.
+        option: the option's name.
+        what: words for that which is overridden.
+        example: pairs for the help.
+    """
+    parser.add_argument(
+        option,
+        nargs="+",
+        action="extend",
+        default=[],
+        type=override,
+        metavar="NAME=VALUE",
+        help=f"override {what}; values are JSON, or else strings: {example}",
+    )
+
+
+def override(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE` as a name and a value.
+
+    Args:
+        text: an argument; its value is JSON, or else a string.
+
+    Raises:
+        argparse.ArgumentTypeError: without a name and "=", or if the value begins as
+            JSON and is none, or is Python in the place of JSON.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"Expected NAME=VALUE; received: {text}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError as error:
+        if value[:1] in ("[", "{", '"'):
+            raise argparse.ArgumentTypeError(
+                f"Expected JSON after {name}=; received: {value} "
+                f"({error.msg} at character {error.pos})"
+            ) from error
+    as_json = {"True": "true", "False": "false", "None": "null"}.get(value)
+    if as_json:
+        raise argparse.ArgumentTypeError(
+            f"Expected JSON, {name}={as_json}; received: {text}"
+        )
+    return name, value
+
+
+def at_least(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
+    """An argument's type: integers from a minimum on.
+
+    Args:
+        minimum: smallest integer.
+        maximum: largest integer.
+    """
+    what = f"at least {minimum}"
+    if maximum < math.inf:
+        what = f"{minimum} to {maximum}"
+
+    def parse(text: str) -> int:
+        value = _parsed(int, "an integer", text)
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"Expected {what}; received: {text}")
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """An argument's type: finite numbers above 0."""
+    value = _parsed(float, "a number", text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"Expected a finite number above 0; received: {text}"
+        )
+    return value
+
+
+def integer_or(word: str, minimum: int = 1) -> Callable[[str], int | str]:
+    """An argument's type: one word, or integers from a minimum on.
+
+    Args:
+        word: the word.
+        minimum: smallest integer.
+    """
+    integer = at_least(minimum)
+    return lambda text: text if text == word else integer(text)
+
+
+def json_or_string(text: str) -> Any:
+    """An argument's type: a JSON value, or else a string."""
+    return override(f"VALUE={text}")[1]
+
+
+def _parsed(kind, what, text):
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"Expected {what}; received: {text}"
+        ) from error
+
+
+def _json_file(text: str) -> str:
+    """A file of `--json`, which must not take the argument that stands behind it."""
+    if text != STDOUT and Path(text).suffix != ".json":
+        raise argparse.ArgumentTypeError(
+            f"Expected a file that ends with .json, or none; received: {text}"
+        )
+    return text

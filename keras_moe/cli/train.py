@@ -1,0 +1,223 @@
+"""`keras-moe train`: a model trained by a recipe, and what came of it on disk."""
+
+import argparse
+import importlib.util
+import json
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import keras_moe
+from keras_moe import data, training
+from keras_moe.analysis import plots
+from keras_moe.cli.devices import set_devices, start_processes
+from keras_moe.cli.result import Result
+from keras_moe.files import write_json
+
+
+def run(args: argparse.Namespace, console: Console) -> Result | None:
+    """Trains, and saves the model, the results and the pictures.
+
+    Args:
+        args: see `commands.train`.
+        console: for people.
+
+    Returns:
+        None in all processes but the first.
+    """
+    begin = time.perf_counter()
+    start_processes(args)
+    recipe = branch(args, load_recipe(args))
+    folder = args.output or Path("runs") / recipe.name
+    folder.mkdir(parents=True, exist_ok=True)
+    number, num_processes = data.process_shard()
+    if num_processes > 1 and args.few_shot_every:
+        raise ValueError(
+            "Expected --few-shot-every 0 with several processes, none of which has all "
+            "outputs of a model; received: "
+            f"--few-shot-every {args.few_shot_every}, processes={num_processes}"
+        )
+    if number == 0:
+        console.print(settings_table(recipe))
+    trained = fit(args, recipe, folder)
+    if number:
+        return None
+    trained.model.save_to_preset(folder / "preset")
+    results = results_of(recipe, trained, folder)
+    results["seconds"] = time.perf_counter() - begin
+    write_json(folder / "results.json", results)
+    # The last, as it needs matplotlib.
+    draw(results, f"{recipe.name} on {recipe.data.source}", folder)
+
+    def show(console: Console) -> None:
+        for name, value in {
+            results["metric"]: f"{results['score']:.4f}",
+            "parameters": f"{results['parameters']:,}",
+            "seconds": f"{results['seconds']:.0f}",
+            "preset": folder / "preset",
+            "results": folder / "results.json",
+            "picture": folder / "training.png",
+        }.items():
+            console.print(f"{name:<18} {value}", highlight=False)
+
+    return Result(results, show)
+
+
+def load_recipe(args: argparse.Namespace) -> training.Recipe:
+    """The recipe, with what the command line overrides."""
+    overrides = dict(args.recipe_set)
+    overrides |= {f"model.{name}": value for name, value in args.set}
+    if args.data is not None:
+        overrides["data.source"] = args.data
+    if args.preset is not None:
+        overrides["model.preset"] = args.preset
+    return training.load_recipe(args.recipe, **overrides)
+
+
+def fit(
+    args: argparse.Namespace, recipe: training.Recipe, folder: Path
+) -> training.Training:
+    """Trains, on the devices that are asked for."""
+    number, num_processes = data.process_shard()
+    checkpoints = folder / "checkpoints"
+    before = keras.distribution.distribution()
+    try:
+        set_devices(
+            args,
+            recipe.model.preset,
+            recipe.data.batch_size // recipe.optimizer.gradient_accumulation_steps,
+            **recipe.model.overrides,
+        )
+        trained = training.train(
+            recipe,
+            data_dir=args.data_dir,
+            callbacks=lambda model, datasets: watchers(
+                args, recipe, folder, model, datasets
+            ),
+            checkpoint_dir=checkpoints,
+            checkpoint_every=args.checkpoint_every,
+            keep_checkpoints=args.keep_checkpoints,
+            keep_every=args.keep_every,
+            resume=not args.restart,
+            branch_from=args.branch_from,
+            extend=args.extend,
+            verbose="auto" if number == 0 else 0,
+        )
+    finally:
+        keras.distribution.set_distribution(before)
+    if num_processes > 1 and number == 0:
+        # No process has all weights; their pieces are in the last checkpoint.
+        trained = training.train(
+            recipe, data_dir=args.data_dir, checkpoint_dir=checkpoints
+        )
+    return trained
+
+
+def results_of(
+    recipe: training.Recipe, trained: training.Training, folder: Path
+) -> dict:
+    """The settings, and what came of all lives of the run."""
+    state = training.find_checkpoint(folder / "checkpoints").state["callbacks"]
+    backend = keras.backend.backend()
+    return {
+        "recipe": recipe.to_dict(),
+        "backend": backend,
+        "versions": {
+            "keras_moe": keras_moe.__version__,
+            "keras": keras.__version__,
+            backend: importlib.import_module(backend).__version__,
+        },
+        "parameters": trained.model.count_params(),
+        "metric": recipe.objective.headline.metric,
+        "score": trained.score,
+        "history": trained.history,
+        "router_health": state.get("RouterHealth 1", {}).get("layers", []),
+        "evaluations": state.get("PeriodicEvaluation 1", {}).get("records", []),
+    }
+
+
+def draw(results: dict, title: str, folder: Path) -> None:
+    """Draws the curves, and how the routers did."""
+    # What callbacks measured has a slash in its name.
+    curves = {name: x for name, x in results["history"].items() if "/" not in name}
+    plots.plot_training_history(curves, folder / "training.png", title=title)
+    if results["router_health"]:
+        plots.plot_router_health(
+            folder / "router_health.csv", folder / "router_health.png", title=title
+        )
+
+
+def branch(args: argparse.Namespace, recipe: training.Recipe) -> training.Recipe:
+    """The recipe of a cooldown, if --cooldown asks for one."""
+    if args.cooldown is None:
+        return recipe
+    if args.branch_from is None:
+        raise ValueError("Expected --branch-from with --cooldown")
+    batches = training.open_checkpoint(args.branch_from).step
+    accumulated = recipe.optimizer.gradient_accumulation_steps
+    start, rest = divmod(batches, accumulated)
+    if rest:
+        raise ValueError(
+            "Expected a checkpoint after an update of the weights, every "
+            f"{accumulated} batches; received: {batches} batches"
+        )
+    return training.cooldown_branch(recipe, start, args.cooldown)
+
+
+def watchers(
+    args: argparse.Namespace,
+    recipe: training.Recipe,
+    folder: Path,
+    model: keras.Model,
+    datasets: training.Datasets,
+) -> list[keras.callbacks.Callback]:
+    """Callbacks that evaluate the model at regular intervals."""
+    callbacks = []
+    if data.process_shard()[1] > 1:
+        # Keras's `predict` reads outputs that no process has as a whole.
+        return callbacks
+    if args.health_every and model.routing:
+        images, _ = next(iter(datasets.test))
+        has_tensorboard = importlib.util.find_spec("tensorboardX") is not None
+        callbacks.append(
+            training.RouterHealth(
+                np.asarray(images),
+                every=args.health_every,
+                csv_path=folder / "router_health.csv",
+                tensorboard=folder / "tensorboard" if has_tensorboard else None,
+            )
+        )
+    if args.few_shot_every:
+        source = args.few_shot_data or recipe.data.source
+        splits = ("train", "test")
+        if args.few_shot_data is None:
+            splits = (recipe.data.train_split, recipe.data.test_split)
+        pools = [
+            data.load(
+                source,
+                split,
+                model.backbone.image_shape,
+                shuffle=False,
+                data_dir=args.data_dir,
+            )
+            for split in splits
+        ]
+        few_shot = training.FewShot(*pools, shots=args.shots)
+        callbacks.append(
+            training.PeriodicEvaluation({"few_shot": few_shot}, args.few_shot_every)
+        )
+    return callbacks
+
+
+def settings_table(recipe: training.Recipe) -> Table:
+    table = Table(title=f"{recipe.name} on {keras.backend.backend()}")
+    table.add_column("setting")
+    table.add_column("value", overflow="fold")
+    for name, value in recipe.settings().items():
+        if name != "name" and value != "":
+            table.add_row(name, value if isinstance(value, str) else json.dumps(value))
+    return table

@@ -1,0 +1,304 @@
+"""Kernels stacked by expert: how they are adapted, quantised and stored.
+
+Axes: E experts, D hidden, H mlp, X inputs and Y outputs of a kernel, R rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_moe.checks import check_integer
+from keras_moe.layers.initializers import PerExpert
+
+
+class ExpertKernels(keras.layers.Layer):
+    """Base class of layers that apply linear maps of their own for each expert.
+
+    `enable_lora` adds a low-rank pair to each expert's kernels. `quantize("int8")`
+    stores the kernels as int8 with a scale per expert and output channel, and leaves
+    the tokens as they are: with few tokens per expert, the weights' memory traffic is
+    the cost.
+
+    Both act on this layer and not on layers inside it, since `Model.quantize` passes
+    over those that have some.
+
+    Subclasses name their linear maps (`linear_names`), set `use_bias` and `lora_rank`,
+    and give the shapes of all weights (`weight_shapes`), in which the map "hidden" has
+    the weights `hidden_kernel` (E, X, Y) and `hidden_bias` (E, Y).
+
+    Args:
+        **kwargs: see `keras.layers.Layer`.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.lora_enabled = False
+
+    @property
+    def linear_names(self) -> tuple[str, ...]:
+        """The names of the linear maps in the order in which they are saved."""
+        raise NotImplementedError
+
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the kernels and biases by name.
+
+        Args:
+            shape: (num_rows, dim).
+        """
+        raise NotImplementedError
+
+    def add_kernels(self, dim: int, kernel_initializer: Any, bias_initializer: Any):
+        """Adds kernels and biases, and the low-rank pairs if there is a rank.
+
+        Args:
+            dim: D.
+            kernel_initializer: initializer of a kernel (E, X, Y).
+            bias_initializer: initializer of a bias (E, Y).
+        """
+        self._dim = dim
+        if self.quantization_mode is not None:
+            _check_mode(self.quantization_mode)
+            self._add_int8_kernels()
+        else:
+            for name, shape in self._kernel_shapes().items():
+                kernel = self.add_weight(
+                    name=name, shape=shape, initializer=kernel_initializer
+                )
+                setattr(self, name, kernel)
+        for name, shape in self.weight_shapes((None, dim)).items():
+            if name.endswith("_bias"):
+                bias = self.add_weight(
+                    name=name, shape=shape, initializer=bias_initializer
+                )
+                setattr(self, name, bias)
+        # `enable_lora` is for built layers.
+        self.built = True
+        if self.lora_rank is not None:
+            self.enable_lora(self.lora_rank, self.lora_alpha)
+
+    def linear(self, name: str, x: Any, matmul: Callable, by_row: Callable) -> Any:
+        """One linear map of every expert.
+
+        Args:
+            name: the name of the map.
+            x: the inputs, sorted by expert.
+            matmul: function of `x` and kernels (E, X, Y), which multiplies each row by
+                the kernel of its expert.
+            by_row: function of a tensor (E, Y), which gives each row that of its
+                expert.
+
+        Returns:
+            The outputs, in the order of `x`.
+        """
+        kernel = getattr(self, f"{name}_kernel")
+        if self.quantization_mode is None:
+            outputs = matmul(x, kernel)
+        else:
+            # Whole numbers up to 127 are exact in every float type.
+            outputs = matmul(x, ops.cast(kernel, x.dtype))
+            scale = by_row(getattr(self, f"{name}_scale"))
+            outputs = ops.cast(ops.divide(outputs, scale), x.dtype)
+        if self.lora_enabled:
+            a, b = self._lora_pair(name)
+            change = matmul(matmul(x, ops.cast(a, x.dtype)), ops.cast(b, x.dtype))
+            outputs = outputs + self._lora_scaling * change
+        if self.use_bias:
+            outputs = outputs + by_row(getattr(self, f"{name}_bias"))
+        return outputs
+
+    def _kernel_shapes(self):
+        shapes = self.weight_shapes((None, self._dim))
+        return {
+            name: shapes[name]
+            for name in (f"{linear}_kernel" for linear in self.linear_names)
+        }
+
+    # Low-rank adaptation
+
+    def enable_lora(
+        self,
+        rank: int,
+        lora_alpha: float | None = None,
+        a_initializer: Any = "he_uniform",
+        b_initializer: Any = "zeros",
+    ) -> None:
+        """Freezes all weights, and adds a low-rank pair to each expert's kernels.
+
+        Each kernel W of an expert becomes W + (lora_alpha / rank) A B with an A and a B
+        of its own. `save_weights`, `save` and presets store the sum, so that the loaded
+        layer has no pairs any more, or, where they are enabled already, pairs that
+        change nothing yet.
+
+        Args:
+            rank: rank of A B.
+            lora_alpha: scale of A B, times `rank`; None takes `rank`.
+            a_initializer: initializer of one expert's A.
+            b_initializer: initializer of one expert's B; zeros leave the outputs as
+                they were.
+
+        Raises:
+            ValueError: if the layer is not built, or it has its pairs already.
+        """
+        rank = check_integer("rank", rank)
+        if not self.built or self.lora_enabled:
+            raise ValueError(
+                "Expected a built layer, on which enable_lora was not called before; "
+                f"received: built={self.built}, lora_enabled={self.lora_enabled}"
+            )
+        self._tracker.unlock()
+        for kernel, (num_experts, inputs, outputs) in self._kernel_shapes().items():
+            name = kernel.removesuffix("_kernel")
+            shapes = {
+                "a": (num_experts, inputs, rank),
+                "b": (num_experts, rank, outputs),
+            }
+            for part, initializer in (("a", a_initializer), ("b", b_initializer)):
+                pair_weight = self.add_weight(
+                    name=f"{name}_lora_{part}",
+                    shape=shapes[part],
+                    initializer=PerExpert(initializer),
+                    # As in Keras: half precision would lose small changes.
+                    dtype="float32",
+                )
+                setattr(self, f"{name}_lora_{part}", pair_weight)
+        for name in self._weight_names:
+            getattr(self, name).trainable = False
+        self._tracker.lock()
+        self.lora_enabled = True
+        self.lora_rank = rank
+        self.lora_alpha = lora_alpha
+
+    @property
+    def _lora_scaling(self):
+        return 1.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
+
+    def _lora_pair(self, name):
+        return getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+
+    # Quantisation
+
+    def quantize(self, mode: str, type_check: bool = True, config: Any = None) -> None:
+        """Stores the kernels as int8, with a float32 scale per output channel.
+
+        Args:
+            mode: `"int8"`.
+            type_check: an argument of `Model.quantize`, which is not used.
+            config: None, or a `keras.quantizers.Int8QuantizationConfig`, whose
+                `weight_quantizer` is applied to each expert's kernel. Tokens are not
+                quantised, whatever its `activation_quantizer` is.
+
+        Raises:
+            NotImplementedError: if `mode` is another one.
+        """
+        _check_mode(mode)
+        quantizer = getattr(config, "weight_quantizer", None)
+        if quantizer is None:
+            quantizer = keras.quantizers.AbsMaxQuantizer(axis=0)
+        values = {}
+        for name in self.linear_names:
+            kernel = ops.convert_to_numpy(
+                ops.cast(getattr(self, f"{name}_kernel"), "float32")
+            )
+            values.update(_int8(name, kernel, quantizer))
+            delattr(self, f"{name}_kernel")
+        self._add_int8_kernels()
+        for name, value in values.items():
+            getattr(self, name).assign(value)
+        policy = self.dtype_policy
+        if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+            policy = policy[self.path]
+        if policy.quantization_mode is None:
+            self.dtype_policy = keras.dtype_policies.get(f"{mode}_from_{policy.name}")
+
+    def _add_int8_kernels(self):
+        for kernel, (num_experts, inputs, outputs) in self._kernel_shapes().items():
+            name = kernel.removesuffix("_kernel")
+            self._add_frozen(kernel, (num_experts, inputs, outputs), "zeros", "int8")
+            self._add_frozen(f"{name}_scale", (num_experts, outputs), "ones", "float32")
+        self._is_quantized = True
+
+    def _add_frozen(self, name, shape, initializer, dtype):
+        frozen = self.add_weight(
+            name=name,
+            shape=shape,
+            initializer=initializer,
+            dtype=dtype,
+            autocast=False,
+            trainable=False,
+        )
+        setattr(self, name, frozen)
+
+    def _int8_call(self, *args, **kwargs):
+        return self.call(*args, **kwargs)
+
+    # Saving
+
+    @property
+    def _weight_names(self):
+        """The weights in the order in which they are saved."""
+        parts = ("kernel", "bias") if self.use_bias else ("kernel",)
+        return [f"{name}_{part}" for name in self.linear_names for part in parts]
+
+    def _saved_weights(self):
+        scales = [f"{name}_scale" for name in self.linear_names]
+        return self._weight_names + (scales if self.quantization_mode else [])
+
+    def save_own_variables(self, store):
+        values = {name: getattr(self, name) for name in self._saved_weights()}
+        if self.lora_enabled:
+            for name in self.linear_names:
+                values.update(self._merged(name))
+        for index, value in enumerate(values.values()):
+            store[str(index)] = value
+
+    def load_own_variables(self, store):
+        names = self._saved_weights()
+        if len(store.keys()) != len(names):
+            raise ValueError(
+                f"Expected the {len(names)} weights {', '.join(names)} of "
+                f"{type(self).__name__} with "
+                f"quantization_mode={self.quantization_mode!r}; received: "
+                f"{len(store.keys())} weights"
+            )
+        for index, name in enumerate(names):
+            getattr(self, name).assign(store[str(index)])
+        if self.lora_enabled:
+            # The stored kernels have the pairs in them.
+            for name in self.linear_names:
+                _, b = self._lora_pair(name)
+                b.assign(ops.zeros(b.shape))
+
+    def _merged(self, name):
+        """The kernel with its low-rank pairs in it, as it is stored."""
+        kernel = getattr(self, f"{name}_kernel")
+        value = ops.convert_to_numpy(ops.cast(kernel, "float32"))
+        if self.quantization_mode is not None:
+            scale = ops.convert_to_numpy(getattr(self, f"{name}_scale"))
+            value = value / scale[:, None]
+        a, b = (ops.convert_to_numpy(part) for part in self._lora_pair(name))
+        value = value + self._lora_scaling * np.matmul(a, b)
+        if self.quantization_mode is not None:
+            return _int8(name, value, keras.quantizers.AbsMaxQuantizer(axis=0))
+        return {f"{name}_kernel": ops.cast(value, kernel.dtype)}
+
+
+def _check_mode(mode):
+    if mode != "int8":
+        # `Model.quantize` warns of it and goes on.
+        raise NotImplementedError(
+            f"Expected mode='int8' for Experts; received: mode={mode!r}"
+        )
+
+
+def _int8(name, kernel, quantizer):
+    """A float32 kernel (E, X, Y) as int8, and its scales (E, Y)."""
+    values, scales = [], []
+    for matrix in kernel:
+        value, scale = quantizer(matrix, to_numpy=True)
+        values.append(ops.convert_to_numpy(value))
+        # A scale may be one for the whole matrix.
+        scales.append(np.broadcast_to(scale, (1, matrix.shape[1]))[0])
+    return {f"{name}_kernel": np.stack(values), f"{name}_scale": np.stack(scales)}

@@ -1,0 +1,378 @@
+"""Which blocks of an encoder are mixtures of experts, and of what: one description.
+
+Axes: N tokens, S group_size, E experts, C capacity, K selected experts, H mlp.
+"""
+
+import dataclasses
+from typing import Any
+
+import keras
+
+from keras_moe import losses
+from keras_moe.checks import (
+    check_argument_names,
+    check_bool,
+    check_integer,
+    check_one_of,
+    check_positive,
+)
+from keras_moe.layers import activations
+from keras_moe.layers.experts import Experts
+from keras_moe.layers.moe import MoE
+from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
+from keras_moe.ops.expert_kinds import ExpertKinds, expert_kinds
+from keras_moe.routers.registry import (
+    router_class,
+    router_class_for_kinds,
+    router_name,
+)
+from keras_moe.routers.router import Router, RouterSite
+
+# In the place of a value: the default of the router's class.
+AUTO = "auto"
+EVALUATIONS = ("batch_invariant", "official")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The mixtures of experts of an encoder: which blocks, what experts, which router.
+
+    Every backbone takes one as `moe`, or its fields as a dict. `from_preset` and the
+    programs take the fields as overrides, by their names alone.
+
+    Args:
+        moe_layers: blocks that are MoE: indices from 0, `"every_2"`, `"last_2"`, or
+            None for a dense encoder that keeps the other fields; see
+            `keras_moe.layers.resolve_moe_layers`.
+        num_experts: E.
+        router: name of a router, `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
+            `"softmax_expert_choice"`, `"sinkhorn_expert_choice"`,
+            `"sparsity_constrained_expert_choice"`, `"soft"` or one of
+            `keras_moe.routers.register_router`; or a subclass of `Router`; or a router,
+            of which each block gets a copy with a seed of its own and whose arguments
+            override all fields about routing.
+        router_options: further arguments of the router's class, such as
+            `{"affinity": SinkhornAffinity(iterations=50)}`; they override those that
+            follow from the fields. A capacity among them is the router's own: K has
+            no part in that of expert choice and soft routing.
+        num_selected_experts: K, experts per token; with expert choice and soft routing,
+            where no token selects, a factor of the capacity.
+        expert_mlp_dim: H of each expert; None takes the encoder's `mlp_dim`.
+        capacity_factor: c. The experts' capacity is C = S K c / E for every router, so
+            that all cost alike: with expert choice and soft routing, too, a token has
+            K c slots on average. `"auto"` is the router's own default: 1.05 for token
+            choice, 1.1 for MoE++'s router, 1.0 for the others.
+        evaluation: competition of tokens at inference, where noise and dropout never
+            are. `"batch_invariant"`: each image is a group, so that its result does not
+            depend on the batch; token choice serves every token, unless there is a
+            capacity of inference. `"official"`: the groups and the capacity of
+            training, as the papers and their released code evaluate, or another
+            capacity of inference. None is `"batch_invariant"`, unless there is a
+            capacity of inference: then `"official"`, with a warning. Soft routing is
+            the same under each.
+        eval_capacity_factor: c at inference; None is none, or that of training; see
+            `evaluation`. Soft routing, whose slots are weights, takes none.
+        eval_capacity: C itself at inference, a number of tokens, instead of
+            `eval_capacity_factor`; MoE++'s router, whose capacities differ by kind of
+            expert, takes none.
+        dropless: whether token choice serves every token while training, too.
+        capacity_rounding: `"ceil"` or `"round"`; `"auto"` is the router's own default,
+            as released: `"round"` for soft routing, else `"ceil"`.
+        capacity_multiple_of: divisor of capacities, which are rounded up to a multiple
+            of it where groups are larger than an image, which they never are with soft
+            routing. The presets of V-MoE have 4, as its released code.
+        priority: order in which token choice serves tokens when experts are full:
+            `"first_come"`, `"max_gate"` (batch priority routing) or `"sum_gates"`.
+        noise_std: standard deviation of the sparse routers' training noise, times E;
+            None is the router's own: 1.0 for softmax routers, 0.0 for those by
+            transport plans and for MoE++'s, as published. Soft routing has its
+            own in `router_options`.
+        images_per_group: number of images that compete for an expert's capacity; None
+            takes the whole batch. With soft routing each image is by itself.
+        auxiliary_losses: dict from name to weight; see `keras_moe.layers.MoE`.
+            `"auto"` takes V-MoE's importance and load losses (load only with noise)
+            for softmax token choice, and MoE++'s for its router; the other routers
+            need none.
+        expert_dropout: dropout rate inside the experts.
+        shared_expert_initialization: whether all experts of a layer start from one
+            draw; `"auto"` does, as V-MoE, but not with MoE++'s router.
+        dispatcher: `"index"` or `"einsum"`.
+        zero_experts: number of MoE++'s experts that give 0, beside the `num_experts`;
+            see `keras_moe.layers.MoE`. With experts of these three kinds the router is
+            a `PathwayAwareRouter`, and all that is left to `"auto"` or None follows
+            *MoE++*: capacity factor 1.1, no noise, gating residuals, the balance loss
+            of weight 0.01, each expert drawn by itself.
+        copy_experts: number of experts that give the token.
+        constant_experts: number of experts that mix the token with a trained vector, or
+            `"auto"`.
+        tau: tokens for an expert of the `num_experts` over those for one of these.
+        gating_residual: whether a map of each MoE block's logits is added to those of
+            the next, by MoE++'s router; `"auto"` does with zero-computation experts in
+            several blocks.
+        gated_experts: whether experts are gated, such as SwiGLU; see
+            `keras_moe.layers.Experts`. MoE++'s are `gated_experts=True,
+            expert_use_bias=False, expert_activation="silu"` with `expert_mlp_dim`
+            8 D / 3.
+        expert_use_bias: whether the experts' layers have biases.
+        expert_activation: activation of the experts; None takes the encoder's.
+        num_modalities: number of modalities with a kernel of their own in each router,
+            which then need `modality_ids`; None has one kernel.
+        expert_pools: numbers of the experts that serve each modality, a list for each;
+            None lets all serve all.
+
+    Raises:
+        ValueError: if a field is out of range; what depends on the router's class is
+            checked where the layers are made.
+
+    Reference:
+        *Scaling Vision with Sparse Mixture of Experts*, section 3.1; *Routers in Vision
+        Mixture of Experts*, section 2; *MoE++*, Table 2.
+
+    Example:
+
+    >>> from keras_moe.layers import MoEConfig
+    >>> moe = MoEConfig(num_experts=8, router="soft")
+    >>> MoEConfig.from_dict(moe.to_dict()) == moe
+    True
+    >>> moe.replace(num_experts=16).num_experts
+    16
+    """
+
+    moe_layers: Any = "every_2"
+    num_experts: int = 32
+    router: Any = "softmax_token_choice"
+    router_options: dict | None = None
+    num_selected_experts: int = 2
+    expert_mlp_dim: int | None = None
+    capacity_factor: Any = AUTO
+    evaluation: str | None = None
+    eval_capacity_factor: float | None = None
+    eval_capacity: int | None = None
+    dropless: bool = False
+    capacity_rounding: str = AUTO
+    capacity_multiple_of: int | None = None
+    priority: str = "first_come"
+    noise_std: float | None = None
+    images_per_group: int | None = 8
+    auxiliary_losses: Any = AUTO
+    expert_dropout: float = 0.0
+    shared_expert_initialization: Any = AUTO
+    dispatcher: str = "index"
+    zero_experts: int = 0
+    copy_experts: int = 0
+    constant_experts: Any = 0
+    tau: float = 0.75
+    gating_residual: Any = AUTO
+    gated_experts: bool = False
+    expert_use_bias: bool = True
+    expert_activation: Any = None
+    num_modalities: int | None = None
+    expert_pools: Any = None
+
+    def __post_init__(self):
+        for name in ("images_per_group", "expert_mlp_dim", "num_modalities"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
+        for name in ("dropless", "gated_experts", "expert_use_bias"):
+            check_bool(name, getattr(self, name))
+        for name in ("gating_residual", "shared_expert_initialization"):
+            if getattr(self, name) != AUTO:
+                check_bool(name, getattr(self, name))
+        if self.evaluation is not None:
+            check_one_of("evaluation", self.evaluation, EVALUATIONS)
+        if isinstance(self.auxiliary_losses, str):
+            check_one_of("auxiliary_losses", self.auxiliary_losses, (AUTO,))
+        check_positive("tau", self.tau)
+        # Plain values of the config's own: the caller's may change, or not be JSON.
+        self._set(
+            moe_layers=plain_moe_layers(self.moe_layers),
+            router=_plain_router(self.router),
+            router_options=_plain_options(self.router_options),
+            auxiliary_losses=_plain_losses(self.auxiliary_losses),
+            expert_activation=activations.plain(self.expert_activation),
+            expert_pools=self.expert_pools and [list(p) for p in self.expert_pools],
+        )
+        # It checks the counts.
+        self._set(num_experts=self.kinds.ffn)
+
+    def _set(self, **values):
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def kinds(self) -> ExpertKinds:
+        """How many experts a block has of each kind."""
+        return expert_kinds(
+            self.num_experts,
+            self.zero_experts,
+            self.copy_experts,
+            self.constant_experts,
+        )
+
+    def replace(self, **changes: Any) -> "MoEConfig":
+        """A config with other values for some fields.
+
+        Args:
+            **changes: new values by field.
+
+        Raises:
+            ValueError: if there is no such field (the nearest are listed), or a value
+                is out of range.
+        """
+        check_argument_names(changes, field_names(type(self)), type(self).__name__)
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict:
+        """The fields as plain values, from which `from_dict` makes an equal config."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, config: dict) -> "MoEConfig":
+        """A config of `to_dict`'s result; fields that are left out have their defaults.
+
+        Args:
+            config: values by field.
+
+        Raises:
+            ValueError: as `replace`.
+        """
+        check_argument_names(config, field_names(cls), cls.__name__)
+        return cls(**config)
+
+    def for_layers(self, num_layers: int) -> "MoEConfig":
+        """The config with the indices of an encoder's blocks, if it has indices.
+
+        Args:
+            num_layers: number of blocks.
+        """
+        if self.moe_layers is None or isinstance(self.moe_layers, str):
+            return self
+        indices = resolve_moe_layers(self.moe_layers, num_layers)
+        return self.replace(moe_layers=list(indices))
+
+    def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
+        """The feed-forward layers of an encoder's blocks, not built.
+
+        Args:
+            encoder: `keras_moe.layers.EncoderSpec`.
+
+        Returns:
+            An `MLP` or an `MoE` for each block.
+
+        Raises:
+            ValueError: if the fields do not fit the router or the encoder; a dense
+                encoder refuses the same.
+        """
+        indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
+        residual = self._has_residual(len(indices))
+        first = min(indices, default=0)
+        if not indices:
+            self._moe(encoder, 0, residual, is_first=True)
+        return [
+            self._moe(encoder, index, residual, is_first=index == first)
+            if index in indices
+            else encoder.mlp(index)
+            for index in range(encoder.num_layers)
+        ]
+
+    def _has_residual(self, num_moe_layers):
+        if self.gating_residual == AUTO:
+            return self.kinds.zero_computation > 0 and num_moe_layers > 1
+        if self.gating_residual and num_moe_layers == 1:
+            raise ValueError(
+                "Expected at least two MoE blocks for gating_residual=True, which adds "
+                "the logits of the one before; received: "
+                f"moe_layers={self.moe_layers}"
+            )
+        return self.gating_residual
+
+    def make_router(
+        self, site: RouterSite, gating_residual: bool | None = None
+    ) -> Router:
+        """The router of one block, not built.
+
+        Args:
+            site: place of the block.
+            gating_residual: whether the encoder's routers add the logits of the one
+                before, so that all are of one class; None is `site.gating_residual`.
+        """
+        if isinstance(self.router, dict):
+            return keras.saving.deserialize_keras_object(self.router).at_site(site)
+        if gating_residual is None:
+            gating_residual = site.gating_residual
+        cls, arguments = router_class_for_kinds(
+            self.router, self.kinds, gating_residual
+        )
+        return cls.from_moe_config(self, site, **arguments)
+
+    def _moe(self, encoder, index, residual, is_first):
+        site = RouterSite(
+            encoder.num_tokens, encoder.seed_of(index, 3), residual and not is_first
+        )
+        router = self.make_router(site, residual)
+        shared = self.shared_expert_initialization
+        if shared == AUTO:
+            shared = router.shares_expert_initialization
+        auxiliary_losses = self.auxiliary_losses
+        if auxiliary_losses == AUTO:
+            auxiliary_losses = router.default_auxiliary_losses()
+        return MoE(
+            router,
+            Experts(
+                self.num_experts,
+                self.expert_mlp_dim or encoder.mlp_dim,
+                activation=self.expert_activation or encoder.activation,
+                dropout=self.expert_dropout,
+                shared_initialization=shared,
+                gated=self.gated_experts,
+                use_bias=self.expert_use_bias,
+                seed=encoder.seed_of(index, 2),
+                dtype=encoder.dtype,
+                name="experts",
+            ),
+            group_size=self.images_per_group
+            and self.images_per_group * encoder.num_tokens,
+            auxiliary_losses=auxiliary_losses,
+            dispatcher=self.dispatcher,
+            dtype=encoder.dtype,
+            name="moe",
+        )
+
+
+def field_names(cls: type) -> list[str]:
+    """The names of a config's fields."""
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def _plain_router(router):
+    """A router as its name, or as the config of a layer."""
+    if isinstance(router, dict):
+        router = keras.saving.deserialize_keras_object(router)
+    if isinstance(router, Router):
+        return keras.saving.serialize_keras_object(router)
+    router_class(router)
+    return router if isinstance(router, str) else router_name(router)
+
+
+def _plain_options(options):
+    """Options whose values are plain data, as a config needs them."""
+    if options is None:
+        return None
+    if not isinstance(options, dict):
+        raise ValueError(
+            "Expected router_options to be None or a dict of arguments; "
+            f"received: router_options={options!r}"
+        )
+    plain = (bool, int, float, str, list, tuple, dict, type(None))
+    return {
+        name: value
+        if isinstance(value, plain)
+        else keras.saving.serialize_keras_object(value)
+        for name, value in options.items()
+    }
+
+
+def _plain_losses(auxiliary_losses):
+    if isinstance(auxiliary_losses, (str, dict)):
+        return auxiliary_losses
+    return losses.serialize(losses.get(auxiliary_losses))

@@ -1,0 +1,262 @@
+"""The table of auxiliary losses: how each reads a routing record and its router.
+
+Axes: G groups, S group_size, E experts, K selected experts, M modalities.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from keras_moe.checks import check_argument_names, check_integer, check_one_of
+from keras_moe.losses import entropy_losses, router_losses
+from keras_moe.losses.reductions import over_counted_groups
+from keras_moe.ops.token_choice import selected_experts
+
+# The choices of a token that a balance loss counts.
+CHOICES = ("first", "all")
+
+
+class AuxiliaryFunction(NamedTuple):
+    """How a loss is computed, and for which routers.
+
+    Fields:
+        compute: function `(routing, router, mask, modality_ids, **options)` to the loss
+            of each group, float32 (G,).
+        options: the function's options with their defaults.
+        checks: functions `(router, name, options)` that raise ValueError if the router
+            has not what the loss reads.
+    """
+
+    compute: Callable[..., Any]
+    options: dict[str, Any] = {}
+    checks: tuple[Callable[..., None], ...] = ()
+
+
+def _check_modality(modality):
+    if modality is None:
+        return None
+    return check_integer("modality", modality, minimum=0)
+
+
+# One check for each option, whichever loss has it; each returns the option's value.
+OPTION_CHECKS = {
+    "choices": lambda choices: check_one_of("choices", choices, CHOICES),
+    "modality": _check_modality,
+    "num_modalities": lambda count: check_integer("num_modalities", count),
+    "threshold": entropy_losses.check_threshold,
+}
+
+
+# Checks of routers.
+
+
+def _has_expert_logits(router, name, options):
+    if not getattr(router, "has_expert_logits", True):
+        raise ValueError(
+            "Expected a router with one logit per expert; received: "
+            f"router={type(router).__name__}, loss={name!r}. Leave the loss out of "
+            "auxiliary_losses."
+        )
+
+
+def _has_selected_experts(router, name, options):
+    if getattr(router, "num_selected_experts", None) is None:
+        raise ValueError(
+            "Expected a router with num_selected_experts; received: "
+            f"router={type(router).__name__}, loss={name!r}. Leave the loss out of "
+            "auxiliary_losses."
+        )
+
+
+def _has_counted_choices(router, name, options):
+    if options["choices"] == "all":
+        _has_selected_experts(router, name, options)
+
+
+def _has_noise(router, name, options):
+    noise_std = getattr(router, "noise_std", 0.0)
+    if not noise_std > 0:
+        raise ValueError(
+            "Expected a router with noise_std > 0, since noise defines the load "
+            f"loss; received: noise_std={noise_std}. Leave the load loss out of "
+            "auxiliary_losses to train without noise."
+        )
+
+
+def _has_modality(router, name, options):
+    pools = getattr(router, "expert_pools", None)
+    count = getattr(router, "num_modalities", None) or (pools and len(pools))
+    if count and (options["modality"] or 0) >= count:
+        raise ValueError(
+            f"Expected a modality of the router's, 0 to {count - 1}; received: "
+            f"modality={options['modality']}, loss={name!r}"
+        )
+
+
+def _has_reachable_threshold(router, name, options):
+    num_experts = getattr(router, "num_experts", None)
+    if num_experts is None:
+        return
+    pools = getattr(router, "expert_pools", None)
+    if pools is not None and options["modality"] is not None:
+        num_experts = len(pools[options["modality"]])
+    entropy_losses.warn_of_unreachable_threshold(options["threshold"], num_experts)
+
+
+# How the losses are computed.
+
+
+def _importance(routing, router, mask, modality_ids):
+    return router_losses.importance_loss(routing.logits, mask)
+
+
+def _load(routing, router, mask, modality_ids):
+    return router_losses.load_loss(
+        routing.logits,
+        routing.noisy_logits,
+        router.noise_std / router.num_experts,
+        router.num_selected_experts,
+        mask,
+    )
+
+
+def _load_balance(routing, router, mask, modality_ids, choices):
+    counted = router.num_selected_experts if choices == "all" else 1
+    return router_losses.load_balance_loss(routing.gates, mask, counted)
+
+
+def _heterogeneous_balance(routing, router, mask, modality_ids):
+    # The router knows which experts are zero-computation experts, and tau.
+    selected = selected_experts(routing.affinity, router.num_selected_experts)
+    return router_losses.heterogeneous_balance_loss(
+        routing.gates, selected, router.kinds, router.tau, mask
+    )
+
+
+def _z(routing, router, mask, modality_ids):
+    return router_losses.z_loss(routing.logits, mask)
+
+
+def _over_modality(loss: Callable) -> Callable:
+    """A loss over the tokens of one modality, or over all tokens without one.
+
+    Groups without any such token do not count in the mean over groups.
+
+    Args:
+        loss: function `(routing, router, mask, **options)`.
+    """
+
+    def compute(routing, router, mask, modality_ids, modality, **options):
+        if modality is not None:
+            _check_modality_ids(modality_ids, {"modality": modality})
+            mask = entropy_losses.modality_mask(modality_ids, modality, mask)
+        losses = loss(routing, router, mask, **options)
+        if mask is None:
+            return losses
+        return over_counted_groups(losses, ops.any(mask, axis=1))
+
+    return compute
+
+
+def _local_entropy(routing, router, mask):
+    return entropy_losses.local_entropy_loss(routing.logits, mask)
+
+
+def _global_entropy(routing, router, mask, threshold):
+    # `_has_reachable_threshold` has warned of the threshold.
+    return entropy_losses.entropy_to_threshold(routing.logits, threshold, mask)
+
+
+def _target_entropy(routing, router, mask):
+    return entropy_losses.target_entropy_loss(
+        routing.logits, router.num_selected_experts, mask
+    )
+
+
+def _merged_entropy(routing, router, mask):
+    return entropy_losses.merged_entropy_loss(
+        routing.logits, router.num_selected_experts, mask
+    )
+
+
+def _mutual_information(routing, router, mask, modality_ids, num_modalities):
+    _check_modality_ids(modality_ids, {"num_modalities": num_modalities})
+    losses = entropy_losses.mutual_information_loss(
+        routing.logits, modality_ids, num_modalities, mask
+    )
+    # Groups with tokens of fewer than two modalities tell nothing of these.
+    present = [
+        ops.any(entropy_losses.modality_mask(modality_ids, modality, mask), axis=1)
+        for modality in range(num_modalities)
+    ]
+    several = sum(ops.cast(has_tokens, "int32") for has_tokens in present) >= 2
+    return over_counted_groups(losses, several)
+
+
+def _check_modality_ids(modality_ids, options):
+    if modality_ids is None:
+        described = ", ".join(f"{name}={value}" for name, value in options.items())
+        raise ValueError(
+            "Expected modality_ids, by which the loss finds the tokens of a modality; "
+            f"received: modality_ids=None, {described}"
+        )
+
+
+def checked_options(name: str, options: dict) -> dict:
+    """All options of a loss in the table, if those given are its own and in range.
+
+    Args:
+        name: name of the loss.
+        options: options that differ from the defaults.
+
+    Raises:
+        ValueError: if the loss has no such option, or its value is out of range.
+    """
+    defaults = FUNCTIONS[name].options
+    check_argument_names(options, list(defaults), f"the auxiliary loss {name!r}")
+    return {
+        option: OPTION_CHECKS[option](value)
+        for option, value in {**defaults, **options}.items()
+    }
+
+
+def _of_experts(compute, options=None, *checks) -> AuxiliaryFunction:
+    return AuxiliaryFunction(compute, options or {}, (_has_expert_logits, *checks))
+
+
+_BY_MODALITY = {"modality": None}
+
+FUNCTIONS = {
+    "importance": _of_experts(_importance),
+    "load": _of_experts(_load, {}, _has_selected_experts, _has_noise),
+    "load_balance": _of_experts(
+        _load_balance, {"choices": "first"}, _has_counted_choices
+    ),
+    "heterogeneous_balance": _of_experts(
+        _heterogeneous_balance, {}, _has_selected_experts
+    ),
+    "z": _of_experts(_z),
+    "local_entropy": _of_experts(
+        _over_modality(_local_entropy), _BY_MODALITY, _has_modality
+    ),
+    "global_entropy": _of_experts(
+        _over_modality(_global_entropy),
+        {"threshold": None, **_BY_MODALITY},
+        _has_modality,
+        _has_reachable_threshold,
+    ),
+    "mutual_information": _of_experts(_mutual_information, {"num_modalities": 2}),
+    "target_entropy": _of_experts(
+        _over_modality(_target_entropy),
+        _BY_MODALITY,
+        _has_selected_experts,
+        _has_modality,
+    ),
+    "merged_entropy": _of_experts(
+        _over_modality(_merged_entropy),
+        _BY_MODALITY,
+        _has_selected_experts,
+        _has_modality,
+    ),
+}

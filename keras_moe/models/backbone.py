@@ -1,0 +1,253 @@
+"""The base of all backbones: a config, its tower and a functional model.
+
+Axes: B batch, N tokens, D hidden.
+"""
+
+import copy
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+from keras import ops
+
+from keras_moe.checks import check_image_shape
+from keras_moe.compat import TorchParameters
+from keras_moe.layers import MoEConfig, MuMoEConfig, activations, moe_config
+from keras_moe.models.copying import CopyMixin
+from keras_moe.models.description import Part
+from keras_moe.models.exporting import ExportMixin
+from keras_moe.models.input_checks import InputChecksMixin
+from keras_moe.models.lora import LoraMixin
+from keras_moe.models.overrides import (
+    check_constructor_arguments,
+    complete_config,
+    nested_config,
+)
+from keras_moe.models.preset_loading import PresetMixin
+from keras_moe.models.quantization import QuantizedBackboneMixin, settle_policies
+from keras_moe.models.soft_slots import config_for_slots
+from keras_moe.models.tower import Tower
+from keras_moe.ops.expert_kinds import ExpertKinds
+
+
+class MoEBackbone(
+    InputChecksMixin,
+    CopyMixin,
+    PresetMixin,
+    LoraMixin,
+    QuantizedBackboneMixin,
+    ExportMixin,
+    TorchParameters,
+    keras_hub.models.Backbone,
+):
+    """A config, the tower that follows from it, and a functional model.
+
+    The base of `ViTBackbone` and `MixerBackbone`, and of backbones of one's own: a
+    subclass has a constructor with its arguments by name, which hands them to this
+    one, and `tower`, which makes the layers of such arguments.
+
+    `backbone.routing` holds the symbolic routing record of each MoE block, and
+    `backbone.features` the symbolic features at every depth.
+
+    Args:
+        config: the subclass's arguments by name, with `image_shape`, `hidden_dim`,
+            `num_layers`, `activation` and `moe`.
+        dtype: dtype policy.
+        **kwargs: see `keras_hub.models.Backbone`.
+
+    Input shape:
+        (B, height, width, channels).
+
+    Output shape:
+        (B, N, D).
+
+    Raises:
+        ValueError: if an argument is unknown or out of range.
+
+    Example:
+
+    >>> from keras_moe.models import MoEBackbone, ViTBackbone
+    >>> issubclass(ViTBackbone, MoEBackbone)
+    True
+    """
+
+    @classmethod
+    def tower(cls, config: dict, dtype: Any = None) -> Tower:
+        """The layers of a backbone, not built: nothing is allocated.
+
+        Args:
+            config: all arguments of the constructor, but `dtype`.
+            dtype: dtype policy.
+        """
+        raise NotImplementedError
+
+    def __init__(self, config: dict, dtype: Any = None, **kwargs):
+        cls = type(self)
+        check_constructor_arguments(cls, kwargs)
+        # Plain values of the backbone's own: the caller's may change, or not be JSON.
+        moe = moe_config(config["moe"])
+        if moe is not None:
+            moe = moe.for_layers(config["num_layers"])
+        config = {
+            **copy.deepcopy({k: v for k, v in config.items() if k != "moe"}),
+            "image_shape": check_image_shape(config["image_shape"]),
+            "activation": activations.plain(config["activation"]),
+            "moe": moe and moe.to_dict(),
+        }
+
+        # === Layers ===
+        tower = cls.tower(config, dtype)
+
+        # === Functional model ===
+        images = keras.Input(shape=config["image_shape"], name="images")
+        encoded = tower(images)
+        super().__init__(inputs=images, outputs=encoded.tokens, dtype=dtype, **kwargs)
+        settle_policies(self)
+        # Plain attributes: Keras would wrap the dicts of symbolic records.
+        object.__setattr__(self, "_routing", encoded.routing)
+        object.__setattr__(self, "_block_tokens", encoded.block_tokens)
+
+        # === Config ===
+        object.__setattr__(self, "_config", config)
+
+    @property
+    def moe(self) -> MoEConfig | MuMoEConfig | None:
+        """Which blocks are mixtures of experts, and of what; None for a dense model."""
+        return moe_config(self._config["moe"])
+
+    @property
+    def routing(self) -> dict:
+        """The symbolic `Routing` of each MoE block, by the block's name.
+
+        A token mixer with experts has a record of channels (B, D, E) besides, such as
+        "block_0/token_mixer".
+        """
+        return dict(self._routing)
+
+    @property
+    def features(self) -> dict:
+        """Symbolic features by name, for `keras.Model(backbone.input, ...)`.
+
+        `"tokens"` (B, N, D) is the output, `"pooled"` (B, D) its class token or the
+        average, `"grid"` (B, rows, columns, D) its patches where they lie in the image,
+        and `"block_0"`, ... (B, N, D) the tokens behind each block.
+        """
+        rows, columns = self.grid
+        tokens = self.output
+        patches = tokens[:, 1:] if self.class_token else tokens
+        pooled = tokens[:, 0] if self.class_token else ops.mean(tokens, axis=1)
+        grid = ops.reshape(patches, (-1, rows, columns, self.hidden_dim))
+        return {"tokens": tokens, "pooled": pooled, "grid": grid, **self._block_tokens}
+
+    @property
+    def expert_kinds(self) -> ExpertKinds | None:
+        """How many experts of each kind an MoE block has; None for a dense model."""
+        for name in self._routing:
+            return self.get_layer(name).feed_forward.router.kinds
+        return None
+
+    @property
+    def image_shape(self) -> tuple:
+        """(height, width, channels)."""
+        return self._config["image_shape"]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The number of patches down and across."""
+        return self.get_layer("patch_embedding").grid(self.image_shape)
+
+    @property
+    def hidden_dim(self) -> int:
+        """D."""
+        return self._config["hidden_dim"]
+
+    @property
+    def class_token(self) -> bool:
+        """Whether the first token is a class token."""
+        return self._config.get("class_token", False)
+
+    @classmethod
+    def from_config(cls, config: dict) -> "MoEBackbone":
+        """A backbone of `get_config`'s arguments, also of an earlier version's.
+
+        Args:
+            config: arguments of the constructor; the fields of `moe` may stand beside
+                the others, where earlier versions had them.
+        """
+        config = dict(config)
+        if isinstance(config.get("moe_layers"), list) and not config["moe_layers"]:
+            config["moe_layers"] = None
+        options = config.get("router_options") or {}
+        if (
+            "evaluation" not in config
+            and str(config.get("router")).endswith("expert_choice")
+            and options.get("eval_capacity_factor") is not None
+        ):
+            # Before there was `evaluation`, each image was a group here.
+            config["router_options"] = {"batch_invariant": True, **options}
+        return super().from_config(nested_config(cls, config))
+
+    def get_config(self):
+        return {**super().get_config(), **copy.deepcopy(self._config)}
+
+    def save_own_variables(self, store):
+        # Keras saves blocks by class and order, so a dense and an MoE block could
+        # change places on loading: the file says which is which.
+        store["moe_blocks"] = self._moe_blocks()
+
+    def load_own_variables(self, store):
+        if "moe_blocks" not in store.keys():  # noqa: SIM118
+            return
+        stored = np.array(store["moe_blocks"])
+        if not np.array_equal(stored, self._moe_blocks()):
+            raise ValueError(
+                "Expected weights of a model with the same blocks: "
+                f"num_layers={len(self._moe_blocks())}, "
+                f"moe_layers={np.flatnonzero(self._moe_blocks()).tolist()}; received: "
+                f"num_layers={len(stored)}, "
+                f"moe_layers={np.flatnonzero(stored).tolist()}"
+            )
+
+    def _moe_blocks(self):
+        num_layers = self._config["num_layers"]
+        return np.array([f"block_{i}" in self._routing for i in range(num_layers)])
+
+    @classmethod
+    def config_for_weights(cls, saved: dict, config: dict) -> dict:
+        """A config that weights of another still fit, as far as they can.
+
+        Args:
+            saved: config that the weights were saved with.
+            config: config of the new model.
+
+        Returns:
+            The new config. A soft router keeps its number of slots at another image or
+            patch size.
+
+        Raises:
+            ValueError: if no weights of `saved` could fit, as far as Keras's message
+                would not say why.
+        """
+        return config_for_slots(cls, saved, config)
+
+    @classmethod
+    def unbuilt_blocks(cls, **config) -> list:
+        """The blocks of a backbone, not built.
+
+        Args:
+            **config: arguments of the constructor. No weight is allocated.
+        """
+        config = complete_config(cls, config)
+        return list(cls.tower(config, "float32").blocks)
+
+    @classmethod
+    def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
+        """The parts with their costs, the number of tokens N, and D.
+
+        Args:
+            **config: arguments of the constructor. No weight is allocated.
+        """
+        config = complete_config(cls, config)
+        image_shape = check_image_shape(config["image_shape"])
+        return cls.tower(config, "float32").parts(image_shape)

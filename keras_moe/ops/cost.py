@@ -1,0 +1,61 @@
+"""The cost of a layer on paper: parameters, active parameters and FLOPs."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Cost(NamedTuple):
+    """The cost of a layer for one image; the costs of several layers add up.
+
+    Attributes:
+        parameters: all trained parameters.
+        active_parameters: the parameters that one token meets, on average.
+        flops: forward floating-point operations of the matmuls, 2 per multiply-add.
+
+    Example:
+
+    >>> from keras_moe.ops import Cost
+    >>> Cost(parameters=10, active_parameters=5) + Cost(1, 1, 8)
+    Cost(parameters=11, active_parameters=6, flops=8)
+    """
+
+    parameters: int = 0
+    active_parameters: int = 0
+    flops: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(mine + theirs for mine, theirs in zip(self, other)))
+
+    @classmethod
+    def all_active(cls, weight_shapes: Mapping, flops: int = 0) -> "Cost":
+        """The cost of a layer whose weights meet every token.
+
+        Args:
+            weight_shapes: the shape of each trained weight, by path.
+            flops: floating-point operations.
+
+        Returns:
+            A `Cost`.
+        """
+        parameters = sum(map(math.prod, weight_shapes.values()))
+        return cls(parameters, parameters, flops)
+
+
+def under(name: str, weight_shapes: Mapping) -> dict[str, tuple]:
+    """The weights of a layer by their paths in the layer around it.
+
+    Args:
+        name: the inner layer's name.
+        weight_shapes: the shapes of its weights by path.
+
+    Returns:
+        A dict from path to shape.
+
+    Example:
+
+    >>> from keras_moe.ops.cost import under
+    >>> under("mlp", {"hidden/bias": (8,)})
+    {'mlp/hidden/bias': (8,)}
+    """
+    return {f"{name}/{path}": shape for path, shape in weight_shapes.items()}

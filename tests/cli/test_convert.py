@@ -1,0 +1,297 @@
+import importlib.util
+import json
+
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.cli import comparison
+from keras_moe.models.preset_folder import is_preset
+from tests import golden
+from tests.models.conversion.test_conversion import hub_vit, randomized, timm_folder
+
+CHECKPOINTS = golden.FOLDER / "07_checkpoints"
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture
+def convert(program):
+    return lambda *arguments: program("convert", *arguments)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_a_checkpoint_becomes_a_preset(tmp_path, convert):
+    source, out = CHECKPOINTS / "vit_classic_prelogits.npz", tmp_path / "preset"
+    status, stdout, stderr = convert(source, out)
+    assert status == 0, stderr
+    assert "pre_logits/kernel [24, 20]" in stdout
+    arrays, _ = golden.load("07_checkpoints/vit_classic_prelogits_expected")
+    found = models.from_preset(str(out)).predict(arrays["inputs/images"], verbose=0)
+    np.testing.assert_allclose(found, arrays["outputs/logits"], rtol=1e-4, atol=1e-5)
+    report = json.loads((out / "conversion.json").read_text())
+    assert report["scheme"] == "ViT (Google)"
+    assert len(report["weights"]) == len(np.load(source).files)
+
+
+def test_keras_hubs_own_model_is_compared(tmp_path, convert):
+    randomized(hub_vit()).save_to_preset(tmp_path / "hub")
+    status, stdout, stderr = convert(tmp_path / "hub", tmp_path / "out", "--quiet")
+    assert status == 0, stderr
+    assert "equal the source's own model" in stdout
+    assert "patch_embedding" not in stdout
+
+
+def test_a_failure_leaves_nothing(tmp_path, convert):
+    arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
+    np.savez(tmp_path / "vit.npz", left=np.zeros(3), **arrays)
+    status, _, stderr = convert(tmp_path / "vit.npz", tmp_path / "out")
+    assert status == 2
+    assert "left over" in stderr
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("mine")
+    source = CHECKPOINTS / "vit_classic.npz"
+    status, _, stderr = convert(source, tmp_path / "other")
+    assert status == 2
+    assert "a new folder or an older preset" in stderr
+
+
+def test_the_source_is_never_replaced(tmp_path, convert):
+    folder = tmp_path / "timm"
+    timm_folder(folder, "vit_token")
+    randomized(hub_vit()).save_to_preset(tmp_path / "hub")
+    (tmp_path / "link").symlink_to(tmp_path / "hub")
+    for source, out in (
+        (folder, folder),
+        (tmp_path / "hub", tmp_path / "x" / ".." / "hub"),
+        (tmp_path / "hub", tmp_path / "link"),
+    ):
+        before = contents(source)
+        status, _, stderr = convert(source, out)
+        assert status == 2
+        assert "than the source" in stderr
+        assert contents(source) == before
+
+
+def test_weights_of_others_are_no_older_preset(tmp_path, convert):
+    folder = tmp_path / "timm"
+    timm_folder(folder, "vit_token")
+    before = contents(folder)
+    status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", folder)
+    assert status == 2
+    assert "a new folder or an older preset" in stderr
+    model = models.from_preset("vmoe_digits")
+    with pytest.raises(ValueError, match="an older preset"):
+        model.save_to_preset(folder)
+    assert contents(folder) == before
+    assert not is_preset(folder)
+    model.save_to_preset(tmp_path / "ours")
+    assert is_preset(tmp_path / "ours")
+    model.save_to_preset(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("step", ["verify", "compare_saved"])
+def test_a_failed_verification_keeps_what_was_there(
+    tmp_path, convert, monkeypatch, step
+):
+    def fail(*_):
+        raise ValueError("it differs")
+
+    models.from_preset("vmoe_digits").save_to_preset(tmp_path / "out")
+    before = contents(tmp_path / "out")
+    monkeypatch.setattr(f"keras_moe.cli.convert.{step}", fail)
+    for out in ("out", "new"):
+        status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", tmp_path / out)
+        assert (status, stderr) == (2, "error: it differs\n")
+    assert contents(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_values_that_are_no_numbers_leave_nothing(tmp_path, convert):
+    arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
+    arrays["head/bias"] = np.full(7, np.nan, "float32")
+    np.savez(tmp_path / "vit.npz", **arrays)
+    status, _, stderr = convert(tmp_path / "vit.npz", tmp_path / "out", "--no-verify")
+    assert status == 2
+    assert "head/bias" in stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("num_classes=3", ("num_classes", "--num-classes")),
+        ("task=backbone", ("task", "--task")),
+        ("load_weights=false", ("load_weights",)),
+        ("progress=1", ("progress",)),
+        ("source=x", ("source",)),
+        ("image_shape=5", ("error",)),
+        ("image_shape", ("NAME=VALUE",)),
+        ("patch_size=[1,2,3]", ("error",)),
+        ("no_such=1", ("no_such",)),
+    ],
+)
+def test_settings_that_are_refused(tmp_path, convert, setting, words):
+    status, _, stderr = convert(
+        CHECKPOINTS / "vit_classic.npz", tmp_path / "out", "--set", setting
+    )
+    assert status == 2
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    for word in words:
+        assert word in stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_below_a_file(tmp_path, convert):
+    (tmp_path / "file").write_text("mine")
+    for out in ("file", "file/out", "file/a/out"):
+        status, _, stderr = convert(CHECKPOINTS / "vit_classic.npz", tmp_path / out)
+        assert status == 2
+        assert "file" in stderr
+        assert stderr.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_without_a_comparison_none_is_missing(tmp_path, convert):
+    source = CHECKPOINTS / "vit_classic.npz"
+    status, stdout, _ = convert(source, tmp_path / "out", "--quiet")
+    assert status == 0
+    assert "not compared with the source's model" in stdout
+    assert "not installed" not in stdout
+
+
+# What stands for timm in its process: it writes down what it was given.
+_TIMM = """
+import json, pathlib, sys
+import numpy as np
+import torch
+
+given = {"tensorflow": "tensorflow" in sys.modules}
+place = pathlib.Path(__file__).with_name("given")
+
+
+def is_model(name):
+    return name.startswith("vit")
+
+
+def create_model(architecture, **arguments):
+    given.update(architecture=architecture, **arguments)
+    return Model()
+
+
+class Model:
+    def load_state_dict(self, state):
+        np.savez(place.with_suffix(".npz"), **{k: v.numpy() for k, v in state.items()})
+
+    def eval(self):
+        place.with_suffix(".json").write_text(json.dumps(given))
+        return lambda pixels: pixels.mean((2, 3))
+"""
+
+
+@pytest.fixture
+def fake_timm(tmp_path, monkeypatch):
+    """Puts a package of this source in timm's place; returns its folder."""
+
+    def write(source):
+        package = tmp_path / "packages" / "timm"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(source)
+        monkeypatch.syspath_prepend(str(package.parent))
+        monkeypatch.setenv("PYTHONPATH", str(package.parent))
+        return package
+
+    return write
+
+
+def test_timm_gets_the_opened_files_in_its_own_process(tmp_path, fake_timm):
+    package = fake_timm(_TIMM)
+    mean, std = [0.4, 0.5, 0.3], [0.2, 0.3, 0.25]
+    folder = timm_folder(tmp_path / "model", "vit_token", mean, std)
+    # timm's own loader would take the pickle where there is no other file.
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"a pickle")
+    images = np.zeros((1, 32, 32, 3), "float32")
+    found = comparison.timm_outputs(folder, images)
+    np.testing.assert_allclose(found[0], (0.5 - np.array(mean)) / std, rtol=1e-5)
+    given = json.loads((package / "given.json").read_text())
+    # Both in one process abort it.
+    assert given["tensorflow"] is False
+    assert given["pretrained"] is False
+    assert given["architecture"] == "vit_base_patch16_224"
+    assert (given["num_classes"], given["img_size"], given["depth"]) == (7, 32, 2)
+    assert "checkpoint_path" not in given
+    arrays, _ = golden.load("12_timm/vit_token")
+    with np.load(package / "given.npz") as state:
+        assert {f"state_dict/{name}" for name in state.files} <= arrays.keys()
+        for name in state.files:
+            np.testing.assert_array_equal(state[name], arrays[f"state_dict/{name}"])
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import os\nos.abort()", "ended by SIGABRT"),
+        ("raise ImportError('no torchvision')", "ImportError: no torchvision"),
+    ],
+)
+def test_a_process_of_timm_that_fails_leaves_the_conversion(
+    tmp_path, convert, fake_timm, source, reason
+):
+    fake_timm(source)
+    folder = timm_folder(tmp_path / "model", "vit_token")
+    status, stdout, stderr = convert(folder, tmp_path / "out", "--quiet")
+    assert status == 0, stderr
+    assert "not compared with the source's model" in stdout
+    assert reason in " ".join(stdout.split())
+    assert is_preset(tmp_path / "out")
+
+
+def test_without_safetensors_timm_is_not_asked(tmp_path):
+    timm_folder(tmp_path, "vit_token")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no \.safetensors"):
+        comparison.timm_outputs(str(tmp_path), np.zeros((1, 32, 32, 3)))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["hf-hub:someone/model", "local-dir:x", "no_such_model"]
+)
+def test_an_architecture_that_is_an_address_is_not_followed(
+    tmp_path, fake_timm, architecture
+):
+    fake_timm(_TIMM)
+    folder = timm_folder(tmp_path / "m", "vit_token", architecture=architecture)
+    with pytest.raises(comparison.Uncompared, match="an architecture of timm"):
+        comparison.timm_outputs(folder, np.zeros((1, 32, 32, 3)))
+
+
+@pytest.mark.parametrize("case", ["vit_token", "vit_avg", "vit_qk_norm"])
+def test_timms_own_model_is_compared(tmp_path, convert, case):
+    # Not imported here: beside TensorFlow that would abort the process.
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    folder = timm_folder(tmp_path / "timm", case, [0.4, 0.5, 0.3])
+    status, stdout, stderr = convert(folder, tmp_path / "out", "--quiet")
+    assert status == 0, stderr
+    assert "equal the source's own model" in stdout
+
+
+def test_a_task_is_compared_with_the_task(tmp_path, convert):
+    hub = keras_hub.models.ViTImageClassifier(hub_vit(), 3)
+    randomized(hub).save_to_preset(tmp_path / "hub")
+    status, stdout, stderr = convert(tmp_path / "hub", tmp_path / "out", "--quiet")
+    assert status == 0, stderr
+    assert "equal the source's own model" in stdout
+    # A new head of the same size is no error.
+    status, stdout, _ = convert(
+        tmp_path / "hub", tmp_path / "new", "--quiet", "--num-classes", 3
+    )
+    assert status == 0
+    assert "arguments were overridden" in stdout

@@ -1,0 +1,86 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from keras_moe import models
+from keras_moe.checks import argument_names
+from keras_moe.models.overrides import override_names
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture
+def describe(program):
+    return lambda *arguments: program("describe", *arguments)
+
+
+def test_json_is_what_the_function_says(describe):
+    status, output, _ = describe(
+        "vmoe_b32", "--num-classes", 10, "--json",
+        "--set", "num_experts=4", "image_shape=[64,64,3]",
+    )  # fmt: skip
+    expected = models.describe(
+        "vmoe_b32", num_classes=10, num_experts=4, image_shape=(64, 64, 3)
+    )
+    assert status == 0
+    assert json.loads(output) == expected.to_dict()
+
+
+def test_tables(describe):
+    assert f"{models.describe('vmoe_b32').parameters:,}" in describe("vmoe_b32").output
+    assert "vmoe_h14" in describe("--list").output
+
+
+def test_the_list_as_json(describe):
+    rows = {row["name"]: row for row in json.loads(describe("--list", "--json").output)}
+    assert {name: row["description"] for name, row in rows.items()} == (
+        models.list_presets()
+    )
+    expected = models.describe("vmoe_b32")
+    assert rows["vmoe_b32"]["parameters"] == expected.parameters
+    assert rows["vmoe_b32"]["gflops"] == expected.gflops
+
+
+def test_arguments_of_the_model_alone_are_suggested(mistake):
+    backbone, task = models.ViTBackbone, models.ViTImageClassifier
+    arguments = {*override_names(backbone), *argument_names(task)} - {"backbone"}
+    for wrong in ("nope=1", "compile=true", 'name="mine"', "backbone=3"):
+        errors = mistake("describe", "vmoe_b32", "--set", wrong)
+        suggested = re.search(r"\((?:nearest|known): (.*)\)", errors).group(1)
+        assert set(suggested.split(", ")) <= arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("vmoe_b33",), "nearest: vmoe_b32"),
+        ((), "Expected a preset, or --list alone"),
+        (("vmoe_b32", "--list"), "Expected a preset, or --list alone"),
+        (("vmoe_b32", "--set", "num_expert=4"), "num_experts"),
+        (("vmoe_b32", "--set", "image_shape=5"), "image_shape"),
+        (("nowhere/model.npz",), "nowhere/model.npz"),
+    ],
+)
+def test_mistakes(mistake, arguments, message):
+    assert message in mistake("describe", *arguments)
+
+
+def test_a_folder_that_is_no_preset(mistake, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    assert str(tmp_path) in mistake("describe", tmp_path)
+
+
+def test_the_table_of_the_zoo_is_true():
+    zoo = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", zoo, re.M))
+    assert set(rows) == set(models.list_presets())
+    for name, row in rows.items():
+        costs = models.describe(name)
+        assert row == (
+            f"{costs.parameters / 1e6:,.1f}M | {costs.active_parameters / 1e6:,.1f}M | "
+            f"{costs.gflops:,.2f}"
+        )

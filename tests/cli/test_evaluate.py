@@ -1,0 +1,225 @@
+"""`keras-moe evaluate`: figures of presets on digits and on images in folders."""
+
+import dataclasses
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import data, evaluation, models
+
+pytest.importorskip("tensorflow")
+
+SMALL = {
+    "patch_size": 8,
+    "hidden_dim": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mlp_dim": 16,
+    "moe_layers": [1],
+    "num_experts": 2,
+}
+SHAPE = (16, 16, 1)
+CLASSES = ("bright", "dark", "round")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A classifier of digits, with a head of its own, and its folder."""
+    keras.utils.set_random_seed(1)
+    model = models.from_preset("vmoe_digits", num_classes=10, **SMALL)
+    model.output_dense.kernel.assign(
+        np.random.default_rng(0).normal(size=model.output_dense.kernel.shape)
+    )
+    folder = tmp_path_factory.mktemp("run") / "preset"
+    model.save_to_preset(folder)
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Grey images of several labels, bright or dark and half of them round."""
+    folder = tmp_path_factory.mktemp("photos")
+    for split in ("train", "test"):
+        labels = {}
+        for number in range(8):
+            bright, is_round = number % 2, number // 2 % 2
+            pixels = np.full((*SHAPE[:2], 1), 150 * bright + 10 * number, "uint8")
+            (folder / split).mkdir(exist_ok=True)
+            keras.utils.save_img(folder / split / f"{number}.png", pixels, scale=False)
+            labels[f"{number}.png"] = [
+                CLASSES[1 - bright],
+                *(CLASSES[2:] if is_round else ()),
+            ]
+        (folder / split / "labels.json").write_text(json.dumps(labels))
+    return folder
+
+
+def test_accuracy_and_few_shot(program, digits):
+    model, folder = digits
+    status, output, errors = program(
+        "evaluate", folder, "--data", "digits", "--json", "--batch-size", 100
+    )
+    assert status == 0, errors
+    found = json.loads(output)
+    images, labels = data.load_digits("test", SHAPE)
+    _, accuracy = model.evaluate(images, labels, verbose=0)
+    assert found["accuracy"] == pytest.approx(accuracy)
+    assert (found["images"], found["classes"]) == (450, 10)
+    assert found["backend"] == keras.backend.backend()
+    expected = evaluation.few_shot_from_model(
+        keras.Model(model.input, model.features),
+        data.load_digits("train", SHAPE),
+        (images, labels),
+        shots=(10,),
+        verbose=0,
+    )
+    few_shot = found["few_shot"]["10_shot"]
+    # One wrong image more or less.
+    assert few_shot["mean"] == pytest.approx(expected.mean[0], abs=2 / 450)
+
+
+def test_a_model_without_a_head(program, tmp_path):
+    backbone = models.from_preset("vmoe_digits", **SMALL)
+    backbone.save_to_preset(tmp_path)
+    arguments = ("evaluate", tmp_path, "--data", "digits")
+    status, output, errors = program(*arguments, "--shots", 1, 5, "--seeds", 0)
+    assert status == 0, errors
+    assert "accuracy" in output
+    assert "1-shot" in output
+    assert "5-shot" in output
+    assert "± 0.00%" in output
+    errors = program(*arguments, "--metrics", "accuracy").errors
+    assert errors.startswith("error: Expected a preset with a head")
+
+
+@pytest.mark.backend_free
+def test_several_labels(program, photos, tmp_path):
+    keras.utils.set_random_seed(0)
+    # In another order than the data's, and with a class more.
+    names = ("round", "none", "dark", "bright")
+    model = models.from_preset("vmoe_digits", num_classes=4, multi_label=True, **SMALL)
+    model.preprocessor = dataclasses.replace(
+        models.ImagePreprocessor(SHAPE), class_names=names
+    )
+    kernel = model.output_dense.kernel
+    kernel.assign(np.random.default_rng(0).normal(size=kernel.shape))
+    model.save_to_preset(tmp_path)
+    status, output, errors = program(
+        "evaluate", tmp_path, "--data", f"folder:{photos}", "--json"
+    )
+    assert status == 0, errors
+    found = json.loads(output)
+    batches = data.load(
+        f"folder:{photos}", "test", SHAPE, multi_label=True, one_hot=True
+    )
+    images, labels = (np.concatenate(x) for x in zip(*batches.as_numpy_iterator()))
+    scores = model.predict(images, verbose=0)
+    vectors = np.zeros((8, 4))
+    for place, name in enumerate(sorted(CLASSES)):
+        vectors[:, names.index(name)] = labels[:, place]
+    expected = evaluation.average_precision(vectors, scores)
+    assert found["average_precision"][1] is None
+    for value, other in zip(found["average_precision"], expected):
+        assert value is None or value == pytest.approx(other)
+    assert found["mean_average_precision"] == pytest.approx(np.nanmean(expected))
+    assert found["precision_at_1"] == evaluation.precision_at_1(vectors, scores)
+    assert "few_shot" not in found
+    errors = program(
+        "evaluate", tmp_path, "--data", f"folder:{photos}", "--metrics", "few_shot"
+    ).errors
+    assert "Expected one label for each image" in errors
+
+
+@pytest.mark.backend_free
+def test_average_precision_of_one_label(program, digits):
+    model, folder = digits
+    output = program(
+        "evaluate", folder, "--data", "digits", "--metrics", "average_precision",
+        "--json",
+    ).output  # fmt: skip
+    images, labels = data.load_digits("test", SHAPE)
+    scores = model.predict(images, verbose=0)
+    expected = evaluation.average_precision(np.eye(10)[labels], scores)
+    found = json.loads(output)
+    np.testing.assert_allclose(found["average_precision"], expected, atol=1e-3)
+    assert "accuracy" not in found
+
+
+@pytest.mark.backend_free
+def test_the_folder_of_a_run_names_its_images(program, digits):
+    _, folder = digits
+    results = folder.parent / "results.json"
+    data_of_run = {"source": "digits", "train_split": "train", "test_split": "all"}
+    results.write_text(
+        json.dumps({"recipe": {"data": data_of_run, "objective": {"name": "x"}}})
+    )
+    for preset in (folder.parent, folder):
+        arguments = ("evaluate", preset, "--metrics", "accuracy", "--json")
+        found = json.loads(program(*arguments).output)
+        assert (found["data"], found["split"], found["images"]) == (
+            "digits", "all", 1797,
+        )  # fmt: skip
+    found = json.loads(program(*arguments, "--split", "test").output)
+    assert found["images"] == 450
+    results.write_text("{")
+    errors = program("evaluate", folder.parent).errors
+    assert errors.startswith(
+        f"error: Expected the results of keras-moe train in {results}"
+    )
+    results.unlink()
+
+
+@pytest.mark.backend_free
+def test_architectures_without_weights_are_named(program):
+    pairs = [f"{name}={json.dumps(value)}" for name, value in SMALL.items()]
+    status, _, errors = program(
+        "evaluate", "vmoe_digits", "--data", "digits", "--set", *pairs
+    )
+    assert status == 0
+    assert errors.startswith("warning: vmoe_digits is an architecture without weights")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Expected --data"),
+        (("--data", "digit"), "did you mean 'digits'"),
+        (("--data", "folder:nowhere"), "nowhere"),
+        (("--data", "digits", "--split", "dev"), "split='dev'"),
+        (("--data", "digits", "--metrics", "recall"), "invalid choice: 'recall'"),
+        (("--data", "digits", "--set", "num_expert=2"), "num_experts"),
+        (("--data", "digits", "--shots", "9999"), "shots=9999"),
+        (("--data", "digits", "--hierarchy", "nowhere.json"), "nowhere.json"),
+        (("--data", "digits", "--expert-parallel", "2"), "Expected --devices"),
+    ],
+)
+def test_mistakes(mistake, digits, arguments, message):
+    assert message in mistake("evaluate", digits[1], *arguments)
+
+
+@pytest.mark.backend_free
+def test_an_unknown_preset(mistake):
+    errors = mistake("evaluate", "vmoe_b33", "--data", "digits")
+    assert "nearest: vmoe_b32" in errors
+
+
+@pytest.mark.backend_free
+def test_classes_that_do_not_fit(mistake, tmp_path):
+    models.from_preset("vmoe_digits", num_classes=5, **SMALL).save_to_preset(tmp_path)
+    errors = mistake("evaluate", tmp_path, "--data", "digits")
+    assert "Expected data of the model's 5 classes; received: 10 classes" in errors
+
+
+@pytest.mark.backend_free
+def test_classes_that_the_model_does_not_know(mistake, photos, tmp_path):
+    model = models.from_preset("vmoe_digits", num_classes=3, **SMALL)
+    model.preprocessor = dataclasses.replace(
+        models.ImagePreprocessor(SHAPE), class_names=("bright", "dark", "square")
+    )
+    model.save_to_preset(tmp_path)
+    errors = mistake("evaluate", tmp_path, "--data", f"folder:{photos}")
+    assert "received: ['round'], and 1 of 3 in all" in errors

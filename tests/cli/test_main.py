@@ -1,0 +1,272 @@
+"""What all sub-commands have in common: help, errors, JSON, interruption."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.table import Table
+
+from keras_moe.cli import commands
+from keras_moe.cli.main import main
+from keras_moe.cli.parser import override
+from keras_moe.cli.result import Result, show_all
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = (
+    "train",
+    "evaluate",
+    "convert",
+    "upcycle",
+    "describe",
+    "plan",
+    "deduplicate",
+)
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Puts a function in the place of what `describe` does."""
+
+    def replace(function):
+        module = SimpleNamespace(run=function)
+        monkeypatch.setitem(sys.modules, "keras_moe.cli.describe", module)
+
+    return replace
+
+
+def helps(*arguments):
+    command = [sys.executable, "-m", "keras_moe.cli", *arguments, "--help"]
+    begin = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return done, time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_quick_and_quiet_and_has_examples(name):
+    done, seconds = helps(name)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"\n  keras-moe {name} " in done.stdout.partition("examples:")[2]
+    assert seconds < 1 or min(helps(name)[1] for _ in range(3)) < 1
+    for shared in ("--json [FILE.json]", "--traceback"):
+        assert shared in done.stdout
+
+
+def test_the_list_of_commands():
+    done, _ = helps()
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in COMMANDS:
+        assert re.search(rf"^    {name}\b", done.stdout, re.M)
+
+
+def test_arguments_are_parsed_before_keras_is_imported():
+    code = (
+        "import sys; sys.argv = ['keras-moe', 'describe', 'vit_b16', '--set', 'x']\n"
+        "from keras_moe.cli.main import main\n"
+        "status = main(sys.argv[1:])\n"
+        "heavy = {'keras', 'numpy', 'rich', 'jax', 'tensorflow', 'torch'}\n"
+        "print(status, sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout == "2 []\n", done.stderr
+
+
+def test_a_mistake_of_a_real_process_is_one_line():
+    command = [sys.executable, "-m", "keras_moe.cli", "describe", "vmoe_b33"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: Expected a built-in preset")
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_example_is_parsed():
+    for name in COMMANDS:
+        add = getattr(commands, name)
+        parser = commands.make_parser()
+        text = subparser(parser, name).epilog
+        examples = [line.split() for line in text.splitlines()[1:]]
+        assert examples, add
+        for program, *arguments in examples:
+            assert program == "keras-moe"
+            assert parser.parse_args(arguments).module == f"keras_moe.cli.{name}"
+
+
+def subparser(parser, name):
+    (action,) = (x for x in parser._actions if hasattr(x, "add_parser"))
+    return action.choices[name]
+
+
+def test_commands_take_nothing_from_each_other():
+    for path in (ROOT / "keras_moe" / "cli").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            module = getattr(node, "module", None) or ""
+            assert module.removeprefix("keras_moe.cli.") not in COMMANDS, path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "COMMAND"),
+        (("trian",), "invalid choice: 'trian'"),
+        (("describe", "vit_b16", "--set", "x"), "Expected NAME=VALUE; received: x"),
+        (("describe", "vit_b16", "--set", "=3"), "Expected NAME=VALUE; received: =3"),
+        (
+            ("describe", "vit_b16", "--set", "image_shape=[384,384"),
+            "Expected JSON after image_shape=; received: [384,384",
+        ),
+        (
+            ("describe", "vit_b16", "--set", "rematerialize=True"),
+            "Expected JSON, rematerialize=true; received: rematerialize=True",
+        ),
+        (("describe", "--json", "vit_b16"), "a file that ends with .json"),
+        (("describe", "vit_b16", "--num-classes", "0"), "at least 1; received: 0"),
+        (("describe", "vit_b16", "--num-classes", "x"), "an integer; received: x"),
+        (("plan", "x", "--devices", "8"), "--batch-size"),
+        (("plan", "x", "--utilization", "nan"), "above 0; received: nan"),
+        (("describe", "vit_b16", "--nope"), "unrecognized arguments: --nope"),
+    ],
+)
+def test_the_parser_refuses_in_one_line(mistake, arguments, message):
+    assert message in mistake(*arguments)
+
+
+def test_overrides_are_json_or_strings():
+    pairs = {
+        "a=1": ("a", 1),
+        "a=[1,2]": ("a", [1, 2]),
+        "a=null": ("a", None),
+        "a=softmax": ("a", "softmax"),
+        "a=b=c": ("a", "b=c"),
+        'a={"b": true}': ("a", {"b": True}),
+        "a=": ("a", ""),
+    }
+    assert {text: override(text) for text in pairs} == pairs
+
+
+def test_results_are_tables_or_json(program, work, tmp_path):
+    def run(args, console):
+        print("a line of training")
+        console.print("a progress bar")
+        table = Table("name")
+        table.add_row("a row")
+        return Result({"loss": float("nan"), "steps": (1, 2)}, show_all(table, "end"))
+
+    work(run)
+    expected = {"loss": None, "steps": [1, 2]}
+    shown = program("describe", "x")
+    assert shown.status == 0
+    assert "a row" in shown.output
+    assert shown.output.endswith("end\n")
+    assert shown.errors == ""
+    # Nothing but JSON on stdout.
+    asked = program("describe", "x", "--json")
+    assert json.loads(asked.output) == expected
+    assert asked.errors == "a line of training\na progress bar\n"
+    path = tmp_path / "new" / "results.json"
+    written = program("describe", "x", "--json", path)
+    assert written.output == shown.output
+    assert json.loads(path.read_text()) == expected
+
+
+def test_another_process_prints_the_result(program, work):
+    work(lambda args, console: None)
+    assert program("describe", "x", "--json") == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("Expected a;\n   received: b"), "error: Expected a; received: b\n"),
+        (TypeError(), "error: TypeError\n"),
+        (ImportError("no timm"), "error: no timm\n"),
+        (FileNotFoundError(2, "No such file", "x"), "error: [Errno 2] No such file"),
+    ],
+)
+def test_a_mistake_is_one_line(mistake, work, error, line):
+    def run(args, console):
+        raise error
+
+    work(run)
+    assert mistake("describe", "x").startswith(line)
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_a_traceback_is_shown_on_request(program, work, monkeypatch, way):
+    def run(args, console):
+        raise ValueError("here")
+
+    work(run)
+    if way == "environment":
+        monkeypatch.setenv("KERAS_MOE_TRACEBACK", "1")
+    option = ["--traceback"] if way == "option" else []
+    status, _, errors = program("describe", "x", *option)
+    assert status == 2
+    assert errors.startswith("Traceback (most recent call last):")
+    assert errors.endswith("\nerror: here\n")
+
+
+def test_an_unexpected_failure_keeps_its_traceback(program, work):
+    def run(args, console):
+        raise KeyError("lost")
+
+    work(run)
+    status, _, errors = program("describe", "x")
+    assert status == 1
+    path = re.fullmatch(r"error: KeyError: 'lost' \(unexpected; see (.*)\)\n", errors)
+    file = Path(path.group(1))
+    assert "Traceback (most recent call last):" in file.read_text()
+    file.unlink()
+
+
+def test_ctrl_c_is_one_line(program, work, monkeypatch):
+    def run(args, console):
+        raise KeyboardInterrupt
+
+    work(run)
+    assert program("describe", "x") == (130, "", "\nInterrupted.\n")
+    module = SimpleNamespace(run=run)
+    monkeypatch.setitem(sys.modules, "keras_moe.cli.train", module)
+    status, _, errors = program("train", "mumoe_digits")
+    assert status == 130
+    assert "the same command resumes" in errors
+
+
+def test_a_warning_is_one_line(program, work):
+    def run(args, console):
+        warnings.warn("a corrupt\n  checkpoint", stacklevel=1)
+        return Result({}, show_all())
+
+    work(run)
+    assert program("describe", "x").errors == "warning: a corrupt checkpoint\n"
+
+
+def test_errors_of_tensorflow_are_one_line(mistake, work):
+    class InvalidArgumentError(Exception):
+        pass
+
+    InvalidArgumentError.__module__ = "tensorflow.python.framework.errors_impl"
+
+    def run(args, console):
+        raise InvalidArgumentError("cannot decode cat.png\n" + 5000 * "x")
+
+    work(run)
+    errors = mistake("describe", "x")
+    assert errors.startswith("error: cannot decode cat.png xx")
+    assert len(errors) < 1100
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)

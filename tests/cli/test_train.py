@@ -1,0 +1,146 @@
+import json
+
+import keras
+import pytest
+
+from keras_moe import models
+
+SMALL = (
+    "image_shape=[8,8,1]",
+    "patch_size=4",
+    "hidden_dim=8",
+    "num_layers=2",
+    "token_mlp_dim=4",
+    "mlp_dim=8",
+    "num_experts=2",
+    "rematerialize=true",
+)
+SETTINGS = (
+    "schedule.epochs=2",
+    "data.batch_size=256",
+    "schedule.warmup_steps=2",
+    "model.dtype=mixed_bfloat16",
+)
+
+
+@pytest.fixture
+def train(program):
+    return lambda *arguments: program("train", *arguments)
+
+
+def test_one_command_trains_and_saves(train, tmp_path):
+    status, output, errors = train(
+        "mumoe_digits", "--output", tmp_path / "run",
+        "--recipe-set", *SETTINGS, "--set", *SMALL,
+        "--few-shot-every", 2, "--shots", 2, "--checkpoint-every", 4,
+    )  # fmt: skip
+    assert status == 0, errors
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["backend"] == keras.backend.backend()
+    # What was overridden, and what was not.
+    assert results["recipe"]["schedule"]["epochs"] == 2
+    assert results["recipe"]["model"]["hidden_dim"] == 8
+    assert results["recipe"]["model"]["stochastic_depth"] == 0.1
+    assert {name: len(values) for name, values in results["history"].items()} == {
+        **dict.fromkeys(("loss", "accuracy", "val_loss", "val_accuracy"), 2),
+        **{f"router/{name}": 2 for name in ("entropy", "dead", "dropped", "max_gate")},
+        "few_shot/2_shot": 1,
+    }
+    # Of two blocks the channels' experts, and the tokens'.
+    assert [row["epoch"] for row in results["router_health"]] == [1] * 4 + [2] * 4
+    assert results["evaluations"][0]["epoch"] == 2
+    assert results["history"]["loss"][1] < results["history"]["loss"][0]
+    assert "learning_rate" in output
+    assert f"val_accuracy       {results['score']:.4f}" in output
+    model = models.from_preset(str(tmp_path / "run" / "preset"))
+    assert model.count_params() == results["parameters"]
+    assert model.backbone.get_layer("block_1").stochastic_depth == 0.1
+    for name in ("training", "router_health"):
+        picture = (tmp_path / "run" / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(names) == ["step-00000004", "step-00000008", "step-00000010"]
+    # The same command again has nothing to do; another recipe is another run.
+    again = ("mumoe_digits", "--output", tmp_path / "run", "--set", *SMALL)
+    again += ("--recipe-set", *SETTINGS)
+    status, output, errors = train(*again, "--json")
+    assert status == 0, errors
+    assert "Epoch" not in output + errors
+    assert json.loads(output)["history"] == results["history"]
+    repeated = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert repeated["history"] == results["history"]
+    assert repeated["router_health"] == results["router_health"]
+    status, _, errors = train(*again, "schedule.epochs=3")
+    assert status == 2
+    assert "schedule.epochs=3 (there 2)" in errors
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--recipe-set", "epoch=1"), "nearest: schedule.epochs"),
+        (("--recipe-set", "epochs"), "NAME=VALUE"),
+        (("--recipe-set", "schedule.epochs=-1"), "epochs=-1"),
+        (("--recipe-set", "schedule.patience=0"), "patience=0"),
+        (("--recipe-set", "schedule.best=last"), "best='last'"),
+        (("--set", "num_layer=1"), "nearest: num_layers"),
+        (("--preset", "vmoe_b33"), "nearest: vmoe_b32"),
+        (("--data", "digit"), "source='digit'"),
+        (("--data", "folder:nowhere"), "source='folder:nowhere'"),
+        (("--recipe-set", "schedule.warmup_steps=9999"), "received: warmup_steps=9999"),
+        (("--recipe-set", "data.batch_size=9999"), "received: batch_size=9999"),
+        (("--output", "README.md"), "README.md"),
+        (("--branch-from", "nowhere"), "nowhere"),
+        (("--cooldown", "5"), "--branch-from"),
+    ],
+)
+def test_bad_input_ends_with_one_line(train, tmp_path, arguments, message):
+    usual = {"--output": tmp_path, "--set": SMALL[3]}
+    rest = [x for pair in usual.items() if pair[0] not in arguments for x in pair]
+    status, _, errors = train("mumoe_digits", *arguments, *rest)
+    assert status == 2
+    assert errors.startswith("error: ")
+    assert len(errors.splitlines()) == 1
+    assert message in errors
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.backend_free
+def test_a_recipe_is_a_name_or_a_whole_file(mistake, tmp_path):
+    assert "nearest: mumoe_digits" in mistake("train", "mumoe_digit")
+    assert "RECIPE" in mistake("train")
+    path = tmp_path / "recipe.json"
+    path.write_text("{")
+    assert f"Expected JSON in {path}" in mistake("train", path)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("flag", [(), ("--extend",)])
+def test_a_run_is_extended_where_it_is_asked_for(train, tmp_path, monkeypatch, flag):
+    def stub(recipe, extend, **_):
+        schedule = recipe.schedule
+        raise ValueError(
+            f"{schedule.epochs} {schedule.patience} {schedule.best} {extend}"
+        )
+
+    monkeypatch.setattr("keras_moe.training.train", stub)
+    status, output, errors = train(
+        "mumoe_digits", "--output", tmp_path, *flag,
+        "--recipe-set", "schedule.epochs=40", "schedule.patience=5",
+        "schedule.best=restore",
+    )  # fmt: skip
+    assert (status, errors) == (2, f"error: 40 5 restore {bool(flag)}\n")
+    assert "patience" in output
+
+
+@pytest.mark.backend_free
+def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
+    def stub(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("keras_moe.training.train", stub)
+    status, _, errors = train("mumoe_digits", "--output", tmp_path)
+    assert status == 130
+    assert errors.count("\n") == 2
+    assert "the same command resumes from its last checkpoint" in errors

@@ -1,0 +1,114 @@
+import json
+import os
+
+import pytest
+
+from keras_moe import models
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """A dense preset of the digits' model."""
+    folder = tmp_path_factory.mktemp("presets") / "dense"
+    model = models.from_preset("vmoe_digits", moe_layers=None, num_classes=10)
+    model.save_to_preset(folder)
+    return folder
+
+
+@pytest.fixture
+def upcycle(program, dense):
+    return lambda *arguments: program("upcycle", dense, *arguments)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_upcycling_makes_a_preset(upcycle, tmp_path):
+    output = tmp_path / "sparse"
+    status, text, errors = upcycle(
+        output, "--num-experts", "4", "--moe-layers", "[3]", "--json"
+    )
+    assert status == 0, errors
+    sparse = models.from_preset(str(output))
+    assert list(sparse.routing) == ["block_3"]
+    report = json.loads((output / "upcycling.json").read_text())
+    assert report == json.loads(text)
+    assert report["parameters"] == sparse.count_params()
+
+
+def test_levels_of_mumoe(upcycle, tmp_path):
+    levels = ["--router", "mumoe", "--num-experts", "[3, 2]", "--moe-layers", "[3]"]
+    status, _, errors = upcycle(tmp_path / "mumoe", *levels)
+    assert status == 0, errors
+    model = models.from_preset(str(tmp_path / "mumoe"))
+    assert model.backbone.expert_kinds.ffn == 6
+
+
+def test_published_settings(upcycle, tmp_path):
+    arguments = ["--settings", "clip_up", "--moe-layers", "[3]"]
+    assert upcycle(tmp_path / "clip_up", *arguments).status == 0
+    config = models.from_preset(str(tmp_path / "clip_up")).backbone.get_config()
+    assert config["moe"]["auxiliary_losses"] == {"load_balance": 0.01, "z": 1e-4}
+    assert not config["moe"]["router_options"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--set", "router=1"), "received: router=1"),
+        (("--set", "capacity=1"), "capacity_factor"),
+        (("--router", "hard"), "router='hard'"),
+        (("--settings", "clip_down"), "clip_down"),
+        (("--num-experts", "1"), "num_experts=1"),
+        (("--num-experts", "[2"), "Expected JSON"),
+        (("--moe-layers", "[9]"), "9"),
+    ],
+)
+def test_mistakes_write_nothing(mistake, dense, tmp_path, arguments, message):
+    assert message in mistake("upcycle", dense, tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_fails_leaves_the_older_preset(upcycle, mistake, dense, tmp_path):
+    output = tmp_path / "sparse"
+    layers = ("--moe-layers", "[3]", "--num-experts", "2")
+    parameters = models.from_preset(
+        str(dense), moe_layers=[3], num_experts=2, load_weights=False
+    ).count_params()
+    assert f"{parameters:,}" in upcycle(output, *layers).output
+    before = contents(output)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("keras_moe.cli.upcycle.write_json", full)
+        assert "[Errno 28] No space" in mistake("upcycle", dense, output, *layers)
+    assert contents(output) == before
+    assert upcycle(output, *layers).status == 0
+    assert contents(output).keys() == before.keys()
+
+
+def test_the_source_is_not_overwritten(mistake, dense, tmp_path):
+    # By whatever path.
+    os.symlink(dense, tmp_path / "link")
+    before = contents(dense)
+    for same in (dense, f"{dense}/", tmp_path / "link"):
+        errors = mistake("upcycle", dense, same)
+        assert "Expected another folder than the source" in errors
+    assert before == contents(dense)
+
+
+def test_a_folder_of_something_else_is_kept(mistake, dense, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    errors = mistake("upcycle", dense, tmp_path)
+    assert "a new folder or an older preset" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_source_that_is_not_there(mistake, tmp_path):
+    errors = mistake("upcycle", tmp_path / "nowhere", tmp_path / "out")
+    assert "nowhere" in errors

@@ -1,0 +1,96 @@
+"""The programs of an installed wheel, far from the repository."""
+
+import json
+import os
+import re
+import subprocess
+import venv
+from pathlib import Path
+
+import keras
+import pytest
+
+from keras_moe.cli.commands import make_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A virtual environment with the wheel, and this one's libraries but no other."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    folder = tmp_path_factory.mktemp("installed")
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(folder))
+    venv.create(folder / "venv", with_pip=True)
+    scripts = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
+    install = [scripts / "python", "-m", "pip", "install", "--no-index", "--no-deps"]
+    subprocess.run([*install, wheel], check=True, capture_output=True)
+    (purelib,) = (folder / "venv").rglob("site-packages")
+    # A path file of a path file is not read: an editable keras_moe stays away.
+    libraries = {str(Path(module.__file__).parents[1]) for module in (keras, pytest)}
+    (purelib / "libraries.pth").write_text("\n".join(sorted(libraries)))
+    return scripts
+
+
+@pytest.fixture
+def run(installed, tmp_path):
+    def run(program, *arguments):
+        environment = {**os.environ, "COLUMNS": "160"}
+        environment.pop("PYTHONPATH", None)
+        return subprocess.run(
+            [installed / program, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+        )
+
+    return run
+
+
+def sub_commands(parser, *names):
+    """All sub-commands, and theirs."""
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for name, inner in action.choices.items():
+                yield (*names, name)
+                yield from sub_commands(inner, *names, name)
+
+
+@pytest.mark.parametrize("names", sub_commands(make_parser()), ids=" ".join)
+def test_every_help_is_printed(run, names):
+    done = run("keras-moe", *names, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"keras-moe {' '.join(names)}" in done.stdout
+
+
+def test_every_module_is_there(run, installed, tmp_path):
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted((ROOT / "keras_moe" / "cli").rglob("*.py"))
+        # These are programs.
+        if path.name not in ("__main__.py", "timm_outputs.py")
+    ]
+    program = tmp_path / "every_module.py"
+    program.write_text(
+        f"import importlib, keras_moe\nfor name in {modules}:\n"
+        "    importlib.import_module(name)\nprint(keras_moe.__file__)\n"
+    )
+    done = run("python", program)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.splitlines()[-1]).is_relative_to(installed.parent)
+
+
+def test_a_program_works(run):
+    done = run("keras-moe", "describe", "vmoe_digits", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["parameters"] > 0
+
+
+def test_a_mistake_is_one_line(run):
+    done = run("keras-moe", "train", "mumoe_digit")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: .*nearest: mumoe_digits.*\n", done.stderr)

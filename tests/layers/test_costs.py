@@ -1,0 +1,189 @@
+"""Costs and weight shapes on paper are those of the built layers."""
+
+import math
+
+import keras
+import pytest
+
+from keras_moe import layers, routers
+from keras_moe.layers import (
+    MLP,
+    AttentionPooling,
+    AttributeAdversary,
+    ClassToken,
+    EncoderBlock,
+    ExpertCoefficients,
+    Experts,
+    LayerNorm,
+    MoE,
+    MoEEncoderBlock,
+    MultilinearExperts,
+    MuMoE,
+    MuMoEBlock,
+    PatchEmbedding,
+    PositionEmbedding,
+    SelfAttention,
+    TokenMLP,
+    TokenMuMoE,
+    TokenPooling,
+    ZeroComputationExperts,
+)
+from keras_moe.ops import Cost
+from keras_moe.routers import (
+    ExpertChoiceRouter,
+    PathwayAwareRouter,
+    SoftRouter,
+    TokenChoiceRouter,
+)
+
+pytestmark = pytest.mark.backend_free
+
+N, D, E = 6, 8, 4
+ATTENTION = {"num_heads": 2, "key_dim": 4}
+
+
+def pathway_aware(**options):
+    return PathwayAwareRouter(
+        7, zero_experts=1, copy_experts=1, constant_experts=1, **options
+    )
+
+
+def moe(router, **options):
+    return MoE(router, Experts(E, 16, name="experts"), name="moe", **options)
+
+
+LAYERS = {
+    "MLP": lambda: MLP(16),
+    "TokenMLP": lambda: TokenMLP(16),
+    "Experts": lambda: Experts(E, 16),
+    "gated Experts": lambda: Experts(E, 16, gated=True),
+    "Experts without biases": lambda: Experts(E, 16, gated=True, use_bias=False),
+    "ZeroComputationExperts": lambda: ZeroComputationExperts(1, 1, 3),
+    "zero and copy experts": lambda: ZeroComputationExperts(1, 1),
+    "TokenChoiceRouter": lambda: TokenChoiceRouter(E),
+    "TokenChoiceRouter of two modalities": lambda: TokenChoiceRouter(
+        E, num_modalities=2
+    ),
+    "ExpertChoiceRouter": lambda: ExpertChoiceRouter(E, num_modalities=3),
+    "SoftRouter": lambda: SoftRouter(E, num_slots=2),
+    "SoftRouter of a capacity factor": lambda: SoftRouter(
+        E, capacity_factor=2.0, normalize=False
+    ),
+    "PathwayAwareRouter": lambda: pathway_aware(gating_residual=True),
+    "PathwayAwareRouter of two layers": lambda: pathway_aware(gate_hidden_dim=5),
+    "MoE of token choice": lambda: moe(TokenChoiceRouter(E)),
+    "MoE of expert choice": lambda: moe(ExpertChoiceRouter(E)),
+    "MoE of soft routing": lambda: moe(SoftRouter(E, capacity_factor=2.0)),
+    "MoE of MoE++": lambda: moe(pathway_aware(gating_residual=True)),
+    "ExpertCoefficients": lambda: ExpertCoefficients((4, 2)),
+    "MuMoE": lambda: MuMoE(10, 4, rank=3, input_norm=True, edited_outputs=(2,)),
+    "MuMoE of the whole tensor": lambda: MuMoE(10, (4, 2), None, None),
+    "MuMoE of a tensor ring": lambda: MuMoE(10, (4, 2), "tr", (2, 3, 2, 5)),
+    "MuMoEBlock": lambda: MuMoEBlock(16, num_experts=4, input_norm=True),
+    "MuMoEBlock of Tucker": lambda: MuMoEBlock(
+        16, num_experts=(4, 2), factorization="tucker", normalization="layer"
+    ),
+    "TokenMuMoE": lambda: TokenMuMoE(MuMoEBlock(16, num_experts=4, rank=3)),
+    "MultilinearExperts": lambda: MultilinearExperts(10, 4, rank=3),
+    "SelfAttention": lambda: SelfAttention(**ATTENTION),
+    "SelfAttention with normalised queries": lambda: SelfAttention(
+        **ATTENTION, query_key_norm=True, query_key_norm_bias=True
+    ),
+    "EncoderBlock": lambda: EncoderBlock(SelfAttention(**ATTENTION), MLP(16)),
+    "EncoderBlock of a Mixer": lambda: EncoderBlock(TokenMLP(5), MLP(16)),
+    "MoEEncoderBlock": lambda: MoEEncoderBlock(
+        SelfAttention(**ATTENTION), moe(TokenChoiceRouter(E))
+    ),
+    "MoEEncoderBlock of muMoE": lambda: MoEEncoderBlock(
+        TokenMuMoE(MuMoEBlock(16, num_experts=4, rank=3)),
+        MuMoEBlock(16, num_experts=4, rank=3),
+    ),
+    "PatchEmbedding": lambda: PatchEmbedding(D, patch_size=(2, 4)),
+    "ClassToken": ClassToken,
+    "learned PositionEmbedding": lambda: PositionEmbedding((2, 3)),
+    "fixed PositionEmbedding": lambda: PositionEmbedding((2, 3), kind="sincos"),
+    "LayerNorm": LayerNorm,
+    "LayerNorm without offset": lambda: LayerNorm(center=False),
+    "TokenPooling": lambda: TokenPooling("average"),
+    "AttentionPooling": lambda: AttentionPooling(2, 16, query_key_norm=True),
+}
+SHAPES = {PatchEmbedding: (8, 12, 3)}
+
+
+def built(name):
+    """The layer of a name, and the shape of an example of its inputs."""
+    layer = LAYERS[name]()
+    shape = SHAPES.get(type(layer), (N, D))
+    layer.build((None, E, *shape) if isinstance(layer, Experts) else (None, *shape))
+    return layer, shape
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weight_shapes_are_those_of_the_built_weights(name):
+    layer, shape = built(name)
+    weights = {
+        weight.path.removeprefix(f"{layer.path}/"): tuple(weight.shape)
+        for weight in layer.trainable_weights
+    }
+    assert layer.weight_shapes(shape) == weights
+    # An unbuilt layer says the same; its inner layers may have other numbers behind
+    # their names.
+    unbuilt = LAYERS[name]().weight_shapes(shape)
+    assert sorted(unbuilt.values()) == sorted(weights.values())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_parameters_are_those_of_the_built_layer(name):
+    layer, shape = built(name)
+    cost = LAYERS[name]().cost(shape)
+    assert isinstance(cost, Cost)
+    assert cost == layer.cost(shape)
+    trained = sum(math.prod(weight.shape) for weight in layer.trainable_weights)
+    assert cost.parameters == trained
+    if not layer.non_trainable_weights:
+        assert cost.parameters == layer.count_params()
+    assert 0 <= cost.active_parameters <= cost.parameters
+    assert all(isinstance(value, int) for value in cost)
+
+
+def test_every_layer_has_its_costs():
+    public = [getattr(layers, name) for name in layers.__all__]
+    public += [getattr(routers, name) for name in routers.__all__]
+    public = {
+        cls
+        for cls in public
+        if isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
+    }
+    # Base classes, and the adversary of a training run, which is part of no model.
+    public -= {routers.Router, routers.SparseRouter, AttributeAdversary}
+    assert {type(layer()) for layer in LAYERS.values()} == public
+
+
+def test_costs_add_up():
+    cost = sum([Cost(1, 2, 3), Cost(10, 20, 30)], Cost())
+    assert cost == Cost(11, 22, 33)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # 2 x (8 x 16) multiply-adds for each of 6 tokens.
+        ("MLP", (280, 280, 2 * 6 * 2 * 8 * 16)),
+        # The same across 6 tokens for each of 8 channels.
+        ("TokenMLP", (214, 214, 2 * 8 * 2 * 6 * 16)),
+        # A row meets one expert of four.
+        ("Experts", (4 * 280, 280, 2 * 6 * 2 * 8 * 16)),
+        # Kernel (8, 4), and two of four experts for each token.
+        (
+            "MoE of token choice",
+            (32 + 4 * 280, 32 + 2 * 280, 2 * 6 * (32 + 2 * 2 * 8 * 16)),
+        ),
+        # Four projections, and queries by keys and weights by values.
+        ("SelfAttention", (288, 288, 2 * 6 * 4 * 64 + 2 * 2 * 6 * 6 * 8)),
+        # 4 x 3 patches of 2 x 4 x 3 numbers.
+        ("PatchEmbedding", (200, 200, 2 * 12 * 24 * 8)),
+    ],
+)
+def test_costs_by_hand(name, expected):
+    layer, shape = built(name)
+    assert tuple(layer.cost(shape)) == expected

@@ -1,0 +1,242 @@
+"""Which blocks are mixtures of experts, and of what: the configs."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import losses
+from keras_moe.layers import (
+    MLP,
+    EncoderSpec,
+    MoE,
+    MoEConfig,
+    MuMoEBlock,
+    MuMoEConfig,
+    SelfAttention,
+    moe_config,
+    updated_moe,
+)
+from keras_moe.layers.moe_config import field_names
+from keras_moe.routers import (
+    ROUTERS,
+    PathwayAwareRouter,
+    Router,
+    SinkhornAffinity,
+    SoftRouter,
+    TokenChoiceRouter,
+    register_router,
+)
+
+pytestmark = pytest.mark.backend_free
+
+NOT_DEFAULT = {
+    "moe_layers": [0, 2],
+    "num_experts": 6,
+    "router": "sinkhorn_token_choice",
+    "router_options": {"normalize_gates": "after"},
+    "num_selected_experts": 3,
+    "expert_mlp_dim": 5,
+    "capacity_factor": 1.5,
+    "evaluation": "official",
+    "eval_capacity_factor": 2.0,
+    "eval_capacity": 7,
+    "dropless": True,
+    "capacity_rounding": "round",
+    "capacity_multiple_of": 2,
+    "priority": "sum_gates",
+    "noise_std": 0.5,
+    "images_per_group": None,
+    "auxiliary_losses": {"z": 0.1},
+    "expert_dropout": 0.1,
+    "shared_expert_initialization": False,
+    "dispatcher": "einsum",
+    "zero_experts": 1,
+    "copy_experts": 2,
+    "constant_experts": "auto",
+    "tau": 0.5,
+    "gating_residual": True,
+    "gated_experts": True,
+    "expert_use_bias": False,
+    "expert_activation": "silu",
+    "num_modalities": 2,
+    "expert_pools": [[0, 1], [2]],
+}
+MUMOE_NOT_DEFAULT = {
+    "moe_layers": "last_2",
+    "num_experts": [3, 2],
+    "expert_mlp_dim": 5,
+    "expert_activation": "relu",
+    "factorization": "tr",
+    "rank": [2, 2, 2, 2],
+    "input_norm": True,
+    "gate_activation": "softmax",
+    "gate_normalization": None,
+    "expert_use_bias": False,
+    "expert_noise": 0.5,
+}
+
+
+def blocks(moe, num_layers=3, **arguments):
+    spec = EncoderSpec(
+        num_layers=num_layers, num_tokens=9, mlp_dim=8, moe=moe, **arguments
+    )
+    return [b.feed_forward for b in spec.blocks(lambda _: SelfAttention(2, 4))]
+
+
+@pytest.mark.parametrize(
+    ("cls", "values"), [(MoEConfig, NOT_DEFAULT), (MuMoEConfig, MUMOE_NOT_DEFAULT)]
+)
+def test_every_field_round_trips_through_json(cls, values):
+    assert set(values) == set(field_names(cls))
+    config, default = cls(**values), cls()
+    plain = json.loads(json.dumps(config.to_dict()))
+    again = moe_config(plain)
+    assert type(again) is cls
+    assert json.loads(json.dumps(again.to_dict())) == plain
+    for name, value in values.items():
+        assert plain[name] == value, name
+        assert getattr(default, name) != value, name
+
+
+def test_a_config_says_which_blocks_are_mixtures():
+    layers = blocks(MoEConfig(moe_layers=[0, 2], num_experts=4, expert_mlp_dim=5))
+    assert [type(layer) for layer in layers] == [MoE, MLP, MoE]
+    assert layers[0].experts.mlp_dim == 5
+    assert layers[1].mlp_dim == 8
+    layers = blocks(MuMoEConfig(moe_layers=[1], num_experts=4))
+    assert [type(layer) for layer in layers] == [MLP, MuMoEBlock, MLP]
+    assert [type(layer) for layer in blocks(None)] == [MLP] * 3
+    assert [type(layer) for layer in blocks(MoEConfig(moe_layers=None))] == [MLP] * 3
+
+
+def test_routers_take_what_concerns_them():
+    moe = MoEConfig(moe_layers="every_1", num_experts=4, capacity_factor=2.0)
+    for name, (cls, _) in ROUTERS.items():
+        router = blocks(moe.replace(router=name), seed=3)[1].router
+        assert type(router) is cls
+        # The block's own: 3 + 4 x (1 + 1) + 3.
+        assert router.seed == 14
+    soft = blocks(moe.replace(router="soft"))[0].router
+    # 9 tokens x K = 2 x c = 2 / 4 experts.
+    assert soft.slots_per_expert == 9
+    aware = blocks(moe.replace(zero_experts=1, tau=0.5))
+    assert all(type(layer.router) is PathwayAwareRouter for layer in aware)
+    assert [layer.router.gating_residual for layer in aware] == [False, True, True]
+    assert {layer.router.tau for layer in aware} == {0.5}
+
+
+def test_a_router_may_be_a_class_or_an_instance():
+    own = TokenChoiceRouter(4, affinity=SinkhornAffinity(5), num_selected_experts=1)
+    for router in (TokenChoiceRouter, "keras_moe>TokenChoiceRouter", own):
+        moe = moe_config(json.loads(json.dumps(MoEConfig(router=router).to_dict())))
+        if router is own:
+            moe = moe.replace(num_experts=4)
+        first, second = (
+            layer.router for layer in blocks(moe.replace(moe_layers=[0, 1]), seed=0)[:2]
+        )
+        assert type(first) is TokenChoiceRouter
+        assert first is not own
+        assert first.seed != second.seed
+    assert first.affinity.iterations == 5
+    assert first.num_selected_experts == 1
+
+
+def test_a_router_from_outside_works_by_name_class_and_instance():
+    @register_router("sharp")
+    @keras.saving.register_keras_serializable("outside")
+    class SharpRouter(TokenChoiceRouter):
+        def __init__(self, *args, sharpness=2.0, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.sharpness = sharpness
+
+        def scale_logits(self, logits):
+            return self.sharpness * super().scale_logits(logits)
+
+        def get_config(self):
+            return {**super().get_config(), "sharpness": self.sharpness}
+
+    try:
+        routers = {"sharp": 2.0, SharpRouter: 2.0, SharpRouter(4, sharpness=5.0): 5.0}
+        for router, sharpness in routers.items():
+            moe = MoEConfig(moe_layers=[0], num_experts=4, router=router)
+            layer = blocks(moe_config(moe.to_dict()))[0]
+            assert type(layer.router) is SharpRouter
+            assert layer.router.sharpness == sharpness
+    finally:
+        del ROUTERS["sharp"]
+    with pytest.raises(ValueError, match="router='sharp'"):
+        MoEConfig(router="sharp")
+
+
+def test_a_class_that_nobody_registered_is_refused():
+    class Unknown(TokenChoiceRouter):
+        pass
+
+    with pytest.raises(ValueError, match="registered"):
+        MoEConfig(router=Unknown)
+
+
+def test_a_name_is_taken_once():
+    with pytest.raises(ValueError, match="stands for SoftRouter"):
+        register_router("soft")(type("Other", (Router,), {}))
+    with pytest.raises(ValueError, match="subclass of Router"):
+        register_router("mine")(MLP)
+    assert register_router("soft")(SoftRouter) is SoftRouter
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MoEConfig(num_experts=0), "num_experts=0"),
+        (lambda: MoEConfig(router="softmax"), "router='softmax'.*nearest"),
+        (lambda: MoEConfig(router_options=3), "router_options=3"),
+        (lambda: MoEConfig(moe_layers=2), "moe_layers=2"),
+        (lambda: MoEConfig(dropless=1), "dropless=1"),
+        (lambda: MoEConfig(auxiliary_losses="all"), "auxiliary_losses='all'"),
+        (lambda: MoEConfig().replace(num_expert=3), "nearest: num_experts"),
+        (lambda: MoEConfig.from_dict({"tow": 3}), "MoEConfig; received: tow=3"),
+        (lambda: MuMoEConfig(rank=0), "rank=0"),
+        (lambda: MuMoEConfig.from_dict({"tau": 1}), "MuMoEConfig; received: tau=1"),
+        (lambda: moe_config(3), "moe=3"),
+        (lambda: updated_moe(None, {"experts": 3}), "experts=3"),
+        (lambda: blocks(MoEConfig(moe_layers=[3])), "moe_layers"),
+        (
+            lambda: blocks(MoEConfig(router_options={"tau": 2})),
+            "TokenChoiceRouter in an encoder; received: tau=2",
+        ),
+        (lambda: blocks(MoEConfig(router="soft", num_modalities=2)), "modalities=2"),
+    ],
+)
+def test_bad_values_are_refused(make, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "Expected" in str(error.value)
+
+
+def test_another_router_drops_the_options_of_the_one_before():
+    moe = MoEConfig(num_experts=8, tau=0.5, router_options={"combine": "softmax"})
+    changed = updated_moe(moe, {"router": "soft"})
+    assert (changed.router_options, changed.num_experts) == (None, 8)
+    mumoe = updated_moe(moe, {"router": "mumoe", "router_options": {"rank": 3}})
+    assert (mumoe.num_experts, mumoe.rank, mumoe.moe_layers) == (8, 3, "every_2")
+    assert updated_moe(mumoe, {"router_options": {"input_norm": True}}).rank != 3
+    assert updated_moe(mumoe, {"num_experts": 4}).rank == 3
+    assert updated_moe(mumoe, {"router": "soft"}).tau == MoEConfig().tau
+    assert updated_moe(None, {}) is None
+    assert updated_moe(None, {"num_experts": 3}).moe_layers is None
+
+
+def test_losses_may_be_objects():
+    moe = MoEConfig(auxiliary_losses=[losses.ZLoss(0.25)], num_experts=4)
+    (loss,) = blocks(moe_config(json.loads(json.dumps(moe.to_dict()))))[
+        1
+    ].auxiliary_losses
+    assert loss.weight == 0.25
+
+
+def test_numpy_integers_become_plain():
+    moe = MoEConfig(moe_layers=np.array([1, 2]), num_experts=np.int64(4))
+    assert json.dumps(moe.to_dict()["moe_layers"]) == "[1, 2]"
+    assert json.dumps(moe.to_dict()["num_experts"]) == "4"

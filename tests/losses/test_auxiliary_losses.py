@@ -1,0 +1,338 @@
+"""Auxiliary losses as objects: names, options, modalities and configs.
+
+Axes: G groups, S group_size, E experts, K selected experts, M modalities.
+"""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import losses
+from keras_moe.layers import Experts, MoE
+from keras_moe.losses import AggregateLoss, AuxiliaryLoss
+from keras_moe.losses.auxiliary_functions import FUNCTIONS
+from keras_moe.routers import TokenChoiceRouter
+from tests.losses.entropies import LOSSES, ROUTER, normal, numbers, routing_of, tensor
+
+WRAPPED = {
+    "local": partial(AuxiliaryLoss, "local_entropy"),
+    "global": partial(AuxiliaryLoss, "global_entropy"),
+    "threshold": lambda weight, modality=None: AuxiliaryLoss(
+        "global_entropy", weight, threshold=3.0, modality=modality
+    ),
+    "target": partial(AuxiliaryLoss, "target_entropy"),
+    "merged": partial(AuxiliaryLoss, "merged_entropy"),
+}
+MUTUAL_INFORMATION = AuxiliaryLoss("mutual_information", 1.0, num_modalities=3)
+IDS = np.array([[0, 1, 0, 2, 1, 0], [1, 1, 1, 0, 0, 1], [0] * 6])
+MASK = np.array([[True] * 6, [True, False, True, True, True, False], [True] * 6])
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_modality_is_the_loss_of_its_tokens(name, masked):
+    logits, mask = normal(0, 3, 6, 4), MASK if masked else np.ones_like(MASK)
+    loss = WRAPPED[name](2.5, modality=1)
+    found = numbers(
+        lambda x, m, ids: loss(routing_of(x), ROUTER, m if masked else None, ids),
+        *(logits, mask, IDS),
+    )
+    groups = []
+    for g in range(2):
+        chosen = mask[g] & (IDS[g] == 1)
+        alone = numbers(LOSSES[name], logits[g : g + 1, chosen], IDS[g : g + 1, chosen])
+        # Two of three groups have a token of the modality.
+        np.testing.assert_allclose(found[g : g + 1], 2.5 * alone * 3 / 2, rtol=1e-5)
+        assert abs(found[g]) > 1e-3
+        groups.append(alone)
+    # The last group has none, and does not dilute the mean of the others.
+    assert found[2] == 0
+    np.testing.assert_allclose(found.mean(), 2.5 * np.mean(groups), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [*(make(1.0, modality=2) for make in WRAPPED.values()), MUTUAL_INFORMATION],
+    ids=[*WRAPPED, "mutual_information"],
+)
+def test_a_modality_that_no_group_has_costs_nothing(loss):
+    logits, ids = normal(0, 2, 6, 4), np.zeros((2, 6), "int32")
+    found = numbers(lambda x, i: loss(routing_of(x), ROUTER, None, i), logits, ids)
+    np.testing.assert_array_equal(found, 0.0)
+
+
+def test_groups_of_padding_do_not_dilute_either():
+    logits, loss = normal(0, 2, 6, 4), AuxiliaryLoss("local_entropy")
+    mask = np.array([[True] * 6, [False] * 6])
+    found = numbers(lambda x, m: loss(routing_of(x), ROUTER, m), logits, mask)
+    expected = numbers(LOSSES["local"], logits[:1], IDS[:1])
+    np.testing.assert_allclose(found.mean(), expected[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_without_a_modality_all_tokens_count(name):
+    logits = normal(0, 3, 6, 4)
+    loss = WRAPPED[name](0.5)
+    expected = 0.5 * numbers(LOSSES[name], logits, IDS)
+    for ids in (None, tensor(IDS)):
+        found = numbers(lambda x, i=ids: loss(routing_of(x), ROUTER, None, i), logits)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    masked = numbers(lambda x, m: loss(routing_of(x), ROUTER, m), logits, MASK)
+    by_function = numbers(lambda x, m: LOSSES[name](x, None, m), logits, MASK)
+    np.testing.assert_allclose(masked, 0.5 * by_function, rtol=1e-5)
+    assert abs(masked - expected)[1] > 1e-4
+
+
+def test_mutual_information_loss_is_its_function():
+    logits = normal(0, 3, 6, 4)
+    loss = AuxiliaryLoss("mutual_information", 0.5, num_modalities=3)
+    found = numbers(
+        lambda x, m, i: loss(routing_of(x), ROUTER, m, i), logits, MASK, IDS
+    )
+    expected = 0.5 * numbers(
+        lambda x, m, i: losses.mutual_information_loss(x, i, 3, m), logits, MASK, IDS
+    )
+    # The last group has one modality alone, and does not count.
+    np.testing.assert_allclose(found, expected * 3 / 2, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(found.mean(), expected[:2].mean(), rtol=1e-5)
+    assert found[0] < -1e-3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        AuxiliaryLoss("local_entropy", modality=0),
+        AuxiliaryLoss("global_entropy", modality=1),
+        AuxiliaryLoss("target_entropy", modality=1),
+        AuxiliaryLoss("merged_entropy", modality=1),
+        AuxiliaryLoss("mutual_information"),
+        AggregateLoss(
+            [
+                AuxiliaryLoss("z"),
+                AuxiliaryLoss("local_entropy", modality=1),
+            ]
+        ),
+    ],
+    ids=lambda loss: getattr(loss, "name", "aggregate"),
+)
+def test_a_modality_needs_modality_ids(loss):
+    routing = routing_of(tensor(normal(0, 1, 6, 4)))
+    with pytest.raises(
+        ValueError, match=r"Expected modality_ids.*received: modality_ids=None"
+    ):
+        loss(routing, ROUTER)
+
+
+PARTS = (
+    AuxiliaryLoss("importance"),
+    AuxiliaryLoss("z"),
+    AuxiliaryLoss("local_entropy", modality=1),
+    AuxiliaryLoss("global_entropy", threshold=1.3, modality=1),
+    AuxiliaryLoss("mutual_information"),
+)
+
+
+def test_the_aggregate_of_equal_weights_is_the_mean_times_0_04():
+    logits, ids = normal(0, 3, 6, 4), tensor(IDS)
+
+    def program(x):
+        found = [part(routing_of(x), ROUTER, None, ids) for part in PARTS]
+        whole = AggregateLoss(PARTS)(routing_of(x), ROUTER, None, ids)
+        return keras.ops.stack([whole, *found])
+
+    whole, *found = numbers(program, logits)
+    np.testing.assert_allclose(whole, 0.04 * np.mean(found, axis=0), rtol=1e-5)
+    assert np.abs(whole).min() > 1e-4
+
+
+def test_the_aggregate_of_other_weights_is_their_weighted_mean():
+    logits, mask = normal(0, 3, 6, 4), tensor(MASK)
+    weights = (3.0, 0.5, 0.0)
+    functions = (
+        losses.z_loss,
+        losses.local_entropy_loss,
+        # Not defined without noisy logits, and not computed.
+        lambda x, mask: keras.ops.zeros((3,)),
+    )
+
+    def program(x):
+        whole = AggregateLoss(
+            {"z": 3.0, "local_entropy": 0.5, "load": 0.0}, weight=0.2
+        )(routing_of(x), ROUTER, mask)
+        return keras.ops.stack([whole, *(fn(x, mask) for fn in functions)])
+
+    whole, *found = numbers(program, logits)
+    expected = 0.2 * np.average(found, axis=0, weights=weights)
+    np.testing.assert_allclose(whole, expected, rtol=1e-5)
+
+
+def test_an_aggregate_may_hold_an_aggregate():
+    inner = AggregateLoss({"z": 1.0, "local_entropy": 1.0}, weight=2.0)
+    outer = AggregateLoss([inner, AuxiliaryLoss("importance", 6.0)], weight=0.5)
+
+    def program(x):
+        return keras.ops.stack(
+            [
+                outer(routing_of(x), ROUTER),
+                losses.z_loss(x),
+                losses.local_entropy_loss(x),
+                losses.importance_loss(x),
+            ]
+        )
+
+    whole, z, local, importance = numbers(program, normal(0, 2, 6, 4))
+    expected = 0.5 * (2 * (z + local) / 2 + 6 * importance) / 8
+    np.testing.assert_allclose(whole, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        AuxiliaryLoss("local_entropy", weight=0.3, modality=1),
+        AuxiliaryLoss("global_entropy", weight=0.2, threshold=1.5, modality=0),
+        AuxiliaryLoss("mutual_information", weight=0.1, num_modalities=3),
+        AuxiliaryLoss("target_entropy", weight=0.4, modality=2),
+        AuxiliaryLoss("merged_entropy", weight=0.6, modality=1),
+        AggregateLoss(
+            [
+                AuxiliaryLoss("global_entropy", weight=0.5, threshold=0.0, modality=1),
+                AggregateLoss({"mutual_information": 0.7}, weight=3.0),
+            ],
+            weight=0.05,
+        ),
+    ],
+    ids=lambda loss: getattr(loss, "name", "aggregate"),
+)
+def test_config_round_trip(loss):
+    config = loss.get_config()
+    # Every argument is there, and none at its default.
+    first = "losses" if isinstance(loss, AggregateLoss) else "function"
+    defaults = type(loss)({"z": 1} if first == "losses" else loss.function).get_config()
+    assert config.keys() == defaults.keys()
+    assert all(config[name] != defaults[name] for name in config if name != "function")
+    stored = json.loads(json.dumps(losses.serialize([loss])))
+    by_keras = json.loads(json.dumps(keras.saving.serialize_keras_object(loss)))
+    for again in (
+        *losses.get(stored),
+        keras.saving.deserialize_keras_object(by_keras),
+        type(loss).from_config(json.loads(json.dumps(config))),
+    ):
+        assert type(again) is type(loss)
+        assert again.get_config() == config
+
+
+def test_losses_by_name():
+    weights = {name: 0.1 * (i + 1) for i, name in enumerate(FUNCTIONS)}
+    made = losses.get(weights)
+    assert len(made) == 10
+    assert {loss.name: loss.weight for loss in made} == weights
+    assert {loss.function for loss in made} == set(weights)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config", "function"),
+    [
+        ("ImportanceLoss", {}, "importance"),
+        ("LoadLoss", {}, "load"),
+        ("LoadBalanceLoss", {"choices": "all"}, "load_balance"),
+        ("HeterogeneousBalanceLoss", {}, "heterogeneous_balance"),
+        ("ZLoss", {}, "z"),
+        ("LocalEntropyLoss", {"modality": 1}, "local_entropy"),
+        ("GlobalEntropyLoss", {"modality": 0, "threshold": 1.5}, "global_entropy"),
+        ("MutualInformationLoss", {"num_modalities": 3}, "mutual_information"),
+        ("TargetEntropyLoss", {"modality": None}, "target_entropy"),
+        ("MergedEntropyLoss", {"modality": 2}, "merged_entropy"),
+    ],
+)
+def test_configs_of_earlier_versions_name_a_class(class_name, config, function):
+    saved = {
+        "module": "keras_moe.losses.modality_losses",
+        "class_name": class_name,
+        "config": {"weight": 0.25, **config},
+        "registered_name": f"keras_moe>{class_name}",
+    }
+    aggregate = {
+        "module": "keras_moe.losses.auxiliary",
+        "class_name": "AggregateLoss",
+        "config": {"weight": 0.04, "losses": [saved]},
+        "registered_name": "keras_moe>AggregateLoss",
+    }
+    alone, within = losses.get(json.loads(json.dumps([saved, aggregate])))
+    for loss in (alone, *within.losses, keras.saving.deserialize_keras_object(saved)):
+        assert type(loss) is AuxiliaryLoss
+        assert loss.get_config() == {"function": function, "weight": 0.25, **config}
+
+
+@keras.saving.register_keras_serializable("tests")
+def largest_logit(routing, router, mask, modality_ids, power=1.0):
+    return keras.ops.max(routing.logits, axis=(1, 2)) ** power
+
+
+def test_a_function_of_ones_own():
+    loss = AuxiliaryLoss(largest_logit, 0.5, power=2.0)
+    stored = json.loads(json.dumps(losses.serialize([loss])))
+    logits = normal(0, 2, 6, 4)
+    for made in (loss, *losses.get(stored)):
+        assert (made.name, made.options) == ("largest_logit", {"power": 2.0})
+        made.check_router(SimpleNamespace(has_expert_logits=False))
+        values = numbers(lambda x, made=made: made(routing_of(x), ROUTER), logits)
+        np.testing.assert_allclose(values, 0.5 * logits.max((1, 2)) ** 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "received"),
+    [
+        (lambda: AuxiliaryLoss("local_entropy", modality=-1), "modality=-1"),
+        (lambda: AuxiliaryLoss("local_entropy", modality=0.5), "modality=0.5"),
+        (lambda: AuxiliaryLoss("local_entropy", -2.0), "weight=-2.0"),
+        (
+            lambda: AuxiliaryLoss("global_entropy", threshold="9"),
+            "threshold='9'",
+        ),
+        (
+            lambda: AuxiliaryLoss("mutual_information", num_modalities=0),
+            "num_modalities=0",
+        ),
+        (lambda: AuxiliaryLoss("y"), "function='y'"),
+        (lambda: AuxiliaryLoss("z", modality=1), "modality=1"),
+        (
+            lambda: AuxiliaryLoss("load_balance", choice="all"),
+            "choice='all' (nearest: choices)",
+        ),
+        (lambda: AggregateLoss([]), "weights=[]"),
+        (lambda: AggregateLoss({"z": 0.0, "load": 0}), "weights=[0.0, 0.0]"),
+        (lambda: AggregateLoss({"z": 1.0}, weight=-1), "weight=-1"),
+        (lambda: AggregateLoss({"y": 1.0}), "'y'"),
+    ],
+)
+def test_bad_input(call, received):
+    with pytest.raises(ValueError, match=r"Expected (.|\n)*received: ") as caught:
+        call()
+    assert received in str(caught.value)
+
+
+def test_an_moe_layer_adds_them():
+    parts = ("local_entropy", "global_entropy", "target_entropy", "merged_entropy")
+    layer = MoE(
+        router=TokenChoiceRouter(num_experts=4, num_selected_experts=2, seed=0),
+        experts=Experts(num_experts=4, mlp_dim=8),
+        auxiliary_losses=[
+            *losses.get(dict.fromkeys(parts, 1.0)),
+            AggregateLoss(dict.fromkeys(parts, 2.0)),
+        ],
+    )
+    _, routing = layer(normal(0, 3, 5, 8), training=True)
+    # One group of the whole batch.
+    logits = keras.ops.reshape(routing.logits, (1, 15, 4))
+    expected = [
+        keras.ops.convert_to_numpy(LOSSES[name](logits, None))[0]
+        for name in ("local", "global", "target", "merged")
+    ]
+    found = [keras.ops.convert_to_numpy(loss) for loss in layer.losses]
+    np.testing.assert_allclose(
+        found, [*expected, 0.04 * np.mean(expected)], rtol=1e-5, atol=1e-7
+    )

@@ -1,0 +1,53 @@
+"""Models saved by earlier versions predict as they did."""
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from tests.small_models import images
+
+FOLDER = Path(__file__).parent.parent / "data" / "saved_models"
+
+
+@pytest.mark.parametrize("name", ["sinkhorn", "moepp", "mumoe"])
+def test_presets_load_and_predict_as_they_did(name):
+    model = models.from_preset(str(FOLDER / name))
+    np.testing.assert_allclose(
+        model.predict(images(), verbose=0),
+        np.load(FOLDER / name / "outputs.npy"),
+        atol=2e-5,
+    )
+    described = models.describe(str(FOLDER / name))
+    weights = model.trainable_weights
+    assert described.parameters == sum(int(np.prod(w.shape)) for w in weights)
+
+
+def test_keras_files_load_and_predict_as_they_did():
+    model = keras.models.load_model(FOLDER / "soft.keras")
+    np.testing.assert_allclose(
+        model.predict(images(), verbose=0),
+        np.load(FOLDER / "soft_outputs.npy"),
+        atol=2e-5,
+    )
+
+
+@pytest.mark.backend_free
+def test_their_flat_arguments_have_become_a_config():
+    moe = models.from_preset(str(FOLDER / "sinkhorn"), task="backbone").moe
+    assert (moe.moe_layers, moe.num_experts, moe.expert_mlp_dim) == ([0, 2], 4, 12)
+    assert (moe.priority, moe.evaluation) == ("max_gate", "official")
+    assert moe.router_options["affinity"]["config"]["iterations"] == 7
+    mumoe = models.from_preset(str(FOLDER / "mumoe"), task="backbone").moe
+    assert (mumoe.num_experts, mumoe.rank) == ([3, 2], 0.75)
+
+
+@pytest.mark.backend_free
+def test_flat_overrides_find_their_way_into_a_saved_model():
+    model = models.from_preset(
+        str(FOLDER / "sinkhorn"), capacity_factor=3.0, load_weights=False
+    )
+    assert model.backbone.moe.capacity_factor == 3.0
+    assert model.backbone.moe.priority == "max_gate"

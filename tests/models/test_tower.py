@@ -1,0 +1,146 @@
+"""Towers: masks and modality ids on their way through blocks."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.layers import (
+    MLP,
+    EncoderBlock,
+    EncoderSpec,
+    LayerNorm,
+    MoEConfig,
+    MuMoEConfig,
+    SelfAttention,
+    TokenMLP,
+)
+from keras_moe.models.tower import Tower
+from tests.small_models import with_weights
+
+to_numpy = ops.convert_to_numpy
+TOKENS = np.random.default_rng(0).normal(size=(3, 6, 8)).astype("float32")
+# The last two tokens of the first example are padding.
+MASK = np.array([[1, 1, 1, 1, 0, 0], [1] * 6, [1] * 6], "bool")
+MOES = {
+    "dense": None,
+    "moe": MoEConfig(moe_layers=[1], num_experts=4, noise_std=0.0),
+    "mumoe": MuMoEConfig(moe_layers=[1], num_experts=4),
+    "moepp": MoEConfig(moe_layers="every_1", num_experts=4, zero_experts=1),
+}
+
+
+def model_of(moe, causal=False, ids=False, **arguments):
+    spec = EncoderSpec(
+        num_layers=2, num_tokens=6, mlp_dim=8, moe=moe, seed=0, **arguments
+    )
+    tower = Tower(
+        (), spec.blocks(lambda _: SelfAttention(2, 4, causal=causal)), LayerNorm()
+    )
+    tokens = keras.Input((6, 8), name="tokens")
+    mask = keras.Input((6,), dtype="bool", name="mask")
+    inputs = {"tokens": tokens, "mask": mask}
+    if ids:
+        inputs["ids"] = keras.Input((6,), dtype="int32", name="ids")
+    outputs = tower(tokens, mask=mask, modality_ids=inputs.get("ids"))
+    model = with_weights(keras.Model(inputs, outputs._asdict()))
+    for weight in model.weights:
+        if "variance" in weight.path:
+            weight.assign(ops.abs(weight))
+    return model
+
+
+@pytest.mark.parametrize("rematerialize", [False, True])
+@pytest.mark.parametrize("kind", MOES)
+def test_padding_changes_no_other_token(kind, rematerialize):
+    model = model_of(MOES[kind], rematerialize=rematerialize)
+    other = TOKENS.copy()
+    other[0, 4:] = 100.0
+    for training in (False, True):
+        results = [
+            to_numpy(model({"tokens": x, "mask": MASK}, training=training)["tokens"])
+            for x in (TOKENS, other)
+        ]
+        np.testing.assert_allclose(results[0][MASK], results[1][MASK], atol=1e-5)
+        unmasked = model(
+            {"tokens": TOKENS, "mask": np.ones_like(MASK)}, training=training
+        )
+        difference = to_numpy(unmasked["tokens"])[0, :4] - results[0][0, :4]
+        assert np.abs(difference).max() > 1e-3
+
+
+def test_padding_is_not_routed():
+    model = model_of(MOES["moe"])
+    record = model({"tokens": TOKENS, "mask": MASK})["routing"]["block_1"]
+    served = to_numpy(record.dispatched).sum(axis=-1)
+    np.testing.assert_array_equal(served, 2 * MASK)
+
+
+def test_causal_attention_sees_the_past_alone():
+    model = model_of(None, causal=True)
+    other = TOKENS.copy()
+    other[:, 3] = TOKENS[:, 0]
+    full = np.ones_like(MASK)
+    results = [
+        to_numpy(model({"tokens": x, "mask": full})["tokens"]) for x in (TOKENS, other)
+    ]
+    np.testing.assert_allclose(results[0][:, :3], results[1][:, :3], atol=1e-6)
+    assert (np.abs(results[0] - results[1])[:, 3:].max(axis=(0, 2)) > 1e-4).all()
+
+
+def test_modality_ids_reach_the_routers():
+    moe = MoEConfig(
+        moe_layers=[1], num_experts=4, num_modalities=2, expert_pools=[[0, 1], [2, 3]]
+    )
+    model = model_of(moe, ids=True)
+    ids = np.array([[0, 0, 0, 1, 1, 1]] * 3, "int32")
+    inputs = {"tokens": TOKENS, "mask": np.ones_like(MASK), "ids": ids}
+    combined = to_numpy(model(inputs)["routing"]["block_1"].combined)
+    assert not combined[ids == 0][:, 2:].any()
+    assert not combined[ids == 1][:, :2].any()
+    assert combined[ids == 1][:, 2:].any()
+    with pytest.raises(ValueError, match="modality_ids=None"):
+        model_of(moe)
+
+
+def test_attention_by_hand():
+    layer = SelfAttention(1, 2)
+    tokens = np.array([[[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]], "float32")
+    layer.build((1, 3, 2))
+    for weight in layer.weights:
+        eye = np.eye(2).reshape(weight.shape) if "kernel" in weight.path else 0.0
+        weight.assign(eye * np.ones(weight.shape))
+    mask = np.array([[True, True, False]])
+    share = np.exp(1 / np.sqrt(2)) / (1 + np.exp(1 / np.sqrt(2)))
+    expected = [[share, 1 - share], [1 - share, share]]
+    for given in (mask, np.repeat(mask[:, None], 3, axis=1)):
+        result = to_numpy(layer(tokens, mask=given))
+        np.testing.assert_allclose(result[0, :2], expected, rtol=1e-5)
+    causal = SelfAttention(1, 2, causal=True)
+    causal.build((1, 3, 2))
+    causal.set_weights(layer.get_weights())
+    np.testing.assert_allclose(to_numpy(causal(tokens))[0, 0], [1, 0], atol=1e-6)
+    assert SelfAttention.from_config(causal.get_config()).causal
+
+
+@pytest.mark.backend_free
+def test_masks_that_do_not_fit_are_refused():
+    block = EncoderBlock(SelfAttention(2, 4), MLP(8))
+    with pytest.raises(ValueError, match=r"mask.shape=\(3, 5\)"):
+        block(TOKENS, mask=MASK[:, :5])
+    with pytest.raises(ValueError, match=r"mask\.dtype=float32"):
+        block(TOKENS, mask=MASK.astype("float32"))
+    with pytest.raises(ValueError, match=r"modality_ids.shape=\(3, 5\)"):
+        block(TOKENS, modality_ids=np.zeros((3, 5), "int32"))
+    with pytest.raises(ValueError, match="token_mixer=TokenMLP"):
+        EncoderBlock(TokenMLP(4), MLP(8))(TOKENS, mask=MASK)
+
+
+def test_a_tower_with_masks_trains():
+    model = model_of(MOES["moe"])
+    trained = keras.Model(model.input, model.output["tokens"])
+    trained.compile(keras.optimizers.SGD(1e-2), "mse")
+    history = trained.fit(
+        {"tokens": TOKENS, "mask": MASK}, TOKENS, epochs=3, verbose=0
+    ).history["loss"]
+    assert history[-1] < history[0]
