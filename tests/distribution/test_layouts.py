@@ -48,7 +48,7 @@ SWIGLU = {
 )
 def test_each_rule_has_weights_and_each_weight_one_rule(cls, preset, config):
     plan = distribution.layouts(preset, 8, model_parallel=2, **config)
-    backbone = cls(**config)
+    backbone = cls.from_config(config)
     assert distribution.layouts(backbone, 8, model_parallel=2) == plan
     paths = [weight.path for weight in backbone.weights]
     check_paths(plan, paths)
