@@ -1,6 +1,7 @@
 """Checks of arguments, whose errors have the expected and the received value."""
 
 import difflib
+import inspect
 import numbers
 from collections.abc import Iterable
 from typing import Any
@@ -194,6 +195,16 @@ def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
             f"Expected a mask of shape (groups, tokens)={tuple(affinity.shape[:2])}; "
             f"received: mask.shape={tuple(mask.shape)}"
         )
+
+
+def argument_names(cls: type) -> list[str]:
+    """The names of a constructor's own arguments."""
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name != "self"
+    ]
 
 
 def check_argument_names(

@@ -43,9 +43,9 @@ __all__ = [
     "clear_losses",
     "count_batches",
     "flatten_layers",
+    "free_weights",
     "get_file",
     "get_keras_mask",
-    "get_preset_loader",
     "has_seed_generator",
     "load_json",
     "moving_averages",
@@ -279,11 +279,15 @@ def load_json(preset: str, name: str = "config.json") -> dict:
     return preset_utils.load_json(preset, name)
 
 
-def get_preset_loader(preset: str) -> Any:
-    """KerasHub's loader of a preset, of KerasHub's, Transformers' or timm's format."""
+def free_weights(model: keras.Model) -> None:
+    """Frees the values of a model's weights on JAX, before others are loaded.
+
+    Without it a large model is in memory twice. The weights cannot be read until they
+    are loaded.
+    """
     from keras_hub.src.utils import preset_utils
 
-    return preset_utils.get_preset_loader(preset)
+    preset_utils.jax_memory_cleanup(model)
 
 
 # PyTorch's modules.

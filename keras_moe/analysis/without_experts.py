@@ -201,7 +201,7 @@ def _check_finite(outputs):
 
 
 def _threshold(model):
-    return 0.0 if getattr(model, "activation", None) is None else 0.5
+    return 0.0 if getattr(model, "output_activation", None) is None else 0.5
 
 
 def _by_class(right, labels, classes):

@@ -24,7 +24,7 @@ from keras_moe.cli.parser import STDOUT
 # Errors of the library and of the operating system that a user can do something about.
 MISTAKES = (ImportError, OSError, TypeError, ValueError)
 # An error of TensorFlow may carry a graph.
-LONGEST_MESSAGE = 1000
+LONGEST_MESSAGE = 1500
 # Columns of tables that go to a file or a pipe.
 WIDTH = 160
 

@@ -20,7 +20,7 @@ from keras_moe.distribution.block_costs import (
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks
 from keras_moe.layers import MoE
-from keras_moe.models.presets import describe, unbuilt_blocks
+from keras_moe.models.blueprint import resolve
 from keras_moe.ops.cost import under
 
 # Length of a weight's two largest axes from which Adafactor keeps their sums.
@@ -217,11 +217,12 @@ def costs(
         )
     check_integer("text_tokens", text_tokens, minimum=0)
     batch_size = check_integer("batch_size", batch_size)
-    blocks = unbuilt_blocks(model_or_preset, **overrides)
+    overrides["num_classes"] = num_classes
+    with resolve(model_or_preset, overrides, counts_only=True) as blueprint:
+        blocks, model = blueprint.unbuilt_blocks(), blueprint.describe()
     layouts = layouts_of_blocks(
         blocks, num_devices, expert_parallel, model_parallel, batch_size
     )
-    model = describe(model_or_preset, num_classes, **overrides)
     dim, batch_devices = model.hidden_dim, layouts.mesh[BATCH]
     sequences = (model.num_tokens, text_tokens) if text_tokens else (model.num_tokens,)
     share = Share(

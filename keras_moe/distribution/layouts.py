@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from keras_moe.checks import check_integer
 from keras_moe.layers import MLP, MoE, SelfAttention
-from keras_moe.models.presets import unbuilt_blocks
+from keras_moe.models.blueprint import resolve
 
 BATCH, EXPERT, MODEL = "batch", "expert", "model"
 # The part of the batch axis whose devices hold the same experts, if experts are split
@@ -125,7 +125,8 @@ def layouts(
     >>> rules.weights["(.*/)?experts/output_(kernel|lora_a)"]
     ('batch', 'model', None)
     """
-    blocks = unbuilt_blocks(model_or_preset, **overrides)
+    with resolve(model_or_preset, overrides, counts_only=True) as blueprint:
+        blocks = blueprint.unbuilt_blocks()
     return layouts_of_blocks(
         blocks, num_devices, expert_parallel, model_parallel, batch_size
     )

@@ -239,7 +239,7 @@ def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
         moe = MoEConfig(moe_layers=None)
     fields = moe.to_dict()
     router = changes.get("router", moe.router)
-    if "router" in changes or "router_options" in changes:
+    if router != moe.router or "router_options" in changes:
         # The options are another router's, or are replaced as a whole.
         for name in ("router_options", *_BLOCK_ARGUMENTS):
             if isinstance(moe, MuMoEConfig) or name == "router_options":

@@ -1,19 +1,27 @@
 """The model zoo: backbones, tasks and presets. Needs KerasHub."""
 
 from keras_moe.models.backbone import MoEBackbone
+from keras_moe.models.blueprint import Blueprint, resolve
+from keras_moe.models.builtin import register_builtin_presets
 from keras_moe.models.classifying import ClassProbability
-from keras_moe.models.conversion import ConversionReport, ConvertedWeight, convert
+from keras_moe.models.conversion import ConversionReport, ConvertedWeight
 from keras_moe.models.description import Description, Part
 from keras_moe.models.image_classifier import ImageClassifier
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
-from keras_moe.models.presets import describe, from_preset, list_presets
+from keras_moe.models.presets import convert, describe, from_preset, list_presets
+from keras_moe.models.registry import (
+    register_backbone,
+    register_presets,
+    register_task,
+)
 from keras_moe.models.tower import Tower, TowerOutputs
 from keras_moe.models.variants import VARIANTS, Variant
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 
 __all__ = [
     "VARIANTS",
+    "Blueprint",
     "ClassProbability",
     "ConversionReport",
     "ConvertedWeight",
@@ -33,4 +41,10 @@ __all__ = [
     "describe",
     "from_preset",
     "list_presets",
+    "register_backbone",
+    "register_presets",
+    "register_task",
+    "resolve",
 ]
+
+register_builtin_presets()

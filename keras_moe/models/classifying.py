@@ -7,6 +7,7 @@ import keras_hub
 import numpy as np
 
 from keras_moe.checks import check_integer
+from keras_moe.models.classifier_config import with_new_names
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 
 
@@ -24,20 +25,6 @@ class ClassProbability(NamedTuple):
     index: int
 
 
-def with_new_arguments(config: dict) -> dict:
-    """A task's config with what configs of earlier versions do not say.
-
-    Args:
-        config: of `get_config`, of this version or an earlier one.
-    """
-    config = dict(config)
-    if config.get("pooling") == "map":
-        # The pooling had no such norms before there was an argument, not even where
-        # the backbone's attention has, which None would now follow.
-        config.setdefault("pooling_query_key_norm", False)
-    return config
-
-
 class ClassifyMixin:
     """Adds `classify` to a task with a `preprocessor`."""
 
@@ -48,7 +35,7 @@ class ClassifyMixin:
         Args:
             config: of `get_config`.
         """
-        config = with_new_arguments(config)
+        config = with_new_names(config)
         if isinstance(config.get("preprocessor"), dict):
             # KerasHub takes layers alone.
             config["preprocessor"] = keras.saving.deserialize_keras_object(
@@ -130,7 +117,7 @@ class ClassifyMixin:
         return results
 
     def _probabilities(self, outputs):
-        if self.activation is not None:
+        if self.output_activation is not None:
             return outputs
         if self.multi_label:
             # No exponential of a large number.

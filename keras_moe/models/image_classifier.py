@@ -11,6 +11,7 @@ import keras_hub
 import numpy as np
 
 from keras_moe.checks import (
+    argument_names,
     check_argument_names,
     check_bool,
     check_dropout,
@@ -21,6 +22,7 @@ from keras_moe.compat import TorchParameters
 from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
+from keras_moe.models.classifier_config import classifier_config
 from keras_moe.models.classifying import ClassifyMixin
 from keras_moe.models.compile_defaults import (
     default_loss,
@@ -33,11 +35,8 @@ from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.input_checks import InputChecksMixin
 from keras_moe.models.lora import TaskLoraMixin
-from keras_moe.models.preset_loading import (
-    PresetMixin,
-    TaskWeightsMixin,
-    argument_names,
-)
+from keras_moe.models.model_sources import ModelSource, TaskConfig
+from keras_moe.models.preset_loading import PresetMixin, TaskWeightsMixin
 from keras_moe.models.quantization import quantized_head, settle_policies
 from keras_moe.models.trainer import TrainerMixin
 from keras_moe.ops import Cost, Routing
@@ -82,7 +81,8 @@ class ImageClassifier(
         representation_dim: size of a tanh layer between pooling and head, or None.
         head_bias: initial bias of the head: a number (V-MoE uses -10 on
             ImageNet-21k), or `"prior"` for -log(num_classes).
-        activation: of the outputs: None for logits, `"softmax"` or `"sigmoid"`.
+        output_activation: activation of the outputs: None for logits, `"softmax"` or
+            `"sigmoid"`.
         dropout: before the head.
         head_dtype: dtype policy of the head; None takes the backbone's.
         pooled_norm: normalise what is pooled, for a backbone without `final_norm`.
@@ -117,6 +117,15 @@ class ImageClassifier(
     True
     """
 
+    task_name = "image_classifier"
+
+    @classmethod
+    def config_from(
+        cls, source: ModelSource, overrides: dict, backbone_config: dict
+    ) -> TaskConfig:
+        """See `classifier_config`."""
+        return classifier_config(source, overrides, backbone_config)
+
     def __init__(
         self,
         backbone: Any,
@@ -126,7 +135,7 @@ class ImageClassifier(
         multi_label: bool = False,
         representation_dim: int | None = None,
         head_bias: Any = 0.0,
-        activation: str | None = None,
+        output_activation: str | None = None,
         dropout: float = 0.0,
         head_dtype: Any = None,
         pooled_norm: bool = False,
@@ -143,15 +152,12 @@ class ImageClassifier(
         check_argument_names(
             kwargs, ["name", "trainable", "compile"], type(self).__name__, arguments
         )
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"Expected activation to be one of {ACTIVATIONS}; "
-                f"received: activation={activation!r}"
-            )
-        if activation == ("softmax" if multi_label else "sigmoid"):
+        check_one_of("output_activation", output_activation, ACTIVATIONS)
+        if output_activation == ("softmax" if multi_label else "sigmoid"):
             raise ValueError(
                 "Expected a sigmoid for multi_label=True and a softmax otherwise; "
-                f"received: activation={activation!r}, multi_label={multi_label}"
+                f"received: output_activation={output_activation!r}, "
+                f"multi_label={multi_label}"
             )
         check_backbone(backbone, self.backbone_cls)
         check_bool("multi_label", multi_label)
@@ -187,7 +193,7 @@ class ImageClassifier(
         if self.head is None or head_position == "penultimate":
             self.output_dense = keras.layers.Dense(
                 num_classes,
-                activation=activation,
+                activation=output_activation,
                 kernel_initializer="zeros",
                 bias_initializer=keras.initializers.Constant(
                     bias_value(head_bias, num_classes)
@@ -197,7 +203,7 @@ class ImageClassifier(
             )
         else:
             self.output_dense = keras.layers.Activation(
-                activation, dtype=policy, name="predictions"
+                output_activation, dtype=policy, name="predictions"
             )
 
         # === Functional model ===
@@ -221,8 +227,8 @@ class ImageClassifier(
         # The parent's constructor would build its own head. The task's compiles, for
         # which it must know the labels and outputs; Keras lets a model have plain
         # attributes only after it.
-        for name, value in (("multi_label", multi_label), ("activation", activation)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "multi_label", multi_label)
+        object.__setattr__(self, "output_activation", output_activation)
         keras_hub.models.Task.__init__(self, inputs=inputs, outputs=outputs, **kwargs)
         settle_policies(self)
         object.__setattr__(self, "_features", features)
@@ -337,7 +343,7 @@ class ImageClassifier(
                 curve of all decisions.
             **kwargs: see `keras.Model.compile`.
         """
-        from_logits = self.activation is None
+        from_logits = self.output_activation is None
         if optimizer == "auto":
             # With bfloat16 weights beside float32 routers, TensorFlow cannot take the
             # norm of all gradients together.
@@ -382,7 +388,7 @@ class ImageClassifier(
             multi_label=self.multi_label,
             representation_dim=self.representation_dim,
             head_bias=self.head_bias,
-            activation=self.activation,
+            output_activation=self.output_activation,
             dropout=self.dropout,
             head_dtype=quantized_head(self, self.head_dtype),
             head=self.head and keras.saving.serialize_keras_object(self.head),

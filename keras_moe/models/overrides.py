@@ -8,7 +8,7 @@ names find their owner.
 import inspect
 from typing import Any
 
-from keras_moe.checks import check_argument_names
+from keras_moe.checks import argument_names, check_argument_names
 from keras_moe.layers import MoEConfig, MuMoEConfig, moe_config, updated_moe
 from keras_moe.layers.moe_config import field_names
 from keras_moe.layers.mumoe_config import MUMOE
@@ -19,20 +19,8 @@ _MUMOE_FIELDS = ("router", "router_options", *field_names(MuMoEConfig))
 MOE_FIELDS = (*field_names(MoEConfig),)
 # Arguments of every Keras model.
 _MODEL_ARGUMENTS = ("name", "trainable", "dtype")
-
-
-def constructor_names(cls: type) -> list[str]:
-    """The names of a constructor's own arguments.
-
-    Args:
-        cls: class of a model or a layer.
-    """
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    return [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name != "self"
-    ]
+# Those of them that go to a task rather than to its backbone.
+_OUTERMOST = ("name", "trainable")
 
 
 def override_names(cls: type) -> list[str]:
@@ -41,7 +29,7 @@ def override_names(cls: type) -> list[str]:
     Args:
         cls: class of backbones.
     """
-    own = constructor_names(cls)
+    own = argument_names(cls)
     return [*own, *(name for name in MOE_FIELDS if name not in own)]
 
 
@@ -53,7 +41,7 @@ def nested_config(cls: type, config: dict) -> dict:
         config: arguments by name, some of which may be fields of `moe`, as in presets'
             files and configs of earlier versions; they override those in `moe`.
     """
-    own = {*constructor_names(cls), *_MODEL_ARGUMENTS}
+    own = {*argument_names(cls), *_MODEL_ARGUMENTS}
     fields = {k: v for k, v in config.items() if k not in own and k in MOE_FIELDS}
     if not fields:
         return dict(config)
@@ -71,8 +59,8 @@ def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
     Args:
         cls: class of backbones.
         config: arguments by name, nested or flat.
-        overrides: new values by flat name, or `moe` as a whole. Another `router` drops
-            `router_options`.
+        overrides: new values by flat name, or `moe` as a whole. Another `router`
+            than the config's drops `router_options`.
 
     Returns:
         The nested config.
@@ -91,15 +79,61 @@ def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
     4
     """
     names = override_names(cls)
-    check_argument_names(overrides, [*names, *_MODEL_ARGUMENTS], cls.__name__)
+    names += _MODEL_ARGUMENTS
+    check_argument_names({**config, **overrides}, names, cls.__name__)
     config = nested_config(cls, config)
-    own = {*constructor_names(cls), *_MODEL_ARGUMENTS}
+    own = {*argument_names(cls), *_MODEL_ARGUMENTS}
     config.update({k: v for k, v in overrides.items() if k in own})
     fields = {name: value for name, value in overrides.items() if name not in own}
     if fields:
         moe = updated_moe(config.get("moe"), fields)
         config["moe"] = moe and moe.to_dict()
     return config
+
+
+def split_overrides(
+    backbone_cls: type,
+    task_cls: type | None,
+    overrides: dict[str, Any],
+    counts_only: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits overrides into those of the backbone and those of the task around it.
+
+    A name that both have is the task's: `name`, `trainable`.
+
+    Args:
+        backbone_cls: class of the backbone.
+        task_cls: class of the task, or None for a backbone alone.
+        overrides: arguments by name.
+        counts_only: whether no model is made, which has a name, for example: such
+            arguments are refused.
+
+    Returns:
+        `(of_backbone, of_task)`.
+
+    Raises:
+        ValueError: if an override belongs to neither; the nearest names are listed.
+
+    Example:
+
+    >>> from keras_moe.models import ViTBackbone, ViTImageClassifier
+    >>> from keras_moe.models.overrides import split_overrides
+    >>> overrides = {"activation": "gelu", "output_activation": "softmax"}
+    >>> split_overrides(ViTBackbone, ViTImageClassifier, overrides)
+    ({'activation': 'gelu'}, {'output_activation': 'softmax'})
+    """
+    own = [] if task_cls is None else argument_names(task_cls)
+    of_models = [*_OUTERMOST, "compile"] if own else list(_OUTERMOST)
+    if counts_only:
+        own = [name for name in own if name not in ("backbone", "preprocessor")]
+        of_models = []
+    elif own:
+        own += of_models
+    known = [*own, *override_names(backbone_cls), *of_models]
+    check_argument_names(overrides, known, (task_cls or backbone_cls).__name__)
+    of_task = {name: value for name, value in overrides.items() if name in own}
+    of_backbone = {name: x for name, x in overrides.items() if name not in own}
+    return of_backbone, of_task
 
 
 def complete_config(cls: type, config: dict) -> dict:
@@ -113,7 +147,7 @@ def complete_config(cls: type, config: dict) -> dict:
     config = nested_config(cls, config)
     complete = {
         name: config.get(name, parameters[name].default)
-        for name in constructor_names(cls)
+        for name in argument_names(cls)
         if name not in _MODEL_ARGUMENTS
     }
     moe = moe_config(complete["moe"])
@@ -138,5 +172,5 @@ def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
                 f"{cls.__name__}(moe={{{name!r}: {value!r}}}) or "
                 f"moe=MoEConfig({name}={value!r}); received: {name}={value!r}"
             )
-    own = constructor_names(cls)
+    own = argument_names(cls)
     check_argument_names(kwargs, ["name", "trainable"], cls.__name__, own)

@@ -287,7 +287,7 @@ class Classification(Objective):
     ) -> tuple[Any, list]:
         loss = "auto"
         if not model.multi_label:
-            loss = keras.losses.CategoricalCrossentropy(model.activation is None)
+            loss = keras.losses.CategoricalCrossentropy(model.output_activation is None)
         return loss, [keras.metrics.CategoricalAccuracy(name="accuracy")]
 
 
@@ -358,7 +358,7 @@ class MultiLabel(Objective):
         self, model: keras.Model, config: DataConfig
     ) -> tuple[Any, list]:
         numbers = not config.mixes_labels
-        from_logits = model.activation is None
+        from_logits = model.output_activation is None
         loss = SparseSigmoidCrossentropy if numbers else SigmoidCrossentropy
         precision = MeanAveragePrecision(
             model.output.shape[-1], from_logits=from_logits, sparse_labels=numbers

@@ -3,6 +3,7 @@
 Axes: E experts, D hidden, H mlp.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import keras
@@ -22,7 +23,7 @@ from keras_moe.layers import MuMoEBlock
 from keras_moe.layers.activations import entmax15
 from keras_moe.layers.expert_coefficients import check_levels, total_experts
 from keras_moe.layers.mumoe_config import MUMOE
-from keras_moe.models import MixerBackbone, ViTBackbone, convert, describe
+from keras_moe.models import Blueprint, convert, describe, registry
 from keras_moe.models.conversion import is_convertible
 from keras_moe.models.overrides import apply_overrides
 from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
@@ -275,13 +276,12 @@ def upcycle(
 
 def _ours(model):
     """The model itself, or our equal of a model of KerasHub."""
-    backbone = getattr(model, "backbone", model)
-    if isinstance(backbone, (ViTBackbone, MixerBackbone)):
+    if registry.is_registered(type(getattr(model, "backbone", model))):
         return model
     if not is_convertible(model):
         raise ValueError(
-            "Expected a ViTBackbone, a MixerBackbone, an image classifier on one, or a "
-            "ViT, CLIP or SigLIP of KerasHub; received: "
+            f"Expected a model with one of {registry.backbone_names()}, or a ViT, CLIP "
+            "or SigLIP of KerasHub; received: "
             f"{model if isinstance(model, str) else type(model).__name__}"
         )
     return convert(model)[0]
@@ -289,17 +289,11 @@ def _ours(model):
 
 def _sparse_twin(dense_model, **moe_arguments):
     """A new model like the dense one, but for its MoE blocks."""
-    backbone = getattr(dense_model, "backbone", dense_model)
-    config = backbone.get_config()
+    blueprint = Blueprint.of_model(dense_model)
     # Whatever experts a dense model's config names, the copies of an MLP are others.
-    del config["moe"]
-    config = apply_overrides(type(backbone), config, moe_arguments)
-    twin = type(backbone).from_config(config)
-    if dense_model is backbone:
-        return twin
-    config = dense_model.get_config()
-    config.update(backbone=twin, preprocessor=dense_model.preprocessor)
-    return type(dense_model)(**config)
+    config = {k: v for k, v in blueprint.config.items() if k != "moe"}
+    config = apply_overrides(blueprint.backbone, config, moe_arguments)
+    return dataclasses.replace(blueprint, config=config).build()
 
 
 def _copy_weights(dense_model, sparse_model, noise, seed):

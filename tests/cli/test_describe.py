@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from keras_moe import models
-from keras_moe.models.overrides import constructor_names, override_names
+from keras_moe.checks import argument_names
+from keras_moe.models.overrides import override_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +47,7 @@ def test_the_list_as_json(describe):
 
 def test_arguments_of_the_model_alone_are_suggested(mistake):
     backbone, task = models.ViTBackbone, models.ViTImageClassifier
-    arguments = {*override_names(backbone), *constructor_names(task)} - {"backbone"}
+    arguments = {*override_names(backbone), *argument_names(task)} - {"backbone"}
     for wrong in ("nope=1", "compile=true", 'name="mine"', "backbone=3"):
         errors = mistake("describe", "vmoe_b32", "--set", wrong)
         suggested = re.search(r"\((?:nearest|known): (.*)\)", errors).group(1)

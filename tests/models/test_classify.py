@@ -80,7 +80,7 @@ def test_outputs_of_every_kind():
     for found in logits.classify(PHOTOS[0]):
         expected = 1 / (1 + np.exp(-outputs[0, found.index]))
         np.testing.assert_allclose(found.probability, expected, rtol=1e-5)
-    probable = classifier(activation="softmax")
+    probable = classifier(output_activation="softmax")
     found = probable.classify(PHOTOS[0])
     outputs = probable.predict(probable.preprocessor(PHOTOS[:1]), verbose=0)
     np.testing.assert_allclose(found[0].probability, outputs.max(), rtol=1e-6)

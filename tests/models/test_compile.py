@@ -28,7 +28,7 @@ def models():
     """A model of each kind of labels and outputs, which the tests compile anew."""
     found = {
         "logits": classifier(),
-        "softmax": classifier(activation="softmax"),
+        "softmax": classifier(output_activation="softmax"),
         "multi_label": classifier(multi_label=True),
     }
     for model in found.values():

@@ -23,7 +23,7 @@ HEADS = {
             expert_noise=0.5,
             edited_outputs=(1,),
         ),
-        "activation": "softmax",
+        "output_activation": "softmax",
         "representation_dim": 6,
     },
     "penultimate": {

@@ -50,10 +50,11 @@ def test_the_zoo_is_complete():
     )}  # fmt: skip
     assert wanted < set(models.list_presets())
     assert {"vmoe_s32_last2_e8", "vmoe_b16_every2_e8", "vmoe_digits"} < set(NAMES)
-    for name, line in models.list_presets().items():
+    for name, preset in builtin_presets().items():
+        line = models.list_presets()[name]
         assert line
         assert "\n" not in line
-        assert builtin_presets()[name]["source"]
+        assert preset["source"]
 
 
 @pytest.mark.backend_free
@@ -399,8 +400,8 @@ np.save({str(tmp_path / "logits.npy")!r}, model.predict(images, verbose=0))
             "class_token=False",
         ),
         ({"num_classes": 10, "head_bias": "log"}, "head_bias='log'"),
-        ({"num_classes": 10, "activation": "relu"}, "activation='relu'"),
-        ({"num_classes": 10, "activation": "sigmoid"}, "multi_label=False"),
+        ({"num_classes": 10, "output_activation": "relu"}, "output_activation='relu'"),
+        ({"num_classes": 10, "output_activation": "sigmoid"}, "multi_label=False"),
         ({"num_experts": 0}, "num_experts=0"),
         ({"num_experts": 2, "num_selected_experts": 3}, "num_selected_experts=3"),
         ({"capacity_factor": 0}, "capacity_factor=0"),
@@ -453,7 +454,7 @@ def test_the_classes_refuse_misspelt_arguments_too():
     with pytest.raises(ValueError, match=r"num_expert=8 \(nearest: num_experts"):
         ViTBackbone.from_preset("vmoe_digits", num_expert=8)
     with pytest.raises(ValueError, match=r"MoEConfig\(num_experts=8\)"):
-        ViTBackbone(moe={"num_experts": 8})
+        ViTBackbone(num_experts=8)
     with pytest.raises(ValueError, match=r"num_layer=8 \(nearest: num_layers"):
         ViTBackbone(num_layer=8)
     backbone = models.from_preset("vmoe_digits")

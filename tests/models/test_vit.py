@@ -67,7 +67,13 @@ def images(batch=5, shape=SMALL["image_shape"]):
 
 
 def classifier(num_classes=3, **kwargs):
-    names = ("pooling", "multi_label", "representation_dim", "head_bias", "activation")
+    names = (
+        "pooling",
+        "multi_label",
+        "representation_dim",
+        "head_bias",
+        "output_activation",
+    )
     head = {name: kwargs.pop(name) for name in names if name in kwargs}
     return ViTImageClassifier(
         ViTBackbone.from_config({**SMALL, **kwargs}), num_classes, **head
@@ -107,7 +113,7 @@ def test_every_argument_of_the_classifier_round_trips():
         multi_label=True,
         representation_dim=5,
         head_bias="prior",
-        activation="sigmoid",
+        output_activation="sigmoid",
         dropout=0.3,
         head_dtype="float32",
         name="mine",
@@ -276,7 +282,9 @@ def test_multi_label_heads_train_on_vectors():
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_outputs_may_be_probabilities(multi_label):
     activation = "sigmoid" if multi_label else "softmax"
-    model = classifier(activation=activation, multi_label=multi_label, head_bias=1.0)
+    model = classifier(
+        output_activation=activation, multi_label=multi_label, head_bias=1.0
+    )
     kernel = model.output_dense.kernel
     kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
     logits = classifier(multi_label=multi_label, head_bias=1.0)

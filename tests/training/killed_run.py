@@ -51,7 +51,7 @@ def new_model(self, num_classes):
     outputs = keras.layers.Dropout(0.2, seed=3)(outputs + tokens)
     outputs = keras.layers.Dense(num_classes)(keras.layers.Flatten()(outputs))
     model = keras.Model(tokens, outputs)
-    model.multi_label, model.activation = False, None
+    model.multi_label, model.output_activation = False, None
     return model
 
 

@@ -25,7 +25,7 @@ def dropout_model(self=None, num_classes=10):
             keras.layers.Dense(num_classes),
         ]
     )
-    model.multi_label, model.activation = False, None
+    model.multi_label, model.output_activation = False, None
     model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
     return model
 

@@ -56,7 +56,7 @@ def linear_model(multi_label=False):
     model = keras.Sequential(
         [keras.Input((4, 4, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
     )
-    model.multi_label, model.activation = multi_label, None
+    model.multi_label, model.output_activation = multi_label, None
     model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
     return model
 

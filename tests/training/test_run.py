@@ -24,7 +24,7 @@ def tokens_model(self=None, num_classes=10):
     outputs = keras.layers.Dropout(0.2, seed=3)(outputs + tokens)
     head = keras.layers.Dense(num_classes, name="head")
     model = keras.Model(images, head(keras.layers.Flatten()(outputs)))
-    model.multi_label, model.activation = False, None
+    model.multi_label, model.output_activation = False, None
     model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
     return model
 
@@ -270,7 +270,7 @@ def test_a_run_says_where_it_went_wrong(monkeypatch, tmp_path, every):
         # Its gradient is not finite from the fourth step on: the shift falls to 0.
         root = _FallsToZero(name="falls")
         made = keras.Model(model.input, root(model.output))
-        made.multi_label, made.activation = False, None
+        made.multi_label, made.output_activation = False, None
         made.backbone = model.backbone
         return made
 

@@ -4,31 +4,33 @@ The text tower is left out. CLIP's projection becomes a head without bias: the m
 outputs are the image embeddings, before they are normalised.
 """
 
-from keras_moe.models.conversion.configs import agree
 from keras_moe.models.conversion.image_range import Normalization, normalization
-from keras_moe.models.conversion.layouts import (
-    Direct,
-    Filled,
-    Matrix,
-    Plan,
-    Positions,
-    Squeezed,
-    linear,
-    norm,
+from keras_moe.models.conversion.plan import ConversionPlan
+from keras_moe.models.conversion.preprocessing import (
+    openclip_preprocessing,
+    transformers_preprocessing,
+)
+from keras_moe.models.conversion.sizes import (
+    agree,
     numbered,
     required,
     square_grid,
     usual_heads,
 )
-from keras_moe.models.conversion.preprocessing import (
-    openclip_preprocessing,
-    transformers_preprocessing,
-)
 from keras_moe.models.conversion.timm_names import patches
 from keras_moe.models.conversion.torch_blocks import (
     BlockNames,
-    attention_layouts,
-    block_layouts,
+    attention_rules,
+    block_rules,
+)
+from keras_moe.models.conversion.weight_rules import (
+    Direct,
+    Filled,
+    Matrix,
+    Positions,
+    Squeezed,
+    linear,
+    norm,
 )
 
 CLIP_IMAGES = Normalization(
@@ -99,11 +101,11 @@ _OPENCLIP_TEXT = (
 _TRANSFORMERS_TEXT = ("text_model.", "text_projection.", "logit_scale", "logit_bias")
 
 
-def clip_plan(file, config: dict, overrides: dict) -> Plan | None:
+def clip_plan(file, config: dict, overrides: dict) -> ConversionPlan | None:
     """The plan for an image tower, or None if the names are others.
 
     Args:
-        file: a `TensorFile`.
+        file: a `PublishedTensors`.
         config: the content of the checkpoint's `config.json` or
             `open_clip_config.json`, or `{}`; `"preprocessor"` in it may hold that of
             `preprocessor_config.json`.
@@ -214,7 +216,7 @@ def _openclip(file, config, overrides):
         config.get("preprocessor", {}),
         CLIP_IMAGES,
     )
-    layouts = {
+    rules = {
         **patches(f"{visual}conv1.", f"{visual}conv1.bias" in file, True, images),
         "class_token/token": Squeezed(f"{visual}class_embedding", axes=2),
         "position_embedding/embedding": Positions(
@@ -225,20 +227,20 @@ def _openclip(file, config, overrides):
     }
     for i in blocks:
         block = f"{blocks_at}{i}."
-        layouts.update(block_layouts(file, f"block_{i}", block, _OPENCLIP_BLOCK))
+        rules.update(block_rules(file, f"block_{i}", block, _OPENCLIP_BLOCK))
     task = None
     if f"{visual}proj" in file:
         # Stored as ours: (D, embedding).
-        layouts["predictions/kernel"] = Direct(f"{visual}proj")
-        layouts["predictions/bias"] = Filled()
+        rules["predictions/kernel"] = Direct(f"{visual}proj")
+        rules["predictions/bias"] = Filled()
         size = required(file, f"{visual}proj", 2)[1]
         task = {"num_classes": size, "pooling": "class_token"}
     images_preprocessing, notes = openclip_preprocessing(preprocessing)
-    return Plan(
+    return ConversionPlan(
         "CLIP (OpenCLIP)",
         "ViTBackbone",
         arguments,
-        layouts,
+        rules,
         task,
         _ignored(file, _OPENCLIP_TEXT),
         notes,
@@ -291,7 +293,7 @@ def _transformers(file, config, overrides):
         None if is_siglip else CLIP_IMAGES,
     )
     has_bias = f"{embeddings}patch_embedding.bias" in file
-    layouts = {
+    rules = {
         **patches(f"{embeddings}patch_embedding.", has_bias, True, images),
         "position_embedding/embedding": Positions(
             f"{embeddings}position_embedding.weight", axes=1
@@ -300,21 +302,21 @@ def _transformers(file, config, overrides):
     }
     if class_token:
         token = Squeezed(f"{embeddings}class_embedding", axes=2)
-        layouts["class_token/token"] = token
+        rules["class_token/token"] = token
     if arguments["embedding_norm"]:
         # Spelt so in the release.
-        layouts.update(norm("embedding_norm", f"{root}pre_layrnorm."))
+        rules.update(norm("embedding_norm", f"{root}pre_layrnorm."))
     for i in blocks:
         block = f"{root}encoder.layers.{i}."
-        layouts.update(block_layouts(file, f"block_{i}", block, _TRANSFORMERS_BLOCK))
+        rules.update(block_rules(file, f"block_{i}", block, _TRANSFORMERS_BLOCK))
     task = None
     if "visual_projection.weight" in file:
-        layouts["predictions/kernel"] = Matrix("visual_projection.weight")
-        layouts["predictions/bias"] = Filled()
+        rules["predictions/kernel"] = Matrix("visual_projection.weight")
+        rules["predictions/bias"] = Filled()
         size = required(file, "visual_projection.weight", 2)[0]
         task = {"num_classes": size, "pooling": "class_token"}
     elif f"{root}head.probe" in file:
-        layouts.update(_attention_pool(f"{root}head."))
+        rules.update(_attention_pool(f"{root}head."))
         task = {"num_classes": arguments["hidden_dim"], "pooling": "map"}
     ignored = _ignored(file, _TRANSFORMERS_TEXT)
     if f"{embeddings}position_ids" in file:
@@ -322,11 +324,11 @@ def _transformers(file, config, overrides):
     images_preprocessing, notes = transformers_preprocessing(
         preprocessor, not is_siglip
     )
-    return Plan(
+    return ConversionPlan(
         "SigLIP (transformers)" if is_siglip else "CLIP (transformers)",
         "ViTBackbone",
         arguments,
-        layouts,
+        rules,
         task,
         ignored,
         notes,
@@ -336,7 +338,7 @@ def _transformers(file, config, overrides):
 
 def _attention_pool(head):
     """SigLIP's attention pooling; the pooled vector itself is the output."""
-    layouts = {
+    rules = {
         "pooler/probe": Direct(f"{head}probe"),
         **norm("pooler/norm", f"{head}layernorm."),
         **linear("pooler/mlp/hidden", f"{head}mlp.fc1."),
@@ -345,8 +347,8 @@ def _attention_pool(head):
         "predictions/bias": Filled(),
     }
     return {
-        **layouts,
-        **attention_layouts(
+        **rules,
+        **attention_rules(
             "pooler/attention",
             [f"{head}attention.in_proj_"],
             f"{head}attention.out_proj.",

@@ -159,24 +159,3 @@ def check_types(content: dict, types: dict, path: str, place: str = "") -> dict:
                 f"Expected {expected[0]} as {where!r} in {path}; received: {value!r}"
             )
     return content
-
-
-def agree(file, config: dict, name: str, **found) -> None:
-    """Refuses weights whose sizes are not those of their config.
-
-    Args:
-        file: a `TensorFile`.
-        config: with the sizes that the publisher says, if it says them.
-        name: of the config's file, for messages.
-        **found: the sizes that the tensors have, by their names in the config.
-
-    Raises:
-        ValueError: naming the size: the file may miss its last blocks, or the
-            config is another model's.
-    """
-    for argument, size in found.items():
-        if config.get(argument, size) != size:
-            raise ValueError(
-                f"Expected {argument}={config[argument]!r} of the tensors in "
-                f"{file.path}, as {name} says; received: {size}"
-            )

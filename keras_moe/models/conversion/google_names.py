@@ -7,16 +7,14 @@ class, and V-MoE names them. All are taken.
 
 from keras_moe.checks import check_image_shape
 from keras_moe.models.builtin import builtin_presets
-from keras_moe.models.conversion.layouts import (
+from keras_moe.models.conversion.plan import ConversionPlan
+from keras_moe.models.conversion.sizes import numbered, required, square_grid
+from keras_moe.models.conversion.weight_rules import (
     Direct,
     PatchKernel,
-    Plan,
     Positions,
     direct,
     norm,
-    numbered,
-    required,
-    square_grid,
 )
 
 # What weights do not tell of the released V-MoEs: the start of the name, and the
@@ -56,11 +54,11 @@ def _module(file, place, *names):
     return f"{place}{names[0]}/"
 
 
-def google_plan(file, name: str, overrides: dict) -> Plan | None:
+def google_plan(file, name: str, overrides: dict) -> ConversionPlan | None:
     """The plan for a checkpoint of Google's names, or None if it has others.
 
     Args:
-        file: a `TensorFile`.
+        file: a `PublishedTensors`.
         name: the checkpoint's name, which says what weights do not.
         overrides: arguments of the user.
     """
@@ -85,13 +83,13 @@ def _ignored(file, prefix):
 
 
 def _attention(place, name, query_key_norm=False):
-    layouts = {}
+    rules = {}
     for ours in ("query", "key", "value"):
-        layouts.update(direct(f"{place}/{ours}", f"{name}{ours}/"))
+        rules.update(direct(f"{place}/{ours}", f"{name}{ours}/"))
         if query_key_norm and ours != "value":
             norm_name = f"{name}{ours}_ln/scale"
-            layouts[f"{place}/{ours}_norm/gamma"] = Direct(norm_name)
-    return {**layouts, **direct(f"{place}/attention_output", f"{name}out/")}
+            rules[f"{place}/{ours}_norm/gamma"] = Direct(norm_name)
+    return {**rules, **direct(f"{place}/attention_output", f"{name}out/")}
 
 
 def _mlp(place, name):
@@ -106,17 +104,17 @@ def _flax_norm(place, name):
 
 
 def _head(file, prefix):
-    """Layouts and arguments of representation and head; None without a head."""
+    """Rules and arguments of representation and head; None without a head."""
     if f"{prefix}head/kernel" not in file:
         return {}, None
     _, num_classes = required(file, f"{prefix}head/kernel", 2)
-    layouts = direct("predictions", f"{prefix}head/")
+    rules = direct("predictions", f"{prefix}head/")
     arguments = {"num_classes": num_classes}
     if f"{prefix}pre_logits/kernel" in file:
-        layouts.update(direct("pre_logits", f"{prefix}pre_logits/"))
+        rules.update(direct("pre_logits", f"{prefix}pre_logits/"))
         _, dim = required(file, f"{prefix}pre_logits/kernel", 2)
         arguments["representation_dim"] = dim
-    return layouts, arguments
+    return rules, arguments
 
 
 def _vit(file, prefix, name, overrides):
@@ -141,28 +139,28 @@ def _vit(file, prefix, name, overrides):
         "activation": "gelu_tanh",
         "layer_norm_epsilon": 1e-6,
     }
-    layouts = {
+    rules = {
         "patch_embedding/kernel": PatchKernel(kernel),
         "patch_embedding/bias": Direct(f"{prefix}embedding/bias"),
         **_flax_norm("final_norm", f"{root}encoder_norm/"),
     }
     if class_token:
-        layouts["class_token/token"] = Direct(f"{prefix}cls")
+        rules["class_token/token"] = Direct(f"{prefix}cls")
     moe_layers = []
     for i in blocks:
         block, ours = f"{root}encoderblock_{i}/", f"block_{i}"
         attention = _module(file, block, *attentions)
         query_key_norm = f"{attention}query_ln/scale" in file
         second = _module(file, block, "LayerNorm_2", "LayerNorm_1")
-        layouts.update(_flax_norm(f"{ours}/mixer_norm", f"{block}LayerNorm_0/"))
-        layouts.update(_flax_norm(f"{ours}/feed_forward_norm", second))
-        layouts.update(_attention(f"{ours}/attention", attention, query_key_norm))
+        rules.update(_flax_norm(f"{ours}/mixer_norm", f"{block}LayerNorm_0/"))
+        rules.update(_flax_norm(f"{ours}/feed_forward_norm", second))
+        rules.update(_attention(f"{ours}/attention", attention, query_key_norm))
         if any(tensor.startswith(f"{block}Moe/") for tensor in file):
             moe_layers.append(i)
-            layouts.update(_moe(file, f"{ours}/moe", f"{block}Moe/", arguments))
+            rules.update(_moe(file, f"{ours}/moe", f"{block}Moe/", arguments))
         else:
             mlp = _module(file, block, "Mlp", "MlpBlock_3", "MlpBlock_0")
-            layouts.update(_mlp(f"{ours}/mlp", mlp))
+            rules.update(_mlp(f"{ours}/mlp", mlp))
             arguments["mlp_dim"] = required(file, f"{mlp}Dense_0/kernel", 2)[1]
         if i == 0:
             query = required(file, f"{attention}query/kernel", 3)
@@ -174,9 +172,9 @@ def _vit(file, prefix, name, overrides):
         if arguments.setdefault("mlp_dim", expert_mlp_dim) != expert_mlp_dim:
             arguments["expert_mlp_dim"] = expert_mlp_dim
     head, task = _head(file, prefix)
-    layouts.update(head)
+    rules.update(head)
     pooler, pooling = _map_head(file, prefix)
-    layouts.update(pooler)
+    rules.update(pooler)
     if task is not None:
         task["pooling"] = pooling or ("class_token" if class_token else "average")
         normalizes = "pooler/attention/query_norm/gamma" in pooler
@@ -199,7 +197,7 @@ def _vit(file, prefix, name, overrides):
         file, f"{root}posembed_input/pos_embedding", f"{prefix}pos_embedding"
     )
     if positions in file:
-        layouts["position_embedding/embedding"] = Positions(positions)
+        rules["position_embedding/embedding"] = Positions(positions)
         rows = required(file, positions, 3)[1]
         grid = square_grid(rows, class_token, f"{positions!r} in {file.path}")
         arguments["image_shape"] = (grid * height, grid * width, channels)
@@ -217,11 +215,11 @@ def _vit(file, prefix, name, overrides):
     scheme = "V-MoE" if moe_layers else "ViT"
     if arguments.get("router") == "soft":
         scheme = "Soft MoE"
-    return Plan(
+    return ConversionPlan(
         f"{scheme} (Google)",
         "ViTBackbone",
         arguments,
-        layouts,
+        rules,
         task,
         _ignored(file, prefix),
         tuple(notes),
@@ -230,31 +228,31 @@ def _vit(file, prefix, name, overrides):
 
 
 def _moe(file, place, name, arguments):
-    """Layouts of an MoE layer; adds to the backbone's arguments."""
+    """Rules of an MoE layer; adds to the backbone's arguments."""
     experts = f"{name}Mlp/Dense_0/kernel"
     num_experts, _, expert_mlp_dim = required(file, experts, 3)
     arguments["num_experts"] = num_experts
     arguments["experts' mlp_dim"] = expert_mlp_dim
-    layouts = {
+    rules = {
         f"{place}/experts/{ours}_{what}": Direct(f"{name}Mlp/{theirs}/{what}")
         for ours, theirs in (("hidden", "Dense_0"), ("output", "Dense_1"))
         for what in ("kernel", "bias")
     }
     if f"{name}Router/mu" not in file:
-        layouts[f"{place}/router/kernel"] = Direct(f"{name}Router/dense/kernel")
-        return layouts
+        rules[f"{place}/router/kernel"] = Direct(f"{name}Router/dense/kernel")
+        return rules
     has_scale = f"{name}Router/scale" in file
     _, _, num_slots = required(file, f"{name}Router/mu", 3)
     arguments["router"] = "soft"
     arguments["router_options"] = {"num_slots": num_slots, "normalize": has_scale}
-    layouts[f"{place}/router/slots"] = Direct(f"{name}Router/mu")
+    rules[f"{place}/router/slots"] = Direct(f"{name}Router/mu")
     if has_scale:
-        layouts[f"{place}/router/scale"] = Direct(f"{name}Router/scale")
-    return layouts
+        rules[f"{place}/router/scale"] = Direct(f"{name}Router/scale")
+    return rules
 
 
 def _map_head(file, prefix):
-    """Layouts of attention pooling, if there is one."""
+    """Rules of attention pooling, if there is one."""
     root = _module(file, prefix, "MapHead", "MAPHead_0")
     if f"{root}probe" not in file:
         return {}, None
@@ -276,19 +274,19 @@ def _mixer(file, prefix):
     tokens, token_mlp = required(file, f"{first}token_mixing/Dense_0/kernel", 2)
     _, mlp_dim = required(file, f"{first}channel_mixing/Dense_0/kernel", 2)
     grid = square_grid(tokens, False, file.path)
-    layouts = {
+    rules = {
         "patch_embedding/kernel": PatchKernel(f"{prefix}stem/kernel"),
         "patch_embedding/bias": Direct(f"{prefix}stem/bias"),
         **_flax_norm("final_norm", f"{prefix}pre_head_layer_norm/"),
     }
     for i in blocks:
         block, ours = f"{prefix}MixerBlock_{i}/", f"block_{i}"
-        layouts.update(_flax_norm(f"{ours}/mixer_norm", f"{block}LayerNorm_0/"))
-        layouts.update(_flax_norm(f"{ours}/feed_forward_norm", f"{block}LayerNorm_1/"))
-        layouts.update(_mlp(f"{ours}/token_mlp", f"{block}token_mixing/"))
-        layouts.update(_mlp(f"{ours}/mlp", f"{block}channel_mixing/"))
+        rules.update(_flax_norm(f"{ours}/mixer_norm", f"{block}LayerNorm_0/"))
+        rules.update(_flax_norm(f"{ours}/feed_forward_norm", f"{block}LayerNorm_1/"))
+        rules.update(_mlp(f"{ours}/token_mlp", f"{block}token_mixing/"))
+        rules.update(_mlp(f"{ours}/mlp", f"{block}channel_mixing/"))
     head, task = _head(file, prefix)
-    return Plan(
+    return ConversionPlan(
         "MLP-Mixer (Google)",
         "MixerBackbone",
         {
@@ -301,7 +299,7 @@ def _mixer(file, prefix):
             "activation": "gelu_tanh",
             "layer_norm_epsilon": 1e-6,
         },
-        {**layouts, **head},
+        {**rules, **head},
         task,
         _ignored(file, prefix),
         preprocessing=_PREPROCESSING,

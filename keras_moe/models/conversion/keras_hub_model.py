@@ -3,10 +3,10 @@
 import keras
 import numpy as np
 
-from keras_moe.models.conversion.tensor_file import TensorFile, TensorInfo
+from keras_moe.models.conversion.published_tensors import PublishedTensors, TensorInfo
 
 
-class KerasHubModel(TensorFile):
+class KerasHubModel(PublishedTensors):
     """The weights of a model in memory, or of some layers of it.
 
     Args:

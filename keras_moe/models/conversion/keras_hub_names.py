@@ -7,18 +7,18 @@ import keras
 import keras_hub
 
 from keras_moe.models.conversion.keras_hub_model import KerasHubModel
-from keras_moe.models.conversion.layouts import (
+from keras_moe.models.conversion.plan import ConversionPlan
+from keras_moe.models.conversion.preprocessing import keras_hub_preprocessing
+from keras_moe.models.conversion.published_tensors import PublishedTensors
+from keras_moe.models.conversion.timm_names import patches
+from keras_moe.models.conversion.weight_rules import (
     Direct,
     Filled,
-    Plan,
     Positions,
     Squeezed,
     direct,
     norm,
 )
-from keras_moe.models.conversion.preprocessing import keras_hub_preprocessing
-from keras_moe.models.conversion.tensor_file import TensorFile
-from keras_moe.models.conversion.timm_names import patches
 
 _ACTIVATIONS = {"gelu_approximate": "gelu_tanh"}
 # Ours beside Keras's.
@@ -40,7 +40,7 @@ _ROOTS = (
 )
 
 
-def keras_hub_plan(model) -> tuple[TensorFile, Plan]:
+def keras_hub_plan(model) -> tuple[PublishedTensors, ConversionPlan]:
     """The weights of a KerasHub model's image side, and the plan for them.
 
     Args:
@@ -117,42 +117,42 @@ class _Names(dict):
 
 
 def _block(ours, first, second, attention, hidden, output):
-    layouts = {}
+    rules = {}
     for place, name in (("mixer_norm", first), ("feed_forward_norm", second)):
-        layouts.update(norm(f"{ours}/{place}", name, "gamma", "beta"))
-    layouts.update(direct(f"{ours}/mlp/hidden", hidden))
-    layouts.update(direct(f"{ours}/mlp/output", output))
-    layouts.update(_attention(f"{ours}/attention", attention))
-    return layouts
+        rules.update(norm(f"{ours}/{place}", name, "gamma", "beta"))
+    rules.update(direct(f"{ours}/mlp/hidden", hidden))
+    rules.update(direct(f"{ours}/mlp/output", output))
+    rules.update(_attention(f"{ours}/attention", attention))
+    return rules
 
 
 def _attention(place, name):
-    layouts = {}
+    rules = {}
     for part in ("query", "key", "value", "attention_output"):
-        layouts.update(direct(f"{place}/{part}", f"{name}{part}/"))
-    return layouts
+        rules.update(direct(f"{place}/{part}", f"{name}{part}/"))
+    return rules
 
 
-def _resolved(layouts, names):
-    """The same layouts with the full paths of the weights."""
+def _resolved(rules, names):
+    """The same rules with the full paths of the weights."""
     resolved = {}
-    for ours, layout in layouts.items():
+    for ours, rule in rules.items():
         fields = {
-            field: names[getattr(layout, field)]
+            field: names[getattr(rule, field)]
             for field in ("name", "ids", "bias")
-            if getattr(layout, field, None) is not None
+            if getattr(rule, field, None) is not None
         }
         if ours.endswith("bias") and fields and fields["name"] not in names.values():
             resolved[ours] = Filled()  # Without biases: zeros do the same.
             continue
-        resolved[ours] = dataclasses.replace(layout, **fields)
+        resolved[ours] = dataclasses.replace(rule, **fields)
     return resolved
 
 
 def _vit(encoder, classifier, short):
     names = _Names(short)
     embedding = "vit_patching_and_embedding/"
-    layouts = {
+    rules = {
         **patches(f"{embedding}patch_embedding/", encoder.use_patch_bias, False, None),
         "position_embedding/embedding": Positions(
             f"{embedding}position_embedding/embeddings", axes=1
@@ -160,10 +160,10 @@ def _vit(encoder, classifier, short):
         **norm("final_norm", "vit_encoder/ln/", "gamma", "beta"),
     }
     if encoder.use_class_token:
-        layouts["class_token/token"] = Direct(f"{embedding}class_token")
+        rules["class_token/token"] = Direct(f"{embedding}class_token")
     for i in range(encoder.num_layers):
         block = f"vit_encoder/transformer_block_{i + 1}/"
-        layouts.update(
+        rules.update(
             _block(
                 f"block_{i}",
                 f"{block}ln_1/",
@@ -180,7 +180,7 @@ def _vit(encoder, classifier, short):
         task = {
             "num_classes": classifier.num_classes,
             "pooling": pooling[classifier.pooling],
-            "activation": activation,
+            "output_activation": activation,
             "multi_label": activation == "sigmoid",
             "representation_dim": classifier.intermediate_dim,
             "dropout": classifier.dropout,
@@ -188,10 +188,10 @@ def _vit(encoder, classifier, short):
         policy = classifier.output_dense.dtype_policy
         if type(policy) is keras.DTypePolicy and policy != encoder.dtype_policy:
             task["head_dtype"] = policy.name
-        layouts.update(direct("predictions", "predictions/"))
+        rules.update(direct("predictions", "predictions/"))
         if classifier.intermediate_dim is not None:
-            layouts.update(direct("pre_logits", "pre_logits/"))
-    return Plan(
+            rules.update(direct("pre_logits", "pre_logits/"))
+    return ConversionPlan(
         "ViT (KerasHub)",
         "ViTBackbone",
         {
@@ -207,7 +207,7 @@ def _vit(encoder, classifier, short):
             "dropout_rate": encoder.dropout_rate,
             "attention_dropout": encoder.attention_dropout,
         },
-        _resolved(layouts, names),
+        _resolved(rules, names),
         task,
     )
 
@@ -228,7 +228,7 @@ def _tower(encoder, clip, short):
         axes=1,
         ids=f"{embedding}position_ids",
     )
-    layouts = {
+    rules = {
         **patches(f"{embedding}patch_embedding/", not is_clip, False, None),
         "position_embedding/embedding": positions,
         **norm(
@@ -239,18 +239,18 @@ def _tower(encoder, clip, short):
         ),
     }
     if is_clip:
-        layouts["class_token/token"] = Squeezed(f"{embedding}class_embedding", axes=2)
-        layouts.update(norm("embedding_norm", "pre_layer_norm/", "gamma", "beta"))
+        rules["class_token/token"] = Squeezed(f"{embedding}class_embedding", axes=2)
+        rules.update(norm("embedding_norm", "pre_layer_norm/", "gamma", "beta"))
     kind = ("layer_norm_1", "layer_norm_2", "attention", "dense_1", "dense_2")
     if not is_clip:
         kind = ("layer_norm1", "layer_norm2", "self_attn", "mlp/fc1", "mlp/fc2")
     for i in range(encoder.num_layers):
         places = [f"encoder_block_{i}/{name}/" for name in kind]
-        layouts.update(_block(f"block_{i}", *places))
+        rules.update(_block(f"block_{i}", *places))
     task = None
     if clip is not None:
-        layouts["predictions/kernel"] = Direct("vision_projection/kernel")
-        layouts["predictions/bias"] = Filled()
+        rules["predictions/kernel"] = Direct("vision_projection/kernel")
+        rules["predictions/bias"] = Filled()
         task = {"num_classes": clip.projection_dim, "pooling": "class_token"}
     elif not is_clip:
         if encoder.layer_norm_epsilon != 1e-6:
@@ -260,7 +260,7 @@ def _tower(encoder, clip, short):
             )
         # The probe has no name of its own.
         probe = [name for name in names if re.fullmatch(r"head/[^/]+", name)]
-        layouts.update(
+        rules.update(
             {
                 "pooler/probe": Direct((probe or ["head/variable"])[0]),
                 **_attention("pooler/attention", "head/attention/"),
@@ -273,7 +273,7 @@ def _tower(encoder, clip, short):
             }
         )
         task = {"num_classes": encoder.hidden_dim, "pooling": "map"}
-    return Plan(
+    return ConversionPlan(
         f"{'CLIP' if is_clip else 'SigLIP'} (KerasHub)",
         "ViTBackbone",
         {
@@ -288,6 +288,6 @@ def _tower(encoder, clip, short):
             "activation": _activation(encoder.intermediate_activation),
             "layer_norm_epsilon": 1e-5 if is_clip else encoder.layer_norm_epsilon,
         },
-        _resolved(layouts, names),
+        _resolved(rules, names),
         task,
     )

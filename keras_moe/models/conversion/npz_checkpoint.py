@@ -6,8 +6,8 @@ import zipfile
 import numpy as np
 from numpy.lib import format as npy
 
-from keras_moe.models.conversion.tensor_file import (
-    TensorFile,
+from keras_moe.models.conversion.published_tensors import (
+    PublishedTensors,
     TensorInfo,
     check_dtype,
 )
@@ -17,7 +17,7 @@ _LARGEST_RATIO = 1032
 _PIECE = 1 << 24
 
 
-class NpzCheckpoint(TensorFile):
+class NpzCheckpoint(PublishedTensors):
     """The arrays of an `.npz`; nothing in it is ever unpickled.
 
     Args:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from keras_moe.models.conversion.tensor_file import (
-    TensorFile,
+from keras_moe.models.conversion.published_tensors import (
+    PublishedTensors,
     TensorInfo,
     check_dtype,
     from_bfloat16,
@@ -24,7 +24,7 @@ _DTYPES = {
 }
 
 
-class SafetensorsCheckpoint(TensorFile):
+class SafetensorsCheckpoint(PublishedTensors):
     """The tensors of `.safetensors` files.
 
     Args:

@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 import keras_hub
-from keras_hub.src.utils.preset_utils import check_file_exists, get_file
 
+from keras_moe.compat import check_file_exists, get_file
 from keras_moe.models.conversion import keras_hub_names
 from keras_moe.models.conversion.clip_names import clip_plan
 from keras_moe.models.conversion.configs import (
@@ -19,13 +19,13 @@ from keras_moe.models.conversion.configs import (
     read_object,
 )
 from keras_moe.models.conversion.google_names import google_plan
-from keras_moe.models.conversion.layouts import Plan
 from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
+from keras_moe.models.conversion.plan import ConversionPlan
+from keras_moe.models.conversion.published_tensors import PublishedTensors
 from keras_moe.models.conversion.safetensors_checkpoint import (
     SafetensorsCheckpoint,
     read_index,
 )
-from keras_moe.models.conversion.tensor_file import TensorFile
 from keras_moe.models.conversion.timm_names import timm_plan
 from keras_moe.models.conversion.vmoe_checkpoint import (
     VMoECheckpoint,
@@ -54,6 +54,23 @@ def is_convertible(source: Any) -> bool:
         ValueError: if it is one that is refused, such as a pickle.
     """
     return _kind(source) is not None
+
+
+def check_convertible(source: Any) -> None:
+    """Refuses what `convert` cannot read.
+
+    Args:
+        source: what `convert` was given.
+
+    Raises:
+        ValueError: if it is no checkpoint of others, or one that is refused.
+    """
+    if _kind(source) is None:
+        raise ValueError(
+            "Expected weights to convert: a V-MoE checkpoint's prefix, an .npz, a "
+            ".safetensors file, a folder of timm, OpenCLIP or transformers, a KerasHub "
+            f"model or preset, or hf://, kaggle://, gs:// of them; received: {source!r}"
+        )
 
 
 def _kind(source):
@@ -158,7 +175,7 @@ def _weights_file(folder):
 
 def open_source(
     source: Any, overrides: dict, load_weights: bool = True
-) -> tuple[TensorFile, Plan]:
+) -> tuple[PublishedTensors, ConversionPlan]:
     """Opens a source and says how its weights become ours.
 
     Args:
@@ -172,13 +189,8 @@ def open_source(
     Raises:
         ValueError: if the source is none that can be converted.
     """
+    check_convertible(source)
     kind = _kind(source)
-    if kind is None:
-        raise ValueError(
-            "Expected weights to convert: a V-MoE checkpoint's prefix, an .npz, a "
-            ".safetensors file, a folder of timm, OpenCLIP or transformers, a KerasHub "
-            f"model or preset, or hf://, kaggle://, gs:// of them; received: {source!r}"
-        )
     if kind == "hub":
         return keras_hub_names.keras_hub_plan(hub_model(source, load_weights))
     text = os.fspath(source)

@@ -3,27 +3,29 @@
 import re
 from pathlib import Path
 
-from keras_moe.models.conversion.configs import agree
 from keras_moe.models.conversion.image_range import Normalization, normalization
-from keras_moe.models.conversion.layouts import (
-    Direct,
-    Filled,
-    PatchBias,
-    PatchKernel,
-    Plan,
-    Positions,
-    linear,
-    norm,
+from keras_moe.models.conversion.plan import ConversionPlan
+from keras_moe.models.conversion.preprocessing import (
+    class_names,
+    timm_preprocessing,
+)
+from keras_moe.models.conversion.sizes import (
+    agree,
     numbered,
     required,
     square_grid,
     usual_heads,
 )
-from keras_moe.models.conversion.preprocessing import (
-    class_names,
-    timm_preprocessing,
+from keras_moe.models.conversion.torch_blocks import BlockNames, block_rules
+from keras_moe.models.conversion.weight_rules import (
+    Direct,
+    Filled,
+    PatchBias,
+    PatchKernel,
+    Positions,
+    linear,
+    norm,
 )
-from keras_moe.models.conversion.torch_blocks import BlockNames, block_layouts
 
 _BLOCK = BlockNames(
     norms=("norm1.", "norm2."),
@@ -63,11 +65,11 @@ _ARGUMENTS = (
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
 
 
-def timm_plan(file, config: dict, overrides: dict) -> Plan | None:
+def timm_plan(file, config: dict, overrides: dict) -> ConversionPlan | None:
     """The plan for a model of timm, or None if the names are others.
 
     Args:
-        file: a `TensorFile`.
+        file: a `PublishedTensors`.
         config: the content of timm's `config.json`, or `{}`.
         overrides: arguments of the user.
 
@@ -156,7 +158,7 @@ def image_normalization(config: dict, channels: int) -> Normalization | None:
 def patches(
     name: str, has_bias: bool, torch: bool, images: Normalization | None
 ) -> dict:
-    """Layouts of the patch embedding `<name>weight` and `<name>bias`."""
+    """Rules of the patch embedding `<name>weight` and `<name>bias`."""
     kernel = f"{name}weight" if torch else f"{name}kernel"
     return {
         "patch_embedding/kernel": PatchKernel(kernel, torch, images),
@@ -170,8 +172,8 @@ def _head(file):
     if "head.weight" not in file:
         return {}, None
     num_classes, _ = required(file, "head.weight", 2)
-    layouts = linear("predictions", "head.", "head.bias" in file)
-    return layouts, {"num_classes": num_classes}
+    rules = linear("predictions", "head.", "head.bias" in file)
+    return rules, {"num_classes": num_classes}
 
 
 def _mlp(place, name):
@@ -224,21 +226,19 @@ def _vit(file, config, overrides):
         "query_key_norm": _BLOCK.query_key_norm(file, "blocks.0."),
         "position_interpolation": "bicubic",
     }
-    layouts = patches(
-        "patch_embed.proj.", "patch_embed.proj.bias" in file, True, images
-    )
+    rules = patches("patch_embed.proj.", "patch_embed.proj.bias" in file, True, images)
     if arguments["query_key_norm"]:
         arguments["query_key_norm_bias"] = True
     agree(file, given, "config.json", qk_norm=arguments["query_key_norm"])
     if class_token:
-        layouts["class_token/token"] = Direct("cls_token")
+        rules["class_token/token"] = Direct("cls_token")
     if arguments["embedding_norm"]:
-        layouts.update(norm("embedding_norm", "norm_pre."))
-    arguments["image_shape"] = _positions(file, given, class_token, layouts)
+        rules.update(norm("embedding_norm", "norm_pre."))
+    arguments["image_shape"] = _positions(file, given, class_token, rules)
     for i in blocks:
         block = f"blocks.{i}."
         query_bias = f"{block}attn.qkv.bias" in file
-        layouts.update(block_layouts(file, f"block_{i}", block, _BLOCK, query_bias))
+        rules.update(block_rules(file, f"block_{i}", block, _BLOCK, query_bias))
     task, final, pooler = _pooling(file, pooling, class_token, arguments)
     head, found = _head(file)
     if found is not None:
@@ -249,16 +249,18 @@ def _vit(file, config, overrides):
         head = {"predictions/kernel": Filled("identity"), "predictions/bias": Filled()}
     else:
         task = None
-    layouts = {**layouts, **final, **pooler, **head}
+    rules = {**rules, **final, **pooler, **head}
     notes = _assumed(given, False, class_token, arguments, num_heads)
     return _with_preprocessing(
-        Plan("ViT (timm)", "ViTBackbone", arguments, layouts, task, notes=notes),
+        ConversionPlan(
+            "ViT (timm)", "ViTBackbone", arguments, rules, task, notes=notes
+        ),
         config,
     )
 
 
-def _positions(file, given, class_token, layouts):
-    """Adds the layout of the position embeddings; returns the image's shape."""
+def _positions(file, given, class_token, rules):
+    """Adds the rule of the position embeddings; returns the image's shape."""
     _, channels, height, width = file[_KERNELS[1]].shape
     rows = required(file, "pos_embed", 3)[1]
     size = given.get("img_size") or given.get("pretrained_cfg", {}).get("input_size")
@@ -273,14 +275,14 @@ def _positions(file, given, class_token, layouts):
         has_row = class_token and round((rows - 1) ** 0.5) ** 2 == rows - 1
         side = square_grid(rows, has_row, f"'pos_embed' in {file.path}")
         grid = side, side
-    layouts["position_embedding/embedding"] = Positions(
+    rules["position_embedding/embedding"] = Positions(
         "pos_embed", without_class_token=class_token and rows == grid[0] * grid[1]
     )
     return grid[0] * height, grid[1] * width, channels
 
 
 def _pooling(file, pooling, class_token, arguments):
-    """Arguments of the task, and layouts of the last norm and of what pools."""
+    """Arguments of the task, and rules of the last norm and of what pools."""
     if pooling == "map":
         task = {"pooling": "map"}
         if arguments["query_key_norm"]:
@@ -305,7 +307,7 @@ def _pooling(file, pooling, class_token, arguments):
 
 def _attention_pool(file):
     pool = "attn_pool."
-    layouts = {
+    rules = {
         "pooler/probe": Direct(f"{pool}latent"),
         **linear("pooler/attention/query", f"{pool}q."),
         **linear("pooler/attention/attention_output", f"{pool}proj.", inputs=2),
@@ -314,8 +316,8 @@ def _attention_pool(file):
     }
     for part, ours in enumerate(("key", "value")):
         place = f"pooler/attention/{ours}"
-        layouts.update(linear(place, f"{pool}kv.", part=part, parts=2))
-    return layouts
+        rules.update(linear(place, f"{pool}kv.", part=part, parts=2))
+    return rules
 
 
 def _mixer(file, config):
@@ -325,16 +327,16 @@ def _mixer(file, config):
     token_mlp, tokens = required(file, "blocks.0.mlp_tokens.fc1.weight", 2)
     grid = square_grid(tokens, False, file.path)
     images = image_normalization(config, channels)
-    layouts = {
+    rules = {
         **patches("stem.proj.", "stem.proj.bias" in file, True, images),
         **norm("final_norm", "norm."),
     }
     for i in blocks:
         block, ours = f"blocks.{i}.", f"block_{i}"
-        layouts.update(norm(f"{ours}/mixer_norm", f"{block}norm1."))
-        layouts.update(norm(f"{ours}/feed_forward_norm", f"{block}norm2."))
-        layouts.update(_mlp(f"{ours}/token_mlp", f"{block}mlp_tokens."))
-        layouts.update(_mlp(f"{ours}/mlp", f"{block}mlp_channels."))
+        rules.update(norm(f"{ours}/mixer_norm", f"{block}norm1."))
+        rules.update(norm(f"{ours}/feed_forward_norm", f"{block}norm2."))
+        rules.update(_mlp(f"{ours}/token_mlp", f"{block}mlp_tokens."))
+        rules.update(_mlp(f"{ours}/mlp", f"{block}mlp_channels."))
     head, task = _head(file)
     arguments = {
         "image_shape": (grid * height, grid * width, channels),
@@ -346,11 +348,11 @@ def _mixer(file, config):
         "activation": "gelu",
         "layer_norm_epsilon": 1e-6,
     }
-    plan = Plan(
+    plan = ConversionPlan(
         "MLP-Mixer (timm)",
         "MixerBackbone",
         arguments,
-        {**layouts, **head},
+        {**rules, **head},
         task,
         notes=_assumed(config, True, False, arguments, None),
     )

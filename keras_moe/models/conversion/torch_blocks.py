@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from keras_moe.models.conversion.layouts import linear, norm
+from keras_moe.models.conversion.weight_rules import linear, norm
 
 
 class BlockNames(NamedTuple):
@@ -26,18 +26,18 @@ class BlockNames(NamedTuple):
     query_key_norms: tuple[str, str] = ("", "")
 
     def query_key_norm(self, file, block: str) -> bool:
-        """Whether a block of a `TensorFile` normalises queries and keys."""
+        """Whether a block of a `PublishedTensors` normalises queries and keys."""
         name = self.query_key_norms[0]
         return bool(name) and f"{block}{name}weight" in file
 
 
-def block_layouts(
+def block_rules(
     file, place: str, block: str, names: BlockNames, query_bias: bool = True
 ) -> dict:
-    """Layouts of a dense encoder block.
+    """Rules of a dense encoder block.
 
     Args:
-        file: a `TensorFile`, which tells whether there is LayerScale.
+        file: a `PublishedTensors`, which tells whether there is LayerScale.
         place: our name of the block.
         block: its name in the file, which starts those of its parts.
         names: of its parts.
@@ -59,7 +59,7 @@ def block_layouts(
         **norm(f"{place}/feed_forward_norm", f"{block}{names.norms[1]}"),
         **linear(f"{place}/mlp/hidden", hidden),
         **linear(f"{place}/mlp/output", output, scale=second),
-        **attention_layouts(
+        **attention_rules(
             f"{place}/attention",
             [f"{block}{name}" for name in names.queries],
             f"{block}{names.output}",
@@ -69,17 +69,17 @@ def block_layouts(
     }
 
 
-def attention_layouts(
+def attention_rules(
     place: str,
     queries: list[str],
     output: str,
     query_bias: bool = True,
     scale: str | None = None,
 ) -> dict:
-    """Layouts of an attention, its queries, keys and values in one matrix or three."""
-    layouts = linear(f"{place}/attention_output", output, inputs=2, scale=scale)
+    """Rules of an attention, its queries, keys and values in one matrix or three."""
+    rules = linear(f"{place}/attention_output", output, inputs=2, scale=scale)
     for part, ours in enumerate(("query", "key", "value")):
         fused = {"part": part, "parts": 3} if len(queries) == 1 else {}
         name = queries[0] if fused else queries[part]
-        layouts.update(linear(f"{place}/{ours}", name, query_bias, **fused))
-    return layouts
+        rules.update(linear(f"{place}/{ours}", name, query_bias, **fused))
+    return rules

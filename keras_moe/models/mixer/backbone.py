@@ -19,11 +19,13 @@ from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.image_tower import image_tower
 from keras_moe.models.overrides import complete_config
+from keras_moe.models.registry import register_backbone
 from keras_moe.models.tower import Tower
 
 TOKEN_MIXERS = ("mlp", MUMOE)
 
 
+@register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
 class MixerBackbone(MoEBackbone):
     """An MLP-Mixer whose channel MLPs are dense or mixtures of experts.

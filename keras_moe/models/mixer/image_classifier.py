@@ -7,8 +7,10 @@ import keras
 
 from keras_moe.models.image_classifier import ImageClassifier
 from keras_moe.models.mixer.backbone import MixerBackbone
+from keras_moe.models.registry import register_task
 
 
+@register_task
 @keras.saving.register_keras_serializable("keras_moe")
 class MixerImageClassifier(ImageClassifier):
     """A `MixerBackbone` with average pooling and a classification head.

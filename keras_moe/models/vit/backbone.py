@@ -11,9 +11,11 @@ from keras_moe.checks import check_integer, head_size
 from keras_moe.layers import SelfAttention
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.image_tower import image_tower
+from keras_moe.models.registry import register_backbone
 from keras_moe.models.tower import Tower
 
 
+@register_backbone
 @keras.saving.register_keras_serializable("keras_moe")
 class ViTBackbone(MoEBackbone):
     """A vision transformer whose feed-forward layers are dense or mixtures of experts.

@@ -6,9 +6,11 @@ Axes: B batch, D hidden.
 import keras
 
 from keras_moe.models.image_classifier import ImageClassifier
+from keras_moe.models.registry import register_task
 from keras_moe.models.vit.backbone import ViTBackbone
 
 
+@register_task
 @keras.saving.register_keras_serializable("keras_moe")
 class ViTImageClassifier(ImageClassifier):
     """A `ViTBackbone` (ViT or V-MoE) with pooling and a classification head.

@@ -42,7 +42,7 @@ def test_a_preprocessor_that_stays_behind_is_reported():
 def test_activations_of_outputs(activation, ours):
     hub = keras_hub.models.ViTImageClassifier(hub_vit(), 3, activation=activation)
     model = models.from_preset(hub)
-    assert model.activation == ours
+    assert model.output_activation == ours
     images = np.zeros((1, 8, 12, 3), "float32")
     np.testing.assert_allclose(
         keras.ops.convert_to_numpy(model(images)),

@@ -27,7 +27,7 @@ class TensorInfo(NamedTuple):
         return size * math.prod(self.shape)
 
 
-class TensorFile(Mapping):
+class PublishedTensors(Mapping):
     """A checkpoint as a mapping from names to `TensorInfo`; `read` gets the values.
 
     Only `read` brings values to memory, and it keeps none. To be used in a `with`

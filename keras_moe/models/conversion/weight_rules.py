@@ -1,11 +1,10 @@
 """How a weight of ours is made of the tensors of a checkpoint.
 
-A layout knows the names that it reads, the shapes that they must have for a weight of
+A rule knows the names that it reads, the shapes that they must have for a weight of
 a given shape, and how to make that weight's values. Shapes are compared before
 anything is read. Axes: D hidden, N tokens.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -239,34 +238,8 @@ class Filled:
         return np.zeros(target, "float32")
 
 
-@dataclass
-class Plan:
-    """What a naming scheme finds in a checkpoint.
-
-    Args:
-        scheme: the naming's name.
-        backbone: the class's name, `"ViTBackbone"` or `"MixerBackbone"`.
-        arguments: of the backbone, as the checkpoint was made.
-        layouts: for each of our weights, by its path in the model.
-        task_arguments: of the classifier; None if there is no head.
-        ignored: tensors that are none of the image model's, with the reason.
-        notes: what a user should know.
-        preprocessing: arguments of `ImagePreprocessor` beside the images' shape; None
-            where the source's images are not known.
-    """
-
-    scheme: str
-    backbone: str
-    arguments: dict
-    layouts: dict
-    task_arguments: dict | None = None
-    ignored: dict | None = None
-    notes: tuple[str, ...] = ()
-    preprocessing: dict | None = None
-
-
 def norm(place: str, name: str, scale: str = "weight", offset: str = "bias") -> dict:
-    """Layouts of a normalisation: `gamma` and `beta`."""
+    """Rules of a normalisation: `gamma` and `beta`."""
     return {
         f"{place}/gamma": Direct(f"{name}{scale}"),
         f"{place}/beta": Direct(f"{name}{offset}"),
@@ -274,7 +247,7 @@ def norm(place: str, name: str, scale: str = "weight", offset: str = "bias") -> 
 
 
 def direct(place: str, name: str) -> dict:
-    """Layouts of a kernel and a bias that are stored as ours."""
+    """Rules of a kernel and a bias that are stored as ours."""
     return {
         f"{place}/kernel": Direct(f"{name}kernel"),
         f"{place}/bias": Direct(f"{name}bias"),
@@ -284,7 +257,7 @@ def direct(place: str, name: str) -> dict:
 def linear(
     place: str, name: str, has_bias: bool = True, scale: str | None = None, **part
 ) -> dict:
-    """Layouts of a PyTorch linear layer."""
+    """Rules of a PyTorch linear layer."""
     inputs = part.pop("inputs", 1)
     bias = Filled()
     if has_bias:
@@ -293,72 +266,3 @@ def linear(
         f"{place}/kernel": Matrix(f"{name}weight", inputs=inputs, scale=scale, **part),
         f"{place}/bias": bias,
     }
-
-
-def square_grid(num_positions: int, class_token: bool, where: str) -> int:
-    """The patches down and across of a table with a row for each token.
-
-    Raises:
-        ValueError: if they make no square.
-    """
-    num_patches = num_positions - class_token
-    grid = round(max(num_patches, 0) ** 0.5)
-    if grid < 1 or grid * grid != num_patches:
-        raise ValueError(
-            f"Expected position embeddings of a square of patches in {where}; "
-            f"received: {num_patches} patches"
-        )
-    return grid
-
-
-# The heads of encoders of a size, where neither weights nor config say it.
-_HEADS = {192: 3, 256: 4, 384: 6, 512: 8, 640: 10, 768: 12, 896: 14, 1024: 16, 1152: 16}
-_HEADS.update({1280: 16, 1408: 16, 1664: 16})
-
-
-def usual_heads(hidden_dim: int, where: str) -> int:
-    """The number of heads that published encoders of this size have.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    if hidden_dim not in _HEADS:
-        raise ValueError(
-            f"Expected num_heads=..., which the weights in {where} do not tell; "
-            f"received: an encoder of hidden_dim={hidden_dim} without it"
-        )
-    return _HEADS[hidden_dim]
-
-
-def rank(info_shape: tuple, axes: int, name: str, where: str) -> tuple:
-    """A tensor's shape, if it has so many axes."""
-    if len(info_shape) != axes:
-        raise ValueError(
-            f"Expected {axes} axes of {name!r} in {where}; received: shape={info_shape}"
-        )
-    return info_shape
-
-
-def required(file, name: str, axes: int) -> tuple:
-    """The shape of a tensor that must be there.
-
-    Raises:
-        ValueError: if it is missing or of other rank.
-    """
-    if name not in file:
-        raise ValueError(
-            f"Expected the tensor {name!r} in {file.path}; received: "
-            f"{len(file)} tensors without it, such as {sorted(file)[:3]}"
-        )
-    return rank(file[name].shape, axes, name, file.path)
-
-
-def numbered(file, pattern: str) -> list[int]:
-    """The numbers in the names that a pattern with one group matches at the start."""
-    found = {int(m[1]) for name in file if (m := re.match(pattern, name))}
-    if found != set(range(len(found))) or not found:
-        raise ValueError(
-            f"Expected blocks numbered from 0 in {file.path}; received: "
-            f"{sorted(found)} for {pattern!r}"
-        )
-    return sorted(found)

@@ -1,0 +1,195 @@
+"""Where models come from, before overrides: presets, folders, published weights."""
+
+import contextlib
+import copy
+import os
+from typing import Any, NamedTuple, Protocol
+
+import keras
+
+from keras_moe.models import registry
+from keras_moe.models.conversion import PublishedWeights, is_convertible, open_source
+from keras_moe.models.saved_preset import SavedWeights, explained, read_preset
+
+ARCHITECTURE, SAVED, PUBLISHED = "architecture", "saved", "published"
+
+
+class Weights(Protocol):
+    """Where a model's weights come from."""
+
+    def load(self, model: keras.Model, progress: Any = None) -> Any:
+        """Fills a model's weights, and returns a report or None."""
+
+    def check(self) -> None:
+        """Raises ValueError if the weights are damaged, as far as that is known."""
+
+    def explained(self) -> contextlib.AbstractContextManager:
+        """A context whose errors name the source."""
+
+    def close(self) -> None:
+        """Closes the source."""
+
+
+class ModelSource:
+    """What a source says of a model, before overrides.
+
+    Attributes:
+        kind: `ARCHITECTURE` for a registered preset without weights, `SAVED` for a
+            preset's folder or handle, `PUBLISHED` for weights of other libraries.
+        name: name of the source, for descriptions and messages.
+        label: the source and its backbone in words, for messages.
+        backbone: class of the backbone.
+        config: arguments of the backbone.
+        task: class of the task, or None.
+        is_trained: whether the source has the task's weights.
+        must_fit: whether weights are loaded, which the config must fit.
+        class_names: names of the classes of a registered preset, or None.
+    """
+
+    kind: str
+    name: str
+    label: str
+    backbone: type
+    config: dict[str, Any]
+    task: type | None
+    is_trained = False
+    must_fit = False
+    class_names = None
+
+    def label_of(self, backbone: type) -> str:
+        """Words for a source of another backbone."""
+        return f"a preset of a {backbone.__name__}"
+
+    def task_config(self) -> dict[str, Any]:
+        """Arguments of the task beside its backbone.
+
+        "preprocessor" is among them where the source says of one, or of none.
+        """
+        return {}
+
+    def without_task(self) -> "ModelSource":
+        """The same for another task than its own, of which it says nothing."""
+        other = copy.copy(self)
+        other.task, other.is_trained, other.class_names = None, False, None
+        return other
+
+    def explained(self) -> contextlib.AbstractContextManager:
+        """A context whose errors name the source, where it is needed."""
+        return contextlib.nullcontext()
+
+    def weights(self, new_weights: tuple[str, ...] = ()) -> Weights | None:
+        """The weights, or None.
+
+        Args:
+            new_weights: starts of the paths of weights that the source does not fill.
+        """
+        return None
+
+
+class TaskConfig(NamedTuple):
+    """Arguments of a task, and which of its weights the source does not fill.
+
+    Attributes:
+        config: arguments of the task beside its backbone.
+        new_weights: starts of the paths of weights that stay as they were initialised.
+    """
+
+    config: dict[str, Any]
+    new_weights: tuple[str, ...] = ()
+
+
+class _Architecture(ModelSource):
+    kind = ARCHITECTURE
+
+    def __init__(self, name, spec):
+        self.name, self._spec = name, spec
+        self.backbone = registry.backbone_class(spec["backbone"])
+        self.label = f"preset={name!r} of {self.backbone.__name__}"
+        self.config = spec["config"]
+        task = spec["task"]
+        self.task = registry.task_class(self.backbone)
+        if task is not None:
+            self.task = registry.named_task_class(task)
+        self.class_names = spec["class_names"]
+
+    def task_config(self):
+        return {} if self.task is None else self._spec["task_config"]
+
+
+class _Saved(ModelSource):
+    kind = SAVED
+
+    def __init__(self, preset, load_weights):
+        self._preset, self._load_weights = read_preset(preset), load_weights
+        self.name = os.fspath(preset)
+        self.backbone, self.config = self._preset.backbone, self._preset.config
+        self.label = f"preset={self.name!r} of {self.backbone.__name__}"
+        self.task = self._preset.task or registry.task_class(self.backbone)
+        self.is_trained = self._preset.task is not None
+        self.must_fit = load_weights
+
+    def task_config(self):
+        return self._preset.task_config() if self.is_trained else {}
+
+    def explained(self):
+        return explained(self._preset.path)
+
+    def weights(self, new_weights=()):
+        has_head = self.is_trained and not new_weights
+        return SavedWeights(self._preset.path, has_head, self._load_weights)
+
+
+class _Published(ModelSource):
+    kind = PUBLISHED
+    must_fit = True
+
+    def __init__(self, source, overrides, load_weights):
+        self._file, self._plan = open_source(source, overrides, load_weights)
+        self._load_weights = load_weights
+        is_path = isinstance(source, (str, os.PathLike))
+        self.name = os.fspath(source) if is_path else self._file.path
+        self.backbone = registry.backbone_class(self._plan.backbone)
+        self.config = self._plan.arguments
+        self.label = (
+            f"those of a {self.backbone.__name__}, by the names of {self._plan.scheme}"
+        )
+        self.task = registry.task_class(self.backbone)
+        self.is_trained = self._plan.task_arguments is not None
+
+    def label_of(self, backbone):
+        return f"weights of a {backbone.__name__}"
+
+    def task_config(self):
+        config = (self._plan.task_arguments or {}) if self.task else {}
+        return {**config, "preprocessor": self._plan.preprocessor()}
+
+    def weights(self, new_weights=()):
+        return PublishedWeights(
+            self.name, self._file, self._plan, new_weights, self._load_weights
+        )
+
+
+def open_model_source(
+    source: Any,
+    overrides: dict[str, Any],
+    load_weights: bool = True,
+    counts_only: bool = False,
+) -> ModelSource:
+    """What a source says of a model.
+
+    Args:
+        source: name of a registered preset, folder, handle or published weights.
+        overrides: arguments of the user; published weights may need some to be
+            understood, such as `num_heads`.
+        load_weights: whether the weights are wanted.
+        counts_only: whether nothing is read of published weights but their shapes.
+
+    Raises:
+        ValueError: if the source is unknown or not whole.
+    """
+    spec = registry.preset(source)
+    if spec is not None:
+        return _Architecture(source, spec)
+    if is_convertible(source):
+        return _Published(source, overrides, load_weights and not counts_only)
+    return _Saved(source, load_weights)

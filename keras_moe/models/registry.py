@@ -1,0 +1,253 @@
+"""Families, tasks and presets by name: they register themselves, also from outside.
+
+This module knows none of them, so that every module of `models` may import it.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+
+from keras_moe.checks import argument_names, check_argument_names, nearest
+
+_BACKBONES: dict[str, type] = {}
+_TASKS: dict[str, type] = {}
+_PRESETS: dict[str, dict] = {}
+# What a preset says, with the values of what it may leave out.
+_OPTIONAL = {"source": "", "task": None, "task_config": {}, "class_names": None}
+_ENTRIES = ("description", "backbone", "config", *_OPTIONAL, "variant")
+
+
+def register_backbone(
+    cls: type | None = None, *, presets: Mapping[str, dict] | None = None
+) -> Any:
+    """A decorator that makes a family known by the name of its backbone's class.
+
+    Args:
+        cls: a `MoEBackbone`, which is registered as Keras serialisable, too.
+        presets: presets of this backbone; see `register_presets`.
+
+    Returns:
+        The class, or the decorator where `presets` come first.
+
+    Raises:
+        ValueError: if Keras does not know the class, another class has its name, or a
+            preset is not whole.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe import models
+    >>> @models.register_backbone(
+    ...     presets={
+    ...         "my_vit": {
+    ...             "description": "A ViT of two blocks",
+    ...             "config": {"num_layers": 2, "hidden_dim": 8, "num_heads": 2},
+    ...         }
+    ...     }
+    ... )
+    ... @keras.saving.register_keras_serializable("my_package")
+    ... class MyViT(models.ViTBackbone):
+    ...     pass
+    >>> type(models.from_preset("my_vit", mlp_dim=16)).__name__
+    'MyViT'
+    """
+
+    def register(cls):
+        _register(cls, _BACKBONES)
+        register_presets(
+            {name: {"backbone": cls, **spec} for name, spec in (presets or {}).items()}
+        )
+        return cls
+
+    return register if cls is None else register(cls)
+
+
+def register_task(cls: type) -> type:
+    """A decorator that makes a task known, for the backbones of its `backbone_cls`.
+
+    The class has a `task_name`, such as `"image_classifier"`, by which `from_preset`
+    takes it. The first that is registered for a backbone and a name is the one that
+    presets get which name no class.
+
+    Args:
+        cls: a task, which is registered as Keras serialisable, too.
+
+    Raises:
+        ValueError: if Keras does not know the class, another class has its name, or
+            `backbone_cls` or `task_name` is missing.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe import models
+    >>> @models.register_backbone
+    ... @keras.saving.register_keras_serializable("my_package")
+    ... class SmallViT(models.ViTBackbone):
+    ...     pass
+    >>> @models.register_task
+    ... @keras.saving.register_keras_serializable("my_package")
+    ... class SmallViTClassifier(models.ImageClassifier):
+    ...     backbone_cls = SmallViT
+    >>> SmallViTClassifier.task_name
+    'image_classifier'
+    """
+    for name, kind in (("backbone_cls", type), ("task_name", str)):
+        if not isinstance(getattr(cls, name, None), kind):
+            raise ValueError(
+                f"Expected a task with {name}; received: "
+                f"{cls.__name__}.{name}={getattr(cls, name, None)!r}"
+            )
+    return _register(cls, _TASKS)
+
+
+def register_presets(presets: Mapping[str, dict]) -> None:
+    """Makes presets known by name: architectures without weights.
+
+    Args:
+        presets: name to a dict with `description`, `backbone` (a registered class or
+            its name) and `config` (its arguments by flat names); and where they
+            matter `task` (a registered class or its name), `task_config` (its
+            arguments), `class_names`, and `source`, the paper or file of the sizes.
+
+    Raises:
+        ValueError: if an entry is missing or unknown, or a preset of the name exists
+            and says something else.
+
+    Example:
+
+    >>> from keras_moe import models
+    >>> models.register_presets({
+    ...     "vmoe_digits_e4": {
+    ...         "description": "V-MoE for 8 x 8 digits with 4 experts",
+    ...         "backbone": "ViTBackbone",
+    ...         "config": {
+    ...             "image_shape": [16, 16, 1], "patch_size": 4, "hidden_dim": 64,
+    ...             "num_layers": 4, "num_heads": 4, "mlp_dim": 128,
+    ...             "moe_layers": "every_2", "num_experts": 4,
+    ...         },
+    ...     }
+    ... })
+    >>> models.from_preset("vmoe_digits_e4", num_classes=10).output_shape
+    (None, 10)
+    """
+    for name, spec in presets.items():
+        check_argument_names(spec, _ENTRIES, f"the preset {name!r}")
+        if missing := [
+            x for x in ("description", "backbone", "config") if x not in spec
+        ]:
+            raise ValueError(
+                f"Expected description, backbone and config of the preset {name!r}; "
+                f"received: none of {missing}"
+            )
+        spec = {**_OPTIONAL, **copy.deepcopy(dict(spec))}
+        for part in ("backbone", "task"):
+            if isinstance(spec[part], type):
+                spec[part] = spec[part].__name__
+        if _PRESETS.get(name, spec) != spec:
+            raise ValueError(
+                f"Expected a new name for a preset; received: {name!r}, which is "
+                f"{_PRESETS[name]['description']!r}"
+            )
+        _PRESETS[name] = spec
+
+
+def _register(cls, classes):
+    name = keras.saving.get_registered_name(cls)
+    if keras.saving.get_registered_object(name) is not cls:
+        raise ValueError(
+            "Expected a class under "
+            f"@keras.saving.register_keras_serializable(...); received: {cls!r}"
+        )
+    known = classes.get(cls.__name__, cls)
+    # A cell of a notebook may be run again.
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(
+            f"Expected a new name for {cls!r}; received: {cls.__name__}, the name of "
+            f"{known!r}"
+        )
+    classes[cls.__name__] = cls
+    return cls
+
+
+def presets() -> dict[str, dict]:
+    """All presets by name, as `register_presets` takes them; copies."""
+    return copy.deepcopy(_PRESETS)
+
+
+def preset(name: Any) -> dict | None:
+    """A copy of the preset of a name, or None."""
+    spec = _PRESETS.get(name) if isinstance(name, str) else None
+    return copy.deepcopy(spec)
+
+
+def backbone_class(name: str) -> type:
+    """The registered backbone of a name.
+
+    Raises:
+        ValueError: if there is none; the nearest names are listed.
+    """
+    return _by_name(name, _BACKBONES, "backbone")
+
+
+def named_task_class(name: str) -> type:
+    """The registered task whose class has a name.
+
+    Raises:
+        ValueError: if there is none; the nearest names are listed.
+    """
+    return _by_name(name, _TASKS, "task")
+
+
+def _by_name(name, classes, kind):
+    if name not in classes:
+        raise ValueError(
+            f"Expected the class of a registered {kind}; received: {name!r} "
+            f"({nearest(str(name), sorted(classes))})"
+        )
+    return classes[name]
+
+
+def backbone_names() -> list[str]:
+    """The names of the registered backbones."""
+    return sorted(_BACKBONES)
+
+
+def task_names() -> list[str]:
+    """The names by which `from_preset` takes tasks."""
+    return sorted({cls.task_name for cls in _TASKS.values()})
+
+
+def is_registered(cls: type) -> bool:
+    """Whether a class is a registered backbone, or a subclass of one."""
+    return any(base in _BACKBONES.values() for base in cls.__mro__)
+
+
+def is_task(cls: type) -> bool:
+    """Whether a class is a task that can be registered."""
+    return isinstance(getattr(cls, "task_name", None), str)
+
+
+def task_class(
+    backbone_cls: type, matches: Callable[[type], bool] = lambda cls: True
+) -> type | None:
+    """The first registered task for a backbone, or for the class that it extends.
+
+    Args:
+        backbone_cls: class of the backbone.
+        matches: condition on the task's class.
+
+    Returns:
+        The class, or None.
+    """
+    for base in backbone_cls.__mro__:
+        for cls in _TASKS.values():
+            if cls.backbone_cls is base and matches(cls):
+                return cls
+    return None
+
+
+def takes(cls: type, argument: str) -> bool:
+    """Whether a class's constructor has an argument of its own of this name."""
+    return argument in argument_names(cls)

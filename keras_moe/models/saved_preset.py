@@ -1,0 +1,196 @@
+"""Presets in folders and behind handles: what they say, and their weights.
+
+The files are KerasHub's, and so are the functions that find and download them.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_moe.checks import nearest
+from keras_moe.compat import check_file_exists, free_weights, get_file, load_json
+from keras_moe.models import registry
+from keras_moe.models.preset_folder import check_folder, readable
+from keras_moe.models.weights_checksums import INDEX, compare_preset
+
+_WEIGHTS, _TASK, _TASK_WEIGHTS = "model.weights.h5", "task.json", "task.weights.h5"
+
+
+class SavedPreset(NamedTuple):
+    """The configs of a saved preset.
+
+    Attributes:
+        path: folder to read from, or handle.
+        backbone: class of the backbone.
+        config: arguments of the backbone.
+        task: class of the saved task, or None.
+        saved_task: arguments of the task, as they were saved.
+    """
+
+    path: str
+    backbone: type
+    config: dict[str, Any]
+    task: type | None
+    saved_task: dict[str, Any]
+
+    def task_config(self) -> dict[str, Any]:
+        """Arguments of the task beside its backbone, with its preprocessor made."""
+        config = {k: v for k, v in self.saved_task.items() if k != "backbone"}
+        if isinstance(config.get("preprocessor"), dict):
+            with explained(self.path):
+                preprocessor = keras.saving.deserialize_keras_object(
+                    config["preprocessor"]
+                )
+                if hasattr(preprocessor, "load_preset_assets"):
+                    # Such as a tokenizer's vocabulary.
+                    preprocessor.load_preset_assets(self.path)
+            config["preprocessor"] = preprocessor
+        return config
+
+
+def read_preset(preset: str | os.PathLike) -> SavedPreset:
+    """Reads the configs of a preset, and none of its weights.
+
+    Args:
+        preset: folder or handle.
+
+    Raises:
+        ValueError: if `preset` is neither, the folder is not whole, or its backbone is
+            not registered.
+    """
+    path = check_preset(preset)
+    with explained(path):
+        content = load_json(path)
+        backbone = _registered(content)
+        if backbone is None or not registry.is_registered(backbone):
+            raise ValueError(
+                "Expected a preset of a registered backbone, one of "
+                f"{registry.backbone_names()}; received: "
+                f"{content.get('registered_name')!r} in {path}"
+            )
+        config = content["config"]
+        if not check_file_exists(path, _TASK):
+            return SavedPreset(path, backbone, config, None, {})
+        content = load_json(path, _TASK)
+        task = _registered(content)
+        if task is None:
+            raise ValueError(
+                "Expected a task that is registered with Keras; received: "
+                f"{content.get('registered_name')!r} in {path}/{_TASK}"
+            )
+        # Tasks of other libraries know no blueprint.
+        task = task if registry.is_task(task) else None
+        return SavedPreset(path, backbone, config, task, content["config"])
+
+
+def _registered(content):
+    """The class that a file of a preset names, or None."""
+    return keras.saving.get_registered_object(str(content.get("registered_name")))
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """The weights of a saved preset.
+
+    Args:
+        path: folder to read from, or handle.
+        has_head: whether those of the task around the backbone are taken, too.
+        is_wanted: False for a model that keeps its initial weights.
+    """
+
+    path: str
+    has_head: bool
+    is_wanted: bool = True
+
+    def load(self, model: keras.Model, progress: Any = None) -> None:
+        """Fills the weights of a model that is like the saved one.
+
+        Args:
+            model: backbone, or task around one.
+            progress: not called here.
+        """
+        if not self.is_wanted:
+            return
+        backbone = getattr(model, "backbone", model)
+        if self.has_head and check_file_exists(self.path, _TASK_WEIGHTS):
+            # On JAX: no weight is in memory twice.
+            free_weights(model)
+            model.load_task_weights(get_file(self.path, _TASK_WEIGHTS))
+        else:
+            free_weights(backbone)
+        backbone.load_weights(self._backbone_file())
+
+    def _backbone_file(self):
+        if check_file_exists(self.path, _WEIGHTS):
+            return get_file(self.path, _WEIGHTS)
+        index = get_file(self.path, INDEX)
+        weight_map = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        for files in weight_map.values():
+            for name in [files] if isinstance(files, str) else files:
+                get_file(self.path, name)
+        return index
+
+    def check(self) -> None:
+        """Compares the weights of a folder with its checksums.
+
+        Raises:
+            ValueError: naming the file that is not the one that was saved.
+        """
+        if self.is_wanted and "://" not in self.path:
+            compare_preset(self.path)
+
+    def explained(self) -> contextlib.AbstractContextManager:
+        """Errors within name the preset."""
+        return explained(self.path)
+
+    def close(self) -> None:
+        """Does nothing: no file stays open."""
+
+
+def check_preset(preset: str | os.PathLike) -> str:
+    """The handle, or the folder to read from.
+
+    Raises:
+        ValueError: if `preset` is neither, or the folder is not whole.
+    """
+    if not isinstance(preset, (str, os.PathLike)):
+        raise ValueError(f"Expected the name of a preset; received: {preset!r}")
+    if "://" in str(preset):
+        return str(preset)
+    folder = readable(preset)
+    if not folder.is_dir():
+        raise ValueError(
+            "Expected a built-in preset, a folder or a handle such as hf://user/name; "
+            f"received: preset={str(preset)!r} "
+            f"({nearest(str(preset), list(registry.presets()))})"
+        )
+    check_folder(folder)
+    return str(folder)
+
+
+@contextlib.contextmanager
+def explained(preset: str) -> Iterator[None]:
+    """Says which preset an error comes from: Keras's own do not."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
+        if str(preset) in str(error):
+            raise
+        raise ValueError(
+            "Expected a preset whose files fit together and fit the arguments; "
+            f"received: preset={str(preset)!r}, which failed with "
+            f"{type(error).__name__}: {error}"
+        ) from error

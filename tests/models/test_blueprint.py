@@ -1,0 +1,188 @@
+"""One blueprint for every source."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier
+from tests import golden
+from tests.models.conversion.test_conversion import hub_vit
+
+pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+
+PUBLISHED = str(golden.FOLDER / "07_checkpoints" / "vit_classic.npz")
+SIZES = {
+    "image_shape": [8, 8, 3], "patch_size": 4, "hidden_dim": 8, "num_layers": 2,
+    "num_heads": 2, "mlp_dim": 16,
+}  # fmt: skip
+KINDS = ("built-in", "from outside", "backbone", "task", "published", "KerasHub")
+OUTSIDE = {
+    "description": "A ViT of the tests",
+    "backbone": ViTBackbone,
+    "task": "ViTImageClassifier",
+    "config": SIZES,
+    "task_config": {"dropout": 0.25},
+    "class_names": ["no", "yes"],
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    models.register_presets({"vit_of_tests": OUTSIDE})
+    folder = tmp_path_factory.mktemp("sources")
+    model = models.from_preset("vit_of_tests", num_classes=2, pooling="average")
+    model.save_to_preset(folder / "task")
+    model.backbone.save_to_preset(folder / "backbone")
+    found = ("vmoe_digits", "vit_of_tests", str(folder / "backbone"))
+    return dict(zip(KINDS, (*found, str(folder / "task"), PUBLISHED, hub_vit())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_is_the_backbones_in_every_source(sources, kind):
+    overrides = {"num_classes": 3, "activation": "gelu", "output_activation": "softmax"}
+    with models.resolve(sources[kind], overrides) as blueprint:
+        assert blueprint.config["activation"] == "gelu"
+        assert blueprint.task is ViTImageClassifier
+        assert blueprint.task_config["output_activation"] == "softmax"
+        assert blueprint.task_config["num_classes"] == 3
+    for model in (
+        models.from_preset(sources[kind], **overrides),
+        ViTImageClassifier.from_preset(sources[kind], **overrides),
+    ):
+        assert type(model) is ViTImageClassifier
+        assert model.backbone.get_config()["activation"] == "gelu"
+        assert model.output_activation == "softmax"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_described_is_what_is_built(sources, kind):
+    new = {"num_classes": 5, "image_shape": (16, 8, 3), "representation_dim": 4}
+    for overrides in ({}, new):
+        options = {"load_weights": not overrides}
+        with models.resolve(sources[kind], overrides, **options) as blueprint:
+            description = blueprint.describe()
+            blocks = blueprint.unbuilt_blocks()
+            model = blueprint.build()
+        assert description.parameters == model.count_params()
+        backbone = getattr(model, "backbone", model)
+        assert [x.name for x in blocks] == [
+            x.name for x in backbone.layers if x.name.startswith("block")
+        ]
+        assert not any(layer.built for layer in blocks)
+        again = models.describe(sources[kind], **options, **overrides)
+        assert again.to_dict() == description.to_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        ({"num_laers": 2}, {}, r"num_laers=2 \(nearest: num_layers"),
+        ({"num_classes": 3, "poling": "map"}, {}, r"poling='map' \(nearest: pooling"),
+        ({}, {"task": "image_clasifier"}, "task='image_clasifier'"),
+        ({"num_classes": 3}, {"task": "backbone"}, "num_classes=3"),
+        ({"pooling": "map"}, {"task": "backbone"}, "pooling='map'"),
+        ({}, {"load_weights": "no"}, "load_weights='no'"),
+        ({}, {"cls": MixerBackbone}, "of a MixerBackbone for MixerBackbone"),
+        ({"num_classes": 3, "backbone": 3}, {}, "backbone=3"),
+    ],
+)
+def test_every_source_refuses_alike(sources, kind, overrides, options, message):
+    with pytest.raises(ValueError, match=message):
+        models.resolve(sources[kind], overrides, **options)
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_another_router_has_its_own_options(sources, tmp_path, is_saved):
+    config = {**SIZES, "moe_layers": [1], "num_experts": 4, "router": "soft"}
+    config["router_options"] = {"num_slots": 3}
+    models.register_presets({"soft_of_tests": {**OUTSIDE, "config": config}})
+    source = "soft_of_tests"
+    if is_saved:
+        models.from_preset(source).save_to_preset(tmp_path / "soft")
+        source = str(tmp_path / "soft")
+
+    def router(**overrides):
+        with models.resolve(source, overrides, load_weights=False) as blueprint:
+            return blueprint.unbuilt_blocks()[1].feed_forward.router
+
+    assert router().slots_per_expert == 3
+    # The same router is no other one.
+    assert router(router="soft").slots_per_expert == 3
+    assert router(router="softmax_token_choice").num_selected_experts == 2
+
+
+def test_a_model_is_a_source(sources):
+    model = models.from_preset(sources["task"])
+    blueprint = models.resolve(model)
+    assert blueprint.name == model.name
+    assert blueprint.describe().parameters == model.count_params()
+    again = blueprint.build()
+    assert type(again) is type(model)
+    configs = (json.loads(json.dumps(x.get_config())) for x in (again, model))
+    assert next(configs) == next(configs)
+    with pytest.raises(ValueError, match="num_classes"):
+        models.resolve(model, {"num_classes": 3})
+    # Its weights are not in the blueprint: a copy is `model.copy()`.
+    with pytest.raises(ValueError, match="name of a preset"):
+        models.from_preset(model)
+    with pytest.raises(ValueError, match=r"MixerBackbone.*received: Sequential"):
+        models.resolve(keras.Sequential())
+
+
+def test_a_preset_brings_its_head(sources):
+    model = models.from_preset(sources["from outside"], num_classes=2)
+    assert model.dropout == 0.25
+    assert model.preprocessor.class_names == ("no", "yes")
+    other = models.from_preset(sources["from outside"], num_classes=3, dropout=0.5)
+    assert other.dropout == 0.5
+    assert other.preprocessor.class_names is None
+    assert models.list_presets()["vit_of_tests"] == "A ViT of the tests"
+    assert "vit_of_tests" in ViTImageClassifier.presets
+    assert "vit_of_tests" not in MixerBackbone.presets
+
+
+def test_a_source_is_closed_when_its_arguments_are_refused(monkeypatch):
+    from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
+
+    closed = []
+    close = NpzCheckpoint.close
+    monkeypatch.setattr(NpzCheckpoint, "close", lambda x: (closed.append(x), close(x)))
+    with pytest.raises(ValueError, match="num_laers"):
+        models.resolve(PUBLISHED, {"num_laers": 1})
+    assert len(closed) == 1
+    with models.resolve(PUBLISHED):
+        assert len(closed) == 1
+    assert len(closed) == 2
+
+
+def test_a_backbone_of_ones_own(sources):
+    backbone = models.from_preset(sources["backbone"], dropout_rate=0.5)
+    model = ViTImageClassifier.from_preset(sources["task"], backbone=backbone)
+    assert model.backbone is backbone
+    assert model.pooling == "average"
+    with pytest.raises(ValueError, match="not both; received: num_layers="):
+        ViTImageClassifier.from_preset(sources["task"], backbone=backbone, num_layers=2)
+
+
+def test_activations_of_earlier_versions_still_load(sources, tmp_path):
+    model = models.from_preset(sources["task"], output_activation="softmax")
+    kernel = model.output_dense.kernel
+    kernel.assign(np.random.default_rng(0).normal(size=kernel.shape))
+    model.save_to_preset(tmp_path / "new")
+    path = tmp_path / "new" / "task.json"
+    content = json.loads(path.read_text())
+    content["config"]["activation"] = content["config"].pop("output_activation")
+    path.write_text(json.dumps(content))
+    images = np.random.default_rng(1).normal(size=(2, 8, 8, 3)).astype("float32")
+    loaded = models.from_preset(str(tmp_path / "new"))
+    assert loaded.output_activation == "softmax"
+    np.testing.assert_array_equal(
+        loaded.predict(images, verbose=0), model.predict(images, verbose=0)
+    )
+    found = models.from_preset(str(tmp_path / "new"), activation="relu")
+    assert found.backbone.get_config()["activation"] == "relu"
+    assert found.output_activation == "softmax"
