@@ -1,4 +1,4 @@
-"""Checks of arguments, whose errors say what was expected and what came."""
+"""Checks of arguments, whose errors have the expected and the received value."""
 
 import difflib
 import numbers
@@ -99,7 +99,7 @@ def check_not_negative(name: str, value: Any) -> float:
 
 
 def check_dropout(name: str, rate: float) -> float:
-    """`rate`, if it is one that drops something but not everything."""
+    """`rate`, if it is a number in [0, 1)."""
     is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
     if not is_number or not 0 <= rate < 1:
         raise ValueError(f"Expected {name} in [0, 1); received: {name}={rate!r}")
@@ -116,7 +116,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_one_of(name: str, value: Any, allowed: Any) -> Any:
-    """`value`, if it is one of those allowed."""
+    """`value`, if it is one of those that are allowed."""
     if value not in allowed:
         raise ValueError(
             f"Expected {name} to be one of {tuple(allowed)}; received: {name}={value!r}"
@@ -130,16 +130,16 @@ def check_class_labels(
     """Checks the numbers of classes in a NumPy array, in one pass over it.
 
     Args:
-        labels: an array; what is no NumPy array of numbers passes.
-        num_classes: the number of classes.
-        ignored: a label that stands for none, such as the padding -1, or None.
+        labels: array; anything but a NumPy array of numbers passes.
+        num_classes: number of classes.
+        ignored: label that stands for none, such as the padding -1, or None.
 
     Raises:
-        ValueError: if a label is no integer from 0 to `num_classes - 1`.
+        ValueError: if a label is not an integer from 0 to `num_classes - 1`.
     """
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iufb":
         return
-    # NaN is in no range.
+    # The range does not contain NaN.
     fits = (labels >= 0) & (labels < num_classes)
     if labels.dtype.kind == "f":
         fits &= labels == np.floor(labels)
@@ -154,12 +154,12 @@ def check_class_labels(
 
 
 def check_mask(name: str, mask: Any, shape: tuple) -> None:
-    """Checks that `mask` has the shape and is of booleans, or of integers."""
+    """Checks that `mask` has the shape, and booleans or integers."""
     _check_like(name, mask, shape, ("bool", "int", "uint"), "boolean")
 
 
 def check_ids(name: str, ids: Any, shape: tuple) -> None:
-    """Checks that `ids` has the shape and is of integers."""
+    """Checks that `ids` has the shape, and integers."""
     _check_like(name, ids, shape, ("int", "uint"), "integer")
 
 
@@ -168,7 +168,7 @@ def _check_like(name, value, shape, kinds, expected):
         return
     value = value if hasattr(value, "dtype") else np.asarray(value)
     dtype = keras.backend.standardize_dtype(value.dtype)
-    # Sizes that are not known yet fit any other.
+    # A size that is not known yet fits any other.
     fits = len(value.shape) == len(shape) and all(
         a == b or None in (a, b) for a, b in zip(value.shape, shape)
     )
@@ -180,7 +180,7 @@ def _check_like(name, value, shape, kinds, expected):
 
 
 def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
-    """Checks the shapes of an allocation's arguments, and its capacity if static."""
+    """Checks the shapes of an allocation's arguments, and a static capacity."""
     if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):
         raise ValueError(
             "Expected affinity and gates of one shape (groups, tokens, experts); "
@@ -201,7 +201,7 @@ def check_argument_names(
 ) -> None:
     """Raises ValueError if `kwargs` has a name that is not among `names`.
 
-    `also` are further names that a misspelt one may have meant.
+    The names in `also` are suggested for a misspelt one, too.
     """
     for name, value in kwargs.items():
         if name not in names:
@@ -212,6 +212,6 @@ def check_argument_names(
 
 
 def nearest(name: str, names) -> str:
-    """A clause that names what `name` may have meant, or all there is."""
+    """A clause with the names that are nearest to `name`, or with all."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"nearest: {', '.join(close)}" if close else f"known: {', '.join(names)}"

@@ -41,8 +41,10 @@ __all__ = [
     "get_file",
     "get_keras_mask",
     "get_preset_loader",
+    "has_seed_generator",
     "load_json",
     "own_variables",
+    "replaced_seed_generator",
     "save_state",
     "set_dtype_policy",
     "unlocked",
@@ -70,21 +72,21 @@ def flatten_layers(
 def own_variables(layer: keras.layers.Layer, trainable: bool) -> list[keras.Variable]:
     """The variables that a layer made itself, without those of layers inside it.
 
-    The public lists hold the variables of all layers inside, too.
+    The public lists have the variables of all layers inside, too.
 
     Args:
         layer: layer or optimizer.
-        trainable: which of the two lists of Keras, made when the variable was added. A
-            frozen weight stays in the list of trainable ones.
+        trainable: whether to take Keras's list of variables that were added as
+            trainable, or that of the others. A frozen weight stays in the first one.
     """
     name = "_trainable_variables" if trainable else "_non_trainable_variables"
     return list(getattr(layer, name))
 
 
 def clear_losses(layer: keras.layers.Layer) -> None:
-    """Forgets what `add_loss` added in a layer and in all inside it.
+    """Clears the losses that `add_loss` added in a layer and in all inside it.
 
-    Keras does it at the beginning of the outermost call only.
+    Keras clears them at the beginning of the outermost call only.
     """
     layer._clear_losses()
 
@@ -108,6 +110,34 @@ def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
     The public setter quantises a layer whose new policy is quantised.
     """
     layer._dtype_policy = policy
+
+
+def has_seed_generator(layer: keras.layers.Layer) -> bool:
+    """Whether a layer is one of Keras's for `tf.data` that draws from a generator.
+
+    Their base class, `DataLayer`, is not public.
+    """
+    return hasattr(layer, "_get_seed_generator")
+
+
+@contextlib.contextmanager
+def replaced_seed_generator(
+    layer: keras.layers.Layer, generator: keras.random.SeedGenerator
+) -> Iterator[None]:
+    """Makes a layer for `tf.data` draw from another generator.
+
+    A layer makes its generator for `tf.data` itself, and takes none.
+
+    Args:
+        layer: layer with a seed generator.
+        generator: generator whose `next` gives the seeds.
+    """
+    # The instance's dict, so that Keras does not take it for state to track.
+    layer.__dict__["_get_seed_generator"] = lambda backend=None: generator
+    try:
+        yield
+    finally:
+        layer.__dict__.pop("_get_seed_generator", None)
 
 
 # Presets. KerasHub reads folders and handles (`hf://`, `kaggle://`) only as a whole.
@@ -151,20 +181,20 @@ _GENERATOR = re.compile(r"(.*/)?seed_generator(?:_\d+)?/(\w+)")
 
 
 class _NoParameters:
-    """Backends whose models are no modules need nothing."""
+    """The class of other backends, whose models are no modules."""
 
 
 class _TorchParameters:
     """Makes `parameters()` and `state_dict()` of a KerasHub model complete.
 
     On PyTorch a Keras model is a module whose parameters are in the dictionary
-    `_torch_params`. KerasHub sets attributes past `torch.nn.Module.__setattr__` until
-    its constructors have ended, so that the module does not know the dictionary
-    before the first `fit`. Keras, in turn, does not renew a model's dictionary
-    where its layers get weights afterwards, as low-rank pairs.
+    `_torch_params`. KerasHub bypasses `torch.nn.Module.__setattr__` until its
+    constructors have ended, so that the module does not know the dictionary before the
+    first `fit`. Keras, in turn, does not renew a model's dictionary when its layers get
+    further weights, such as low-rank pairs.
 
-    The dictionary is made when somebody asks for it, and made anew where the model's
-    variables are others than those in it. Names are the variables' paths. Keras
+    The dictionary is made on request, and made anew where the model's variables are
+    not those in it. Names are the variables' paths. Keras
     numbers the states of random generators over the whole process: here they are
     numbered within the model, so that models with one config have the same names.
     """
@@ -175,8 +205,8 @@ class _TorchParameters:
         parameters = {}
         for variable in variables:
             name = variable.path
-            if found := _GENERATOR.fullmatch(name):
-                layer, state = found.groups("")
+            if generator := _GENERATOR.fullmatch(name):
+                layer, state = generator.groups("")
                 name = f"{layer}seed_generator_{numbers[layer]}/{state}"
                 numbers[layer] += 1
             parameters[name] = variable.value
@@ -208,7 +238,7 @@ class _TorchParameters:
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any):
-        # All of `to`, `cuda`, `double` and the like.
+        # PyTorch calls it for `to`, `cuda`, `double` and the like.
         self._track_all()
         return super()._apply(*args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""Files and folders that are there as a whole, or not at all.
+"""Files and folders that are written as a whole, or not at all.
 
-What is written goes to a new name beside its target, is brought to the disk, and then
-takes the target's place. Modes follow the umask. A failure is an OSError with the path
-and the bytes that did not fit, and leaves what was there.
+Content goes to a new name beside its target, is brought to the disk, and then takes the
+target's place. Modes follow the umask. A failure is an OSError with the path and the
+number of bytes, and leaves the older file or folder.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ _PARTIAL = ".partial"
 
 
 def write_failed(error: OSError, path: str | os.PathLike, size: int) -> OSError:
-    """An error that says which file could not be written, and how much of it.
+    """An error with the file that could not be written, and the bytes that it needs.
 
     Args:
         error: error of the operating system, whose number is kept.
         path: path of the file.
-        size: bytes that were to be written.
+        size: number of bytes to write.
     """
     reason = f"{error.strerror or error}; received: {size:,} bytes to write"
     with contextlib.suppress(OSError):
@@ -48,7 +48,7 @@ def new_file(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO
         The unbuffered file, open for reading, too, under another name.
 
     Raises:
-        OSError: with the path and the bytes so far, if it cannot be written.
+        OSError: with the path and the number of bytes so far, if it cannot be written.
 
     Example:
 
@@ -195,7 +195,7 @@ def sha256_of(path: str | os.PathLike) -> str:
 
 
 def is_plain_file(folder: str | os.PathLike, name: Any) -> bool:
-    """Whether a name is that of a file in a folder itself, and of no link."""
+    """Whether a name is that of a plain file in a folder, and no link or path."""
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
         return False
     if re.search(r"[/\\]", name):
@@ -205,7 +205,7 @@ def is_plain_file(folder: str | os.PathLike, name: Any) -> bool:
 
 
 def new_partial(target: str | os.PathLike) -> Path:
-    """Makes an empty folder beside a target, in which to write what replaces it.
+    """Makes an empty folder beside a target, for the content that replaces it.
 
     Args:
         target: path of a folder, which need not exist; its parent must.
@@ -256,14 +256,14 @@ def remove_partials(target: str | os.PathLike) -> None:
     """Removes the folders of `new_partial` that killed processes have left.
 
     Args:
-        target: path of the folder for which they were made. Its lock must be held: the
-            folder of a process that is still writing would be removed, too.
+        target: path of the folder for which they were made. The caller must hold its
+            lock: the folder of a process that is still writing would be removed, too.
     """
     target = Path(target)
-    # Eight letters of `uuid` here, of `tempfile` in earlier versions.
-    ours = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}{_PARTIAL}")
+    # The eight letters are of `uuid`, or in earlier versions of `tempfile`.
+    own = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}{_PARTIAL}")
     for path in target.parent.iterdir():
-        if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+        if own.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""Locks of folders: one process at a time, and its name for the others."""
+"""Locks of folders, whose files name the process that holds them."""
 
 import contextlib
 import datetime
@@ -21,13 +21,13 @@ except ImportError:  # Windows.
     fcntl = None
 
 _POLL_SECONDS = 0.05
-# A lock's file is short, and begins like this, even if it was cut off.
+# A lock's file is short, and begins like this, even if it was truncated.
 _LARGEST = 4096
 _BEGINNING = b'{"process": '
 # Windows has no such flag.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-# What this process holds, with what their files say: the system's locks do not tell its
-# threads apart, and end when this process closes any descriptor of the file.
+# The locks of this process, with the content of their files: the system's locks do not
+# distinguish its threads, and end when it closes any descriptor of the file.
 _held: dict[Path, dict] = {}
 _held_guard = threading.Lock()
 
@@ -44,19 +44,19 @@ def locked(
 
     The owner's process, host and time are in the file, which is removed at the end. A
     process that was killed leaves its file behind, and the next one takes it over: the
-    system has given up the killed one's lock, and its process is not there any more.
-    Where a file system has no locks, the file of a process on another host stays until
-    somebody removes it: no one here can tell whether that process still runs.
+    system has released the killed one's lock, and the process has ended. Where a file
+    system has no locks, the file of a process on another host stays until somebody
+    removes it: this host cannot tell whether that process still runs.
 
     Args:
         path: path of the lock's file, in a folder that exists.
         purpose: subject of the error's message, such as `"the run in runs/a"`.
-        patience: seconds to wait for another owner.
+        patience: number of seconds to wait for another owner.
 
     Raises:
         FolderInUse: an OSError that names the owner, if there still is one.
-        OSError: if the file cannot be written, or is none of a lock: a link, or a file
-            of something else, stays as it is.
+        OSError: if the file cannot be written, or is not that of a lock: a link, or a
+            file of something else, is not changed.
 
     Example:
 
@@ -73,14 +73,14 @@ def locked(
     path = Path(path).absolute()
     path = path.parent.resolve() / path.name
     deadline = time.monotonic() + patience
-    while isinstance(found := _acquire(path), dict):
+    while isinstance(held := _acquire(path), dict):
         if time.monotonic() >= deadline:
             raise FolderInUse(
                 f"Expected no one else at work on {purpose}; received: "
-                f"{_described(found)}, which holds {path}"
+                f"{_described(held)}, which holds {path}"
                 + (
                     ". Remove that file if that process is gone"
-                    if found and not _can_be_looked_up(found)
+                    if held and not _can_be_looked_up(held)
                     else ""
                 )
             )
@@ -88,18 +88,18 @@ def locked(
     try:
         yield
     finally:
-        _release(path, found)
+        _release(path, held)
 
 
 def _acquire(path):
-    """The descriptor of a lock's file that is now ours, or its owner."""
+    """The descriptor of a lock's file that this process now holds, or its owner."""
     mine = _this_process()
     with _held_guard:
         # A forked process has its parent's entries, and none of its parent's locks.
         if path in _held and _held[path]["process"] == mine["process"]:
             return _held[path]
         owner = None
-        # None again and again, as long as others remove the file that was opened.
+        # The owner is None as long as others remove the file that was opened.
         while owner is None:
             descriptor = _open(path)
             try:
@@ -143,8 +143,8 @@ def _take(descriptor, path, mine):
         return before
     if not _is_at(descriptor, path):
         return None
-    # Alive, although the system's lock is free: its process may have closed another
-    # descriptor of the file, as a backup of the folder does.
+    # An owner may be alive although the system's lock is free: its process may have
+    # closed another descriptor of the file, as a backup of the folder does.
     if _is_alive(before):
         return before
     if before and lock == "unknown" and not _can_be_looked_up(before):
@@ -173,17 +173,16 @@ def _take(descriptor, path, mine):
 
 
 def _release(path, descriptor):
-    """Gives a lock up; an error of the file system must not hide one of the work."""
+    """Releases a lock; an error of the file system must not hide one of the work."""
     with _held_guard:
         entry = _held.pop(path)
         try:
-            # Not in a forked process: its parent still holds the lock.
+            # The parent of a forked process still holds the lock.
             if entry["process"] == os.getpid() and _is_at(descriptor, path):
-                # Removed before the lock is given up, so that this is not the next
-                # owner's.
+                # The file goes before the lock, so that it is not the next owner's.
                 path.unlink()
         except OSError:
-            # An empty file is nobody's.
+            # An empty file has no owner.
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
         finally:
@@ -192,7 +191,7 @@ def _release(path, descriptor):
 
 
 def _system_lock(descriptor):
-    """Asks for the system's lock: "got", "busy", or "unknown" where there is none."""
+    """Asks for the system's lock: "got", "busy", or "unknown" where there are none."""
     if fcntl is None:
         return "unknown"
     try:
@@ -200,7 +199,7 @@ def _system_lock(descriptor):
     except (BlockingIOError, PermissionError):
         return "busy"
     except OSError:
-        # A file system without locks: what the file says must do.
+        # The file system has no locks: the file's content has to do.
         return "unknown"
     return "got"
 
@@ -219,7 +218,7 @@ def _read(descriptor):
 
 
 def _owner_in(text):
-    """What a lock's file says of its owner, {} if it is not whole."""
+    """The owner that a lock's file names, {} if it is not whole."""
     try:
         owner = json.loads(text)
     except (RecursionError, ValueError):
@@ -229,7 +228,7 @@ def _owner_in(text):
 
 
 def _is_cut_off(text):
-    """Whether a file may be that of a lock, of which not all came to the disk."""
+    """Whether a file may be a lock's that did not come to the disk as a whole."""
     text = text.rstrip(b"\0")
     return len(text) <= _LARGEST and (
         text.startswith(_BEGINNING) or _BEGINNING.startswith(text)
@@ -248,7 +247,7 @@ def _this_process():
 
 def _described(owner):
     if not owner:
-        return "a process that has not yet said its name"
+        return "a process that has not yet written its name"
     return (
         f"process {owner.get('process')} on host {owner.get('host')}, since "
         f"{owner.get('time')}"
@@ -256,7 +255,7 @@ def _described(owner):
 
 
 def _is_here(owner):
-    """Whether an owner is of this host, and its number one of this system's."""
+    """Whether an owner is of this host, with a number of this system."""
     return owner.get("host") == socket.gethostname() and (
         owner.get("system") == _system()
     )
@@ -275,7 +274,7 @@ def _is_alive(owner):
 
 
 def _system():
-    """The boot and the name space of processes, in which their numbers are unique."""
+    """The boot and the name space in which the numbers of processes are unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -284,12 +283,12 @@ def _system():
 
 
 def _started(process):
-    """When a process began, in ticks since the boot; None if it is not there."""
+    """The start of a process in ticks since the boot; None if it is not there."""
     try:
-        # Behind the command's name, which may have spaces and parentheses.
+        # The fields follow the command's name, which may have spaces and parentheses.
         fields = Path(f"/proc/{int(process)}/stat").read_text().rpartition(")")[2]
         state, started = fields.split()[0], fields.split()[19]
     except (OSError, TypeError, ValueError, IndexError):
         return None
-    # A zombie was killed, and its parent has not yet asked how.
+    # A zombie was killed, and its parent has not yet waited for it.
     return None if state in "ZX" else int(started)

@@ -29,9 +29,17 @@ def _module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-# Found in the text, so that collecting imports nothing.
+# Examples of these folders run on each backend; the others put layers together,
+# and once is enough.
+OF_EACH_BACKEND = ("ops", "losses", "routers", "layers")
+# Read from the text, so that collecting imports nothing.
 WITH_EXAMPLES = [
-    _module_name(path)
+    pytest.param(
+        _module_name(path),
+        marks=()
+        if path.relative_to(PACKAGE).parts[0] in OF_EACH_BACKEND
+        else pytest.mark.backend_free,
+    )
     for path in sorted(PACKAGE.rglob("*.py"))
     if ">>> " in path.read_text(encoding="utf-8")
 ]

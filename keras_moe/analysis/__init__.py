@@ -1,4 +1,4 @@
-"""What the experts do: statistics, views, interventions, and pictures (`plots`)."""
+"""Statistics, views and interventions of experts, and pictures of them (`plots`)."""
 
 from keras_moe.analysis.compute_allocation import (
     KindLoads,

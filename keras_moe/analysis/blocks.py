@@ -1,17 +1,12 @@
-"""What analysis takes from its callers: blocks of models, weights, and images."""
+"""Arguments of analyses: blocks of models, and images."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
-from keras import ops
 
 
 def moe_block(model: Any, name: str) -> Any:
-    """A block with a mixture of experts, of a backbone or a classifier, by its name."""
+    """The block with a mixture of experts of a name, in a backbone or a classifier."""
     backbone = getattr(model, "backbone", model)
-    # Without those of token mixers, whose records have the block's name and a slash.
+    # The records of token mixers have the block's name and a slash.
     blocks = [key for key in getattr(backbone, "routing", {}) if "/" not in key]
     if name not in blocks:
         raise ValueError(
@@ -41,21 +36,3 @@ def check_images(images: Any) -> Any:
             f"channels); received: {type(images).__name__}, shape={shape}"
         )
     return images
-
-
-@contextlib.contextmanager
-def restored(variables: list) -> Iterator[list[np.ndarray]]:
-    """Variables may change within the context, and have their values again after it.
-
-    Args:
-        variables: a list of them.
-
-    Yields:
-        Their values.
-    """
-    kept = [np.array(ops.convert_to_numpy(v.value)) for v in variables]
-    try:
-        yield kept
-    finally:
-        for variable, value in zip(variables, kept):
-            variable.assign(value)

@@ -1,4 +1,4 @@
-"""Where an MoE++ spends its compute: FFN experts per token, and loads by kind.
+"""The compute of an MoE++ by token and by kind of expert.
 
 Axes: B batch, N tokens, E experts.
 """
@@ -15,12 +15,12 @@ from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
 
 
 class KindLoads(NamedTuple):
-    """What one MoE layer gives to each kind of expert.
+    """The loads of the kinds of experts in one MoE layer.
 
     Attributes:
-        shares: by kind, its share of all assignments served; they sum to 1.
-        experts_per_token: by kind, how many of its experts serve a token on average.
-        dropped_choices: the share of the tokens' K choices that were dropped.
+        shares: fraction of all served assignments by kind; they sum to 1.
+        experts_per_token: mean number of experts that serve a token, by kind.
+        dropped_choices: fraction of the tokens' K choices that were dropped.
     """
 
     shares: dict[str, float]
@@ -49,13 +49,12 @@ class RoutingScores(NamedTuple):
 
 
 def ffn_experts_per_token(routing: Any, kinds: ExpertKinds) -> np.ndarray:
-    """How many FFN experts served each token: 0 to K.
+    """The number of FFN experts that served each token, 0 to K.
 
     Args:
-        routing: a `Routing` of arrays (B, N, E), or a dict of those by block, of which
-            the mean over blocks is taken.
-        kinds: how many experts there are of each kind, such as
-            `backbone.expert_kinds`.
+        routing: `Routing` of arrays (B, N, E), or a dict of these by block, whose mean
+            over blocks is taken.
+        kinds: numbers of experts of each kind, such as `backbone.expert_kinds`.
 
     Returns:
         float64 (B, N).
@@ -80,18 +79,20 @@ def ffn_experts_per_token(routing: Any, kinds: ExpertKinds) -> np.ndarray:
 
 
 def experts_per_token(routing: Any, kinds: ExpertKinds, kind: str) -> np.ndarray:
-    """How many experts of a kind served each token: 0 to K.
+    """The number of experts of a kind that served each token, 0 to K.
 
     Args:
-        routing: see `ffn_experts_per_token`.
-        kinds: see `ffn_experts_per_token`.
+        routing: `Routing` of arrays (B, N, E), or a dict of these by block, whose mean
+            over blocks is taken.
+        kinds: numbers of experts of each kind, such as `backbone.expert_kinds`.
         kind: `"ffn"`, `"zero"`, `"copy"` or `"constant"`.
 
     Returns:
         float64 (B, N).
 
     Raises:
-        ValueError: as `ffn_experts_per_token`, or if there is no such kind.
+        ValueError: if there is no such kind, the arrays do not fit `kinds`, or there
+            is no block.
 
     Reference:
         *MoE++*, Figures 5 and A.
@@ -117,14 +118,14 @@ def experts_per_token(routing: Any, kinds: ExpertKinds, kind: str) -> np.ndarray
 def compute_map(
     routing: Any, kinds: ExpertKinds, grid: tuple[int, int], kind: str = "ffn"
 ) -> np.ndarray:
-    """`experts_per_token` where the patches lie in the image.
+    """`experts_per_token` at the patches' places in the image.
 
     Args:
-        routing: see `ffn_experts_per_token`; N is the patches of the grid, with or
-            without a class token before them.
-        kinds: see `ffn_experts_per_token`.
-        grid: patches down and across.
-        kind: see `experts_per_token`.
+        routing: `Routing` of arrays (B, N, E), or a dict of these by block. N is the
+            number of patches in the grid, and one more with a class token before them.
+        kinds: numbers of experts of each kind, such as `backbone.expert_kinds`.
+        grid: numbers of patches down and across.
+        kind: kind of the experts that are counted.
 
     Returns:
         float64 (B, rows, columns).
@@ -151,11 +152,11 @@ def load_by_kind(
     num_selected_experts: int,
     mask: Any = None,
 ) -> dict[str, KindLoads]:
-    """What each MoE block gives to each kind of expert.
+    """The loads of the kinds of experts in each MoE block.
 
     Args:
-        routing: a `Routing` of arrays (B, N, E) by block.
-        kinds: see `ffn_experts_per_token`.
+        routing: dict from a block to its `Routing` of arrays (B, N, E).
+        kinds: numbers of experts of each kind, such as `backbone.expert_kinds`.
         num_selected_experts: K.
         mask: boolean (B, N), False for tokens that do not count.
 
@@ -206,7 +207,7 @@ def print_load_by_kind(
     """Prints a table with a row for each MoE block.
 
     Args:
-        loads: what `load_by_kind` returns.
+        loads: result of `load_by_kind`.
         console: a rich console; None takes the terminal.
 
     Example:
@@ -235,7 +236,7 @@ def routing_scores(routing: Any) -> RoutingScores:
     """The two highest gates of each token, whose variance gating residuals lower.
 
     Args:
-        routing: a `Routing` of arrays (B, N, E).
+        routing: `Routing` of arrays (B, N, E).
 
     Returns:
         `RoutingScores`.
@@ -271,7 +272,7 @@ def routing_scores(routing: Any) -> RoutingScores:
 
 
 def _layers(routing, kinds):
-    """Arrays `dispatched` by block, if they fit."""
+    """The arrays `dispatched` by block, if they fit."""
     if not isinstance(kinds, ExpertKinds):
         raise ValueError(
             "Expected the ExpertKinds of a model with MoE blocks; "
@@ -280,7 +281,7 @@ def _layers(routing, kinds):
     layers = routing if isinstance(routing, dict) else {"": routing}
     if not layers:
         raise ValueError("Expected at least one MoE block; received: none")
-    found = {}
+    dispatched = {}
     for name, record in layers.items():
         served = np.asarray(record.dispatched, "float64")
         if served.ndim != 3 or served.shape[-1] != kinds.total:
@@ -288,5 +289,5 @@ def _layers(routing, kinds):
                 f"Expected routing arrays (batch, tokens, {kinds.total}) for "
                 f"{tuple(kinds)} experts of each kind; received: shape={served.shape}"
             )
-        found[name] = served
-    return found
+        dispatched[name] = served
+    return dispatched

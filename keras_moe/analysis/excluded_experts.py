@@ -1,4 +1,4 @@
-"""Experts that the routers of a trained model no longer choose."""
+"""Exclusion of experts from the choice of a trained model's routers."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
 def exclude_experts(model: Any, experts: Any) -> Any:
     """A new model whose routers never choose some of their experts.
 
-    The tokens of an excluded expert go to the best of those that are left, whose gates
-    are a softmax without it. So *MoE++* removes its zero experts in Table C and loses
-    accuracy, which it could not if a zero expert's output were all that went. The
-    logits that gating residuals hand on to the next layer stay as they are, and so
-    do those that auxiliary losses read: without retraining the router, train such a
-    model with `auxiliary_losses=None`.
+    The tokens of an excluded expert go to the best of the others, whose gates are a
+    softmax without it. *MoE++* removes its zero experts in this way in Table C and
+    loses accuracy, which zeroing a zero expert's output could not cause. The logits
+    that gating residuals pass on to the next layer are unchanged, and so are those
+    that auxiliary losses read: unless the router is retrained, train such a model with
+    `auxiliary_losses=None`.
 
     Args:
-        model: a backbone or a classifier with token choice routers; it stays as it is.
-        experts: what is excluded from every MoE block, beside what already is: an
-            expert's number, a kind of experts (`"ffn"`, `"zero"`, `"copy"`,
+        model: backbone or classifier with token choice routers; it is not changed.
+        experts: experts to exclude from every MoE block, beside those that already
+            are: an expert's number, a kind of experts (`"ffn"`, `"zero"`, `"copy"`,
             `"constant"`), or a sequence of these.
 
     Returns:
@@ -59,11 +59,11 @@ def exclude_experts(model: Any, experts: Any) -> Any:
 
 
 def numbers_of(experts: Any, kinds: ExpertKinds) -> tuple[int, ...]:
-    """The numbers of experts that are given by number or kind.
+    """The numbers of experts that are named by number or kind.
 
     Args:
         experts: an expert's number, a kind of `KINDS`, or a sequence of these.
-        kinds: how many experts there are of each kind.
+        kinds: numbers of experts of each kind.
 
     Raises:
         ValueError: if there is no such expert.
@@ -93,16 +93,17 @@ def numbers_of(experts: Any, kinds: ExpertKinds) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def excluded(routers: list, experts: tuple[int, ...]) -> Iterator[None]:
-    """Routers choose none of these experts within the context.
+    """Keeps routers from choosing some experts within the context.
 
-    What was compiled before the context does not know of it.
+    Functions that were compiled before the context still choose them.
 
     Args:
         routers: token choice routers.
-        experts: numbers of experts.
+        experts: numbers of the experts.
 
     Raises:
-        ValueError: if a router is another one, or fewer than K experts are left.
+        ValueError: if a router is not one of token choice, or fewer than K experts are
+            left.
     """
     with contextlib.ExitStack() as stack:
         for router in routers:

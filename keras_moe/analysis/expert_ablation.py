@@ -1,4 +1,4 @@
-"""What a model cannot do without each of its experts.
+"""The accuracy that each class loses without each expert.
 
 Axes: B batch, C classes, E experts.
 """
@@ -30,11 +30,12 @@ class ExpertAblation(NamedTuple):
     """Accuracies with all experts, and without each.
 
     Attributes:
-        experts: (E,). Which experts were ablated: numbers, or names such as
-            "zero + copy" where kinds or several together were.
-        counts: (C,). How many images each class has; of several labels, all images.
-        accuracy: (C,). Of each class, of the whole model.
-        ablated: (E, C). Of each class, without each expert.
+        experts: (E,), numbers of the ablated experts, or names such as "zero + copy"
+            for kinds and for several experts together.
+        counts: (C,), numbers of images of the classes; with several labels, of all
+            images.
+        accuracy: (C,), the whole model's accuracy for each class.
+        ablated: (E, C), the accuracy for each class without each expert.
     """
 
     experts: np.ndarray
@@ -44,17 +45,17 @@ class ExpertAblation(NamedTuple):
 
     @property
     def changes(self) -> np.ndarray:
-        """(E, C). The share of its accuracy that each class loses."""
+        """(E, C), the fraction of its accuracy that each class loses."""
         return accuracy_changes(self.accuracy, self.ablated)
 
     @property
     def polysemanticity(self) -> np.ndarray:
-        """(E,). See `class_polysemanticity`."""
+        """(E,), the `class_polysemanticity` of each expert."""
         return class_polysemanticity(self.changes)
 
     @property
     def mean_polysemanticity(self) -> float | None:
-        """Over the experts that matter; None if none does."""
+        """The mean over the experts that matter; None if none does."""
         return mean_polysemanticity(self.changes)
 
     def to_dict(self) -> dict:
@@ -73,39 +74,40 @@ def ablate_experts(
     batch_size: int = 32,
     verbose: Any = "auto",
 ) -> ExpertAblation:
-    """Takes experts away, each in turn, and says what accuracy each class loses.
+    """Removes experts, each in turn, and measures the accuracy that each class loses.
 
-    By `removal="output"` an expert's weights are zero and all else is untouched: had it
-    not contributed, which classes would have lost accuracy? By `"choice"` no token
-    chooses it, and its tokens take the best of the others, see `exclude_experts`. Zero,
-    copy and constant experts are removed so: *MoE++*, which removes them in Table C,
-    loses accuracy without its zero experts, whose outputs are zero in any case.
+    `removal="output"` sets an expert's weights to zero and leaves everything else: it
+    asks which classes need the expert's contribution. With `"choice"` no token
+    chooses the expert, and its tokens take the best of the others; see
+    `exclude_experts`. Zero, copy and constant experts are removed in this way:
+    *MoE++*, in Table C, loses accuracy without its zero experts, whose outputs are
+    zero in any case.
 
-    Of muMoE, in a head, a block or a token mixer and with any levels, nothing before it
-    is computed again: each image is classified once more for each expert that has a
-    part in it, many together. The experts of a routed block take a pass over the images
-    each, and by `"choice"` a compilation besides.
+    For a muMoE, in a head, a block or a token mixer and with any levels, the layers
+    before it run once: each image is classified again for each expert that has a part
+    in it, many together. Each expert of a routed block takes a pass over the images,
+    and with `"choice"` a compilation, too.
 
     A prediction is right if the label has the largest output, unless all outputs are
-    equal: a model that is left with nothing would otherwise know one class.
+    equal: a model without any output would otherwise be right about one class.
 
     Args:
-        model: a classifier.
+        model: classifier.
         images: (B, height, width, channels).
         labels: integer classes (B,), or 0-1 labels (B, C) of a multi-label classifier,
-            of which the accuracy of each decision is taken.
-        layer: `"head"` for a muMoE head; the name of an MoE block, such as `"block_1"`;
-            of a block's token mixer with experts, such as `"block_1/token_mixer"`; or
-            `"all"` for the routed blocks all at once.
-        experts: a sequence of what is removed in turn: an expert's number, a kind
-            (`"ffn"`, `"zero"`, `"copy"` or `"constant"`) with all its experts, or a
-            tuple of these that go together. None takes each expert with weights of its
-            own: all, of MoE++ the FFN experts.
+            whose accuracy is that of each decision.
+        layer: `"head"` for a muMoE head; the name of an MoE block, such as `"block_1"`,
+            or of a block's token mixer with experts, such as `"block_1/token_mixer"`;
+            or `"all"` for all routed blocks at once.
+        experts: sequence of removals: an expert's number, a kind (`"ffn"`, `"zero"`,
+            `"copy"` or `"constant"`) with all its experts, or a tuple of these that are
+            removed together. None takes each expert with weights of its own: all
+            experts, or the FFN experts of MoE++.
         removal: `"output"`, for experts with weights of their own, or `"choice"`, for
             token choice routers. None takes `"output"` for numbers of experts with
-            weights, and `"choice"` for all else.
-        batch_size: of images.
-        verbose: a progress bar: 0 or False has none.
+            weights, and `"choice"` otherwise.
+        batch_size: number of images in a batch.
+        verbose: whether to show a progress bar.
 
     Returns:
         `ExpertAblation`.
@@ -127,8 +129,8 @@ def ablate_experts(
     ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
     ... )
     >>> images = np.zeros((20, 16, 16, 1), "float32")
-    >>> found = analysis.ablate_experts(model, images, np.arange(20) % 10, verbose=0)
-    >>> found.changes.shape
+    >>> labels = np.arange(20) % 10
+    >>> analysis.ablate_experts(model, images, labels, verbose=0).changes.shape
     (4, 10)
     """
     images = check_images(images)
@@ -165,7 +167,7 @@ def _check_labels(labels, count, model):
 
 
 def _removals(experts, removal, part):
-    """What is removed in turn, as names and as pairs of how and which experts."""
+    """The removals in turn: their names, and pairs of their kind and their experts."""
     kinds = part.kinds
     entries = range(kinds.ffn) if experts is None else experts
     if isinstance(entries, str) or not hasattr(entries, "__iter__"):
@@ -221,9 +223,9 @@ def print_ablation(
     """Prints the experts that matter most, and the classes that need them.
 
     Args:
-        ablation: what `ablate_experts` returns.
-        class_names: of the classes; None numbers them.
-        top: how many experts.
+        ablation: result of `ablate_experts`.
+        class_names: names of the classes; None numbers them.
+        top: number of experts to print.
         console: a rich console; None takes the terminal.
 
     Example:
@@ -231,8 +233,8 @@ def print_ablation(
     >>> import numpy as np
     >>> from rich.console import Console
     >>> from keras_moe.analysis import ExpertAblation, print_ablation
-    >>> found = ExpertAblation(np.arange(1), np.ones(2), np.ones(2), np.ones((1, 2)))
-    >>> print_ablation(found, console=Console(quiet=True))
+    >>> ones = np.ones(2), np.ones(2), np.ones((1, 2))
+    >>> print_ablation(ExpertAblation(np.arange(1), *ones), console=Console(quiet=True))
     """
     changes, scores = ablation.changes, ablation.polysemanticity
     names = class_names or [str(c) for c in range(changes.shape[1])]

@@ -1,4 +1,4 @@
-"""Edits of what a muMoE head says of the images that use some of its experts.
+"""Edits of a muMoE head's logits for the images that use some of its experts.
 
 Axes: B batch, E experts.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_moe.analysis.blocks import check_images, mumoe_head
 
-# What the paper found best for the blind threshold.
+# The best value for the blind threshold in the paper.
 _BLIND_STRENGTH = 2.5
 
 
@@ -24,21 +24,21 @@ def edit_expert_logits(
 ) -> Any:
     """A new model whose logits move for images that use a subpopulation's experts.
 
-    To `output`'s logit `strength mean(a)^T a` is added, with an image's coefficients a
-    and their mean over the subpopulation: images that use its experts move, others do
-    not. Nothing is trained, and no attribute is needed when the model is used. Edits
-    add up: of several outputs, or of one again.
+    `strength mean(a)^T a` is added to the logit of `output`, with an image's
+    coefficients a and their mean over the subpopulation: the logits of images that use
+    its experts move, those of others do not. Nothing is trained, and no attribute is
+    needed when the model is used. Edits of several outputs, or of one again, add up.
 
     Args:
-        model: an `ImageClassifier` with a muMoE as its final layer; it stays as it is.
-        subpopulation: images of it, from the training data: (B, height, width,
+        model: `ImageClassifier` with a muMoE as its final layer; it is not changed.
+        subpopulation: training images of the subpopulation, (B, height, width,
             channels). None takes ones for the mean, which moves all images alike: the
             attribute-blind threshold.
-        output: the class, or label, whose logit moves.
-        strength: lambda; below 0 the logit falls. None takes the number of experts, or
-            2.5 without a subpopulation, as the paper does. Take what does best on
-            validation data.
-        batch_size: of images.
+        output: class, or label, whose logit moves.
+        strength: lambda; the logit falls where it is negative. None takes the number
+            of experts, or 2.5 without a subpopulation, as in the paper. Choose the
+            best value on validation data.
+        batch_size: number of images in a batch.
 
     Returns:
         A model of the same class, which saves and loads as any other.
@@ -61,7 +61,7 @@ def edit_expert_logits(
     >>> images = np.zeros((2, 16, 16, 1), "float32")
     >>> edited = analysis.edit_expert_logits(model, images, output=3, strength=2.0)
     >>> change = edited.predict(images, verbose=0) - model.predict(images, verbose=0)
-    >>> change[0].round(3).tolist()  # an untrained gate shares alike: 2 * 4 / 4 ** 2
+    >>> change[0].round(3).tolist()  # an untrained gate is uniform: 2 * 4 / 4 ** 2
     [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     experts = mumoe_head(model).gate.kinds.total
@@ -84,9 +84,9 @@ def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarr
     """The mean coefficient of each expert of a muMoE head over some images.
 
     Args:
-        model: an `ImageClassifier` with a muMoE head.
+        model: `ImageClassifier` with a muMoE head.
         images: (B, height, width, channels).
-        batch_size: of images.
+        batch_size: number of images in a batch.
 
     Returns:
         float64 (E,), which sums to 1 where each image's coefficients do.

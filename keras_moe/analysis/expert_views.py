@@ -1,4 +1,4 @@
-"""Which patches each expert works on.
+"""The patches that each expert works on.
 
 Axes: B batch, N tokens, E experts.
 """
@@ -11,13 +11,13 @@ from keras_moe.analysis.patches import of_patches
 
 
 class ExpertView(NamedTuple):
-    """What one expert works on.
+    """The patches of one expert.
 
     Attributes:
-        position_shares: (rows, columns). At each place of the grid, the share of
-            images of which the patch there went to this expert.
-        images: indices of the images in which it works most.
-        patches: boolean (len(images), rows, columns): its patches in these.
+        position_shares: (rows, columns), for each place of the grid the fraction of
+            images whose patch there went to this expert.
+        images: indices of the images in which the expert works most.
+        patches: boolean (len(images), rows, columns), its patches in these images.
     """
 
     position_shares: np.ndarray
@@ -28,15 +28,15 @@ class ExpertView(NamedTuple):
 def expert_views(
     routing: Any, grid: tuple[int, int], images_per_expert: int = 8
 ) -> list[ExpertView]:
-    """For each expert, where it works and in which images it works most.
+    """The places and the images in which each expert works.
 
     Images are ranked by the sum of the expert's combine weights over their patches.
 
     Args:
-        routing: a `Routing` of arrays (B, N, E), N the patches of the grid, with or
-            without a class token before them.
-        grid: patches down and across.
-        images_per_expert: how many images to pick for each expert.
+        routing: `Routing` of arrays (B, N, E). N is the number of patches in the grid,
+            and one more with a class token before them.
+        grid: numbers of patches down and across.
+        images_per_expert: number of images to choose for each expert.
 
     Returns:
         A list with an `ExpertView` for each expert.

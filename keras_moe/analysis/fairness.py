@@ -1,4 +1,4 @@
-"""How evenly a classifier serves subpopulations.
+"""Fairness of a classifier: its accuracies for subpopulations.
 
 Axes: B batch, Y values of the target, A values of the sensitive attribute.
 """
@@ -11,16 +11,16 @@ from rich.table import Table
 
 
 class FairnessMetrics(NamedTuple):
-    """Accuracies by subpopulation, and what they come to.
+    """Accuracies by subpopulation, and the metrics made of them.
 
     Attributes:
-        counts: (Y, A). The images of each subpopulation.
-        accuracies: (Y, A). The accuracy in each subpopulation.
-        accuracy: of all images.
-        equality_of_opportunity: the largest difference between attributes of the true
-            positive rate; 0 is fair.
-        std_bias: the standard deviation of the subpopulations' accuracies.
-        max_min: the lowest accuracy of a subpopulation.
+        counts: (Y, A), numbers of images of the subpopulations.
+        accuracies: (Y, A), accuracies of the subpopulations.
+        accuracy: accuracy over all images.
+        equality_of_opportunity: largest difference of the true positive rate between
+            attributes; 0 is fair.
+        std_bias: standard deviation of the subpopulations' accuracies.
+        max_min: lowest accuracy of a subpopulation.
     """
 
     counts: np.ndarray
@@ -48,9 +48,9 @@ def fairness_metrics(
 
     Args:
         predictions: integers or booleans (B,), the predicted values of the target.
-        targets: (B,), its true values.
+        targets: (B,), the true values of the target.
         attributes: (B,), the values of the sensitive attribute, such as 0 and 1.
-        positive: the value of the target whose rate equality of opportunity compares.
+        positive: value of the target whose rate equality of opportunity compares.
 
     Returns:
         `FairnessMetrics`.
@@ -66,8 +66,8 @@ def fairness_metrics(
 
     >>> from keras_moe.analysis import fairness_metrics
     >>> targets, attributes = [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1]
-    >>> found = fairness_metrics([1, 1, 1, 0, 0, 0], targets, attributes)
-    >>> found.accuracies.tolist(), found.equality_of_opportunity, found.max_min
+    >>> metrics = fairness_metrics([1, 1, 1, 0, 0, 0], targets, attributes)
+    >>> metrics.accuracies.tolist(), metrics.equality_of_opportunity, metrics.max_min
     ([[1.0, 1.0], [1.0, 0.5]], 0.5, 0.5)
     """
     arrays = [_integers(x) for x in (predictions, targets, attributes)]
@@ -127,12 +127,12 @@ def print_fairness(
     target: tuple[int, int],
     console: Console | None = None,
 ) -> None:
-    """Prints a table with a row for each model, as Table 2 of the paper.
+    """Prints a table with a row for each model, like Table 2 of the paper.
 
     Args:
-        metrics: `FairnessMetrics` by the name of a model.
-        target: the subpopulation that an edit was for: the values of the target and of
-            the attribute.
+        metrics: dict from the name of a model to its `FairnessMetrics`.
+        target: subpopulation that an edit was for: the values of the target and of the
+            attribute.
         console: a rich console; None takes the terminal.
 
     Example:

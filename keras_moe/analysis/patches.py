@@ -6,11 +6,11 @@ import numpy as np
 
 
 def of_patches(values: Any, grid: tuple[int, int]) -> np.ndarray:
-    """What belongs to the patches, without a class token before them.
+    """The values that belong to patches, without those of a class token before them.
 
     Args:
         values: (B, N, ...).
-        grid: patches down and across.
+        grid: numbers of patches down and across.
 
     Returns:
         (B, rows x columns, ...).

@@ -1,4 +1,4 @@
-"""What the routers did, as functions of routing records.
+"""Statistics of routers, as functions of routing records.
 
 Axes: B batch, N tokens, E experts, K selected experts.
 """
@@ -11,18 +11,17 @@ from rich.table import Table
 
 
 class RoutingStatistics(NamedTuple):
-    """What one MoE layer did with its tokens.
+    """Statistics of the routing of one MoE layer.
 
     Attributes:
-        expert_shares: (E,). Each expert's share of all assignments served; sums to 1.
-        dropped_tokens: the share of tokens that no expert served.
-        dropped_choices: the share of the tokens' K choices that were dropped; None
+        expert_shares: (E,), fractions of all served assignments by expert; sum 1.
+        dropped_tokens: fraction of tokens that no expert served.
+        dropped_choices: fraction of the tokens' K choices that were dropped; None
             where tokens do not choose.
         load_entropy: entropy of `expert_shares` over log E: 1 is a balanced load.
-        mean_max_gate: the mean over tokens of the largest gate.
-        affinity_imbalance: how far an expert's mass in the affinity is from the mean of
-            all, at most and over that mean: 0 for a transport plan with exact
-            marginals.
+        mean_max_gate: mean over tokens of the largest gate.
+        affinity_imbalance: largest relative deviation of an expert's mass in the
+            affinity from the mean of all: 0 for a transport plan with exact marginals.
     """
 
     expert_shares: np.ndarray
@@ -43,7 +42,7 @@ def routing_statistics(
     """Load, drops and confidence of a router.
 
     Args:
-        routing: a `Routing` of arrays (B, N, E), as
+        routing: `Routing` of arrays (B, N, E), which
             `keras.Model(backbone.input, backbone.routing).predict(images)` returns
             for each block.
         num_selected_experts: K; None for expert choice and soft routing.
@@ -105,7 +104,7 @@ def print_statistics(
     """Prints a table with a row for each MoE block.
 
     Args:
-        statistics: `RoutingStatistics` by the name of the block.
+        statistics: dict from the name of a block to its `RoutingStatistics`.
         console: a rich console; None takes the terminal.
 
     Example:

@@ -1,4 +1,4 @@
-"""How far experts specialise in classes, as functions of accuracies and records.
+"""Specialisation of experts in classes, as functions of accuracies and records.
 
 Axes: E experts, C classes, B batch, N tokens.
 """
@@ -9,14 +9,14 @@ import numpy as np
 
 
 def accuracy_changes(accuracy: Any, ablated: Any) -> np.ndarray:
-    """The share of each class's accuracy that is lost without each expert.
+    """The fraction of each class's accuracy that is lost without each expert.
 
     `d_c = (y_c - y_c without the expert) / y_c`: 1 where all is lost, below 0 where the
-    class does better. A class of which nothing was right has nothing to lose: 0.
+    class does better. A class without a right prediction has nothing to lose: 0.
 
     Args:
-        accuracy: (C,), of the whole model.
-        ablated: (E, C), without each expert.
+        accuracy: (C,), accuracies of the whole model.
+        ablated: (E, C), accuracies without each expert.
 
     Returns:
         float64 (E, C).
@@ -46,13 +46,13 @@ def accuracy_changes(accuracy: Any, ablated: Any) -> np.ndarray:
 
 
 def class_polysemanticity(changes: Any) -> np.ndarray:
-    """How far each expert is from being one class's alone.
+    """The distance of each expert from one that matters for one class alone.
 
     `p = |d - 1|_2` with the one-hot vector at the class that loses most: 0 where a
     single class loses all its accuracy and no other changes.
 
     Args:
-        changes: (E, C), see `accuracy_changes`.
+        changes: (E, C), result of `accuracy_changes`.
 
     Returns:
         float64 (E,).
@@ -85,7 +85,7 @@ def mean_polysemanticity(changes: Any) -> float | None:
     These are the experts whose ablation changes the accuracy of some class.
 
     Args:
-        changes: (E, C), see `accuracy_changes`.
+        changes: (E, C), result of `accuracy_changes`.
 
     Returns:
         The mean, or None if no expert matters.
@@ -102,17 +102,17 @@ def mean_polysemanticity(changes: Any) -> float | None:
     >>> mean_polysemanticity([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
     0.5
     """
-    found = class_polysemanticity(changes)
+    scores = class_polysemanticity(changes)
     matters = np.any(np.asarray(changes) != 0, axis=1)
-    return float(found[matters].mean()) if matters.any() else None
+    return float(scores[matters].mean()) if matters.any() else None
 
 
 def expert_load(routing: Any, threshold: float = 0.5) -> np.ndarray:
-    """How many tokens each expert serves with a large coefficient.
+    """The number of tokens that each expert serves with a large coefficient.
 
     Args:
-        routing: a `Routing` of arrays (B, N, E), whose gates are the coefficients.
-        threshold: the least coefficient that counts.
+        routing: `Routing` of arrays (B, N, E), whose gates are the coefficients.
+        threshold: lowest coefficient that counts.
 
     Returns:
         int (E,).

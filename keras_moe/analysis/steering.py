@@ -17,12 +17,12 @@ from keras_moe.checks import check_integer
 def expert_centres(model: Any, block: str) -> np.ndarray:
     """The cluster centres of a block's experts: the columns of its router's kernel.
 
-    The nearer a token is to one, the larger is the expert's logit. Of experts in
-    levels an expert's centre is the sum over levels.
+    The nearer a token is to a centre, the larger is the expert's logit. The centre of
+    an expert in several levels is the sum over levels.
 
     Args:
-        model: a backbone or a classifier.
-        block: the name of an MoE block, such as `"block_1"`.
+        model: backbone or classifier.
+        block: name of an MoE block, such as `"block_1"`.
 
     Returns:
         float32 (E, D).
@@ -63,22 +63,22 @@ def expert_centres(model: Any, block: str) -> np.ndarray:
 def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> Any:
     """A new model in which every token is pushed towards an expert.
 
-    The expert's cluster centre, `strength` times, is added to the input of the block's
-    mixture of experts. It becomes part of the normalisation before it, whose offset is
-    added there in any case: the new model has no other weights.
+    The expert's cluster centre, times `strength`, is added to the input of the block's
+    mixture of experts. It becomes part of the offset of the normalisation before: the
+    new model has no other weights.
 
     Args:
-        model: a backbone or a classifier of tokens; it stays as it is.
-        block: the name of an MoE block, such as `"block_1"`.
-        expert: the expert.
-        strength: how many times the centre; below 0 pushes away.
+        model: backbone or classifier of tokens; it is not changed.
+        block: name of an MoE block, such as `"block_1"`.
+        expert: number of the expert.
+        strength: factor of the centre; a negative one pushes tokens away.
 
     Returns:
         A model of the same class, which saves and loads as any other.
 
     Raises:
-        ValueError: if there is no such block or expert, or its centre is zero, as that
-            of an untrained muMoE is.
+        ValueError: if there is no such block or expert, or its centre is zero, like
+            that of an untrained muMoE.
 
     Reference:
         *Multilinear Mixture of Experts*, appendix G.2.

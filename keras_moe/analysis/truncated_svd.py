@@ -1,4 +1,4 @@
-"""How much of its MLPs' rank a trained model needs.
+"""The rank that a trained model needs in its MLPs.
 
 Axes: R singular values kept.
 """
@@ -11,20 +11,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.analysis.blocks import check_images, restored
+from keras_moe.analysis.blocks import check_images
+from keras_moe.variables import restored
 
-# MLPs of blocks, on channels, across tokens, or of experts.
+# The kernels of MLPs in blocks: on channels, across tokens, and of experts.
 _KERNELS = re.compile(r"block_\d+/.*(mlp|experts)/(hidden|output|gate)[/_]kernel$")
 
 
 class TruncatedSVD(NamedTuple):
-    """What a model does with its MLPs' kernels cut to lower ranks.
+    """A model's scores with its MLPs' kernels truncated to lower ranks.
 
     Attributes:
-        shares: of the singular values that were kept.
-        scores: what the score was at each share.
-        full: the score of the model as it is.
-        kernels: the names of the kernels.
+        shares: fractions of the singular values that were kept.
+        scores: score for each fraction.
+        full: score of the whole model.
+        kernels: names of the kernels.
     """
 
     shares: list[float]
@@ -38,17 +39,18 @@ class TruncatedSVD(NamedTuple):
 
 
 def truncate_kernel(kernel: Any, share: float) -> np.ndarray:
-    """The best approximation of matrices by a share of their singular values.
+    """The best approximation of matrices by a fraction of their singular values.
 
     Args:
         kernel: (..., I, O).
-        share: in (0, 1], of the min(I, O) singular values; at least one is kept.
+        share: fraction of the min(I, O) singular values, in (0, 1]; at least one is
+            kept.
 
     Returns:
         An array like `kernel`.
 
     Raises:
-        ValueError: if the share is out of range.
+        ValueError: if `share` is out of range.
 
     Example:
 
@@ -63,7 +65,7 @@ def truncate_kernel(kernel: Any, share: float) -> np.ndarray:
             f"Expected finite matrices (..., I, O); received: shape={kernel.shape}"
         )
     exact = kernel.astype("float64")
-    # Of whole numbers the best approximation has fractions.
+    # The best approximation of integers has fractions.
     dtype = "float64" if np.issubdtype(kernel.dtype, np.integer) else kernel.dtype
     return _truncated(np.linalg.svd(exact, full_matrices=False), share, dtype)
 
@@ -86,28 +88,28 @@ def truncated_svd(
     batch_size: int = 32,
     verbose: Any = "auto",
 ) -> TruncatedSVD:
-    """Evaluates a model with every MLP kernel cut to its largest singular values.
+    """Evaluates a model with every MLP kernel truncated to its largest singular values.
 
-    The kernels of all MLPs of blocks: on channels, across tokens, and of experts, each
-    expert's for itself. muMoE's factors, which have low ranks already, stay. So does
-    the model: its kernels come back.
+    All MLPs of blocks are truncated: on channels, across tokens, and of experts, each
+    expert by itself. The factors of muMoE, which have low ranks already, are not. The
+    model has its kernels again at the end.
 
     Args:
-        model: a compiled classifier.
+        model: compiled classifier.
         images: (B, height, width, channels).
-        labels: as the model's `evaluate` takes them.
-        shares: of the singular values of each kernel.
-        metric: which result of `evaluate`; None takes the first metric, such as
+        labels: labels for the model's `evaluate`.
+        shares: fractions of the singular values of each kernel.
+        metric: name of a result of `evaluate`; None takes the first metric, such as
             "accuracy", or the loss where there is none.
-        batch_size: of images.
-        verbose: a progress bar: 0 or False has none.
+        batch_size: number of images in a batch.
+        verbose: whether to show a progress bar.
 
     Returns:
         `TruncatedSVD`.
 
     Raises:
-        ValueError: if a share is out of range, no kernel of floats is found, or there
-            is no such metric.
+        ValueError: if a fraction is out of range, there is no kernel of floats, or no
+            such metric.
 
     Reference:
         *Multilinear Mixture of Experts*, Figure 7.
@@ -118,8 +120,8 @@ def truncated_svd(
     >>> from keras_moe import analysis, models
     >>> model = models.from_preset("vmoe_digits", num_classes=10)
     >>> images, labels = np.zeros((4, 16, 16, 1), "float32"), np.zeros(4, "int32")
-    >>> found = analysis.truncated_svd(model, images, labels, [0.5], verbose=0)
-    >>> len(found.scores), len(found.kernels)
+    >>> result = analysis.truncated_svd(model, images, labels, [0.5], verbose=0)
+    >>> len(result.scores), len(result.kernels)
     (1, 8)
     """
     images = check_images(images)
@@ -147,16 +149,16 @@ def truncated_svd(
         raise ValueError(f"Expected shares in (0, 1]; received: shares={shares}")
 
     def score():
-        found = model.evaluate(
+        results = model.evaluate(
             images, labels, batch_size=batch_size, verbose=0, return_dict=True
         )
-        name = metric or next((n for n in found if n != "loss"), "loss")
-        if name not in found:
+        name = metric or next((n for n in results if n != "loss"), "loss")
+        if name not in results:
             raise ValueError(
-                f"Expected metric to be one of {list(found)}; received: "
+                f"Expected metric to be one of {list(results)}; received: "
                 f"metric={metric!r}"
             )
-        return float(found[name])
+        return float(results[name])
 
     full, scores = score(), []
     with restored(kernels) as kept:
@@ -180,11 +182,11 @@ def truncated_svd(
     return TruncatedSVD(shares, scores, full, [v.path for v in kernels])
 
 
-def print_truncated_svd(found: TruncatedSVD, console: Console | None = None) -> None:
-    """Prints the scores by the share of singular values kept.
+def print_truncated_svd(result: TruncatedSVD, console: Console | None = None) -> None:
+    """Prints the scores by the fraction of singular values kept.
 
     Args:
-        found: what `truncated_svd` returns.
+        result: result of `truncated_svd`.
         console: a rich console; None takes the terminal.
 
     Example:
@@ -196,7 +198,7 @@ def print_truncated_svd(found: TruncatedSVD, console: Console | None = None) -> 
     table = Table(title="MLPs with their largest singular values alone")
     for column in ("share kept", "score", "change"):
         table.add_column(column, justify="right")
-    for share, score in zip(found.shares, found.scores):
-        table.add_row(f"{share:.0%}", f"{score:.4f}", f"{score - found.full:+.4f}")
-    table.add_row("as it is", f"{found.full:.4f}", "")
+    for share, score in zip(result.shares, result.scores):
+        table.add_row(f"{share:.0%}", f"{score:.4f}", f"{score - result.full:+.4f}")
+    table.add_row("whole", f"{result.full:.4f}", "")
     (console or Console()).print(table)

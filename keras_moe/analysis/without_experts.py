@@ -1,4 +1,4 @@
-"""How many predictions are right, and how many fewer without each expert.
+"""The numbers of right predictions with all experts, and without some.
 
 Axes: B batch, C classes, E experts, L levels of hierarchy.
 """
@@ -11,26 +11,28 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.analysis.blocks import moe_block, mumoe_head, restored
+from keras_moe.analysis.blocks import moe_block, mumoe_head
 from keras_moe.analysis.excluded_experts import excluded
 from keras_moe.ops.expert_kinds import ExpertKinds
+from keras_moe.variables import restored
 
 # The name for all MoE blocks together.
 ALL = "all"
-# An expert gives zeros; or no token chooses it, and its tokens take others.
+# An expert outputs zeros; or no token chooses it, and its tokens take others.
 REMOVALS = ("output", "choice")
 
 # The end of the name of a block's token mixer.
 MIXER = "/token_mixer"
-# Pairs of image and expert that are listed together, and of a head computed together.
+# The numbers of pairs of image and expert that are listed together, and of pairs that a
+# head computes together.
 _PAIRS, _ROWS = 2**20, 1024
 
 
 class MuMoEPart:
-    """A muMoE in a classifier: what comes before it, and what follows without experts.
+    """A muMoE in a classifier: its inputs, and the outputs without some experts.
 
     Args:
-        model: the classifier.
+        model: classifier.
         layer: `"head"`, or the name of a block or of its token mixer.
     """
 
@@ -47,20 +49,20 @@ class MuMoEPart:
             part = self.layer.token_mixer if self.is_mixer else self.layer.feed_forward
             self.gate = part.router
             self.rest = _rest(model, name)
-        # The largest part that an expert has in a token of an image.
+        # The largest coefficient of an expert for a token of an image.
         self.shares = ops.max(ops.abs(model.routing[layer].gates), axis=1)
 
     @property
     def kinds(self) -> ExpertKinds:
-        """How many experts there are of each kind: all are FFN experts."""
+        """The numbers of experts of each kind; all are FFN experts."""
         return self.gate.kinds
 
     def without(self, inputs: Any, experts: Any) -> Any:
-        """The classifier's outputs as if one expert's weights were zero.
+        """The classifier's outputs with the weights of one expert zero.
 
         Args:
-            inputs: what the muMoE's layer reads, (B, D) or (B, N, D).
-            experts: integers (B, L), each image's expert.
+            inputs: input of the muMoE's layer, (B, D) or (B, N, D).
+            experts: integers (B, L), the expert for each image.
 
         Returns:
             (B, C).
@@ -72,10 +74,10 @@ class MuMoEPart:
 
 
 class RoutedPart:
-    """The MoE layers with a router of one block of a classifier, or of all.
+    """The routed MoE layers of one block of a classifier, or of all.
 
     Args:
-        layers: `MoE` layers, of which each router has the same experts.
+        layers: `MoE` layers, whose routers have the same numbers of experts.
     """
 
     def __init__(self, layers: list):
@@ -91,12 +93,12 @@ class RoutedPart:
 
     @property
     def kinds(self) -> ExpertKinds:
-        """How many experts there are of each kind."""
+        """The numbers of experts of each kind."""
         return self.layers[0].router.kinds
 
     @contextlib.contextmanager
     def zeroed(self, experts: tuple[int, ...]) -> Iterator[None]:
-        """FFN experts of all layers give zeros within the context."""
+        """Sets the weights of FFN experts of all layers to zero within the context."""
         parts = [
             pair
             for layer in self.layers
@@ -112,7 +114,7 @@ class RoutedPart:
 
 
 def _rest(model, name):
-    """From the tokens behind a block to the classifier's outputs."""
+    """The function from the tokens behind a block to the classifier's outputs."""
     backbone = model.backbone
     blocks = keras.Model(backbone.features[name], backbone.output)
     classifier = keras.Model(model.pooler.input, model.output)
@@ -123,8 +125,8 @@ def ablated_part(model: keras.Model, layer: str) -> Any:
     """The part of a classifier whose experts are ablated.
 
     Args:
-        model: the classifier.
-        layer: see `ablate_experts`.
+        model: classifier.
+        layer: name of a layer with experts; see `ablate_experts`.
 
     Returns:
         A `MuMoEPart`, or `RoutedPart`.
@@ -162,16 +164,16 @@ def scores(
     batch_size: int,
     verbose: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How many predictions are right, (C,), and how many fewer without, (E, C).
+    """The numbers of right predictions (C,), and of those lost by removals (E, C).
 
     Args:
-        model: the classifier.
-        part: of `ablated_part`.
+        model: classifier.
+        part: result of `ablated_part`.
         images: (B, height, width, channels).
         labels: int32 (B,) or (B, C).
-        removals: E pairs of a removal of `REMOVALS` and the experts it is of, of a
-            `MuMoEPart` one each.
-        batch_size: of images.
+        removals: E pairs of one of `REMOVALS` and the experts that are removed, one
+            each from a `MuMoEPart`.
+        batch_size: number of images in a batch.
         verbose: whether there is a progress bar.
     """
     if isinstance(part, MuMoEPart):
@@ -181,7 +183,7 @@ def scores(
 
 
 def _is_right(outputs, labels, threshold):
-    """(B,), or with several labels (B, C): 1 where the prediction is right."""
+    """1 where the prediction is right: (B,), or (B, C) with several labels."""
     if len(labels.shape) == 2:
         decided = ops.cast(outputs > threshold, "int32")
         return ops.cast(decided == labels, "float32")
@@ -203,17 +205,17 @@ def _threshold(model):
 
 
 def _by_class(right, labels, classes):
-    """(B, ...) summed over the images of each class, (C,)."""
+    """The sum of (B, ...) over the images of each class, (C,)."""
     if labels.ndim == 2:
         return right.sum(axis=0, dtype="float64")
     return np.bincount(labels, weights=right, minlength=classes)
 
 
 class _Scorer(keras.Model):
-    """Says of inputs and labels whether the prediction without an expert is right."""
+    """Decides whether the prediction without an expert is right."""
 
     def __init__(self, classifier, part):
-        # A policy of its own: the global one may have less precision than the model.
+        # The global policy may have less precision than the model.
         super().__init__(name="scorer", dtype="float32")
         self.classifier, self.part = classifier, part
 
@@ -224,7 +226,7 @@ class _Scorer(keras.Model):
 
 
 def _by_pairs(model, part, images, labels, experts, batch_size, verbose):
-    """Each image once more for each expert that has a part in it."""
+    """Classifies each image again for each expert that has a part in it."""
     classes, levels = model.output.shape[-1], part.gate.num_experts
     before = keras.Model(
         model.input,
@@ -240,23 +242,23 @@ def _by_pairs(model, part, images, labels, experts, batch_size, verbose):
     bar = keras.utils.Progbar(len(labels), unit_name="image") if verbose else None
     for first in range(0, len(labels), step):
         of_step = labels[first : first + step]
-        found = before.predict(
+        predicted = before.predict(
             images[first : first + step], batch_size=batch_size, verbose=0
         )
-        outputs = _check_finite(found["outputs"])
+        outputs = _check_finite(predicted["outputs"])
         whole = _is_right(outputs, ops.convert_to_tensor(of_step), _threshold(model))
         whole = ops.convert_to_numpy(whole)
         right += _by_class(whole, of_step, classes)
-        # Where an expert has no part, nothing changes.
-        rows, columns = np.nonzero(found["shares"][:, experts])
+        # An image does not change without an expert that has no part in it.
+        rows, columns = np.nonzero(predicted["shares"][:, experts])
         for start in range(0, len(rows), rows_together):
             row = rows[start : start + rows_together]
             column = columns[start : start + rows_together]
             place = np.stack(np.unravel_index(experts[column], levels), axis=-1)
-            # Of one shape always, so that it is compiled once.
+            # All batches have one shape, so that the scorer is compiled once.
             padded = np.resize(row, rows_together)
             inputs = (
-                found["inputs"][padded],
+                predicted["inputs"][padded],
                 np.resize(place, (rows_together, len(levels))).astype("int32"),
                 of_step[padded],
             )
@@ -269,14 +271,14 @@ def _by_pairs(model, part, images, labels, experts, batch_size, verbose):
 
 
 def _by_passes(model, part, removals, images, labels, batch_size, verbose):
-    """A pass over the images without experts, which come back."""
+    """Runs over the images without each group of experts in turn."""
     classes = model.output.shape[-1]
 
     def right(model):
         outputs = model.predict(images, batch_size=batch_size, verbose=0)
         outputs = _check_finite(outputs)
-        found = _is_right(outputs, ops.convert_to_tensor(labels), threshold)
-        return _by_class(ops.convert_to_numpy(found), labels, classes)
+        hits = _is_right(outputs, ops.convert_to_tensor(labels), threshold)
+        return _by_class(ops.convert_to_numpy(hits), labels, classes)
 
     threshold = _threshold(model)
     bar = keras.utils.Progbar(len(removals), unit_name="expert") if verbose else None
@@ -287,7 +289,7 @@ def _by_passes(model, part, removals, images, labels, batch_size, verbose):
                 lost.append(before - right(model))
         else:
             with excluded([layer.router for layer in part.layers], experts):
-                # A model of its own, which is traced within the context.
+                # A new model is traced within the context.
                 lost.append(before - right(keras.Model(model.input, model.output)))
         if bar is not None:
             bar.update(number + 1)

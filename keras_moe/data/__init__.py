@@ -1,6 +1,5 @@
 """Input pipelines and augmentation. Needs TensorFlow only when a pipeline is built."""
 
-from keras_moe.data.augmentation import RandAugment
 from keras_moe.data.deduplication import (
     ImageHashes,
     find_duplicates,
@@ -9,9 +8,10 @@ from keras_moe.data.deduplication import (
 from keras_moe.data.digits import load_digits
 from keras_moe.data.exclusion import write_exclusion
 from keras_moe.data.label_hierarchy import LabelHierarchy
-from keras_moe.data.loading import load, num_classes, num_examples
+from keras_moe.data.loading import LoadOptions, load, num_classes, num_examples
 from keras_moe.data.oversampling import oversample
 from keras_moe.data.padding import padded, predictions
+from keras_moe.data.rand_augment import RandAugment
 from keras_moe.data.random_resized_crop import RandomResizedCrop
 from keras_moe.data.reading import reading_errors
 from keras_moe.data.sources import class_names
@@ -26,6 +26,7 @@ from keras_moe.processes import process_shard
 __all__ = [
     "ImageHashes",
     "LabelHierarchy",
+    "LoadOptions",
     "RandAugment",
     "RandomResizedCrop",
     "class_names",

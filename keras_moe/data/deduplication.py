@@ -1,4 +1,4 @@
-"""Images of a training set that are in a validation set, too: by hashes of pixels.
+"""Images of a training set that are in a validation set, too, by hashes of pixels.
 
 An exact hash finds the same pixels. A perceptual hash finds copies that were resized,
 compressed again or made brighter: its 64 bits say which low frequencies of the grey
@@ -14,11 +14,11 @@ from keras_moe.data.examples import Share
 from keras_moe.data.reading import reading_errors
 from keras_moe.data.sources import open_source
 
-# The perceptual hash sees an image of this size, and so many of its frequencies.
+# The side of the image that the perceptual hash reads, and its number of frequencies.
 _SIZE, _FREQUENCIES = 32, 8
-# Grey levels, below which an image has no structure to compare.
+# The standard deviation in grey levels below which there is no structure to compare.
 _LEAST_DEVIATION = 2.0
-# Distances that are held at once.
+# The number of distances that are held at once.
 _BLOCK = 1 << 22
 
 
@@ -26,10 +26,10 @@ class ImageHashes(NamedTuple):
     """Hashes of the images of a split, in the order of the source.
 
     Fields:
-        exact: (N,) int64, of shape and pixels.
-        perceptual: (N,) uint64.
-        has_structure: (N,) bool: not of one colour all over, for which the perceptual
-            hash means nothing.
+        exact: (N,) int64, hashes of shape and pixels.
+        perceptual: (N,) uint64, hashes of low frequencies.
+        has_structure: (N,) bool, False for images of one colour all over, whose
+            perceptual hash means nothing.
     """
 
     exact: np.ndarray
@@ -43,16 +43,17 @@ def image_hashes(
     data_dir: str | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> ImageHashes:
-    """Reads all images of a split, and hashes them.
+    """Reads and hashes all images of a split.
 
     Args:
-        source: as of `keras_moe.data.load`.
-        split: as of `keras_moe.data.load`.
-        data_dir: of TensorFlow Datasets.
-        progress: called with the number of images that are done, and of all.
+        source: name of a source of `keras_moe.data.load`.
+        split: name of a split.
+        data_dir: folder of TensorFlow Datasets.
+        progress: function that is called with the number of images that are done, and
+            the number of all images.
 
     Raises:
-        ValueError: as `keras_moe.data.load`.
+        ValueError: if the source or the split is not known, or an image cannot be read.
 
     Example:
 
@@ -91,18 +92,19 @@ def find_duplicates(
     max_distance: int | None = 3,
     progress: Callable[[int, int], Any] | None = None,
 ) -> np.ndarray:
-    """The images that are among those of a reference, such as a validation split.
+    """Finds the images that are also in a reference, such as a validation split.
 
     All distances are computed, a block at a time: memory does not grow with the data.
 
     Args:
-        hashes: of the images to look through.
-        reference: of the images to find.
-        max_distance: bits in which perceptual hashes of a copy may differ, in
-            [0, 32]; None finds the same pixels alone. Of 600 handwritten digits, 3
-            finds 99.5% and more of the copies that are resized or saved as JPEG of
-            quality 30, and takes no two different ones for copies.
-        progress: called with the number of images that are done, and of all.
+        hashes: hashes of the images to look through.
+        reference: hashes of the images to find.
+        max_distance: number of bits in which the perceptual hash of a copy may differ,
+            in [0, 32]; None finds the same pixels only. Among 600 handwritten digits,
+            3 finds 99.5% and more of the copies that are resized or saved as JPEG of
+            quality 30, and takes no two different digits for copies.
+        progress: function that is called with the number of images that are done, and
+            the number of all images.
 
     Returns:
         Sorted indices, int64, into `hashes`: for `exclude` of `keras_moe.data.load`.
@@ -127,32 +129,32 @@ def find_duplicates(
             "Expected max_distance to be None or an integer in [0, 32]; "
             f"received: max_distance={max_distance!r}"
         )
-    found = np.isin(hashes.exact, reference.exact)
+    is_copy = np.isin(hashes.exact, reference.exact)
     known = np.unique(reference.perceptual[reference.has_structure])
-    candidates = np.flatnonzero(~found & hashes.has_structure)
+    candidates = np.flatnonzero(~is_copy & hashes.has_structure)
     if max_distance is not None and len(known):
         size = max(_BLOCK // len(known), 1)
         for at in range(0, len(candidates), size):
             block = candidates[at : at + size]
             differing = hashes.perceptual[block, None] ^ known
             near = _ones(differing).min(axis=1) <= max_distance
-            found[block[near]] = True
+            is_copy[block[near]] = True
             if progress is not None:
                 progress(min(at + size, len(candidates)), len(candidates))
-    return np.flatnonzero(found)
+    return np.flatnonzero(is_copy)
 
 
 def _perceptual(tf, pixels):
     """64 bits of an image (height, width, 1 or 3), and its standard deviation."""
     if pixels.shape[-1] == 3:
         pixels = tf.image.rgb_to_grayscale(pixels)
-    # By area: every pixel counts, however large the image is.
+    # Resizing by area counts every pixel, however large the image is.
     small = tf.image.resize(pixels, (_SIZE, _SIZE), method="area")[..., 0]
     places = (2 * np.arange(_SIZE) + 1) * np.pi / (2 * _SIZE)
     cosines = np.cos(np.arange(_FREQUENCIES)[:, None] * places).astype("float32")
     low = tf.reshape(cosines @ small @ cosines.T, [-1])
-    # The first is the mean, which brightness changes. Of an odd number of others the
-    # median is one of them.
+    # The first is the mean, which brightness changes. The others are odd in number, so
+    # that their median is one of them.
     others = tf.sort(low[1:])
     return low > others[len(cosines) ** 2 // 2 - 1], tf.math.reduce_std(small)
 
@@ -161,6 +163,6 @@ _ONES_OF_16_BITS = np.array([bin(number).count("1") for number in range(1 << 16)
 
 
 def _ones(numbers: np.ndarray) -> np.ndarray:
-    """How many bits of each uint64 are set."""
+    """The number of bits that are set in each uint64."""
     parts = numbers.view("u2").reshape(*numbers.shape, 4)
     return _ONES_OF_16_BITS[parts].sum(axis=-1, dtype="u1")

@@ -5,6 +5,7 @@
 
 import numpy as np
 
+from keras_moe.checks import check_image_shape
 from keras_moe.data.examples import IndexedExamples
 from keras_moe.data.labels import Classes
 
@@ -28,8 +29,8 @@ def load_digits(
     Args:
         split: `"train"`, `"test"` or `"all"`.
         image_shape: (height, width, channels).
-        test_fraction: share of the images in `"test"`.
-        seed: of the split: the same seed for "train" and "test" keeps them disjoint.
+        test_fraction: fraction of the images that are in `"test"`.
+        seed: seed of the split; one seed for "train" and "test" keeps them disjoint.
 
     Returns:
         Images (N, height, width, channels), float32 in [-1, 1], and labels (N,),
@@ -62,14 +63,14 @@ def load_digits(
 def read_pixels(
     split: str, test_fraction: float = TEST_FRACTION, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The images as they are, (N, 8, 8, 1) in [0, 255], and the labels."""
+    """The images at their own size, (N, 8, 8, 1) in [0, 255], and the labels."""
     if split not in SPLITS:
         raise ValueError(
             f"Expected one of {SPLITS} for the digits; received: split={split!r}"
         )
     if not 0 < test_fraction < 1:
         raise ValueError(
-            "Expected a share strictly between 0 and 1; "
+            "Expected a fraction strictly between 0 and 1; "
             f"received: test_fraction={test_fraction!r}"
         )
     try:
@@ -80,7 +81,7 @@ def read_pixels(
         ) from error
 
     digits = datasets.load_digits()
-    # Ink is counted from 0 to 16.
+    # Pixels count ink from 0 to 16.
     pixels = (digits.images * (255.0 / 16.0)).astype("float32")[..., None]
     labels = digits.target.astype("int32")
     if split == "all":
@@ -96,7 +97,7 @@ def read_pixels(
 
 
 def read_examples(split: str) -> IndexedExamples:
-    """The images of a split for a pipeline."""
+    """The examples of a split for a pipeline."""
     import tensorflow as tf
 
     pixels, labels = (tf.constant(values) for values in read_pixels(split))
@@ -109,7 +110,7 @@ def read_examples(split: str) -> IndexedExamples:
 
 
 def check_channels(image_shape: tuple[int, int, int]) -> None:
-    """Raises ValueError unless the digits are to be grey, or grey in RGB."""
+    """Raises ValueError unless images have one channel, or three equal ones."""
     if image_shape[-1] not in (1, 3):
         raise ValueError(
             "Expected 1 channel, or 3 of equal values, for grey digits; "
@@ -117,24 +118,10 @@ def check_channels(image_shape: tuple[int, int, int]) -> None:
         )
 
 
-def check_image_shape(image_shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Returns the shape as a tuple of ints, or raises."""
-    if (
-        not isinstance(image_shape, (tuple, list))
-        or len(image_shape) != 3
-        or not all(isinstance(n, (int, np.integer)) and n > 0 for n in image_shape)
-    ):
-        raise ValueError(
-            "Expected (height, width, channels), positive integers; "
-            f"received: image_shape={image_shape!r}"
-        )
-    return tuple(int(n) for n in image_shape)
-
-
 def _bilinear(size: int, new_size: int) -> np.ndarray:
-    """The matrix (new_size, size) of bilinear resizing, pixel centres at a half.
+    """The matrix (new_size, size) of bilinear resizing, with pixel centres at a half.
 
-    The same as `tf.image.resize` and `keras.ops.image.resize` without antialiasing.
+    `tf.image.resize` and `keras.ops.image.resize` without antialiasing do the same.
     """
     at = np.clip((np.arange(new_size) + 0.5) * size / new_size - 0.5, 0, size - 1)
     low = np.floor(at).astype(int)

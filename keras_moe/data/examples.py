@@ -1,7 +1,7 @@
-"""What a source gives to the pipeline: its examples, in an order that seeds determine.
+"""The examples of a source, in an order that seeds determine.
 
-Every order begins anywhere at little cost: a pass over the data is the same whether it
-is read from its start or from its middle.
+Every order can be entered anywhere at little cost: a pass over the data is the same
+whether it is read from its start or from its middle.
 """
 
 import copy
@@ -13,10 +13,11 @@ import numpy as np
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import read_or_name, records_or_name
 
-# Encoded examples that shuffling of record files holds: a gigabyte of photographs.
-# The files are shuffled besides.
+# The number of encoded examples that shuffling of record files holds: a gigabyte of
+# photographs. The files are shuffled, too.
 SHUFFLE_BUFFER = 10_000
-# Files read at a time, and records in a row from each, where the order is random.
+# The number of files that are read at a time where the order is random, and of records
+# in a row from each.
 _OPEN_FILES, _RECORDS_IN_A_ROW = 16, 16
 
 
@@ -24,9 +25,9 @@ class Share(NamedTuple):
     """The part of a data set that one of several hosts reads.
 
     Fields:
-        index: of the host.
+        index: number of the host.
         count: number of hosts.
-        batch_size: of the host's own batches.
+        batch_size: size of the host's own batches.
     """
 
     index: int
@@ -34,25 +35,25 @@ class Share(NamedTuple):
     batch_size: int
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """First and last but one of `number` things that are dealt out in a row."""
+        """The bounds of the host's part of `number` things in a row."""
         first, last = (number * i // self.count for i in (self.index, self.index + 1))
         return first, last
 
 
 class Examples:
-    """What all sources have: how to read, and which examples are left.
+    """The examples of any source: how they are read, and which of them are left.
 
-    Subclasses say in which order, in `pass_over`.
+    Subclasses define their order, in `pass_over`.
 
     Args:
         count: number of examples.
-        read: from an item of `pass_over` to what is stored and its labels.
-        decode: from what is stored to pixels (height, width, channels).
-        classes: of the labels.
-        encoded_channels: what is stored are the bytes of an image file, of which
-            `decode` makes so many channels; None for something else.
-        place: from an item of `pass_over` to the path of its file, a string tensor;
-            None where nothing is read from files.
+        read: function from an item of `pass_over` to the stored image and its labels.
+        decode: function from a stored image to pixels (height, width, channels).
+        classes: classes of the labels.
+        encoded_channels: number of channels that `decode` makes, where stored images
+            are the bytes of image files; None otherwise.
+        place: function from an item of `pass_over` to the path of its file, a string
+            tensor; None where nothing is read from files.
     """
 
     def __init__(
@@ -67,16 +68,16 @@ class Examples:
         self.count, self.read, self.decode = count, read, decode
         self.classes, self.encoded_channels = classes, encoded_channels
         self.place = place
-        # Indices of the examples that are left, None for all.
+        # The indices of the examples that are left; None for all.
         self.kept = None
 
     def decoded(self, item: Any, stored: Any, decode: Callable | None = None) -> Any:
         """The pixels of an example, or an error that names its file.
 
         Args:
-            item: of `pass_over`.
-            stored: the first of what `read` gives for it.
-            decode: in the place of the source's own.
+            item: item of `pass_over`.
+            stored: stored image that `read` returns for it.
+            decode: function in the place of the source's own.
         """
         decode = self.decode if decode is None else decode
         if self.place is None:
@@ -86,7 +87,7 @@ class Examples:
         )
 
     def without(self, excluded: np.ndarray) -> "Examples":
-        """These examples but for some, which are given by their indices."""
+        """The examples without those of some indices."""
         examples = copy.copy(self)
         examples.kept = np.delete(np.arange(self.count), excluded)
         examples.count = len(examples.kept)
@@ -94,26 +95,25 @@ class Examples:
 
 
 class IndexedExamples(Examples):
-    """Examples that any index finds at once: arrays in memory, or files.
+    """Examples with random access by their index: arrays in memory, or files.
 
     The order is a permutation of all indices. Hosts read their rows of common batches,
-    so that these are the same for any number of hosts.
-
-    Args: as of `Examples`; `read` takes an index, int64.
+    so that these are the same for any number of hosts. The arguments are those of
+    `Examples`; `read` takes an index, int64.
     """
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
         """One pass of a host.
 
         Args:
-            share: the host's.
-            seed: (2,) int64 of the order, or None for the order of the source.
-            start: how many of the host's examples to leave out at the start.
-            length: how many of the host's examples there are, None for all.
+            share: share of the host.
+            seed: (2,) int64, seed of the order, or None for the order of the source.
+            start: number of the host's examples to skip at the start.
+            length: number of the host's examples, None for all.
 
         Returns:
             A `tf.data.Dataset` of (position, item): the position in the order of all
-            hosts, int64, and what `read` takes.
+            hosts, int64, and the argument of `read`.
         """
         import tensorflow as tf
 
@@ -146,9 +146,9 @@ class RecordFile(NamedTuple):
     """A TFRecord file, or part of one.
 
     Fields:
-        path: of the file.
-        skip: records that are left out at its start.
-        take: records that are read.
+        path: path of the file.
+        skip: number of records that are skipped at its start.
+        take: number of records that are read.
     """
 
     path: str
@@ -159,17 +159,18 @@ class RecordFile(NamedTuple):
 class RecordExamples(Examples):
     """Examples in TFRecord files, which are read one after the other.
 
-    The order is that of the files, of the records of a few files in turn, and of a
-    buffer of `SHUFFLE_BUFFER` encoded records. A pass that does not begin at its start
-    reads what it leaves out, but decodes nothing of it. Hosts have files, or parts of
-    files, of their own.
+    A random order shuffles the files, takes the records of a few files in turn, and
+    shuffles these in a buffer of `SHUFFLE_BUFFER` encoded records. A pass that does not
+    begin at its start reads the records that it skips, and decodes none of them. Hosts
+    have files, or parts of files, of their own.
 
     Args:
-        files: in the order of the source.
-        read: from a record and the path of its file to what is stored and its labels.
-        decode: from what is stored to pixels (height, width, channels).
-        classes: of the labels.
-        encoded_channels: as of `Examples`.
+        files: files in the order of the source.
+        read: function from a record and the path of its file to the stored image and
+            its labels.
+        decode: function from a stored image to pixels (height, width, channels).
+        classes: classes of the labels.
+        encoded_channels: number of channels that `decode` makes; see `Examples`.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class RecordExamples(Examples):
         )
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
-        """One pass of a host, see `IndexedExamples.pass_over`."""
+        """One pass of a host; see `IndexedExamples.pass_over`."""
         import tensorflow as tf
 
         first, last = share.bounds(self.count)
@@ -212,8 +213,8 @@ class RecordExamples(Examples):
         before = tf.cumsum(take, exclusive=True)
         indices = tf.range(len(files))
         if seed is not None:
-            # Of this graph, so that the program's own has no say. Not 0: TensorFlow
-            # would compare with the tensor below.
+            # The graph has a global seed of its own, so that the program's does not
+            # matter. TensorFlow would compare a 0 with the tensor below.
             tf.random.set_seed(1)
             indices = tf.random.experimental.stateless_shuffle(indices, seed)
 
@@ -225,7 +226,7 @@ class RecordExamples(Examples):
                 opened = opened.enumerate(before[file])
                 opened = opened.filter(lambda index, _: is_kept[index])
                 opened = opened.map(lambda _, record: record)
-            # Without a function, which would cost as much as reading.
+            # A function here would cost as much as reading.
             path = tf.data.Dataset.from_tensors(path).repeat()
             return tf.data.Dataset.zip((opened, path))
 
@@ -249,7 +250,7 @@ class RecordExamples(Examples):
 
 
 def _between(files: list[RecordFile], first: int, last: int) -> list[RecordFile]:
-    """The files' records from `first` to `last`, exclusive."""
+    """The parts of files with the records from `first` to `last`, exclusive."""
     ends = np.cumsum([file.take for file in files])
     chosen = []
     for file, end in zip(files, ends.tolist()):

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.data.json_files import read_json
-from keras_moe.data.json_schema import Integer, ListOf, Record, Text
 from keras_moe.files import write_json
+from keras_moe.json_schema import Integer, ListOf, Record, Text, read_json
 
 _FILE = Record(
     {
@@ -33,18 +32,20 @@ def write_exclusion(
     """Writes a file of examples to leave out, for `exclude` of `keras_moe.data.load`.
 
     Args:
-        path: of the JSON file.
-        source: as of `load`.
-        split: of the source.
+        path: path of the JSON file.
+        source: name of a source of `keras_moe.data.load`.
+        split: name of a split of the source.
         count: number of all examples of the split.
-        indices: of the examples to leave out, such as `find_unreadable` gives.
-        **notes: what else the file should say, such as how they were found; JSON.
+        indices: indices of the examples to leave out, such as `find_unreadable`
+            returns.
+        **notes: further entries of the file, such as the way the examples were chosen;
+            JSON-serialisable.
 
     Example:
 
     >>> from keras_moe.data import find_unreadable, num_examples, write_exclusion
-    >>> count, found = num_examples("digits", "test"), find_unreadable("digits", "test")
-    >>> write_exclusion("unreadable.json", "digits", "test", count, found)
+    >>> count, bad = num_examples("digits", "test"), find_unreadable("digits", "test")
+    >>> write_exclusion("unreadable.json", "digits", "test", count, bad)
     >>> num_examples("digits", "test", exclude="unreadable.json")
     450
     """
@@ -53,10 +54,10 @@ def write_exclusion(
 
 
 def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.ndarray:
-    """The indices that `exclude` of `load` says, sorted and each once.
+    """The indices of `exclude`, an argument of `load`, sorted and each once.
 
     Raises:
-        ValueError: if they are not of this split, or leave nothing over.
+        ValueError: if they are not of this split, or leave no example.
     """
     what = f"exclude={exclude!r:.100}"
     files = [exclude] if isinstance(exclude, (str, os.PathLike)) else exclude
@@ -79,20 +80,20 @@ def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.nd
 
 
 def _indices(path, source, split, count) -> list[int]:
-    """The indices in a file, if it is of this split."""
-    found = read_json(Path(path), _FILE)
-    same = found["split"] == split and found["count"] == count
-    if not same or not _may_be(source, found.get("source", source)):
+    """The indices in a file, if it is for this split."""
+    content = read_json(Path(path), _FILE)
+    same = content["split"] == split and content["count"] == count
+    if not same or not _may_be(source, content.get("source", source)):
         raise ValueError(
             f"Expected {path} to be of split={split!r} with {count} examples of "
-            f"{source!r}; received: split={found['split']!r}, "
-            f"count={found['count']!r}, source={found.get('source')!r}"
+            f"{source!r}; received: split={content['split']!r}, "
+            f"count={content['count']!r}, source={content.get('source')!r}"
         )
-    return found["indices"]
+    return content["indices"]
 
 
 def _may_be(source, other):
-    """Whether these may be one data set: folders may have moved, names may not."""
+    """Whether two names may be of one data set: folders may have moved."""
     kinds = [str(name).partition(":")[0] for name in (source, other)]
     return kinds[0] == kinds[1] and (
         kinds[0] in ("folder", "tfrecord") or source == other

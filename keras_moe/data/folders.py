@@ -1,6 +1,6 @@
 """Images in files: below a folder for each class, or with labels in a file.
 
-PATH/split/class/name.jpg       one label per image, also in folders of the class's
+PATH/split/class/name.jpg       one label per image, also in folders below the class's
 PATH/split/labels.json          {"name.jpg": ["class", "other class"]}: several
 """
 
@@ -10,10 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 from keras_moe.data.examples import IndexedExamples
-from keras_moe.data.json_files import read_json
-from keras_moe.data.json_schema import DictOf, ListOf, Text
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
+from keras_moe.json_schema import DictOf, ListOf, Text, read_json
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 LABELS = "labels.json"
@@ -21,7 +20,7 @@ _FILE = DictOf(ListOf(Text()))
 
 
 def read_examples(path: str, split: str) -> IndexedExamples:
-    """The images of a split; they stay in their files until `decode`."""
+    """The examples of a split; images stay in their files until `decode`."""
     import tensorflow as tf
 
     root = _root(path)
@@ -63,10 +62,10 @@ def read_examples(path: str, split: str) -> IndexedExamples:
 
 
 def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
-    """The images of all splits, and the names of those that are listed and missing.
+    """The images of all splits, and the paths of those that are listed and missing.
 
-    Unlike `read_examples` it takes a folder that cannot be trained on: some splits may
-    have no images, and labels are not read.
+    Unlike `read_examples` it accepts a folder that cannot be trained on: some splits
+    may have no images, and labels are not read.
 
     Returns:
         The images with label 0, None if there are none; and paths.
@@ -80,10 +79,9 @@ def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
     files, missing = [], []
     for split in _folders(root):
         if (root / split / LABELS).is_file():
-            listed = [root / split / name for name in _listed(root, split, missing)]
+            files += [root / split / name for name in _listed(root, split, missing)]
         else:
-            listed = [file for file, _ in _files_of_classes(root / split)]
-        files += listed
+            files += [file for file, _ in _files_of_classes(root / split)]
     if not files and not missing:
         raise ValueError(
             f"Expected images ({', '.join(_suffixes())}) in a split of folder:{path}; "
@@ -96,7 +94,7 @@ def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
 
 
 def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:
-    """Images in the folders of classes, with the name of the class."""
+    """The images in the folders of classes, with the name of the class."""
     return [
         (file, [name])
         for name in _folders(folder)
@@ -108,7 +106,7 @@ def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:
 def _examples(files, labels, classes):
     import tensorflow as tf
 
-    # As bytes: a name need not be UTF-8.
+    # Paths are bytes, since a name need not be UTF-8.
     places = tf.constant([os.fsencode(file) for file in files])
     return IndexedExamples(
         len(files),
@@ -135,7 +133,7 @@ def class_names(path: str) -> list[str]:
 
 
 def _is_multi_label(root: Path) -> bool:
-    """Whether the splits have files of labels."""
+    """Whether the splits have files with labels."""
     with_labels = [s for s in _folders(root) if (root / s / LABELS).is_file()]
     without = [s for s in _folders(root) if s not in with_labels]
     if with_labels and without:
@@ -151,7 +149,7 @@ def _listed(
 ) -> dict[str, list[str]]:
     """The images of a split with the names of their classes.
 
-    Those that are not there are left out and added to `missing`, where it is given.
+    Missing ones are left out, and added to the list `missing` unless it is None.
     """
     path = root / split / LABELS
     listed = read_json(path, _FILE)
@@ -199,7 +197,7 @@ def _folders(path: Path) -> list[str]:
 
 
 def _suffixes() -> tuple[str, ...]:
-    """Of the files that the TensorFlow that is installed decodes."""
+    """The suffixes of the files that the installed TensorFlow decodes."""
     import tensorflow as tf
 
     has_webp = hasattr(tf.io, "decode_webp")
@@ -207,23 +205,23 @@ def _suffixes() -> tuple[str, ...]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All files in a folder and in those within it, but for hidden ones, sorted."""
+    """All files in a folder and below it, but for hidden ones, sorted."""
 
     def stop(error):
         raise error
 
-    found, seen = [], set()
+    paths, seen = [], set()
     for place, folders, files in os.walk(folder, onerror=stop, followlinks=True):
-        # A link may lead to a folder that it is in.
+        # A link may lead to a folder above itself.
         real = os.path.realpath(place)
         if real in seen:
             folders.clear()
             continue
         seen.add(real)
-        # Sorted: which of several names of one folder comes first is the same anywhere.
+        # The first of several names of one folder is then the same on any machine.
         folders[:] = sorted(x for x in folders if not x.startswith("."))
-        found += [Path(place, file) for file in files if not file.startswith(".")]
-    return sorted(found)
+        paths += [Path(place, file) for file in files if not file.startswith(".")]
+    return sorted(paths)
 
 
 def _report_others(folder: Path, used: set[Path]) -> None:

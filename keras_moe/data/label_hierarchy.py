@@ -1,4 +1,4 @@
-"""Classes of which one is a kind of others, such as a beagle, a dog, an animal."""
+"""Classes some of which are kinds of others, such as beagle, dog and animal."""
 
 import graphlib
 import os
@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.data.json_files import read_json
-from keras_moe.data.json_schema import DictOf, ListOf, Record, Text
 from keras_moe.files import write_json
+from keras_moe.json_schema import DictOf, ListOf, Record, Text, read_json
 
 PARENTS = DictOf(ListOf(Text()))
-# Other names are for `dataset.json`, which has classes and parents, too.
+# A `dataset.json`, which has classes and parents, too, has further names.
 _FILE = Record(
     {"classes": ListOf(Text(), minimum=1, unique=True), "parents": PARENTS},
     required=("classes", "parents"),
@@ -22,15 +21,15 @@ _FILE = Record(
 
 
 class LabelHierarchy:
-    """Classes, and for each the classes that it is a kind of.
+    """Classes, each with the classes of which it is a kind.
 
     An example of a class is one of all classes above it, too: labels are closed
     upward. A class may have several parents, and none may be above itself.
 
     Args:
-        classes: names; a class's number is its place.
-        parents: from a class to those directly above it. Classes that are left out
-            have none.
+        classes: names of the classes, in the order of their numbers.
+        parents: dict from a class to the list of those directly above it. A class that
+            is not in it has none.
 
     Raises:
         ValueError: if a name comes twice or is not among the classes, or if a class is
@@ -82,14 +81,14 @@ class LabelHierarchy:
     def _closures(self) -> list[list[int]]:
         """Each class with all above it: the class itself first, the others sorted."""
         closed: dict[int, set[int]] = {}
-        # Each class after those above it.
+        # Each class comes after those above it.
         order = graphlib.TopologicalSorter(dict(enumerate(self._above)))
         try:
             for index in order.static_order():
                 above = [closed[other] for other in self._above[index]]
                 closed[index] = {index}.union(*above)
         except graphlib.CycleError as error:
-            # From above to below.
+            # The error lists the circle from below to above.
             names = " -> ".join(self.classes[index] for index in error.args[1][::-1])
             raise ValueError(
                 f"Expected no class above itself; received: {names}"
@@ -129,7 +128,7 @@ class LabelHierarchy:
         return table
 
     def to_dict(self) -> dict:
-        """The arguments, JSON-serialisable."""
+        """The arguments of the constructor, JSON-serialisable."""
         parents = {name: list(above) for name, above in self.parents.items()}
         return {"classes": list(self.classes), "parents": parents}
 
@@ -142,10 +141,11 @@ class LabelHierarchy:
         """Reads a JSON file with "classes" and "parents".
 
         Args:
-            path: a file of `save`, or the `dataset.json` beside TFRecord files.
+            path: path of a file of `save`, or of the `dataset.json` beside TFRecord
+                files.
 
         Raises:
-            ValueError: if it is no such file, or as the constructor.
+            ValueError: if it is no such file, or its classes are no hierarchy.
         """
         settings = read_json(Path(path), _FILE)
         try:
@@ -161,7 +161,7 @@ class LabelHierarchy:
 
 
 def as_hierarchy(hierarchy: Any) -> LabelHierarchy:
-    """A hierarchy from itself, from its dict or from its file."""
+    """A hierarchy from a hierarchy, from its dict or from the path of its file."""
     if isinstance(hierarchy, LabelHierarchy):
         return hierarchy
     if isinstance(hierarchy, (str, os.PathLike)):

@@ -1,4 +1,4 @@
-"""From the classes of an example to the labels of a batch."""
+"""Labels of batches, made from the classes of examples."""
 
 from typing import Any, NamedTuple
 
@@ -8,13 +8,13 @@ from keras_moe.data.label_hierarchy import LabelHierarchy
 
 
 class Classes(NamedTuple):
-    """What a source knows of its labels.
+    """The classes of a source, and how many of them an example has.
 
     Fields:
         count: number of classes.
-        names: of the classes, or None.
-        max_labels: most labels of an example; None for one and only one label, 0 for
-            several, nobody knows how many.
+        names: names of the classes, or None.
+        max_labels: largest number of labels of an example; None for one and only one
+            label, 0 for an unknown number.
     """
 
     count: int
@@ -27,10 +27,10 @@ class Labels(NamedTuple):
 
     Fields:
         count: number of classes.
-        max_labels: numbers of an example, padded with -1; None for one number.
+        max_labels: number of labels of an example after padding with -1; None for one.
         dense: whether labels are float32 vectors (count,) instead of numbers.
-        closure: int32 (classes of the source, most): what each class of the source
-            stands for, padded with -1. None for itself alone.
+        closure: int32 (classes of the source, most), the classes that each class of
+            the source stands for, padded with -1; None for itself alone.
     """
 
     count: int
@@ -42,7 +42,7 @@ class Labels(NamedTuple):
         """Labels of one example, as tensors of TensorFlow.
 
         Args:
-            labels: int32, () or (any,), where negative ones are none.
+            labels: int32, () or (any,); negative numbers are padding.
         """
         import tensorflow as tf
 
@@ -57,15 +57,15 @@ class Labels(NamedTuple):
         if self.dense:
             ones = tf.ones_like(labels, "float32")
             return tf.scatter_nd(labels[:, None], ones, [self.count])
-        found = tf.size(labels)
+        count = tf.size(labels)
         enough = tf.debugging.assert_less_equal(
-            found,
+            count,
             self.max_labels,
             f"Expected at most max_labels={self.max_labels} labels of an example; "
             "received more",
         )
         with tf.control_dependencies([enough]):
-            labels = tf.pad(labels, [[0, self.max_labels - found]], constant_values=-1)
+            labels = tf.pad(labels, [[0, self.max_labels - count]], constant_values=-1)
         return tf.ensure_shape(labels, [self.max_labels])
 
 
@@ -77,7 +77,7 @@ def make_labels(
     max_labels: int | None,
     dense: bool,
 ) -> Labels:
-    """Labels as the arguments of `keras_moe.data.load` say, or an error."""
+    """The labels that the arguments of `keras_moe.data.load` ask for."""
     if not multi_label:
         if classes.max_labels is not None:
             raise ValueError(
@@ -108,7 +108,7 @@ def make_labels(
 
 
 def _places(classes: Classes, source: str, hierarchy: LabelHierarchy) -> list[int]:
-    """The numbers in the hierarchy of a source's classes."""
+    """The numbers that a source's classes have in a hierarchy."""
     if classes.names is None:
         if classes.count != len(hierarchy.classes):
             raise ValueError(

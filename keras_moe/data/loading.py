@@ -1,17 +1,110 @@
-"""From the name of a data set to batches that a model can be trained on."""
+"""Batches that a model can be trained on, from the name of a data set."""
 
+import dataclasses
 from typing import Any
 
-import numpy as np
-
+from keras_moe.checks import check_argument_names, check_image_shape, check_integer
 from keras_moe.data import digits
 from keras_moe.data.augmentation import build_steps
-from keras_moe.data.examples import Share
+from keras_moe.data.examples import Examples, Share
 from keras_moe.data.label_hierarchy import as_hierarchy
-from keras_moe.data.labels import make_labels
-from keras_moe.data.pipeline import Plan, batches
+from keras_moe.data.labels import Labels, make_labels
+from keras_moe.data.pipeline import BatchSettings, batches
 from keras_moe.data.sources import count_classes, open_source
 from keras_moe.data.unreadable import left_out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Options of `load` for long runs, several labels, several hosts and bad images.
+
+    Args:
+        repeat: whether passes follow one another without end. All batches are full:
+            the examples that do not fill one at the end of a pass are left out of it.
+        start_batch: number of the batch to begin with, if `repeat` is true. Layers and
+            callables with a random state of their own cannot go on where they were,
+            and there is a warning.
+        shard: (index, count), the part of this host among several. All hosts have
+            equally many batches, and see different examples. With images in memory and
+            in folders, a host has rows of the batches of one host alone; with record
+            files each host reads its own part. With a distribution of Keras set
+            `auto_shard_dataset=False`.
+        multi_label: whether examples have several labels. They are numbers of classes,
+            sorted and padded with -1, for `keras_moe.losses.SparseSigmoidCrossentropy`;
+            with `one_hot` they are vectors.
+        hierarchy: a `LabelHierarchy`, its dict or the path of its file, if
+            `multi_label` is true: an example has all classes above its own, too. Labels
+            are then those of the hierarchy, which has the source's classes by their
+            names.
+        max_labels: number of labels of an example after padding, if `multi_label` is
+            true; the default is the largest number there can be, where the source
+            knows it.
+        exclude: indices of the examples to leave out, in the order of the source; or
+            the path of a JSON file of `write_exclusion` or `keras-moe deduplicate`; or
+            a list of such paths.
+        unreadable: treatment of images that cannot be read or decoded. `"raise"` is
+            an error that names the file, when the image is met; see `reading_errors`
+            for its class. `"exclude"` decodes all images once before the first batch,
+            warns of those that cannot be read, with their number, and leaves them out
+            as `exclude` does: batch n still follows from the arguments, as long as the
+            same images are unreadable. `find_unreadable` and `write_exclusion` do it
+            once for all runs.
+
+    Raises:
+        ValueError: if an option is out of range.
+
+    Example:
+
+    >>> from keras_moe.data import LoadOptions
+    >>> LoadOptions(repeat=True, start_batch=100).start_batch
+    100
+    """
+
+    repeat: bool = False
+    start_batch: int = 0
+    shard: tuple[int, int] = (0, 1)
+    multi_label: bool = False
+    hierarchy: Any = None
+    max_labels: int | None = None
+    exclude: Any = ()
+    unreadable: str = "raise"
+
+    def __post_init__(self):
+        check_integer("start_batch", self.start_batch, minimum=0)
+        if self.start_batch and not self.repeat:
+            raise ValueError(
+                "Expected repeat=True with a batch to start at; received: "
+                f"repeat={self.repeat}, start_batch={self.start_batch}"
+            )
+        if self.max_labels is not None:
+            check_integer("max_labels", self.max_labels)
+
+    def labels_of(self, examples: Examples, source: str, one_hot: bool) -> Labels:
+        """The labels that the options ask for, of the examples of a source."""
+        hierarchy = self.hierarchy
+        return make_labels(
+            examples.classes,
+            source,
+            bool(self.multi_label),
+            None if hierarchy is None else as_hierarchy(hierarchy),
+            self.max_labels,
+            one_hot,
+        )
+
+    def share_of(self, batch_size: int) -> Share:
+        """The host's share of batches of a size."""
+        try:
+            index, count = self.shard
+            index = check_integer("shard[0]", index, minimum=0)
+            count = check_integer("shard[1]", count)
+        except (TypeError, ValueError):
+            index, count = 0, 0
+        if index >= count or batch_size % count:
+            raise ValueError(
+                "Expected (index, count) with 0 <= index < count, where count divides "
+                f"batch_size; received: shard={self.shard!r}, batch_size={batch_size}"
+            )
+        return Share(index, count, batch_size // count)
 
 
 def load(
@@ -25,49 +118,42 @@ def load(
     one_hot: bool = False,
     drop_remainder: bool = False,
     data_dir: str | None = None,
-    repeat: bool = False,
-    start_batch: int = 0,
-    multi_label: bool = False,
-    hierarchy: Any = None,
-    max_labels: int | None = None,
-    shard: tuple[int, int] = (0, 1),
-    exclude: Any = (),
-    unreadable: str = "raise",
+    **options: Any,
 ) -> Any:
     """Loads batches of images and labels as a `tf.data.Dataset`, for any backend.
 
-    Images are resized bilinearly, without antialiasing, as the published pipelines
-    do. Grey images are repeated over the channels, and RGB becomes luminance where
+    Images are resized bilinearly, without antialiasing, as in the published pipelines.
+    Grey images are repeated over the channels, and RGB becomes luminance where
     `image_shape` has one channel.
 
     The same arguments give the same batches, together with TensorFlow's global seed
     where one is set. Each pass over the data set has another order and another
-    augmentation. Exceptions are layers and callables in `augment` with randomness
-    of their own, see there.
+    augmentation. Exceptions are layers and callables in `augment` with a random state
+    of their own; see there.
 
-    With `repeat` the data set has no end, and batch n of it follows from the arguments
-    alone, in any process: `start_batch=n` gives, bit for bit, what comes after n
-    batches. Images in memory and in folders begin there at once; of record files the
-    records before are read, not decoded.
+    With `repeat` the data set has no end, and its batch n follows from the arguments
+    alone, in any process: `start_batch=n` gives, bit for bit, the batches after the
+    first n. Images in memory and in folders begin there at once; in record files the
+    records before are read, and not decoded.
 
     Args:
-        source: `"digits"`, scikit-learn's handwritten digits; `"tfds:NAME"` for a
-            classification data set of TensorFlow Datasets, such as `"tfds:cifar10"`,
-            which is downloaded if it is not in `data_dir`; `"tfrecord:GLOB"` for
-            TFRecord files, or a folder of such, with a `dataset.json` beside them that
-            names the classes, see `write_tfrecords`, and `find_corrupt_files` where
-            records cannot be read; or `"folder:PATH"` for images in
-            files `PATH/split/class/name.png` (or jpg, bmp, gif; webp from TensorFlow
-            2.20 on), also in folders within that of the class, or with several labels
-            each in `PATH/split/labels.json`, such as
+        source: name of the data set: `"digits"`, scikit-learn's handwritten digits;
+            `"tfds:NAME"` for a classification data set of TensorFlow Datasets, such as
+            `"tfds:cifar10"`, which is downloaded if it is not in `data_dir`;
+            `"tfrecord:GLOB"` for TFRecord files, or a folder of such, with a
+            `dataset.json` beside them that names the classes (see `write_tfrecords`,
+            and `find_corrupt_files` where records cannot be read); or `"folder:PATH"`
+            for images in files `PATH/split/class/name.png` (or jpg, bmp, gif; webp
+            from TensorFlow 2.20 on), also in folders below that of the class, or with
+            several labels each in `PATH/split/labels.json`, such as
             `{"name.png": ["cat", "animal"]}`. A warning counts other files, such as
             tif, which TensorFlow does not decode.
         split: `"train"`, `"test"` or `"all"` of the digits; any split of TensorFlow
             Datasets, such as `"train[:90%]"`; a word in the names of TFRecord files,
             such as `train-00000-of-00008.tfrecord`; a folder's name.
         image_shape: (height, width, channels) of the images.
-        batch_size: images per batch, those of all shards together.
-        augment: what to do to the images at random:
+        batch_size: number of images in a batch, those of all shards together.
+        augment: random changes of the images:
 
             - None: nothing.
             - `"flip"`: left-right, every second image.
@@ -83,48 +169,24 @@ def load(
             - a layer of Keras or KerasCV. All pixels are in [0, 255].
             - a callable, from images (TensorFlow) to images. If it has an argument
               `seed`, it gets two integers for `tf.random.stateless_*`. If it has an
-              attribute `mixes_labels = True`, it gets and gives a dict of "images"
+              attribute `mixes_labels = True`, it takes and returns a dict of "images"
               and one-hot "labels".
             - a sequence of these, applied in order.
 
-            What comes before the first layer that mixes labels sees single images,
-            and the rest sees batches. Layers of Keras draw from seeds per element;
-            layers of KerasCV and callables without `seed` use their own random
-            state, one call after the other, in the order of the data.
-        shuffle: by default True for splits that begin with "train".
-        seed: of the order and of the augmentation. The digits' own split into train
-            and test does not depend on it.
+            Steps before the first one that mixes labels see single images, and the
+            others see batches. Layers of Keras draw from seeds per element; layers of
+            KerasCV and callables without `seed` use their own random state, one call
+            after the other, in the order of the data.
+        shuffle: whether the order is random; None is True for splits that begin with
+            "train".
+        seed: seed of the order and of the augmentation. The digits' own split into
+            train and test does not depend on it.
         one_hot: whether labels are one-hot vectors, or 0-1 vectors with `multi_label`;
             mixing labels makes them so.
         drop_remainder: whether to drop a last batch that is not full.
-        data_dir: of TensorFlow Datasets.
-        repeat: whether passes follow one another without end. All batches are full:
-            what does not fill one at the end of a pass is left out of it.
-        start_batch: with `repeat`, the batch to begin with. Layers and callables with
-            a random state of their own cannot go on where they were, and there is a
-            warning.
-        multi_label: whether examples have several labels. They are numbers of classes,
-            sorted and padded with -1, for `keras_moe.losses.SparseSigmoidCrossentropy`;
-            with `one_hot` they are vectors.
-        hierarchy: a `LabelHierarchy`, its dict or its file, with `multi_label`: an
-            example has all classes above its own, too. Labels are then those of the
-            hierarchy, in which the source's classes are found by their names.
-        max_labels: with `multi_label`, how many numbers there are for an example; the
-            default is the most that can come, where the source knows.
-        shard: (index, count), the part of this host among several. All have equally
-            many batches, and see different examples. Images in memory and in folders
-            are rows of the batches of one host alone; of record files each host reads
-            its own part. With a distribution of Keras set `auto_shard_dataset=False`.
-        exclude: indices of examples in the order of the source to leave out, or a JSON
-            file of `write_exclusion`, as `keras-moe deduplicate` writes it, or a list
-            of such files.
-        unreadable: what becomes of images that cannot be read or decoded. `"raise"` is
-            an error that names the file, when the image is met; see `reading_errors`
-            for its class. `"exclude"` decodes all images once before the first batch,
-            warns of those that cannot be read, with their number, and leaves them out
-            as `exclude` does: batch n still follows from the arguments, as long as the
-            same images are unreadable. `find_unreadable` and `write_exclusion` do it
-            once for all runs.
+        data_dir: folder of TensorFlow Datasets.
+        **options: fields of `LoadOptions`: `repeat`, `start_batch`, `shard`,
+            `multi_label`, `hierarchy`, `max_labels`, `exclude`, `unreadable`.
 
     Returns:
         A `tf.data.Dataset` of (images, labels): float32 (batch, height, width,
@@ -146,62 +208,57 @@ def load(
     model.fit(train, validation_data=load("digits", "test", shape, one_hot=True))
     ```
     """
-    image_shape = digits.check_image_shape(image_shape)
+    image_shape = check_image_shape(image_shape)
     if source == "digits":
         digits.check_channels(image_shape)
-    batch_size = _check_integer("batch_size", batch_size, minimum=1)
-    seed = _check_integer("seed", seed, minimum=0)
-    start_batch = _check_integer("start_batch", start_batch, minimum=0)
-    if start_batch and not repeat:
-        raise ValueError(
-            "Expected repeat=True with a batch to start at; "
-            f"received: repeat={repeat}, start_batch={start_batch}"
-        )
-    if max_labels is not None:
-        max_labels = _check_integer("max_labels", max_labels, minimum=1)
-    index, count = _check_shard(shard, batch_size)
+    check_integer("batch_size", batch_size)
+    check_integer("seed", seed, minimum=0)
     _check_split(split)
+    known = [field.name for field in dataclasses.fields(LoadOptions)]
+    check_argument_names(options, known, "load")
+    options = LoadOptions(**options)
+    share = options.share_of(batch_size)
     steps = build_steps(augment, image_shape, seed)
     one_hot = one_hot or any(step.mixes_labels for step in steps)
-    if hierarchy is not None:
-        hierarchy = as_hierarchy(hierarchy)
     _tensorflow()
 
     examples = open_source(source, split, data_dir)
-    labels = make_labels(
-        examples.classes, source, bool(multi_label), hierarchy, max_labels, one_hot
-    )
-    excluded = left_out(examples, source, split, exclude, unreadable)
+    labels = options.labels_of(examples, source, one_hot)
+    excluded = left_out(examples, source, split, options.exclude, options.unreadable)
     if len(excluded):
         examples = examples.without(excluded)
-    full = bool(drop_remainder or repeat)
+    full = bool(drop_remainder or options.repeat)
     rest = examples.count % batch_size
-    if (repeat and examples.count < batch_size) or (not full and 0 < rest < count):
+    if (options.repeat and examples.count < batch_size) or (
+        not full and 0 < rest < share.count
+    ):
         what = "without them" if len(excluded) else f"of {source!r}, split={split!r}"
         raise ValueError(
             "Expected a batch no larger than the examples, and an example of a last "
             f"batch for each shard or drop_remainder=True; there are {examples.count} "
-            f"examples {what}; received: batch_size={batch_size}, shard={shard}"
+            f"examples {what}; received: batch_size={batch_size}, shard={options.shard}"
         )
-    plan = Plan(
-        image_shape=image_shape,
-        steps=steps,
-        labels=labels,
-        share=Share(index, count, batch_size // count),
-        shuffle=split.startswith("train") if shuffle is None else bool(shuffle),
-        seed=seed,
-        drop_remainder=full,
-        start_batch=start_batch if repeat else None,
+    return batches(
+        examples,
+        BatchSettings(
+            image_shape=image_shape,
+            steps=steps,
+            labels=labels,
+            share=share,
+            shuffle=split.startswith("train") if shuffle is None else bool(shuffle),
+            seed=int(seed),
+            drop_remainder=full,
+            start_batch=int(options.start_batch) if options.repeat else None,
+        ),
     )
-    return batches(examples, plan)
 
 
 def num_classes(source: str, data_dir: str | None = None) -> int:
     """Number of classes of a source that `load` knows; downloads nothing.
 
     Args:
-        source: as of `load`.
-        data_dir: of TensorFlow Datasets.
+        source: name of a source of `load`.
+        data_dir: folder of TensorFlow Datasets.
 
     Raises:
         ValueError: if the source is not known.
@@ -225,15 +282,16 @@ def num_examples(
     """Number of examples in a split of a source that `load` knows.
 
     Args:
-        source: as of `load`.
-        split: as of `load`.
-        data_dir: of TensorFlow Datasets.
-        exclude: as of `load`; these are not counted.
-        unreadable: as of `load`.
+        source: name of a source of `load`.
+        split: name of a split of `load`.
+        data_dir: folder of TensorFlow Datasets.
+        exclude: examples that are not counted; see `LoadOptions`.
+        unreadable: treatment of images that cannot be read; see `LoadOptions`.
 
     Raises:
         ValueError: if the source or the split is not known.
-        ImportError: as `load`.
+        ImportError: if TensorFlow, TensorFlow Datasets or scikit-learn is needed and
+            not installed.
 
     Example:
 
@@ -257,30 +315,6 @@ def _tensorflow() -> Any:
     return tf
 
 
-def _check_shard(shard: Any, batch_size: int) -> tuple[int, int]:
-    try:
-        index, count = shard
-        index = _check_integer("shard[0]", index, minimum=0)
-        count = _check_integer("shard[1]", count, minimum=1)
-    except (TypeError, ValueError):
-        index, count = 0, 0
-    if index >= count or batch_size % count:
-        raise ValueError(
-            "Expected (index, count) with 0 <= index < count, where count divides "
-            f"batch_size; received: shard={shard!r}, batch_size={batch_size}"
-        )
-    return index, count
-
-
 def _check_split(split: Any) -> None:
     if not isinstance(split, str):
         raise ValueError(f"Expected the name of a split; received: split={split!r}")
-
-
-def _check_integer(name: str, value: Any, minimum: int) -> int:
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_integer or value < minimum:
-        raise ValueError(
-            f"Expected an integer of at least {minimum}; received: {name}={value!r}"
-        )
-    return int(value)

@@ -1,4 +1,4 @@
-"""Answers of the network, which may never come."""
+"""Questions to the network, whose answers may never come."""
 
 import threading
 from collections.abc import Callable
@@ -8,16 +8,17 @@ from typing import Any
 PATIENCE = 60
 
 
-def answer_of(function: Callable[[], Any], what: str) -> Any:
-    """What a function returns or raises, if it does so in time.
+def answer_of(function: Callable[[], Any], question: str) -> Any:
+    """Returns or raises the result of a function, if it comes in time.
 
     Libraries that look a name up on the network have no time-outs of their own, or
     multiply them by attempts. A function that is late goes on in a thread, whose
     result is lost.
 
     Args:
-        function: without arguments.
-        what: the question, for the error.
+        function: function without arguments.
+        question: description of the question, for the error.
+
     Raises:
         TimeoutError: an OSError, if it takes longer than `PATIENCE`.
     """
@@ -34,7 +35,7 @@ def answer_of(function: Callable[[], Any], what: str) -> Any:
     thread.join(PATIENCE)
     if thread.is_alive():
         raise TimeoutError(
-            f"Expected an answer within {PATIENCE} s; received: none to {what}. Is "
+            f"Expected an answer within {PATIENCE} s; received: none to {question}. Is "
             "there a network, and a proxy that answers?"
         )
     if "error" in done:
@@ -42,21 +43,21 @@ def answer_of(function: Callable[[], Any], what: str) -> Any:
     return done["value"]
 
 
-def check_reachable(url: str, what: str) -> None:
+def check_reachable(url: str, purpose: str) -> None:
     """Asks a server for an address once, before many attempts are made.
 
     Args:
-        url: of HTTP; any answer will do, a refusal, too.
-        what: what it is for, for the error.
+        url: address of HTTP; any answer will do, even a refusal.
+        purpose: purpose of the connection, for the error.
 
     Raises:
-        OSError: if there is none.
+        OSError: if there is no answer.
     """
     import requests
 
     try:
-        answer_of(lambda: requests.head(url), f"a request of {url} for {what}")
+        answer_of(lambda: requests.head(url), f"a request of {url} for {purpose}")
     except requests.RequestException as error:
         raise OSError(
-            f"Expected to reach {url} for {what}; received: {error}"
+            f"Expected to reach {url} for {purpose}; received: {error}"
         ) from error

@@ -7,15 +7,15 @@ import numpy as np
 
 
 def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
-    """Indices of all examples, in which a subpopulation has `count` places.
+    """Indices of all examples, among which a subpopulation has `count` places.
 
-    Each member has as many places as the others, but for one.
+    The members' numbers of places differ by one at most.
 
     Args:
-        members: boolean (N,), which examples belong to the subpopulation.
-        count: how many places it gets, such as the size of another subpopulation; as
-            many as it has members at least.
-        seed: of the order, and of which members get one place more.
+        members: boolean (N,), True for examples of the subpopulation.
+        count: number of places of the subpopulation, such as the size of another one;
+            not less than its number of members.
+        seed: seed of the order, and of the members that get one place more.
 
     Returns:
         int (N - members + count,), shuffled: `images[indices], labels[indices]` is the
@@ -43,14 +43,17 @@ def oversample(members: Any, count: int, seed: int = 0) -> np.ndarray:
         )
     if not isinstance(count, numbers.Integral):
         raise ValueError(f"Expected count to be an integer; received: count={count!r}")
-    found = np.flatnonzero(members)
-    if not 0 < len(found) <= count:
+    examples = np.flatnonzero(members)
+    if not 0 < len(examples) <= count:
         raise ValueError(
             "Expected at least one member, and no more than count; received: "
-            f"{len(found)} members, count={count}"
+            f"{len(examples)} members, count={count}"
         )
     generator = np.random.default_rng(seed)
-    whole, rest = divmod(count, len(found))
-    places = [np.repeat(found, whole), generator.choice(found, rest, replace=False)]
+    whole, rest = divmod(count, len(examples))
+    places = [
+        np.repeat(examples, whole),
+        generator.choice(examples, rest, replace=False),
+    ]
     indices = np.concatenate([np.flatnonzero(~members), *places])
     return generator.permutation(indices)

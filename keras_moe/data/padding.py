@@ -1,4 +1,4 @@
-"""Batches that are all full, so that several devices can share each of them.
+"""Full batches alone, so that several devices can share each of them.
 
 Axes: B batch, N examples, M examples with padding.
 """
@@ -24,28 +24,29 @@ def padded(
 
     A distribution splits each batch evenly over devices, which the last one of an epoch
     seldom allows. Here it is filled with copies of its last example that have weight 0.
-    Keras divides a batch's loss by B, and averages over batches by B, padding and all:
-    therefore every real example has weight M / N, and the epoch's loss is that of the N
-    examples alone. Averages of `weighted_metrics` do not see a factor of all weights,
-    and are exact, too; a metric that counts, such as `TruePositives`, counts M / N for
-    each. What is in compile's `metrics` reads no weights, and would take padding for
-    examples: give `model`, and it is refused.
+    Keras divides a batch's loss by B, and averages over batches by B, padding included:
+    every real example therefore has weight M / N, and the epoch's loss is that of the N
+    examples alone. Averages of `weighted_metrics` do not depend on a factor of all
+    weights, and are exact, too; a metric that counts, such as `TruePositives`, counts
+    M / N for each example. The `metrics` of `compile` read no weights, and would take
+    padding for examples: they are refused if `model` is given.
 
-    No image sees another at inference by default, so padding changes no prediction.
-    With `evaluation="official"` it competes for capacity within its group: predictions
-    are exact for groups of real images alone, as all are where the images of the last
-    batch are a multiple of `images_per_group`.
+    No image sees another one at inference by default, so padding changes no prediction.
+    With `evaluation="official"` padding competes for capacity within its group:
+    predictions are exact for groups of real images alone, and for all groups if the
+    number of images in the last batch is a multiple of `images_per_group`.
 
     Args:
         x: images, or a structure of arrays; or a `tf.data.Dataset` of batches
             `(images, labels)` or `(images, labels, sample_weight)`, of any sizes.
-        y: labels, with arrays.
-        sample_weight: (N,), with arrays.
-        batch_size: B, a multiple of the devices that share a batch. None takes that of
-            the dataset, or of arrays 32 at most, rounded up to such a multiple. Of
-            several processes each gives its own examples, in batches for its devices.
-        num_examples: N of a dataset, which is otherwise read once to count.
-        model: whose compiled metrics are checked.
+        y: labels, if `x` is made of arrays.
+        sample_weight: (N,) weights, if `x` is made of arrays.
+        batch_size: B, a multiple of the number of devices that share a batch. None
+            takes that of the dataset, or 32 at most for arrays, rounded up to such a
+            multiple. Each of several processes gives its own examples, in batches for
+            its own devices.
+        num_examples: N of a dataset, which is read once to count if N is None.
+        model: model whose compiled metrics are checked.
 
     Returns:
         A `tf.data.Dataset` of batches `(images, labels, weights)` with float32
@@ -76,20 +77,21 @@ def predictions(
     num_examples: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What a model says of each example, on several devices, without the padding.
+    """A model's outputs for each example, on several devices, without the padding.
 
     Args:
-        model: any.
-        x: as for `padded`.
-        batch_size: as for `padded`.
-        num_examples: as for `padded`.
-        **kwargs: see `keras.Model.predict`.
+        model: any model.
+        x: images or dataset; see `padded`.
+        batch_size: B; see `padded`.
+        num_examples: N; see `padded`.
+        **kwargs: arguments of `keras.Model.predict`.
 
     Returns:
-        What `model.predict` gives, for N examples.
+        The outputs of `model.predict` for N examples.
 
     Raises:
-        ValueError: as `padded`.
+        ValueError: if there are several processes, the devices do not divide the batch,
+            or there are no examples or no end of them.
 
     Example:
 
@@ -111,7 +113,7 @@ def predictions(
 
 
 def _padded(x, y, sample_weight, batch_size, num_examples):
-    """The full batches, and N: examples come before all padding."""
+    """The full batches, and N; all examples come before the padding."""
     import tensorflow as tf
 
     if isinstance(x, tf.data.Dataset):
@@ -127,7 +129,7 @@ def _padded(x, y, sample_weight, batch_size, num_examples):
             sizes = x.map(lambda *batch: _size(tf, batch))
             num_examples = int(sizes.reduce(np.int64(0), lambda x, size: x + size))
     elif isinstance(x, keras.utils.PyDataset):
-        # Its batches have no way to be cut and filled again.
+        # The batches of a PyDataset cannot be cut and filled again.
         raise ValueError("Expected arrays or a tf.data.Dataset; received: a PyDataset")
     else:
         if y is None and sample_weight is not None:
@@ -200,14 +202,14 @@ def _filled(tf, dataset, batch_size, num_examples):
 
 
 def _of_all_processes(num_batches, num_examples):
-    """The most batches of a process, all examples, and how many processes there are."""
+    """The most batches of a process, and the numbers of examples and processes."""
     processes = process_count()
     if processes == 1:
         return num_batches, num_examples, 1
     from jax.experimental import multihost_utils
 
-    found = multihost_utils.process_allgather(np.array([num_batches, num_examples]))
-    return int(found[:, 0].max()), int(found[:, 1].sum()), processes
+    counts = multihost_utils.process_allgather(np.array([num_batches, num_examples]))
+    return int(counts[:, 0].max()), int(counts[:, 1].sum()), processes
 
 
 def _size(tf, batch):
@@ -215,7 +217,7 @@ def _size(tf, batch):
 
 
 def batch_devices() -> int:
-    """How many devices share a batch under the current distribution.
+    """The number of devices that share a batch under the current distribution.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""From examples to batches: order, decoding, augmentation, batching."""
+"""Batches of examples: their order, decoding, augmentation and batching."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -9,18 +9,19 @@ from keras_moe.data.labels import Labels
 from keras_moe.data.random_resized_crop import RandomResizedCrop
 
 
-class Plan(NamedTuple):
-    """What `batches` does.
+class BatchSettings(NamedTuple):
+    """How `batches` makes batches of examples.
 
     Fields:
         image_shape: (height, width, channels) of the images.
-        steps: the augmentations.
-        labels: how labels are made.
-        share: the host's.
+        steps: steps of the augmentation.
+        labels: labels to make.
+        share: share of the host.
         shuffle: whether the order is random.
-        seed: of order and augmentation.
+        seed: seed of the order and of the augmentation.
         drop_remainder: whether a last batch that is not full is left out.
-        start_batch: the first batch of an endless sequence; None for a single pass.
+        start_batch: number of the first batch of an endless sequence; None for a single
+            pass.
     """
 
     image_shape: tuple[int, int, int]
@@ -33,23 +34,23 @@ class Plan(NamedTuple):
     start_batch: int | None
 
 
-def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
+def batches(examples: IndexedExamples | RecordExamples, settings: BatchSettings) -> Any:
     """A `tf.data.Dataset` of batches, images in [-1, 1].
 
-    Each example carries a key, two integers: of the pass over the data, and of its
-    place therein. All randomness of an augmentation follows from it.
+    Each example carries a key of two integers: one for the pass over the data, and one
+    for its place therein. All randomness of an augmentation follows from the key.
     """
     import tensorflow as tf
 
-    height, width, channels = plan.image_shape
-    # From the first that mixes labels on, augmentation works on batches.
-    first_mixer = [step.mixes_labels for step in plan.steps] + [True]
-    per_image = list(enumerate(plan.steps))[: first_mixer.index(True)]
-    per_batch = list(enumerate(plan.steps))[len(per_image) :]
+    height, width, channels = settings.image_shape
+    # Augmentation works on batches from the first step on that mixes labels.
+    first_mixer = [step.mixes_labels for step in settings.steps] + [True]
+    per_image = list(enumerate(settings.steps))[: first_mixer.index(True)]
+    per_batch = list(enumerate(settings.steps))[len(per_image) :]
 
     # A crop comes first only where it sees the image at its full size.
     crop = per_image.pop(0) if per_image and per_image[0][1].crop else None
-    # What needs no order is done in one function: an image is still in the cache.
+    # Steps that need no order are one function: an image is still in the cache.
     is_stateless = [step.is_stateless for _, step in per_image] + [False]
     at_once = per_image[: is_stateless.index(False)]
     one_by_one = per_image[len(at_once) :]
@@ -74,7 +75,7 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
             if crop is not None:
                 pixels, _ = crop[1].function(pixels, None, seed)
         pixels = tf.image.resize(pixels, (height, width))
-        labels = plan.labels(labels)
+        labels = settings.labels(labels)
         for number, step in at_once:
             pixels, labels = step.function(pixels, labels, _seed(tf, key, number))
         if not one_by_one and not per_batch:
@@ -82,15 +83,17 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
         return pixels, labels, key
 
     def scaled(images):
-        if at_once or one_by_one or per_batch:  # Else nothing has left the range.
+        if at_once or one_by_one or per_batch:  # Nothing else leaves the range.
             images = tf.clip_by_value(images, 0.0, 255.0)
         return images * (1 / 127.5) - 1.0
 
     parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
-    dataset = _passes(tf, examples, plan)
+    dataset = _passes(tf, examples, settings)
     dataset = dataset.map(prepare, **parallel)
     dataset = _augmented(tf, dataset, one_by_one)
-    dataset = dataset.batch(plan.share.batch_size, drop_remainder=plan.drop_remainder)
+    dataset = dataset.batch(
+        settings.share.batch_size, drop_remainder=settings.drop_remainder
+    )
     dataset = _augmented(tf, dataset, per_batch)
     if one_by_one or per_batch:
         dataset = dataset.map(lambda x, y, _: (scaled(x), y), **parallel)
@@ -99,14 +102,16 @@ def batches(examples: IndexedExamples | RecordExamples, plan: Plan) -> Any:
     return dataset.prefetch(tf.data.AUTOTUNE)
 
 
-def _passes(tf, examples, plan: Plan):
+def _passes(tf, examples, settings: BatchSettings):
     """A data set of ((position, item), pass): one pass, or passes without end."""
-    share = plan.share
+    share = settings.share
     per_pass = examples.count // (share.batch_size * share.count)
-    endless = plan.start_batch is not None
+    endless = settings.start_batch is not None
     if endless:
-        first, skipped = divmod(plan.start_batch, per_pass)
-        if plan.start_batch and not all(step.is_stateless for step in plan.steps):
+        first, skipped = divmod(settings.start_batch, per_pass)
+        if settings.start_batch and not all(
+            step.is_stateless for step in settings.steps
+        ):
             warnings.warn(
                 "Augmentations with a random state of their own do not go on where "
                 "they were: these batches are not those of a run without a break",
@@ -115,22 +120,22 @@ def _passes(tf, examples, plan: Plan):
         numbers = tf.data.Dataset.range(first, tf.int64.max)
     else:
         first, skipped = 0, 0
-        # Another number in every pass over the data set, the same in each process.
+        # The number differs in every pass over the data set, and not by process.
         numbers = tf.data.Dataset.random(
-            seed=plan.seed, rerandomize_each_iteration=True
+            seed=settings.seed, rerandomize_each_iteration=True
         ).take(1)
-    whole = endless or plan.drop_remainder
+    whole = endless or settings.drop_remainder
     length = per_pass * share.batch_size if whole else None
 
     def one_pass(number):
-        seed = tf.stack([tf.constant(plan.seed, "int64"), number])
+        seed = tf.stack([tf.constant(settings.seed, "int64"), number])
         start = 0
         if skipped:
             start = tf.where(number == first, skipped * share.batch_size, 0)
         dataset = examples.pass_over(
-            share, seed if plan.shuffle else None, tf.cast(start, "int64"), length
+            share, seed if settings.shuffle else None, tf.cast(start, "int64"), length
         )
-        # Without a function: what comes here is not done in parallel.
+        # A function is not needed here, and would not run in parallel.
         number_of_pass = tf.data.Dataset.from_tensors(_mixed(tf, seed)).repeat()
         return tf.data.Dataset.zip((dataset, number_of_pass))
 
@@ -146,7 +151,7 @@ def _passes(tf, examples, plan: Plan):
 
 def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
     """Applies steps, given with their numbers, to images or to batches."""
-    # A map for each: only those without state of their own may run in parallel.
+    # Each has a map, since only those without a random state may run in parallel.
     for number, step in steps:
 
         def apply(images, labels, key, step=step, number=number):
@@ -160,30 +165,30 @@ def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
 
 
 def _seed(tf, key, number: int):
-    """The seed of a step: steps share the key of an image, not the seeds made of it."""
+    """The seed of a step: steps share the key of an image, but not their seeds."""
     return tf.stack([_mixed(tf, key, "int32"), number])
 
 
 def _mixed(tf, seed, dtype="int64"):
-    """One random number for the two of a seed."""
+    """One random number made from the two of a seed."""
     return tf.random.stateless_uniform([], seed, None, None, dtype)
 
 
 def _decodes_in_part(examples, step: Step) -> bool:
-    """Whether a crop may be decoded by itself: not of a class that calls its own."""
+    """Whether a crop may be decoded by itself: a subclass may have its own call."""
     is_plain = type(step.crop).__call__ is RandomResizedCrop.__call__
     return examples.encoded_channels is not None and is_plain
 
 
 def _to_channels(tf, pixels, channels: int):
-    given = pixels.shape[-1]
-    if given == channels:
+    own = pixels.shape[-1]
+    if own == channels:
         return pixels
-    if given == 1:
+    if own == 1:
         return tf.repeat(pixels, channels, axis=-1)
-    if (given, channels) == (3, 1):
+    if (own, channels) == (3, 1):
         return tf.image.rgb_to_grayscale(pixels)
     raise ValueError(
         "Expected as many channels as the images have, or grey images, or one channel; "
-        f"received: image_shape with {channels} channels for images with {given}"
+        f"received: image_shape with {channels} channels for images with {own}"
     )

@@ -8,15 +8,15 @@ import numpy as np
 class RandomResizedCrop:
     """Crops a random part of random shape, and resizes it bilinearly.
 
-    Keras has no such layer. The area's share and the logarithm of the aspect ratio
-    are uniform; of ten draws the first that fits into the image is taken, and if
-    none does, the largest centred crop with the nearest permitted aspect ratio.
-    As the first augmentation of a pipeline it reads the image at its full size.
+    Keras has no such layer. The fraction of the area and the logarithm of the aspect
+    ratio are uniform. The first of ten draws that fits into the image is taken, and if
+    none does, the largest centred crop with the nearest permitted aspect ratio. It
+    reads the image at its full size where it is the first augmentation of a pipeline.
 
     Args:
-        height: of the result.
-        width: of the result.
-        scale: lowest and highest share of the area, in (0, 1].
+        height: height of the result.
+        width: width of the result.
+        scale: lowest and highest fraction of the area, in (0, 1].
         ratio: lowest and highest width / height of the crop, positive.
 
     Raises:
@@ -66,7 +66,7 @@ class RandomResizedCrop:
         Args:
             images: (height, width, channels), or a batch of them; each image of a
                 batch is cropped differently.
-            seed: (2,) integers, as those of `tf.random.stateless_uniform`.
+            seed: (2,) integers, the seed of `tf.random.stateless_uniform`.
         """
         import tensorflow as tf
 
@@ -84,16 +84,16 @@ class RandomResizedCrop:
         )
 
     def decode(self, encoded: Any, decode: Any, channels: int, seed: Any) -> Any:
-        """Crops an image file, of which it decodes no more than it needs.
+        """Crops an image file, and decodes no more of it than the crop needs.
 
         The result is that of `self(decode(encoded), seed)`, bit for bit. Only JPEG
         files can be decoded in part; others are decoded as a whole.
 
         Args:
-            encoded: the bytes of a JPEG, PNG, GIF or BMP file.
-            decode: from these to pixels (height, width, channels).
-            channels: 1 or 3, as `decode` gives.
-            seed: (2,) integers, as those of `tf.random.stateless_uniform`.
+            encoded: bytes of a JPEG, PNG, GIF or BMP file.
+            decode: function from these to pixels (height, width, channels).
+            channels: number of channels that `decode` makes, 1 or 3.
+            seed: (2,) integers, the seed of `tf.random.stateless_uniform`.
 
         Returns:
             float32 (height, width, channels) of the crop.
@@ -103,8 +103,8 @@ class RandomResizedCrop:
         def part():
             size = tf.image.extract_jpeg_shape(encoded)[:2]
             window = self._draw(tf, size, 1, seed)[0]
-            # A pixel more at each side: where the decoded part ends, colours would
-            # be interpolated from fewer pixels than within the image.
+            # One more pixel at each side is decoded: at the edge of the decoded part
+            # colours are interpolated from fewer pixels than within the image.
             begin = tf.maximum(window[:2] - 1, 0)
             end = tf.minimum(window[:2] + window[2:] + 1, size)
             pixels = tf.io.decode_and_crop_jpeg(
@@ -128,7 +128,7 @@ class RandomResizedCrop:
     def _draw(self, tf, size, count, seed):
         """Crops of images of a size (2,): int32 (count, 4), top, left, height, width.
 
-        The arithmetic is of few operations, each of which costs more than its numbers.
+        The arithmetic has few operations, since each costs more than its numbers.
         """
         limits = tf.cast(size, "float32")
         uniform = tf.random.stateless_uniform([count, self._NUM_DRAWS, 4], seed)
@@ -139,14 +139,14 @@ class RandomResizedCrop:
         sides = mean[..., None] * tf.exp(log_ratio[..., None] * [-0.5, 0.5])
         sides = tf.round(sides)
         fits = tf.reduce_all((sides >= 1) & (sides <= limits), axis=-1)
-        # After the draws what is taken if none fits: a centred crop, as high and as
+        # The last candidate is taken if no draw fits: a centred crop, as high and as
         # wide as the lowest and the highest ratio permit.
         permitted = limits[::-1] * [1 / self.ratio[0], self.ratio[1]]
         centred = tf.maximum(tf.round(tf.minimum(limits, permitted)), 1.0)
         centred = tf.concat([centred, [0.5, 0.5]], axis=0)
         draws = tf.concat([sides, uniform[..., 2:]], axis=-1)
         draws = tf.concat([draws, tf.tile(centred[None, None], [count, 1, 1])], axis=1)
-        # Falling numbers, as argmax promises nothing about equal ones.
+        # The numbers fall, since argmax promises nothing about equal ones.
         order = tf.range(self._NUM_DRAWS + 1, 0, -1)
         first = tf.argmax(
             tf.where(tf.pad(fits, [[0, 0], [0, 1]], constant_values=True), order, 0),

@@ -1,8 +1,8 @@
 """Reading that names the file of an example that cannot be read.
 
-TensorFlow's graphs know no exceptions, and its errors seldom say which file they are
-about. Within a data set an error can be passed over: so each example is read in a data
-set of its own, which goes on with what says where the example is.
+TensorFlow's graphs have no exceptions, and its errors seldom name the file. A data set
+can ignore an error: each example is therefore read in a data set of its own, which then
+goes on with an element that raises an error with the file's name.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ _FAILED = re.compile(r"assertion failed: \[(Expected [^\n]*)\]")
 
 
 def decode_image(encoded: Any) -> Any:
-    """Pixels (height, width, 3), uint8, of an image file; of several the first."""
+    """Pixels (height, width, 3), uint8, of an image file; the first of an animation."""
     import tensorflow as tf
 
     image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
@@ -22,13 +22,13 @@ def decode_image(encoded: Any) -> Any:
 
 
 def attempt(function: Callable, item: Any, otherwise: Callable) -> Any:
-    """`function(item)`, or `otherwise(item)` if TensorFlow fails at the first.
+    """`function(item)`, or `otherwise(item, specs)` if TensorFlow fails at the first.
 
     Args:
-        function: from a structure of tensors to another.
-        item: tensors.
-        otherwise: takes `item`, too, and a structure of `tf.TensorSpec` that says what
-            `function` gives.
+        function: function from one structure of tensors to another.
+        item: structure of tensors.
+        otherwise: function of `item`, too, and of the structure of `tf.TensorSpec` of
+            `function`'s result.
     """
     import tensorflow as tf
 
@@ -42,21 +42,21 @@ def read_or_name(function: Callable, item: Any, expected: str, place: Any) -> An
     """`function(item)`, or an error that names a place.
 
     Args:
-        function: as of `attempt`.
-        item: as of `attempt`.
-        expected: what the place should have, for the error.
+        function: function from one structure of tensors to another.
+        item: structure of tensors.
+        expected: description of what the place should have, for the error.
         place: string tensor, the path of a file.
     """
     return attempt(function, item, lambda _, specs: _fail(specs, expected, place))
 
 
 def records_or_name(records: Any, path: Any, count: Any) -> Any:
-    """So many records of a data set, and an error that names a file if it has fewer.
+    """The first records of a data set, with an error that names a file with fewer.
 
     Args:
         records: `tf.data.Dataset` of strings, from one file.
-        path: string tensor.
-        count: int64 tensor.
+        path: string tensor, the path of the file.
+        count: int64 tensor, the number of records.
     """
     import tensorflow as tf
 
@@ -72,9 +72,9 @@ def check_or_name(condition: Any, expected: str, place: Any, received: Any) -> A
 
     Args:
         condition: boolean tensor.
-        expected: what the place should have, for the error.
+        expected: description of what the place should have, for the error.
         place: string tensor, the path of a file.
-        received: a tensor that is not as expected.
+        received: tensor that is not as expected.
     """
     import tensorflow as tf
 
@@ -84,9 +84,9 @@ def check_or_name(condition: Any, expected: str, place: Any, received: Any) -> A
 
 @contextlib.contextmanager
 def reading_errors() -> Iterator[None]:
-    """Within it, what TensorFlow says of examples that cannot be read is a ValueError.
+    """Turns TensorFlow's errors about examples that cannot be read into ValueErrors.
 
-    Without it the message is the same, and the class one of TensorFlow's own.
+    Without it the message is the same, and the error's class one of TensorFlow's own.
 
     Raises:
         ValueError: if an example cannot be read; with the name of its file.
@@ -110,7 +110,7 @@ def reading_errors() -> Iterator[None]:
 
 
 def _fail(specs, expected, place):
-    """An error, with the structure of what it takes the place of."""
+    """An error, with the structure of the element whose place it takes."""
     import tensorflow as tf
 
     about = [f"Expected {expected}; received:", place]

@@ -10,7 +10,7 @@ from keras_moe.data.examples import IndexedExamples, RecordExamples
 def open_source(
     source: str, split: str, data_dir: str | None
 ) -> IndexedExamples | RecordExamples:
-    """The examples of a split; downloads what a `tfds:` source has not yet."""
+    """The examples of a split; a `tfds:` source that is not there is downloaded."""
     kind, name = split_source(source)
     if kind == "folder":
         return folders.read_examples(name, split)
@@ -37,8 +37,8 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
     """Names of the classes of a source that `load` knows; downloads nothing.
 
     Args:
-        source: as of `load`.
-        data_dir: of TensorFlow Datasets.
+        source: name of a source of `load`.
+        data_dir: folder of TensorFlow Datasets.
 
     Returns:
         The names in the order of the labels, or None if the source has none.
@@ -63,7 +63,7 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
 
 
 def split_source(source: str) -> tuple[str, str]:
-    """The kind and the name of a source, or an error with what may be meant."""
+    """The kind and the name of a source, or an error with the likeliest names."""
     if source == "digits":
         return "digits", ""
     if isinstance(source, str):

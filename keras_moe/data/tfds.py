@@ -26,9 +26,9 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
     image, label = _features(name, info)
     _prepare(name, builder)
     try:
-        found = info.splits[split]
         files = [
-            RecordFile(f.filename, f.skip, f.take) for f in found.file_instructions
+            RecordFile(file.filename, file.skip, file.take)
+            for file in info.splits[split].file_instructions
         ]
     except (KeyError, ValueError, AssertionError) as error:
         raise ValueError(
@@ -40,7 +40,7 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
         raise ValueError(
             f"Expected a split of tfds:{name} with examples; received: split={split!r}"
         )
-    # Which its files are unless the data set was prepared for something else.
+    # TFRecord is the default of TensorFlow Datasets.
     if info.file_format != tfds.core.FileFormat.TFRECORD:
         raise ValueError(
             f"Expected tfds:{name} to be prepared in TFRecord files; "
@@ -82,7 +82,7 @@ def _open(name: str, data_dir: str | None) -> Any:
             'tfds: sources need TensorFlow Datasets: pip install "keras-moe[data]"'
         ) from error
     try:
-        # It may look for a name in several places of the network.
+        # TensorFlow Datasets may look for a name in several places of the network.
         return answer_of(
             lambda: tfds.builder(name, data_dir=data_dir),
             f"TensorFlow Datasets' search for tfds:{name}",
@@ -116,14 +116,14 @@ def _prepare(name: str, builder: Any) -> None:
     try:
         builder.download_and_prepare()
     except AssertionError as error:
-        # Of data that are to be downloaded by hand.
+        # The data are to be downloaded by hand.
         raise ValueError(
             f"Expected tfds:{name} to be prepared; received: {error}"
         ) from error
 
 
 def _label_numbers(label: Any) -> Any:
-    """int32 numbers of classes: one, or several."""
+    """The number of a class, or the numbers of several classes, int32."""
     import tensorflow as tf
 
     if not isinstance(label, dict):
@@ -133,10 +133,10 @@ def _label_numbers(label: Any) -> Any:
 
 
 def _classes(labels: Any) -> Classes:
-    """What a feature knows: a `ClassLabel`, a sequence of such, or attributes.
+    """The classes of a feature: a `ClassLabel`, a sequence of such, or attributes.
 
     Attributes are sorted by name, since a data set that is read without its code has
-    lost their order. Those of CelebA are so in any case.
+    lost their order; those of CelebA are sorted in any case.
     """
     import tensorflow_datasets as tfds
 
@@ -150,7 +150,7 @@ def _classes(labels: Any) -> Classes:
 
 
 def _features(name: str, info: Any) -> tuple[str, str]:
-    """The keys of the image and of the label, or an error that says what is there."""
+    """The keys of the image and of the label, or an error with all features."""
     import tensorflow_datasets as tfds
 
     features = info.features

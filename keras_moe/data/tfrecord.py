@@ -1,6 +1,6 @@
 """Images and labels in TFRecord files of `tf.train.Example`.
 
-A file `dataset.json` beside them says what the files cannot:
+A file `dataset.json` beside them has what the records do not:
 
     {
       "classes": ["cat", "dog"],               names, or a number of classes
@@ -28,18 +28,25 @@ from typing import Any
 import numpy as np
 
 from keras_moe.data.examples import RecordExamples, RecordFile
-from keras_moe.data.json_files import read_json
-from keras_moe.data.json_schema import DictOf, Either, Integer, ListOf, Record, Text
 from keras_moe.data.label_hierarchy import PARENTS, LabelHierarchy
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import check_or_name, decode_image, read_or_name
 from keras_moe.files import new_file, write_json
+from keras_moe.json_schema import (
+    DictOf,
+    Either,
+    Integer,
+    ListOf,
+    Record,
+    Text,
+    read_json,
+)
 
 SIDECAR = "dataset.json"
 FEATURES = {"image": "image/encoded", "label": "image/class/label"}
 _FILE = Record(
     {
-        # As many as one can still have a head or a one-hot vector for.
+        # More classes are too many for a head or a one-hot vector.
         "classes": Either(Integer(1, 2**24), ListOf(Text(), minimum=1, unique=True)),
         "features": Record({"image": Text(), "label": Text()}),
         "first_label": Integer(-(2**31)),
@@ -52,19 +59,19 @@ _FILE = Record(
 
 
 def read_examples(pattern: str, split: str) -> RecordExamples:
-    """The images of a split; they stay encoded until `decode`."""
+    """The examples of a split; images stay encoded until `decode`."""
     import tensorflow as tf
 
     paths = _files(pattern)
     settings, classes = _settings(pattern)
-    # Of a name such as "train-00000-of-00008.tfrecord" or "photos-train.tfrecord".
+    # Names are such as "train-00000-of-00008.tfrecord" or "photos-train.tfrecord".
     chosen = [p for p in paths if split in re.split(r"[-_.]", p.name)]
     if not chosen:
         raise ValueError(
             f"Expected files of tfrecord:{pattern} with the split as a word of their "
             f"names; received: split={split!r}, {[p.name for p in paths[:3]]}"
         )
-    # Of files of the same name in other folders it says nothing.
+    # The counts do not hold for files of the same name in other folders.
     counts = {
         paths[0].parent / name: count
         for name, count in settings.get("counts", {}).items()
@@ -111,13 +118,13 @@ def read_examples(pattern: str, split: str) -> RecordExamples:
 
 
 def count_classes(pattern: str) -> int:
-    """Number of classes, which the file beside the records says."""
+    """Number of classes, from the file beside the records."""
     _files(pattern)
     return _settings(pattern)[1].count
 
 
 def class_names(pattern: str) -> tuple[str, ...] | None:
-    """The names of the classes, if the file beside the records says them."""
+    """The names of the classes, if the file beside the records has them."""
     _files(pattern)
     return _settings(pattern)[1].names
 
@@ -133,7 +140,7 @@ def count_records(path: Path) -> int:
         while at < size:
             header = file.read(12)
             length = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else size
-            # The length, its checksum, the record, its checksum.
+            # A record has its length, a checksum, its bytes, and a checksum.
             at += 16 + length
             if at > size:
                 raise ValueError(
@@ -169,18 +176,19 @@ def write_tfrecords(
 ) -> None:
     """Writes images and labels as TFRecord files, which `"tfrecord:FOLDER"` reads.
 
-    The files come into place when all are written; a write that fails leaves what was
-    there. Splits are written one by one, with the same classes.
+    The files take their places when all are written; a write that fails leaves the
+    older ones. Splits are written one by one, with the same classes.
 
     Args:
-        folder: made if it is not there.
-        split: the files are `split-00000-of-00002.tfrecord` and so on.
-        examples: (image, label) or (image, labels): encoded bytes of a JPEG or PNG
-            file, or uint8 (height, width, 1 or 3); the number of a class, or a list
-            of such. Either every example has a list, or none.
-        classes: names, or how many there are.
-        parents: see `LabelHierarchy`.
-        num_files: examples are dealt out to them in turn.
+        folder: path of the folder, which need not exist.
+        split: name of the split; the files are `split-00000-of-00002.tfrecord` and so
+            on.
+        examples: iterable of (image, label) or (image, labels): encoded bytes of a JPEG
+            or PNG file, or uint8 (height, width, 1 or 3); the number of a class, or a
+            list of such. Either every example has a list, or none.
+        classes: names of the classes, or their number.
+        parents: dict from a class to those above it; see `LabelHierarchy`.
+        num_files: number of files, to which examples are dealt out in turn.
 
     Raises:
         ValueError: if an argument is out of range, or the classes are not those of
@@ -226,18 +234,18 @@ def write_tfrecords(
                 f"Expected lists of labels in all splits of {folder / SIDECAR} or in "
                 f"none; received: split={split!r} {'with' if most else 'without'}"
             )
-        ours = re.compile(rf"{split}-\d{{5}}-of-\d{{5}}\.tfrecord")
+        own = re.compile(rf"{split}-\d{{5}}-of-\d{{5}}\.tfrecord")
         old = [
             path
             for path in folder.iterdir()
-            if ours.fullmatch(path.name) and path.name not in names
+            if own.fullmatch(path.name) and path.name not in names
         ]
-        # Until the new ones are known, as a process may end in between: files without
-        # are counted.
+        # The new counts are written last, since a process may end in between: files
+        # without a count are counted.
         kept = {
             name: number
             for name, number in before.get("counts", {}).items()
-            if not ours.fullmatch(name)
+            if not own.fullmatch(name)
         }
         if most is not None:
             settings["max_labels"] = max(most, before.get("max_labels", 1))
@@ -249,7 +257,7 @@ def write_tfrecords(
 
 
 def _write(parts, examples, num_classes) -> tuple[list[int], int | None]:
-    """Numbers of examples, and the most labels of one, None for single labels."""
+    """Numbers of examples, and the largest one of labels; None for single labels."""
     import tensorflow as tf
 
     counts, most, is_list = [0] * len(parts), 1, None
@@ -259,7 +267,7 @@ def _write(parts, examples, num_classes) -> tuple[list[int], int | None]:
             one = isinstance(labels, (int, np.integer))
             try:
                 values = [int(labels)] if one else list(map(operator.index, labels))
-            except TypeError:  # No integers, or no list of such.
+            except TypeError:  # The labels are no integers, or no list of such.
                 values = [-1]
             if is_list is None:
                 is_list = not one
@@ -307,7 +315,7 @@ def _files(pattern: str) -> list[Path]:
 
 
 def _settings(pattern: str) -> tuple[dict, Classes]:
-    """What the file beside the records says."""
+    """The content of the file beside the records, and its classes."""
     folder = Path(pattern) if os.path.isdir(pattern) else _files(pattern)[0].parent
     path = folder / SIDECAR
     if not path.is_file():
@@ -323,7 +331,7 @@ def _settings(pattern: str) -> tuple[dict, Classes]:
 
 
 def _check_first(path: str, names: dict[str, str]) -> None:
-    """Reads the first record, so that missing features are known at the door."""
+    """Reads the first record, so that missing features are refused at the door."""
     import tensorflow as tf
 
     try:
@@ -333,10 +341,10 @@ def _check_first(path: str, names: dict[str, str]) -> None:
         raise ValueError(
             f"Expected records of tf.train.Example in {path}; received: {error}"
         ) from error
-    found = example.features.feature
+    features = example.features.feature
     for kind, field in (("image", "bytes_list"), ("label", "int64_list")):
-        if names[kind] not in found or not found[names[kind]].HasField(field):
+        if names[kind] not in features or not features[names[kind]].HasField(field):
             raise ValueError(
                 f"Expected a feature {names[kind]!r} ({field}) in {path}, or another "
-                f"name under 'features' in {SIDECAR}; received: {sorted(found)}"
+                f"name under 'features' in {SIDECAR}; received: {sorted(features)}"
             )

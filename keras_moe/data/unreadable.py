@@ -1,4 +1,4 @@
-"""Images that cannot be read, found before they are met in training."""
+"""Images that cannot be read, for a search before training."""
 
 import warnings
 from collections.abc import Callable
@@ -21,21 +21,22 @@ def find_unreadable(
     data_dir: str | None = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> np.ndarray:
-    """Reads and decodes all images of a split, and says which cannot be.
+    """Finds the images of a split that cannot be read or decoded, by reading all.
 
     Args:
-        source: as of `keras_moe.data.load`.
-        split: as of `keras_moe.data.load`.
-        data_dir: of TensorFlow Datasets.
-        progress: called with the number of images that are done, and of all.
+        source: name of a source of `keras_moe.data.load`.
+        split: name of a split.
+        data_dir: folder of TensorFlow Datasets.
+        progress: function that is called with the number of images that are done, and
+            the number of all images.
 
     Returns:
         Sorted indices, int64: for `exclude` of `keras_moe.data.load`, or for
         `write_exclusion`.
 
     Raises:
-        ValueError: as `keras_moe.data.load`, and if a TFRecord file cannot be read to
-            its end, see `find_corrupt_files`.
+        ValueError: if the source or the split is not known, or a TFRecord file cannot
+            be read to its end; see `find_corrupt_files`.
 
     Example:
 
@@ -51,9 +52,8 @@ def find_corrupt_files(source: str) -> list[str]:
     """The files of a source that cannot be read.
 
     It reads all of them: images are decoded, and TFRecord files are read to their end.
-    Images that a `labels.json` names and that are not there count, too; splits without
-    images do not matter.
-    Images within TFRecord files are for `find_unreadable`.
+    Missing images that a `labels.json` names count, too; splits without images do not
+    matter. `find_unreadable` is for the images within TFRecord files.
 
     Args:
         source: `"folder:PATH"`, `"tfrecord:GLOB"`, or a folder or glob of TFRecord
@@ -71,10 +71,10 @@ def find_corrupt_files(source: str) -> list[str]:
     """
     kind, _, path = source.partition(":")
     if kind == "folder":
-        examples, found = folders.read_files(path)
+        examples, paths = folders.read_files(path)
         if examples is not None:
-            found += [_text(place) for _, place in _unreadable(examples)]
-        return sorted(found)
+            paths += [_text(place) for _, place in _unreadable(examples)]
+        return sorted(paths)
     return tfrecord.corrupt_files(path if kind == "tfrecord" else source)
 
 
@@ -85,20 +85,20 @@ def excluded_examples(
     exclude: Any = (),
     unreadable: str = "raise",
 ) -> np.ndarray:
-    """The examples that `load` leaves out, found once for several calls of it.
+    """The examples that `load` leaves out, for several calls of it.
 
     Args:
-        source: as of `keras_moe.data.load`.
-        split: as of `keras_moe.data.load`.
-        data_dir: of TensorFlow Datasets.
-        exclude: as of `keras_moe.data.load`.
-        unreadable: as of `keras_moe.data.load`.
+        source: name of a source of `keras_moe.data.load`.
+        split: name of a split.
+        data_dir: folder of TensorFlow Datasets.
+        exclude: examples to leave out; see `LoadOptions`.
+        unreadable: treatment of images that cannot be read; see `LoadOptions`.
 
     Returns:
-        Sorted indices, int64: what `exclude` may be in the place of both arguments.
+        Sorted indices, int64, which `exclude` takes in the place of both arguments.
 
     Raises:
-        ValueError: as `keras_moe.data.load`.
+        ValueError: if an argument is not known or out of range.
 
     Example:
 
@@ -121,22 +121,22 @@ def left_out(
     excluded = excluded_indices(exclude, source, split, examples.count)
     if unreadable == "raise":
         return excluded
-    found = _unreadable(examples)
-    if not found:
+    bad = _unreadable(examples)
+    if not bad:
         return excluded
-    names = ", ".join(_text(place) for _, place in found[:5])
+    names = ", ".join(_text(place) for _, place in bad[:5])
     message = (
-        f"{len(found)} of {examples.count} images of {source!r}, split={split!r} "
-        f"cannot be read and are left out: {names}{', ...' if len(found) > 5 else ''}"
+        f"{len(bad)} of {examples.count} images of {source!r}, split={split!r} "
+        f"cannot be read and are left out: {names}{', ...' if len(bad) > 5 else ''}"
     )
-    # Of one place, whoever calls: Python shows it once for several calls.
+    # The warning has one place, whoever calls: Python shows it once for several calls.
     warnings.warn(message, stacklevel=1)
-    if len(found) == examples.count:
+    if len(bad) == examples.count:
         raise ValueError(
             f"Expected images that can be read in {source!r}, split={split!r}; "
             f"received: {examples.count} that cannot, such as {names}"
         )
-    indices = [*excluded.tolist(), *(int(index) for index, _ in found)]
+    indices = [*excluded.tolist(), *(int(index) for index, _ in bad)]
     return excluded_indices(indices, source, split, examples.count)
 
 
@@ -155,21 +155,19 @@ def _unreadable(
 
     def checked(position, item):
         def readable(item):
-            # It depends on the pixels, which would not be decoded otherwise.
+            # The result depends on the pixels, which would not be decoded otherwise.
             return tf.size(examples.decode(examples.read(item)[0])) > 0
 
-        found = attempt(readable, item, lambda *_: tf.constant(False))
-        return position, examples.place(item), found
+        is_good = attempt(readable, item, lambda *_: tf.constant(False))
+        return position, examples.place(item), is_good
 
     dataset = examples.pass_over(Share(0, 1, 1), None, 0, None)
     dataset = dataset.map(checked, num_parallel_calls=tf.data.AUTOTUNE)
-    found, done = [], 0
+    bad, done = [], 0
     with reading_errors():
         for columns in dataset.batch(256).prefetch(1).as_numpy_iterator():
-            found += [
-                (index, place) for index, place, good in zip(*columns) if not good
-            ]
+            bad += [(index, place) for index, place, good in zip(*columns) if not good]
             done += len(columns[0])
             if progress is not None:
                 progress(done, examples.count)
-    return found
+    return bad

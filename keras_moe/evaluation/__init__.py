@@ -8,13 +8,15 @@ from keras_moe.evaluation.average_precision import (
 )
 from keras_moe.evaluation.few_shot import (
     FewShotResult,
-    RidgeClassifier,
     best_l2,
     few_shot,
-    few_shot_accuracies,
     few_shot_from_model,
-    ridge_regression,
     sample_shots,
+)
+from keras_moe.evaluation.ridge_regression import (
+    RidgeClassifier,
+    few_shot_accuracies,
+    ridge_regression,
 )
 
 __all__ = [

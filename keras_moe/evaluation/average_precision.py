@@ -1,7 +1,7 @@
-"""Precision@1 and average precision of multi-label classification, exact.
+"""Exact precision@1 and average precision of multi-label classification.
 
 Labels are 0-1 vectors (N, C), or with `sparse_labels=True` numbers of classes (N, L),
-padded with -1. Weights of 0 leave examples out, such as those that fill up a batch.
+padded with -1. Examples of weight 0, such as those that fill up a batch, do not count.
 
 Axes: N examples, C classes, L labels of an example.
 """
@@ -15,7 +15,7 @@ import numpy as np
 def precision_at_1(
     labels: Any, scores: Any, sample_weight: Any = None, sparse_labels: bool = False
 ) -> float:
-    """The share of examples whose highest score is that of one of their classes.
+    """The fraction of examples whose highest score is that of one of their classes.
 
     An example without labels counts as wrong.
 
@@ -44,8 +44,8 @@ def average_precision(
 ) -> np.ndarray:
     """The average precision of each class: examples ranked by its score.
 
-    The sum, over the distinct scores from the highest on, of the step in recall times
-    the precision there. Equal scores are one step.
+    It is the sum over the distinct scores, from the highest on, of the step in recall
+    times the precision there. Equal scores are one step.
 
     Args:
         labels: (N, C) 0-1 vectors, or (N, L) numbers of classes.
@@ -70,19 +70,19 @@ def average_precision(
     ranked = np.take_along_axis(scores, order, axis=0)
     every = np.cumsum(weight[order], axis=0)
     true = weight[order] * np.take_along_axis(labels, order, axis=0)
-    found = np.cumsum(true, axis=0)
-    # The last of each group of equal scores has the whole group.
+    hits = np.cumsum(true, axis=0)
+    # The last of equal scores has the sums over all of them.
     is_last = np.ones(ranked.shape, bool)
     is_last[:-1] = ranked[:-1] != ranked[1:]
     recalled = np.diff(
-        np.maximum.accumulate(np.where(is_last, found, 0.0), axis=0),
+        np.maximum.accumulate(np.where(is_last, hits, 0.0), axis=0),
         axis=0,
         prepend=0.0,
     )
     with np.errstate(divide="ignore", invalid="ignore"):
-        precision = np.where(every > 0, found / every, 0.0)
+        precision = np.where(every > 0, hits / every, 0.0)
         return np.where(
-            found[-1] > 0, (precision * recalled).sum(axis=0) / found[-1], np.nan
+            hits[-1] > 0, (precision * recalled).sum(axis=0) / hits[-1], np.nan
         )
 
 
@@ -100,12 +100,13 @@ def mean_average_precision(
         scores: (N, C), logits or probabilities.
         sample_weight: (N,), or None for ones.
         sparse_labels: whether labels are numbers of classes.
-        over: `"classes"`, all alike, where examples are ranked; or `"examples"`, where
-            the classes are, as for mAP@k of JFT. What has no positives is left out.
+        over: `"classes"`, all with the same weight, where examples are ranked; or
+            `"examples"`, where classes are ranked, as in mAP@k of JFT. Classes or
+            examples without positives are left out.
 
     Raises:
-        ValueError: if shapes do not fit together, no weight is positive, or nothing
-            has positives.
+        ValueError: if shapes do not fit together, no weight is positive, or there are
+            no positives.
 
     Example:
 
@@ -132,12 +133,12 @@ def streamed_average_precision(
 ) -> np.ndarray:
     """`average_precision` of batch after batch, without all scores in memory.
 
-    It takes the batches twice: first it keeps the scores of the positives alone, of
-    which there are few; then it counts how many examples are ranked above each.
+    It reads the batches twice: first it keeps the scores of the positives alone, which
+    are few; then it counts the examples that are ranked above each.
 
     Args:
-        batches: gives an iterable of (labels, scores) or (labels, scores, weights), as
-            the arguments of `average_precision`, twice the same.
+        batches: function that returns an iterable of (labels, scores) or (labels,
+            scores, weights), the arguments of `average_precision`; the same each time.
         num_classes: C.
         sparse_labels: whether labels are numbers of classes.
 
@@ -156,24 +157,24 @@ def streamed_average_precision(
     >>> streamed_average_precision(lambda: [batch], 2, sparse_labels=True).tolist()
     [1.0, 0.5]
     """
-    found = []
+    positives = []
     for labels, scores, weight in _each(batches, num_classes, sparse_labels):
         example, label = np.nonzero(labels * (weight > 0)[:, None])
-        found.append((label, scores[example, label], weight[example]))
-    if not found:
+        positives.append((label, scores[example, label], weight[example]))
+    if not positives:
         raise ValueError("Expected batches; received: none")
-    classes, at, weights = (np.concatenate(parts) for parts in zip(*found))
+    classes, at, weights = (np.concatenate(parts) for parts in zip(*positives))
     order = np.lexsort((at, classes))
     classes, at, weights = classes[order], at[order], weights[order]
     starts = np.searchsorted(classes, np.arange(num_classes + 1))
-    # Of each positive, the weight of examples from its score up to the next one's.
+    # The weight of the examples from each positive's score up to the next one's.
     every = np.zeros(len(at))
     present = [c for c in range(num_classes) if starts[c] < starts[c + 1]]
     for _, scores, weight in _each(batches, num_classes, sparse_labels):
         columns = np.ascontiguousarray(scores.T)
         for c in present:
             mine = at[starts[c] : starts[c + 1]]
-            # Before the first of equal scores is none; the first of them gets all.
+            # The first of equal scores gets the weight of all of them.
             place = np.searchsorted(mine, columns[c], side="right") - 1
             reached = place >= 0
             place = np.searchsorted(mine, mine[place[reached]])
@@ -184,7 +185,7 @@ def streamed_average_precision(
     for c in present:
         part = slice(starts[c], starts[c + 1])
         first = np.searchsorted(at[part], at[part])
-        # From each on to the highest.
+        # The sums go from each score to the highest.
         true = np.cumsum(weights[part][::-1])[::-1][first]
         above = np.cumsum(every[part][::-1])[::-1][first]
         if not (above >= true * (1 - 1e-9)).all():

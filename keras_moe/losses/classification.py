@@ -1,4 +1,4 @@
-"""Losses of classification heads."""
+"""Losses of classification heads with several labels."""
 
 from typing import Any
 
@@ -12,16 +12,16 @@ from keras_moe.checks import check_class_labels
 class SigmoidCrossentropy(keras.losses.Loss):
     """Binary cross-entropy of each class's logit, summed over classes.
 
-    The loss of the multi-label heads of V-MoE and of JFT-like data. Keras's
-    `BinaryCrossentropy` averages over classes instead, which at 1,000 classes
-    makes it a thousand times smaller than the auxiliary losses beside it.
+    It is the loss of the multi-label heads of V-MoE and of JFT-like data. Keras's
+    `BinaryCrossentropy` averages over classes instead, which at 1,000 classes makes it
+    a thousand times smaller beside the auxiliary losses.
 
     Args:
         from_logits: whether predictions are logits; otherwise probabilities.
         label_smoothing: s; targets become `y (1 - s) + s / 2`.
-        reduction: see `keras.losses.Loss`.
-        name: the loss's name.
-        dtype: see `keras.losses.Loss`.
+        reduction: reduction of `keras.losses.Loss`.
+        name: name of the loss.
+        dtype: dtype of `keras.losses.Loss`.
 
     Call arguments:
         y_true: (batch, classes), targets in [0, 1].
@@ -87,19 +87,19 @@ class SigmoidCrossentropy(keras.losses.Loss):
 class SparseSigmoidCrossentropy(SigmoidCrossentropy):
     """`SigmoidCrossentropy` for labels that are numbers of classes.
 
-    An example's numbers stand for the 0-1 vector that has ones there. This vector is
-    not made, so that tens of thousands of classes cost what the logits do.
+    An example's numbers stand for the 0-1 vector with ones at these places. The vector
+    is not made, so that tens of thousands of classes cost no more than their logits.
 
     Args:
         from_logits: whether predictions are logits; otherwise probabilities.
         label_smoothing: s; targets become `y (1 - s) + s / 2`.
-        reduction: see `keras.losses.Loss`.
-        name: the loss's name.
-        dtype: see `keras.losses.Loss`.
+        reduction: reduction of `keras.losses.Loss`.
+        name: name of the loss.
+        dtype: dtype of `keras.losses.Loss`.
 
     Call arguments:
         y_true: (batch, labels), numbers of classes, padded with -1. A number that
-            comes twice counts once; one of no class makes the loss NaN.
+            comes twice counts once; a number without a class makes the loss NaN.
         y_pred: (batch, classes), logits or probabilities.
 
     Raises:
@@ -125,7 +125,7 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
         dtype: Any = None,
     ):
         super().__init__(from_logits, label_smoothing, reduction, name, dtype)
-        # Keras casts labels, too: bfloat16 makes 256 of 257.
+        # Keras casts labels, too: bfloat16 turns 257 into 256.
         if self.dtype not in ("float32", "float64"):
             raise ValueError(
                 "Expected dtype float32 or float64, in which numbers of classes are "
@@ -133,7 +133,7 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
             )
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        # A graph cannot raise for a class that there is not.
+        # A graph cannot raise an error for an unknown class.
         check_class_labels(y_true, y_pred.shape[-1], ignored=-1)
         return super().__call__(y_true, y_pred, sample_weight)
 
@@ -146,23 +146,23 @@ class SparseSigmoidCrossentropy(SigmoidCrossentropy):
         labels = ops.cast(y_true, "int32")
         s = self.label_smoothing
         if self.from_logits:
-            of_ones, of_zeros = y_pred, -ops.softplus(y_pred)
+            ones, zeros = y_pred, -ops.softplus(y_pred)
         else:
             tiny = keras.config.epsilon()
             y_pred = ops.clip(y_pred, tiny, 1.0 - tiny)
-            of_zeros = ops.log(1.0 - y_pred)
-            of_ones = ops.log(y_pred) - of_zeros
+            zeros = ops.log(1.0 - y_pred)
+            ones = ops.log(y_pred) - zeros
         # -(y log p + (1 - y) log(1 - p)), where log p = log(1 - p) + logit.
         last = y_pred.shape[-1] - 1
-        chosen = ops.take_along_axis(of_ones, ops.clip(labels, 0, last), axis=1)
+        chosen = ops.take_along_axis(ones, ops.clip(labels, 0, last), axis=1)
         chosen = ops.where(labels > last, float("nan"), chosen)
         chosen = ops.sum(ops.where(counted(labels), chosen, 0.0), axis=-1)
-        loss = -ops.sum(of_zeros, axis=-1) - (1.0 - s) * chosen
-        return loss - 0.5 * s * ops.sum(of_ones, axis=-1) if s else loss
+        loss = -ops.sum(zeros, axis=-1) - (1.0 - s) * chosen
+        return loss - 0.5 * s * ops.sum(ones, axis=-1) if s else loss
 
 
 def counted(labels: Any) -> Any:
-    """Which numbers (batch, labels) are no padding and not there before."""
+    """Booleans (batch, labels), False for padding and for repeated numbers."""
     same = ops.equal(ops.expand_dims(labels, 2), ops.expand_dims(labels, 1))
     earlier = ops.arange(labels.shape[1])
     earlier = ops.expand_dims(earlier, 0) < ops.expand_dims(earlier, 1)

@@ -1,6 +1,6 @@
-"""The entropy losses of LIMoE, as pure functions: one value per group.
+"""The entropy losses of LIMoE, as pure functions with one value per group.
 
-A modality's loss is the loss over its tokens: pass `mask=modality_ids == m`, and
+A modality's loss is the loss over its tokens: pass `mask=modality_ids == m`, without
 the padding. Entropies H have the natural logarithm, and 0 log 0 = 0.
 
 Axes: G groups, S group_size, E experts, K selected experts, M modalities.
@@ -22,7 +22,7 @@ TINY = 1e-37
 
 
 def local_entropy_loss(logits: Any, mask: Any = None) -> Any:
-    """Mean entropy of the tokens' gates: each token should be sure of its expert.
+    """Mean entropy of the tokens' gates; each token should be sure of its expert.
 
     Args:
         logits: float32 (G, S, E), without noise.
@@ -52,8 +52,8 @@ def global_entropy_loss(
 
     Args:
         logits: float32 (G, S, E), without noise.
-        threshold: the entropy tau from which on the loss is zero; `exp(tau)` is a
-            soft minimum of the number of experts. None never has enough.
+        threshold: entropy tau from which on the loss is zero; `exp(tau)` is a soft
+            minimum of the number of experts. None has no such limit.
         mask: boolean (G, S), False for tokens that do not count.
 
     Returns:
@@ -87,7 +87,7 @@ def global_entropy_loss(
 
 
 def entropy_to_threshold(logits: Any, threshold: float | None, mask: Any) -> Any:
-    """`global_entropy_loss` of a threshold that was checked before."""
+    """`global_entropy_loss` with a threshold that has been checked."""
     entropy = _entropy(token_mean(ops.softmax(logits, axis=-1), mask))
     if threshold is None:
         return -entropy
@@ -98,22 +98,22 @@ def entropy_to_threshold(logits: Any, threshold: float | None, mask: Any) -> Any
 def mutual_information_loss(
     logits: Any, modality_ids: Any, num_modalities: int, mask: Any = None
 ) -> Any:
-    """Negative mutual information of experts and modalities: these should part.
+    """Negative mutual information of experts and modalities, which asks these to part.
 
     Every modality has the same weight, whatever its number of tokens.
 
     Args:
         logits: float32 (G, S, E), without noise.
-        modality_ids: int (G, S), the modality of each token, from 0 to M - 1. A
-            token of another id does not count.
+        modality_ids: int (G, S), the modality of each token, from 0 to M - 1. A token
+            with another id does not count.
         num_modalities: M.
         mask: boolean (G, S), False for tokens that do not count.
 
     Returns:
         float32 (G,): `mean_m H(p_m) - H(mean_m p_m)` with p_m the mean of
         `softmax(logits)` over the tokens of modality m. It is at least -log M.
-        A modality of which a group has no token is left out of the group's means;
-        so with one modality or none the loss is 0.
+        A modality without a token in a group is left out of the group's means: with
+        one modality or none the loss is 0.
 
     Raises:
         ValueError: if `num_modalities` is no positive integer.
@@ -147,7 +147,7 @@ def mutual_information_loss(
 def target_entropy_loss(
     logits: Any, num_selected_experts: int, mask: Any = None
 ) -> Any:
-    """Draws the local entropy to that of K equal experts, instead of to 0.
+    """Draws the local entropy to that of K equal gates, instead of to 0.
 
     Args:
         logits: float32 (G, S, E), without noise.
@@ -182,7 +182,7 @@ def target_entropy_loss(
 def merged_entropy_loss(
     logits: Any, num_selected_experts: int, mask: Any = None
 ) -> Any:
-    """Asks that a token's K experts have all of its gates, however they share them.
+    """Asks that a token's K experts have all of its gates, in any proportion.
 
     Args:
         logits: float32 (G, S, E), without noise.
@@ -214,14 +214,14 @@ def merged_entropy_loss(
     experts, kept = top_experts(logits, gates, selected)
     index = ops.arange(num_experts, dtype="int32")
     is_kept = ops.any(ops.expand_dims(experts, -1) == index, axis=-2)
-    # Summed, since 1 - kept has no digit left where the token is sure.
+    # The others are summed: 1 - kept has no digit left where the token is sure.
     rest = ops.sum(ops.where(is_kept, 0.0, gates), axis=-1)
     merged = ops.stack([ops.sum(kept, axis=-1), rest], axis=-1)
     return _mean_of_tokens(_entropy(merged), mask)
 
 
 def modality_mask(modality_ids: Any, modality: int, mask: Any = None) -> Any:
-    """The tokens of a modality that count, boolean (G, S)."""
+    """The tokens of a modality that count, as booleans (G, S)."""
     tokens = ops.equal(modality_ids, modality)
     return tokens if mask is None else ops.logical_and(mask, tokens)
 

@@ -26,7 +26,7 @@ def token_mean(values: Any, mask: Any = None) -> Any:
 def over_counted_groups(losses: Any, counted: Any) -> Any:
     """Losses (G,) whose mean is that of the groups that count, boolean (G,).
 
-    The others are 0. Without any group that counts all are.
+    The losses of other groups are 0, and all losses if no group counts.
     """
     counted = ops.cast(counted, "float32")
     share = ops.mean(counted)

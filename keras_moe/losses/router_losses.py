@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers, as pure functions: one value per group.
+"""Auxiliary losses of routers, as pure functions with one value per group.
 
 Axes: G groups, S group_size, E experts, K selected experts.
 """
@@ -54,7 +54,7 @@ def load_loss(
     Args:
         logits: float32 (G, S, E), without noise.
         noisy_logits: float32 (G, S, E), with the noise that routed the tokens.
-        noise_std: the standard deviation of that noise.
+        noise_std: standard deviation of that noise.
         num_selected_experts: K, experts per token.
         mask: boolean (G, S), False for tokens that do not count.
 
@@ -95,22 +95,22 @@ def load_balance_loss(
 ) -> Any:
     """The balance loss of GShard and Switch: `E * sum_e f_e P_e`.
 
-    f_e is the share of choices that fall on expert e. The publications count each
+    f_e is the fraction of choices that fall on expert e. The publications count each
     token's first choice, whatever K is: Switch has no other; GShard and ST-MoE send
-    tokens to two experts, and count the larger gate. (The released code of Mesh
-    TensorFlow, ST-MoE's, can add half of a second such loss over the second choices
-    and the other gates; by default it does not.) With `num_selected_experts=K` all K
-    choices count alike, which also balances those behind the first.
+    tokens to two experts, and count the larger gate. (ST-MoE's released code, in Mesh
+    TensorFlow, can add half of a second such loss over the second choices and the
+    other gates; by default it does not.) With `num_selected_experts=K` all K choices
+    count equally, which also balances those after the first.
 
     Args:
         gates: float32 (G, S, E), the softmax that routed the tokens.
         mask: boolean (G, S), False for tokens that do not count.
-        num_selected_experts: how many choices of each token count: 1, the first
+        num_selected_experts: number of choices of each token that count: 1, the first
             choice, or K, all.
 
     Returns:
-        float32 (G,): with f_e the share of the choices that are e (no gradient) and
-        P_e the mean gate of e. It is 1 for a balanced load.
+        float32 (G,): with f_e the fraction of the choices that are e (no gradient)
+        and P_e the mean gate of e. It is 1 for a balanced load.
 
     Raises:
         ValueError: if `num_selected_experts` is out of range.
@@ -141,21 +141,21 @@ def heterogeneous_balance_loss(
 ) -> Any:
     """The balance loss of MoE++: `sum_e eta_e f_e P_e`.
 
-    eta is 1 for FFN experts and tau for zero-computation experts: tau below 1 draws
-    tokens to these. It counts all K choices of a token; `load_balance_loss` does so
-    only if asked, divides them by K, and has a factor E.
+    eta is 1 for FFN experts and tau for zero-computation experts: a tau below 1 draws
+    tokens to these. The loss counts all K choices of a token; `load_balance_loss` does
+    so only on request, divides them by K, and has a factor E.
 
     Args:
         gates: float32 (G, S, E), the softmax of the logits.
         selected: float32 (G, S, E), 1 where the token selects the expert, served or
             not, else 0. It has no gradient.
-        kinds: the number of experts of each kind.
-        tau: the weight of zero-computation experts.
+        kinds: numbers of experts of each kind.
+        tau: weight of zero-computation experts.
         mask: boolean (G, S), False for tokens that do not count.
 
     Returns:
-        float32 (G,): with f_e the share of tokens that select e and P_e the mean gate
-        of e.
+        float32 (G,): with f_e the fraction of tokens that select e and P_e the mean
+        gate of e.
 
     Reference:
         *MoE++*, equation 7.
@@ -206,6 +206,6 @@ def _squared_variation(per_expert):
     mean = ops.mean(per_expert, axis=-1, keepdims=True)
     variance = ops.mean(ops.square(per_expert - mean), axis=-1)
     mean = ops.squeeze(mean, axis=-1)
-    # A group of masked tokens alone has no mean, and no loss.
+    # A group without a token that counts has no mean, and no loss.
     empty = mean <= 0
     return ops.where(empty, 0.0, variance / ops.square(ops.where(empty, 1.0, mean)))

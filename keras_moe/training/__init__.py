@@ -4,10 +4,10 @@ from keras_moe.training.adafactor import ViTGAdafactor
 from keras_moe.training.adversarial_debiasing import adversarial_debiasing
 from keras_moe.training.best_epoch import BestEpoch
 from keras_moe.training.checkpoints import (
-    Checkpoint,
     clean_checkpoints,
     find_checkpoint,
     list_checkpoints,
+    new_storage,
     open_checkpoint,
     restore_checkpoint,
     save_checkpoint,
@@ -15,6 +15,7 @@ from keras_moe.training.checkpoints import (
 from keras_moe.training.data_config import DataConfig
 from keras_moe.training.datasets import Datasets
 from keras_moe.training.evaluation_callback import FewShot, PeriodicEvaluation
+from keras_moe.training.local_storage import LocalStorage
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
 from keras_moe.training.model_config import ModelConfig
 from keras_moe.training.non_finite import (
@@ -32,6 +33,7 @@ from keras_moe.training.objectives import (
 )
 from keras_moe.training.optimizer_config import OptimizerConfig
 from keras_moe.training.optimizers import optimizer_class
+from keras_moe.training.orbax_storage import OrbaxStorage
 from keras_moe.training.recipe_files import list_recipes, load_recipe
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.router_health import RouterHealth
@@ -45,6 +47,7 @@ from keras_moe.training.schedules import (
     warmup_schedule,
 )
 from keras_moe.training.souping import Soup, cooldown_branch, greedy_soup
+from keras_moe.training.storage import Checkpoint, Retention, Storage
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
 from keras_moe.training.weight_averages import EvaluateAverages
 
@@ -57,6 +60,7 @@ __all__ = [
     "EvaluateAverages",
     "FewShot",
     "Headline",
+    "LocalStorage",
     "MeanAveragePrecision",
     "ModelConfig",
     "MultiLabel",
@@ -64,14 +68,17 @@ __all__ = [
     "NonFiniteLoss",
     "Objective",
     "OptimizerConfig",
+    "OrbaxStorage",
     "PeriodicEvaluation",
     "PrecisionAt1",
     "Recipe",
+    "Retention",
     "RouterHealth",
     "RunCheckpoint",
     "ScheduleConfig",
     "Soup",
     "StopOnNonFinite",
+    "Storage",
     "Training",
     "UpcyclingReport",
     "ViTGAdafactor",
@@ -86,6 +93,7 @@ __all__ = [
     "list_recipes",
     "load_recipe",
     "locate_non_finite",
+    "new_storage",
     "open_checkpoint",
     "optimizer_class",
     "register_objective",

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from keras_moe import data
+from keras_moe.processes import process_shard
 from keras_moe.training.data_config import DataConfig
 
 
@@ -78,7 +79,7 @@ def image_datasets(
         "batch_size": batch_size,
         "seed": seed,
         "data_dir": data_dir,
-        "shard": data.process_shard(),
+        "shard": process_shard(),
         **labels,
     }
     train = data.load(

@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
+from keras_moe.evaluation.few_shot import SEEDS, few_shot_from_model
+from keras_moe.evaluation.ridge_regression import L2S
 from keras_moe.files import write_json
 from keras_moe.training.periodic import PeriodicCallback, written_if_possible
 from keras_moe.training.weight_averages import averages_in_place

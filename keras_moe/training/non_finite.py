@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops, tree
 
-from keras_moe.analysis.blocks import restored
+from keras_moe.variables import restored
 
 _MARGIN = 4
 

@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe.analysis.blocks import restored
 from keras_moe.checks import check_integer, check_one_of
+from keras_moe.variables import restored
 
 UNITS = ("epochs", "steps")
 

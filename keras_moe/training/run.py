@@ -10,6 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe import data
+from keras_moe.processes import process_count
 from keras_moe.training.class_names import set_class_names
 from keras_moe.training.datasets import Datasets
 from keras_moe.training.extension import EXTENDABLE, check_extension
@@ -305,7 +306,7 @@ def _first_non_finite(error, run, checkpoint, verbose):
 
 def _has_all_weights():
     """Whether this process does: of several, one that trains with no distribution."""
-    return keras.distribution.distribution() is None or data.process_shard()[1] == 1
+    return keras.distribution.distribution() is None or process_count() == 1
 
 
 def _training(model, history, recipe, checkpoint):

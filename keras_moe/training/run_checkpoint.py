@@ -1,12 +1,12 @@
 """The callback that saves a run while it goes on, and lets it go on after its end."""
 
+import dataclasses
 import importlib
 import json
 import os
 import random
 import warnings
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,17 +15,11 @@ import numpy as np
 from keras_moe._version import __version__
 from keras_moe.checks import check_integer
 from keras_moe.training.best_epoch import BestEpoch
-from keras_moe.training.checkpoints import (
-    Checkpoint,
-    clean_checkpoints,
-    find_checkpoint,
-    open_checkpoint,
-    restore_checkpoint,
-    save_checkpoint,
-)
+from keras_moe.training.checkpoints import new_storage, open_checkpoint
 from keras_moe.training.non_finite import NonFiniteLoss
 from keras_moe.training.run_settings import saved_settings
-from keras_moe.training.tensor_file import NonFiniteValues
+from keras_moe.training.storage import Checkpoint, Retention, Storage
+from keras_moe.training.tensor_writer import NonFiniteValues
 
 
 class RunCheckpoint(keras.callbacks.Callback):
@@ -42,7 +36,8 @@ class RunCheckpoint(keras.callbacks.Callback):
     that are not finite are never saved.
 
     Args:
-        folder: of the run's checkpoints, and of nothing else.
+        folder: folder of the run's checkpoints, and of nothing else, which may be
+            remote, as `"gs://bucket/run"`; or a `Storage`. See `new_storage`.
         steps_per_epoch: steps in an epoch.
         every: steps between checkpoints; None saves at the end of each epoch. The end
             of the run is saved always.
@@ -91,7 +86,7 @@ class RunCheckpoint(keras.callbacks.Callback):
 
     def __init__(
         self,
-        folder: str | os.PathLike,
+        folder: str | os.PathLike | Storage,
         steps_per_epoch: int,
         every: int | None = None,
         keep: int = 3,
@@ -103,13 +98,10 @@ class RunCheckpoint(keras.callbacks.Callback):
         may_differ: Collection[str] = (),
     ):
         super().__init__()
-        self.folder = folder
+        self.storage = new_storage(folder)
         self.steps_per_epoch = check_integer("steps_per_epoch", steps_per_epoch)
         self.every = None if every is None else check_integer("every", every)
-        self.keep = check_integer("keep", keep)
-        self.keep_every = keep_every
-        if keep_every is not None:
-            check_integer("keep_every", keep_every)
+        self.retention = Retention(keep, keep_every).check()
         # As a checkpoint gives them back.
         self.settings = json.loads(json.dumps(dict(settings or {})))
         self.restart = restart
@@ -146,9 +138,9 @@ class RunCheckpoint(keras.callbacks.Callback):
         Raises:
             ValueError: if the settings differ, or no checkpoint is whole.
         """
-        clean_checkpoints(self.folder, everything=self.restart)
+        self.storage.clean(everything=self.restart)
         # Not looked for: another process may still be removing them.
-        found = None if self.restart else find_checkpoint(self.folder)
+        found = None if self.restart else self.storage.newest()
         # Only once: a run that is restored again goes on.
         self.restart = False
         if found is None and self.branch_from is None:
@@ -157,13 +149,14 @@ class RunCheckpoint(keras.callbacks.Callback):
             found = open_checkpoint(self.branch_from)
             # Neither what that run measured is this one's, nor its place in an epoch.
             begun = {"finished": False, "history": {}, "callbacks": {}, "best": None}
-            found = found._replace(state={**found.state, **begun})
+            state = {**found.state, **begun}
+            found = dataclasses.replace(found, state=state)
             self._begins_metrics = True
         else:
             self._check(found)
         state = found.state
         model.optimizer.build(model.trainable_variables)
-        restore_checkpoint(found, _groups(model))
+        found.storage.restore(found, _groups(model))
         self._found, self.last = found, found.path
         self.step, self.finished = found.step, state["finished"]
         self.history = {name: list(values) for name, values in state["history"].items()}
@@ -187,17 +180,16 @@ class RunCheckpoint(keras.callbacks.Callback):
         if self.best_step is None:
             warnings.warn(
                 "The model is that of the last epoch: there is no checkpoint of a best "
-                f"one in {self.folder}",
+                f"one in {self.storage.folder}",
                 stacklevel=2,
             )
             return False
-        path = Path(self.folder) / f"step-{self.best_step:08d}"
         try:
-            found = open_checkpoint(path)
+            found = self.storage.open(self.storage.path_of(self.best_step))
         except ValueError as error:
             warnings.warn(f"The model is that of the last epoch: {error}", stacklevel=2)
             return False
-        restore_checkpoint(found, _groups(model))
+        self.storage.restore(found, _groups(model))
         # As at the end of `fit`: averages take the weights' place.
         model.optimizer.finalize_variable_values(model.trainable_weights)
         return True
@@ -228,7 +220,7 @@ class RunCheckpoint(keras.callbacks.Callback):
             return
         if self.step % self.steps_per_epoch and not self._begins_metrics:
             metrics = {"metrics": self.model.metrics_variables}
-            restore_checkpoint(found, metrics)
+            found.storage.restore(found, metrics)
         _set_random_state(found.state["random"])
 
     def on_epoch_end(self, epoch, logs=None):
@@ -270,15 +262,8 @@ class RunCheckpoint(keras.callbacks.Callback):
             "versions": _versions(),
         }
         try:
-            path = save_checkpoint(
-                self.folder,
-                self.step,
-                groups,
-                state,
-                self.keep,
-                self.keep_every,
-                keep_steps=best[:1],
-            )
+            retention = self.retention._replace(steps=best[:1])
+            path = self.storage.save(self.step, groups, state, retention)
         except NonFiniteValues as error:
             raise NonFiniteLoss(self.step, str(error)) from error
         except OSError as error:
@@ -315,7 +300,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         ]
         if different:
             raise ValueError(
-                f"Expected the settings of the run in {self.folder}; received: "
+                f"Expected the settings of the run in {self.storage.folder}; received: "
                 f"{', '.join(different)}. Take another folder, begin anew, or extend "
                 "the run if its length alone differs"
             )

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from keras_moe import data
 from keras_moe.locks import locked
+from keras_moe.processes import process_shard
+from keras_moe.training.storage import is_remote
 
 LOCK = ".run.lock"
 
@@ -19,8 +20,8 @@ def run_lock(folder: str | os.PathLike) -> Iterator[None]:
 
     Two runs that save to one folder would remove each other's checkpoints. The lock
     says which process holds it, on which host, and since when; that of a process that
-    was killed is taken over. Of the processes that train one model together, the first
-    holds the lock for all.
+    was killed is taken over. The first of the processes that train one model together
+    holds the lock for all. A remote folder, as `gs://bucket/run`, is not locked.
 
     Args:
         folder: folder of the checkpoints, made if it is not there.
@@ -40,7 +41,8 @@ def run_lock(folder: str | os.PathLike) -> Iterator[None]:
         ...
     keras_moe.locks.FolderInUse: Expected no one else at work on the run in ...
     """
-    if data.process_shard()[0]:
+    # A store of objects has no locks.
+    if process_shard()[0] or is_remote(folder):
         yield
         return
     folder = Path(folder)

@@ -16,6 +16,7 @@ from keras_moe.models.weights_file import checked_weights
 from keras_moe.training.checkpoints import open_checkpoint, restore_checkpoint
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.schedules import OPEN_ENDED
+from keras_moe.training.storage import is_remote
 
 
 class Soup(NamedTuple):
@@ -53,8 +54,9 @@ def greedy_soup(
     Args:
         model: of the checkpoints' shapes. It ends up with the soup's weights, or, if
             there is an error, with those that it had. Its optimizer is left alone.
-        checkpoints: files `.weights.h5` or `.keras`, folders of `save_to_preset`, or
-            lists of arrays as `model.get_weights()` gives them, in any mixture.
+        checkpoints: files `.weights.h5` or `.keras`, folders of `save_to_preset` or of
+            a run's checkpoints, or lists of arrays as `model.get_weights()` gives them,
+            in any mixture.
         metric: from the model, with a checkpoint's or a soup's weights, to a number of
             which more is better, on validation data.
         replacement: whether a checkpoint may be added more than once.
@@ -235,13 +237,14 @@ def _load(model: keras.Model, checkpoints: Sequence, position: int) -> None:
         _assign(model.weights, [np.asarray(array) for array in checkpoint], name)
         return
     path = os.fspath(checkpoint)
-    if not os.path.exists(path):
+    remote = is_remote(path)
+    if not remote and not os.path.exists(path):
         raise ValueError(
             "Expected a file of weights, or the folder of a preset or a checkpoint; "
             f"received: checkpoint {name}"
         )
     try:
-        if os.path.exists(os.path.join(path, "manifest.json")):
+        if remote or os.path.exists(os.path.join(path, "manifest.json")):
             variables = [*model.trainable_variables, *model.non_trainable_variables]
             restore_checkpoint(open_checkpoint(path), {"model": variables})
             return

@@ -157,7 +157,7 @@ def test_pictures_are_drawn(tmp_path):
         (lambda: plots.plot_ablation({}, "x"), "ablations={}"),
         (lambda: plots.plot_polysemanticity({}, "x"), "scores={}"),
         (lambda: plots.plot_expert_load({}, "x"), "routings={}"),
-        (lambda: plots.plot_truncated_svd({}, "x"), "found={}"),
+        (lambda: plots.plot_truncated_svd({}, "x"), "results={}"),
     ],
 )
 def test_bad_arguments_are_refused(call, message):

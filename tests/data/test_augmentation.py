@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from keras_moe.data import RandAugment, RandomResizedCrop
-from keras_moe.data.augmentation import _rand_augment_layers, call_with_seed
+from keras_moe.data.rand_augment import _rand_augment_layers
+from keras_moe.data.seeded_layers import call_with_seed
 
 tf = pytest.importorskip("tensorflow")
 

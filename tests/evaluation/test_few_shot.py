@@ -191,7 +191,7 @@ def test_result_can_be_printed_and_stored():
 @backend_free
 def test_accuracies_in_chunks(monkeypatch):
     # The package's attribute of this name is the function.
-    module = sys.modules["keras_moe.evaluation.few_shot"]
+    module = sys.modules["keras_moe.evaluation.ridge_regression"]
     train, test = clusters(spread=1.0), clusters(seed=1, spread=1.0)
     expected = few_shot_accuracies(*train, *test, 3)
     monkeypatch.setattr(module, "_CHUNK", 7)

@@ -165,6 +165,7 @@ def test_a_mixer_of_another_library():
     np.testing.assert_allclose(logits, arrays["outputs/logits"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.backend_free
 def test_every_router_works_in_a_mixer():
     for router in ROUTERS:
         options = {**MOE, "num_layers": 1, "moe_layers": [0], "noise_std": 0.0}
@@ -210,6 +211,7 @@ def test_every_argument_round_trips(kind):
 # Features
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("class_token", [True, False])
 def test_features_at_every_depth(class_token):
     backbone = with_weights(MAKERS["vit"](class_token=class_token, **MOE))
@@ -232,6 +234,7 @@ def test_features_at_every_depth(class_token):
 # Weights at another size
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_weights_serve_another_image_size(interpolation, tmp_path):
     backbone = with_weights(MAKERS["vit"](**MOE))
@@ -250,6 +253,7 @@ def test_weights_serve_another_image_size(interpolation, tmp_path):
     assert larger.predict(images(2, 24, 16, 3), verbose=0).shape == (2, 25, 16)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_weights_serve_other_channels(kind, channels, tmp_path):
@@ -275,6 +279,7 @@ def test_weights_serve_other_channels(kind, channels, tmp_path):
     assert other.predict(images(2, 16, 8, 4), verbose=0).shape[0] == 2
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -295,6 +300,7 @@ def test_soft_routing_with_other_slots_is_refused(overrides, tmp_path):
         models.from_preset(str(tmp_path / "saved"), **harmless)
 
 
+@pytest.mark.backend_free
 def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
     backbone = with_weights(MAKERS["vit"](router="soft", **MOE))
     backbone.save_to_preset(tmp_path / "saved")
@@ -305,6 +311,7 @@ def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
     assert larger.predict(images(2, 32, 16, 3), verbose=0).shape == (2, 33, 16)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
@@ -334,6 +341,7 @@ def test_weights_serve_patches_that_grow_with_their_image(kind, arguments, tmp_p
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_smaller_patches_make_a_larger_grid(interpolation, tmp_path):
     backbone = with_weights(MAKERS["vit"](**MOE))
@@ -359,6 +367,7 @@ def test_smaller_patches_make_a_larger_grid(interpolation, tmp_path):
     np.testing.assert_allclose(new[name], table, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.backend_free
 def test_a_saved_backbone_gets_a_head_and_other_arguments(tmp_path):
     backbone = with_weights(MAKERS["vit"](**MOE))
     backbone.save_to_preset(tmp_path / "saved")

@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(("kind", "loss", "labels", "metric"), CASES)
 def test_metrics_follow_the_loss(models, kind, loss, labels, metric):
     model = models[kind]

@@ -1,7 +1,7 @@
 """One of two processes on loopback, which save a sharded model, and restore it.
 
-Arguments: the process's number, the port of the first, and a folder. It restores on
-another layout, and compares; and prints how many weights were split there.
+Arguments: the process's number, the port of the first, a folder and a storage. It
+restores on another layout, and compares; and prints how many weights were split there.
 """
 
 import os
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 NUMBER, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+STORAGE = sys.argv[4]
 os.environ.update(
     KERAS_BACKEND="jax",
     JAX_PLATFORMS="cpu",
@@ -72,7 +73,8 @@ def main():
     for variable in [*model.weights, *model.optimizer.variables[2:]]:
         variable.assign(draw.normal(size=variable.shape))
     expected = values(model)
-    training.save_checkpoint(FOLDER / "run", 1, groups(model), {})
+    storage = getattr(training, STORAGE)(FOLDER / "run")
+    storage.save(1, groups(model), {})
     # A collective, so that the first process has committed.
     values(model)
     found = training.find_checkpoint(FOLDER / "run")

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 
 from keras_moe import training
-from keras_moe.training import tensor_file
+from keras_moe.training import tensor_writer
+from keras_moe.training.array_pieces import assign_pieces, opened_pieces
 
 ROOT = Path(__file__).resolve().parents[2]
 to_numpy = keras.ops.convert_to_numpy
@@ -248,9 +250,9 @@ def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch, fai
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if failing == "write":
-        monkeypatch.setattr("keras_moe.training.checkpoints.write_tensors", full)
+        monkeypatch.setattr("keras_moe.training.local_storage.write_tensors", full)
     elif failing == "json":
-        monkeypatch.setattr("keras_moe.training.checkpoints._write", full)
+        monkeypatch.setattr("keras_moe.training.local_storage._write", full)
     else:
         monkeypatch.setattr(failing, full)
     with pytest.raises(OSError, match="No space left"):
@@ -343,7 +345,9 @@ def test_links_and_files_among_the_unfinished_are_removed(tmp_path):
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
     save(tmp_path, 1)
     bad = keras.Variable(np.full((3,), value), dtype="float32")
-    with pytest.raises(tensor_file.NonFiniteValues, match="NaN or Inf in model/00000"):
+    with pytest.raises(
+        tensor_writer.NonFiniteValues, match="NaN or Inf in model/00000"
+    ):
         training.save_checkpoint(tmp_path, 2, {"model": [bad]}, {})
     assert names(tmp_path) == ["step-00000001"]
 
@@ -371,7 +375,82 @@ def test_nothing_that_is_read_can_run_code(tmp_path):
     path = save(tmp_path, 1)
     kinds = {file.suffix for file in path.iterdir()}
     assert kinds == {".json", ".safetensors"}
+
+
+def tensors(**entries):
+    """A safetensors file of four floats, with a header of one's own."""
+    header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(16)
+
+
+F32 = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
+@backend_free
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{}", json.dumps({"a": 1}).encode(), b"\xff" * 200,
+        (1 << 60).to_bytes(8, "little") + b"{}",
+        (100_000).to_bytes(8, "little") + b"[" * 100_000,
+        tensors(**{"model/0/w@0": {**F32, "data_offsets": [0, 160]}}),
+        tensors(**{"model/0/w@0": {**F32, "data_offsets": [-16, 0]}}),
+        tensors(**{"model/0/w@0": {**F32, "shape": [2**62, 4]}}),
+        tensors(**{"model/0/w@0": {**F32, "dtype": "pickle"}}),
+        # Names that are no pieces.
+        tensors(w=F32), tensors(**{"model/first/w@0": F32}),
+        tensors(**{"model/0/w@zero": F32}),
+    ],
+    ids=lambda content: content[:24].decode("latin-1"),
+)  # fmt: skip
+def test_files_of_another_kind_are_refused(tmp_path, content):
+    (tmp_path / "arrays.safetensors").write_bytes(content)
+    message = r"safetensors file of a checkpoint; received: .*arrays\.safetensors"
+    with (
+        pytest.raises(ValueError, match=message),
+        opened_pieces([tmp_path / "arrays.safetensors"]),
+    ):
+        pass
+
+
+@backend_free
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model/0/w@2", "all of a variable"),
+        ("model/0/w@-2", "all of a variable"),
+        ("model/0/w@0,0", "1 axes"),
+        ("model/1/w@0", "all of a variable"),
+    ],
+)
+def test_pieces_that_are_not_the_variable_are_refused(tmp_path, name, message):
+    path = training.save_checkpoint(
+        tmp_path,
+        1,
+        {"model": [keras.Variable(np.ones(4), name="w", trainable=False)]},
+        {},
+    )
     (file,) = path.glob("*.safetensors")
-    file.write_bytes(json.dumps({"a": 1}).encode())
-    with pytest.raises(ValueError, match="Expected a safetensors file"):
-        training.tensor_file.TensorFile(file)
+    file.write_bytes(tensors(**{name: F32}))
+    entry = {
+        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "bytes": file.stat().st_size,
+    }
+    rewritten(path, {file.name: entry})
+    found = training.open_checkpoint(path)
+    variable = keras.Variable(np.ones(4), name="w", trainable=False)
+    with pytest.raises(ValueError, match=f"Expected {message}; received"):
+        training.restore_checkpoint(found, {"model": [variable]})
+
+
+@backend_free
+def test_eight_bit_floats_are_their_bits(tmp_path):
+    values = np.array([0.5, -2.0, 448.0], ml_dtypes.float8_e4m3fn)
+    tensor = tensor_writer.Tensor(
+        "model/00000/w@0", (3,), "float8_e4m3fn", lambda: values
+    )
+    tensor_writer.write_tensors(tmp_path / "one.safetensors", [tensor])
+    variable = keras.Variable(np.zeros(3), dtype="float32", name="w")
+    with opened_pieces([tmp_path / "one.safetensors"]) as pieces:
+        assign_pieces(variable, pieces["model", 0], "float8_e4m3fn")
+    assert to_numpy(variable.value).tolist() == [0.5, -2.0, 448.0]

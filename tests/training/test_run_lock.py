@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_moe import data, training
+from keras_moe import training
 from keras_moe.locks import FolderInUse
 
 pytestmark = pytest.mark.backend_free
@@ -53,6 +53,15 @@ def test_a_killed_training_does_not_stop_the_next(tmp_path):
 
 def test_processes_that_train_one_model_share_its_folder(tmp_path, monkeypatch):
     with training.run_lock(tmp_path):
-        monkeypatch.setattr(data, "process_shard", lambda: (1, 2))
+        monkeypatch.setattr(
+            sys.modules["keras_moe.training.run_lock"], "process_shard", lambda: (1, 2)
+        )
         with training.run_lock(tmp_path):
             assert len(list(Path(tmp_path).iterdir())) == 1
+
+
+def test_a_remote_folder_is_not_locked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("gs://bucket/run", Path("gs://bucket/run")):
+        with training.run_lock(folder):
+            assert not list(tmp_path.iterdir())

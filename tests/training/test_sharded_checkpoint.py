@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,21 +13,29 @@ import numpy as np
 import pytest
 
 from keras_moe import training
-from keras_moe.training.tensor_file import TensorFile
+from keras_moe.training.array_pieces import opened_pieces
 
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.backend_free
 
 
-def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path):
+@pytest.mark.parametrize("storage", ["LocalStorage", "OrbaxStorage"])
+def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path, storage):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(__file__).with_name("sharded_checkpoint.py")
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(number), str(port), str(tmp_path)],
+            [
+                sys.executable,
+                str(script),
+                str(number),
+                str(port),
+                str(tmp_path),
+                storage,
+            ],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
             stdout=subprocess.PIPE,
@@ -66,6 +75,11 @@ def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path):
             keras.ops.convert_to_numpy(variable.value), value, err_msg=variable.path
         )
 
+    assert type(found.storage).__name__ == storage
+    if storage == "OrbaxStorage":
+        owners = {re.search(r"process_\d", name) for name in found.files}
+        assert {x[0] for x in owners if x} == {"process_0", "process_1"}
+        return
     # Each process wrote two of four experts, one of each device.
     files = sorted(found.path.glob("arrays-*.safetensors"))
     manifest = json.loads((found.path / "manifest.json").read_text())
@@ -75,11 +89,13 @@ def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path):
         "arrays-00001-of-00002.safetensors",
     ]
     for number, path in enumerate(files):
-        pieces = {
-            name.rpartition("@")[2]: shape
-            for name, shape in TensorFile(path).shapes.items()
-            if "/experts/hidden_kernel@" in name and name.startswith("model/")
-        }
+        with opened_pieces([path]) as found_pieces:
+            pieces = {
+                piece.name.rpartition("@")[2]: piece.shape
+                for (group, _), parts in found_pieces.items()
+                for piece in parts
+                if "/experts/hidden_kernel@" in piece.name and group == "model"
+            }
         assert pieces == {
             f"{2 * number},0,0": (1, 16, 32),
             f"{2 * number + 1},0,0": (1, 16, 32),

@@ -1,4 +1,4 @@
-"""Pictures of what the experts do. They need matplotlib."""
+"""Pictures of experts and routers, which need matplotlib."""
 
 from keras_moe.analysis.plots.compute_allocation import (
     plot_compute_maps,

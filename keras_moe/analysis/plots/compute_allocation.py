@@ -1,4 +1,4 @@
-"""Pictures of where MoE++ spends its compute."""
+"""Pictures of the compute of MoE++ by token and by kind of expert."""
 
 import os
 from typing import Any
@@ -28,16 +28,16 @@ def plot_compute_maps(
     num_selected_experts: int = 2,
     title: str = "Where the model spends compute",
 ) -> None:
-    """Draws how many FFN experts each patch met over its image, and saves the picture.
+    """Draws the number of FFN experts of each patch over its image; saves the picture.
 
-    Each image stands beside itself with the map laid over it.
+    Each image stands beside the same image with the map over it.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
-        maps: (B, rows, columns), as `keras_moe.analysis.compute_map` returns.
-        path: where to save the picture; its suffix says the format.
-        num_selected_experts: K, the most FFN experts that a token may meet.
-        title: above the picture.
+        maps: (B, rows, columns), result of `keras_moe.analysis.compute_map`.
+        path: path of the picture; its suffix is the format.
+        num_selected_experts: K, the largest number of FFN experts of a token.
+        title: title above the picture.
 
     Raises:
         ValueError: if images and maps do not fit.
@@ -86,7 +86,7 @@ def plot_compute_maps(
         )
         overlaid.set_title(f"{counts.mean():.2f}", fontsize=8, pad=2)
     figure.suptitle(title, fontsize=11)
-    # Margins in inches, whatever the number of images.
+    # The margins are in inches, whatever the number of images.
     figure.subplots_adjust(
         left=0.05 / size[0],
         right=1 - 0.9 / size[0],
@@ -106,12 +106,13 @@ def plot_load_by_kind(
     path: str | os.PathLike,
     title: str = "Load of each kind of expert",
 ) -> None:
-    """Draws what each MoE block gives to each kind of expert, and saves the picture.
+    """Draws the load of each kind of expert in each MoE block, and saves the picture.
 
     Args:
-        loads: `KindLoads` by block, as `keras_moe.analysis.load_by_kind` returns.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        loads: dict from a block to its `KindLoads`, result of
+            `keras_moe.analysis.load_by_kind`.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if there is no block.
@@ -161,13 +162,13 @@ def plot_routing_scores(
     path: str | os.PathLike,
     title: str = "Routing scores",
 ) -> None:
-    """Draws how the two highest gates of tokens spread, and saves the picture.
+    """Draws the spread of the two highest gates of tokens, and saves the picture.
 
     Args:
-        scores: `RoutingScores` by the name of a model, such as with and without gating
-            residuals; see `keras_moe.analysis.routing_scores`.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        scores: dict from the name of a model, such as one with and one without gating
+            residuals, to its `RoutingScores`; see `keras_moe.analysis.routing_scores`.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if there are no scores.
@@ -221,10 +222,10 @@ def plot_tau_study(
     """Draws throughput and accuracy against tau, and saves the picture.
 
     Args:
-        speed: the part "speed" of the results of `tools/moepp_study.py`.
-        training: the part "training".
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        speed: part "speed" of the results of the MoE++ study.
+        training: part "training" of these results.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if the parts have no tau.

@@ -13,11 +13,11 @@ def plot_constant_experts(
     """Draws accuracy, and FFN experts per token, against the constant experts' number.
 
     Args:
-        rows: the part "constants" of the results of `tools/moepp_study.py`: by the
-            number of constant experts, "test_accuracy" and "ffn_experts_per_token",
-            each with its "mean" and "std" over runs.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        rows: part "constants" of the results of the MoE++ study: a dict from the number
+            of constant experts to "test_accuracy" and "ffn_experts_per_token", each
+            with its "mean" and "std" over runs.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if there is nothing to draw.

@@ -29,19 +29,19 @@ def plot_expert_images(
 ) -> None:
     """Draws images that use an expert, and saves the picture.
 
-    One row for each expert, with the coefficient above each image and the label below.
+    Each expert has a row, with the coefficient above each image and the label below.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
-        routing: a muMoE head's `Routing` of arrays (B, 1, E).
-        path: where to save the picture; its suffix says the format.
+        routing: `Routing` of a muMoE head, with arrays (B, 1, E).
+        path: path of the picture; its suffix is the format.
         labels: names or numbers of the images' classes (B,), or None.
-        experts: which experts; None takes the first ten that have an image.
-        images_per_expert: images in a row.
-        threshold: the least coefficient of an image that is shown.
-        seed: images are drawn at random with it, as in Figure 2; None takes those with
+        experts: experts to draw; None takes the first ten that have an image.
+        images_per_expert: number of images in a row.
+        threshold: lowest coefficient of an image that is shown.
+        seed: seed of a random choice of images, as in Figure 2; None takes those with
             the largest coefficients, as in Figure 17.
-        title: above the picture.
+        title: title above the picture.
 
     Raises:
         ValueError: if the arrays do not fit, or no expert has an image.
@@ -72,12 +72,12 @@ def plot_expert_images(
     gates, generator, rows = gates[:, 0], np.random.default_rng(seed), {}
     for expert in range(gates.shape[1]) if experts is None else experts:
         _check_expert(expert, gates.shape[1])
-        found = np.argsort(-gates[:, expert], kind="stable")
-        found = found[gates[found, expert] >= (threshold or 0.0)]
+        order = np.argsort(-gates[:, expert], kind="stable")
+        order = order[gates[order, expert] >= (threshold or 0.0)]
         if seed is not None:
-            found = generator.permutation(found)
-        if len(found):
-            rows[expert] = found[:images_per_expert]
+            order = generator.permutation(order)
+        if len(order):
+            rows[expert] = order[:images_per_expert]
         if experts is None and len(rows) == 10:
             break
     if not rows:
@@ -93,14 +93,14 @@ def plot_expert_images(
         axis.set_xticks([])
         axis.set_yticks([])
         axis.set_frame_on(False)
-    for row, (expert, found) in zip(axes, rows.items()):
+    for row, (expert, chosen) in zip(axes, rows.items()):
         name_row(row[0], f"expert {expert}")
-        for axis, index in zip(row, found):
+        for axis, index in zip(row, chosen):
             axis.imshow(in_colour(images[index]))
             axis.set_title(f"{gates[index, expert]:.2f}", fontsize=7, pad=2)
             if labels is not None:
                 axis.set_xlabel(str(labels[index]), fontsize=7, labelpad=1)
-    # Room for the title, in inches.
+    # The room for the title is in inches.
     save_figure(figure, path, title, pad=0.4, rect=(0, 0, 1, 1 - 0.25 / size[1]))
 
 
@@ -115,18 +115,18 @@ def plot_expert_patches(
 ) -> None:
     """Draws the patches that use an expert most, and their images; saves the picture.
 
-    Two rows for each expert: the patches, of as many images, and below each its image
-    with the patch framed.
+    Each expert has two rows: the patches, each from another image, and below each its
+    image with the patch framed.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
-        routing: a block's `Routing` of arrays (B, N, E), N the patches of the grid,
-            with or without a class token before them.
-        grid: patches down and across.
-        path: where to save the picture; its suffix says the format.
-        experts: which experts; None takes the first three.
-        patches_per_expert: patches in a row.
-        title: above the picture.
+        routing: `Routing` of a block, with arrays (B, N, E). N is the number of patches
+            in the grid, and one more with a class token before them.
+        grid: numbers of patches down and across.
+        path: path of the picture; its suffix is the format.
+        experts: experts to draw; None takes the first three.
+        patches_per_expert: number of patches in a row.
+        title: title above the picture.
 
     Raises:
         ValueError: if the arrays do not fit.
@@ -178,7 +178,7 @@ def plot_expert_patches(
             frame_y = np.array([top, top, top + height, top + height, top]) - 0.5
             whole.plot(frame_x, frame_y, color="tab:red", linewidth=1.5)
         name_row(axes[2 * number, 0], f"expert {expert}")
-    # Room for the title, in inches.
+    # The room for the title is in inches.
     save_figure(figure, path, title, pad=0.4, rect=(0, 0, 1, 1 - 0.25 / size[1]))
 
 

@@ -1,4 +1,4 @@
-"""Pictures of what each expert looks at."""
+"""Pictures of the patches that each expert works on."""
 
 import os
 from typing import Any
@@ -23,18 +23,18 @@ def plot_expert_views(
     images_per_expert: int = 8,
     title: str = "What each expert looks at",
 ) -> None:
-    """Draws what each expert of a layer looks at, and saves the picture.
+    """Draws the patches that each expert of a layer works on, and saves the picture.
 
-    One row for each expert: a map of where in the image it works, then the images in
-    which it works most, with the patches of other experts faded.
+    Each expert has a row: a map of the places in the image where it works, then the
+    images in which it works most, with the patches of other experts faded.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
-        routing: the layer's `Routing` of arrays (B, N, E).
-        grid: patches down and across.
-        path: where to save the picture; its suffix says the format.
-        images_per_expert: images in a row.
-        title: above the picture.
+        routing: `Routing` of the layer, with arrays (B, N, E).
+        grid: numbers of patches down and across.
+        path: path of the picture; its suffix is the format.
+        images_per_expert: number of images in a row.
+        title: title above the picture.
 
     Raises:
         ValueError: if images and routing do not fit.

@@ -1,4 +1,4 @@
-"""Figures and images of all pictures. The only folder that needs matplotlib."""
+"""Figures and images of all pictures; the only folder that needs matplotlib."""
 
 import io
 import os
@@ -42,7 +42,7 @@ def in_colour(image: Any) -> np.ndarray:
 
 
 def faded(image: Any, chosen: Any) -> np.ndarray:
-    """The image in colour, with what is not chosen faded to blue."""
+    """The image in colour, with the other pixels faded to blue."""
     image = in_colour(image)
     blue = np.array([0.16, 0.24, 0.42])
     return np.where(chosen[..., None] > 0, image, 0.25 * image + 0.75 * blue)

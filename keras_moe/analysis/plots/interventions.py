@@ -1,4 +1,4 @@
-"""Pictures of what edits and truncated kernels do."""
+"""Pictures of the effects of edits and of truncated kernels."""
 
 import os
 from typing import Any
@@ -17,18 +17,19 @@ def plot_subpopulations(
     target: tuple[int, int] | None = None,
     title: str = "Accuracy by subpopulation",
 ) -> None:
-    """Draws accuracies before and after an edit, and their difference.
+    """Draws accuracies before and after an edit, and saves the picture.
 
-    Saves the picture.
+    The third panel is their difference.
 
     Args:
-        before: `FairnessMetrics`, see `keras_moe.analysis.fairness_metrics`.
-        after: the same, of the edited model.
-        path: where to save the picture; its suffix says the format.
-        target_names: of the values of the target, the rows; None numbers them.
-        attribute_names: of the values of the attribute, the columns.
-        target: the subpopulation that the edit was for, which gets a frame.
-        title: above the picture.
+        before: `FairnessMetrics` before the edit; see
+            `keras_moe.analysis.fairness_metrics`.
+        after: `FairnessMetrics` of the edited model.
+        path: path of the picture; its suffix is the format.
+        target_names: names of the target's values, the rows; None numbers them.
+        attribute_names: names of the attribute's values, the columns.
+        target: subpopulation that the edit was for, which gets a frame.
+        title: title above the picture.
 
     Raises:
         ValueError: if the metrics are of different subpopulations.
@@ -41,9 +42,9 @@ def plot_subpopulations(
 
     >>> import os, tempfile
     >>> from keras_moe.analysis import fairness_metrics, plots
-    >>> found = fairness_metrics([1, 0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1])
+    >>> metrics = fairness_metrics([1, 0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1])
     >>> path = os.path.join(tempfile.mkdtemp(), "subpopulations.png")
-    >>> plots.plot_subpopulations(found, found, path, target=(1, 0))
+    >>> plots.plot_subpopulations(metrics, metrics, path, target=(1, 0))
     >>> os.path.exists(path)
     True
     """
@@ -83,17 +84,17 @@ def plot_subpopulations(
 
 
 def plot_truncated_svd(
-    found: dict[str, Any],
+    results: dict[str, Any],
     path: str | os.PathLike,
     title: str = "MLPs with their largest singular values alone",
 ) -> None:
-    """Draws a model's score by the share of singular values kept; saves the picture.
+    """Draws a model's score by the fraction of singular values kept, and saves it.
 
     Args:
-        found: by the name of a model, `TruncatedSVD`, see
+        results: dict from the name of a model to its `TruncatedSVD`; see
             `keras_moe.analysis.truncated_svd`.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if there is no model.
@@ -107,23 +108,23 @@ def plot_truncated_svd(
     >>> import os, tempfile
     >>> from keras_moe.analysis import TruncatedSVD, plots
     >>> path = os.path.join(tempfile.mkdtemp(), "svd.png")
-    >>> found = TruncatedSVD([0.25, 0.5], [0.7, 0.9], 0.95, [])
-    >>> plots.plot_truncated_svd({"mixer": found}, path)
+    >>> result = TruncatedSVD([0.25, 0.5], [0.7, 0.9], 0.95, [])
+    >>> plots.plot_truncated_svd({"mixer": result}, path)
     >>> os.path.exists(path)
     True
     """
-    if not found:
-        raise ValueError("Expected at least one model; received: found={}")
+    if not results:
+        raise ValueError("Expected at least one model; received: results={}")
     figure = new_figure(figsize=(5.2, 3.7), dpi=110)
     axis = figure.subplots()
-    for name, row in found.items():
+    for name, row in results.items():
         order = np.argsort(row.shares)
         shares = [100 * row.shares[i] for i in order]
         (line,) = axis.plot(
             shares, [row.scores[i] for i in order], marker="o", label=name
         )
         axis.axhline(
-            row.full, linestyle="--", color=line.get_color(), label=f"{name}, as it is"
+            row.full, linestyle="--", color=line.get_color(), label=f"{name}, whole"
         )
     axis.set_xlabel("% of singular values kept")
     axis.set_ylabel("score")

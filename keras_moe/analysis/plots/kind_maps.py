@@ -1,4 +1,4 @@
-"""A picture of which kinds of experts each patch met."""
+"""A picture of the kinds of experts that served each patch."""
 
 import os
 from typing import Any
@@ -20,15 +20,16 @@ def plot_kind_maps(
     path: str | os.PathLike,
     title: str = "Experts of each kind per token",
 ) -> None:
-    """Draws how many experts of each kind served each patch, and saves the picture.
+    """Draws the number of experts of each kind for each patch, and saves the picture.
 
-    A column for each image, and below it a row for each kind, with a scale of its own.
+    Each image has a column, with a row below it for each kind, which has its own scale.
 
     Args:
         images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
-        maps: by kind, (B, rows, columns) of `keras_moe.analysis.compute_map`.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        maps: dict from a kind to a result (B, rows, columns) of
+            `keras_moe.analysis.compute_map`.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if there is no kind, or images and maps do not fit.
@@ -67,7 +68,7 @@ def plot_kind_maps(
     for axis, image in zip(axes[0], images):
         axis.imshow(in_colour(image))
     name_row(axes[0, 0], "image")
-    # Margins in inches, whatever the number of images.
+    # The margins are in inches, whatever the number of images.
     figure.subplots_adjust(
         left=0.9 / width,
         right=1 - 0.9 / width,

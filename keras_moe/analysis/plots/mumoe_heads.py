@@ -17,12 +17,12 @@ def plot_matched_heads(
     """Draws validation loss and expert matrix rank by the number of experts.
 
     Args:
-        losses: by the name of a factorisation: by the number of experts, the loss of
-            each run.
-        ranks: likewise, the largest rank that an expert's matrix can have.
-        linear: the loss of each run with a linear head.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        losses: dict from the name of a factorisation to a dict from the number of
+            experts to the losses of the runs.
+        ranks: dict of the same keys to the largest rank of an expert's matrix.
+        linear: losses of the runs with a linear head.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if there is nothing to draw.
@@ -75,10 +75,10 @@ def plot_head_capacity(
     """Draws heads' accuracy against their parameters, and saves the picture.
 
     Args:
-        accuracies: by the name of a kind of heads: by the number of parameters, the
-            accuracy of each run.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        accuracies: dict from the name of a kind of heads to a dict from the number of
+            parameters to the accuracies of the runs.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if there is nothing to draw.

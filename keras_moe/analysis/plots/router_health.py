@@ -23,9 +23,9 @@ def plot_router_health(
     """Draws each layer's load over the steps, and its entropy, drops and gates.
 
     Args:
-        csv_path: as `keras_moe.training.RouterHealth(csv_path=...)` writes it.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        csv_path: path of a file that `keras_moe.training.RouterHealth` has written.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if the file has no rows.
@@ -62,13 +62,13 @@ def plot_router_health(
         for number, (column, label) in enumerate(LINES.items()):
             values = [float(row[column] or "nan") for row in rows]
             if not np.isnan(values).all():
-                # A layer may lack some, and the colours stay.
+                # A layer may lack some lines; the others keep their colours.
                 colour = f"C{number}"
                 lines.plot(steps, values, color=colour, marker=".", label=label)
         lines.set_ylim(-0.03, 1.03)
         lines.grid(alpha=0.25)
     grid[0, 0].set_title("load: share of an equal one", fontsize=9)
-    # Beside the lines, which may be anywhere between 0 and 1.
+    # The legend stands beside the lines, which may be anywhere between 0 and 1.
     grid[0, 1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     for axis in grid[-1]:
         axis.set_xlabel("step")
@@ -76,9 +76,9 @@ def plot_router_health(
 
 
 def _draw_load(figure, axis, steps, shares):
-    """A heat map: 1 is an expert's equal share."""
+    """Draws a heat map, in which 1 is an expert's equal share."""
     relative = shares.T * shares.shape[1]
-    # A cell from each measurement to the next, the last as wide as the one before.
+    # A cell goes from a measurement to the next; the last is as wide as its neighbour.
     last = steps[-1] - steps[-2] if len(steps) > 1 else 1
     edges = np.append(steps, steps[-1] + last)
     cells = axis.pcolormesh(

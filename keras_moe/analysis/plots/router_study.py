@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_moe.analysis.plots.figure import new_figure, save_figure, write_figure
 
-# Label, marker and colour of each router; the markers are near those of Figure 1 of
+# The label, marker and colour of each router; the markers are like those of Figure 1 of
 # *Routers in Vision Mixture of Experts*.
 _ROUTERS = {
     "softmax_token_choice": ("Softmax Token Choice", "x", "tab:red"),
@@ -35,18 +35,18 @@ def plot_router_study(
 ) -> None:
     """Draws the accuracy of routers against their cost, and saves the picture.
 
-    As in Figure 1 of *Routers in Vision Mixture of Experts*: the marker's shape is
-    the router, and its size k or c. Bars are one standard deviation over the seeds.
-    Pale marks combine with the transport plan (`combine="affinity"`).
+    The marker's shape is the router, and its size k or c, as in Figure 1 of *Routers in
+    Vision Mixture of Experts*. Bars are one standard deviation over the seeds. Pale
+    marks combine with the transport plan (`combine="affinity"`).
 
     Args:
-        rows: a dict for each configuration, with "router" (a name of
+        rows: dicts of the configurations, each with "router" (a name of
             `keras_moe.routers.get`), "selected" (k or c), "relative_step_time", and
             the accuracy, a dict of "mean" and "std" in [0, 1]. "combine" is "softmax"
             where it is missing; other keys are left alone.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
-        accuracy: the key of the accuracy.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
+        accuracy: key of the accuracy.
 
     Raises:
         ValueError: if there are no rows, or a row has an unknown router.
@@ -77,7 +77,7 @@ def plot_router_study(
         axis.errorbar(
             row["relative_step_time"],
             100 * row[accuracy]["mean"],
-            # One seed has no spread.
+            # A single seed has no spread.
             yerr=100 * row[accuracy]["std"] or None,
             elinewidth=1.0,
             capsize=3.0,
@@ -90,7 +90,7 @@ def plot_router_study(
     axis.margins(0.1)
     axis.grid(alpha=0.25)
 
-    # Beside the picture, where it hides no point.
+    # The legend stands beside the picture, where it hides no point.
     entries = [
         axis.plot([], [], label=label, linestyle="", **_marker(marker, colour, 7.0))[0]
         for label, marker, colour in _used(rows)
@@ -128,13 +128,13 @@ def plot_router_curves(
     (`combine="affinity"`).
 
     Args:
-        rows: a dict for each configuration, with "router" (a name of
+        rows: dicts of the configurations, each with "router" (a name of
             `keras_moe.routers.get`), "selected" (k or c), "combine" ("softmax" where
             it is missing), and "curves": "step", a list of training steps, and
             "grouped_test_accuracy" and "train_loss", each a dict of "mean" and "std",
             lists as long.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if there are no rows, or a row has an unknown router.
@@ -172,7 +172,7 @@ def plot_router_curves(
         ):
             mean = scale * np.asarray(curves[key]["mean"])
             std = scale * np.asarray(curves[key]["std"])
-            # One epoch is a point.
+            # A single epoch is a point.
             marker = marker if len(mean) == 1 else ""
             axis.plot(curves["step"], mean, style, marker=marker, color=colour, lw=1.4)
             axis.fill_between(
@@ -180,7 +180,7 @@ def plot_router_curves(
             )
     for axis, selected in zip(axes[0], columns):
         axis.set_title(f"k or c = {selected:g}", fontsize=10)
-        # The last points of many lines, which lie close together.
+        # The last points of many lines lie close together.
         axis.set_ylim(bottom=_floor(rows), top=100.0)
     for axis in axes[1]:
         axis.set_yscale("log")
@@ -203,7 +203,7 @@ def plot_router_curves(
 
 
 def _floor(rows):
-    """The lowest accuracy to draw, in %: that of the slowest after a quarter."""
+    """The lowest accuracy to draw, in %: that of the slowest router after a quarter."""
     lowest = []
     for row in rows:
         means = row["curves"]["grouped_test_accuracy"]["mean"]
@@ -222,7 +222,7 @@ def _check_rows(rows):
 
 
 def _used(rows):
-    """Label, marker and colour of the routers that there are, in one order."""
+    """The labels, markers and colours of the routers that there are, in one order."""
     used = {row["router"] for row in rows}
     return [style for name, style in _ROUTERS.items() if name in used]
 
@@ -232,8 +232,8 @@ def _combines_by_plan(row):
 
 
 def _marker(marker, colour, size):
-    """Arguments that draw a marker; a cross has no area, and shows by its edge."""
-    # Marks of one size look unequal: a star is mostly points, a cross two lines.
+    """The arguments that draw a marker; a cross has no area, and shows by its edge."""
+    # Marks of one size look unequal: a star is mostly points, and a cross two lines.
     size = size * {"*": 1.5, "x": 1.1}.get(marker, 1.0)
     edge = (
         {"markeredgewidth": 2.2}

@@ -1,4 +1,4 @@
-"""Pictures of what experts specialise in."""
+"""Pictures of the specialisation of experts."""
 
 import os
 from typing import Any
@@ -17,19 +17,20 @@ def plot_ablation(
     least_change: float = 0.5,
     title: str = "Accuracy lost without an expert",
 ) -> None:
-    """Draws the share of its accuracy that each class loses without an expert.
+    """Draws the fraction of accuracy that classes lose without an expert; saves it.
 
-    One row for each model, with its first experts that matter; saves the picture.
+    Each model has a row, with its first experts that matter.
 
     Args:
-        ablations: `ExpertAblation` by the name of a model, see
+        ablations: dict from the name of a model to its `ExpertAblation`; see
             `keras_moe.analysis.ablate_experts`.
-        path: where to save the picture; its suffix says the format.
-        class_names: of the classes; None numbers them.
-        experts_per_model: columns.
-        least_change: experts are shown, in order, that change the accuracy of some
-            class by as much; where there are fewer, those that change most.
-        title: above the picture.
+        path: path of the picture; its suffix is the format.
+        class_names: names of the classes; None numbers them.
+        experts_per_model: number of columns.
+        least_change: least change of the accuracy of some class by an expert that is
+            shown; where there are fewer such experts, those with the largest change
+            are shown, too.
+        title: title above the picture.
 
     Raises:
         ValueError: if there is no model.
@@ -43,9 +44,9 @@ def plot_ablation(
     >>> import os, tempfile
     >>> import numpy as np
     >>> from keras_moe.analysis import ExpertAblation, plots
-    >>> found = ExpertAblation(np.arange(2), np.ones(2), np.ones(2), np.eye(2))
+    >>> ablation = ExpertAblation(np.arange(2), np.ones(2), np.ones(2), np.eye(2))
     >>> path = os.path.join(tempfile.mkdtemp(), "ablation.png")
-    >>> plots.plot_ablation({"2 experts": found}, path)
+    >>> plots.plot_ablation({"2 experts": ablation}, path)
     >>> os.path.exists(path)
     True
     """
@@ -91,10 +92,10 @@ def plot_polysemanticity(
     """Draws the experts' mean polysemanticity against their number; saves the picture.
 
     Args:
-        scores: by the name of a model: by the number of experts, the mean
-            polysemanticity of each run.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        scores: dict from the name of a model to a dict from the number of experts to
+            the mean polysemanticities of the runs.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if there is nothing to draw.
@@ -145,13 +146,13 @@ def plot_expert_load(
     threshold: float = 0.5,
     title: str = "Expert load",
 ) -> None:
-    """Draws how many tokens each expert serves, and saves the picture.
+    """Draws the number of tokens that each expert serves, and saves the picture.
 
     Args:
-        routings: by the name of a model, a `Routing` of arrays (B, N, E).
-        path: where to save the picture; its suffix says the format.
-        threshold: the least coefficient that counts.
-        title: above the picture.
+        routings: dict from the name of a model to a `Routing` of arrays (B, N, E).
+        path: path of the picture; its suffix is the format.
+        threshold: lowest coefficient that counts.
+        title: title above the picture.
 
     Raises:
         ValueError: if there is no model, or an array does not fit.

@@ -16,11 +16,11 @@ def plot_training_history(
     """Draws loss and accuracy over the epochs, and saves the picture.
 
     Args:
-        history: lists with a value for each epoch, as `fit(...).history`: "loss" and
-            "accuracy", or another metric, and "val_" before the name for those of
-            the test images. Each metric has a panel of its own.
-        path: where to save the picture; its suffix says the format.
-        title: above the picture.
+        history: dict of lists with a value for each epoch, such as `fit(...).history`:
+            "loss" and "accuracy", or another metric, with "val_" before the name for
+            those of the test images. Each metric has a panel of its own.
+        path: path of the picture; its suffix is the format.
+        title: title above the picture.
 
     Raises:
         ValueError: if there are no epochs.
@@ -52,7 +52,7 @@ def plot_training_history(
             values = history.get(key)
             if values is not None:
                 epochs = np.arange(1, len(values) + 1)
-                # One epoch is a point, and many are a line.
+                # A single epoch is a point, and several are a line.
                 marker = marker if len(values) < 20 else ""
                 axis.plot(epochs, values, marker=marker, label=label)
         axis.set_title(name, fontsize=9)

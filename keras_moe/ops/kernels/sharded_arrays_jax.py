@@ -25,3 +25,22 @@ def place_like(value: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> A
     return jax.make_array_from_callback(
         value.shape, value.sharding, lambda index: read(index).astype(value.dtype)
     )
+
+
+def exchange(content: bytes) -> list[bytes]:
+    """What each process gives, in all of them; all must call it together.
+
+    Args:
+        content: this process's bytes.
+
+    Returns:
+        The bytes of each process, in the order of their indices.
+    """
+    from jax.experimental import multihost_utils
+
+    sizes = multihost_utils.process_allgather(np.array([len(content)], "int32"))
+    sizes = np.ravel(sizes)
+    padded = np.zeros(int(sizes.max()), "uint8")
+    padded[: len(content)] = np.frombuffer(content, "uint8")
+    rows = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
+    return [row[:size].tobytes() for row, size in zip(rows, sizes)]

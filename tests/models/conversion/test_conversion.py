@@ -103,6 +103,7 @@ def test_slices_may_lie_in_any_shard(tmp_path, version, dtype):
             np.testing.assert_array_equal(file.read(name), array.astype("float32"))
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "case",
     [
@@ -149,6 +150,7 @@ def parameters_of(arrays):
     }
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("pooling", ["map", "first"])
 def test_normalised_queries_and_keys_of_vmoes_code(tmp_path, pooling):
     arrays, config = golden.load(f"16_query_key_norm/{pooling}")
@@ -190,6 +192,7 @@ def test_a_head_that_normalises_where_the_blocks_do_not(tmp_path):
     assert again.count_params() == model.count_params() - 3 * (16 + 1)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("prefix", ["params", "target"])
 def test_a_training_state_gives_its_parameters(tmp_path, prefix):
     arrays, config = golden.load("16_query_key_norm/map")
@@ -224,6 +227,7 @@ def test_released_names_say_what_weights_do_not(tmp_path):
     assert not report.weights
 
 
+@pytest.mark.backend_free
 def test_the_names_of_big_vision_and_linen(tmp_path):
     arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
     renamed = {}
@@ -249,6 +253,7 @@ def test_the_names_of_big_vision_and_linen(tmp_path):
 # Overrides
 
 
+@pytest.mark.backend_free
 def test_another_head_and_image_size():
     source = str(CHECKPOINTS / "vit_classic_prelogits.npz")
     old = models.from_preset(source, task="backbone")
@@ -279,6 +284,7 @@ def test_another_head_and_image_size():
     assert predict(model, np.zeros((2, 48, 32, 1))).shape == (2, 3)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("case", "patch_size", "scale"),
     [("vit_classic", 16, (2, 2)), ("mixer", (8, 24), (1, 3)), ("vmoe_tiny", 16, 2)],
@@ -304,6 +310,7 @@ def test_another_patch_size(case, patch_size, scale):
     assert how["patch_embedding/kernel"] == f"resized from {(patch, patch)} to {new}"
 
 
+@pytest.mark.backend_free
 def test_a_smaller_patch_size_with_the_images_normalisation(tmp_path):
     arrays, _ = golden.load("12_timm/vit_token")
     mean, std = np.array([0.4, 0.5, 0.3]), np.array([0.2, 0.3, 0.25])
@@ -327,6 +334,7 @@ def test_a_smaller_patch_size_with_the_images_normalisation(tmp_path):
     assert positions == "resized from (4, 4) to (8, 8), bicubic"
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("case", range(4))
 def test_positions_are_resized_as_the_releases_do_it(tmp_path, case):
     arrays, config = golden.load("07_checkpoints/posemb_interpolation")
@@ -407,6 +415,7 @@ def timm_folder(folder, case, mean=HALF, std=HALF, change=None, **config):
     return write_folder(folder, tensors, {**content, **config})
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "case", ["vit_token", "vit_avg", "mixer", "vit_qk_norm", "vit_qk_norm_map"]
 )
@@ -425,6 +434,7 @@ def test_logits_of_timm(tmp_path, case):
     np.testing.assert_allclose(pooled, arrays["outputs/pre_logits"], **TOLERANCE)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("case", ["vit_token", "mixer"])
 def test_the_normalisation_of_timms_images_is_kept(tmp_path, case):
     arrays, _ = golden.load(f"12_timm/{case}")
@@ -439,6 +449,7 @@ def test_the_normalisation_of_timms_images_is_kept(tmp_path, case):
     assert "mean=(0.4, 0.5, 0.3)" in report.notes[0]
 
 
+@pytest.mark.backend_free
 def test_timms_images_are_not_normalised_if_the_preprocessor_says_so(tmp_path):
     arrays, _ = golden.load("12_timm/vit_token")
     folder = timm_folder(tmp_path, "vit_token", [0.4, 0.5, 0.3], [0.2, 0.3, 0.25])
@@ -453,6 +464,7 @@ def test_timms_images_are_not_normalised_if_the_preprocessor_says_so(tmp_path):
     assert "mean=(0.0, 0.0, 0.0) and std=(1.0, 1.0, 1.0)" in report.notes[0]
 
 
+@pytest.mark.backend_free
 def test_layer_scale_becomes_part_of_the_kernels(tmp_path):
     arrays, _ = golden.load("12_timm/vit_token")
     gamma = np.random.default_rng(0).uniform(0.5, 2.0, 32).astype("float32")
@@ -489,6 +501,7 @@ def test_what_only_timms_name_tells(tmp_path, architecture, activation, epsilon)
     assert report.arguments["layer_norm_epsilon"] == epsilon
 
 
+@pytest.mark.backend_free
 def test_positions_without_a_row_for_the_class_token(tmp_path):
     arrays, _ = golden.load("12_timm/vit_token")
 
@@ -591,6 +604,7 @@ def hub_siglip(activation="gelu_approximate"):
     return keras_hub.models.SigLIPBackbone(vision, text)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -634,6 +648,7 @@ def test_the_head_of_keras_hubs_vit_keeps_its_dtype():
     assert models.convert(same)[0].get_config()["head_dtype"] is None
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("trained_ids", [True, False])
 def test_embeddings_of_keras_hubs_clip(trained_ids):
     clip = randomized(hub_clip())
@@ -652,6 +667,7 @@ def test_embeddings_of_keras_hubs_clip(trained_ids):
     np.testing.assert_allclose(predict(backbone, images), expected, **TOLERANCE)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("activation", ["gelu_approximate", "gelu"])
 def test_embeddings_of_keras_hubs_siglip(activation):
     siglip = randomized(hub_siglip(activation))
@@ -822,6 +838,7 @@ def test_embeddings_of_clip(tmp_path, kind):
     assert "normalisation" in report.notes[0]
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("preprocessor", "seen"),
     [
@@ -873,6 +890,7 @@ def test_layer_scale_of_openclip(tmp_path):
     np.testing.assert_allclose(found, expected, **TOLERANCE)
 
 
+@pytest.mark.backend_free
 def test_embeddings_of_transformers_siglip(tmp_path):
     hub = randomized(hub_siglip()).vision_encoder
     get = {w.path: keras.ops.convert_to_numpy(w.value) for w in hub.weights}

@@ -1,15 +1,17 @@
-"""Descriptions of JSON values, against which a file is checked once as it is read.
+"""JSON files that are checked against a description when they are read.
 
 A description is made of the classes below, such as
 
     Record({"classes": ListOf(Text(), minimum=1), "count": Integer(0)}, {"classes"})
 
-and `find_fault` names the first place in a value that is not as described.
+and `read_json` refuses a file by its name and the first place that is not as described.
 """
 
 import dataclasses
+import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -27,7 +29,7 @@ class Fault(NamedTuple):
     received: Any
 
     def message(self, file: Any) -> str:
-        """What an error says about it."""
+        """The message of an error about the fault."""
         place = f" at {self.place}" if self.place else ""
         received = reprlib.repr(self.received)
         return f"Expected {self.expected}{place} in {file}; received: {received}"
@@ -62,7 +64,7 @@ class Text:
             return
         try:
             value.encode()
-        except UnicodeEncodeError:  # Half of a pair of surrogates.
+        except UnicodeEncodeError:  # One half of a pair of surrogates.
             yield Fault(place, "a string of Unicode characters", value)
 
 
@@ -113,7 +115,7 @@ class Record:
     """A dict with values of their own for some names.
 
     Fields:
-        fields: by name, the description of its value.
+        fields: descriptions of the values by their names.
         required: names that must be there.
         others: whether there may be names without a description.
     """
@@ -141,7 +143,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Either:
-    """A value of one of two descriptions, of which the second is for lists."""
+    """A value of one of two descriptions; the second one is for lists."""
 
     one: Any
     several: ListOf
@@ -160,13 +162,37 @@ def find_fault(value: Any, description: Any) -> Fault | None:
     """The first place in a JSON value that is not as described, None if all is.
 
     Args:
-        value: of `json.loads`.
+        value: value that `json.loads` returned.
         description: an instance of a class of this module.
 
     Example:
 
-    >>> from keras_moe.data.json_schema import DictOf, Integer, find_fault
+    >>> from keras_moe.json_schema import DictOf, Integer, find_fault
     >>> find_fault({"a.rec": "7"}, DictOf(Integer(0, 9))).message("counts.json")
     "Expected an integer in [0, 9] at ['a.rec'] in counts.json; received: '7'"
     """
     return next(description.faults(value, ""), None)
+
+
+def read_json(path: Path, description: Any) -> Any:
+    """The value in a JSON file, if it is as described.
+
+    Args:
+        path: path of the file.
+        description: an instance of a class of this module.
+
+    Raises:
+        ValueError: if there is no such file, it is no JSON, or a value in it is not as
+            described; with the file's name.
+        OSError: if it cannot be read.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"Expected a JSON file; received: {path}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"Expected JSON in {path}; received: {error}") from error
+    fault = find_fault(value, description)
+    if fault is not None:
+        raise ValueError(fault.message(path))
+    return value

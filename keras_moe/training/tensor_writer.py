@@ -1,7 +1,7 @@
-"""Files of arrays in the safetensors format, written and read array by array.
+"""Files of arrays in the safetensors format, written array by array.
 
 The `safetensors` package writes a dict of whole arrays; a checkpoint must not hold all
-of a model in memory beside the model.
+of a model in memory beside the model. It reads what is written here.
 """
 
 import hashlib
@@ -9,7 +9,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import ml_dtypes
@@ -31,10 +30,10 @@ NAMES = {
     "bfloat16": "BF16",
     "float32": "F32",
     "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
+    # Their bits, as the package has no NumPy arrays of these.
+    "float8_e4m3fn": "U8",
+    "float8_e5m2": "U8",
 }
-DTYPES = {stored: name for name, stored in NAMES.items()}
 _CHUNK = 1 << 22
 
 
@@ -46,10 +45,10 @@ class Tensor(NamedTuple):
     """An array that is to be written.
 
     Attributes:
-        name: in the file.
-        shape: of the array.
-        dtype: its name.
-        read: gives the array, when it is its turn.
+        name: name in the file.
+        shape: shape of the array.
+        dtype: name of its dtype.
+        read: function that gives the array when it is its turn.
     """
 
     name: str
@@ -61,8 +60,10 @@ class Tensor(NamedTuple):
 def write_tensors(path: str | os.PathLike, tensors: Iterable[Tensor]) -> str:
     """Writes arrays one after the other, and has the file on the disk at the end.
 
+    Eight-bit floats are written as their bits, uint8.
+
     Args:
-        path: of the new file.
+        path: path of the new file.
         tensors: `Tensor`s, whose names differ.
 
     Returns:
@@ -77,10 +78,11 @@ def write_tensors(path: str | os.PathLike, tensors: Iterable[Tensor]) -> str:
 
     >>> import os, tempfile
     >>> import numpy as np
-    >>> from keras_moe.training.tensor_file import Tensor, TensorFile, write_tensors
+    >>> from safetensors.numpy import load_file
+    >>> from keras_moe.training.tensor_writer import Tensor, write_tensors
     >>> path = os.path.join(tempfile.mkdtemp(), "one.safetensors")
     >>> made = write_tensors(path, [Tensor("a", (2,), "float32", lambda: np.ones(2))])
-    >>> TensorFile(path).read("a").tolist()
+    >>> load_file(path)["a"].tolist()
     [1.0, 1.0]
     """
     tensors = list(tensors)
@@ -135,45 +137,3 @@ def _check_finite(part, tensor):
 
 def _dtype(name):
     return getattr(ml_dtypes, name, None) or np.dtype(name)
-
-
-class TensorFile:
-    """Reads arrays of a file, each where it lies.
-
-    Args:
-        path: of a safetensors file.
-
-    Raises:
-        ValueError: if the file is no such file.
-
-    Example: see `write_tensors`.
-    """
-
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
-        try:
-            with open(self.path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                size = self.path.stat().st_size
-                self._header = json.loads(file.read(min(length, size)))
-            self._start = 8 + length
-            self._header.pop("__metadata__", None)
-        except (ValueError, AttributeError) as error:
-            raise ValueError(
-                f"Expected a safetensors file; received: {self.path} ({error})"
-            ) from error
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each array by its name."""
-        return {name: tuple(entry["shape"]) for name, entry in self._header.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        """An array by its name, mapped from the file: read where it is looked at."""
-        entry = self._header[name]
-        dtype = np.dtype(_dtype(DTYPES[entry["dtype"]]))
-        shape = tuple(entry["shape"])
-        if not math.prod(shape):
-            return np.zeros(shape, dtype)
-        offset = self._start + entry["data_offsets"][0]
-        return np.memmap(self.path, dtype, "r", offset, shape or (1,)).reshape(shape)

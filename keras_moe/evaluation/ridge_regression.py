@@ -1,0 +1,176 @@
+"""Linear classifiers by ridge regression in closed form, for many penalties at once.
+
+Axes: N examples, F feature dim, C classes, L values of l2, R rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.checks import check_integer
+from keras_moe.evaluation.feature_checks import check_features, check_labels
+
+# The feature appended to the standardised ones is so large that the penalty, which
+# falls on its weight too, hardly shrinks the bias.
+BIAS_CONSTANT = 100.0
+STD_EPSILON = 1e-5
+# The grid of the V-MoE configurations.
+L2S = tuple(float(l2) for l2 in 2.0 ** np.arange(-10, 20))
+# The number of test examples whose scores are held at once.
+_CHUNK = 8192
+
+
+class RidgeClassifier(NamedTuple):
+    """A linear classifier on standardised features.
+
+    Fields:
+        mean: (F,), mean of the training features.
+        std: (F,), population standard deviation of the training features + 1e-5.
+        weights: (F + 1, C), or (L, F + 1, C) for several l2. The last row belongs to
+            the constant feature 100.
+    """
+
+    mean: np.ndarray
+    std: np.ndarray
+    weights: np.ndarray
+
+    def scores(self, features: Any) -> np.ndarray:
+        """The classifier's outputs for features (N, F): (N, C), or (L, N, C)."""
+        features = check_features("features", features, self.mean.size)
+        return _standardise(features, self.mean, self.std) @ self.weights
+
+
+def ridge_regression(
+    train_features: Any,
+    train_labels: Any,
+    num_classes: int,
+    l2: float | Sequence[float],
+) -> RidgeClassifier:
+    """Fits the linear classifier, in float64 and in closed form.
+
+    Features become X = [(features - mean) / (std + 1e-5), 100], with the training
+    set's mean and population standard deviation; targets Y are 1 for the label's
+    class and -1 elsewhere. The weights are (X^T X + l2 I)^-1 X^T Y: the weight of the
+    constant feature is penalised like the others. One decomposition, of the smaller of
+    X^T X and X X^T, serves all values of l2.
+
+    Args:
+        train_features: (N, F).
+        train_labels: (N,) integers in [0, num_classes).
+        num_classes: C.
+        l2: positive penalty, or L of them.
+
+    Returns:
+        A `RidgeClassifier` with weights (F + 1, C), or (L, F + 1, C) if `l2` is a
+        sequence.
+
+    Raises:
+        ValueError: if an array has the wrong shape or is not finite, if a label is
+            out of range, or if an l2 is not positive.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.evaluation import ridge_regression
+    >>> features = np.array([[0.0], [1.0], [2.0], [3.0]])
+    >>> ridge = ridge_regression(features, [0, 0, 1, 1], num_classes=2, l2=1.0)
+    >>> ridge.weights.shape
+    (2, 2)
+    >>> ridge.scores([[0.5], [2.5]]).argmax(-1)
+    array([0, 1])
+    """
+    l2s = check_l2s(np.atleast_1d(l2))
+    fit = _decompose(train_features, train_labels, num_classes)
+    weights = np.stack([fit.left @ (fit.right / (fit.eigs + l2)) for l2 in l2s])
+    return RidgeClassifier(fit.mean, fit.std, weights if np.ndim(l2) else weights[0])
+
+
+def few_shot_accuracies(
+    train_features: Any,
+    train_labels: Any,
+    test_features: Any,
+    test_labels: Any,
+    num_classes: int,
+    l2s: Sequence[float] = L2S,
+) -> np.ndarray:
+    """Test accuracy of ridge regression on all training examples.
+
+    Args:
+        train_features: (N, F).
+        train_labels: (N,) integers in [0, num_classes).
+        test_features: (M, F).
+        test_labels: (M,) integers in [0, num_classes).
+        num_classes: C.
+        l2s: L positive penalties.
+
+    Returns:
+        (L,) accuracies in [0, 1]. The first class with the highest score is predicted.
+
+    Raises:
+        ValueError: if an array has the wrong shape or is not finite, if a label is
+            out of range, or if an l2 is not positive.
+
+    Example:
+
+    >>> from keras_moe.evaluation import few_shot_accuracies
+    >>> few_shot_accuracies([[0.0], [1.0]], [0, 1], [[-1.0], [2.0]], [0, 1], 2, [0.1])
+    array([1.])
+    """
+    l2s = check_l2s(l2s)
+    fit = _decompose(train_features, train_labels, num_classes)
+    test_features = check_features("test_features", test_features, fit.mean.size)
+    test_labels = check_labels(
+        "test_labels", test_labels, len(test_features), num_classes
+    )
+    correct = np.zeros(len(l2s))
+    for start in range(0, len(test_features), _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        # The weights are not needed: (M, F)(F, R) once, then (M, R)(R, C) per l2.
+        rotated = _standardise(test_features[rows], fit.mean, fit.std) @ fit.left
+        for i, l2 in enumerate(l2s):
+            scores = rotated @ (fit.right / (fit.eigs + l2))
+            correct[i] += np.sum(scores.argmax(axis=1) == test_labels[rows])
+    return correct / len(test_features)
+
+
+class _Decomposition(NamedTuple):
+    """A solution for every l2: the weights are `left @ (right / (eigs + l2))`."""
+
+    mean: np.ndarray  # (F,)
+    std: np.ndarray  # (F,)
+    left: np.ndarray  # (F + 1, R)
+    eigs: np.ndarray  # (R, 1)
+    right: np.ndarray  # (R, C)
+
+
+def _decompose(features: Any, labels: Any, num_classes: int) -> _Decomposition:
+    features = check_features("train_features", features)
+    num_classes = check_integer("num_classes", num_classes)
+    labels = check_labels("train_labels", labels, len(features), num_classes)
+    mean, std = features.mean(axis=0), features.std(axis=0) + STD_EPSILON
+    x = _standardise(features, mean, std)
+    y = np.where(labels[:, None] == np.arange(num_classes), 1.0, -1.0)
+    if len(x) >= x.shape[1]:
+        # X^T X = V diag(eigs) V^T: the weights are V (eigs + l2)^-1 V^T X^T Y.
+        eigs, vectors = np.linalg.eigh(x.T @ x)
+        left, right = vectors, vectors.T @ (x.T @ y)
+    else:
+        # X X^T = U diag(eigs) U^T: the same weights are X^T U (eigs + l2)^-1 U^T Y.
+        eigs, vectors = np.linalg.eigh(x @ x.T)
+        left, right = x.T @ vectors, vectors.T @ y
+    # Rounding may leave a zero eigenvalue negative and eigs + l2 near nothing.
+    return _Decomposition(mean, std, left, np.maximum(eigs, 0.0)[:, None], right)
+
+
+def _standardise(features: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    constant = np.full((len(features), 1), BIAS_CONSTANT)
+    return np.concatenate([(features - mean) / std, constant], axis=1)
+
+
+def check_l2s(l2s: Any) -> np.ndarray:
+    """Penalties as a float64 array, if they are positive and finite."""
+    array = np.asarray(l2s, "float64")
+    if array.ndim != 1 or not array.size or not np.all((array > 0) & (array < np.inf)):
+        raise ValueError(f"Expected positive finite penalties; received: l2s={l2s}")
+    return array
