@@ -3,13 +3,15 @@
 Nothing else in the package imports from `keras.src` or `keras_hub.src`. Every entry
 says which public way is missing. Checked with Keras 3.15.1 and KerasHub 0.32.0. The
 functions that need KerasHub import it when they are called: the core needs Keras only.
+`PRIVATE_METHODS` lists the private methods that subclasses override or call; a test
+compares them with the installed versions.
 """
 
 import collections
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -30,25 +32,104 @@ from keras.src.saving.saving_lib import _save_state as save_state
 from keras.src.utils.io_utils import ask_to_proceed_with_overwrite
 
 __all__ = [
+    "PRIVATE_METHODS",
     "AutocastScope",
     "H5IOStore",
+    "PrivateMethod",
     "ShardedH5IOStore",
     "TorchParameters",
     "ask_to_proceed_with_overwrite",
     "check_file_exists",
     "clear_losses",
+    "count_batches",
     "flatten_layers",
     "get_file",
     "get_keras_mask",
     "get_preset_loader",
     "has_seed_generator",
     "load_json",
+    "moving_averages",
     "own_variables",
+    "rate_or_schedule",
     "replaced_seed_generator",
     "save_state",
     "set_dtype_policy",
     "unlocked",
+    "variable_layout",
 ]
+
+
+class PrivateMethod(NamedTuple):
+    """A private method of another library that classes of this one override or call.
+
+    Fields:
+        owner: class that has the method.
+        name: name of the method.
+        arguments: names of the method's first arguments.
+        missing: public way that is missing.
+    """
+
+    owner: type
+    name: str
+    arguments: tuple[str, ...]
+    missing: str
+
+
+_OPTIMIZER = keras.optimizers.Optimizer
+
+PRIVATE_METHODS = (
+    PrivateMethod(
+        keras.layers.MultiHeadAttention,
+        "_compute_attention",
+        ("query", "key", "value"),
+        "a step between the projections and the softmax, for norms of queries and keys",
+    ),
+    PrivateMethod(
+        keras.layers.Equalization,
+        "_custom_histogram_fixed_width",
+        ("values", "value_range", "nbins"),
+        "a histogram by the backend of the pipeline instead of that of the models",
+    ),
+    PrivateMethod(
+        _OPTIMIZER,
+        "_backend_update_step",
+        ("grads", "trainable_variables", "learning_rate"),
+        "learning rates by weight",
+    ),
+    PrivateMethod(
+        _OPTIMIZER, "_apply_weight_decay", ("variables",), "weight decay by weight"
+    ),
+    PrivateMethod(
+        _OPTIMIZER,
+        "_get_current_learning_rate",
+        (),
+        "a learning rate that only weight decay reads",
+    ),
+    PrivateMethod(
+        _OPTIMIZER,
+        "_update_model_variables_moving_average",
+        ("trainable_variables",),
+        "averages of steps, where gradients are accumulated over batches",
+    ),
+    PrivateMethod(
+        _OPTIMIZER,
+        "_get_variable_index",
+        ("variable",),
+        "the place of a weight among the variables of an optimizer",
+    ),
+    PrivateMethod(
+        H5IOStore,
+        "_get_h5_file",
+        ("path_or_io", "mode"),
+        "stores of weights that write to a stream",
+    ),
+    PrivateMethod(
+        ShardedH5IOStore,
+        "_restore_h5_file",
+        (),
+        "stores of shards that write to streams",
+    ),
+)
 
 
 # Layers.
@@ -138,6 +219,36 @@ def replaced_seed_generator(
         yield
     finally:
         layer.__dict__.pop("_get_seed_generator", None)
+
+
+# Optimizers and variables.
+
+
+def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The averages that an optimizer keeps of its weights, in the weights' order.
+
+    `finalize_variable_values` is the public way: it overwrites the weights for good.
+    """
+    return list(optimizer._model_variables_moving_average)
+
+
+def count_batches(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """The number of batches that an optimizer has seen.
+
+    The public `iterations` counts updates, which take several batches where gradients
+    are accumulated.
+    """
+    return optimizer._iterations
+
+
+def rate_or_schedule(optimizer: keras.optimizers.Optimizer) -> Any:
+    """An optimizer's learning rate, or its schedule; the public one is a number."""
+    return optimizer._learning_rate
+
+
+def variable_layout(variable: keras.Variable) -> Any:
+    """The layout of a variable on devices, or None; no public attribute has it."""
+    return getattr(variable, "_layout", None)
 
 
 # Presets. KerasHub reads folders and handles (`hf://`, `kaggle://`) only as a whole.

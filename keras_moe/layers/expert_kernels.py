@@ -11,6 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import check_integer
+from keras_moe.compat import unlocked
 from keras_moe.layers.initializers import PerExpert
 
 
@@ -148,25 +149,24 @@ class ExpertKernels(keras.layers.Layer):
                 "Expected a built layer, on which enable_lora was not called before; "
                 f"received: built={self.built}, lora_enabled={self.lora_enabled}"
             )
-        self._tracker.unlock()
-        for kernel, (num_experts, inputs, outputs) in self._kernel_shapes().items():
-            name = kernel.removesuffix("_kernel")
-            shapes = {
-                "a": (num_experts, inputs, rank),
-                "b": (num_experts, rank, outputs),
-            }
-            for part, initializer in (("a", a_initializer), ("b", b_initializer)):
-                pair_weight = self.add_weight(
-                    name=f"{name}_lora_{part}",
-                    shape=shapes[part],
-                    initializer=PerExpert(initializer),
-                    # As in Keras: half precision would lose small changes.
-                    dtype="float32",
-                )
-                setattr(self, f"{name}_lora_{part}", pair_weight)
+        with unlocked(self):
+            for kernel, (num_experts, inputs, outputs) in self._kernel_shapes().items():
+                name = kernel.removesuffix("_kernel")
+                shapes = {
+                    "a": (num_experts, inputs, rank),
+                    "b": (num_experts, rank, outputs),
+                }
+                for part, initializer in (("a", a_initializer), ("b", b_initializer)):
+                    pair_weight = self.add_weight(
+                        name=f"{name}_lora_{part}",
+                        shape=shapes[part],
+                        initializer=PerExpert(initializer),
+                        # As in Keras: half precision would lose small changes.
+                        dtype="float32",
+                    )
+                    setattr(self, f"{name}_lora_{part}", pair_weight)
         for name in self._weight_names:
             getattr(self, name).trainable = False
-        self._tracker.lock()
         self.lora_enabled = True
         self.lora_rank = rank
         self.lora_alpha = lora_alpha
@@ -231,7 +231,7 @@ class ExpertKernels(keras.layers.Layer):
         )
         setattr(self, name, frozen)
 
-    def _int8_call(self, *args, **kwargs):
+    def quantized_call(self, *args, **kwargs):
         return self.call(*args, **kwargs)
 
     # Saving

@@ -9,6 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_moe.checks import check_integer, check_not_negative, check_positive
+from keras_moe.compat import variable_layout
 from keras_moe.training.parameter_groups import ParameterGroups
 
 
@@ -125,7 +126,7 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
                         variable.shape,
                         dtype=self.momentum_dtype,
                         # On devices as the weight is.
-                        layout=getattr(variable, "_layout", None),
+                        layout=variable_layout(variable),
                         name=f"{name}_first_moment",
                     )
                 )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops, tree
 
+from keras_moe.compat import flatten_layers, own_variables
 from keras_moe.variables import restored
 
 _MARGIN = 4
@@ -202,7 +203,7 @@ class _Watch:
     def layers_of(self, model):
         layers = [
             layer
-            for layer in model._flatten_layers(include_self=False)
+            for layer in flatten_layers(model, include_self=False)
             if not isinstance(layer, keras.layers.InputLayer)
         ]
         calls = [layer.call for layer in layers]
@@ -258,7 +259,9 @@ def _bad_gradient(model, x, y, order):
         model.train_function = None
     # Gradients flow from the last layer to the first.
     for layer, path in reversed(order):
-        if any(id(variable) in bad for variable in layer._trainable_variables):
+        if any(
+            id(variable) in bad for variable in own_variables(layer, trainable=True)
+        ):
             return NonFinite("gradient", path)
     for variable in model.trainable_variables:
         if id(variable) in bad:

@@ -14,6 +14,7 @@ from keras_moe.checks import (
     check_not_negative,
     check_positive,
 )
+from keras_moe.compat import count_batches, moving_averages, rate_or_schedule
 
 # What a group may match by name. Weights of muMoE layers have factors for kernels: of
 # these only the gate has a kernel.
@@ -200,7 +201,7 @@ class ParameterGroups:
         return [(factor, chosen) for factor, chosen in members.items() if factor]
 
     def _get_current_learning_rate(self):
-        rate = self._learning_rate
+        rate = rate_or_schedule(self)
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             rate = rate(self.iterations)
         else:
@@ -213,11 +214,11 @@ class ParameterGroups:
             super()._update_model_variables_moving_average(trainable_variables)
             return
         # Keras would average anew after batches that change no weight.
-        done = ops.cast(self._iterations, "int32") + 1
+        done = ops.cast(count_batches(self), "int32") + 1
         kept = ops.where(done % batches == 0, self.ema_momentum, 1.0)
         kept = ops.where(done <= batches, 0.0, kept)
         for variable, average in zip(
-            trainable_variables, self._model_variables_moving_average, strict=True
+            trainable_variables, moving_averages(self), strict=True
         ):
             share = ops.cast(kept, variable.dtype)
             average.assign(share * average + (1 - share) * variable)

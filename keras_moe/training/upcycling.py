@@ -17,6 +17,7 @@ from keras_moe.checks import (
     check_not_negative,
     check_one_of,
 )
+from keras_moe.compat import flatten_layers, own_variables
 from keras_moe.layers import MuMoEBlock
 from keras_moe.layers.activations import entmax15
 from keras_moe.layers.expert_coefficients import check_levels, total_experts
@@ -217,7 +218,7 @@ def upcycle(
             "Expected a dense model; received: one with mixtures of experts in "
             f"{list(backbone.routing)}"
         )
-    for layer in dense_model._flatten_layers():
+    for layer in flatten_layers(dense_model):
         if getattr(layer, "lora_enabled", False) or layer.quantization_mode:
             raise ValueError(
                 "Expected a model of plain weights (saving merges low-rank pairs); "
@@ -348,10 +349,10 @@ def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
 def _freeze(dense_model, sparse_model):
     frozen = {
         layer.path
-        for layer in dense_model._flatten_layers(include_self=False)
+        for layer in flatten_layers(dense_model, include_self=False)
         if not layer.trainable
     }
-    for layer in sparse_model._flatten_layers(include_self=False):
+    for layer in flatten_layers(sparse_model, include_self=False):
         if layer.path in frozen:
             layer.trainable = False
 
@@ -381,8 +382,8 @@ def _carry_state(dense, sparse):
     carried = 0
     if hasattr(dense, "inner_optimizer"):
         carried += _carry_state(dense.inner_optimizer, sparse.inner_optimizer)
-    dense_paths = [weight.path for weight in dense._trainable_variables]
-    sparse_paths = [weight.path for weight in sparse._trainable_variables]
+    dense_paths = [weight.path for weight in own_variables(dense, trainable=True)]
+    sparse_paths = [weight.path for weight in own_variables(sparse, trainable=True)]
     places = {path: place for place, path in enumerate(dense_paths)}
     for name, slots in vars(dense).items():
         # A kind of slot is a list with one for each trainable variable.

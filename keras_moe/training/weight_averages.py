@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import keras
 from keras import ops
 
+from keras_moe.compat import moving_averages, own_variables
+
 
 class EvaluateAverages(keras.callbacks.Callback):
     """Puts the averages in the weights' place for each evaluation within `fit`.
@@ -76,8 +78,8 @@ def _keeper(model):
 def _exchange(model):
     optimizer = _keeper(model)
     for weight, average in zip(
-        optimizer._trainable_variables,
-        optimizer._model_variables_moving_average,
+        own_variables(optimizer, trainable=True),
+        moving_averages(optimizer),
         strict=True,
     ):
         # A copy: on some backends a variable's value changes with it.

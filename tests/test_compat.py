@@ -1,0 +1,171 @@
+"""Private parts of Keras and KerasHub: in one file, and as they were when checked."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import keras
+import pytest
+
+import keras_moe
+from keras_moe import compat
+
+PACKAGE = Path(keras_moe.__file__).parent
+# Methods of tuples with names, and PyTorch's documented check of symbolic sizes.
+PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_check"}
+# Private parts that the files of a folder still use; to be removed.
+KNOWN = ("models/",)
+PRIVATE = re.compile(r"_[a-z]\w*")
+
+
+def modules() -> Iterator[object]:
+    """Yields the package's modules, but for the programs."""
+    for info in pkgutil.walk_packages(keras_moe.__path__, "keras_moe."):
+        if ".cli" not in info.name and ".kernels" not in info.name:
+            yield importlib.import_module(info.name)
+
+
+def own_classes() -> set[type]:
+    """Returns the classes that the package defines."""
+    return {
+        thing
+        for module in modules()
+        for thing in vars(module).values()
+        if inspect.isclass(thing) and thing.__module__ == module.__name__
+    }
+
+
+@pytest.mark.parametrize("method", compat.PRIVATE_METHODS, ids=lambda m: m.name)
+def test_private_methods_are_those_that_were_checked(method):
+    signature = inspect.signature(getattr(method.owner, method.name))
+    names = [name for name in signature.parameters if name != "self"]
+    assert tuple(names[: len(method.arguments)]) == method.arguments
+    assert method.missing
+
+
+def test_no_other_private_method_is_overridden():
+    known = {method.name for method in compat.PRIVATE_METHODS}
+    overridden = set()
+    for cls in own_classes():
+        # A mixin overrides the method of a base that another class gives it.
+        own, foreign = (
+            {
+                name
+                for base in cls.__mro__
+                if base.__module__.startswith("keras_moe") == is_own
+                and base is not compat.TorchParameters
+                for name in vars(base)
+                if PRIVATE.fullmatch(name) and name != "_abc_impl"
+            }
+            for is_own in (True, False)
+        )
+        overridden |= own & foreign
+    assert overridden <= known
+    # The list has no entry that nothing needs: one method is only called.
+    assert known - overridden == {"_get_variable_index"}
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """Returns the names that a file gives to functions, variables and attributes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(
+            node.ctx, ast.Store
+        ):
+            names.add(getattr(node, "id", None) or node.attr)
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            # `object.__setattr__(self, "_name", value)` and `setattr`.
+            names |= {
+                str(argument.value)
+                for argument in node.args
+                if isinstance(argument, ast.Constant)
+            }
+    return names
+
+
+def private_uses(sources: dict[str, str]) -> list[str]:
+    """Returns a line for each private attribute that no file of ours defines."""
+    trees = {place: ast.parse(source) for place, source in sources.items()}
+    own = set().union(*map(defined_names, trees.values())) | PUBLIC
+    own |= {method.name for method in compat.PRIVATE_METHODS}
+    return [
+        f"{place}:{node.lineno}: {node.attr}"
+        for place, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and PRIVATE.fullmatch(node.attr)
+        and node.attr not in own
+    ]
+
+
+def test_private_attributes_are_read_in_compat_alone():
+    sources = {
+        path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name != "compat.py"
+    }
+    assert [use for use in private_uses(sources) if not use.startswith(KNOWN)] == []
+
+
+def test_a_planted_use_is_seen():
+    sources = {
+        "a.py": "class A:\n    def _own(self):\n        self._x = self._tracker",
+        "b.py": "a._own(), a._x, record._replace(), layer._flatten_layers()",
+    }
+    assert private_uses(sources) == ["a.py:3: _tracker", "b.py:1: _flatten_layers"]
+
+
+def test_layers_and_their_variables():
+    inner = keras.layers.Dense(2, name="inner")
+    model = keras.Sequential([keras.Input((3,)), keras.Sequential([inner])])
+    assert compat.flatten_layers(model)[0] is model
+    assert inner in compat.flatten_layers(model, include_self=False)
+    assert inner not in compat.flatten_layers(model, recursive=False)
+    inner.trainable = False
+    assert compat.own_variables(inner, trainable=True) == inner.weights
+    assert compat.own_variables(inner, trainable=False) == []
+    assert compat.own_variables(model, trainable=True) == []
+
+
+def test_a_built_layer_takes_weights_while_it_is_unlocked():
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    with compat.unlocked(layer):
+        layer.pair = layer.add_weight(name="pair", shape=(2,))
+    assert len(layer.weights) == 3
+    with pytest.raises(ValueError, match="cannot add new elements of state"):
+        layer.other = layer.add_weight(name="other", shape=(2,))
+
+
+def test_an_optimizer_counts_batches_and_keeps_its_schedule():
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    optimizer = keras.optimizers.SGD(
+        schedule, gradient_accumulation_steps=2, use_ema=True
+    )
+    weight = keras.Variable([1.0, 2.0])
+    optimizer.build([weight])
+    for _ in range(3):
+        optimizer.apply([keras.ops.ones((2,))])
+    assert int(compat.count_batches(optimizer)) == 3
+    assert int(optimizer.iterations) == 1
+    assert compat.rate_or_schedule(optimizer) is schedule
+    (average,) = compat.moving_averages(optimizer)
+    assert average.shape == (2,)
+
+
+def test_presets_are_read_by_keras_hub(tmp_path):
+    (tmp_path / "config.json").write_text('{"registered_name": "a"}')
+    assert compat.load_json(str(tmp_path)) == {"registered_name": "a"}
+    assert compat.check_file_exists(str(tmp_path), "config.json")
+    assert not compat.check_file_exists(str(tmp_path), "task.json")
+    assert compat.get_file(str(tmp_path), "config.json") == str(
+        tmp_path / "config.json"
+    )
+    loader = compat.get_preset_loader(str(tmp_path))
+    assert loader.config == {"registered_name": "a"}
