@@ -9,9 +9,10 @@ from typing import Any
 
 from keras_moe._version import __version__
 from keras_moe.cli.parser import (
+    RESUMES,
     Parser,
+    add_command,
     add_data,
-    add_output,
     add_overrides,
     add_preset,
     at_least,
@@ -19,8 +20,7 @@ from keras_moe.cli.parser import (
     json_or_string,
     positive,
 )
-
-RESUMES = "Interrupted: the same command resumes from its last checkpoint."
+from keras_moe.cli.studies.arguments import add_studies
 
 
 def make_parser() -> Parser:
@@ -38,35 +38,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (train, evaluate, convert, upcycle, describe, plan, deduplicate):
         add(commands)
-    return parser
-
-
-def add_command(
-    commands: Any,
-    name: str,
-    line: str,
-    examples: str,
-    description: str = "",
-    interrupted: str = "Interrupted.",
-) -> Parser:
-    """Adds a sub-command, whose work is in the module `keras_moe.cli.NAME`.
-
-    Args:
-        commands: sub-parsers to add it to.
-        name: the sub-command's name.
-        line: description for the list of sub-commands.
-        examples: example commands, one a line.
-        description: further text of its own help.
-        interrupted: last words after Ctrl-C.
-    """
-    parser = commands.add_parser(
-        name,
-        help=line,
-        description=f"{line[0].upper()}{line[1:]}.\n\n{description}",
-        examples=examples,
-    )
-    parser.set_defaults(module=f"keras_moe.cli.{name}", interrupted=interrupted)
-    add_output(parser)
+    add_studies(commands)
     return parser
 
 

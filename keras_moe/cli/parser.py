@@ -14,6 +14,8 @@ from typing import Any
 
 # The value of `--json` without a file.
 STDOUT = "-"
+# Last words of what can be resumed.
+RESUMES = "Interrupted: the same command resumes where it stopped."
 
 
 class UsageError(ValueError):
@@ -42,6 +44,39 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    line: str,
+    examples: str,
+    description: str = "",
+    interrupted: str = "Interrupted.",
+    module: str | None = None,
+) -> Parser:
+    """Adds a sub-command.
+
+    Args:
+        commands: sub-parsers to add it to.
+        name: the sub-command's name.
+        line: description for the list of sub-commands.
+        examples: example commands, one a line.
+        description: further text of its own help.
+        interrupted: last words after Ctrl-C.
+        module: module whose `run(args, console)` does the work; None for
+            `keras_moe.cli.NAME`.
+    """
+    parser = commands.add_parser(
+        name,
+        help=line,
+        description=f"{line[0].upper()}{line[1:]}.\n\n{description}",
+        examples=examples,
+    )
+    module = module or f"keras_moe.cli.{name}"
+    parser.set_defaults(module=module, interrupted=interrupted)
+    add_output(parser)
+    return parser
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

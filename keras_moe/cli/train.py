@@ -11,11 +11,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import keras_moe
 from keras_moe import data, training
 from keras_moe.analysis import plots
 from keras_moe.cli.devices import set_devices, start_processes
 from keras_moe.cli.result import Result
+from keras_moe.cli.versions import backend_and_versions
 from keras_moe.files import write_json
 
 
@@ -122,15 +122,9 @@ def results_of(
 ) -> dict:
     """The settings, and what came of all lives of the run."""
     state = training.find_checkpoint(folder / "checkpoints").state["callbacks"]
-    backend = keras.backend.backend()
     return {
         "recipe": recipe.to_dict(),
-        "backend": backend,
-        "versions": {
-            "keras_moe": keras_moe.__version__,
-            "keras": keras.__version__,
-            backend: importlib.import_module(backend).__version__,
-        },
+        **backend_and_versions(),
         "parameters": trained.model.count_params(),
         "metric": recipe.objective.headline.metric,
         "score": trained.score,

@@ -1,6 +1,7 @@
 """What all sub-commands have in common: help, errors, JSON, interruption."""
 
 import ast
+import importlib.util
 import json
 import re
 import subprocess
@@ -27,6 +28,9 @@ COMMANDS = (
     "describe",
     "plan",
     "deduplicate",
+    "study routers",
+    "study moepp",
+    "study mumoe",
 )
 
 pytestmark = pytest.mark.backend_free
@@ -43,8 +47,8 @@ def work(monkeypatch):
     return replace
 
 
-def helps(*arguments):
-    command = [sys.executable, "-m", "keras_moe.cli", *arguments, "--help"]
+def helps(name=""):
+    command = [sys.executable, "-m", "keras_moe.cli", *name.split(), "--help"]
     begin = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done, time.perf_counter() - begin
@@ -64,7 +68,7 @@ def test_the_list_of_commands():
     done, _ = helps()
     assert (done.returncode, done.stderr) == (0, "")
     for name in COMMANDS:
-        assert re.search(rf"^    {name}\b", done.stdout, re.M)
+        assert re.search(rf"^    {name.split()[0]}\b", done.stdout, re.M)
 
 
 def test_arguments_are_parsed_before_keras_is_imported():
@@ -89,21 +93,20 @@ def test_a_mistake_of_a_real_process_is_one_line():
     assert done.stderr.count("\n") == 1
 
 
-def test_every_example_is_parsed():
-    for name in COMMANDS:
-        add = getattr(commands, name)
-        parser = commands.make_parser()
-        text = subparser(parser, name).epilog
-        examples = [line.split() for line in text.splitlines()[1:]]
-        assert examples, add
-        for program, *arguments in examples:
-            assert program == "keras-moe"
-            assert parser.parse_args(arguments).module == f"keras_moe.cli.{name}"
-
-
-def subparser(parser, name):
-    (action,) = (x for x in parser._actions if hasattr(x, "add_parser"))
-    return action.choices[name]
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_example_is_parsed(name):
+    parser = commands.make_parser()
+    inner = parser
+    for word in name.split():
+        (action,) = (x for x in inner._actions if hasattr(x, "add_parser"))
+        inner = action.choices[word]
+    examples = [line.split() for line in inner.epilog.splitlines()[1:]]
+    assert examples
+    for program, *arguments in examples:
+        assert program == "keras-moe"
+        args = parser.parse_args(arguments)
+        assert args.module.split(".")[-1] == name.split()[-1]
+        assert importlib.util.find_spec(args.module)
 
 
 def test_commands_take_nothing_from_each_other():

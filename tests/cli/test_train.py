@@ -143,4 +143,4 @@ def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
     status, _, errors = train("mumoe_digits", "--output", tmp_path)
     assert status == 130
     assert errors.count("\n") == 2
-    assert "the same command resumes from its last checkpoint" in errors
+    assert "the same command resumes where it stopped" in errors

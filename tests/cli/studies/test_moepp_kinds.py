@@ -1,29 +1,27 @@
 """The study's parts about kinds of experts, on a few steps."""
 
 import json
-import runpy
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from keras_moe.cli.studies.moepp_kinds import deviation_of_patches
+from keras_moe.cli.studies.moepp_training import Digits
+
 ONE = ["--epochs", "1", "--seeds", "1", "--batch-size", "64", "--constants", "1"]
 
 pytestmark = pytest.mark.backend_free
 
 
 @pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return runpy.run_path(str(ROOT / "tools" / "moepp_study.py"))
+def study(program):
+    return lambda *arguments: program("study", "moepp", *arguments)
 
 
-def test_kinds_are_removed_counted_and_drawn(study, tmp_path, capsys):
-    arguments = ["--parts", "removal", "tokens", "constants", "--output", str(tmp_path)]
-    assert study["main"]([*arguments, *ONE]) == 0
+def test_kinds_are_removed_counted_and_drawn(study, tmp_path, monkeypatch):
+    arguments = ["--parts", "removal", "tokens", "constants", "--output", tmp_path]
+    status, text, errors = study(*arguments, *ONE)
+    assert status == 0, errors
     results = json.loads((tmp_path / "results.json").read_text())
     # The rows of Table C.
     assert list(results["removal"]["without"]) == [
@@ -44,26 +42,27 @@ def test_kinds_are_removed_counted_and_drawn(study, tmp_path, capsys):
     assert list(results["constants"]) == ["1"]
     for name in ("kinds", "constants"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
-    text = capsys.readouterr().out
     assert "Table C" in text
     assert "Figure A" in text
+
     # What is whole is not trained again; what is damaged is.
-    study["main"].__globals__["Training"].fit = None
-    assert study["main"]([*arguments, *ONE]) == 0
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Digits, "fit", interrupt)
+    assert study(*arguments, *ONE).status == 0
     (stored,) = (tmp_path / "runs").glob("kinds*.npz")
     stored.write_bytes(stored.read_bytes()[:100])
-    with pytest.raises(TypeError):
-        study["main"]([*arguments, *ONE])
+    assert study(*arguments, *ONE).status == 130
 
 
-def test_plain_patches_have_equal_pixels(study):
+def test_plain_patches_have_equal_pixels():
     images = np.zeros((1, 4, 4, 1))
     images[0, 2:, 2:] = [[[-1.0], [1.0]], [[1.0], [-1.0]]]
-    deviation = study["moepp_kinds"].deviation_of_patches(images, (2, 2))
+    deviation = deviation_of_patches(images, (2, 2))
     assert deviation.tolist() == [[[0.0, 0.0], [0.0, 1.0]]]
 
 
-def test_counts_of_constant_experts_are_checked(study, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        study["main"](["--constants", "-1", "--output", str(tmp_path)])
-    assert "--constants" in capsys.readouterr().err
+def test_counts_of_constant_experts_are_checked(mistake, tmp_path):
+    arguments = ("--constants", "-1", "--output", tmp_path)
+    assert "--constants" in mistake("study", "moepp", *arguments)

@@ -1,34 +1,66 @@
-"""Layers of MoE++ and their vanilla twin, with balanced loads, and their times."""
+"""Layers of MoE++ and their vanilla twin, with balanced loads, and their times.
 
-import argparse
+Both have the same feed-forward experts, gamma and K; the router's kernel is random, so
+that the load is balanced over experts. `limited` is the form of training, with the
+capacities of equation 8 of *MoE++*; `every token` serves all, as inference does, with
+logits shifted by kind so that equation 8's shares are what tokens choose.
+`without zero-computation` is the same layer, whose zero-computation experts do nothing:
+their cost is the difference.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import keras
 import numpy as np
-from gradients import forward
-from timing import interleaved
 
 from keras_moe.layers import Experts, MoE
 from keras_moe.ops import ExpertKinds
 from keras_moe.routers import of_kinds
+from keras_moe.timing import forward, interleaved
 
 # Whether the layer trains.
 FORMS = {"limited": True, "every token": False}
 WITHOUT = "without zero-computation"
 
 
-def layer_for(kinds: ExpertKinds, tau: float, shape: tuple, args) -> MoE:
+class Sizes(NamedTuple):
+    """Sizes of a layer.
+
+    Attributes:
+        kinds: number of experts of each kind.
+        tokens: number of tokens.
+        dim: D, size of a token.
+        mlp_dim: H, size of an expert's hidden layer.
+        selected: K.
+        gamma: capacity factor.
+        gated: whether experts are SwiGLU-like.
+    """
+
+    kinds: ExpertKinds
+    tokens: int
+    dim: int
+    mlp_dim: int
+    selected: int
+    gamma: float
+    gated: bool
+
+
+def layer_for(
+    kinds: ExpertKinds, tau: float, shape: tuple[int, ...], sizes: Sizes
+) -> MoE:
     """A built MoE layer of these experts."""
     options = {} if not kinds.zero_computation else {"tau": tau}
     router = of_kinds(
         "softmax_token_choice",
         kinds,
-        num_selected_experts=args.selected,
-        capacity_factor=args.gamma,
+        num_selected_experts=sizes.selected,
+        capacity_factor=sizes.gamma,
         noise_std=0.0,
         **options,
     )
     experts = Experts(
-        kinds.ffn, args.mlp_dim, gated=args.gated, use_bias=not args.gated
+        kinds.ffn, sizes.mlp_dim, gated=sizes.gated, use_bias=not sizes.gated
     )
     moe = MoE(router, experts)
     moe.build(shape)
@@ -44,7 +76,7 @@ def shift_by_kind(moe: MoE, tau: float) -> None:
     kernel = np.array(moe.router.kernel)
     kernel[-1] = 0.0
     if kinds.zero_computation:
-        # Of random logits the largest K of E; found by bisection on other tokens.
+        # The K largest of E random logits, by bisection on other tokens.
         generator = np.random.default_rng(1)
         logits = generator.normal(size=(8192, kinds.total)) * np.linalg.norm(
             kernel, axis=0
@@ -63,18 +95,25 @@ def shift_by_kind(moe: MoE, tau: float) -> None:
 
 
 def measure(
-    kinds: ExpertKinds, taus: list[float], args: argparse.Namespace
+    sizes: Sizes, taus: Sequence[float], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Median seconds of the forward pass, by form and by layer."""
-    tokens = np.random.default_rng(0).normal(size=(1, args.tokens, args.dim))
+    """Median seconds of the forward pass, by form and by layer.
+
+    Args:
+        sizes: sizes of the layers.
+        taus: values of tau.
+        rounds: rounds of timing.
+    """
+    kinds = sizes.kinds
+    tokens = np.random.default_rng(0).normal(size=(1, sizes.tokens, sizes.dim))
     tokens = tokens.astype("float32")
     tokens[..., -1] = 1.0
     layers = {
-        "vanilla": (layer_for(ExpertKinds(kinds.ffn), 1.0, tokens.shape, args), 1)
+        "vanilla": (layer_for(ExpertKinds(kinds.ffn), 1.0, tokens.shape, sizes), 1)
     }
     for tau in taus:
-        layers[f"tau={tau:g}"] = (layer_for(kinds, tau, tokens.shape, args), tau)
-        bare = layer_for(kinds, tau, tokens.shape, args)
+        layers[f"tau={tau:g}"] = (layer_for(kinds, tau, tokens.shape, sizes), tau)
+        bare = layer_for(kinds, tau, tokens.shape, sizes)
         # They contribute nothing, and cost nothing.
         bare.zero_computation_experts.call = lambda tokens, weights: (
             keras.ops.zeros_like(tokens)
@@ -88,25 +127,7 @@ def measure(
                 name: forward(moe, tokens, training=training)
                 for name, (moe, _) in layers.items()
             },
-            args.rounds,
+            rounds,
         )
         for form, training in FORMS.items()
     }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sizes of the layer."""
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--mlp-dim", type=int, default=2048)
-    parser.add_argument(
-        "--kinds",
-        type=int,
-        nargs=4,
-        default=[8, 1, 1, 2],
-        metavar=("FFN", "ZERO", "COPY", "CONSTANT"),
-    )
-    parser.add_argument("--selected", type=int, default=2)
-    parser.add_argument("--gamma", type=float, default=1.1)
-    parser.add_argument("--gated", action="store_true", help="SwiGLU-like experts")
-    parser.add_argument("--rounds", type=int, default=9)

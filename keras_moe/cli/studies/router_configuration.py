@@ -1,23 +1,19 @@
 """One configuration of the router study: its model, trained from seeds and timed."""
 
-import math
 import statistics
 import time
 from typing import Any
 
 import keras
 import numpy as np
-from results import plain
-from rich.progress import Progress
 
 from keras_moe import analysis, evaluation, models
+from keras_moe.cli.prediction import accuracy, predict
+from keras_moe.cli.studies.fitting import Watch, compile_with_cosine
+from keras_moe.cli.studies.study import Tell, plain
 
 SHOTS = 10
 TIMING_STEPS = 10
-
-
-class Diverged(Exception):
-    """Training ended in numbers that are not finite."""
 
 
 class Configuration:
@@ -26,14 +22,14 @@ class Configuration:
     The model is compiled once. Each run starts it from the state of a new one.
 
     Args:
-        study: the data and the arguments, see `router_study.Study`.
+        task: the images and the arguments, see `routers.Task`.
         router: the router's name.
         selected: k of token choice, c of the others.
         combine: `"softmax"`, or `"affinity"` to weigh outputs with the transport plan.
     """
 
-    def __init__(self, study: Any, router: str, selected: int, combine: str):
-        self.study = study
+    def __init__(self, task: Any, router: str, selected: int, combine: str):
+        self.task = task
         self.labels = {"router": router, "selected": selected, "combine": combine}
         self.name = name_of(self.labels)
         self.model = self.new_model(0)
@@ -53,41 +49,30 @@ class Configuration:
 
     @property
     def settings(self) -> dict:
-        """What influences the runs, apart from the seed."""
+        """The settings that influence its runs, apart from the seed."""
         config = self.model.backbone.get_config()
         config.pop("name")
-        return {**self.study.settings(), **self.labels, "model": plain(config)}
+        return {**self.labels, "model": plain(config)}
 
     def new_model(self, seed: int, **overrides) -> keras.Model:
         """A model whose weights and noise follow from the seed."""
-        args = self.study.args
+        args = self.task.args
         keras.utils.set_random_seed(seed)
         model = models.from_preset(
             args.preset,
-            num_classes=self.study.num_classes,
+            num_classes=self.task.num_classes,
             load_weights=False,
             router=self.labels["router"],
             num_selected_experts=self.labels["selected"],
             seed=seed,
             **{
-                **self.study.overrides,
+                **self.task.overrides,
                 "router_options": self.router_options() or None,
                 **overrides,
             },
         )
-        # The quickstart's optimizer and schedule.
-        steps = args.epochs * self.study.steps_per_epoch
-        schedule = keras.optimizers.schedules.CosineDecay(
-            0.0,
-            steps,
-            warmup_target=args.learning_rate,
-            warmup_steps=steps // 10,
-        )
-        model.compile(
-            optimizer=keras.optimizers.AdamW(
-                schedule, weight_decay=0.05, global_clipnorm=1.0
-            )
-        )
+        steps = args.epochs * self.task.steps_per_epoch
+        compile_with_cosine(model, steps, args.learning_rate)
         model.optimizer.build(model.trainable_variables)
         return model
 
@@ -95,7 +80,7 @@ class Configuration:
         """The router's arguments: the user's, the combine weights and `options`."""
         if self.labels["combine"] != "softmax":
             options["combine"] = self.labels["combine"]
-        return {**(self.study.overrides.get("router_options") or {}), **options}
+        return {**(self.task.overrides.get("router_options") or {}), **options}
 
     def as_in_training(self) -> dict:
         """Arguments that make inference group tokens and limit experts so."""
@@ -108,7 +93,7 @@ class Configuration:
         see the images of another pass than a second seed's.
         """
         if not self.has_fit:
-            batches = self.study.load_augmented(0).take(1)
+            batches = self.task.load_augmented(0).take(1)
             self.model.fit(batches, shuffle=False, verbose=0)
             self.has_fit = True
 
@@ -119,27 +104,20 @@ class Configuration:
         for variable, value in zip(all_variables(self.model), all_variables(fresh)):
             variable.assign(value)
 
-    def train(self, seed: int, progress: Progress) -> dict:
-        """Trains from a seed, and evaluates."""
+    def train(self, seed: int, tell: Tell) -> tuple[dict, dict]:
+        """Trains from a seed, and evaluates; there are no arrays to keep.
+
+        Args:
+            seed: seed of weights, noise and order.
+            tell: function that shows a text beside the bar.
+        """
         begin = time.perf_counter()
         self.start(seed)
-        batches = self.study.load_augmented(seed)
-        epochs = self.study.args.epochs
-        task = progress.add_task(f"{self.name} seed {seed}", total=epochs)
+        batches = self.task.load_augmented(seed)
+        epochs = self.task.args.epochs
         accuracies = []
 
-        def follow(epoch, logs):
-            loss = logs["loss"]
-            progress.update(
-                task,
-                completed=epoch + 1,
-                description=f"{self.name} seed {seed}, loss {loss:.3f}",
-            )
-            if not math.isfinite(loss):
-                raise Diverged(
-                    f"{self.name} with seed {seed} diverged in epoch {epoch + 1} "
-                    f"(loss={loss}); try a smaller --learning-rate"
-                )
+        def follow():
             grouped, labels = self.predict_grouped()
             accuracies.append(accuracy(grouped["logits"], labels))
 
@@ -148,31 +126,30 @@ class Configuration:
             epochs=epochs,
             shuffle=False,  # The batches come shuffled.
             verbose=0,
-            callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=follow)],
+            callbacks=[Watch(tell, follow)],
         )
-        result = self.evaluate()
-        progress.remove_task(task)
-        return {
-            **result,
+        result = {
+            **self.evaluate(),
             "curves": {
                 "train_loss": [float(loss) for loss in history.history["loss"]],
                 "grouped_test_accuracy": accuracies,
             },
             "seconds": time.perf_counter() - begin,
         }
+        return result, {}
 
     def evaluate(self) -> dict:
         """Accuracies, and what the routers did with the test images."""
-        study, size = self.study, self.study.args.batch_size
-        train, train_labels = predict(self.inference, study.train_images, size)
-        test, test_labels = predict(self.inference, study.test_images, size)
+        task, size = self.task, self.task.args.batch_size
+        train, train_labels = predict(self.inference, task.train_images, size)
+        test, test_labels = predict(self.inference, task.test_images, size)
         few_shot = evaluation.few_shot(
             train["features"],
             train_labels,
             test["features"],
             test_labels,
             shots=(SHOTS,),
-            num_classes=study.num_classes,
+            num_classes=task.num_classes,
         )
         grouped, grouped_labels = self.predict_grouped()
         is_token_choice = self.labels["router"].endswith("token_choice")
@@ -194,11 +171,11 @@ class Configuration:
 
     def predict_grouped(self) -> tuple[Any, np.ndarray]:
         """The outputs with the groups and the capacity of training, and the labels."""
-        study = self.study
+        task = self.task
         self.grouped_model.set_weights(self.model.get_weights())
         # Only whole batches have the groups of training.
-        whole = study.load(study.args.test_split, drop_remainder=True)
-        return predict(self.grouped, whole, study.args.batch_size)
+        whole = task.load(task.args.test_split, drop_remainder=True)
+        return predict(self.grouped, whole, task.args.batch_size)
 
     def time_steps(self, batches: Any) -> float:
         """The mean seconds of a training step in one epoch of batches."""
@@ -228,23 +205,3 @@ def name_of(labels: dict) -> str:
 def all_variables(model: keras.Model) -> list:
     """Weights, noise and the optimizer's state."""
     return [*model.variables, *model.optimizer.variables]
-
-
-def predict(model: keras.Model, batches: Any, size: int) -> tuple[Any, np.ndarray]:
-    """The outputs for all images, and the labels.
-
-    A last batch is filled up to `size`, so that nothing is compiled for it.
-    """
-    outputs, labels = [], []
-    for images, batch_labels in batches:
-        images, count = images.numpy(), len(images)
-        images = np.concatenate([images, np.repeat(images[-1:], size - count, axis=0)])
-        output = model.predict_on_batch(images)
-        outputs.append(keras.tree.map_structure(lambda x, n=count: x[:n], output))
-        labels.append(batch_labels.numpy())
-    whole = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
-    return whole, np.concatenate(labels)
-
-
-def accuracy(logits: np.ndarray, labels: np.ndarray) -> float:
-    return float((logits.argmax(axis=-1) == labels).mean())

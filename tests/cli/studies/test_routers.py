@@ -1,13 +1,14 @@
 import json
-import runpy
 import shutil
-from pathlib import Path
 
 import pytest
 
 from keras_moe.analysis import plots
+from keras_moe.cli.commands import make_parser
+from keras_moe.cli.studies import routers
+from keras_moe.cli.studies.router_configuration import Configuration
+from keras_moe.cli.studies.router_summary import summarise
 
-ROOT = Path(__file__).resolve().parents[2]
 ROUTERS = ["soft", "softmax_token_choice"]
 TINY = [
     "--routers", *ROUTERS, "--selected", "1", "--seeds", "2", "--epochs", "1",
@@ -19,17 +20,13 @@ pytestmark = pytest.mark.backend_free
 
 
 @pytest.fixture
-def tool(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    tool = runpy.run_path(str(ROOT / "tools" / "router_study.py"))
-    monkeypatch.setitem(tool["main"].__globals__, "TIMING_ROUNDS", 1)
-    return tool
+def study(program, monkeypatch):
+    monkeypatch.setattr(routers, "TIMING_ROUNDS", 1)
 
+    def run(output, *arguments):
+        return program("study", "routers", *TINY, "--output", output, *arguments)
 
-def run(tool, capsys, output, *arguments):
-    status = tool["main"]([*TINY, "--output", str(output), *map(str, arguments)])
-    return status, *capsys.readouterr()
+    return run
 
 
 def results_of(folder):
@@ -43,9 +40,9 @@ def results_of(folder):
     return results["summary"], results["runs"]
 
 
-def test_a_study_goes_on_where_it_stopped(tool, capsys, tmp_path, monkeypatch):
+def test_a_study_resumes_where_it_stopped(study, tmp_path, monkeypatch):
     whole = tmp_path / "whole"
-    status, output, errors = run(tool, capsys, whole)
+    status, output, errors = study(whole)
     assert status == 0, errors
     assert "softmax token choice" in output
     assert "finished before" not in output
@@ -79,9 +76,9 @@ def test_a_study_goes_on_where_it_stopped(tool, capsys, tmp_path, monkeypatch):
     shutil.copytree(whole / "runs", part / "runs")
     (cut,) = part.glob("runs/soft-1-seed1-*.json")
     cut.write_text(cut.read_text()[:100])
-    status, output, errors = run(tool, capsys, part)
+    status, output, errors = study(part)
     assert status == 0, errors
-    assert output.count("finished before") == 3
+    assert "3 of 4 runs were finished before" in output
     assert results_of(part) == (summary, runs)
     assert not list(part.rglob("*.part"))
 
@@ -90,53 +87,33 @@ def test_a_study_goes_on_where_it_stopped(tool, capsys, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     for method in ("train", "time_steps"):
-        monkeypatch.setattr(tool["Configuration"], method, interrupt)
-    status, output, _ = run(tool, capsys, part)
+        monkeypatch.setattr(Configuration, method, interrupt)
+    status, output, _ = study(part)
     assert status == 0
-    assert output.count("finished before") == 4
+    assert "4 of 4 runs were finished before" in output
     assert results_of(part) == (summary, runs)
-    status, _, errors = run(tool, capsys, part, "--learning-rate", 1e-3)
+    status, _, errors = study(part, "--learning-rate", 1e-3)
     assert status == 130
-    assert "the same command goes on from here" in errors
-    assert run(tool, capsys, part, "--restart")[0] == 130
+    assert "the same command resumes where it stopped" in errors
+    assert study(part, "--restart")[0] == 130
     assert not list(part.glob("runs/*.json"))
-
-
-def test_only_whole_results_of_the_same_settings_count(tool, tmp_path):
-    path = tmp_path / "run.json"
-    read, write = tool["read_result"], tool["write_json"]
-    assert read(path, {"seed": 0}) is None
-    write(path, {"settings": {"seed": 0}, "result": {"accuracy": 1.0}})
-    assert read(path, {"seed": 0}) == {"accuracy": 1.0}
-    assert read(path, {"seed": 1}) is None
-    for text in (
-        "",
-        "[]",
-        "3",
-        "{}",
-        '{"settings": {"seed": 0}}',
-        path.read_text()[:9],
-    ):
-        path.write_text(text)
-        assert read(path, {"seed": 0}) is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dataset", "digit"], "did you mean 'digits'"),
+        (["--data", "digit"], "did you mean 'digits'"),
         (["--preset", "vmoe_digit"], "nearest: vmoe_digits"),
         (["--set", "hidden"], "Expected NAME=VALUE; received: hidden"),
         (["--set", "hidden=16"], "hidden_dim"),
-        (["--set", "router=soft"], "an argument that the study does not set"),
+        (["--set", "router=soft"], "arguments that the study does not set"),
         (["--batch-size", 500], "1347 and 450 images, batch_size=500"),
         (["--test-split", "validation"], "split='validation'"),
     ],
 )
-def test_wrong_arguments_are_explained(tool, capsys, tmp_path, arguments, message):
-    status, _, errors = run(tool, capsys, tmp_path, *arguments)
-    assert status == 1
-    assert message in errors
+def test_wrong_arguments_are_explained(mistake, tmp_path, arguments, message):
+    arguments = (*TINY, "--output", tmp_path, *arguments)
+    assert message in mistake("study", "routers", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -144,31 +121,28 @@ def test_wrong_arguments_are_explained(tool, capsys, tmp_path, arguments, messag
     [
         (["--routers", "softmax"], "invalid choice: 'softmax'"),
         (["--selected", 3], "invalid choice: 3"),
-        (["--seeds", 0], "expected more than 0; received: 0"),
-        (["--epochs", "many"], "invalid int value: 'many'"),
-        (["--learning-rate", "nan"], "expected more than 0; received: nan"),
+        (["--seeds", 0], "Expected at least 1; received: 0"),
+        (["--epochs", "many"], "Expected an integer; received: many"),
+        (["--learning-rate", "nan"], "above 0; received: nan"),
     ],
 )
-def test_the_parser_refuses(tool, capsys, tmp_path, arguments, message):
-    with pytest.raises(SystemExit) as stop:
-        run(tool, capsys, tmp_path, *arguments)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+def test_the_parser_refuses(mistake, arguments, message):
+    assert message in mistake("study", "routers", *arguments)
 
 
-def test_diverged_runs_are_not_kept(tool, capsys, tmp_path):
-    status, _, errors = run(tool, capsys, tmp_path, "--learning-rate", 1e30)
-    assert status == 1
+def test_diverged_runs_are_not_kept(study, tmp_path):
+    status, _, errors = study(tmp_path, "--learning-rate", 1e30)
+    assert status == 2
     assert "softmax_token_choice-1 with seed 0 diverged in epoch 1" in errors
     assert not list(tmp_path.glob("runs/*.json"))
 
 
-def test_plans_combine_where_they_are_asked_to(tool, tmp_path):
-    arguments = ["--combine", "affinity", "--output", str(tmp_path)]
-    arguments = [*TINY, *arguments]
-    arguments[1:3] = ["softmax_token_choice", "sinkhorn_expert_choice"]
-    study = tool["Study"](tool["parse_arguments"](arguments))
-    (configuration,) = study.configurations
+def test_plans_combine_where_they_are_asked_to():
+    arguments = ["study", "routers", *TINY, "--combine", "affinity", "--routers"]
+    parse = make_parser().parse_args
+    args = parse([*arguments, "softmax_token_choice", "sinkhorn_expert_choice"])
+    (row,) = routers.rows_of(args)
+    configuration = Configuration(routers.Task(args), *row)
     assert configuration.name == "sinkhorn_expert_choice-1-affinity"
     for model, batch_invariant in (
         (configuration.model, True),
@@ -176,10 +150,8 @@ def test_plans_combine_where_they_are_asked_to(tool, tmp_path):
     ):
         router = model.backbone.get_layer("block_0").feed_forward.router
         assert (router.combine, router.batch_invariant) == ("affinity", batch_invariant)
-    arguments[1:3] = ["soft"]
-    arguments = tool["parse_arguments"](arguments)
     with pytest.raises(ValueError, match=r"received: routers=\['soft'\]"):
-        tool["Study"](arguments)
+        routers.rows_of(parse([*arguments, "soft"]))
 
 
 def made_up_run(combine, *values):
@@ -191,21 +163,21 @@ def made_up_run(combine, *values):
     return {**labels, "seed": 0, "result": result}
 
 
-def test_rows_of_plans_stand_beside_those_of_the_softmax(tool, tmp_path):
+def test_rows_of_plans_stand_beside_those_of_the_softmax(tmp_path):
     runs = [made_up_run("softmax", 0.9), made_up_run("softmax", 0.8)]
     runs.append(made_up_run("affinity", 0.7))
     seconds = {
         "sinkhorn_token_choice-2": 1.0,
         "sinkhorn_token_choice-2-affinity": 1.5,
     }
-    softmax, plan = rows = tool["summarise"](runs, seconds, steps_per_epoch=42)
+    softmax, plan = rows = summarise(runs, seconds, steps_per_epoch=42)
     assert softmax["grouped_test_accuracy"]["mean"] == pytest.approx(0.85)
     assert softmax["curves"]["step"] == [42, 84]
     accuracies = softmax["curves"]["grouped_test_accuracy"]
     assert accuracies["mean"] == pytest.approx([0.5, 0.85])
     assert accuracies["std"] == pytest.approx([0.0, 0.1 / 2**0.5])
     assert (plan["combine"], plan["relative_step_time"]) == ("affinity", 1.5)
-    pictures = tool["draw"](rows, tmp_path)
+    pictures = routers.draw(rows, tmp_path)
     names = ["accuracy_over_cost", "curves", "curves_of_combine"]
     assert [picture.stem for picture in pictures] == names
     assert all(picture.stat().st_size > 5_000 for picture in pictures)

@@ -1,9 +1,10 @@
-"""What the router study's runs amount to: means, curves and the table."""
+"""The router study's runs together: means, curves and the table."""
 
-from results import spread
 from rich import box
 from rich.table import Table
-from router_study_configuration import SHOTS, name_of
+
+from keras_moe.cli.studies.router_configuration import SHOTS, name_of
+from keras_moe.cli.studies.study import percent, spread
 
 # The keys of a run's result of which the summary has means and spreads.
 MEASURES = (
@@ -67,7 +68,7 @@ def curves_of(runs: list[dict[str, list[float]]]) -> dict[str, dict]:
 def summary_table(results: dict) -> Table:
     settings, rows = results["settings"], results["summary"]
     table = Table(
-        title=f"{settings['preset']} on {settings['dataset']}, {settings['epochs']} "
+        title=f"{settings['preset']} on {settings['data']}, {settings['epochs']} "
         f"epochs, {len(rows[0]['seeds'])} seeds, {settings['backend']}",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -82,10 +83,7 @@ def summary_table(results: dict) -> Table:
             row["router"].replace("_", " "),
             "plan" if row["combine"] == "affinity" else row["combine"],
             str(row["selected"]),
-            *(
-                f"{100 * row[key]['mean']:.1f}±{100 * row[key]['std']:.1f}"
-                for key in MEASURES[:3]
-            ),
+            *(percent(row[key]) for key in MEASURES[:3]),
             f"{row['relative_step_time']:.2f}",
             f"{row['dropped_tokens']['mean']:.1%}",
             f"{row['load_entropy']['mean']:.3f}",

@@ -1,0 +1,247 @@
+"""The arguments of `keras-moe study`.
+
+Only the standard library is imported: help is printed before Keras is there.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from keras_moe.cli.parser import (
+    RESUMES,
+    Parser,
+    add_command,
+    add_data,
+    add_overrides,
+    add_preset,
+    at_least,
+    positive,
+)
+
+# In the order of the paper's tables.
+ROUTERS = (
+    "softmax_token_choice",
+    "sinkhorn_token_choice",
+    "softmax_expert_choice",
+    "sinkhorn_expert_choice",
+    "sparsity_constrained_expert_choice",
+    "soft",
+)
+COMBINES = ("softmax", "affinity")
+SELECTED = (1, 2)
+MOEPP_PARTS = ("costs", "speed", "training", "removal", "tokens", "constants")
+MUMOE_PARTS = (
+    "costs",
+    "specialisation",
+    "editing",
+    "patches",
+    "activation",
+    "normalization",
+    "matched",
+    "capacity",
+)
+
+
+def add_studies(commands: Any) -> None:
+    """Adds `study` with one sub-command for each study.
+
+    Args:
+        commands: sub-parsers to add it to.
+    """
+    parser = commands.add_parser(
+        "study",
+        help="repeat a paper's experiments on small data",
+        description="Repeat a paper's experiments on small data.\n\nEvery finished run "
+        "is a file in the output folder: the same command again resumes an interrupted "
+        "study, and other settings make other files. Results are tables, pictures and "
+        "results.json.",
+        examples="keras-moe study routers\n"
+        "keras-moe study moepp --parts costs speed\n"
+        "keras-moe study mumoe --help",
+    )
+    studies = parser.add_subparsers(metavar="STUDY", required=True)
+    for add in (routers, moepp, mumoe):
+        add(studies)
+
+
+def routers(studies: Any) -> None:
+    parser = add_command(
+        studies,
+        "routers",
+        "compare the routers of Routers in Vision Mixture of Experts on a small ViT",
+        "keras-moe study routers\n"
+        "keras-moe study routers --routers soft sinkhorn_expert_choice --seeds 5\n"
+        "keras-moe study routers --data tfds:cifar10 --set image_shape=[32,32,3]",
+        "The 12 configurations of the paper's Table 1, six routers with k or c of 1 "
+        "and 2, train for equally many steps on the same images, each from several "
+        "seeds; and those with a transport plan once more with the plan as combine "
+        "weights, as in section 3.4.",
+        RESUMES,
+        "keras_moe.cli.studies.routers",
+    )
+    add_preset(parser, "--preset", default="vmoe_digits")
+    add_data(parser, default="digits")
+    parser.add_argument("--train-split", default="train")
+    parser.add_argument("--test-split", default="test")
+    add_overrides(parser)
+    parser.add_argument(
+        "--routers", nargs="+", choices=ROUTERS, default=ROUTERS, metavar="ROUTER"
+    )
+    parser.add_argument(
+        "--selected",
+        nargs="+",
+        type=int,
+        choices=SELECTED,
+        default=SELECTED,
+        help="k of token choice, c of the others",
+    )
+    parser.add_argument(
+        "--combine",
+        nargs="+",
+        choices=COMBINES,
+        default=COMBINES,
+        help="combine weights: the softmax or, for transport routers, the plan, too",
+    )
+    add_training(parser, "routers", epochs=20, batch_size=32, learning_rate=2e-3)
+
+
+def moepp(studies: Any) -> None:
+    parser = add_command(
+        studies,
+        "moepp",
+        "compare MoE++ with a vanilla mixture: cost, speed, accuracy",
+        "keras-moe study moepp\n"
+        "keras-moe study moepp --parts costs speed --kinds 16 1 1 2\n"
+        "keras-moe study moepp --parts training --seeds 5 --epochs 40",
+        "costs counts the numbers of the paper's Tables 1, A and B; speed measures "
+        "expert forward times by tau, as Table 3; training trains on the bundled "
+        "digits: the vanilla twin, MoE++ by tau, without each kind of expert (Table 5) "
+        "and without gating residuals (Table 6). removal removes kinds of experts "
+        "after training (Table C), tokens counts the zero-computation experts that "
+        "patches meet (Figure A), and constants trains with --constants constant "
+        "experts (Figure 3).\n\nThe models that train are the preset moepp_digits and "
+        "changes of it.",
+        RESUMES,
+        "keras_moe.cli.studies.moepp",
+    )
+    add_parts(parser, MOEPP_PARTS)
+    parser.add_argument(
+        "--taus", type=positive, nargs="+", default=[0.1, 0.25, 0.5, 0.75, 1.0]
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="MODEL", help="names of the models that train"
+    )
+    parser.add_argument(
+        "--constants",
+        type=at_least(0),
+        nargs="+",
+        default=[0, 1, 2, 4, 6],
+        metavar="N",
+        help="numbers of constant experts, for Figure 3",
+    )
+    add_training(parser, "moepp", epochs=30, batch_size=32, learning_rate=3e-3)
+    layer = parser.add_argument_group("the layer of costs and speed")
+    layer.add_argument("--tokens", type=at_least(1), default=4096)
+    layer.add_argument("--dim", type=at_least(1), default=768)
+    layer.add_argument("--mlp-dim", type=at_least(1), default=2048)
+    layer.add_argument(
+        "--kinds",
+        type=at_least(0),
+        nargs=4,
+        default=[8, 1, 1, 2],
+        metavar=("FFN", "ZERO", "COPY", "CONSTANT"),
+    )
+    layer.add_argument("--selected", type=at_least(1), default=2)
+    layer.add_argument("--gamma", type=positive, default=1.1)
+    layer.add_argument("--gated", action="store_true", help="SwiGLU-like experts")
+    layer.add_argument("--rounds", type=at_least(1), default=9, help="of timing")
+
+
+def mumoe(studies: Any) -> None:
+    parser = add_command(
+        studies,
+        "mumoe",
+        "show on digits what Multilinear Mixture of Experts shows on ImageNet and "
+        "CelebA",
+        "keras-moe study mumoe\n"
+        "keras-moe study mumoe --parts specialisation --experts 2 4 8 16 --seeds 5",
+        "specialisation: polysemanticity of CP muMoE heads with more and more experts "
+        "(Figures 2, 3, 18, 19 and 22), and the dense ViT's MLPs cut to their largest "
+        "singular values (Figure 7). editing: a planted bias, which one edit of the "
+        "head corrects without training (Table 2, Figure 25). patches: the patches "
+        "that use an expert of a muMoE Mixer most (Figure 4). costs: multiply-adds "
+        "with and without the whole weight tensor (Table 8). Heads on the features of "
+        "the dense ViT compare entmax with softmax (activation, Figure 20), batch "
+        "normalisation of the coefficients with none (normalization, Figure 21), "
+        "factorised heads with a linear one of as many parameters (matched, Figure "
+        "23), and with dense and sparse mixtures of linear heads (capacity, Figure "
+        "24).",
+        RESUMES,
+        "keras_moe.cli.studies.mumoe",
+    )
+    add_parts(parser, MUMOE_PARTS)
+    parser.add_argument(
+        "--experts",
+        type=at_least(1),
+        nargs="+",
+        default=[2, 4, 8, 16, 32],
+        metavar="N",
+        help="numbers of experts of the heads",
+    )
+    parser.add_argument(
+        "--positions", nargs="+", choices=("final", "penultimate"), default=["final"]
+    )
+    parser.add_argument("--rank", type=at_least(1), default=128, help="of the heads")
+    parser.add_argument(
+        "--edited-experts",
+        type=at_least(1),
+        default=32,
+        metavar="N",
+        help="number of experts of the head that is edited",
+    )
+    add_training(parser, "mumoe", epochs=15, batch_size=64, learning_rate=2e-3)
+
+
+def add_parts(parser: Parser, names: tuple[str, ...]) -> None:
+    """Adds `--parts`.
+
+    Args:
+        parser: parser to add it to.
+        names: names of all parts, the default.
+    """
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="PART",
+        help=f"{', '.join(names)}; by default all",
+    )
+
+
+def add_training(
+    parser: Parser, name: str, epochs: int, batch_size: int, learning_rate: float
+) -> None:
+    """Adds the arguments of runs, which all studies have.
+
+    Args:
+        parser: parser to add them to.
+        name: the study's name.
+        epochs: default of `--epochs`.
+        batch_size: default of `--batch-size`.
+        learning_rate: default of `--learning-rate`.
+    """
+    group = parser.add_argument_group("runs")
+    group.add_argument("--seeds", type=at_least(1), default=3, help="number of seeds")
+    group.add_argument("--epochs", type=at_least(1), default=epochs)
+    group.add_argument("--batch-size", type=at_least(1), default=batch_size)
+    group.add_argument("--learning-rate", type=positive, default=learning_rate)
+    group.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs") / f"{name}_study",
+        metavar="FOLDER",
+        help=f"folder of the study; runs/{name}_study by default",
+    )
+    group.add_argument(
+        "--restart", action="store_true", help="remove the finished runs first"
+    )

@@ -1,0 +1,61 @@
+"""`keras-moe study moepp`: *MoE++* beside a vanilla mixture of as many experts.
+
+`costs` counts the numbers of its Tables 1, A and B; `speed` measures expert forward
+times by tau, as Table 3; `training` trains on the bundled digits: the vanilla twin,
+MoE++ by tau, without each kind of expert (Table 5) and without gating residuals
+(Table 6). `removal` removes kinds of experts after training (Table C), `tokens` counts
+the zero-computation experts that patches meet (Figure A), and `constants` trains with
+several numbers of constant experts (Figure 3).
+"""
+
+import argparse
+
+from rich.console import Console
+
+from keras_moe.cli.result import Result
+from keras_moe.cli.studies.moepp_costs import Costs, Speed
+from keras_moe.cli.studies.moepp_kinds import Constants, Removal, Tokens
+from keras_moe.cli.studies.moepp_layers import Sizes
+from keras_moe.cli.studies.moepp_training import Digits, Training
+from keras_moe.cli.studies.study import Study, run_parts
+from keras_moe.cli.versions import backend_and_versions
+from keras_moe.ops import ExpertKinds
+
+
+def run(args: argparse.Namespace, console: Console) -> Result:
+    """Does the parts that are asked for.
+
+    Args:
+        args: see `arguments.moepp`.
+        console: for people.
+    """
+    kinds = ExpertKinds(*args.kinds)
+    if not kinds.zero_computation:
+        raise ValueError(
+            f"Expected zero-computation experts; received: --kinds {args.kinds}"
+        )
+    sizes = Sizes(
+        kinds,
+        args.tokens,
+        args.dim,
+        args.mlp_dim,
+        args.selected,
+        args.gamma,
+        args.gated,
+    )
+    names = ("epochs", "batch_size", "learning_rate")
+    settings = {name: getattr(args, name) for name in names}
+    study = Study(
+        args.output, {**settings, **backend_and_versions()}, console, args.restart
+    )
+    digits = Digits(**settings)
+    make = {
+        "costs": lambda: Costs(study, sizes, args.taus, args.rounds),
+        "speed": lambda: Speed(study, sizes, args.taus, args.rounds),
+        "training": lambda: Training(study, digits, args.seeds, args.taus, args.only),
+        "removal": lambda: Removal(study, digits, args.seeds),
+        "tokens": lambda: Tokens(study, digits, args.seeds),
+        "constants": lambda: Constants(study, digits, args.seeds, args.constants),
+    }
+    parts = {name: make[name]() for name in make if name in args.parts}
+    return run_parts(study, parts)
