@@ -16,6 +16,8 @@ from keras_moe.training.storage import Checkpoint, Retention, Storage, is_remote
 def new_storage(folder: str | os.PathLike | Storage) -> Storage:
     """The storage of a run's checkpoints.
 
+    Processes that share a model by a distribution of Keras call this together.
+
     A folder that has checkpoints keeps their format. Otherwise `OrbaxStorage` has
     those of remote folders, such as `gs://bucket/run`, and those of several processes
     that share a model, where orbax-checkpoint is installed; `LocalStorage` has all
@@ -37,17 +39,19 @@ def new_storage(folder: str | os.PathLike | Storage) -> Storage:
         return folder
     if is_remote(folder):
         return OrbaxStorage(folder)
-    local = LocalStorage(folder)
-    if paths := local.paths():
-        return OrbaxStorage(folder) if is_orbax(paths[-1]) else local
     # To ask for processes makes JAX look for its devices, which nobody may want yet.
-    if (
-        keras.distribution.distribution() is not None
-        and process_count() > 1
-        and importlib.util.find_spec("orbax") is not None
-    ):
-        return OrbaxStorage(folder)
-    return local
+    shared = keras.distribution.distribution() is not None and process_count() > 1
+    paths = LocalStorage(folder).paths()
+    if paths:
+        by_orbax = any(is_orbax(path) for path in paths)
+    else:
+        by_orbax = shared and importlib.util.find_spec("orbax") is not None
+    if shared:
+        from keras_moe.ops.kernels.sharded_arrays_jax import exchange
+
+        # The first process decides: others may see what it is about to remove.
+        by_orbax = bool(exchange(bytes([by_orbax]))[0][0])
+    return OrbaxStorage(folder) if by_orbax else LocalStorage(folder)
 
 
 def save_checkpoint(
@@ -147,7 +151,11 @@ def list_checkpoints(folder: str | os.PathLike | Storage) -> list[Any]:
     >>> list_checkpoints("nowhere")
     []
     """
-    return new_storage(folder).paths()
+    if not isinstance(folder, Storage):
+        # Names alone, which are the same in any storage.
+        kind = OrbaxStorage if is_remote(folder) else LocalStorage
+        folder = kind(folder)
+    return folder.paths()
 
 
 def restore_checkpoint(
