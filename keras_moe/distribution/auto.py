@@ -39,16 +39,16 @@ def auto(
     experts and runs all rows; with fewer groups it gathers the tokens.
 
     Args:
-        model_or_preset: what `keras_moe.models.describe` takes: a preset's name or
-            folder, or a model. No weight is allocated for it.
-        devices: as `keras.distribution.list_devices()` gives them; None takes all.
-        expert_parallel: over how many devices experts are split: `"batch"` is over the
-            whole batch axis, a smaller number an axis of its own, over which other
+        model_or_preset: name or folder of a preset, or a model; see
+            `keras_moe.models.describe`. No weight is allocated for it.
+        devices: devices of `keras.distribution.list_devices()`; None takes all.
+        expert_parallel: number of devices over which experts are split: `"batch"` is
+            the whole batch axis, a smaller number an axis of its own, over which other
             groups of devices have the same experts; 1 has all experts everywhere. None
             is `"batch"` where this divides the experts, else 1.
-        model_parallel: over how many devices attention's heads and the MLPs' and
+        model_parallel: number of devices over which attention's heads and the MLPs' and
             experts' hidden units are split.
-        batch_size: of all devices together, to check it; None does not.
+        batch_size: images of all devices together, which are checked, or None.
         auto_shard_dataset: whether Keras deals the batches of a `tf.data.Dataset` among
             processes; not where each has its own part, as those of recipes do.
         **overrides: arguments of the model that differ from the preset.
@@ -59,7 +59,7 @@ def auto(
 
     Raises:
         ValueError: if the backend is not JAX; if numbers do not divide each other; or
-            if nothing is there to split. muMoE blocks are not split.
+            if there is nothing to split. muMoE blocks are not split.
 
     Reference:
         *GShard*, section 3; *Megatron-LM*, section 3.
@@ -83,7 +83,7 @@ def auto(
             f"received: backend={backend!r}"
         )
     devices = keras.distribution.list_devices() if devices is None else list(devices)
-    plan = layouts(
+    rules = layouts(
         model_or_preset,
         len(devices),
         expert_parallel,
@@ -92,27 +92,27 @@ def auto(
         **overrides,
     )
     if isinstance(model_or_preset, keras.Model):
-        check_paths(plan, [weight.path for weight in model_or_preset.weights])
+        check_paths(rules, [weight.path for weight in model_or_preset.weights])
     return _distribution(
-        plan, devices, check_bool("auto_shard_dataset", auto_shard_dataset)
+        rules, devices, check_bool("auto_shard_dataset", auto_shard_dataset)
     )
 
 
-def _distribution(plan, devices, auto_shard_dataset):
-    mesh = _mesh(plan.mesh, devices)
-    if not plan.weights:
+def _distribution(rules, devices, auto_shard_dataset):
+    mesh = _mesh(rules.mesh, devices)
+    if not rules.weights:
         return keras.distribution.DataParallel(
             device_mesh=mesh, auto_shard_dataset=auto_shard_dataset
         )
     # JAX has an array on each of two meshes in one program, if these have the same
     # devices in the same order.
     expert_mesh = mesh
-    if plan.expert_mesh != plan.mesh:
-        expert_mesh = _mesh(plan.expert_mesh, devices)
+    if rules.expert_mesh != rules.mesh:
+        expert_mesh = _mesh(rules.expert_mesh, devices)
     layout_map = keras.distribution.LayoutMap(mesh)
-    for path, axes in {**plan.weights, **plan.activations}.items():
+    for path, axes in {**rules.weights, **rules.activations}.items():
         layout_map[path] = keras.distribution.TensorLayout(
-            axes, expert_mesh if plan.on_expert_mesh(axes) else mesh
+            axes, expert_mesh if rules.on_expert_mesh(axes) else mesh
         )
     return keras.distribution.ModelParallel(
         layout_map=layout_map,
@@ -127,12 +127,12 @@ def _mesh(sizes, devices):
     )
 
 
-def check_paths(plan: Layouts, paths: list[str]) -> None:
+def check_paths(rules: Layouts, paths: list[str]) -> None:
     """Raises ValueError unless the rules and the weights of a model fit each other.
 
     Args:
-        plan: the rules.
-        paths: of all the model's weights.
+        rules: layouts of the model.
+        paths: paths of all the model's weights.
 
     Raises:
         ValueError: if a path matches two rules, or no path matches any.
@@ -141,20 +141,20 @@ def check_paths(plan: Layouts, paths: list[str]) -> None:
 
     >>> from keras_moe import distribution
     >>> from keras_moe.distribution.auto import check_paths
-    >>> plan = distribution.layouts("vmoe_b16", 8)
-    >>> check_paths(plan, ["block_1/moe/experts/hidden_kernel"])
+    >>> rules = distribution.layouts("vmoe_b16", 8)
+    >>> check_paths(rules, ["block_1/moe/experts/hidden_kernel"])
     """
     matched = False
     for path in paths:
-        found = [rule for rule in plan.weights if re.fullmatch(rule, path)]
-        matched = matched or bool(found)
-        if len(found) > 1:
+        matching = [rule for rule in rules.weights if re.fullmatch(rule, path)]
+        matched = matched or bool(matching)
+        if len(matching) > 1:
             raise ValueError(
                 f"Expected one rule for each weight; received: path={path!r}, which "
-                f"matches {found}"
+                f"matches {matching}"
             )
-    if plan.weights and not matched:
+    if rules.weights and not matched:
         raise ValueError(
             "Expected rules of which one at least matches a weight; received: "
-            f"rules={list(plan.weights)}, paths={paths}"
+            f"rules={list(rules.weights)}, paths={paths}"
         )

@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 
 from keras_moe.layers import MLP, MoE, SelfAttention
 
-# What is kept of a token's D, of an attention weight and of a hidden unit.
+# Numbers kept of a token's D, of an attention weight and of a hidden unit.
 PER_TOKEN, PER_PAIR, PER_HIDDEN_UNIT = 11, 3, 3
 # A router's logits, noisy logits and gates, in float32.
 ROUTING_BYTES = 3 * 4
 
 
 class Share(NamedTuple):
-    """A device's share of the batch.
+    """The share of a device in the batch.
 
     Attributes:
-        images: how many.
+        images: number of images.
         batch_size: images of all devices together.
-        sequences: the tokens of each image's sequences: its own, and those of a text
+        sequences: tokens of each sequence of an image: its own, and those of a text
             that goes with it.
         dim: D.
-        model_parallel: over how many devices heads and hidden units are split.
+        model_parallel: number of devices over which heads and hidden units are split.
         itemsize: bytes of a number in the tokens' dtype.
     """
 
@@ -43,8 +43,8 @@ def expert_slots(block: Any, share: Share) -> int:
     """The slots of all experts for a device's tokens, while training.
 
     Args:
-        block: an `EncoderBlock`, not built.
-        share: of the batch.
+        block: `EncoderBlock`, not built.
+        share: share of the batch.
 
     Returns:
         Groups times E times C; 0 for a dense block; without capacity the tokens times
@@ -78,19 +78,19 @@ def expert_slots(block: Any, share: Share) -> int:
 
 
 def activation_bytes(block: Any, share: Share) -> int:
-    """What a block keeps for its gradient, on each device.
+    """The bytes that a block keeps for its gradient on each device.
 
-    Per token 11 D; with attention 3 numbers for each head and pair of tokens; 3 H for
+    A token has 11 D; with attention 3 numbers for each head and pair of tokens; 3 H for
     an MLP, whose activation is in between, and as much for an expert's slot, and 2 D
-    for its input and output; the router's logits and gates. This is what XLA's compiled
-    training steps were found to keep on CPU, where it fuses least. A gradient needs
+    for its input and output; the router's logits and gates. XLA's compiled training
+    steps keep as much on CPU, where it fuses least. A gradient needs
     8 D (the block's input, the norms' outputs, the sum between, queries, keys, values
     and context), 1 per pair, and 2 H. Gated experts keep one H more either way. Tensor
     parallelism splits pairs and hidden units, and of the 11 D is taken to split none.
 
     Args:
-        block: an `EncoderBlock`, not built.
-        share: of the batch.
+        block: `EncoderBlock`, not built.
+        share: share of the batch.
     """
     split, dim = share.model_parallel, share.dim
     mixer, feed_forward = block.token_mixer, block.feed_forward
@@ -127,8 +127,8 @@ def model_parallel_bytes(block: Any, share: Share) -> int:
     The token mixer's and the feed-forward layer's outputs; for the gradient as many.
 
     Args:
-        block: an `EncoderBlock`, not built.
-        share: of the batch.
+        block: `EncoderBlock`, not built.
+        share: share of the batch.
 
     Reference:
         *Megatron-LM*, section 3.

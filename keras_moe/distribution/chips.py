@@ -1,4 +1,4 @@
-"""What accelerators can do, from their makers' figures."""
+"""Accelerators, by their makers' figures."""
 
 import itertools
 import math
@@ -11,15 +11,15 @@ class Chip(NamedTuple):
     """An accelerator among others of its kind.
 
     Attributes:
-        name: what it is called.
-        peak_flops: bfloat16 floating-point operations a second, dense.
-        memory: bytes.
-        memory_bandwidth: bytes a second.
-        links: to its neighbours.
+        name: name of the chip.
+        peak_flops: dense bfloat16 floating-point operations a second.
+        memory: bytes of memory.
+        memory_bandwidth: bytes a second of the memory.
+        links: number of links to its neighbours.
         link_bandwidth: bytes a second that one link sends; it receives as many.
         torus: dimensions of the torus that the links form; 0 is a switch, over which
             every chip reaches every other directly.
-        source: where the figures are published.
+        source: publication of the figures.
 
     Example:
 
@@ -46,10 +46,10 @@ class Chip(NamedTuple):
     def all_to_all_bandwidth(self, num_devices: int, all_devices: int = 0) -> float:
         """Bytes a second that each of several chips sends if all send to all.
 
-        Half of what the chips of a line of n send crosses its middle, n / 4 of a chip's
-        data over one link: 4 / n of a link is left to each chip. A ring, which a torus
-        has in each of its dimensions, has two such places, and 8 / n. The longest
-        dimension decides. A part of a larger torus has lines only.
+        Half of the data that the chips of a line of n send crosses its middle, n / 4 of
+        a chip's data over one link: 4 / n of a link is left to each chip. A ring, which
+        a torus has in each of its dimensions, has two such places, and 8 / n. The
+        longest dimension decides. A part of a larger torus has lines only.
 
         Args:
             num_devices: how many chips; they are taken as near to a cube as their
@@ -67,8 +67,8 @@ def torus_sides(num_devices: int, dimensions: int) -> tuple[int, ...]:
     """The sides of the torus that is nearest to a cube.
 
     Args:
-        num_devices: the product of the sides.
-        dimensions: how many sides.
+        num_devices: product of the sides.
+        dimensions: number of sides.
 
     Example:
 
@@ -78,13 +78,13 @@ def torus_sides(num_devices: int, dimensions: int) -> tuple[int, ...]:
     """
     check_integer("num_devices", num_devices)
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    found = (
+    tori = (
         (*sides, num_devices // math.prod(sides))
         for sides in itertools.combinations_with_replacement(divisors, dimensions - 1)
         if num_devices % math.prod(sides) == 0
     )
     # The smallest longest side, and among these the smallest second longest.
-    return min((tuple(sorted(x)) for x in found), key=lambda x: x[::-1])
+    return min((tuple(sorted(x)) for x in tori), key=lambda x: x[::-1])
 
 
 CHIPS = {

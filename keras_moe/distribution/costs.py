@@ -23,10 +23,10 @@ from keras_moe.layers import MoE
 from keras_moe.models.presets import describe, unbuilt_blocks
 from keras_moe.ops.cost import under
 
-# Where both of a weight's two largest axes are as long, Adafactor keeps their sums.
+# Length of a weight's two largest axes from which Adafactor keeps their sums.
 FACTORED_FROM = 32
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Optimizer to bytes that it keeps for a weight of a shape.
+# Bytes that an optimizer keeps for a weight of a shape.
 OPTIMIZERS = {
     "sgd": lambda shape: 0,
     "momentum": lambda shape: 4 * math.prod(shape),
@@ -36,21 +36,21 @@ OPTIMIZERS = {
 
 
 class Costs(NamedTuple):
-    """What a training step costs each device.
+    """The costs of a training step for each device.
 
     Attributes:
-        name: the preset.
-        chip: a `Chip`.
-        num_devices: how many there are.
-        layout: the mesh and the options, in words.
+        name: name of the preset.
+        chip: `Chip` of each device.
+        num_devices: number of devices.
+        layout: mesh and options, in words.
         batch_size: images of all devices together.
-        parameters: all of the model's.
-        device_parameters: those on one device.
-        memory: part to bytes on one device.
-        traffic: purpose to bytes that leave one device in a step.
+        parameters: parameters of the model.
+        device_parameters: parameters on one device.
+        memory: dict from part to bytes on one device.
+        traffic: dict from purpose to bytes that leave one device in a step.
         flops: floating-point operations of one device in a step.
-        seconds: what they take to seconds, for `"compute"` and each of `traffic`.
-        utilization: the share of the chip's peak that `seconds` assumes.
+        seconds: dict from `"compute"` and each purpose of `traffic` to seconds.
+        utilization: share of the chip's peak that `seconds` assumes.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Costs(NamedTuple):
 
     @property
     def communication_seconds(self) -> float:
-        """All that is sent, one after the other."""
+        """The seconds of all traffic, one purpose after the other."""
         return sum(self.seconds.values()) - self.seconds["compute"]
 
     @property
@@ -107,8 +107,8 @@ class Costs(NamedTuple):
             memory.add_row(part, f"{size / 2**30:.2f}")
         memory.add_section()
         memory.add_row("all", f"{self.memory_bytes / 2**30:.2f}")
-        found = "fits" if self.fits else "does not fit"
-        memory.add_row(f"the chip ({found})", f"{self.chip.memory / 2**30:.2f}")
+        verdict = "fits" if self.fits else "does not fit"
+        memory.add_row(f"the chip ({verdict})", f"{self.chip.memory / 2**30:.2f}")
         console.print(memory)
         step = Table(title=f"a step of {self.batch_size:,} images, on a device")
         step.add_column("what")
@@ -150,12 +150,12 @@ def costs(
     num_classes: int | None = None,
     **overrides: Any,
 ) -> Costs:
-    """What a training step costs under a layout of `auto`, on paper.
+    """The costs of a training step under a layout of `auto`, on paper.
 
-    Memory: float32 weights and gradients as large, the optimizer's state, and what is
-    kept for the gradient (`block_costs.activation_bytes`); with `rematerialize=True`
-    the inputs of blocks alone, and all of one block at a time. A compiler may need
-    less, as it fuses, or more, for its own copies.
+    Memory: float32 weights, gradients of the same size, the optimizer's state, and the
+    activations kept for the gradient (`block_costs.activation_bytes`); with
+    `rematerialize=True` the inputs of blocks alone, and all of one block at a time. A
+    compiler may need less, as it fuses, or more, for its own copies.
 
     Traffic: tokens travel to experts and back, for the gradient again, and once more
     with `rematerialize`: a device sends (n - 1) / n of its slots' tokens, if n devices
@@ -167,29 +167,29 @@ def costs(
     bandwidth (`Chip.all_to_all_bandwidth`).
 
     Args:
-        model_or_preset: as for `auto`.
-        num_devices: how many chips.
+        model_or_preset: see `auto`.
+        num_devices: number of chips.
         batch_size: images of all of them together.
-        chip: a name in `CHIPS`, or a `Chip`.
-        expert_parallel: as for `auto`.
-        model_parallel: as for `auto`.
-        optimizer: `"sgd"`, `"momentum"`, `"adam"` (two float32 moments) or
-            `"adafactor"` (a bfloat16 moment; of second moments the sums over rows and
-            columns where both are 32 at least). Embeddings and heads are counted as if
-            they were not factored.
-        dtype: of tokens and products, `"bfloat16"` under mixed precision, or
+        chip: name in `CHIPS`, or a `Chip`.
+        expert_parallel: see `auto`.
+        model_parallel: see `auto`.
+        optimizer: name of the optimizer, `"sgd"`, `"momentum"`, `"adam"` (two float32
+            moments) or `"adafactor"` (a bfloat16 moment; the sums of second moments
+            over rows and columns where both are 32 at least). Embeddings and heads are
+            counted as if they were not factored.
+        dtype: dtype of tokens and products, `"bfloat16"` under mixed precision, or
             `"float32"`; weights stay float32.
-        utilization: the share of the chip's peak that matmuls reach; measure it.
-        text_tokens: of a text that goes through the same blocks with each image, as in
-            LIMoE; its embedding is not counted.
-        num_classes: of a head, which is counted, too.
+        utilization: share of the chip's peak that matmuls reach; measure it.
+        text_tokens: tokens of a text that goes through the same blocks with each image,
+            as in LIMoE; its embedding is not counted.
+        num_classes: number of classes of a head, which is counted, too.
         **overrides: arguments of the model that differ from the preset.
 
     Returns:
         `Costs`.
 
     Raises:
-        ValueError: as `layouts`; if groups of tokens do not lie whole on each device;
+        ValueError: see `layouts`; if groups of tokens do not lie whole on each device;
             if experts without capacity would be gathered on several devices; or for
             muMoE blocks, whose intermediates are not counted.
 
@@ -218,11 +218,11 @@ def costs(
     check_integer("text_tokens", text_tokens, minimum=0)
     batch_size = check_integer("batch_size", batch_size)
     blocks = unbuilt_blocks(model_or_preset, **overrides)
-    plan = layouts_of_blocks(
+    layouts = layouts_of_blocks(
         blocks, num_devices, expert_parallel, model_parallel, batch_size
     )
     model = describe(model_or_preset, num_classes, **overrides)
-    dim, batch_devices = model.hidden_dim, plan.mesh[BATCH]
+    dim, batch_devices = model.hidden_dim, layouts.mesh[BATCH]
     sequences = (model.num_tokens, text_tokens) if text_tokens else (model.num_tokens,)
     share = Share(
         batch_size // batch_devices,
@@ -237,25 +237,11 @@ def costs(
     # Weights of blocks, which a layout may split, by path; the rest as one vector.
     shapes = {}
     for block in blocks:
-        of_block = block.weight_shapes((model.num_tokens, dim))
-        shapes.update(under(block.name, of_block))
+        block_shapes = block.weight_shapes((model.num_tokens, dim))
+        shapes.update(under(block.name, block_shapes))
     listed = sum(map(math.prod, shapes.values()))
     shapes["rest"] = (model.parameters - listed,)
-    sizes = {None: 1, **plan.mesh, **plan.expert_mesh}
-    device_parameters = state = sums = 0
-    expert_devices = 1
-    for path, shape in shapes.items():
-        parts = [sizes[axis] for axis in _axes(plan, path, shape)]
-        local = tuple(size // part for size, part in zip(shape, parts))
-        device_parameters += math.prod(local)
-        state += OPTIMIZERS[optimizer](local)
-        of_model = math.prod(
-            sizes[axis] for axis in _axes(plan, path, shape) if axis == MODEL
-        )
-        dealt = math.prod(parts) // of_model
-        if "/experts/" in path:
-            expert_devices = dealt
-        sums += 4 * math.prod(local) * _ring(batch_devices // dealt)
+    weights = _split(shapes, layouts, OPTIMIZERS[optimizer])
 
     rematerialize = any(block.rematerialize for block in blocks)
     kept = [activation_bytes(block, share) for block in blocks]
@@ -265,31 +251,32 @@ def costs(
     else:
         activations = sum(kept)
     memory = {
-        "weights": 4 * device_parameters,
-        "gradients": 4 * device_parameters,
-        f"optimizer ({optimizer})": state,
+        "weights": 4 * weights.parameters,
+        "gradients": 4 * weights.parameters,
+        f"optimizer ({optimizer})": weights.state_bytes,
         "activations": activations,
     }
 
-    passes = 3 if rematerialize else 2  # forward, perhaps again, and for the gradient
+    # Forward, again if rematerialised, and for the gradient.
+    passes = 3 if rematerialize else 2
     slots = sum(expert_slots(block, share) for block in blocks)
     tokens_sent = 2 * passes * slots * dim * itemsize
     summed = sum(model_parallel_bytes(block, share) for block in blocks)
+    expert_devices = weights.expert_devices
     traffic = {
         "all-to-all (tokens)": tokens_sent * (expert_devices - 1) // expert_devices,
-        "all-reduce (gradients)": round(sums),
+        "all-reduce (gradients)": round(weights.summed_bytes),
         "all-reduce (heads, hidden units)": round(
             passes * summed * _ring(model_parallel)
         ),
     }
-    of_blocks, of_images = (
+    block_flops, image_flops = (
         sum(block.cost((n, dim)).flops for block in blocks for n in lengths)
         for lengths in (sequences, sequences[:1])
     )
-    others = sum(part.flops for part in model.parts) - of_images
-    flops = (3 * others + (4 if rematerialize else 3) * of_blocks) * (
-        batch_size / num_devices
-    )
+    other_flops = sum(part.flops for part in model.parts) - image_flops
+    flops = 3 * other_flops + (4 if rematerialize else 3) * block_flops
+    flops *= batch_size / num_devices
     rates = [
         chip.all_to_all_bandwidth(expert_devices, num_devices),
         chip.bandwidth,
@@ -309,7 +296,7 @@ def costs(
         layout,
         batch_size,
         model.parameters,
-        device_parameters,
+        weights.parameters,
         memory,
         traffic,
         flops,
@@ -318,16 +305,52 @@ def costs(
     )
 
 
-def _axes(plan, path, shape):
+class _DeviceWeights(NamedTuple):
+    """The weights of one device.
+
+    Attributes:
+        parameters: number of parameters.
+        state_bytes: bytes of the optimizer's state.
+        summed_bytes: bytes that leave the device for the sum of the gradients.
+        expert_devices: number of devices among which the experts are dealt.
+    """
+
+    parameters: int
+    state_bytes: int
+    summed_bytes: float
+    expert_devices: int
+
+
+def _split(shapes, layouts, state_of_shape):
+    """The weights of one device, from the shapes of all weights by path."""
+    sizes = {None: 1, **layouts.mesh, **layouts.expert_mesh}
+    parameters = state_bytes = summed_bytes = 0
+    expert_devices = 1
+    for path, shape in shapes.items():
+        axes = _axes(layouts, path, shape)
+        parts = [sizes[axis] for axis in axes]
+        local = tuple(size // part for size, part in zip(shape, parts))
+        parameters += math.prod(local)
+        state_bytes += state_of_shape(local)
+        model_devices = math.prod(sizes[axis] for axis in axes if axis == MODEL)
+        dealt = math.prod(parts) // model_devices
+        if "/experts/" in path:
+            expert_devices = dealt
+        same_weights = layouts.mesh[BATCH] // dealt
+        summed_bytes += 4 * math.prod(local) * _ring(same_weights)
+    return _DeviceWeights(parameters, state_bytes, summed_bytes, expert_devices)
+
+
+def _axes(layouts, path, shape):
     """The axes of the mesh over which a weight is split; None where it is not."""
-    for rule, axes in plan.weights.items():
+    for rule, axes in layouts.weights.items():
         if re.fullmatch(rule, path):
             return axes
     return (None,) * len(shape)
 
 
 def _ring(num_devices):
-    """What leaves a device for a sum over several, over the bytes of a summand."""
+    """The bytes that leave a device for a sum over several, per byte of a summand."""
     return 2 * (num_devices - 1) / num_devices
 
 

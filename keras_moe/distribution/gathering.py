@@ -9,13 +9,12 @@ import numpy as np
 def gathered(variable: Any) -> np.ndarray:
     """The whole value of a variable, on every process.
 
-    Keras saves and reads values that one process can see. Where a distribution spans
+    Keras saves and reads values that one process can see. If a distribution spans
     several, all of them must call this, for the same variables in the same order; one
-    may then save what it got. It is for one variable at a time: it is whole on each
-    device meanwhile.
+    may then save the value. Each variable is whole on every device meanwhile.
 
     Args:
-        variable: a `keras.Variable`.
+        variable: `keras.Variable` on any devices.
 
     Returns:
         A NumPy array.

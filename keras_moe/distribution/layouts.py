@@ -1,4 +1,4 @@
-"""Which axis of which weight and activation is split over which axis of the devices.
+"""The axes of weights and activations, and the axes of devices that split them.
 
 Axes: B batch, N tokens, D hidden, H mlp, G groups, E experts, C capacity.
 """
@@ -10,8 +10,8 @@ from keras_moe.layers import MLP, MoE, SelfAttention
 from keras_moe.models.presets import unbuilt_blocks
 
 BATCH, EXPERT, MODEL = "batch", "expert", "model"
-# Of the batch axis, where experts are split over a part of it only: the devices that
-# hold the same experts, and those among which the experts are dealt.
+# The part of the batch axis whose devices hold the same experts, if experts are split
+# over the rest of it only.
 REPLICA = "replica"
 
 # Tables of path -> axes. The first word of a path is what Keras calls the model or the
@@ -35,7 +35,7 @@ MLP_ACTIVATIONS = {
     "{mlp}/hidden/output": (BATCH, None, MODEL),
     "{mlp}/output": (BATCH, None, None),
 }
-# With what LoRA and int8 add, where it has the same axes.
+# The names include the weights of LoRA and int8 with the same axes.
 EXPERT_WEIGHTS = {
     "experts/(hidden|gate)_(kernel|lora_b)": (EXPERT, None, MODEL),
     "experts/(hidden|gate)_(bias|scale)": (EXPERT, MODEL),
@@ -43,7 +43,7 @@ EXPERT_WEIGHTS = {
     "experts/output_(bias|scale)": (EXPERT, None),
     "experts/(hidden_lora_a|gate_lora_a|output_lora_b)": (EXPERT, None, None),
 }
-# From where the tokens are to where their experts are, and back: all-to-all.
+# All-to-all, from the tokens' devices to those of their experts, and back.
 EXPERT_ACTIVATIONS = {
     "experts/slots/(input|output)": (REPLICA, EXPERT, None, None),  # (G, E, C, D)
     "experts/slots/(dispatched|returned)": (BATCH, None, None, None),
@@ -54,22 +54,23 @@ EXPERT_ACTIVATIONS = {
 
 
 class Layouts(NamedTuple):
-    """How a model lies on devices.
+    """The layout of a model on devices.
 
     Attributes:
-        mesh: axis to size, of the mesh on which the data and all but the experts lie.
-        expert_mesh: the same devices in the same order, with the batch axis cut into
-            `"replica"` and `"expert"` where the experts are split over a part of it;
-            else `mesh`.
-        weights: regular expression of paths to axes; a weight that matches none is on
-            every device.
-        activations: the same for the outputs of layers.
+        mesh: dict from axis to size, of the mesh of the data and of all weights but the
+            experts.
+        expert_mesh: dict for the same devices in the same order, with the batch axis
+            cut into `"replica"` and `"expert"` where the experts are split over a part
+            of it; else `mesh`.
+        weights: dict from regular expression of paths to axes; a weight that matches
+            none is on every device.
+        activations: dict of the same kind for the outputs of layers.
 
     Example:
 
     >>> from keras_moe import distribution
-    >>> plan = distribution.layouts("vmoe_b16", 8, expert_parallel=4)
-    >>> plan.mesh, plan.expert_mesh
+    >>> rules = distribution.layouts("vmoe_b16", 8, expert_parallel=4)
+    >>> rules.mesh, rules.expert_mesh
     ({'batch': 8}, {'replica': 2, 'expert': 4})
     """
 
@@ -79,7 +80,11 @@ class Layouts(NamedTuple):
     activations: dict
 
     def on_expert_mesh(self, axes: tuple) -> bool:
-        """Whether axes of a rule are those of `expert_mesh`."""
+        """Whether the axes of a rule are those of `expert_mesh`.
+
+        Args:
+            axes: axes of a rule.
+        """
         return EXPERT in axes or REPLICA in axes
 
 
@@ -94,12 +99,12 @@ def layouts(
     """The rules by which `auto` lays out a model, without any device or weight.
 
     Args:
-        model_or_preset: as for `auto`.
-        num_devices: how many devices there are.
-        expert_parallel: as for `auto`.
-        model_parallel: as for `auto`.
-        batch_size: as for `auto`.
-        **overrides: as for `auto`.
+        model_or_preset: see `auto`.
+        num_devices: number of devices.
+        expert_parallel: see `auto`.
+        model_parallel: see `auto`.
+        batch_size: see `auto`.
+        **overrides: see `auto`.
 
     Returns:
         `Layouts`.
@@ -114,10 +119,10 @@ def layouts(
     Example:
 
     >>> from keras_moe import distribution
-    >>> plan = distribution.layouts("vmoe_b16", 8, model_parallel=2)
-    >>> plan.mesh
+    >>> rules = distribution.layouts("vmoe_b16", 8, model_parallel=2)
+    >>> rules.mesh
     {'batch': 4, 'model': 2}
-    >>> plan.weights["(.*/)?experts/output_(kernel|lora_a)"]
+    >>> rules.weights["(.*/)?experts/output_(kernel|lora_a)"]
     ('batch', 'model', None)
     """
     blocks = unbuilt_blocks(model_or_preset, **overrides)
@@ -136,11 +141,11 @@ def layouts_of_blocks(
     """`layouts` of a model's blocks.
 
     Args:
-        blocks: of `unbuilt_blocks`.
-        num_devices: as for `layouts`.
-        expert_parallel: as for `layouts`.
-        model_parallel: as for `layouts`.
-        batch_size: as for `layouts`.
+        blocks: blocks of `unbuilt_blocks`.
+        num_devices: see `layouts`.
+        expert_parallel: see `layouts`.
+        model_parallel: see `layouts`.
+        batch_size: see `layouts`.
 
     Raises:
         ValueError: as `layouts`.
@@ -171,17 +176,17 @@ def layouts_of_blocks(
     expert_parallel = _expert_devices(expert_parallel, batch_devices, experts)
     _check_model_parallel(model_parallel, parts)
 
-    of_model = {} if model_parallel == 1 else {MODEL: model_parallel}
-    mesh = expert_mesh = {BATCH: batch_devices, **of_model}
-    # What the tables' axes are called on the mesh; None where they are not split.
+    model_axis = {} if model_parallel == 1 else {MODEL: model_parallel}
+    mesh = expert_mesh = {BATCH: batch_devices, **model_axis}
+    # The names of the tables' axes on the mesh; None if they are not split.
     names = {BATCH: BATCH, EXPERT: BATCH, REPLICA: None, MODEL: None}
-    if of_model:
+    if model_axis:
         names[MODEL] = MODEL
     if expert_parallel == 1:
         names[EXPERT] = None
     elif expert_parallel < batch_devices:
         replicas = batch_devices // expert_parallel
-        expert_mesh = {REPLICA: replicas, EXPERT: expert_parallel, **of_model}
+        expert_mesh = {REPLICA: replicas, EXPERT: expert_parallel, **model_axis}
         names.update({EXPERT: EXPERT, REPLICA: REPLICA})
 
     kinds = {kind for kind, _ in parts}
@@ -221,7 +226,7 @@ def _parts(blocks):
 
 
 def _expert_devices(expert_parallel, batch_devices, experts):
-    """Over how many devices the experts are split."""
+    """The number of devices over which the experts are split."""
     if expert_parallel is None:
         fits = experts and all(count % batch_devices == 0 for count in experts)
         return batch_devices if fits else 1
@@ -271,7 +276,7 @@ def _on_mesh(table, names, keep_whole=False):
     rules = {}
     for path, axes in table.items():
         axes = tuple(names.get(axis) for axis in axes)
-        # An activation that is whole on each device may have to be made so.
+        # An activation may have to be made whole on each device.
         if keep_whole or any(axes):
             rules[f"(.*/)?{path}"] = axes
     return rules

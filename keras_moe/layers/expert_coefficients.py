@@ -28,16 +28,16 @@ class ExpertCoefficients(keras.layers.Layer):
 
     Args:
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
-        activation: `"entmax"` (alpha = 1.5), `"softmax"`, or a registered callable
-            over the last axis.
-        normalization: of the logits: `"batch"` over batch and tokens, `"layer"` over
-            experts, both without scale and offset, or None.
+        activation: activation over the last axis, `"entmax"` (alpha = 1.5),
+            `"softmax"`, or a registered callable.
+        normalization: normalisation of the logits, `"batch"` over batch and tokens,
+            `"layer"` over experts, both without scale and offset, or None.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         inputs: (..., I).
-        training: whether batch statistics are those of the batch, and are kept.
-        logits: the inputs by each kernel, if the caller has them.
+        training: whether statistics are those of the batch, and update the moving ones.
+        logits: products of the inputs and each kernel, if the caller has them.
         mask: boolean (...), False for padding, which has no part in batch statistics.
 
     Output shape:
@@ -135,7 +135,7 @@ class ExpertCoefficients(keras.layers.Layer):
     def _normalise(self, level, x, training, mask):
         if self.normalization is None:
             return x
-        # Squares of what is kept anyway, for the gradient.
+        # Squares of centred logits, which are kept for the gradient anyway.
         if self.normalization == "layer":
             centred = x - ops.mean(x, axis=-1, keepdims=True)
             variance = ops.mean(centred * centred, axis=-1, keepdims=True)
@@ -149,7 +149,7 @@ class ExpertCoefficients(keras.layers.Layer):
         return centred * ops.rsqrt(variance + _EPSILON)
 
     def _keep(self, level, mean, variance, count):
-        """Moves the statistics. The kept variance is the unbiased one, as PyTorch's."""
+        """Updates the moving statistics, with the unbiased variance as in PyTorch."""
         count = ops.cast(count, "float32")
         variance = variance * count / ops.maximum(count - 1.0, 1.0)
         for kept, new in (
@@ -174,7 +174,7 @@ class ExpertCoefficients(keras.layers.Layer):
 
     @property
     def kinds(self) -> ExpertKinds:
-        """All experts, of all levels."""
+        """The experts of all levels."""
         return ExpertKinds(total_experts(self.num_experts))
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
@@ -219,7 +219,14 @@ def _row_mean(x, mask):
 
 
 def check_levels(num_experts: Any) -> tuple[int, ...]:
-    """The number of experts of each level, from an int or a sequence of them."""
+    """The number of experts of each level.
+
+    Args:
+        num_experts: integer, or sequence with one for each level.
+
+    Raises:
+        ValueError: if it is neither.
+    """
     if isinstance(num_experts, (list, tuple)):
         if not num_experts:
             raise ValueError(
@@ -231,7 +238,11 @@ def check_levels(num_experts: Any) -> tuple[int, ...]:
 
 
 def total_experts(num_experts: tuple[int, ...]) -> int:
-    """E, the product over levels."""
+    """E, the product over levels.
+
+    Args:
+        num_experts: number of experts of each level.
+    """
     total = 1
     for count in num_experts:
         total *= count
@@ -239,7 +250,15 @@ def total_experts(num_experts: tuple[int, ...]) -> int:
 
 
 def outer(values: Any, combine: Any) -> Any:
-    """One value for each expert of all levels: (..., N_1), ... to (..., E)."""
+    """One value for each expert of all levels.
+
+    Args:
+        values: tensor (..., N_l) for each level.
+        combine: function of two tensors, which combines the values of two levels.
+
+    Returns:
+        (..., E).
+    """
     total = values[0]
     for value in values[1:]:
         total = combine(total[..., :, None], value[..., None, :])

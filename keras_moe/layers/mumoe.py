@@ -39,9 +39,9 @@ class MuMoE(keras.layers.Layer):
         normalization: see `ExpertCoefficients`.
         use_bias: see `MultilinearExperts`.
         expert_noise: see `MultilinearExperts`.
-        input_norm: layer normalisation of the experts' input, but not of the gate's, as
-            in the released code.
-        edited_outputs: units that get, besides, the offset `sum over n of a_n
+        input_norm: whether the experts' input is normalised, but not the gate's, as in
+            the released code.
+        edited_outputs: units to which is added the offset `sum over n of a_n
             logit_offsets[n]` (equation 5): a number for each expert, zero at first and
             not trained, see `keras_moe.analysis.edit_expert_logits`.
         **kwargs: see `keras.layers.Layer`.
@@ -97,7 +97,8 @@ class MuMoE(keras.layers.Layer):
             "use_bias": use_bias,
             "expert_noise": expert_noise,
         }
-        # It checks them, and says how they are kept; the rank may depend on the input.
+        # `MultilinearExperts` checks and standardises them; the rank may depend on the
+        # input.
         checked = MultilinearExperts(**arguments).get_config()
         self._arguments = {name: checked[name] for name in arguments}
         self.input_norm = check_bool("input_norm", input_norm)
@@ -160,8 +161,8 @@ class MuMoE(keras.layers.Layer):
 
         Args:
             inputs: (B, I).
-            coefficients: for each level (B, N_l), as the gate gives for `inputs`.
-            experts: integers (B, L), each row's expert by its place at each level.
+            coefficients: tensor (B, N_l) for each level, the gate's for `inputs`.
+            experts: integers (B, L), the place of each row's expert at each level.
 
         Returns:
             (B, O).
@@ -260,10 +261,10 @@ def _normalised(layer, inputs, experts):
 
 
 def _projected(inputs, gate, experts):
-    """What the gate and the experts begin with, or None and None.
+    """The logits of the gate and the projection of the experts, or None and None.
 
-    Both take the same inputs by a matrix, and together their gradient is cheaper. In
-    half precision the gate's arithmetic remains float32, and each does it alone.
+    Both multiply the same inputs by a matrix, and together their gradient is cheaper.
+    In half precision the gate's arithmetic remains float32, and each multiplies alone.
     """
     matrix = experts.input_matrix()
     if matrix is None or experts.compute_dtype != gate.compute_dtype:
@@ -284,8 +285,9 @@ class MuMoEBlock(keras.layers.Layer):
         factorization: see `MuMoE`.
         rank: see `MuMoE`; of both layers, shares being of the block's I.
             `"match_dense"` matches the dense MLP, the gate counted.
-        hidden_activation: between the layers; `"gelu"` is the exact form.
-        input_norm: normalise the input of the first layer, but not the gate's.
+        hidden_activation: activation between the layers; `"gelu"` is the exact form.
+        input_norm: whether the input of the first layer is normalised, but not the
+            gate's.
         activation: see `MuMoE`.
         normalization: see `MuMoE`.
         use_bias: see `MuMoE`.
@@ -349,7 +351,7 @@ class MuMoEBlock(keras.layers.Layer):
             "use_bias": check_bool("use_bias", use_bias),
             "expert_noise": expert_noise,
         }
-        # It checks the arguments.
+        # `MultilinearExperts` checks the arguments.
         self._options["rank"] = self._layer(self.mlp_dim, None, rank).rank
         self.norm = _input_norm(self)
 
@@ -370,7 +372,7 @@ class MuMoEBlock(keras.layers.Layer):
                 [(dim + bias, hidden), (hidden + bias, units)],
                 budget - self.gate.cost((1, dim)).parameters,
             )
-        # Shares are of the block's inputs, for both layers.
+        # Shares are those of the block's inputs in both layers.
         rank = resolved_rank(rank, dim)
         return (
             self._layer(self.mlp_dim, "hidden", rank),
@@ -431,11 +433,12 @@ class MuMoEBlock(keras.layers.Layer):
     def ablated(self, inputs: Any, experts: Any) -> Any:
         """The outputs as if one expert's weights were zero, for each example another.
 
-        Of both layers. Nothing else changes: coefficients are not shared out again.
+        The expert is one of both layers. Nothing else changes: coefficients are not
+        shared out again.
 
         Args:
             inputs: (B, ..., I).
-            experts: integers (B, L), each example's expert by its place at each level.
+            experts: integers (B, L), the place of each example's expert at each level.
 
         Returns:
             (B, ..., O).
@@ -453,7 +456,7 @@ class MuMoEBlock(keras.layers.Layer):
 
     @property
     def router(self) -> ExpertCoefficients:
-        """What decides which experts a token gets, as an MoE layer's `router`."""
+        """The layer that gives each token its experts, like an MoE layer's `router`."""
         return self.gate
 
     def get_config(self):

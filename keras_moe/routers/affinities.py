@@ -1,4 +1,4 @@
-"""Affinities: what decides which token goes to which expert.
+"""Affinities: the matrices by which tokens and experts are allocated.
 
 Axes: G groups, S group_size, E experts.
 """
@@ -34,8 +34,8 @@ class Affinity:
     """A function from a router's logits to the matrix that allocates slots.
 
     Subclasses implement `__call__`, and `get_config` if they have arguments. They may
-    say how a router that reads them is trained: with what noise, and whether the noise
-    is in its combine weights.
+    also set the training noise of a router that reads them, and whether its combine
+    weights have the noise.
 
     Example:
 
@@ -44,8 +44,8 @@ class Affinity:
     True
     """
 
-    # Standard deviation of the training noise, times E, of routers that are given none:
-    # equations 7 to 9 of *Routers in Vision Mixture of Experts* have no noise.
+    # Standard deviation of the training noise, times E, by default: equations 7 to 9 of
+    # *Routers in Vision Mixture of Experts* have no noise.
     default_noise_std = 0.0
 
     def __call__(
@@ -55,9 +55,9 @@ class Affinity:
 
         Args:
             logits: float32 (G, S, E), with the noise that routes.
-            gates: their softmax over experts.
-            side: who chooses, `"token"` or `"expert"`.
-            max_nonzeros: how many pairs each of these may make.
+            gates: float32 (G, S, E), the softmax of the logits over experts.
+            side: side that chooses, `"token"` or `"expert"`.
+            max_nonzeros: largest number of pairs of each token or expert.
             mask: boolean (G, S), False for tokens that are not routed.
         """
         raise NotImplementedError
@@ -68,8 +68,8 @@ class Affinity:
     def noisy_combine(self, side: str) -> bool:
         """Whether the softmax that combines has the noise that routes.
 
-        The released routers by transport plans have it where experts choose; where
-        tokens choose they combine with the softmax of the clean logits.
+        The released routers by transport plans have it if experts choose; if tokens
+        choose, they combine with the softmax of the clean logits.
         """
         return side == "expert"
 
@@ -106,9 +106,9 @@ class SinkhornAffinity(Affinity):
     """The entropy-regularised transport plan: equation 8 of the same paper.
 
     Args:
-        iterations: how many, or at most how many with a `tolerance`.
-        tolerance: stop when every expert's mass is within this share of S / E; see
-            `keras_moe.ops.sinkhorn`.
+        iterations: number of iterations, the largest one with a `tolerance`.
+        tolerance: error of the experts' masses as a share of S / E, at which iterations
+            stop; see `keras_moe.ops.sinkhorn`.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -146,12 +146,12 @@ class SparsityConstrainedAffinity(Affinity):
     """The sparsity-constrained transport plan: equation 9 of the same paper.
 
     Args:
-        sparse: bound the pairs that each expert (or token) makes by its capacity (or
-            K); False is the plain sparse projection. The capacity is that of the whole
+        sparse: whether the capacity (or K) bounds the pairs of each expert (or token);
+            False is the plain sparse projection. The capacity is that of the whole
             group, padding included.
         solver: see `keras_moe.ops.sparse_transport`.
-        iterations: of the solver; None takes its default.
-        learning_rate: of `solver="adam"`.
+        iterations: steps of the solver; None takes its default.
+        learning_rate: learning rate of `solver="adam"`.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -205,7 +205,14 @@ BY_NAME = {
 
 
 def get(identifier: Any) -> Affinity:
-    """The affinity of a name, a serialised config, or itself."""
+    """The affinity of an identifier.
+
+    Args:
+        identifier: name, serialised config, or `Affinity`.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
     if isinstance(identifier, str) and identifier in BY_NAME:
         return BY_NAME[identifier]()
     if isinstance(identifier, dict):
@@ -219,5 +226,9 @@ def get(identifier: Any) -> Affinity:
 
 
 def serialize(affinity: Affinity) -> dict:
-    """The config from which `get` makes the same affinity again."""
+    """The config from which `get` makes an equal affinity.
+
+    Args:
+        affinity: `Affinity` to serialise.
+    """
     return keras.saving.serialize_keras_object(affinity)

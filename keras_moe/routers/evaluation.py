@@ -17,15 +17,15 @@ def check_evaluation(
     Args:
         eval_capacity_factor: c at inference, or None.
         eval_capacity: C itself at inference, or None.
-        batch_invariant: True makes each image a group, False takes the groups of
-            training. None is True, unless there is a capacity of inference: then it is
-            False, as in the papers' evaluation, with a warning.
+        batch_invariant: whether each image is a group at inference (True), or groups
+            are those of training (False). None is True, unless there is a capacity of
+            inference: then it is False, as in the papers' evaluation, with a warning.
 
     Returns:
         `batch_invariant`, which is no longer None.
 
     Raises:
-        ValueError: if an argument is out of range, or both capacities are given.
+        ValueError: if an argument is out of range, or there are both capacities.
 
     Example:
 

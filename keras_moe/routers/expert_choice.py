@@ -31,40 +31,41 @@ class ExpertChoiceRouter(SparseRouter):
 
     Args:
         num_experts: E.
-        affinity: `"softmax"`, `"sinkhorn"`, `"sparsity_constrained"`, or an affinity
-            with arguments of its own such as `SinkhornAffinity(iterations=50)`.
-        combine: `"softmax"`, or `"affinity"` to weigh outputs with the transport plan
+        affinity: name of the affinity, `"softmax"`, `"sinkhorn"` or
+            `"sparsity_constrained"`, or an affinity with arguments of its own such as
+            `SinkhornAffinity(iterations=50)`.
+        combine: combine weights, `"softmax"`, or `"affinity"` for the transport plan
             itself, through which gradients then flow.
-        normalize_gates: None leaves the combine weights as they are (the papers'
-            default); `"after"` divides them by the sum over the experts that took the
-            token (*CLIP-UP*, appendix B.3).
+        normalize_gates: normalisation of the combine weights; `"after"` divides them by
+            the sum over the experts that took the token (*CLIP-UP*, appendix B.3), and
+            None, the papers' default, leaves them as they are.
         capacity_factor: C = S K c / E, so that a token meets K c experts on average;
-            1.0 if neither this nor `capacity` is given. C is never more than S; masked
+            1.0 without this and without `capacity`. C is never more than S; masked
             tokens do not count.
-        capacity: C itself, instead of `capacity_factor`; where each image is a group
-            at inference, also give a capacity of inference, for an image is not as
-            large as a group.
+        capacity: C itself, instead of `capacity_factor`; if each image is a group at
+            inference, it needs a capacity of inference beside it, since an image is
+            smaller than a group.
         num_selected_experts: K of the capacity. Experts choose, so no token selects K
-            of them: the papers' formula is that of 1, the default. Backbones hand on
-            theirs, so that all routers cost alike.
+            of them: the papers' formula has 1, the default. Backbones pass theirs on,
+            so that all routers cost alike.
         eval_capacity_factor: c at inference; None is as in training.
         eval_capacity: C itself at inference, instead of `eval_capacity_factor`.
         batch_invariant: whether each image is a group at inference (True), or groups
             are those of training (False). None is True without a capacity of inference;
             with one it is False and warns, since results then depend on the batch.
-        capacity_rounding: `"ceil"` or `"round"`.
-        capacity_multiple_of: round the capacity up to a multiple of this, not where
-            each image is a group.
+        capacity_rounding: rounding of the capacity, `"ceil"` or `"round"`.
+        capacity_multiple_of: divisor of the capacity, which is rounded up to a multiple
+            of it unless each image is a group, or None.
         noise_std: standard deviation of the training noise, times `num_experts`; None
             is the affinity's: 1.0 for softmax, 0.0 for transport plans.
         noisy_combine: whether the softmax that weighs outputs has the noise, too; None
             is as in the released code: True.
-        kernel_initializer: of the kernel (D, E), or (M, D, E).
+        kernel_initializer: initializer of the kernel (D, E), or (M, D, E).
         num_modalities: M; each modality then has a kernel of its own over the shared
             experts, and calls take `modality_ids`.
         expert_pools: for each modality, the experts that its tokens may go to; an
             expert whose pool has fewer than C tokens leaves slots empty.
-        seed: of the noise.
+        seed: seed of the noise.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
@@ -72,7 +73,7 @@ class ExpertChoiceRouter(SparseRouter):
         mask: boolean (G, S), False for tokens that are not routed.
         modality_ids: integers (G, S); tokens of ids that are not in [0, M) are not
             routed.
-        training: adds noise.
+        training: whether noise is added.
 
     Output shape:
         `(SlotPlan, Routing)`; see their attributes.
@@ -147,7 +148,7 @@ class ExpertChoiceRouter(SparseRouter):
                 "since images are smaller than the groups of training; received: "
                 f"capacity={capacity}, eval_capacity_factor=None"
             )
-        # Not `num_selected_experts`, by which token choice is told.
+        # Private: a public `num_selected_experts` marks token choice.
         self._selected = check_integer("num_selected_experts", num_selected_experts)
         self.eval_capacity_factor = eval_capacity_factor
         self.eval_capacity = eval_capacity
@@ -178,7 +179,7 @@ class ExpertChoiceRouter(SparseRouter):
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
         filled_slots = None
         if mask is not None:
-            # As if the group had its real tokens alone.
+            # The capacity of a group that has its real tokens alone.
             real = ops.sum(ops.cast(mask, "int32"), axis=1)
             filled_slots = self.group_capacity(real, training)
 
@@ -197,7 +198,7 @@ class ExpertChoiceRouter(SparseRouter):
 
     @property
     def summary(self) -> str:
-        """The router's sparsity in a few characters."""
+        """The sparsity of the router in a few characters."""
         if self.capacity is not None:
             return f"C={self.capacity}"
         return f"c={self._selected * self.capacity_factor:g}"

@@ -11,7 +11,7 @@ def get(name: str, num_experts: int, **options: Any) -> Router:
     """Makes a router from its name.
 
     Args:
-        name: a registered name: `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
+        name: registered name: `"softmax_token_choice"`, `"sinkhorn_token_choice"`,
             `"sparsity_constrained_token_choice"`, `"softmax_expert_choice"`,
             `"sinkhorn_expert_choice"`, `"sparsity_constrained_expert_choice"`,
             `"soft"`, or one of `register_router`.
@@ -43,8 +43,8 @@ def of_kinds(name: str, kinds: ExpertKinds, **options: Any) -> Router:
     """Makes a router from its name for experts of several kinds.
 
     Args:
-        name: a name as for `get`; with zero-computation experts a token choice router.
-        kinds: how many experts there are of each kind.
+        name: name as for `get`; with zero-computation experts a token choice router.
+        kinds: number of experts of each kind.
         **options: arguments of the router's class.
 
     Returns:

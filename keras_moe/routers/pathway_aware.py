@@ -1,4 +1,4 @@
-"""The router of MoE++: experts of several kinds, and the pathway taken before.
+"""The router of MoE++: experts of several kinds, and gating residuals.
 
 Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
 """
@@ -21,7 +21,7 @@ from keras_moe.routers.registry import register_pathway_aware
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
 ZERO_GATES = ("keep", "remove")
-# Arguments of token choice that have no meaning, or none yet, for several kinds.
+# Arguments of token choice that do not apply to experts of several kinds.
 _NOT_HERE = ("capacity", "eval_capacity", "num_modalities", "expert_pools")
 
 
@@ -31,7 +31,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     """Token choice among feed-forward and zero-computation experts, as in MoE++.
 
     The experts stand in the order FFN, zero, copy, constant. Only FFN experts have
-    slots or rows; `HeterogeneousPlan` says which token the others serve in place.
+    slots or rows; a `HeterogeneousPlan` has the tokens that the others serve in place.
 
     While training, equation 8 limits what an expert serves by its kind; a choice that
     overflows is dropped. At inference every token is served by default, also in groups
@@ -47,48 +47,48 @@ class PathwayAwareRouter(TokenChoiceRouter):
     Args:
         num_experts: E, of all kinds together.
         num_selected_experts: K, experts per token.
-        zero_experts: how many of the E give 0.
-        copy_experts: how many give the token back.
-        constant_experts: how many give a mixture of the token and a trained vector.
+        zero_experts: number of the experts that give 0.
+        copy_experts: number of the experts that give the token back.
+        constant_experts: number of the experts that give a mixture of the token and a
+            trained vector.
         tau: tokens for an FFN expert over those for a zero-computation expert.
-        gating_residual: add a trained E x E map of the logits of the MoE layer before,
-            so that calls take `previous_logits`.
-        gate_hidden_dim: None has one matrix, as the paper; a number has two with a
-            tanh between them.
-        logits_norm_std: divide each token's logits by their standard deviation over
-            experts, and multiply by this, before they route; the next layer gets them
-            as they were. None does not.
-        zero_gates: `"keep"`, or `"remove"` to count a zero expert's gate as 0 before
-            gates are normalised.
+        gating_residual: whether a trained E x E map of the logits of the MoE layer
+            before is added, so that calls take `previous_logits`.
+        gate_hidden_dim: hidden size of a gate of two matrices with a tanh between them;
+            None has one matrix, as in the paper.
+        logits_norm_std: standard deviation over experts to which each token's logits
+            are scaled before they route, or None; the next layer gets them unscaled.
+        zero_gates: gates of zero experts, `"keep"`, or `"remove"` to count them as 0
+            before gates are normalised.
         affinity: see `TokenChoiceRouter`.
         combine: see `TokenChoiceRouter`.
         normalize_gates: see `TokenChoiceRouter`.
-        capacity_factor: gamma; 1.1 if neither this nor `dropless` is given.
+        capacity_factor: gamma; 1.1 without this and without `dropless`.
         eval_capacity_factor: gamma at inference; None serves every token.
         batch_invariant: see `TokenChoiceRouter`.
-        dropless: serve every token while training, too.
-        capacity_rounding: `"ceil"` or `"round"`.
-        capacity_multiple_of: round the FFN experts' capacity up to a multiple of this,
-            not where each image is a group.
+        dropless: whether every token is served while training, too.
+        capacity_rounding: rounding of the capacity, `"ceil"` or `"round"`.
+        capacity_multiple_of: divisor of the FFN experts' capacity, which is rounded up
+            to a multiple of it unless each image is a group, or None.
         priority: see `TokenChoiceRouter`.
         excluded_experts: see `TokenChoiceRouter`; the next layer's gating residual
             gets their logits all the same.
         noise_std: standard deviation of the training noise, times `num_experts`; None
             is MoE++'s, 0.0.
         noisy_combine: see `TokenChoiceRouter`.
-        kernel_initializer: of the kernels.
-        residual_initializer: of the map of previous logits. Zeros begin as a router
-            without it.
-        seed: of the noise.
+        kernel_initializer: initializer of the kernels.
+        residual_initializer: initializer of the map of previous logits. With zeros the
+            router begins like one without it.
+        seed: seed of the noise.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: not used.
+        modality_ids: ids without effect.
         previous_logits: float32 (G, S, E), `Routing.logits` of the MoE layer before;
             with `gating_residual` only.
-        training: adds noise and limits capacity.
+        training: whether noise is added and the capacity limits.
 
     Output shape:
         `(plan, Routing)`: a `HeterogeneousPlan`; without zero-computation experts the
@@ -145,14 +145,14 @@ class PathwayAwareRouter(TokenChoiceRouter):
         seed: int | None = None,
         **kwargs,
     ):
-        given = dict(kwargs)
         for name in _NOT_HERE:
-            if kwargs.pop(name, None) is not None:
+            value = kwargs.pop(name, None)
+            if value is not None:
                 raise ValueError(
                     "Expected arguments of PathwayAwareRouter, which has one kernel, "
                     "and whose kinds of experts have capacities of their own, by "
                     "capacity_factor and eval_capacity_factor; "
-                    f"received: {name}={given[name]!r}"
+                    f"received: {name}={value!r}"
                 )
         if capacity_factor is None and not dropless:
             capacity_factor = self.default_capacity_factor
@@ -176,7 +176,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             seed=seed,
             **kwargs,
         )
-        # "auto" is for who knows the number of FFN experts.
+        # "auto" needs the number of FFN experts.
         check_integer("constant_experts", constant_experts, minimum=0)
         counts = (zero_experts, copy_experts, constant_experts)
         in_place = expert_kinds(1, *counts).zero_computation
@@ -374,9 +374,9 @@ class PathwayAwareRouter(TokenChoiceRouter):
 
 
 def _with_deviation(logits, std):
-    """Logits of which each token's have this standard deviation over experts."""
+    """Logits with this standard deviation over experts for each token."""
     count = logits.shape[-1]
     centred = logits - ops.mean(logits, axis=-1, keepdims=True)
     variance = ops.sum(ops.square(centred), axis=-1, keepdims=True) / (count - 1)
-    # Equal logits have none: they stay equal, and the gradient finite.
+    # Equal logits have a deviation of 0: they stay equal, and the gradient is finite.
     return logits * std * ops.rsqrt(variance + 1e-12)

@@ -1,4 +1,4 @@
-"""What every router is: tokens in, a plan and a record out, all in float32.
+"""The base class of routers: tokens in, a plan and a record out, all in float32.
 
 Axes: G groups, S group_size, E experts, C capacity, D hidden.
 """
@@ -61,8 +61,8 @@ class Router(keras.layers.Layer):
 
     Args:
         num_experts: E.
-        noise_std: of the training noise; see the subclass.
-        seed: of the noise; None draws one from Keras's global seed.
+        noise_std: standard deviation of the training noise; see the subclass.
+        seed: seed of the noise; None draws one from Keras's global seed.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
     Input shape:
@@ -190,7 +190,13 @@ class Router(keras.layers.Layer):
             )
 
     def add_noise(self, logits: Any, stddev: float, training: bool | None) -> Any:
-        """The logits with normal noise while training."""
+        """The logits with normal noise while training.
+
+        Args:
+            logits: float32 tensor.
+            stddev: standard deviation of the noise.
+            training: whether there is noise.
+        """
         if not training or stddev == 0:
             return logits
         return logits + keras.random.normal(
@@ -198,16 +204,24 @@ class Router(keras.layers.Layer):
         )
 
     def compute_mask(self, inputs, previous_mask=None):
-        # Plans and records are not sequences of tokens to mask.
+        # Plans and records have no tokens to mask.
         return None
 
     @property
     def kinds(self) -> ExpertKinds:
-        """How many of the experts are of each kind."""
+        """The number of experts of each kind."""
         return ExpertKinds(self.num_experts)
 
     def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
-        """Raises ValueError if they are missing, not wanted, or do not fit."""
+        """Checks whether there must be logits of the MoE layer before, and their shape.
+
+        Args:
+            previous_logits: (G, S, E), or None.
+            tokens: (G, S, D).
+
+        Raises:
+            ValueError: if they are missing, not wanted, or do not fit.
+        """
         if previous_logits is not None:
             raise ValueError(
                 "Expected no previous_logits for a router without gating_residual, "
@@ -216,7 +230,11 @@ class Router(keras.layers.Layer):
             )
 
     def groups_by_image(self, training: bool | None) -> bool:
-        """True if each image must be a group; else `MoE.group_size` cuts the batch."""
+        """Whether each image must be a group; else `MoE.group_size` cuts the batch.
+
+        Args:
+            training: whether the router trains.
+        """
         raise NotImplementedError
 
     def total_slots(self, num_tokens: int) -> int:

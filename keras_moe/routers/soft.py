@@ -21,7 +21,7 @@ from keras_moe.ops.routing import Routing
 from keras_moe.routers.registry import register_router
 from keras_moe.routers.router import Router
 
-# As the released code has it.
+# The epsilon of the released code.
 EPSILON = 1e-6
 
 
@@ -38,26 +38,27 @@ class SoftRouter(Router):
     Args:
         num_experts: E.
         num_slots: C, slots per expert.
-        capacity_factor: C = S K c / E, instead of `num_slots`; 1.0 if neither is given.
-            C then follows from the tokens with which the router is built.
+        capacity_factor: C = S K c / E, instead of `num_slots`; 1.0 without either. C
+            then follows from the tokens with which the router is built.
         num_selected_experts: K of the capacity. No token selects K experts: the papers'
-            formula is that of 1, the default. Backbones hand on theirs, so that all
-            routers cost alike.
-        capacity_rounding: `"ceil"`, or `"round"` as the released code has it, whose
-            sparse routers have `"ceil"`. C is no multiple of anything, as that of the
-            sparse routers where each image is a group.
-        normalize: divide tokens and slot vectors by their norms, and multiply by a
-            learned scale. This keeps the softmaxes from collapsing in wide models.
+            formula has 1, the default. Backbones pass theirs on, so that all routers
+            cost alike.
+        capacity_rounding: rounding of the capacity, `"ceil"`, or `"round"` as in the
+            released code, whose sparse routers have `"ceil"`. C is not rounded up to
+            multiples, like that of sparse routers if each image is a group.
+        normalize: whether tokens and slot vectors are divided by their norms, and
+            multiplied by a learned scale. This keeps the softmaxes from collapsing in
+            wide models.
         noise_std: standard deviation of the training noise on the logits.
-        slot_initializer: of the slot vectors (D, E, C).
-        scale_initializer: of the scale.
-        seed: of the noise.
+        slot_initializer: initializer of the slot vectors (D, E, C).
+        scale_initializer: initializer of the scale.
+        seed: seed of the noise.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that no slot takes from; they get zeros.
-        training: adds noise.
+        training: whether noise is added.
 
     Output shape:
         `(SoftPlan, Routing)`; see their attributes.
@@ -248,7 +249,7 @@ class SoftRouter(Router):
 
     @property
     def summary(self) -> str:
-        """The router's slots in a few characters."""
+        """The slots of the router in a few characters."""
         if self.slots_per_expert is None:
             return f"soft, c={self._selected * self.capacity_factor:g}"
         return f"soft, C={self.slots_per_expert}"

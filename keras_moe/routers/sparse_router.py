@@ -1,4 +1,4 @@
-"""What token choice and expert choice share: logits, affinity and combine weights.
+"""The base class of token and expert choice: logits, affinity and combine weights.
 
 Axes: G groups, S group_size, E experts, D hidden, M modalities.
 """
@@ -31,37 +31,39 @@ class SparseRouter(Router):
     gradient passes through a transport solver.
 
     The paper has noise in equation 1, softmax token choice, and none in equations 7 to
-    9, transport plans. Its released code takes noise for Sinkhorn, too, where it is
-    asked for: experts then combine with the softmax of the noisy logits and tokens
-    with that of the clean ones. It has no noise for the sparsity-constrained plan,
-    which follows Sinkhorn here.
+    9, transport plans. Its released code takes noise for Sinkhorn as an option: experts
+    then combine with the softmax of the noisy logits and tokens with that of the clean
+    ones. It has no noise for the sparsity-constrained plan, which follows Sinkhorn
+    here.
 
     Subclasses implement `allocate`.
 
     Args:
         num_experts: E.
-        affinity: `"softmax"`, `"sinkhorn"`, `"sparsity_constrained"`, or an affinity
-            with arguments of its own such as `SinkhornAffinity(iterations=50)`.
-        combine: `"softmax"`, or `"affinity"` to weigh outputs with the transport plan
+        affinity: name of the affinity, `"softmax"`, `"sinkhorn"` or
+            `"sparsity_constrained"`, or an affinity with arguments of its own such as
+            `SinkhornAffinity(iterations=50)`.
+        combine: combine weights, `"softmax"`, or `"affinity"` for the transport plan
             itself, through which gradients then flow (the ablation of section 3.4).
         normalize_gates: see the subclass.
-        capacity_factor: c.
-        capacity: C itself, instead of `capacity_factor`.
-        capacity_rounding: `"ceil"` or `"round"`.
-        capacity_multiple_of: round the capacity up to a multiple of this.
-        noise_std: standard deviation of the training noise, times `num_experts`;
-            V-MoE uses 1.0, that is noise of 1 / E. None is the affinity's default: 1.0
+        capacity_factor: c, the slots over the assignments.
+        capacity: C itself, a number of tokens, instead of `capacity_factor`.
+        capacity_rounding: rounding of the capacity, `"ceil"` or `"round"`.
+        capacity_multiple_of: divisor of the capacity, which is rounded up to a multiple
+            of it, or None.
+        noise_std: standard deviation of the training noise, times `num_experts`; 1.0 in
+            V-MoE, which is noise of 1 / E. None is the affinity's default: 1.0
             for softmax, 0.0 for transport plans.
         noisy_combine: whether the combine weights are the softmax of the noisy logits
             (True) or of the clean ones (False). None is as in the released code:
             clean where tokens choose by a transport plan, else noisy. The plan itself
             as combine weights (`combine="affinity"`) is the noisy one.
-        kernel_initializer: of the kernel (D, E), or (M, D, E).
+        kernel_initializer: initializer of the kernel (D, E), or (M, D, E).
         num_modalities: M; each modality then has a kernel of its own over the shared
             experts, and calls take `modality_ids`. None has one kernel for all.
-        expert_pools: for each modality, the experts that its tokens may go to; the
-            pools may be disjoint or not. None lets all go everywhere.
-        seed: of the noise.
+        expert_pools: list for each modality of the experts that its tokens may go to;
+            pools may overlap. None lets all go everywhere.
+        seed: seed of the noise.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
     Raises:
@@ -243,7 +245,13 @@ class SparseRouter(Router):
         self.kernel = self.add_kernel("kernel", shape, initializer)
 
     def add_kernel(self, name: str, shape: tuple, initializer: Any) -> Any:
-        """A weight that stays float32 under every dtype policy."""
+        """Adds a weight that stays float32 under every dtype policy.
+
+        Args:
+            name: name of the weight.
+            shape: shape of the weight.
+            initializer: initializer of the weight.
+        """
         return self.add_weight(
             name=name,
             shape=shape,
@@ -267,14 +275,21 @@ class SparseRouter(Router):
     def route(
         self, logits: Any, allowed: Any, mask: Any, training: bool | None
     ) -> tuple[Any, Routing]:
-        """The plan and the record from logits (G, S, E), and where a token may go."""
+        """The plan and the record of logits.
+
+        Args:
+            logits: float32 (G, S, E).
+            allowed: boolean (G, S, E), the experts that a token may go to, or None.
+            mask: boolean (G, S), False for tokens that are not routed, or None.
+            training: whether there is noise, and a limited capacity.
+        """
         clean_logits = self.scale_logits(logits)
         noisy_logits = self.add_noise(
             clean_logits, self.noise_std / self.num_experts, training
         )
         has_noise = noisy_logits is not clean_logits
         if allowed is not None:
-            # `logits` may be whole: those of the next layer's gating residual are.
+            # `logits` stay whole for the gating residual of the next layer.
             clean_logits = ops.where(allowed, clean_logits, -float("inf"))
             noisy_logits = ops.where(allowed, noisy_logits, -float("inf"))
         gates = ops.softmax(noisy_logits, axis=-1)
@@ -291,7 +306,7 @@ class SparseRouter(Router):
         )
         allocating = affinity
         if allowed is not None:
-            # A softmax may vanish within the pool, too: out of it is worse.
+            # A softmax may vanish within the pool; entries outside must be below it.
             allocating = ops.where(allowed, affinity, -float("inf"))
         plan = self.allocate(
             allocating,
@@ -306,9 +321,9 @@ class SparseRouter(Router):
         return logits
 
     def _logits(self, tokens, modality_ids):
-        """The logits, which experts a token may go to, and whether it may at all.
+        """The logits, the experts allowed to each token, and which tokens are routed.
 
-        Of the latter, None is all.
+        The last two are None if all are.
         """
         if self.num_modalities is None and self.expert_pools is None:
             return ops.matmul(tokens, self.kernel), None, None
@@ -320,7 +335,7 @@ class SparseRouter(Router):
             )
         modality_ids = ops.cast(modality_ids, "int32")
         count = self.num_modalities or len(self.expert_pools)
-        # A graph cannot raise for a modality that there is not: nobody serves it.
+        # A graph cannot raise for an unknown modality: its tokens are not routed.
         known = ops.logical_and(modality_ids >= 0, modality_ids < count)
         if self.num_modalities is None:
             logits = ops.matmul(tokens, self.kernel)
@@ -332,7 +347,7 @@ class SparseRouter(Router):
                 logits = logits + ops.where(is_own, own, 0.0)
         if self.expert_pools is None:
             return logits, None, known
-        # Unknown ones keep their logits: with -inf alone there is no softmax.
+        # Unknown ones keep their logits: a softmax of -inf alone is NaN.
         allowed = ops.expand_dims(ops.logical_not(known), -1)
         for modality, pool in enumerate(self.expert_pools):
             in_pool = [expert in pool for expert in range(self.num_experts)]
@@ -348,13 +363,25 @@ class SparseRouter(Router):
         raise NotImplementedError
 
     def max_nonzeros(self, num_tokens: Any, training: bool | None) -> Any:
-        """How many pairs the choosing side may make, for sparse affinities."""
+        """The largest number of pairs of the choosing side, for sparse affinities.
+
+        Args:
+            num_tokens: tokens of the group.
+            training: whether the capacity is that of training.
+        """
         raise NotImplementedError
 
     def capacity_of(
         self, num_tokens: Any, factor: float, selected: int, multiple_of: int | None
     ) -> Any:
-        """C for a group of `num_tokens` tokens that take `selected` experts each."""
+        """The capacity C of a group.
+
+        Args:
+            num_tokens: tokens of the group.
+            factor: c.
+            selected: K.
+            multiple_of: divisor of C, which is rounded up to a multiple of it, or None.
+        """
         return expert_capacity(
             num_tokens,
             self.num_experts,

@@ -46,38 +46,41 @@ class TokenChoiceRouter(SparseRouter):
     Args:
         num_experts: E.
         num_selected_experts: K, experts per token.
-        affinity: `"softmax"`, `"sinkhorn"`, `"sparsity_constrained"`, or an affinity
-            with arguments of its own such as `SinkhornAffinity(iterations=50)`.
-        combine: `"softmax"`, or `"affinity"` to weigh outputs with the transport plan
+        affinity: name of the affinity, `"softmax"`, `"sinkhorn"` or
+            `"sparsity_constrained"`, or an affinity with arguments of its own such as
+            `SinkhornAffinity(iterations=50)`.
+        combine: combine weights, `"softmax"`, or `"affinity"` for the transport plan
             itself, through which gradients then flow.
-        normalize_gates: None leaves the combine weights as they are (the papers'
-            default); `"before"` divides them by the sum of the token's K, `"after"` by
-            the sum of those that found room (*CLIP-UP*, appendix B.3).
-        capacity_factor: C = S K c / E while training; 1.05 if neither this, `capacity`
-            nor `dropless` is given.
-        capacity: C itself, instead of `capacity_factor`.
+        normalize_gates: normalisation of the combine weights; `"before"` divides them
+            by the sum of the token's K, `"after"` by the sum of those that got a slot
+            (*CLIP-UP*, appendix B.3), and None, the papers' default, leaves them as
+            they are.
+        capacity_factor: C = S K c / E while training; 1.05 without this, `capacity` and
+            `dropless`.
+        capacity: C itself, a number of tokens, instead of `capacity_factor`.
         eval_capacity_factor: c at inference; None serves every token.
         eval_capacity: C itself at inference, instead of `eval_capacity_factor`.
         batch_invariant: whether each image is a group at inference (True), or groups
             are those of training (False). None is True without a capacity of inference;
             with one it is False and warns, since results then depend on the batch.
-        dropless: serve every token while training, too, whatever an expert's load.
-        capacity_rounding: `"ceil"` or `"round"`.
-        capacity_multiple_of: round the capacity up to a multiple of this, not where
-            each image is a group. The released V-MoEs take 4.
-        priority: who is served first: `"first_come"`, `"max_gate"` (batch priority
-            routing) or `"sum_gates"`; see `keras_moe.ops.token_choice`.
+        dropless: whether every token is served while training, too, whatever an
+            expert's load.
+        capacity_rounding: rounding of the capacity, `"ceil"` or `"round"`.
+        capacity_multiple_of: divisor of the capacity, which is rounded up to a multiple
+            of it unless each image is a group, or None. The released V-MoEs take 4.
+        priority: order in which tokens are served: `"first_come"`, `"max_gate"` (batch
+            priority routing) or `"sum_gates"`; see `keras_moe.ops.token_choice`.
         noise_std: standard deviation of the training noise, times `num_experts`; None
             is the affinity's: 1.0 for softmax, 0.0 for transport plans.
         noisy_combine: whether the softmax that weighs outputs has the noise, too; None
             is as in the released code: True for softmax, False for transport plans.
-        kernel_initializer: of the kernel (D, E), or (M, D, E).
+        kernel_initializer: initializer of the kernel (D, E), or (M, D, E).
         num_modalities: M; each modality then has a kernel of its own over the shared
             experts, and calls take `modality_ids`.
         expert_pools: for each modality, the experts that its tokens may go to.
         excluded_experts: experts that no token chooses; the softmax is over the
             others. See `keras_moe.analysis.exclude_experts`.
-        seed: of the noise.
+        seed: seed of the noise.
         **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
@@ -85,7 +88,7 @@ class TokenChoiceRouter(SparseRouter):
         mask: boolean (G, S), False for tokens that are not routed.
         modality_ids: integers (G, S); tokens of ids that are not in [0, M) are not
             routed.
-        training: adds noise and limits capacity.
+        training: whether noise is added and the capacity limits.
 
     Output shape:
         `(RoutingPlan, Routing)`, or `(RaggedPlan, Routing)` where every token is
@@ -194,13 +197,12 @@ class TokenChoiceRouter(SparseRouter):
         return {"importance": 0.005, **load}
 
     def _check_excluded(self, excluded_experts):
-        given = excluded_experts
-        if not isinstance(given, (list, tuple)):
+        if not isinstance(excluded_experts, (list, tuple)):
             raise ValueError(
                 "Expected excluded_experts to be a sequence of experts; "
-                f"received: excluded_experts={given!r}"
+                f"received: excluded_experts={excluded_experts!r}"
             )
-        excluded = {check_integer("excluded_experts", expert, 0) for expert in given}
+        excluded = {check_integer("excluded_experts", e, 0) for e in excluded_experts}
         pools = self.expert_pools or [range(self.num_experts)]
         left = min(len(set(pool) - excluded) for pool in pools)
         if any(e >= self.num_experts for e in excluded) or (
@@ -209,16 +211,16 @@ class TokenChoiceRouter(SparseRouter):
             raise ValueError(
                 f"Expected excluded_experts below num_experts={self.num_experts} that "
                 f"leave num_selected_experts={self.num_selected_experts} or more; "
-                f"received: excluded_experts={given!r}"
+                f"received: excluded_experts={excluded_experts!r}"
             )
         return tuple(sorted(excluded))
 
     @contextlib.contextmanager
     def excluding(self, experts: Any) -> Iterator[None]:
-        """No token chooses these experts, either, in what is traced in the context.
+        """A context in which no token chooses these experts, either.
 
         Args:
-            experts: a sequence of their numbers.
+            experts: sequence of numbers of experts.
 
         Raises:
             ValueError: if there is no such expert, or fewer than K are left.
@@ -241,7 +243,11 @@ class TokenChoiceRouter(SparseRouter):
         return super().route(logits, allowed, mask, training)
 
     def serves_every_token(self, training: bool | None) -> bool:
-        """True if no expert can be full."""
+        """Whether no expert can be full.
+
+        Args:
+            training: whether the router trains.
+        """
         if training:
             return self.dropless
         return self.eval_capacity_factor is None and self.eval_capacity is None
@@ -250,7 +256,12 @@ class TokenChoiceRouter(SparseRouter):
         return not training and self.batch_invariant
 
     def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
-        """The capacity C for groups of `num_tokens` tokens; None is unlimited."""
+        """The capacity C, or None if it is unlimited.
+
+        Args:
+            num_tokens: tokens of a group.
+            training: whether the capacity is that of training.
+        """
         if self.serves_every_token(training):
             return None
         capacity = self.capacity if training else self.eval_capacity
@@ -262,8 +273,12 @@ class TokenChoiceRouter(SparseRouter):
         )
 
     def multiple_of(self, training: bool | None) -> int | None:
-        """The number of which capacities are multiples, or None."""
-        # An image's few slots would be many more.
+        """The number whose multiples capacities are, or None.
+
+        Args:
+            training: whether the capacity is that of training.
+        """
+        # The rounding would multiply an image's few slots.
         return None if self.groups_by_image(training) else self.capacity_multiple_of
 
     def max_nonzeros(self, num_tokens, training):
@@ -276,14 +291,14 @@ class TokenChoiceRouter(SparseRouter):
     def choose(
         self, affinity: Any, gates: Any, mask: Any, capacity: Any, **arguments: Any
     ) -> Any:
-        """The plan of tokens that choose, each served if `capacity` is None.
+        """The plan of token choice, which serves each token if there is no capacity.
 
         Args:
             affinity: float32 (G, S, E).
             gates: float32 (G, S, E).
             mask: boolean (G, S), or None.
             capacity: C, or None.
-            **arguments: further ones of `token_choice`.
+            **arguments: further arguments of `token_choice`.
         """
         if capacity is None:
             return dropless_token_choice(
@@ -317,7 +332,7 @@ class TokenChoiceRouter(SparseRouter):
 
     @property
     def summary(self) -> str:
-        """The router's sparsity in a few characters."""
+        """The sparsity of the router in a few characters."""
         return f"K={self.num_selected_experts}"
 
     def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):

@@ -56,7 +56,10 @@ MODELS = {
     "einsum": {**VIT, "dispatcher": "einsum"},
     "rematerialize": {**VIT, "rematerialize": True},
     "moe++": {**VIT, "zero_experts": 1, "copy_experts": 1, "constant_experts": 1},
-    "mumoe": {**VIT, "router": "mumoe"},
+    "mumoe": {
+        **{name: value for name, value in VIT.items() if name != "images_per_group"},
+        "router": "mumoe",
+    },
     "mixer": {
         **MIXER,
         "token_mlp_dim": 8,

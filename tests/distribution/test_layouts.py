@@ -7,6 +7,7 @@ import pytest
 
 from keras_moe import distribution, models
 from keras_moe.distribution.auto import check_paths
+from keras_moe.models.overrides import nested_config
 
 SMALL = {
     "image_shape": (16, 16, 3),
@@ -48,7 +49,7 @@ SWIGLU = {
 )
 def test_each_rule_has_weights_and_each_weight_one_rule(cls, preset, config):
     plan = distribution.layouts(preset, 8, model_parallel=2, **config)
-    backbone = cls(**config)
+    backbone = cls(**nested_config(cls, config))
     assert distribution.layouts(backbone, 8, model_parallel=2) == plan
     paths = [weight.path for weight in backbone.weights]
     check_paths(plan, paths)
