@@ -67,9 +67,7 @@ def new_file(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO
             yield file
             if durable:
                 os.fsync(file.fileno())
-        os.replace(part, path)
-        if durable:
-            sync_folder(path.parent)
+        replace_file(part, path, durable)
     except OSError as error:
         if error.filename is not None:
             raise
@@ -77,6 +75,21 @@ def new_file(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO
         raise write_failed(error, path, size) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def replace_file(
+    new: str | os.PathLike, path: str | os.PathLike, durable: bool = True
+) -> None:
+    """Puts a file that is on the disk in the place of another one.
+
+    Args:
+        new: path of the new file, in the same file system.
+        path: path of the file to replace, which need not exist.
+        durable: whether to bring the folder's entry to the disk.
+    """
+    os.replace(new, path)
+    if durable:
+        sync_folder(Path(path).parent)
 
 
 def write_all(file: BinaryIO, data: Any) -> None:
@@ -250,6 +263,18 @@ def replace_folder(
         raise
     sync_folder(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_folder(path: str | os.PathLike, aside: str | os.PathLike) -> None:
+    """Removes a folder at once: half of it is never at its place.
+
+    Args:
+        path: path of the folder.
+        aside: path of the folder while it is removed. A folder that is there goes, too.
+    """
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    shutil.rmtree(aside)
 
 
 def remove_partials(target: str | os.PathLike) -> None:

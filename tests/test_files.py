@@ -1,10 +1,14 @@
 """Files are there as a whole, or not at all, and say what could not be written."""
 
+import ast
 import errno
 import json
 import math
 import os
+import re
+import shutil
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +99,22 @@ def test_a_folder_that_is_not_replaced_stays(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["new", "target"]
 
 
+def test_a_folder_is_removed_at_once(tmp_path, monkeypatch):
+    aside = folder_of(tmp_path / "aside", "left")
+    folder = folder_of(tmp_path / "folder", "old")
+    removed = []
+    rmtree = shutil.rmtree
+
+    def note(path, *arguments, **options):
+        removed.append((path, folder.exists()))
+        rmtree(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", note)
+    files.remove_folder(folder, aside)
+    assert removed == [(aside, True), (aside, False)]
+    assert os.listdir(tmp_path) == []
+
+
 def test_names_of_plain_files(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("a")
@@ -106,3 +126,72 @@ def test_names_of_plain_files(tmp_path):
         str(tmp_path / "file"), "folder\\file", "file\0",
     ):  # fmt: skip
         assert not files.is_plain_file(tmp_path / "folder" / "..", name)
+
+
+# Files of the package that write or rename by themselves, and why.
+WRITERS = {
+    "files.py": "this is how files are written",
+    "locks.py": "a lock's file is written in its place",
+    "analysis/plots/figure.py": "matplotlib draws to memory",
+    "cli/comparison.py": "a temporary folder for another process",
+    "cli/main.py": "a log is appended to",
+    "cli/timm_outputs.py": "a temporary folder for another process",
+    "models/conversion/sources.py": "Keras downloads to a folder of its own",
+    "models/preset_folder.py": "a killed save is finished",
+    "training/local_storage.py": "a killed save is finished",
+    "training/orbax_storage.py": "remote objects, and Orbax",
+    "training/tensor_writer.py": "a file of a checkpoint's new folder",
+}
+RENAMING = {"os.replace", "os.rename", "shutil.move"}
+MODE = re.compile(r"[wax][bt+]*|r[bt]*\+[bt]*")
+
+
+def writes_by_itself(source: str) -> bool:
+    """Returns whether a file's source writes or renames without `keras_moe.files`."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        owner, _, name = called.rpartition(".")
+        if name == "open":
+            arguments = [*node.args, *(x.value for x in node.keywords)]
+            values = [x.value for x in arguments if isinstance(x, ast.Constant)]
+            if any(isinstance(x, str) and MODE.fullmatch(x) for x in values):
+                return True
+        elif (
+            called in RENAMING
+            or name == "savefig"
+            or (owner and name in ("write_text", "write_bytes"))
+            or (owner == "np" and name.startswith("save"))
+        ):
+            return True
+    return False
+
+
+def test_files_are_written_in_one_way():
+    package = Path(files.__file__).parent
+    places = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if writes_by_itself(path.read_text(encoding="utf-8"))
+    }
+    assert places == set(WRITERS)
+
+
+@pytest.mark.parametrize(
+    ("source", "writes"),
+    [
+        ('open(path, "w")', True),
+        ('path.open("ab")', True),
+        ('open(path, mode="r+b")', True),
+        ('open(path, "rb")', False),
+        ("os.replace(part, path)", True),
+        ('name.replace("a", "w")', False),
+        ("np.savez(path, a=a)", True),
+        ("path.write_text(text)", True),
+        ("write_text(path, text)", False),
+        ("report.save(path)", False),
+    ],
+)
+def test_a_planted_writer_is_seen(source, writes):
+    assert writes_by_itself(source) == writes

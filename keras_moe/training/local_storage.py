@@ -18,7 +18,14 @@ from pathlib import Path
 
 import keras
 
-from keras_moe.files import is_plain_file, sha256_of, sync_folder, write_text
+from keras_moe.files import (
+    is_plain_file,
+    remove_folder,
+    replace_folder,
+    sha256_of,
+    sync_folder,
+    write_text,
+)
 from keras_moe.processes import process_shard
 from keras_moe.training import manifest
 from keras_moe.training.array_pieces import (
@@ -117,9 +124,7 @@ class LocalStorage(Storage):
 
     def remove(self, path: Path) -> None:
         aside = path.with_name(f"{_WRITING}removed-{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
-        shutil.rmtree(aside)
+        remove_folder(path, aside)
 
     def clean(self, everything: bool = False) -> None:
         if not self.writes_alone:
@@ -196,20 +201,9 @@ def _write(path, text):
 
 def _commit(writing, final):
     sync_folder(writing)
-    aside = None
-    if final.exists():
-        # One that is corrupt, or of the same step.
-        aside = final.with_name(f"{_WRITING}replaced-{final.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(final, aside)
-    try:
-        os.rename(writing, final)
-    except OSError:
-        if aside is not None:
-            os.rename(aside, final)
-        raise
-    sync_folder(final.parent)
-    shutil.rmtree(final.with_name(f"{_WRITING}replaced-{final.name}"), True)
+    # The older one is corrupt, or of the same step.
+    aside = final.with_name(f"{_WRITING}replaced-{final.name}")
+    replace_folder(writing, final, aside)
 
 
 def _check_plain_file(path, name):
