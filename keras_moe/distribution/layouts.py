@@ -47,7 +47,7 @@ EXPERT_WEIGHTS = {
 EXPERT_ACTIVATIONS = {
     "experts/slots/(input|output)": (REPLICA, EXPERT, None, None),  # (G, E, C, D)
     "experts/slots/(dispatched|returned)": (BATCH, None, None, None),
-    # What routing gathers and sorts must not draw the residual stream with it.
+    # The residual stream stays where it is while routing gathers and sorts.
     "feed_forward_norm/output": (BATCH, None, None),
     "stochastic_depth/output": (BATCH, None, None),
 }

@@ -13,7 +13,8 @@ from keras_moe.layers.moe import MoE
 from keras_moe.layers.moe_config import MoEConfig
 from keras_moe.layers.moe_layers import resolve_moe_layers
 from keras_moe.layers.multilinear_experts import MultilinearExperts
-from keras_moe.layers.mumoe import MuMoE, MuMoEBlock
+from keras_moe.layers.mumoe import MuMoE
+from keras_moe.layers.mumoe_block import MuMoEBlock
 from keras_moe.layers.mumoe_config import MuMoEConfig, moe_config, updated_moe
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.patch_embedding import (

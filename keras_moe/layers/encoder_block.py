@@ -280,12 +280,12 @@ class MoEEncoderBlock(EncoderBlock):
         return self._run_moe(training, fixed, *inputs)
 
     def _run_moe(self, training, fixed, tokens, previous_logits=None):
-        tokens, of_mixer = self._mix(tokens, training, fixed.get("mask"))
+        tokens, mixer_records = self._mix(tokens, training, fixed.get("mask"))
         x = self.feed_forward_norm(tokens)
         x, routing = self.feed_forward(
             x, training=training, **fixed, **_present(previous_logits=previous_logits)
         )
-        return tokens + self.depth_layer(x, training=training), routing, *of_mixer
+        return tokens + self.depth_layer(x, training=training), routing, *mixer_records
 
     def ablated(self, tokens: Any, experts: Any, mixer: bool = False) -> Any:
         """The tokens after the block as if one muMoE expert's weights were zero.

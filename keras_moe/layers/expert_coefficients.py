@@ -60,7 +60,7 @@ class ExpertCoefficients(keras.layers.Layer):
     ([(1, 3, 4), (1, 3, 2)], (1, 3, 8))
     """
 
-    # As a router, of which a muMoE block needs none besides.
+    # Attributes of a router, for a muMoE block has no other one.
     gating_residual = False
     summary = "muMoE"
 

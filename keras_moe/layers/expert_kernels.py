@@ -161,7 +161,7 @@ class ExpertKernels(keras.layers.Layer):
                         name=f"{name}_lora_{part}",
                         shape=shapes[part],
                         initializer=PerExpert(initializer),
-                        # As in Keras: half precision would lose small changes.
+                        # Float32 as in Keras: half precision would lose small changes.
                         dtype="float32",
                     )
                     setattr(self, f"{name}_lora_{part}", pair_weight)

@@ -12,7 +12,7 @@ from keras_moe.checks import check_argument_names, check_integer
 from keras_moe.layers import activations
 from keras_moe.layers.moe_config import MoEConfig, field_names
 from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
-from keras_moe.layers.mumoe import MuMoEBlock
+from keras_moe.layers.mumoe_block import MuMoEBlock
 
 # In the place of a router's name it selects this kind of config.
 MUMOE = "mumoe"

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.layers.mumoe import MuMoEBlock
+from keras_moe.layers.mumoe_block import MuMoEBlock
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.token_mlp import check_num_tokens, known_num_tokens
 from keras_moe.ops.cost import Cost, under

@@ -28,10 +28,10 @@ def place_like(value: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> A
 
 
 def exchange(content: bytes) -> list[bytes]:
-    """What each process gives, in all of them; all must call it together.
+    """The contents of all processes, in each of them; all must call it together.
 
     Args:
-        content: this process's bytes.
+        content: bytes of this process.
 
     Returns:
         The bytes of each process, in the order of their indices.
