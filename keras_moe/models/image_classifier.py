@@ -3,7 +3,6 @@
 Axes: B batch, N tokens, D hidden.
 """
 
-import math
 from typing import Any
 
 import keras
@@ -11,7 +10,6 @@ import keras_hub
 import numpy as np
 
 from keras_moe.checks import (
-    argument_names,
     check_argument_names,
     check_bool,
     check_dropout,
@@ -19,10 +17,15 @@ from keras_moe.checks import (
     check_one_of,
 )
 from keras_moe.compat import TorchParameters
-from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
-from keras_moe.layers.nested import layer_argument
-from keras_moe.layers.pooling import POOLINGS
+from keras_moe.layers import LayerNorm
 from keras_moe.models.classifier_config import classifier_config
+from keras_moe.models.classifier_parts import (
+    bias_value,
+    check_backbone,
+    check_head,
+    check_pooling,
+    pooling_layer,
+)
 from keras_moe.models.classifying import ClassifyMixin
 from keras_moe.models.compile_defaults import (
     default_loss,
@@ -42,7 +45,6 @@ from keras_moe.models.trainer import TrainerMixin
 from keras_moe.ops import Cost, Routing
 
 ACTIVATIONS = (None, "softmax", "sigmoid")
-HEAD_POSITIONS = ("final", "penultimate")
 
 
 class ImageClassifier(
@@ -440,119 +442,3 @@ def _dense_cost(inputs, units):
     """The cost of a dense layer for one vector."""
     shapes = {"kernel": (inputs, units), "bias": (units,)}
     return Cost.all_active(shapes, 2 * inputs * units)
-
-
-def check_backbone(backbone: Any, backbone_cls: type) -> None:
-    """Raises ValueError if the task is not one for this backbone."""
-    backbone_cls = backbone_cls or keras_hub.models.Backbone
-    if not isinstance(backbone, backbone_cls):
-        raise ValueError(
-            f"Expected backbone to be a {backbone_cls.__name__}; "
-            f"received: backbone={backbone!r}"
-        )
-
-
-def check_head(
-    head: Any, head_position: str, num_classes: int, head_bias: Any
-) -> MuMoE | None:
-    """The muMoE head, from itself or its config, if it fits the other arguments."""
-    check_one_of("head_position", head_position, HEAD_POSITIONS)
-    if head is None:
-        if head_position != "final":
-            raise ValueError(
-                "Expected a head=MuMoE(...) before the dense one; received: "
-                f"head=None, head_position={head_position!r}"
-            )
-        return None
-    if isinstance(head, dict) and "class_name" not in head:
-        names = argument_names(MuMoE)
-        check_argument_names(head, names, "MuMoE")
-        if "num_experts" not in head:
-            raise ValueError(f"Expected num_experts of a head; received: head={head}")
-        head = MuMoE(**{"units": num_classes, **head})
-    else:
-        head = layer_argument(head, "head")
-    if not isinstance(head, MuMoE):
-        raise ValueError(f"Expected head to be None or a MuMoE; received: head={head}")
-    if head_position == "final" and head.units != num_classes:
-        raise ValueError(
-            "Expected a final head whose units are the classes; received: "
-            f"units={head.units}, num_classes={num_classes}"
-        )
-    if head_position == "final" and head_bias != 0.0:
-        raise ValueError(
-            "Expected head_bias=0.0 with a final MuMoE, whose experts have biases of "
-            f"their own; received: head_bias={head_bias!r}"
-        )
-    if head_position == "penultimate" and head.edited_outputs:
-        raise ValueError(
-            "Expected edited_outputs of a final head alone; received: "
-            f"edited_outputs={head.edited_outputs}, head_position='penultimate'"
-        )
-    return head
-
-
-def check_pooling(pooling: str | None, class_token: bool) -> str:
-    """The pooling, or its default, if it fits the backbone."""
-    if pooling is None:
-        return "class_token" if class_token else "average"
-    if pooling not in POOLINGS:
-        raise ValueError(
-            f"Expected pooling to be None or one of {POOLINGS}; "
-            f"received: pooling={pooling!r}"
-        )
-    if pooling in ("class_token", "patch_average") and not class_token:
-        raise ValueError(
-            f"Expected a backbone with class_token=True for pooling={pooling!r}; "
-            "received: class_token=False"
-        )
-    if pooling == "first" and class_token:
-        raise ValueError(
-            "Expected a backbone with class_token=False for pooling='first', which "
-            "takes the first patch's token; received: class_token=True"
-        )
-    return pooling
-
-
-def pooling_layer(
-    backbone_config: dict, pooling: str, query_key_norm: bool | None, dtype: Any
-) -> Any:
-    """The pooling layer for a backbone's tokens, not built."""
-    if query_key_norm is None:
-        query_key_norm = backbone_config.get("query_key_norm", False)
-    elif pooling != "map":
-        raise ValueError(
-            "Expected pooling='map' with pooling_query_key_norm; received: "
-            f"pooling={pooling!r}, pooling_query_key_norm={query_key_norm!r}"
-        )
-    if pooling == "map" and "num_heads" not in backbone_config:
-        raise ValueError(
-            "Expected pooling=None or 'average' for a backbone without attention "
-            "heads; received: pooling='map'"
-        )
-    if pooling != "map":
-        return TokenPooling(pooling, dtype=dtype, name="pooler")
-    return AttentionPooling(
-        backbone_config["num_heads"],
-        backbone_config["mlp_dim"],
-        activation=backbone_config.get("activation", "gelu_tanh"),
-        layer_norm_epsilon=backbone_config.get("layer_norm_epsilon", 1e-6),
-        query_key_norm=query_key_norm,
-        query_key_norm_bias=(
-            query_key_norm and backbone_config.get("query_key_norm_bias", False)
-        ),
-        dtype=dtype,
-        name="pooler",
-    )
-
-
-def bias_value(head_bias: Any, num_classes: int) -> float:
-    """The number for `head_bias`, which may be `"prior"`."""
-    if head_bias == "prior":
-        return -math.log(num_classes)
-    if isinstance(head_bias, str) or not math.isfinite(head_bias):
-        raise ValueError(
-            "Expected head_bias to be a finite number or 'prior'; "
-            f"received: head_bias={head_bias!r}"
-        )
-    return float(head_bias)
