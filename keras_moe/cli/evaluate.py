@@ -120,7 +120,7 @@ def find_run(preset: str) -> tuple[str, dict]:
     try:
         recipe = json.loads(path.read_text(encoding="utf-8"))["recipe"]
         return str(run_folder / "preset"), {**recipe["data"], **recipe["objective"]}
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(
             f"Expected the results of keras-moe train in {path}; received: {error!r}"
         ) from error

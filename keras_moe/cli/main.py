@@ -101,7 +101,8 @@ def run(args: Any) -> None:
 
     text = json_text(result.values)
     if args.json == STDOUT:
-        print(text)
+        # Flushed here, where an error still has its line.
+        print(text, flush=True)
     else:
         write_text(args.json, text + "\n")
 

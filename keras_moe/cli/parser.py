@@ -166,6 +166,11 @@ def override(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"Expected NAME=VALUE; received: {text}")
     try:
         return name, json.loads(value)
+    except RecursionError as error:
+        raise argparse.ArgumentTypeError(
+            f"Expected JSON after {name}=; received: {len(value)} characters that nest "
+            "too deeply"
+        ) from error
     except json.JSONDecodeError as error:
         if value[:1] in ("[", "{", '"'):
             raise argparse.ArgumentTypeError(

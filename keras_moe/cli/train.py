@@ -50,8 +50,11 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     results = results_of(recipe, trained, folder)
     results["seconds"] = time.perf_counter() - begin
     write_json(folder / "results.json", results)
-    # The last, as it needs matplotlib.
-    draw(results, f"{recipe.name} on {recipe.data.source}", folder)
+    try:
+        draw(results, f"{recipe.name} on {recipe.data.source}", folder)
+    except ImportError as error:
+        # Pictures need an extra; the results are there without.
+        console.print(f"no pictures: {error}")
 
     def show(console: Console) -> None:
         for name, value in {

@@ -213,9 +213,11 @@ def _row_mean(x, mask):
     axes = tuple(range(len(x.shape) - 1))
     if mask is None:
         return ops.mean(x, axis=axes), ops.size(x) // x.shape[-1]
-    weights = ops.cast(ops.expand_dims(mask, -1), x.dtype)
-    count = ops.sum(weights)
-    return ops.sum(x * weights, axis=axes) / ops.maximum(count, 1.0), count
+    mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
+    count = ops.sum(ops.cast(mask, x.dtype))
+    # Not by a product: padding may hold what is no number.
+    total = ops.sum(ops.where(mask, x, ops.zeros_like(x)), axis=axes)
+    return total / ops.maximum(count, 1.0), count
 
 
 def check_levels(num_experts: Any) -> tuple[int, ...]:

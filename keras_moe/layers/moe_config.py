@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_moe import losses
 from keras_moe.checks import (
@@ -19,7 +20,11 @@ from keras_moe.checks import (
 from keras_moe.layers import activations
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.moe import MoE
-from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
+from keras_moe.layers.moe_layers import (
+    check_num_layers,
+    plain_moe_layers,
+    resolve_moe_layers,
+)
 from keras_moe.ops.expert_kinds import ExpertKinds, expert_kinds
 from keras_moe.routers.registry import (
     router_class,
@@ -31,6 +36,22 @@ from keras_moe.routers.router import Router, RouterSite
 # In the place of a value: the default of the router's class.
 AUTO = "auto"
 EVALUATIONS = ("batch_invariant", "official")
+# A router that is a layer has these among its own arguments.
+_ROUTING_FIELDS = (
+    "router_options",
+    "num_selected_experts",
+    "capacity_factor",
+    "evaluation",
+    "eval_capacity_factor",
+    "eval_capacity",
+    "dropless",
+    "capacity_rounding",
+    "capacity_multiple_of",
+    "priority",
+    "noise_std",
+    "num_modalities",
+    "expert_pools",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +70,8 @@ class MoEConfig:
             `"softmax_expert_choice"`, `"sinkhorn_expert_choice"`,
             `"sparsity_constrained_expert_choice"`, `"soft"` or one of
             `keras_moe.routers.register_router`; or a subclass of `Router`; or a router,
-            of which each block gets a copy with a seed of its own and whose arguments
-            override all fields about routing.
+            of which each block gets a copy with a seed of its own. Its arguments say
+            all about routing, and the fields about it are then refused.
         router_options: further arguments of the router's class, such as
             `{"affinity": SinkhornAffinity(iterations=50)}`; they override those that
             follow from the fields. A capacity among them is the router's own: K has
@@ -172,7 +193,7 @@ class MoEConfig:
     def __post_init__(self):
         for name in ("images_per_group", "expert_mlp_dim", "num_modalities"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name))
+                self._set(**{name: check_integer(name, getattr(self, name))})
         for name in ("dropless", "gated_experts", "expert_use_bias"):
             check_bool(name, getattr(self, name))
         for name in ("gating_residual", "shared_expert_initialization"):
@@ -190,10 +211,41 @@ class MoEConfig:
             router_options=_plain_options(self.router_options),
             auxiliary_losses=_plain_losses(self.auxiliary_losses),
             expert_activation=activations.plain(self.expert_activation),
-            expert_pools=self.expert_pools and [list(p) for p in self.expert_pools],
+            expert_pools=plain_value(self.expert_pools),
+            **{
+                name: plain_value(getattr(self, name))
+                for name in ("num_selected_experts", "eval_capacity", "noise_std")
+            },
         )
+        if isinstance(self.router, dict):
+            self._take_from_router()
         # It checks the counts.
         self._set(num_experts=self.kinds.ffn)
+
+    def _take_from_router(self):
+        """Takes the counts of experts from a router that is given whole."""
+        for name in _ROUTING_FIELDS:
+            value = getattr(self, name)
+            if value != getattr(type(self), name):
+                raise ValueError(
+                    f"Expected {name} among the arguments of the router itself, since "
+                    f"router is a layer; received: {name}={value!r}"
+                )
+        router = keras.saving.deserialize_keras_object(self.router)
+        kinds = router.kinds
+        if self.num_experts not in (type(self).num_experts, kinds.ffn):
+            raise ValueError(
+                f"Expected the num_experts={kinds.ffn} of the router; received: "
+                f"num_experts={self.num_experts}"
+            )
+        if self.gating_residual == AUTO:
+            self._set(gating_residual=router.gating_residual)
+        self._set(
+            num_experts=kinds.ffn,
+            zero_experts=kinds.zero,
+            copy_experts=kinds.copy,
+            constant_experts=kinds.constant,
+        )
 
     def _set(self, **values):
         for name, value in values.items():
@@ -247,7 +299,7 @@ class MoEConfig:
         """
         if self.moe_layers is None or isinstance(self.moe_layers, str):
             return self
-        indices = resolve_moe_layers(self.moe_layers, num_layers)
+        indices = resolve_moe_layers(self.moe_layers, check_num_layers(num_layers))
         return self.replace(moe_layers=list(indices))
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
@@ -363,16 +415,28 @@ def _plain_options(options):
             "Expected router_options to be None or a dict of arguments; "
             f"received: router_options={options!r}"
         )
-    plain = (bool, int, float, str, list, tuple, dict, type(None))
-    return {
-        name: value
-        if isinstance(value, plain)
-        else keras.saving.serialize_keras_object(value)
-        for name, value in options.items()
-    }
+    return plain_value(options)
+
+
+def plain_value(value: Any) -> Any:
+    """A copy of plain data, or the config of a Keras object, at any depth.
+
+    Args:
+        value: number, string, array, Keras object, or containers of these.
+    """
+    if isinstance(value, dict):
+        return {name: plain_value(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain_value(each) for each in value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        # NumPy's numbers are not JSON.
+        return value.tolist()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return keras.saving.serialize_keras_object(value)
 
 
 def _plain_losses(auxiliary_losses):
     if isinstance(auxiliary_losses, (str, dict)):
-        return auxiliary_losses
+        return plain_value(auxiliary_losses)
     return losses.serialize(losses.get(auxiliary_losses))

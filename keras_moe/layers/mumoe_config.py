@@ -11,7 +11,11 @@ import keras
 from keras_moe.checks import check_argument_names, check_integer
 from keras_moe.layers import activations
 from keras_moe.layers.moe_config import MoEConfig, field_names
-from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
+from keras_moe.layers.moe_layers import (
+    check_num_layers,
+    plain_moe_layers,
+    resolve_moe_layers,
+)
 from keras_moe.layers.mumoe_block import MuMoEBlock
 
 # In the place of a router's name it selects this kind of config.
@@ -145,7 +149,7 @@ class MuMoEConfig:
         """
         if self.moe_layers is None or isinstance(self.moe_layers, str):
             return self
-        indices = resolve_moe_layers(self.moe_layers, num_layers)
+        indices = resolve_moe_layers(self.moe_layers, check_num_layers(num_layers))
         return self.replace(moe_layers=list(indices))
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:

@@ -175,17 +175,6 @@ class MoEBackbone(
             config: arguments of the constructor; the fields of `moe` may stand beside
                 the others, where earlier versions had them.
         """
-        config = dict(config)
-        if isinstance(config.get("moe_layers"), list) and not config["moe_layers"]:
-            config["moe_layers"] = None
-        options = config.get("router_options") or {}
-        if (
-            "evaluation" not in config
-            and str(config.get("router")).endswith("expert_choice")
-            and options.get("eval_capacity_factor") is not None
-        ):
-            # Before there was `evaluation`, each image was a group here.
-            config["router_options"] = {"batch_invariant": True, **options}
         return super().from_config(nested_config(cls, config))
 
     def get_config(self):

@@ -36,8 +36,19 @@ class CopyMixin:
         config = self.get_config()
         backbone = config["backbone"]["config"] if "backbone" in config else config
         moe = backbone["moe"]
-        before = moe.get("router_options") or {}
-        backbone["moe"] = {**moe, "router_options": {**before, **options}}
+        if moe is None:
+            raise ValueError(
+                "Expected a model with MoE blocks, whose routers have options; "
+                f"received: {type(self).__name__} without"
+            )
+        router = moe["router"]
+        if isinstance(router, dict):
+            arguments = {**router["config"], **options}
+            moe = {**moe, "router": {**router, "config": arguments}}
+        else:
+            before = moe.get("router_options") or {}
+            moe = {**moe, "router_options": {**before, **options}}
+        backbone["moe"] = moe
         return copied(self, config)
 
 

@@ -9,11 +9,19 @@ import inspect
 from typing import Any
 
 from keras_moe.checks import argument_names, check_argument_names
-from keras_moe.layers import MoEConfig, MuMoEConfig, moe_config, updated_moe
+from keras_moe.layers import MoEConfig, moe_config, updated_moe
 from keras_moe.layers.moe_config import field_names
 from keras_moe.layers.mumoe_config import MUMOE
 
-_MUMOE_FIELDS = ("router", "router_options", *field_names(MuMoEConfig))
+# The fields that muMoE blocks had in configs of earlier versions.
+_MUMOE_FIELDS = (
+    "router",
+    "router_options",
+    "moe_layers",
+    "num_experts",
+    "expert_mlp_dim",
+    "expert_activation",
+)
 # The names that `router_options` stands for are no flat names: the encoder has an
 # `activation` of its own.
 MOE_FIELDS = (*field_names(MoEConfig),)
@@ -45,6 +53,17 @@ def nested_config(cls: type, config: dict) -> dict:
     fields = {k: v for k, v in config.items() if k not in own and k in MOE_FIELDS}
     if not fields:
         return dict(config)
+    if isinstance(fields.get("moe_layers"), list) and not fields["moe_layers"]:
+        # Earlier versions wrote it for dense models.
+        fields["moe_layers"] = None
+    options = fields.get("router_options") or {}
+    if (
+        "evaluation" not in fields
+        and str(fields.get("router")).endswith("expert_choice")
+        and options.get("eval_capacity_factor") is not None
+    ):
+        # Before there was `evaluation`, each image was a group here.
+        fields["router_options"] = {"batch_invariant": True, **options}
     if fields.get("router") == MUMOE:
         # Earlier versions wrote the fields of all routers.
         fields = {k: v for k, v in fields.items() if k in _MUMOE_FIELDS}

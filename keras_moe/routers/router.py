@@ -121,7 +121,10 @@ class Router(keras.layers.Layer):
         options = cls.checked_options(config)
         cls.check_not_dropless(config)
         cls.check_no_modalities(config)
-        arguments = {"seed": site.seed, **arguments, **options}
+        fields = {"seed": site.seed}
+        if config.noise_std is not None:
+            fields["noise_std"] = config.noise_std
+        arguments = {**fields, **arguments, **options}
         return cls(config.num_experts, **arguments)
 
     @classmethod

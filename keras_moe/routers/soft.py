@@ -122,7 +122,7 @@ class SoftRouter(Router):
 
     @classmethod
     def from_moe_config(cls, config, site, **arguments):
-        options = cls.checked_options(config)
+        options = {**arguments, **cls.checked_options(config)}
         cls.check_not_dropless(config)
         cls.check_no_modalities(config)
         cls.check_no_eval_capacity(config)
@@ -143,7 +143,7 @@ class SoftRouter(Router):
             fields["capacity_rounding"] = config.capacity_rounding
         if not is_own:
             fields["num_selected_experts"] = config.num_selected_experts
-        arguments = {**arguments, **fields, **options}
+        arguments = {**fields, **options}
         if arguments.get("num_slots") is None:
             # A number of slots gives the weights a shape before they are built. The
             # seed keeps this router from drawing one.

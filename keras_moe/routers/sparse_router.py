@@ -146,7 +146,8 @@ class SparseRouter(Router):
 
     @classmethod
     def from_moe_config(cls, config, site, **arguments):
-        options = cls.checked_options(config)
+        # A name's arguments are its own as much as the options are.
+        options = {**arguments, **cls.checked_options(config)}
         fields = {
             "seed": site.seed,
             "capacity_multiple_of": config.capacity_multiple_of,
@@ -156,7 +157,7 @@ class SparseRouter(Router):
         for name in ("noise_std", "num_modalities", "expert_pools"):
             if getattr(config, name) is not None:
                 fields[name] = getattr(config, name)
-        fields = {**arguments, **fields, **cls.own_fields(config, site), **options}
+        fields = {**fields, **cls.own_fields(config, site), **options}
         capacities = (fields["eval_capacity_factor"], fields["eval_capacity"])
         if config.evaluation == "official" and capacities == (None, None):
             # The papers evaluate with the capacity of training.

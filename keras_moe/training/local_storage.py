@@ -138,8 +138,10 @@ class LocalStorage(Storage):
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        if everything:
-            for path in self.paths():
+        for path in self.paths():
+            # Folders come whole by a rename: an empty one was begun by a storage that
+            # fills them in place, and was killed.
+            if everything or not any(path.iterdir()):
                 self.remove(path)
 
 

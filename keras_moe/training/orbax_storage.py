@@ -92,7 +92,8 @@ class OrbaxStorage(Storage):
             for own in self._agree(lambda: self._write_arrays(path, groups)):
                 files |= own
             self._agree(lambda: self._commit(path, step, files, text))
-        except OSError:
+        except BaseException:
+            # An interruption, too, leaves nothing that is not whole.
             if self.writes_alone:
                 path.rmtree(missing_ok=True)
             raise

@@ -69,7 +69,7 @@ def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
     settings = _read(path)
     try:
         recipe = Recipe.from_dict({"name": path.stem, **settings})
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{error}, in {path}") from error
     return recipe.replace(**overrides)
 
@@ -81,7 +81,7 @@ def _read(path):
         settings = (
             _with_none(tomllib.loads(text)) if kind == "TOML" else json.loads(text)
         )
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"Expected {kind} in {path}; received: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(

@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 
 from keras_moe import data, evaluation, losses, ops, routers, training
-from keras_moe.layers import MLP, EncoderBlock, Experts, MoE, SelfAttention
+from keras_moe.layers import (
+    MLP,
+    EncoderBlock,
+    Experts,
+    MoE,
+    MoEConfig,
+    SelfAttention,
+)
 from keras_moe.models import (
     MixerBackbone,
     MixerImageClassifier,
@@ -35,8 +42,11 @@ def vit(**arguments):
         (lambda: vit(capacity_factor=None), "capacity_factor=None"),
         (lambda: vit(router="soft", capacity_factor=None), "capacity_factor=None"),
         (lambda: vit(expert_mlp_dim=0), "expert_mlp_dim=0"),
-        (lambda: vit(moe_layers=[], router="soft"), r"moe_layers=\[\]"),
-        (lambda: vit(moe_layers=[]), r"moe_layers=\[\]"),
+        (
+            lambda: ViTBackbone(moe={"moe_layers": [], "router": "soft"}),
+            r"moe_layers=\[\]",
+        ),
+        (lambda: ViTBackbone(moe=MoEConfig(moe_layers=[])), r"moe_layers=\[\]"),
         (lambda: vit(seed=-1), "seed=-1"),
         (lambda: vit(seed=1.5), "seed=1.5"),
         (lambda: vit(seed=True), "seed=True"),

@@ -229,7 +229,7 @@ def test_another_router_drops_the_options_of_the_one_before():
 
 
 def test_losses_may_be_objects():
-    moe = MoEConfig(auxiliary_losses=[losses.ZLoss(0.25)], num_experts=4)
+    moe = MoEConfig(auxiliary_losses=[losses.AuxiliaryLoss("z", 0.25)], num_experts=4)
     (loss,) = blocks(moe_config(json.loads(json.dumps(moe.to_dict()))))[
         1
     ].auxiliary_losses
@@ -240,3 +240,42 @@ def test_numpy_integers_become_plain():
     moe = MoEConfig(moe_layers=np.array([1, 2]), num_experts=np.int64(4))
     assert json.dumps(moe.to_dict()["moe_layers"]) == "[1, 2]"
     assert json.dumps(moe.to_dict()["num_experts"]) == "4"
+
+
+def test_configs_share_nothing_with_what_they_are_made_of():
+    mine, options = {"z": 0.5}, {"expert_pools": np.array([[0], [1]])}
+    moe = MoEConfig(auxiliary_losses=mine, router_options=options)
+    mine["z"] = 7.0
+    assert moe.auxiliary_losses == {"z": 0.5}
+    assert json.loads(json.dumps(moe.to_dict()))["router_options"] == {
+        "expert_pools": [[0], [1]]
+    }
+
+
+def test_arguments_of_a_name_override_the_defaults_of_fields():
+    register_router("one_expert", num_selected_experts=1, capacity_factor=3.0)(
+        TokenChoiceRouter
+    )
+    try:
+        router = blocks(MoEConfig(router="one_expert", num_experts=4))[1].router
+        assert (router.num_selected_experts, router.capacity_factor) == (1, 3.0)
+    finally:
+        del ROUTERS["one_expert"]
+
+
+def test_a_router_that_is_a_layer_says_all_about_routing():
+    aware = PathwayAwareRouter(6, zero_experts=1, copy_experts=1, gating_residual=True)
+    moe = moe_config(MoEConfig(moe_layers="every_1", router=aware).to_dict())
+    assert moe.kinds == aware.kinds
+    residuals = [layer.router.gating_residual for layer in blocks(moe)]
+    assert residuals == [False, True, True]
+    with pytest.raises(ValueError, match=r"capacity_factor=2\.0"):
+        moe.replace(capacity_factor=2.0)
+    with pytest.raises(ValueError, match="num_experts=5"):
+        moe.replace(num_experts=5)
+
+
+def test_the_number_of_layers_is_checked_first():
+    for wrong in ("12", 0):
+        with pytest.raises(ValueError, match=f"num_layers={wrong}"):
+            MoEConfig(moe_layers=[1]).for_layers(wrong)

@@ -1,5 +1,6 @@
 """Models saved by earlier versions predict as they did."""
 
+import json
 from pathlib import Path
 
 import keras
@@ -51,3 +52,36 @@ def test_flat_overrides_find_their_way_into_a_saved_model():
     )
     assert model.backbone.moe.capacity_factor == 3.0
     assert model.backbone.moe.priority == "max_gate"
+
+
+@pytest.mark.backend_free
+def test_folders_of_before_evaluation_keep_their_groups(tmp_path):
+    folder = tmp_path / "preset"
+    backbone = models.from_preset(
+        "vmoe_digits",
+        router="softmax_expert_choice",
+        router_options={"eval_capacity_factor": 1.0},
+        evaluation="batch_invariant",
+    )
+    backbone.save_to_preset(folder)
+    path = folder / "config.json"
+    saved = json.loads(path.read_text())
+    saved["config"].update(saved["config"].pop("moe"))
+    del saved["config"]["evaluation"]
+    path.write_text(json.dumps(saved))
+    for again in (
+        models.from_preset(str(folder)),
+        models.ViTBackbone.from_preset(folder),
+    ):
+        router = again.get_layer("block_1").feed_forward.router
+        assert router.groups_by_image(False)
+    saved["config"].update(moe_layers=[], router_options=None)
+    path.write_text(json.dumps(saved))
+    assert "MoE" not in {p.kind[:3] for p in models.describe(str(folder)).parts}
+
+
+@pytest.mark.backend_free
+def test_a_dense_model_has_no_router_options():
+    dense = models.from_preset("vit_s32", num_layers=1, hidden_dim=12)
+    with pytest.raises(ValueError, match="ViTBackbone without"):
+        dense.with_router_options(normalize_gates="after")

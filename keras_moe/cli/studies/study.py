@@ -217,7 +217,13 @@ def run_parts(study: Study, parts: dict[str, Part]) -> Result:
         # Each at once: the next may be interrupted.
         write_json(study.results_path, every)
         part.show(results, study.console)
-        for picture in part.draw(every):
+        try:
+            pictures = part.draw(every)
+        except ImportError as error:
+            # Pictures need an extra; the results are there without.
+            study.console.print(f"no pictures: {error}")
+            continue
+        for picture in pictures:
             study.console.print(f"picture   {picture}")
     return Result(every, lambda console: print_path(study.results_path, console))
 
