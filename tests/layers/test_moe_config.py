@@ -277,5 +277,5 @@ def test_a_router_that_is_a_layer_says_all_about_routing():
 
 def test_the_number_of_layers_is_checked_first():
     for wrong in ("12", 0):
-        with pytest.raises(ValueError, match=f"num_layers={wrong}"):
+        with pytest.raises(ValueError, match=f"num_layers={wrong!r}"):
             MoEConfig(moe_layers=[1]).for_layers(wrong)
