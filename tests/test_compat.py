@@ -59,7 +59,9 @@ def test_no_other_private_method_is_overridden():
                 if base.__module__.startswith("keras_moe") == is_own
                 and base is not compat.TorchParameters
                 for name in vars(base)
-                if PRIVATE.fullmatch(name) and name != "_abc_impl"
+                if PRIVATE.fullmatch(name)
+                # Marks that Python itself puts on classes.
+                and name not in ("_abc_impl", "_is_protocol")
             }
             for is_own in (True, False)
         )
@@ -167,5 +169,3 @@ def test_presets_are_read_by_keras_hub(tmp_path):
     assert compat.get_file(str(tmp_path), "config.json") == str(
         tmp_path / "config.json"
     )
-    loader = compat.get_preset_loader(str(tmp_path))
-    assert loader.config == {"registered_name": "a"}
