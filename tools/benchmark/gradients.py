@@ -1,10 +1,12 @@
-"""Compiled passes of a layer, forward or forward and backward, on any backend."""
+"""Compiled forward and backward passes of a layer, on any backend."""
 
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+
+from keras_moe.timing import first_output
 
 
 def forward_backward(
@@ -27,52 +29,6 @@ def forward_backward(
     )
 
 
-def forward(
-    layer: keras.layers.Layer, inputs: np.ndarray, training: bool
-) -> Callable[[], Any]:
-    """A function that returns a layer's outputs, without gradients.
-
-    Args:
-        layer: a built layer; of a tuple of outputs the first is taken.
-        inputs: the layer's input.
-        training: passed to the layer.
-    """
-    backend = keras.backend.backend()
-    if backend == "jax":
-        import jax
-
-        @jax.jit
-        def run(trainable, state, x):
-            outputs, _ = layer.stateless_call(trainable, state, x, training=training)
-            return _first(outputs)
-
-        trainable = [v.value for v in layer.trainable_variables]
-        state = [v.value for v in layer.non_trainable_variables]
-        x = jax.numpy.asarray(inputs)
-        return lambda: run(trainable, state, x)
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        run = tf.function(
-            lambda x: _first(layer(x, training=training)), jit_compile=True
-        )
-        x = tf.constant(inputs)
-        return lambda: run(x)
-    import torch
-
-    x = torch.tensor(inputs)
-
-    def run_eagerly():
-        with torch.no_grad():
-            return _first(layer(x, training=training))
-
-    return run_eagerly
-
-
-def _first(outputs):
-    return outputs[0] if isinstance(outputs, tuple) else outputs
-
-
 def _jax(layer, inputs, cotangent):
     import jax
 
@@ -82,7 +38,7 @@ def _jax(layer, inputs, cotangent):
         outputs, state, losses = layer.stateless_call(
             trainable, state, x, training=True, return_losses=True
         )
-        outputs = _first(outputs)
+        outputs = first_output(outputs)
         return (outputs * cotangent).sum() + sum(losses), (outputs, state)
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 2), has_aux=True))
@@ -101,7 +57,7 @@ def _tensorflow(layer, inputs, cotangent):
     def step(x, cotangent):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            outputs = _first(layer(x, training=True))
+            outputs = first_output(layer(x, training=True))
             loss = tf.reduce_sum(outputs * cotangent) + sum(layer.losses)
         return outputs, tape.gradient(loss, [x, *variables])
 
@@ -117,7 +73,7 @@ def _torch(layer, inputs, cotangent):
     cotangent = torch.tensor(cotangent)
 
     def step():
-        outputs = _first(layer(x, training=True))
+        outputs = first_output(layer(x, training=True))
         loss = (outputs * cotangent).sum() + sum(layer.losses)
         return outputs, torch.autograd.grad(loss, [x, *variables])
 

@@ -21,7 +21,7 @@ import numpy as np
 from gradients import forward_backward
 from rich.console import Console
 from rich.table import Table
-from timing import interleaved, print_ratios, wait
+from timing import interleaved, print_ratios
 
 from keras_moe.layers import (
     MLP,
@@ -33,6 +33,7 @@ from keras_moe.layers import (
     TokenMuMoE,
 )
 from keras_moe.layers.activations import entmax15
+from keras_moe.timing import wait
 
 MIB = 2**20
 PARTS = ("layers", "blocks", "entmax", "peak")

@@ -1,12 +1,5 @@
-"""Timing of several functions interleaved in one run, on any backend.
+"""Medians and ratios of interleaved times, with progress and as tables."""
 
-Time on a shared machine drifts, so each round runs every candidate once, in a
-shuffled order, and figures are ratios of medians.
-"""
-
-import random
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,40 +8,18 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from keras_moe import timing
+
 
 def interleaved(
     candidates: dict[str, Callable[[], Any]], rounds: int, seed: int = 0
 ) -> dict[str, float]:
     """The median seconds of each candidate, each run `rounds` times."""
-    for function in candidates.values():  # compile and warm up
-        for _ in range(2):
-            wait(function())
-    seconds = {name: [] for name in candidates}
-    order = list(candidates)
-    shuffle = random.Random(seed).shuffle
     with Progress(transient=True) as progress:
         task = progress.add_task("timing", total=rounds)
-        for _ in range(rounds):
-            shuffle(order)
-            for name in order:
-                start = time.perf_counter()
-                wait(candidates[name]())
-                seconds[name].append(time.perf_counter() - start)
-            progress.advance(task)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def wait(result: Any) -> None:
-    """Blocks until a result is computed."""
-    if keras.backend.backend() == "jax":
-        import jax
-
-        jax.block_until_ready(result)
-    elif keras.backend.backend() == "torch":
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        return timing.interleaved(
+            candidates, rounds, seed, on_round=lambda: progress.advance(task)
+        )
 
 
 def print_ratios(
