@@ -24,6 +24,7 @@ from keras_moe.files import write_text
 from keras_moe.processes import process_shard
 from keras_moe.training import manifest
 from keras_moe.training.agreement import agreed, first_decides, shared_by
+from keras_moe.training.array_pieces import is_sharded
 from keras_moe.training.storage import Checkpoint, Storage, is_remote, remote_name
 from keras_moe.training.tensor_writer import NonFiniteValues
 
@@ -195,7 +196,9 @@ class OrbaxStorage(Storage):
     def _to_write(self, variable):
         value = variable.value
         if self._is_array_of_orbax(value):
-            return value
+            from keras_moe.ops.kernels.sharded_arrays_jax import with_shards
+
+            return with_shards(value)
         return np.asarray(keras.ops.convert_to_numpy(value))
 
     def _place_of(self, variable):
@@ -208,7 +211,7 @@ class OrbaxStorage(Storage):
 
     def _is_array_of_orbax(self, value):
         """Whether it is an array of JAX whose pieces Orbax finds by itself."""
-        if not hasattr(value, "addressable_shards"):
+        if not is_sharded(value):
             return False
         return shared_by()[1] == 1 or not value.is_fully_addressable
 
@@ -240,8 +243,11 @@ def _check_finite(groups):
     for group, variables in groups.items():
         for index, variable in enumerate(variables):
             value = variable.value
-            shards = getattr(value, "addressable_shards", None)
-            parts = [value] if shards is None else [x.data for x in shards]
+            parts = [value]
+            if is_sharded(value):
+                from keras_moe.ops.kernels.sharded_arrays_jax import with_shards
+
+                parts = [shard.data for shard in with_shards(value).addressable_shards]
             for part in parts:
                 array = np.asarray(keras.ops.convert_to_numpy(part))
                 is_float = "float" in array.dtype.name
