@@ -38,6 +38,7 @@ LOCAL = {
 }
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize(
     ("case", "local_loss"),
     [
