@@ -277,21 +277,21 @@ def test_every_argument_round_trips():
 @pytest.mark.usefixtures("traced")
 def test_fit():
     keras.utils.set_random_seed(0)
-    backbone = text(**MOE)
+    backbone = text(num_layers=1, moe_layers=[0], num_experts=2)
     pooled = backbone.output["pooled"]
     model = keras.Model(backbone.input, keras.layers.Dense(2)(pooled))
     ids = np.random.default_rng(0).integers(1, 19, (16, 5)).astype("int32")
     labels = (ids[:, 1] > 9).astype("int32")
     ids[:, 4] = 19
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-2), loss)
-    losses = model.fit(texts(ids), labels, epochs=5, verbose=0).history["loss"]
+    model.compile(keras.optimizers.SGD(0.3), loss)
+    losses = model.fit(texts(ids), labels, epochs=8, verbose=0).history["loss"]
     assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.backend_free
 def test_low_rank_pairs_and_int8():
-    model = with_weights(text(**MOE))
+    model = with_weights(text(num_layers=1))
     expected = outputs(model, texts())["pooled"]
     model.quantize("int8")
     assert model.token_embedding.quantization_mode == "int8"
