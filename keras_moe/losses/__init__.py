@@ -1,10 +1,16 @@
-"""Auxiliary losses of routers, and losses of classification heads."""
+"""Auxiliary losses of routers, losses of classification heads and of pairs."""
 
 from keras_moe.losses.auxiliary import AggregateLoss, AuxiliaryLoss, get, serialize
 from keras_moe.losses.classification import (
     SigmoidCrossentropy,
     SparseSigmoidCrossentropy,
 )
+from keras_moe.losses.contrastive import (
+    ContrastiveLoss,
+    SigmoidContrastiveLoss,
+    SoftmaxContrastiveLoss,
+)
+from keras_moe.losses.duplicate_pairs import count_duplicate_pairs
 from keras_moe.losses.entropy_losses import (
     global_entropy_loss,
     local_entropy_loss,
@@ -12,6 +18,7 @@ from keras_moe.losses.entropy_losses import (
     mutual_information_loss,
     target_entropy_loss,
 )
+from keras_moe.losses.limoe import limoe_losses
 from keras_moe.losses.router_losses import (
     heterogeneous_balance_loss,
     importance_loss,
@@ -19,22 +26,35 @@ from keras_moe.losses.router_losses import (
     load_loss,
     z_loss,
 )
+from keras_moe.losses.sigmoid_contrastive import sigmoid_contrastive_loss
+from keras_moe.losses.softmax_contrastive import softmax_contrastive_loss
+from keras_moe.losses.temperature import TEMPERATURES, LogScaleBound, Temperature
 
 __all__ = [
+    "TEMPERATURES",
     "AggregateLoss",
     "AuxiliaryLoss",
+    "ContrastiveLoss",
+    "LogScaleBound",
+    "SigmoidContrastiveLoss",
     "SigmoidCrossentropy",
+    "SoftmaxContrastiveLoss",
     "SparseSigmoidCrossentropy",
+    "Temperature",
+    "count_duplicate_pairs",
     "get",
     "global_entropy_loss",
     "heterogeneous_balance_loss",
     "importance_loss",
+    "limoe_losses",
     "load_balance_loss",
     "load_loss",
     "local_entropy_loss",
     "merged_entropy_loss",
     "mutual_information_loss",
     "serialize",
+    "sigmoid_contrastive_loss",
+    "softmax_contrastive_loss",
     "target_entropy_loss",
     "z_loss",
 ]

@@ -72,6 +72,9 @@ class MoEBackbone(
     True
     """
 
+    # The kind of input, for descriptions.
+    example = "image"
+
     @classmethod
     def tower(cls, config: dict, dtype: Any = None) -> Tower:
         """The layers of a backbone, not built: nothing is allocated.
@@ -91,18 +94,14 @@ class MoEBackbone(
             moe = moe.for_layers(config["num_layers"])
         config = {
             **copy.deepcopy({k: v for k, v in config.items() if k != "moe"}),
-            "image_shape": check_image_shape(config["image_shape"]),
+            **cls._checked_sizes(config),
             "activation": activations.plain(config["activation"]),
             "moe": moe and moe.to_dict(),
         }
 
-        # === Layers ===
-        tower = cls.tower(config, dtype)
-
-        # === Functional model ===
-        images = keras.Input(shape=config["image_shape"], name="images")
-        encoded = tower(images)
-        super().__init__(inputs=images, outputs=encoded.tokens, dtype=dtype, **kwargs)
+        # === Layers and functional model ===
+        inputs, outputs, encoded = cls._functional(config, dtype)
+        super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
         settle_policies(self)
         # Plain attributes: Keras would wrap the dicts of symbolic records.
         object.__setattr__(self, "_routing", encoded.routing)
@@ -110,6 +109,18 @@ class MoEBackbone(
 
         # === Config ===
         object.__setattr__(self, "_config", config)
+
+    @classmethod
+    def _checked_sizes(cls, config):
+        """The sizes of the inputs, checked and as plain values."""
+        return {"image_shape": check_image_shape(config["image_shape"])}
+
+    @classmethod
+    def _functional(cls, config, dtype):
+        """The symbolic inputs, outputs and `TowerOutputs` of a config."""
+        images = keras.Input(shape=config["image_shape"], name="images")
+        encoded = cls.tower(config, dtype)(images)
+        return images, encoded.tokens, encoded
 
     @property
     def moe(self) -> MoEConfig | MuMoEConfig | None:
@@ -149,7 +160,9 @@ class MoEBackbone(
 
     @property
     def image_shape(self) -> tuple:
-        """(height, width, channels)."""
+        """(height, width, channels), for backbones of images."""
+        if "image_shape" not in self._config:
+            raise AttributeError(f"{type(self).__name__} has no image_shape")
         return self._config["image_shape"]
 
     @property
