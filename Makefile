@@ -38,8 +38,7 @@ help:
 	@sed -n 's/^#   make/make/p' Makefile
 
 quickstart: $(QUICKSTART)
-	@KERAS_BACKEND=$(KERAS_BACKEND) TF_CPP_MIN_LOG_LEVEL=3 \
-		$(BIN)/python tools/quickstart.py $(ARGS)
+	@KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/keras-moe quickstart $(ARGS)
 
 test: $(ALL)
 	@$(BIN)/python tools/run_tests.py --backends $(BACKENDS) -- $(ARGS)

@@ -180,6 +180,15 @@ def _check_like(name, value, shape, kinds, expected):
         )
 
 
+def check_disjoint(name: str, pools: Any) -> None:
+    """Checks that no two of several sequences have a value in common."""
+    values = [value for pool in pools or () for value in {*pool}]
+    if len(set(values)) < len(values):
+        raise ValueError(
+            f"Expected {name} that have nothing in common; received: {name}={pools}"
+        )
+
+
 def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
     """Checks the shapes of an allocation's arguments, and a static capacity."""
     if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):

@@ -21,9 +21,9 @@ def process_shard() -> tuple[int, int]:
     """
     if keras.backend.backend() != "jax":
         return 0, 1
-    import jax
+    from keras_moe.ops.kernels.sharded_arrays_jax import process_shard as shard
 
-    return jax.process_index(), jax.process_count()
+    return shard()
 
 
 def process_index() -> int:

@@ -111,7 +111,7 @@ def optimizers_before_training():
     quickstart's test trains as users do.
     """
     if keras.backend.backend() != "tensorflow":
-        yield
+        yield None
         return
     make = keras.Model.make_train_function
 
@@ -122,7 +122,7 @@ def optimizers_before_training():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keras.Model, "make_train_function", make_train_function)
-        yield
+        yield make
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from keras_moe.layers.encoder_spec import EncoderSpec
 from keras_moe.layers.expert_coefficients import ExpertCoefficients
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.initializers import PerExpert
+from keras_moe.layers.masked_pooling import MaskedPooling
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
 from keras_moe.layers.moe_config import MoEConfig
@@ -29,6 +30,8 @@ from keras_moe.layers.position_embedding import (
     sincos_table,
 )
 from keras_moe.layers.self_attention import SelfAttention
+from keras_moe.layers.text_positions import TextPositions
+from keras_moe.layers.token_embedding import TokenEmbedding
 from keras_moe.layers.token_mlp import TokenMLP
 from keras_moe.layers.token_mumoe import TokenMuMoE
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
@@ -43,6 +46,7 @@ __all__ = [
     "ExpertCoefficients",
     "Experts",
     "LayerNorm",
+    "MaskedPooling",
     "MoE",
     "MoEConfig",
     "MoEEncoderBlock",
@@ -54,6 +58,8 @@ __all__ = [
     "PerExpert",
     "PositionEmbedding",
     "SelfAttention",
+    "TextPositions",
+    "TokenEmbedding",
     "TokenMLP",
     "TokenMuMoE",
     "TokenPooling",

@@ -13,6 +13,7 @@ from keras_moe import losses
 from keras_moe.checks import (
     check_argument_names,
     check_bool,
+    check_disjoint,
     check_integer,
     check_one_of,
     check_positive,
@@ -138,8 +139,8 @@ class MoEConfig:
         expert_activation: activation of the experts; None takes the encoder's.
         num_modalities: number of modalities with a kernel of their own in each router,
             which then need `modality_ids`; None has one kernel.
-        expert_pools: numbers of the experts that serve each modality, a list for each;
-            None lets all serve all.
+        expert_pools: numbers of the experts that serve each modality, a list for each,
+            none of them in two; None lets all serve all.
 
     Raises:
         ValueError: if a field is out of range; what depends on the router's class is
@@ -219,6 +220,7 @@ class MoEConfig:
         )
         if isinstance(self.router, dict):
             self._take_from_router()
+        check_disjoint("expert_pools", self.expert_pools)
         # It checks the counts.
         self._set(num_experts=self.kinds.ffn)
 

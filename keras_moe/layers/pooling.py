@@ -101,8 +101,9 @@ class AttentionPooling(keras.layers.Layer):
         query_key_norm_bias: whether that normalisation has an offset.
         **kwargs: see `keras.layers.Layer`.
 
-    Input shape:
-        (B, N, D).
+    Call arguments:
+        tokens: (B, N, D).
+        mask: boolean (B, N), False for padding, which the probe does not read.
 
     Output shape:
         (B, D).
@@ -135,6 +136,7 @@ class AttentionPooling(keras.layers.Layer):
     ):
         check_query_key_norm(query_key_norm, query_key_norm_bias)
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.num_heads = num_heads
         self.layer_norm_epsilon = layer_norm_epsilon
         self.query_key_norm = query_key_norm
@@ -162,12 +164,16 @@ class AttentionPooling(keras.layers.Layer):
             dtype=self.dtype_policy,
         )
 
-    def call(self, tokens: Any) -> Any:
+    def call(self, tokens: Any, mask: Any = None) -> Any:
         batch, _, dim = ops.shape(tokens)
         probe = ops.broadcast_to(self.probe, (batch, 1, dim))
-        x = self.attention(probe, tokens)
+        x = self.attention(probe, tokens, mask=mask)
         x = x + self.mlp(self.norm(x))
         return x[:, 0]
+
+    def compute_mask(self, tokens, previous_mask=None):
+        # Nothing is left to mask.
+        return None
 
     def compute_output_shape(self, input_shape):
         return (input_shape[0], input_shape[-1])

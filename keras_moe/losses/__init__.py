@@ -1,9 +1,14 @@
-"""Auxiliary losses of routers, and losses of classification heads."""
+"""Auxiliary losses of routers, losses of classification heads and of pairs."""
 
 from keras_moe.losses.auxiliary import AggregateLoss, AuxiliaryLoss, get, serialize
 from keras_moe.losses.classification import (
     SigmoidCrossentropy,
     SparseSigmoidCrossentropy,
+)
+from keras_moe.losses.contrastive import (
+    ContrastiveLoss,
+    SigmoidContrastiveLoss,
+    SoftmaxContrastiveLoss,
 )
 from keras_moe.losses.entropy_losses import (
     global_entropy_loss,
@@ -19,12 +24,21 @@ from keras_moe.losses.router_losses import (
     load_loss,
     z_loss,
 )
+from keras_moe.losses.sigmoid_contrastive import sigmoid_contrastive_loss
+from keras_moe.losses.softmax_contrastive import softmax_contrastive_loss
+from keras_moe.losses.temperature import TEMPERATURES, LogScaleBound, Temperature
 
 __all__ = [
+    "TEMPERATURES",
     "AggregateLoss",
     "AuxiliaryLoss",
+    "ContrastiveLoss",
+    "LogScaleBound",
+    "SigmoidContrastiveLoss",
     "SigmoidCrossentropy",
+    "SoftmaxContrastiveLoss",
     "SparseSigmoidCrossentropy",
+    "Temperature",
     "get",
     "global_entropy_loss",
     "heterogeneous_balance_loss",
@@ -35,6 +49,8 @@ __all__ = [
     "merged_entropy_loss",
     "mutual_information_loss",
     "serialize",
+    "sigmoid_contrastive_loss",
+    "softmax_contrastive_loss",
     "target_entropy_loss",
     "z_loss",
 ]

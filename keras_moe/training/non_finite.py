@@ -3,12 +3,15 @@
 import contextlib
 import inspect
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops, tree
 
 from keras_moe.compat import flatten_layers, own_variables
+from keras_moe.training.progress import ProgressCallback
 from keras_moe.variables import restored
 
 _MARGIN = 4
@@ -56,7 +59,7 @@ class NonFinite(NamedTuple):
         return f"in the {self.what} of {self.where}"
 
 
-class StopOnNonFinite(keras.callbacks.Callback):
+class StopOnNonFinite(ProgressCallback):
     """Raises `NonFiniteLoss` when the loss of training is NaN or Inf.
 
     The loss is that of `fit`'s logs, which is fetched from the device anyway, on JAX
@@ -84,20 +87,13 @@ class StopOnNonFinite(keras.callbacks.Callback):
     async_safe = True
 
     def __init__(self, first_step: int = 0):
-        super().__init__()
-        self.step = first_step
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._before = self.step
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.step += 1
+        super().__init__(first_step)
 
     def on_train_batch_end(self, batch, logs=None):
-        self._check(logs, self._before + batch + 1)
+        self._check(logs, self.progress.step_of(batch))
 
     def on_epoch_end(self, epoch, logs=None):
-        self._check(logs, self.step)
+        self._check(logs, self.progress.step)
 
     def _check(self, logs, step):
         loss = (logs or {}).get("loss", 0.0)
@@ -163,6 +159,48 @@ def locate_non_finite(
         if not _is_finite(loss):
             return NonFinite("loss", "")
         return _bad_gradient(model, x, y, watch.order) if gradients else None
+
+
+def first_non_finite_step(
+    model: keras.Model,
+    batches: Iterator[tuple[Any, Any, Any]],
+    error: NonFiniteLoss,
+    step: int = 0,
+    verbose: Any = 0,
+) -> tuple[int, NonFinite] | None:
+    """Repeats the steps before an error, and looks closely at the last ones.
+
+    Args:
+        model: compiled, as it was after `step` steps of the run.
+        batches: the run's inputs, targets and sample weights from that step on.
+        error: the error that ended the run.
+        step: number of steps that the model has made.
+        verbose: 0 for no progress bar.
+
+    Returns:
+        The step in which NaN or Inf first occurs, and where; or None if all steps are
+        finite this time.
+    """
+    bar = keras.utils.Progbar(
+        error.step - step, verbose=0 if verbose == 0 else 1, unit_name="step again"
+    )
+    for number in range(step + 1, error.step + 1):
+        x, y, weight = next(batches)
+        is_suspect = number >= error.since
+        if is_suspect:
+            origin = locate_non_finite(model, x, y, gradients=False)
+            if origin is not None:
+                return number, origin
+            # Copies: on PyTorch the arrays would change with the variables.
+            before = [np.array(ops.convert_to_numpy(v.value)) for v in model.variables]
+        model.train_on_batch(x, y, sample_weight=weight)
+        bad = is_suspect and first_non_finite_weight(model)
+        if bad:
+            for variable, value in zip(model.variables, before):
+                variable.assign(value)
+            return number, locate_non_finite(model, x, y) or NonFinite("update", bad)
+        bar.update(number - step)
+    return None
 
 
 def first_non_finite_weight(model: keras.Model) -> str | None:

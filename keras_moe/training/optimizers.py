@@ -85,22 +85,3 @@ def make_optimizer(name: str, options: dict, **arguments: Any) -> Any:
             "Expected the name of an optimizer and its further arguments; received: "
             f"name={name!r}, options={options!r} ({error})"
         ) from error
-
-
-class StopAfterBatches(keras.callbacks.Callback):
-    """Ends `fit` after so many batches of a run.
-
-    Args:
-        batches: of the whole run.
-        seen: those that it has seen before this `fit`.
-    """
-
-    def __init__(self, batches: int, seen: int = 0):
-        super().__init__()
-        self._left = batches - seen
-
-    # Seen at the batch's end; a callback there would make JAX wait for each step.
-    def on_train_batch_begin(self, batch, logs=None):
-        self._left -= 1
-        if self._left <= 0:
-            self.model.stop_training = True

@@ -11,12 +11,13 @@ import keras
 import numpy as np
 
 from keras_moe.checks import check_integer, check_one_of
+from keras_moe.training.progress import ProgressCallback
 from keras_moe.variables import restored
 
 UNITS = ("epochs", "steps")
 
 
-class PeriodicCallback(keras.callbacks.Callback):
+class PeriodicCallback(ProgressCallback):
     """Measures every so many epochs or steps; subclasses say what, in `measure`.
 
     Figures come into the logs at the end of the epoch: the progress line, the history
@@ -51,28 +52,25 @@ class PeriodicCallback(keras.callbacks.Callback):
         self.every = check_integer("every", every)
         self.unit = check_one_of("unit", unit, UNITS)
         self.records = []
-        self._step = 0
-        self._epoch = 0
+        # The step of the newest record.
         self._measured = 0
 
     def measure(self) -> dict[str, float]:
         """The figures of `self.model` as it is."""
         raise NotImplementedError
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self._epoch = epoch
-
-    # As the batch begins, and not at its end: no step waits for its logs.
     def on_train_batch_begin(self, batch, logs=None):
+        super().on_train_batch_begin(batch, logs)
         if self.unit == "steps":
-            self._measure_if_due(self._step)
-        self._step += 1
+            # This batch's own step is not yet made.
+            self._measure_if_due(self.progress.step - 1)
 
     def on_epoch_end(self, epoch, logs=None):
+        step = self.progress.step
         if self.unit == "steps":
-            self._measure_if_due(self._step)
+            self._measure_if_due(step)
         elif (epoch + 1) % self.every == 0:
-            self._measure()
+            self._measure(step)
         # Of several in an epoch the last.
         last = self.records[-1] if self.records else {"epoch": 0}
         if logs is not None and last["epoch"] == epoch + 1:
@@ -81,25 +79,24 @@ class PeriodicCallback(keras.callbacks.Callback):
     def get_state(self) -> dict:
         """What a checkpoint of the run keeps, JSON."""
         return {
-            "step": self._step,
             "measured": self._measured,
             "records": list(self.records),
         }
 
     def set_state(self, state: dict) -> None:
         """Goes on from the state of a checkpoint."""
-        self._step, self._measured = state["step"], state["measured"]
+        self._measured = state["measured"]
         self.records = list(state["records"])
 
     def _measure_if_due(self, step):
         if step and step % self.every == 0 and step != self._measured:
-            self._measure()
+            self._measure(step)
 
-    def _measure(self):
+    def _measure(self, step):
         with unchanged(self.model):
             figures = self.measure()
-        self._measured = self._step
-        record = {"epoch": self._epoch + 1, "step": self._step, **figures}
+        self._measured = step
+        record = {"epoch": self.progress.epoch + 1, "step": step, **figures}
         self.records.append(record)
         self.measured(record)
 

@@ -17,7 +17,7 @@ from keras_moe.training.flat_recipes import in_sections, is_flat
 from keras_moe.training.model_config import ModelConfig
 from keras_moe.training.objectives import Classification, Objective, new_objective
 from keras_moe.training.optimizer_config import OptimizerConfig
-from keras_moe.training.optimizers import StopAfterBatches
+from keras_moe.training.progress import StopAfterBatches
 from keras_moe.training.schedule_config import ScheduleConfig
 from keras_moe.training.section import Section
 from keras_moe.training.setting_names import (

@@ -15,12 +15,11 @@ from keras_moe.training.class_names import set_class_names
 from keras_moe.training.datasets import Datasets
 from keras_moe.training.extension import EXTENDABLE, check_extension
 from keras_moe.training.non_finite import (
-    NonFinite,
     NonFiniteLoss,
     StopOnNonFinite,
-    first_non_finite_weight,
-    locate_non_finite,
+    first_non_finite_step,
 )
+from keras_moe.training.progress import Progress
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.run_checkpoint import RunCheckpoint
 from keras_moe.training.run_lock import holds_run_folder
@@ -172,10 +171,12 @@ def train(
         test = data.padded(x, y, weight, model=model)
     if callable(callbacks):
         callbacks = callbacks(model, images)
-    every = [*recipe.callbacks(first_step), *callbacks, StopOnNonFinite(first_step)]
+    every = [*recipe.callbacks(first_step), *callbacks, StopOnNonFinite()]
     if best is not None:
         every.append(best)
-    if checkpoint is not None:
+    if checkpoint is None:
+        Progress().hand_to(every)
+    else:
         if best is not None:
             # Unless the checkpoint has a state of its own.
             best.count_from(len(checkpoint.history.get("loss", ())))
@@ -256,52 +257,26 @@ def _to_numpy(value):
 
 
 def _diagnosis(error, run, checkpoint, verbose):
-    """What went wrong, where, and what is left."""
+    """Returns a message with what went wrong, where, and what is left."""
     recipe = run.recipe
-    found = None
+    origin = None
     good = checkpoint and checkpoint.last
     alone = _has_all_weights()
     if alone and (good or error.step <= _SHORT_RUN):
-        found = _first_non_finite(error, run, checkpoint, verbose)
+        model = run.new_model()
+        step = 0 if checkpoint is None else checkpoint.restore(model)
+        batches = run.batches(step)
+        origin = first_non_finite_step(model, batches, error, step, verbose)
     epoch = (error.step - 1) // run.steps_per_epoch + 1
     parts = [f"{error}, in epoch {epoch}"]
-    if found is not None:
-        parts.append(f"The first NaN or Inf was {found[1]}, in step {found[0]}")
+    if origin is not None:
+        parts.append(f"The first NaN or Inf was {origin[1]}, in step {origin[0]}")
     elif alone:
         parts.append("With checkpoints, one would see where it began")
     if good:
         parts.append(f"The last good checkpoint is {good}")
     parts.append(f"Try less than learning_rate={recipe.schedule.learning_rate}")
     return ". ".join(parts)
-
-
-def _first_non_finite(error, run, checkpoint, verbose):
-    """Makes the steps since the last checkpoint again, looking at the last ones."""
-    model = run.new_model()
-    done = 0
-    if checkpoint is not None:
-        done = checkpoint.restore(model)
-    batches = run.batches(done)
-    progress = keras.utils.Progbar(
-        error.step - done, verbose=0 if verbose == 0 else 1, unit_name="step again"
-    )
-    for step in range(done + 1, error.step + 1):
-        x, y, weight = next(batches)
-        looked_at = step >= error.since
-        if looked_at:
-            found = locate_non_finite(model, x, y, gradients=False)
-            if found is not None:
-                return step, found
-            # Copies: on PyTorch the arrays would change with the variables.
-            before = [np.array(ops.convert_to_numpy(v.value)) for v in model.variables]
-        model.train_on_batch(x, y, sample_weight=weight)
-        bad = looked_at and first_non_finite_weight(model)
-        if bad:
-            for variable, value in zip(model.variables, before):
-                variable.assign(value)
-            return step, locate_non_finite(model, x, y) or NonFinite("update", bad)
-        progress.update(step - done)
-    return None
 
 
 def _has_all_weights():

@@ -17,6 +17,7 @@ from keras_moe.checks import check_integer
 from keras_moe.training.best_epoch import BestEpoch
 from keras_moe.training.checkpoints import new_storage, open_checkpoint
 from keras_moe.training.non_finite import NonFiniteLoss
+from keras_moe.training.progress import Progress
 from keras_moe.training.run_settings import saved_settings
 from keras_moe.training.storage import Checkpoint, Retention, Storage
 from keras_moe.training.tensor_writer import NonFiniteValues
@@ -106,8 +107,9 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.settings = json.loads(json.dumps(dict(settings or {})))
         self.restart = restart
         self.branch_from = branch_from
-        # Steps that were made, and whether the run is over.
-        self.step = 0
+        # One count of steps for all callbacks of the run.
+        self.progress = Progress()
+        # Whether the run is over.
         self.finished = False
         self.history = {}
         self.last = None
@@ -158,12 +160,12 @@ class RunCheckpoint(keras.callbacks.Callback):
         model.optimizer.build(model.trainable_variables)
         found.storage.restore(found, _groups(model))
         self._found, self.last = found, found.path
-        self.step, self.finished = found.step, state["finished"]
+        self.progress.step, self.finished = found.step, state["finished"]
         self.history = {name: list(values) for name, values in state["history"].items()}
         self.best_step, self.best_row = state.get("best") or (None, None)
         # After its end a run that is extended has the metrics of its last test.
         self._begins_metrics |= self.finished
-        return self.step
+        return found.step
 
     def restore_best(self, model: keras.Model) -> bool:
         """Gives a compiled model the weights of the best epoch, once `fit` is over.
@@ -200,12 +202,14 @@ class RunCheckpoint(keras.callbacks.Callback):
         """All callbacks for `fit`, with this one in its place.
 
         Args:
-            callbacks: the others, whose state is saved with the run.
+            callbacks: the others, whose state is saved with the run and which count
+                its steps from where it is.
 
         Returns:
             What `fit` takes as `callbacks`.
         """
         self._callbacks = list(callbacks)
+        self.progress.hand_to(self._callbacks)
         if self._found is not None:
             states = self._found.state["callbacks"]
             for name, callback in self._with_state():
@@ -218,7 +222,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         found, self._found = self._found, None
         if found is None:
             return
-        if self.step % self.steps_per_epoch and not self._begins_metrics:
+        if self.is_within_epoch and not self._begins_metrics:
             metrics = {"metrics": self.model.metrics_variables}
             found.storage.restore(found, metrics)
         _set_random_state(found.state["random"])
@@ -228,17 +232,21 @@ class RunCheckpoint(keras.callbacks.Callback):
             if np.ndim(value) == 0:
                 self.history.setdefault(name, []).append(float(value))
         self.finished = epoch + 1 >= self.params["epochs"] or self.model.stop_training
-        is_due = self.step % (self.every or self.step) == 0
+        is_due = self.every is None or self.progress.step % self.every == 0
         if self.finished or is_due or (self.best is not None and self.best.improved):
             self._save()
 
-    def before_step(self) -> None:
-        """Counts a step, and saves first what was made before it, if it is time."""
-        within = self.step % self.steps_per_epoch
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether the steps that have begun are no whole epochs."""
+        return self.progress.step % self.steps_per_epoch != 0
+
+    def save_if_due(self) -> None:
+        """Saves within an epoch, before the next step begins."""
+        is_due = self.every and self.progress.step % self.every == 0
         # Just restored, there is nothing new.
-        if self.every and within and self.step % self.every == 0 and self._moved:
+        if is_due and self.is_within_epoch and self._moved:
             self._save()
-        self.step += 1
         self._moved = True
 
     def _save(self):
@@ -246,11 +254,12 @@ class RunCheckpoint(keras.callbacks.Callback):
         if hasattr(model, "jax_state_sync"):
             model.jax_state_sync()
         groups = _groups(model)
-        if self.step % self.steps_per_epoch:
+        step = self.progress.step
+        if self.is_within_epoch:
             groups["metrics"] = model.metrics_variables
         best = (self.best_step, self.best_row)
         if self.best is not None and self.best.improved:
-            best = (self.step, self.best.row)
+            best = (step, self.best.row)
         state = {
             "settings": self.settings,
             "steps_per_epoch": self.steps_per_epoch,
@@ -263,14 +272,13 @@ class RunCheckpoint(keras.callbacks.Callback):
         }
         try:
             retention = self.retention._replace(steps=best[:1])
-            path = self.storage.save(self.step, groups, state, retention)
+            path = self.storage.save(step, groups, state, retention)
         except NonFiniteValues as error:
-            raise NonFiniteLoss(self.step, str(error)) from error
+            raise NonFiniteLoss(step, str(error)) from error
         except OSError as error:
             good = f"the last good one is {self.last}" if self.last else "there is none"
             message = (
-                f"The checkpoint of step {self.step} could not be written: {error}; "
-                f"{good}"
+                f"The checkpoint of step {step} could not be written: {error}; {good}"
             )
             if self.finished:
                 raise OSError(message) from error
@@ -332,18 +340,21 @@ class _First(keras.callbacks.Callback):
     def __init__(self, checkpoint: RunCheckpoint):
         super().__init__()
         self.checkpoint = checkpoint
-        self.left = -checkpoint.step % checkpoint.steps_per_epoch
+        self.begins_within_epoch = checkpoint.is_within_epoch
         self.stopped = False
 
     # At a batch's begin and not at an end: where no callback waits for the logs of
     # each step, JAX computes ahead.
     def on_train_batch_begin(self, batch, logs=None):
-        self.checkpoint.before_step()
-        if self.left:
-            self.left -= 1
-            if self.left == 0:
-                # Seen after this batch: `fit` leaves the epoch, and keeps its iterator.
-                self.stopped = self.model.stop_training = True
+        self.checkpoint.save_if_due()
+        self.checkpoint.progress.begin_step(batch)
+        if self.begins_within_epoch and not self.checkpoint.is_within_epoch:
+            # Seen after this batch: `fit` leaves the epoch, and keeps its iterator.
+            self.stopped = self.model.stop_training = True
+            self.begins_within_epoch = False
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.checkpoint.progress.begin_epoch(epoch)
 
     # Any other callback may still stop the run.
     def on_epoch_end(self, epoch, logs=None):

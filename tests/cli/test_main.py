@@ -21,6 +21,7 @@ from keras_moe.cli.result import Result, show_all
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
+    "quickstart",
     "train",
     "evaluate",
     "convert",

@@ -12,6 +12,7 @@ from keras_moe.layers import (
     ExpertCoefficients,
     Experts,
     LayerNorm,
+    MaskedPooling,
     MoE,
     MoEEncoderBlock,
     MuMoE,
@@ -19,6 +20,8 @@ from keras_moe.layers import (
     PatchEmbedding,
     PositionEmbedding,
     SelfAttention,
+    TextPositions,
+    TokenEmbedding,
     TokenMLP,
     TokenMuMoE,
     TokenPooling,
@@ -261,6 +264,11 @@ MAKERS = {
         (2, 3), kind="learned", interpolation="bicubic", **kw
     ),
     "SelfAttention": attention,
+    "MaskedPooling": lambda **kw: MaskedPooling("last", **kw),
+    "TextPositions": lambda **kw: TextPositions(7, **kw),
+    "TokenEmbedding": lambda **kw: TokenEmbedding(
+        5, D, embeddings_initializer="glorot_normal", **kw
+    ),
     "TokenMLP": lambda **kw: TokenMLP(
         mlp_dim=5, activation="relu", dropout=0.1, seed=2, **kw
     ),
@@ -282,6 +290,8 @@ def test_layer(name, tmp_path):
         name, (B, N, D)
     )
     inputs = generator.normal(size=shape).astype("float32")
+    if name == "TokenEmbedding":
+        inputs = generator.integers(0, 5, size=(B, N)).astype("float32")
     # A query's bias shifts all of a head's scores alike, and one probe has one query;
     # a key's bias shifts all keys of a query alike: softmax sees neither.
     check_layer(

@@ -1,7 +1,5 @@
 import ast
 import json
-import os
-import re
 import runpy
 import subprocess
 import sys
@@ -12,61 +10,17 @@ from typing import NamedTuple
 import keras
 import pytest
 
-from keras_moe import models
-
 ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "tools" / "benchmark"
+
+pytestmark = pytest.mark.backend_free
 
 
-def run(*command, **environment):
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "160", **environment},
-        check=False,
-    )
-
-
-@pytest.mark.backend_free
-def test_the_quickstart_refuses_no_epochs(tmp_path):
-    result = run("tools/quickstart.py", "--epochs", 0, "--output", tmp_path / "run")
-    assert result.returncode == 2
-    assert "Expected --epochs of at least 1; received: 0" in result.stderr
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_quickstart_runs_end_to_end(tmp_path):
-    backend = keras.backend.backend()
-    result = run(
-        "tools/quickstart.py", "--epochs", 2, "--output", tmp_path,
-        KERAS_BACKEND=backend,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "predictions are identical" in result.stdout
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["backend"] == backend
-    # Two epochs only: far above chance, which is 0.1.
-    assert results["test_accuracy"] > 0.3
-    assert set(results["routing"]) == {"block_1", "block_3"}
-    for statistics in results["routing"].values():
-        assert abs(sum(statistics["expert_shares"]) - 1) < 1e-6
-        assert 0 < statistics["dropped_choices"] < 0.5
-    assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
-    assert isinstance(
-        models.from_preset(str(tmp_path / "preset")), models.ViTImageClassifier
-    )
-
-
-@pytest.mark.backend_free
 def test_programs_take_nothing_from_each_other():
     trees = {path: ast.parse(path.read_text()) for path in ROOT.glob("tools/**/*.py")}
-    programs = {
-        path.stem
-        for path, tree in trees.items()
-        if any(getattr(node, "name", None) == "main" for node in tree.body)
-    }
+    programs = {path.stem for path, tree in trees.items() if is_program(tree)}
     assert {"run_tests", "moe_layer"} < programs
+    assert programs.isdisjoint({"runner", "gradients"})
     for path, tree in trees.items():
         for node in ast.walk(tree):
             names = [getattr(node, "module", None)]
@@ -75,36 +29,87 @@ def test_programs_take_nothing_from_each_other():
             assert not programs.intersection(names), path
 
 
-@pytest.mark.backend_free
+def is_program(tree):
+    return any(
+        isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
+        for node in tree.body
+    )
+
+
+def test_benchmarks_have_one_runner():
+    """No benchmark reads a command line, times or prints by itself."""
+    for path in BENCHMARKS.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        if is_program(tree):
+            called = {
+                getattr(node.func, "attr", getattr(node.func, "id", None))
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Call)
+            }
+            assert "run" in called, path
+            own = {"ArgumentParser", "Console", "Table", "interleaved", "print"}
+            assert called.isdisjoint(own), path
+
+
 @pytest.mark.parametrize(
-    ("script", "arguments"),
+    ("name", "arguments", "columns"),
     [
         (
-            "moe_layer.py",
+            "moe_layer",
             "--tokens 32 --dim 8 --mlp-dim 16 --experts 4 --selected 1 --rounds 1 "
             "--routers softmax_token_choice",
+            [{"candidate", "median ms", "over experts", "TFLOP/s"}],
         ),
-        ("routing_memory.py", "--tokens 64 --dim 8 --experts 4"),
         (
-            "expert_ablation.py",
+            "expert_ablation",
             "--preset vmoe_digits --experts 3 --classes 4 --images 6 --image-size 16 "
             "--rank 2 --rounds 1",
+            [{"experts", "per image", "all ablated, passes", "naive over it"}],
         ),
-        ("distribution.py", "--parts devices --devices 2 --processes 1 --steps 1"),
         (
-            "mumoe_layer.py",
+            "mumoe_layer",
             "--parts layers entmax --images 1 --tokens 8 --dim 8 --experts 4 "
             "--entmax-experts 8 --rounds 1",
+            [{"over dense"}, {"MiB", "with outputs"}, {"over softmax"}],
+        ),
+        # The model is in a process of its own, on JAX.
+        (
+            "distribution",
+            "--parts devices --devices 2 --processes 1 --steps 1 --rounds 1",
+            [{"devices", "over 2", "MiB per device", "on paper", "process GiB"}],
         ),
     ],
 )
-def test_benchmarks_run(script, arguments):
-    result = run(f"tools/benchmark/{script}", *arguments.split())
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert re.search("dropless|passes|entmax|on paper", result.stdout)
+def test_benchmarks_run(capsys, monkeypatch, name, arguments, columns):
+    path = BENCHMARKS / f"{name}.py"
+    # Benchmarks set it, for the processes that they start, too.
+    monkeypatch.setenv("KERAS_BACKEND", keras.backend.backend())
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments.split(), "--json"])
+    runpy.run_path(str(path), run_name="__main__")
+    output, errors = capsys.readouterr()
+    document = json.loads(output)
+    assert document["benchmark"] == name
+    assert document["arguments"]["rounds"] == 1
+    assert len(document["tables"]) == len(columns)
+    for table, names in zip(document["tables"], columns):
+        assert all(names <= set(row) for row in table["rows"])
+        # People read the tables on stderr.
+        assert table["title"].split()[0] in errors
 
 
-@pytest.mark.backend_free
+def test_a_benchmark_of_the_compiler_runs():
+    arguments = ["--tokens", "64", "--dim", "8", "--experts", "4"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "routing_memory.py"), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "dropless" in done.stdout
+
+
 def test_the_runner_adds_up_pytests_closing_lines():
     tool = runpy.run_path(str(ROOT / "tools" / "run_tests.py"))
     count, outcome, closing = (
@@ -121,7 +126,6 @@ def test_the_runner_adds_up_pytests_closing_lines():
     assert tool["together"]("jax", parts) == ("jax", 2, first + first, 6.0)
 
 
-@pytest.mark.backend_free
 def test_parts_of_the_suite_are_all_of_it():
     hook = runpy.run_path(str(ROOT / "tests" / "conftest.py"))[
         "pytest_collection_modifyitems"

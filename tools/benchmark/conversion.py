@@ -10,9 +10,8 @@ from pathlib import Path
 import keras
 import msgpack
 import numpy as np
-from rich.console import Console
+from runner import Report, run
 from safetensors.numpy import save_file
-from timing import interleaved, print_ratios
 
 from keras_moe import models
 
@@ -93,12 +92,12 @@ def read(path: Path) -> None:
             pass
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden-dim", type=int, default=768)
     parser.add_argument("--num-layers", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         arrays = tensors(args.hidden_dim, args.num_layers)
@@ -107,30 +106,24 @@ def main() -> None:
         save_file(arrays, folder / "vit.safetensors")
         write_vmoe(folder / "vit", arrays)
         del arrays
-        files = {".npz": "vit.npz", ".safetensors": "vit.safetensors", "V-MoE": "vit"}
-        candidates = {"read the bytes": lambda: read(folder / "vit.npz")}
 
-        def build(source):
+        def convert(source, load_weights=True):
             keras.backend.clear_session()
-            return models.convert(str(source), load_weights=False)[0].weights[0].value
+            model, _ = models.convert(str(source), load_weights=load_weights)
+            return model.weights[0].value
 
-        def whole(source):
-            keras.backend.clear_session()
-            return models.convert(str(source))[0].weights[0].value
-
-        candidates["build the model"] = lambda: build(folder / "vit.npz")
-        for name, file in files.items():
-            candidates[f"convert {name}"] = lambda file=file: whole(folder / file)
-        seconds = interleaved(candidates, args.rounds)
-    print_ratios(f"{size:.0f} MB", seconds, "read the bytes")
-    for name in files:
-        alone = seconds[f"convert {name}"] - seconds["build the model"]
-        Console().print(
-            f"{name}: {size / seconds[f'convert {name}']:.0f} MB/s with the model's "
-            f"building, {size / max(alone, 1e-9):.0f} MB/s beyond it; reading "
-            f"{size / seconds['read the bytes']:.0f} MB/s"
-        )
+        candidates = {
+            "read the bytes": lambda: read(folder / "vit.npz"),
+            "build the model": lambda: convert(folder / "vit.npz", load_weights=False),
+        }
+        for name, file in (
+            (".npz", "vit.npz"),
+            (".safetensors", "vit.safetensors"),
+            ("V-MoE", "vit"),
+        ):
+            candidates[f"convert {name}"] = lambda file=file: convert(folder / file)
+        report.compare(f"{size:.0f} MB", candidates, "read the bytes", MB=size)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments, rounds=5)

@@ -14,22 +14,18 @@ os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import keras
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from timing import interleaved, print_ratios
+from runner import Report, rows_of_process, run
 
 from keras_moe import distribution, models
 
+PARTS = ("overhead", "devices")
 # On several devices: whole groups on each of 8.
 SPLIT = {
     "image_shape": (64, 64, 3),
@@ -43,25 +39,16 @@ SPLIT = {
     "images_per_group": 2,
 }
 BATCH_SIZE, STEPS = 32, 8
-# name -> preset, overrides, batch size, steps: many of the small ones, so that what
-# `fit` does once per call is spread as it is in a real epoch.
+# Name to preset, overrides, batch size and steps: many of the small ones, so that the
+# work of a call of `fit` is spread as it is in a real epoch.
 CASES = {
     "vmoe_digits": ("vmoe_digits", {}, 16, 64),
     "4 blocks, D=128": ("vit_s16", SPLIT, BATCH_SIZE, STEPS),
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        choices=("overhead", "devices"),
-        default=["overhead", "devices"],
-    )
-    parser.add_argument("--rounds", type=int, default=9, help="of the overhead")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--devices", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N"
     )
@@ -70,15 +57,18 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="on several devices")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     if args.child:
-        print(json.dumps(measured(args.child, args.steps)))
+        row = measured(args.child, args.steps)
+        report.table(f"{args.child} devices", [row], {})
         return
     if "overhead" in args.parts:
         for case in CASES:
-            overhead(case, args.rounds)
+            overhead(case, report)
     if "devices" in args.parts:
-        on_devices(args.devices, args.processes, args.steps)
+        on_devices(args.devices, args.processes, args.steps, report)
 
 
 def compiled(preset: str, **overrides) -> keras.Model:
@@ -97,13 +87,13 @@ def examples(model: keras.Model, count: int) -> tuple[np.ndarray, np.ndarray]:
     return images.astype("float32"), generator.integers(10, size=count)
 
 
-def overhead(case: str, rounds: int) -> None:
-    """Prints `fit` under a distribution over one device, over `fit` without."""
+def overhead(case: str, report: Report) -> None:
+    """Compares `fit` under a distribution over one device with `fit` without."""
     preset, overrides, batch_size, steps = CASES[case]
     devices = keras.distribution.list_devices()[:1]
-    found = distribution.auto(preset, devices, batch_size=batch_size, **overrides)
+    chosen = distribution.auto(preset, devices, batch_size=batch_size, **overrides)
     plain = compiled(preset, **overrides)
-    with found.scope():
+    with chosen.scope():
         distributed = compiled(preset, **overrides)
     images, labels = examples(plain, batch_size * steps)
 
@@ -111,74 +101,64 @@ def overhead(case: str, rounds: int) -> None:
         model.fit(images, labels, batch_size=batch_size, shuffle=False, verbose=0)
 
     def fit_distributed():
-        with found.scope():
+        with chosen.scope():
             fit(distributed)
 
-    seconds = interleaved(
+    report.compare(
+        f"{case}, batch {batch_size}, {steps} steps",
         {
             "fit": lambda: fit(plain),
             "fit, one device's distribution": fit_distributed,
         },
-        rounds,
+        "fit",
     )
-    print_ratios(f"{case}, batch {batch_size}, {steps} steps", seconds, "fit")
 
 
-def on_devices(counts: list[int], processes: int, steps: int) -> None:
-    """Prints a step's time and memory by the number of virtual devices."""
-    runs = [count for count in counts for _ in range(processes)]
-    random.Random(0).shuffle(runs)
-    found = {count: [] for count in counts}
-    for count in runs:
-        flags = f"--xla_force_host_platform_device_count={count}"
-        done = subprocess.run(
-            [sys.executable, __file__, "--child", str(count), "--steps", str(steps)],
-            env={**os.environ, "XLA_FLAGS": flags},
-            capture_output=True,
-            text=True,
+def on_devices(counts: list[int], processes: int, steps: int, report: Report) -> None:
+    """Adds a step's time and memory by the number of virtual devices."""
+    order = [count for count in counts for _ in range(processes)]
+    random.Random(0).shuffle(order)
+    by_count = {count: [] for count in counts}
+    for count in order:
+        by_count[count] += rows_of_process(
+            f"--child={count}",
+            f"--steps={steps}",
+            XLA_FLAGS=f"--xla_force_host_platform_device_count={count}",
         )
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        found[count].append(json.loads(done.stdout.splitlines()[-1]))
-    table = Table(
-        title=f"batch {BATCH_SIZE} on virtual CPU devices, experts on the batch's "
-        f"devices ({os.cpu_count()} cores for all)"
-    )
-    table.add_column("devices")
-    for column in (
-        "ms per step",
-        f"over {counts[0]}",
-        "MiB per device",
-        "on paper",
-        "process GiB",
-    ):
-        table.add_column(column, justify="right")
     medians = {
         count: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-        for count, runs in found.items()
+        for count, runs in by_count.items()
     }
-    for count, median in medians.items():
-        ratio = median["seconds"] / medians[counts[0]]["seconds"]
-        table.add_row(
-            str(count),
-            f"{1e3 * median['seconds']:.0f}",
-            f"{ratio:.2f}",
-            f"{median['device_bytes'] / 2**20:.1f}",
-            f"{median['paper_bytes'] / 2**20:.1f}",
-            f"{median['process_bytes'] / 2**30:.2f}",
-        )
-    Console().print(table)
+    rows = [
+        {
+            "devices": count,
+            "ms per step": 1e3 * median["seconds"],
+            f"over {counts[0]}": median["seconds"] / medians[counts[0]]["seconds"],
+            "MiB per device": median["device_bytes"] / 2**20,
+            "on paper": median["paper_bytes"] / 2**20,
+            "process GiB": median["process_bytes"] / 2**30,
+        }
+        for count, median in medians.items()
+    ]
+    formats = {"ms per step": ".0f", f"over {counts[0]}": ".2f"}
+    formats |= {"MiB per device": ".1f", "on paper": ".1f", "process GiB": ".2f"}
+    report.table(
+        f"batch {BATCH_SIZE} on virtual CPU devices, experts on the batch's devices, "
+        f"{os.cpu_count()} cores for all",
+        rows,
+        formats,
+    )
 
 
 def measured(count: int, steps: int) -> dict:
-    """A step's time, and what a device and the process hold, in this process."""
+    """A step's time, and the bytes of a device and of this process."""
     import jax
 
     devices = keras.distribution.list_devices()
     if len(devices) != count:
         raise ValueError(f"Expected {count} devices; received: {devices}")
-    found = distribution.auto("vit_s16", devices, batch_size=BATCH_SIZE, **SPLIT)
-    with found.scope():
+    chosen = distribution.auto("vit_s16", devices, batch_size=BATCH_SIZE, **SPLIT)
+    with chosen.scope():
         model = compiled("vit_s16", **SPLIT)
         images, labels = examples(model, BATCH_SIZE * steps)
 
@@ -205,7 +185,7 @@ def measured(count: int, steps: int) -> dict:
 
 
 def peak_memory() -> int:
-    """The most that this process has held: its parent's peak is not in it."""
+    """The peak memory of this process, without its parent's."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])
@@ -213,4 +193,4 @@ def peak_memory() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments)

@@ -11,24 +11,24 @@ import argparse
 
 import keras
 import numpy as np
-from timing import interleaved, print_ratios
+from runner import Report, run
 from training_step import jitted_step
 
 from keras_moe import models
 
-# name -> preset, overrides, batch size, steps: many of the small ones, so that what
-# `fit` does once per call is spread as it is in a real epoch.
+# Name to preset, overrides, batch size and steps: many of the small ones, so that the
+# work of a call of `fit` is spread as it is in a real epoch.
 CASES = {
     "vmoe_digits": ("vmoe_digits", {}, 16, 256),
     "vmoe_s32": ("vmoe_s32_last2_e8", {"multi_label": False}, 16, 6),
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     for case in args.cases:
         preset, overrides, batch_size, steps = CASES[case]
         fitted, stepped = (
@@ -55,13 +55,12 @@ def main() -> None:
                 loss = step()
             return loss
 
-        seconds = interleaved({"fit": fit, "hand-written step": hand}, args.rounds)
-        print_ratios(
+        report.compare(
             f"{case}, batch {batch_size}, {steps} steps",
-            seconds,
+            {"fit": fit, "hand-written step": hand},
             "hand-written step",
         )
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments)

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from gradients import forward_backward
 from keras import ops
-from timing import interleaved, print_ratios
+from runner import Report, run
 
 from keras_moe.ops.grouped_matmul import grouped_matmul
 
@@ -50,15 +50,14 @@ class Chain(keras.layers.Layer):
         return self._multiply(ops.gelu(self._multiply(x, self.hidden)), self.out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[3152, 12544])
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--mlp-dim", type=int, default=1536)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
 
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     generator = np.random.default_rng(0)
     for num_rows, num_experts in zip(args.rows, args.experts, strict=True):
         inputs, cotangent = generator.normal(size=(2, num_rows, args.dim)).astype(
@@ -76,12 +75,12 @@ def main() -> None:
             layer = Chain(num_experts, args.mlp_dim, sizes)
             layer.build(inputs.shape)
             candidates[name] = forward_backward(layer, inputs, cotangent)
-        print_ratios(
+        report.compare(
             f"{num_rows} rows, D={args.dim}, H={args.mlp_dim}, E={num_experts}",
-            interleaved(candidates, args.rounds),
+            candidates,
             "batched",
         )
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments, rounds=15)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
-from timing import interleaved, print_ratios
+from runner import Report, run
 from training_step import jitted_step
 
 from keras_moe import data, models
@@ -26,16 +26,18 @@ BATCH = 32
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=int, default=256, help="in the files")
     parser.add_argument("--batches", type=int, default=16, help=f"of {BATCH}, a round")
     parser.add_argument("--size", type=int, nargs=2, default=(375, 500))
     parser.add_argument("--preset", default="vit_s32")
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     model = models.from_preset(args.preset, num_classes=1000, multi_label=False)
     image_shape = model.backbone.image_shape
+    images = args.batches * BATCH
+    title = f"{images} images of {args.size[1]}x{args.size[0]}, {os.cpu_count()} cores"
     with tempfile.TemporaryDirectory() as folder:
         examples = ((photograph(n, *args.size), n % 10) for n in range(args.images))
         data.write_tfrecords(folder, "train", examples, classes=10, num_files=4)
@@ -43,10 +45,7 @@ def main() -> None:
             name: lambda batches=batches: drain(batches, args.batches)
             for name, batches in pipelines(folder, image_shape).items()
         }
-        seconds = interleaved(candidates, args.rounds)
-    images = args.batches * BATCH
-    title = f"{images} images of {args.size[1]}x{args.size[0]}, {os.cpu_count()} cores"
-    print_ratios(title, seconds, "plain map")
+        report.compare(title, candidates, "plain map", images=images)
 
     generator = np.random.default_rng(0)
     shape = (BATCH, *image_shape)
@@ -55,10 +54,11 @@ def main() -> None:
         generator.normal(size=shape).astype("float32"),
         generator.integers(10, size=BATCH),
     )
-    per_step = interleaved({"step": step}, max(args.rounds // 3, 1))["step"]
-    for name, value in seconds.items():
-        print(f"{name:<28} {images / value:7.0f} images/s")
-    print(f"{args.preset + ', a training step':<28} {BATCH / per_step:7.0f} images/s")
+    # A step takes longer than a batch: a third of the rounds.
+    seconds = report.seconds({"step": step}, max(args.rounds // 3, 1))["step"]
+    row = {"model": args.preset, "step ms": 1e3 * seconds, "images/s": BATCH / seconds}
+    formats = {"step ms": ".1f", "images/s": ".4g"}
+    report.table(f"a training step, batch {BATCH}", [row], formats)
 
 
 def photograph(seed: int, height: int, width: int) -> bytes:
@@ -138,4 +138,4 @@ def drain(batches: tf.data.Dataset, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments)

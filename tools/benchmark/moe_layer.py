@@ -17,7 +17,7 @@ import keras
 import numpy as np
 from gradients import forward_backward
 from keras import ops
-from timing import interleaved, print_ratios
+from runner import Report, run
 
 from keras_moe import routers
 from keras_moe.layers import Experts, MoE
@@ -76,8 +76,7 @@ def candidates_for(routers_asked, num_experts, selected, args) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[3152, 12544])
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--selected", type=int, nargs="+", default=[1, 2])
@@ -90,8 +89,9 @@ def main() -> None:
         "--also", nargs="*", choices=("dropless", "einsum"), default=["dropless"]
     )
     parser.add_argument("--dtype", default="float32", help="such as mixed_bfloat16")
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     keras.config.set_dtype_policy(args.dtype)
 
     generator = np.random.default_rng(0)
@@ -121,15 +121,16 @@ def main() -> None:
         ):
             layer.build(slots)
             timed[name] = forward_backward(layer, inputs, slot_cotangent)
-        print_ratios(
+        # A backward pass has twice the matmuls of a forward pass.
+        flops = 3 * 4 * num_tokens * selected * args.dim * args.mlp_dim
+        report.compare(
             f"{num_tokens} tokens, D={args.dim}, H={args.mlp_dim}, E={num_experts}, "
             f"K={selected}, C={capacity}",
-            interleaved(timed, args.rounds),
+            timed,
             "experts",
-            # A backward pass has twice the matmuls of a forward pass.
-            flops=3 * 4 * num_tokens * selected * args.dim * args.mlp_dim,
+            TFLOP=flops / 1e12,
         )
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments)

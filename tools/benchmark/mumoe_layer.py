@@ -3,25 +3,22 @@
     KERAS_BACKEND=jax python tools/benchmark/mumoe_layer.py
 
 Forward and backward pass with gating, batch statistics and record, at as many
-parameters as the dense side has; entmax over softmax; what the forward pass keeps for
-the backward pass; and the peak of a layer with very many experts. Kept is what is
-neither a weight nor given by the caller, but the inputs count once on either side: a
-dense layer keeps nothing else. What stays of a gradient's program on TensorFlow nobody
-tells, so its bytes are those of JAX and PyTorch only.
+parameters as the dense side has; entmax over softmax; the arrays that the forward pass
+keeps for the backward pass; and the peak of a layer with very many experts. Weights and
+the caller's arrays do not count as kept, but the inputs count once on either side: a
+dense layer keeps nothing else. TensorFlow does not tell what its gradient's program
+keeps, so bytes are those of JAX and PyTorch only.
 """
 
 import argparse
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import keras
 import numpy as np
 from gradients import forward_backward
-from rich.console import Console
-from rich.table import Table
-from timing import interleaved, print_ratios
+from runner import Report, rows_of_process, run
 
 from keras_moe.layers import (
     MLP,
@@ -33,7 +30,7 @@ from keras_moe.layers import (
     TokenMuMoE,
 )
 from keras_moe.layers.activations import entmax15
-from keras_moe.timing import wait
+from keras_moe.ops.kernels.execution import wait
 
 MIB = 2**20
 PARTS = ("layers", "blocks", "entmax", "peak")
@@ -154,7 +151,7 @@ def _kept_on_torch(layer, inputs):
     return arrays, weights, x.untyped_storage().data_ptr()
 
 
-def measure(title: str, layers: dict, shape: tuple, rounds: int) -> None:
+def compare(title: str, layers: dict, shape: tuple, report: Report) -> None:
     """Tables of the times and the bytes of layers, over the first of them."""
     generator = np.random.default_rng(0)
     inputs = generator.normal(size=shape).astype("float32")
@@ -165,22 +162,23 @@ def measure(title: str, layers: dict, shape: tuple, rounds: int) -> None:
         for name, layer in layers.items()
     }
     baseline = next(iter(layers))
-    print_ratios(title, interleaved(steps, rounds), baseline)
-    table = Table(title=f"kept for the backward pass ({keras.backend.backend()})")
-    for column in ("candidate", "MiB", f"over {baseline}", "with outputs"):
-        table.add_column(column, justify="right")
+    report.compare(title, steps, baseline)
     kept = {name: kept_bytes(layer, inputs) for name, layer in layers.items()}
-    for name, size in kept.items():
-        table.add_row(
-            name,
-            f"{size / MIB:.1f}",
-            f"{size / kept[baseline]:.3f}",
-            f"{(size + cotangent.nbytes) / (kept[baseline] + cotangent.nbytes):.3f}",
-        )
-    Console().print(table)
+    whole = kept[baseline] + cotangent.nbytes
+    rows = [
+        {
+            "candidate": name,
+            "MiB": size / MIB,
+            f"over {baseline}": size / kept[baseline],
+            "with outputs": (size + cotangent.nbytes) / whole,
+        }
+        for name, size in kept.items()
+    ]
+    formats = {"MiB": ".1f", f"over {baseline}": ".3f", "with outputs": ".3f"}
+    report.table(f"{title}: kept for the backward pass", rows, formats)
 
 
-def measure_entmax(rows: int, count: int, rounds: int) -> None:
+def compare_entmax(rows: int, count: int, report: Report) -> None:
     generator = np.random.default_rng(0)
     logits, cotangent = (
         generator.normal(size=(rows, count)).astype("float32") for _ in range(2)
@@ -190,17 +188,16 @@ def measure_entmax(rows: int, count: int, rounds: int) -> None:
         layer = Activation(function)
         layer.build(logits.shape)
         steps[name] = forward_backward(layer, logits, cotangent)
-    title = f"({rows}, {count}), forward and backward"
-    print_ratios(title, interleaved(steps, rounds), "softmax")
+    report.compare(f"({rows}, {count}), forward and backward", steps, "softmax")
 
 
 def peak_mib() -> float:
-    """Of this program; Linux's `ru_maxrss` begins with that of the one before it."""
+    """The peak of this program; Linux's `ru_maxrss` begins with its parent's."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024
 
 
-def measure_peak(tokens: int, dim: int, count: int, rank: int) -> None:
+def measure_peak(tokens: int, dim: int, count: int, rank: int) -> list[dict]:
     """How far a forward and backward pass raises this process's peak memory."""
     shape = (1, tokens, dim)
     layer = randomised(MuMoE(dim, count, rank=rank), shape)
@@ -211,18 +208,11 @@ def measure_peak(tokens: int, dim: int, count: int, rank: int) -> None:
     step = forward_backward(layer, inputs, cotangent)
     before = peak_mib()
     wait(step())
-    after = peak_mib()
-    print(
-        f"N={count}, rank {rank}, {tokens} tokens, {dim} -> {dim}: forward and "
-        f"backward add {after - before:.0f} MiB to the peak of the process "
-        f"({keras.backend.backend()})"
-    )
+    added = peak_mib() - before
+    return [{"N": count, "rank": rank, "tokens": tokens, "D": dim, "MiB": added}]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--images", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=196, help="of one image")
@@ -235,14 +225,14 @@ def main() -> None:
     parser.add_argument("--entmax-experts", type=int, default=512)
     parser.add_argument("--peak-experts", type=int, default=16384)
     parser.add_argument("--peak-rank", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
 
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     rows = args.images * args.tokens
     if "layers" in args.parts:
         shape = (args.images, args.tokens, args.dim)
         layers = dense_and_layers(args.experts, args.dim, shape)
-        measure(f"{rows} tokens, {args.dim} units", layers, shape, args.rounds)
+        compare(f"{rows} tokens, {args.dim} units", layers, shape, report)
     if "blocks" in args.parts:
         # The channel block sees tokens, the token block channels.
         for name, shape, mlp_dim in (
@@ -255,20 +245,22 @@ def main() -> None:
         ):
             blocks = dense_and_blocks(args.block_experts, mlp_dim, shape)
             title = f"{shape[0] * shape[1]} {name}, {shape[-1]} -> {mlp_dim}"
-            measure(f"{title} -> {shape[-1]}", blocks, shape, args.rounds)
+            compare(f"{title} -> {shape[-1]}", blocks, shape, report)
         shape = (args.images, args.tokens, args.block_dim)
         sizes = (args.token_mlp_dim, args.mlp_dim)
         blocks = dense_and_mixer_blocks(args.block_experts, sizes, shape)
-        measure("a block of a Mixer", blocks, shape, args.rounds)
+        compare("a block of a Mixer", blocks, shape, report)
     if "entmax" in args.parts:
-        measure_entmax(rows, args.entmax_experts, args.rounds)
+        compare_entmax(rows, args.entmax_experts, report)
     if "peak" in args.parts:
         if list(args.parts) == ["peak"]:
-            measure_peak(rows, args.dim, args.peak_experts, args.peak_rank)
+            peak = measure_peak(rows, args.dim, args.peak_experts, args.peak_rank)
         else:
             # A process of its own, whose peak nothing else has raised.
-            subprocess.run([sys.executable, *sys.argv, "--parts", "peak"], check=True)
+            peak = rows_of_process(*sys.argv[1:], "--parts", "peak")
+        title = "added to the peak of the process, forward and backward"
+        report.table(title, peak, {"MiB": ".0f"})
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments, rounds=15)

@@ -17,8 +17,7 @@ import argparse
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from runner import Report, run
 
 from keras_moe.models import ViTBackbone
 
@@ -31,7 +30,7 @@ MODELS = {
 }
 
 
-def measure(
+def memory_of(
     rematerialize: bool, kwargs: dict, args: argparse.Namespace
 ) -> tuple[float, float, float]:
     """Bytes kept, and the compiled step's bytes and operations or NaNs."""
@@ -82,34 +81,40 @@ def num_bytes(tree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--compile", action="store_true")
-    args = parser.parse_args()
 
-    table = Table(
-        title=f"{args.batch_size} images of {args.size} px, patch 16, D={args.dim}, "
-        f"{args.layers} blocks, E={args.experts}, forward and backward (jax)"
-    )
-    columns = ("model", "kept MiB", "rematerialized MiB", "ratio")
-    compiled = ("compiled MiB", "rematerialized MiB", "operations")
-    for column in (*columns, *(compiled if args.compile else ())):
-        table.add_column(column, justify="right")
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    rows = []
     for name, kwargs in MODELS.items():
-        plain, again = (measure(x, kwargs, args) for x in (False, True))
-        row = [f"{plain[0] / MIB:.0f}", f"{again[0] / MIB:.0f}"]
-        row.append(f"{again[0] / plain[0]:.2f}x")
+        plain, again = (memory_of(x, kwargs, args) for x in (False, True))
+        row = {
+            "model": name,
+            "kept MiB": plain[0] / MIB,
+            "rematerialized MiB": again[0] / MIB,
+            "ratio": again[0] / plain[0],
+        }
         if args.compile:
-            row += [f"{plain[1] / MIB:.0f}", f"{again[1] / MIB:.0f}"]
-            row.append(f"{again[2] / plain[2]:.2f}x")
-        table.add_row(name, *row)
-    Console().print(table)
+            row |= {
+                "compiled MiB": plain[1] / MIB,
+                "compiled, rematerialized MiB": again[1] / MIB,
+                "operations, ratio": again[2] / plain[2],
+            }
+        rows.append(row)
+    formats = {name: ".2f" if "ratio" in name else ".0f" for name in rows[0]}
+    report.table(
+        f"{args.batch_size} images of {args.size} px, patch 16, D={args.dim}, "
+        f"{args.layers} blocks, E={args.experts}, forward and backward",
+        rows,
+        {**formats, "model": ""},
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments, rounds=0)

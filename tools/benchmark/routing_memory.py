@@ -3,7 +3,7 @@
     python tools/benchmark/routing_memory.py
 
 On JAX, from the compiler's own account of the compiled forward and backward pass. The
-experts are the identity, so that what is left is routing, dispatch and combine.
+experts are the identity, so that routing, dispatch and combine are left.
 """
 
 import os
@@ -15,8 +15,7 @@ import argparse
 import jax
 import keras
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from runner import Report, run
 
 from keras_moe.layers import MoE
 from keras_moe.routers import TokenChoiceRouter
@@ -74,34 +73,38 @@ def temporary_bytes(dispatcher: str, args: argparse.Namespace) -> tuple[int, int
     return compiled.memory_analysis().temp_size_in_bytes, buffer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=12544)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--selected", type=int, default=2)
-    args = parser.parse_args()
 
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     tokens = args.tokens * args.dim * 4
-    table = Table(
-        title=f"{args.tokens} tokens, D={args.dim}, E={args.experts}, "
-        f"K={args.selected}, forward and backward (jax)"
-    )
-    for column in ("dispatcher", "temporary MiB", "buffers held", "routing MiB"):
-        table.add_column(column, justify="right")
+    rows = []
     for dispatcher in ("index", "einsum", "dropless"):
         temporary, buffer = temporary_bytes(dispatcher, args)
-        # What any implementation holds at once in the backward pass: the experts'
-        # inputs or outputs, their gradient, and one copy of the tokens.
+        # Any implementation holds at once in the backward pass: the experts' inputs or
+        # outputs, their gradient, and one copy of the tokens.
         routing = temporary - 2 * buffer - tokens
-        table.add_row(
-            dispatcher,
-            f"{temporary / MIB:.1f}",
-            f"2 x {buffer / MIB:.1f} + {tokens / MIB:.1f}",
-            f"{routing / MIB:.1f}",
+        rows.append(
+            {
+                "dispatcher": dispatcher,
+                "temporary MiB": temporary / MIB,
+                "two buffers MiB": 2 * buffer / MIB,
+                "tokens MiB": tokens / MIB,
+                "routing MiB": routing / MIB,
+            }
         )
-    Console().print(table)
+    formats = dict.fromkeys(rows[0], ".1f")
+    report.table(
+        f"{args.tokens} tokens, D={args.dim}, E={args.experts}, K={args.selected}, "
+        "forward and backward",
+        rows,
+        {**formats, "dispatcher": ""},
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments, rounds=0)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from gradients import forward_backward
 from keras import ops
-from timing import interleaved, print_ratios
+from runner import Report, run
 
 from keras_moe.layers import Experts, MoE
 from keras_moe.ops import SoftPlan
@@ -47,16 +47,15 @@ class Einsums(keras.layers.Layer):
         return plan.combine(self.experts(plan.dispatch(tokens)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--tokens", type=int, nargs="+", default=[49, 196])
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--mlp-dim", type=int, default=1536)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
 
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     generator = np.random.default_rng(0)
     for num_tokens in args.tokens:
         num_slots = round(num_tokens / args.experts)
@@ -73,13 +72,13 @@ def main() -> None:
         for name, layer in layers.items():
             layer.build(shape)
             timed[name] = forward_backward(layer, tokens, cotangent)
-        print_ratios(
+        report.compare(
             f"{args.images} x {num_tokens} tokens, D={args.dim}, H={args.mlp_dim}, "
             f"E={args.experts}, C={num_slots}",
-            interleaved(timed, args.rounds),
+            timed,
             "einsums",
         )
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments, rounds=15)

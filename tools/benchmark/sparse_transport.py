@@ -11,9 +11,7 @@ import argparse
 import keras
 import numpy as np
 from keras import ops
-from rich.console import Console
-from rich.table import Table
-from timing import interleaved, print_ratios
+from runner import Report, run
 
 from keras_moe.ops.sparse_transport import (
     ITERATIONS,
@@ -51,8 +49,8 @@ def quality(utility, side, bound, solver):
             own, others = share, ops.swapaxes(mass, 1, 2)
         steps = ITERATIONS[solver]
         problem = own, others, side, bound
-        found, _ = potentials(values, *problem, solver, steps)
-        worth = semi_dual(found, values, values > -1, own, others, bound)
+        duals, _ = potentials(values, *problem, solver, steps)
+        worth = semi_dual(duals, values, values > -1, own, others, bound)
         plan = sparse_transport(utility, side, bound, solver)
         if side == "expert":
             return worth[0], ops.abs(plan.row_marginals - 1)
@@ -62,15 +60,14 @@ def quality(utility, side, bound, solver):
     return float(worth), float(error.mean()), float(error.max())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[400, 3136, 12544])
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--side", default="expert", choices=SIDES)
     parser.add_argument("--std", type=float, nargs="+", default=[0.3, 1.0, 3.0])
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
 
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     generator = np.random.default_rng(0)
     for tokens in args.tokens:
         for experts in args.experts:
@@ -80,14 +77,11 @@ def main() -> None:
                 if args.side == "expert":
                     bound = -(-factor * tokens // experts)
                 title = f"{args.side} side, S={tokens}, E={experts}, bound {bound}"
-                compare(title, logits, bound, args)
+                compare(title, logits, bound, args, report)
 
 
-def compare(title, logits, bound, args) -> None:
-    candidates = {}
-    table = Table(title=title)
-    for name in ("logits' std", "solver", "objective", "mean error", "max error"):
-        table.add_column(name, justify="right")
+def compare(title, logits, bound, args, report: Report) -> None:
+    candidates, rows = {}, []
     for solver in SOLVERS:
 
         def run(utility, solver=solver):
@@ -99,12 +93,19 @@ def compare(title, logits, bound, args) -> None:
             if std == 1.0 or len(args.std) == 1:
                 candidates[solver] = lambda run=run, utility=utility: run(utility)
             worth, mean, largest = quality(utility, args.side, bound, solver)
-            table.add_row(
-                f"{std}", solver, f"{worth:.3f}", f"{mean:.4f}", f"{largest:.2f}"
+            rows.append(
+                {
+                    "logits' std": std,
+                    "solver": solver,
+                    "objective": worth,
+                    "mean error": mean,
+                    "max error": largest,
+                }
             )
-    print_ratios(title, interleaved(candidates, args.rounds), "adam")
-    Console().print(table)
+    report.compare(title, candidates, "adam")
+    formats = {"objective": ".3f", "mean error": ".4f", "max error": ".2f"}
+    report.table(title, rows, formats)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments)

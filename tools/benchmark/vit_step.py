@@ -14,9 +14,7 @@ import argparse
 import keras
 import keras_hub
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from timing import interleaved
+from runner import Report, run
 from training_step import jitted_step
 
 from keras_moe.models import VARIANTS, ViTBackbone
@@ -28,15 +26,14 @@ def classifier(backbone: keras.Model) -> keras.Model:
     return keras.Model(backbone.input, outputs)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variant", default="vit/S")
     parser.add_argument("--patch-size", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 6, 12])
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
 
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     generator = np.random.default_rng(0)
     shape = (args.batch_size, 224, 224, 3)
     images = generator.normal(size=shape).astype("float32")
@@ -51,31 +48,26 @@ def main() -> None:
         ):
             model = classifier(cls(**sizes))
             candidates[name, num_layers] = jitted_step(model, images, labels)
-    seconds = interleaved(candidates, args.rounds)
+    seconds = report.seconds(candidates)
 
-    table = Table(
-        title=f"{args.variant}/{args.patch_size}, batch {args.batch_size} (jax)"
-    )
-    for column in (
-        "blocks",
-        "keras_moe ms",
-        "keras_hub ms",
-        "speed-up",
-        "ms per block",
-    ):
-        table.add_column(column, justify="right")
+    rows = []
     for num_layers in args.layers:
-        ours = 1e3 * seconds["keras_moe", num_layers]
-        theirs = 1e3 * seconds["keras_hub", num_layers]
-        table.add_row(
-            str(num_layers),
-            f"{ours:.0f}",
-            f"{theirs:.0f}",
-            f"{theirs / ours:.2f}",
-            f"{ours / num_layers:.1f}",
+        here, there = (
+            1e3 * seconds[name, num_layers] for name in ("keras_moe", "keras_hub")
         )
-    Console().print(table)
+        rows.append(
+            {
+                "blocks": num_layers,
+                "keras_moe ms": here,
+                "keras_hub ms": there,
+                "speed-up": there / here,
+                "ms per block": here / num_layers,
+            }
+        )
+    formats = {"keras_moe ms": ".0f", "keras_hub ms": ".0f", "speed-up": ".2f"}
+    title = f"{args.variant}/{args.patch_size}, batch {args.batch_size}"
+    report.table(title, rows, {**formats, "ms per block": ".1f"})
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments)

@@ -19,9 +19,7 @@ from typing import Any
 import keras
 import keras_hub
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from timing import interleaved
+from runner import Report, run
 
 from keras_moe.models import VARIANTS, MixerBackbone, ViTBackbone
 
@@ -86,12 +84,12 @@ def keras_models(variant: str, patch_size: int, num_layers: int | None) -> dict:
         sizes["num_layers"] = num_layers
     # The exact form, which KerasHub and timm have: the tanh form costs twice as much
     # on PyTorch.
-    ours = {**sizes, "activation": "gelu"}
+    exact = {**sizes, "activation": "gelu"}
     if variant.startswith("mixer"):
-        backbones = {"keras_moe": MixerBackbone.from_config(ours)}
+        backbones = {"keras_moe": MixerBackbone.from_config(exact)}
     else:
         backbones = {
-            "keras_moe": ViTBackbone.from_config(ours),
+            "keras_moe": ViTBackbone.from_config(exact),
             "keras_hub": keras_hub.models.ViTBackbone.from_config(sizes),
         }
     return {
@@ -152,17 +150,17 @@ def torch_functions(model: Any, images, labels) -> tuple[Callable, Callable]:
     return forward, step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
     backend = keras.backend.backend()
     if backend not in BACKENDS:
-        parser.error(f"Expected KERAS_BACKEND to be one of {BACKENDS}: {backend}")
+        raise SystemExit(
+            f"Expected KERAS_BACKEND to be one of {BACKENDS}; received: {backend}"
+        )
     timm = import_timm() if backend == "torch" else None
     functions = {"jax": jax_functions, "torch": torch_functions}[backend]
 
@@ -178,25 +176,13 @@ def main() -> None:
         timed = {
             name: functions(model, images, labels) for name, model in models.items()
         }
-        table = Table(title=f"{title}, batch {args.batch_size} ({backend})")
-        for column in ("library", "forward ms", "over ours", "step ms", "over ours"):
-            table.add_column(column, justify=None if column == "library" else "right")
-        seconds = [
-            interleaved({name: pair[i] for name, pair in timed.items()}, args.rounds)
-            for i in (0, 1)
-        ]
-        for name in models:
-            cells = [
-                text
-                for times in seconds
-                for text in (
-                    f"{1e3 * times[name]:.0f}",
-                    f"{times[name] / times['keras_moe']:.2f}",
-                )
-            ]
-            table.add_row(name, *cells)
-        Console().print(table)
+        for index, what in enumerate(("forward", "training step")):
+            report.compare(
+                f"{title}, batch {args.batch_size}: {what}",
+                {name: pair[index] for name, pair in timed.items()},
+                "keras_moe",
+            )
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, add_arguments)

@@ -14,8 +14,9 @@ from keras_moe.cli.studies.moepp_training import draw_tau
 from keras_moe.cli.studies.study import Part, Study
 from keras_moe.layers import Experts, ZeroComputationExperts
 from keras_moe.ops import ExpertKinds
+from keras_moe.ops.kernels.execution import forward
 from keras_moe.routers import PathwayAwareRouter
-from keras_moe.timing import forward, interleaved
+from keras_moe.timing import interleaved
 
 # Tables A and B: 2,048 tokens of size 1,536, 16 experts.
 PAPER_TOKENS, PAPER_DIM, PAPER_EXPERTS, PAPER_MLP = 2048, 1536, 16, 4096

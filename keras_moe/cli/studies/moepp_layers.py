@@ -16,8 +16,9 @@ import numpy as np
 
 from keras_moe.layers import Experts, MoE
 from keras_moe.ops import ExpertKinds
+from keras_moe.ops.kernels.execution import forward
 from keras_moe.routers import of_kinds
-from keras_moe.timing import forward, interleaved
+from keras_moe.timing import interleaved
 
 # Whether the layer trains.
 FORMS = {"limited": True, "every token": False}

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
-from keras_moe.cli.studies.fitting import Watch, compile_with_cosine, shifts_and_turns
+from keras_moe.cli.fitting import compile_with_cosine, shifts_and_turns
 from keras_moe.cli.studies.study import Part, Run, Study, Tell, percent, spread
+from keras_moe.cli.studies.watch import Watch
 
 PRESET = "moepp_digits"
 TAU = 0.75

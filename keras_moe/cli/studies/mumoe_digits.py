@@ -9,8 +9,8 @@ import keras
 import numpy as np
 
 from keras_moe import data
-from keras_moe.cli.studies.fitting import Watch
 from keras_moe.cli.studies.study import Tell
+from keras_moe.cli.studies.watch import Watch
 
 SIZES = {"patch_size": 4, "hidden_dim": 64, "num_layers": 2, "mlp_dim": 128}
 SHAPE = (16, 16, 1)

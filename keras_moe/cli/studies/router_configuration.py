@@ -8,9 +8,10 @@ import keras
 import numpy as np
 
 from keras_moe import analysis, evaluation, models
+from keras_moe.cli.fitting import compile_with_cosine
 from keras_moe.cli.prediction import accuracy, predict
-from keras_moe.cli.studies.fitting import Watch, compile_with_cosine
 from keras_moe.cli.studies.study import Tell, plain
+from keras_moe.cli.studies.watch import Watch
 
 SHOTS = 10
 TIMING_STEPS = 10

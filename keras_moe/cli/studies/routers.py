@@ -16,9 +16,9 @@ from rich.console import Console
 
 from keras_moe import data, evaluation, models
 from keras_moe.analysis import plots
+from keras_moe.cli.fitting import shifts_and_turns
 from keras_moe.cli.result import Result
 from keras_moe.cli.studies.arguments import COMBINES, ROUTERS
-from keras_moe.cli.studies.fitting import shifts_and_turns
 from keras_moe.cli.studies.router_configuration import (
     SHOTS,
     TIMING_STEPS,

@@ -1,9 +1,16 @@
-"""Arrays that lie on several devices or processes: made piece by piece, on JAX."""
+"""Arrays on several devices or processes, made piece by piece on JAX."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+
+def process_shard() -> tuple[int, int]:
+    """This process's index, and the number of processes."""
+    import jax
+
+    return jax.process_index(), jax.process_count()
 
 
 def place_like(value: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:

@@ -1,0 +1,109 @@
+"""The place of a token in its text.
+
+Axes: B batch, N tokens, D hidden.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_moe.checks import check_integer
+from keras_moe.ops.cost import Cost
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class TextPositions(keras.layers.Layer):
+    """Adds a learned embedding of its place to each token of a text.
+
+    A text may be shorter than the longest. Weights of longer texts can be loaded: the
+    first places are taken, so that a short text has the same tokens.
+
+    Args:
+        max_length: tokens of the longest text.
+        **kwargs: see `keras.layers.Layer`.
+
+    Input shape:
+        (B, N, D), N up to `max_length`.
+
+    Output shape:
+        (B, N, D).
+
+    Raises:
+        ValueError: if `max_length` is not a positive integer, or a text is longer.
+
+    Reference:
+        *Learning Transferable Visual Models From Natural Language Supervision*,
+        section 2.4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import TextPositions
+    >>> layer = TextPositions(max_length=5)
+    >>> tuple(layer(np.zeros((1, 3, 8), "float32")).shape)
+    (1, 3, 8)
+    """
+
+    def __init__(self, max_length: int, **kwargs):
+        super().__init__(**kwargs)
+        self.max_length = check_integer("max_length", max_length)
+        self.supports_masking = True
+
+    def build(self, input_shape):
+        self.embedding = self.add_weight(
+            name="embedding",
+            shape=(1, self.max_length, input_shape[-1]),
+            # CLIP's.
+            initializer=keras.initializers.RandomNormal(stddev=0.01),
+        )
+
+    def call(self, tokens: Any) -> Any:
+        self._check_length(tokens.shape)
+        embedding = ops.convert_to_tensor(self.embedding)
+        num_tokens = tokens.shape[1]
+        if num_tokens is None:
+            num_tokens = ops.shape(tokens)[1]
+        return tokens + ops.cast(embedding[:, :num_tokens], tokens.dtype)
+
+    def compute_output_shape(self, input_shape):
+        self._check_length(input_shape)
+        return input_shape
+
+    def _check_length(self, shape):
+        if shape[1] is not None and shape[1] > self.max_length:
+            raise ValueError(
+                f"Expected texts of at most max_length={self.max_length} tokens; "
+                f"received: shape={tuple(shape)}"
+            )
+
+    def load_own_variables(self, store):
+        stored = tuple(store["0"].shape)
+        expected = tuple(self.embedding.shape)
+        fits = len(stored) == 3 and (stored[0], stored[2]) == (1, expected[2])
+        if not fits or stored[1] < expected[1]:
+            raise ValueError(
+                f"Expected positions of shape {expected} for '{self.path}', or of more "
+                f"tokens; received: {stored}"
+            )
+        self.embedding.assign(np.array(store["0"][:, : self.max_length]))
+
+    def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
+        """The shapes of the trained weights by path.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return {"embedding": (1, self.max_length, shape[-1])}
+
+    def cost(self, shape: tuple[int, int]) -> Cost:
+        """The cost for tokens of one text.
+
+        Args:
+            shape: (num_tokens, dim).
+        """
+        return Cost.all_active(self.weight_shapes(shape))
+
+    def get_config(self):
+        return {**super().get_config(), "max_length": self.max_length}

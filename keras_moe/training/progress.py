@@ -1,0 +1,126 @@
+"""How far a run is: one count of its steps, which all of its callbacks read."""
+
+from collections.abc import Iterable
+
+import keras
+
+
+class Progress:
+    """The number of steps that a run has made, and the epoch that it is in.
+
+    A run makes one, restores it from its newest checkpoint, and hands it to its
+    callbacks. Each of them reports the batches that it sees; the count follows the
+    numbers that `fit` gives them, so it does not matter how many callbacks report.
+
+    Args:
+        step: number of steps made before `fit`.
+
+    Attributes:
+        step: number of steps that have begun. It includes the one of the batch once
+            that is reported.
+        epoch: index of the epoch, as `fit` counts.
+
+    Example:
+
+    >>> from keras_moe.training.progress import Progress
+    >>> progress = Progress(step=7)
+    >>> progress.begin_epoch(2)
+    >>> progress.begin_step(0)
+    >>> progress.begin_step(0)
+    >>> progress.step, progress.epoch
+    (8, 2)
+    """
+
+    def __init__(self, step: int = 0):
+        self.step = step
+        self.epoch = 0
+        self._before_epoch = step
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Notes that an epoch begins, whose first batch is number 0."""
+        self.epoch = epoch
+        self._before_epoch = self.step
+
+    def begin_step(self, batch: int) -> None:
+        """Notes that the step of a batch begins.
+
+        Args:
+            batch: number of the batch within the epoch of `fit`.
+        """
+        self.step = self.step_of(batch)
+
+    def step_of(self, batch: int) -> int:
+        """The number of steps once that of a batch of this epoch is made.
+
+        Args:
+            batch: number of the batch within the epoch of `fit`.
+        """
+        return self._before_epoch + batch + 1
+
+    def hand_to(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
+        """Makes callbacks of a run read this count in the place of their own.
+
+        Args:
+            callbacks: any callbacks; those that count no steps are left alone.
+        """
+        for callback in callbacks:
+            if isinstance(callback, ProgressCallback):
+                callback.progress = self
+
+
+class ProgressCallback(keras.callbacks.Callback):
+    """Base class of callbacks that depend on the number of steps.
+
+    Within a run they read its `Progress`; alone in `fit` they count for themselves.
+    Subclasses that override a method call this class's first.
+
+    Args:
+        step: number of steps made before `fit`.
+
+    Attributes:
+        progress: the count of steps.
+
+    Example:
+
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe.training.progress import ProgressCallback
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> x, callback = np.ones((4, 1)), ProgressCallback()
+    >>> history = model.fit(
+    ...     x, x, batch_size=2, epochs=3, verbose=0, callbacks=[callback]
+    ... )
+    >>> callback.progress.step, callback.progress.epoch
+    (6, 2)
+    """
+
+    def __init__(self, step: int = 0):
+        super().__init__()
+        self.progress = Progress(step)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.progress.begin_epoch(epoch)
+
+    # Reported as the batch begins: a callback at its end makes JAX wait for each step.
+    def on_train_batch_begin(self, batch, logs=None):
+        self.progress.begin_step(batch)
+
+
+class StopAfterBatches(ProgressCallback):
+    """Ends `fit` after so many batches of a run.
+
+    Args:
+        batches: number of batches of the whole run.
+        step: number of batches before this `fit`.
+    """
+
+    def __init__(self, batches: int, step: int = 0):
+        super().__init__(step)
+        self.batches = batches
+
+    def on_train_batch_begin(self, batch, logs=None):
+        super().on_train_batch_begin(batch, logs)
+        # `fit` reads this once the batch is done.
+        if self.progress.step >= self.batches:
+            self.model.stop_training = True

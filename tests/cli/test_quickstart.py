@@ -1,0 +1,43 @@
+"""`keras-moe quickstart`: from digits to a preset, figures and a picture."""
+
+import json
+
+import keras
+import pytest
+
+from keras_moe import models
+
+pytest.importorskip("tensorflow")
+pytest.importorskip("sklearn")
+
+
+@pytest.mark.backend_free
+def test_no_epochs_are_refused(mistake, tmp_path):
+    errors = mistake("quickstart", "--epochs", 0, "--output", tmp_path / "run")
+    assert "argument --epochs: Expected at least 1; received: 0" in errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_quickstart_runs_end_to_end(
+    program, tmp_path, monkeypatch, optimizers_before_training
+):
+    if optimizers_before_training is not None:
+        # As users train: the optimizer's variables are made where `fit` is traced.
+        monkeypatch.setattr(
+            keras.Model, "make_train_function", optimizers_before_training
+        )
+    done = program("quickstart", "--epochs", 2, "--output", tmp_path)
+    assert done.status == 0, done.errors
+    assert "predictions are identical" in done.output
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["backend"] == keras.backend.backend()
+    # Two epochs only: far above chance, which is 0.1.
+    assert results["test_accuracy"] > 0.3
+    assert set(results["routing"]) == {"block_1", "block_3"}
+    for statistics in results["routing"].values():
+        assert abs(sum(statistics["expert_shares"]) - 1) < 1e-6
+        assert 0 < statistics["dropped_choices"] < 0.5
+    assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
+    assert isinstance(
+        models.from_preset(str(tmp_path / "preset")), models.ViTImageClassifier
+    )

@@ -1,0 +1,109 @@
+"""Layers of texts: embeddings, places, and pooling by a mask, by hand."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.layers import (
+    AttentionPooling,
+    MaskedPooling,
+    MoEConfig,
+    TextPositions,
+    TokenEmbedding,
+)
+
+to_numpy = ops.convert_to_numpy
+TOKENS = np.arange(12, dtype="float32").reshape(2, 6, 1)
+MASK = np.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]], "bool")
+IDS = np.array([[8, 3, 9, 9, 9, 9], [9, 1, 2, 7, 2, 7]], "int32")
+
+
+@pytest.mark.parametrize(
+    ("pooling", "options", "expected"),
+    [
+        ("first", {}, [0, 7]),
+        ("last", {}, [3, 11]),
+        ("average", {}, [1.5, 9]),
+        # The first 9 that is no padding, and the first 7.
+        ("end_of_text", {}, [2, 9]),
+        ("end_of_text", {"end_of_text_id": 2}, [3, 8]),
+    ],
+)
+def test_pooling_by_a_mask(pooling, options, expected):
+    layer = MaskedPooling(pooling, **options)
+    # Padding may hold anything.
+    tokens = np.where(MASK[..., None], TOKENS, np.inf)
+    pooled = to_numpy(layer(tokens, mask=MASK, token_ids=IDS))
+    np.testing.assert_array_equal(pooled[:, 0], expected)
+
+
+def test_pooling_without_a_mask_takes_all():
+    for pooling, expected in (("first", [0, 6]), ("last", [5, 11])):
+        pooled = to_numpy(MaskedPooling(pooling)(TOKENS))
+        np.testing.assert_array_equal(pooled[:, 0], expected)
+    average = to_numpy(MaskedPooling("average")(TOKENS, mask=np.zeros_like(MASK)))
+    np.testing.assert_array_equal(average, np.zeros((2, 1)))
+    largest = MaskedPooling("end_of_text")(TOKENS, token_ids=IDS)
+    np.testing.assert_array_equal(to_numpy(largest)[:, 0], [2, 6])
+
+
+def test_a_probe_reads_no_padding():
+    layer = AttentionPooling(num_heads=1, mlp_dim=4)
+    tokens = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
+    expected = to_numpy(layer(tokens, mask=MASK))
+    other = np.where(MASK[..., None], tokens, 5.0).astype("float32")
+    np.testing.assert_allclose(to_numpy(layer(other, mask=MASK)), expected, atol=1e-6)
+    assert np.abs(to_numpy(layer(other)) - expected).max() > 1e-3
+    shorter = to_numpy(layer(tokens[:1, :4]))
+    np.testing.assert_allclose(shorter, expected[:1], atol=1e-6)
+
+
+def test_places_of_short_texts():
+    layer = TextPositions(max_length=4)
+    tokens = np.ones((2, 3, 5), "float32")
+    difference = to_numpy(layer(tokens)) - tokens
+    table = to_numpy(layer.embedding)
+    np.testing.assert_allclose(difference, np.repeat(table[:, :3], 2, 0), atol=1e-6)
+
+
+def test_ids_choose_rows():
+    layer = TokenEmbedding(vocabulary_size=10, hidden_dim=5)
+    tokens = to_numpy(layer(IDS))
+    np.testing.assert_array_equal(tokens, to_numpy(layer.embeddings)[IDS])
+    assert 0.01 < to_numpy(layer.embeddings).std() < 0.03
+
+
+@pytest.mark.backend_free
+def test_weights_of_longer_texts_load(tmp_path):
+    layers = [TextPositions(length) for length in (6, 4)]
+    for layer in layers:
+        layer.build((None, None, 3))
+    store = {"0": to_numpy(layers[0].embedding)}
+    layers[1].load_own_variables(store)
+    np.testing.assert_array_equal(to_numpy(layers[1].embedding), store["0"][:, :4])
+    with pytest.raises(ValueError, match=r"received: \(1, 4, 3\)"):
+        layers[0].load_own_variables({"0": to_numpy(layers[1].embedding)})
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MaskedPooling("middle"), "pooling='middle'"),
+        (lambda: MaskedPooling("end_of_text", -1), "end_of_text_id=-1"),
+        (lambda: MaskedPooling("last", 3), "end_of_text_id=3"),
+        (lambda: MaskedPooling("end_of_text")(TOKENS), "token_ids=None"),
+        (lambda: MaskedPooling("last")(TOKENS, mask=MASK[:, 1:]), r"\(2, 5\)"),
+        (lambda: TokenEmbedding(0, 4), "vocabulary_size=0"),
+        (lambda: TokenEmbedding(4, 0), "hidden_dim=0"),
+        (lambda: TextPositions(0), "max_length=0"),
+        (lambda: TextPositions(5)(TOKENS), r"shape=\(2, 6, 1\)"),
+        (
+            lambda: MoEConfig(num_experts=4, expert_pools=[[0, 1], [1, 2]]),
+            r"expert_pools=\[\[0, 1\], \[1, 2\]\]",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

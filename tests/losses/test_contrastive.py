@@ -1,0 +1,429 @@
+"""The contrastive losses: golden data, hand computation, positives and padding.
+
+Axes: B pairs, D embedding.
+"""
+
+import json
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import losses
+from keras_moe.losses import (
+    LogScaleBound,
+    SigmoidContrastiveLoss,
+    SoftmaxContrastiveLoss,
+    sigmoid_contrastive_loss,
+    softmax_contrastive_loss,
+)
+from tests import golden
+from tests.gradients import gradient_and_outputs
+from tests.losses.entropies import normal, numbers
+
+NAMES = ("softmax", "sigmoid")
+
+
+def loss_of(name, images, texts, log_scale, bias, **options):
+    """Either loss, of the logarithm that a model learns."""
+    if name == "softmax":
+        return softmax_contrastive_loss(images, texts, ops.exp(log_scale), **options)
+    return sigmoid_contrastive_loss(images, texts, ops.exp(log_scale), bias, **options)
+
+
+def log_sigmoid(x):
+    return -np.logaddexp(0.0, -x)
+
+
+def expected_loss(name, images, texts, log_scale, bias, positive=None, weights=None):
+    """The loss in float64, straight from the definitions."""
+    images, texts = (
+        x.astype("float64") / np.linalg.norm(x, axis=-1, keepdims=True)
+        for x in (images, texts)
+    )
+    weights = np.ones(len(images)) if weights is None else np.asarray(weights)
+    positive = np.eye(len(images), dtype=bool) if positive is None else positive
+    real = weights > 0
+    images, texts, weights = images[real], texts[real], weights[real]
+    positive = positive[np.ix_(real, real)]
+    logits = math.exp(log_scale) * images @ texts.T
+    if name == "sigmoid":
+        logits = logits + bias
+        per_pair = -log_sigmoid(np.where(positive, logits, -logits)).sum(axis=1)
+    else:
+        per_pair = 0.0
+        for one in (logits, logits.T):
+            log_p = one - np.log(np.exp(one).sum(axis=1, keepdims=True))
+            per_pair += -0.5 * (log_p * positive).sum(axis=1) / positive.sum(axis=1)
+    return np.average(per_pair, weights=weights)
+
+
+# Golden data
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", golden.cases("15_contrastive/*"))
+def test_golden(case, name):
+    arrays, _ = golden.load(case)
+    inputs = [
+        arrays[f"inputs/{x}"].astype("float32")
+        for x in ("zimg", "ztxt", "log_scale", "bias")
+    ]
+
+    def program(*inputs):
+        value = loss_of(name, *inputs)
+        others = ()
+        if name == "softmax":
+            scale = ops.exp(inputs[2])
+            others = [
+                softmax_contrastive_loss(*inputs[:2], scale, direction=direction)
+                for direction in ("image_to_text", "text_to_image")
+            ]
+        return value, (value, *others)
+
+    gradients, values = gradient_and_outputs(program, *inputs)
+    stored = {"softmax": "clip", "sigmoid": "sigmoid"}[name]
+    expected = [arrays[f"outputs/{stored}_loss"]]
+    if name == "softmax":
+        expected += [
+            arrays[f"outputs/clip_{direction}"]
+            for direction in ("image_to_text", "text_to_image")
+        ]
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    for input_name, value in zip(("zimg", "ztxt", "log_scale", "bias"), gradients):
+        key = f"grads/{stored}_loss/{input_name}"
+        reference = arrays.get(key, 0.0)
+        np.testing.assert_allclose(value, reference, rtol=1e-5, atol=2e-6)
+
+
+# By hand
+
+
+def test_by_hand():
+    images = np.array([[3.0, 0.0], [0.0, 0.5]], "float32")
+    texts = np.array([[2.0, 0.0], [4.0, 0.0]], "float32")
+    # Cosines: the first image is like both texts, the second like neither.
+    e = math.e
+    softmax = numbers(
+        lambda x, y: ops.stack(
+            [
+                softmax_contrastive_loss(x, y, 1.0, direction=direction)
+                for direction in ("image_to_text", "text_to_image", "both")
+            ]
+        ),
+        *(images, texts),
+    )
+    first, second = math.log(1 + 1 / e), math.log(1 + e)
+    texts_mean = (first + second) / 2
+    np.testing.assert_allclose(
+        softmax, [math.log(2), texts_mean, (math.log(2) + texts_mean) / 2], rtol=1e-6
+    )
+    sigmoid = numbers(
+        lambda x, y: sigmoid_contrastive_loss(x, y, 2.0, -1.0), *(images, texts)
+    )
+    # Logits 1, 1 and -1, -1, with a negative beside each positive.
+    one, minus_one = math.log(1 + e), math.log(1 + 1 / e)
+    np.testing.assert_allclose(
+        sigmoid, (minus_one + one + one + minus_one) / 2, rtol=1e-6
+    )
+
+
+IMAGE_IDS = np.array([7, 3, 7, 5, 3, 1], "int32")
+TEXT_IDS = np.array([0, 1, 2, 0, 4, 5], "int32")
+
+
+def positive_of(image_ids=None, text_ids=None):
+    positive = np.eye(6, dtype=bool)
+    for ids in (image_ids, text_ids):
+        if ids is not None:
+            positive |= ids[:, None] == ids
+    return positive
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_ids_are_positives_and_weights_count(name):
+    inputs = (normal(0, 6, 4), normal(1, 6, 4), 1.0, -0.5)
+    weights = np.array([1.0, 0.5, 0.0, 2.0, 1.0, 0.0], "float32")
+    cases = [
+        {"image_ids": IMAGE_IDS},
+        {"text_ids": TEXT_IDS},
+        {"image_ids": IMAGE_IDS, "text_ids": TEXT_IDS},
+        {},
+    ]
+    values = numbers(
+        lambda *x: ops.stack(
+            [
+                loss_of(name, *x, **ids, sample_weight=sample_weight)
+                for ids in cases
+                for sample_weight in (None, weights)
+            ]
+        ),
+        *(np.asarray(x, "float32") for x in inputs),
+    )
+    expected = [
+        expected_loss(name, *inputs, positive_of(**ids), sample_weight)
+        for ids in cases
+        for sample_weight in (None, weights)
+    ]
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    # Each case asks for something else.
+    assert len({round(x, 4) for x in expected}) == 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_changes_nothing_whatever_it_holds(name):
+    images, texts = normal(0, 5, 4), normal(1, 5, 4)
+    images[3], texts[3] = np.nan, np.inf
+    images[4] = texts[4] = 0.0
+    weights = np.array([1.0, 1.0, 1.0, 0.0, 0.0], "float32")
+    scalars = (np.float32(1.0), np.float32(-0.5))
+
+    def program(images, texts, *scalars):
+        value = loss_of(name, images, texts, *scalars, sample_weight=weights)
+        return value, (value,)
+
+    gradients, (value,) = gradient_and_outputs(program, images, texts, *scalars)
+    expected = expected_loss(name, images[:3], texts[:3], *scalars)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for gradient in gradients[:2]:
+        np.testing.assert_array_equal(gradient[3:], 0.0)
+        assert np.abs(gradient[:3]).min() > 0
+    assert np.all(np.isfinite(gradients[2]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("batch", [0, 3])
+def test_without_a_pair_that_counts_the_loss_is_0(name, batch):
+    weights = np.zeros(batch, "float32")
+
+    def program(*inputs):
+        value = loss_of(name, *inputs, sample_weight=weights)
+        return value, (value,)
+
+    inputs = (normal(0, batch, 4), normal(1, batch, 4), np.float32(1), np.float32(2))
+    gradients, (value,) = gradient_and_outputs(program, *inputs)
+    assert value == 0
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient, 0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_rounds_the_unit_vectors_alone(name):
+    images, texts = normal(0, 6, 8), normal(1, 6, 8)
+    scalars = (np.float32(1.0), np.float32(-0.5))
+
+    def program(images, texts, *scalars):
+        value = loss_of(name, images, texts, *scalars, similarity_dtype="bfloat16")
+        return value, (value,)
+
+    gradients, (value,) = gradient_and_outputs(program, images, texts, *scalars)
+
+    def rounded(x):
+        x = x / np.linalg.norm(x, axis=-1, keepdims=True)
+        return ops.convert_to_numpy(ops.cast(ops.cast(x, "bfloat16"), "float32"))
+
+    # Rounded vectors are no unit vectors: the reference divides them once more.
+    norms = [np.linalg.norm(rounded(x), axis=-1) for x in (images, texts)]
+    unit = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (images, texts)]
+    logits = math.e * rounded(images) @ rounded(texts).T
+    if name == "sigmoid":
+        signed = np.where(np.eye(6, dtype=bool), 1, -1) * (logits - 0.5)
+        expected = -log_sigmoid(signed).sum() / 6
+    else:
+        both = [x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (logits, logits.T)]
+        expected = -np.mean([np.diag(x).mean() for x in both])
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert abs(value - expected_loss(name, images, texts, *scalars)) > 1e-6
+    assert np.abs(np.concatenate(norms) - 1).max() > 1e-4
+    assert np.abs(gradients[0]).max() > 1e-3
+    # Gradients are float32: orthogonal to the embedding up to the rounding alone.
+    assert np.abs(np.sum(gradients[0] * unit[0], axis=-1)).max() < 1e-6
+
+
+# As Keras's losses
+
+
+@keras.saving.register_keras_serializable("tests")
+class PairModel(keras.Model):
+    """The smallest model of pairs, as `ContrastiveLoss` describes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = keras.layers.Dense(4)
+        self.text = keras.layers.Dense(4)
+
+    def build(self, shapes):
+        self.image.build(shapes["images"])
+        self.text.build(shapes["texts"])
+        temperature = losses.TEMPERATURES["clip"]
+        self.log_scale = self.add_weight(
+            shape=(),
+            initializer=keras.initializers.Constant(temperature.log_scale),
+            constraint=LogScaleBound(temperature.largest_scale),
+            name="log_scale",
+        )
+
+    def call(self, inputs):
+        return {
+            "image_embeddings": self.image(inputs["images"]),
+            "text_embeddings": self.text(inputs["texts"]),
+            "logit_scale": ops.exp(self.log_scale),
+        }
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        return sum(self.losses, self.loss(y, y_pred, sample_weight))
+
+
+class Batches(keras.utils.PyDataset):
+    """A batch with ids and padding."""
+
+    def __init__(self, pairs):
+        super().__init__()
+        self.pairs = pairs
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        weights = np.array([1, 1, 1, 1, 1, 0], "float32")
+        return self.pairs, {"image_ids": IMAGE_IDS}, weights
+
+
+def test_fit():
+    pairs = {"images": normal(0, 6, 3), "texts": normal(1, 6, 5)}
+    model = PairModel()
+    model.compile("sgd", loss=SoftmaxContrastiveLoss())
+    history = model.fit(pairs, batch_size=6, epochs=3, shuffle=False, verbose=0)
+    values = history.history["loss"]
+    assert values[2] < values[1] < values[0]
+    model.optimizer.learning_rate = 1e-6
+    model.log_scale.assign(9.0)
+    model.fit(pairs, batch_size=6, verbose=0)
+    assert float(model.log_scale) == pytest.approx(math.log(100))
+    # Ids and weights reach the loss as they are.
+    outputs = {k: ops.convert_to_numpy(v) for k, v in model(pairs).items()}
+    model.compile("sgd", loss=SoftmaxContrastiveLoss(multi_positive=True))
+    loss = model.evaluate(Batches(pairs), verbose=0)
+    expected = expected_loss(
+        "softmax",
+        outputs["image_embeddings"],
+        outputs["text_embeddings"],
+        math.log(100),
+        0,
+        positive_of(IMAGE_IDS),
+        [1, 1, 1, 1, 1, 0],
+    )
+    assert loss == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    "loss",
+    [
+        SoftmaxContrastiveLoss("image_to_text", True, "bfloat16", "a"),
+        SigmoidContrastiveLoss(True, "bfloat16", "b"),
+    ],
+)
+def test_config_round_trip(loss):
+    defaults = type(loss)().get_config()
+    config = loss.get_config()
+    assert all(config[name] != defaults[name] for name in config)
+    stored = json.loads(json.dumps(keras.losses.serialize(loss)))
+    again = keras.losses.deserialize(stored)
+    assert type(again) is type(loss)
+    assert again.get_config() == config
+
+
+@pytest.mark.backend_free
+def test_a_loss_hands_on_its_options():
+    images, texts = normal(0, 6, 4), normal(1, 6, 4)
+    outputs = {"image_embeddings": images, "text_embeddings": texts}
+    outputs.update(logit_scale=3.0, logit_bias=-1.0)
+    ids = {"image_ids": IMAGE_IDS, "text_ids": TEXT_IDS}
+    options = {"similarity_dtype": "bfloat16", **ids}
+    value = SoftmaxContrastiveLoss("text_to_image", True, "bfloat16")(ids, outputs)
+    expected = softmax_contrastive_loss(
+        images, texts, 3.0, direction="text_to_image", **options
+    )
+    assert float(value) == float(expected)
+    value = SigmoidContrastiveLoss(True, "bfloat16").call(ids, outputs)
+    expected = sigmoid_contrastive_loss(images, texts, 3.0, -1.0, **options)
+    assert float(value) == float(expected)
+    # Without `multi_positive` ids are not read.
+    value = SigmoidContrastiveLoss()(ids, outputs)
+    assert float(value) == float(sigmoid_contrastive_loss(images, texts, 3.0, -1.0))
+
+
+@pytest.mark.backend_free
+def test_temperatures_as_published():
+    clip, siglip = losses.TEMPERATURES["clip"], losses.TEMPERATURES["siglip"]
+    assert (round(1 / clip.scale, 4), clip.largest_scale, clip.bias) == (
+        0.07,
+        100,
+        None,
+    )
+    assert losses.TEMPERATURES["clip_up"] == clip
+    assert (siglip.log_scale, siglip.bias) == (math.log(10), -10)
+    assert losses.TEMPERATURES["limoe"].scale == 10
+    bound = LogScaleBound(50.0)
+    again = keras.constraints.deserialize(keras.constraints.serialize(bound))
+    assert again.get_config() == {"largest_scale": 50.0}
+    assert float(again(ops.convert_to_tensor(1.0))) == 1.0
+
+
+X = np.ones((3, 4), "float32")
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("call", "received"),
+    [
+        (
+            lambda: softmax_contrastive_loss(X, X[:2], 1.0),
+            "text_embeddings.shape=(2, 4)",
+        ),
+        (
+            lambda: sigmoid_contrastive_loss(X[0], X[0], 1.0),
+            "image_embeddings.shape=(4,)",
+        ),
+        (lambda: softmax_contrastive_loss(X, X, 1.0, direction="x"), "direction='x'"),
+        (
+            lambda: sigmoid_contrastive_loss(X, X, 1.0, similarity_dtype="int8"),
+            "similarity_dtype='int8'",
+        ),
+        (
+            lambda: softmax_contrastive_loss(X, X, 1.0, image_ids=np.arange(2)),
+            "image_ids.shape=(2,)",
+        ),
+        (
+            lambda: softmax_contrastive_loss(X, X, 1.0, text_ids=np.ones(3, "float32")),
+            "float32",
+        ),
+        (
+            lambda: sigmoid_contrastive_loss(X, X, 1.0, sample_weight=np.ones((3, 1))),
+            "sample_weight.shape=(3, 1)",
+        ),
+        (lambda: SoftmaxContrastiveLoss(multi_positive=1), "multi_positive=1"),
+        (lambda: SoftmaxContrastiveLoss("texts"), "direction='texts'"),
+        (
+            lambda: SigmoidContrastiveLoss()(None, {"image_embeddings": X}),
+            "['image_embeddings']",
+        ),
+        (
+            lambda: SoftmaxContrastiveLoss(multi_positive=True)(
+                None,
+                {"image_embeddings": X, "text_embeddings": X, "logit_scale": 1.0},
+            ),
+            "y_true=None",
+        ),
+        (lambda: LogScaleBound(0.0), "largest_scale=0.0"),
+    ],
+)
+def test_bad_input(call, received):
+    with pytest.raises(ValueError, match=r"Expected (.|\n)*received: ") as caught:
+        call()
+    assert received in str(caught.value)

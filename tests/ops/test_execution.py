@@ -1,0 +1,39 @@
+"""Compiled forward passes, against the layer's own call."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe.ops.kernels.execution import first_output, forward, wait
+
+
+class TwoOutputs(keras.layers.Layer):
+    """A product, beside the number of its rows."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 2))
+
+    def call(self, x, training=None):
+        # Both values of `training` differ.
+        product = keras.ops.matmul(x, self.kernel)
+        return product * (2.0 if training else 1.0), keras.ops.shape(x)[0]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_forward_pass_is_the_layers(training):
+    inputs = np.random.default_rng(0).normal(size=(3, 4)).astype("float32")
+    layer = TwoOutputs()
+    layer.build(inputs.shape)
+    expected, _ = layer(inputs, training=training)
+    run = forward(layer, inputs, training)
+    for _ in range(2):
+        result = run()
+        wait(result)
+        result = keras.ops.convert_to_numpy(result)
+        np.testing.assert_allclose(
+            result, keras.ops.convert_to_numpy(expected), rtol=1e-6
+        )
+
+
+def test_the_first_output():
+    assert first_output((1, 2)) == first_output(1) == 1
