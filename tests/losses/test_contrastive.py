@@ -63,6 +63,7 @@ def expected_loss(name, images, texts, log_scale, bias, positive=None, weights=N
 # Golden data
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", golden.cases("15_contrastive/*"))
 def test_golden(case, name):

@@ -46,6 +46,7 @@ def own_path(weight):
     return weight.path.split("block_")[-1]
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -89,6 +90,7 @@ def test_training_lowers_the_loss_and_changes_the_pairs_alone():
     assert all(np.abs(b[i] - b[j]).max() > 1e-3 for i in range(4) for j in range(i))
 
 
+@pytest.mark.backend_free
 def test_a_tasks_head_stays_trainable():
     model = classifier()
     model.enable_lora(2)
@@ -107,6 +109,7 @@ def adapted():
     return model
 
 
+@pytest.mark.backend_free
 def test_a_preset_has_the_pairs_in_its_weights(tmp_path):
     model = adapted()
     before = classifier().predict(images(), verbose=0)
@@ -158,6 +161,7 @@ def test_a_save_of_pairs_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["pairs.lora.h5"]
 
 
+@pytest.mark.backend_free
 def test_mixers_have_experts_too():
     sizes = {k: v for k, v in SMALL.items() if k != "num_heads"}
     mixer = MixerBackbone.from_config({**sizes, "token_mlp_dim": 8})
@@ -179,6 +183,7 @@ def test_what_cannot_be_is_refused(tmp_path):
         model.save_lora_weights(tmp_path / "x.h5")
 
 
+@pytest.mark.backend_free
 def test_keras_hubs_own_method_reaches_experts_by_name():
     model = backbone()
     keras_hub.models.Backbone.enable_lora(model, 2, target_layer_names=["experts"])
