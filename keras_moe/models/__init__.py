@@ -16,6 +16,7 @@ from keras_moe.models.registry import (
     register_task,
 )
 from keras_moe.models.task import MoETask
+from keras_moe.models.text import TextBackbone
 from keras_moe.models.tower import Tower, TowerOutputs
 from keras_moe.models.variants import VARIANTS, Variant
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
@@ -34,6 +35,7 @@ __all__ = [
     "MoEBackbone",
     "MoETask",
     "Part",
+    "TextBackbone",
     "Tower",
     "TowerOutputs",
     "Variant",

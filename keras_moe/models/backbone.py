@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 import keras_hub
-from keras import ops
 
 from keras_moe.checks import check_image_shape
 from keras_moe.compat import TorchParameters
@@ -20,6 +19,7 @@ from keras_moe.models.class_property import ClassProperty
 from keras_moe.models.copying import config_with_router_options, copied
 from keras_moe.models.description import Part
 from keras_moe.models.exporting import export_signature
+from keras_moe.models.features import image_features
 from keras_moe.models.preset_folder import staged
 from keras_moe.models.quantization import saved_policy, settle_policies
 from keras_moe.models.soft_slots import config_for_slots
@@ -61,6 +61,9 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
     True
     """
 
+    # The kind of input, for descriptions.
+    example = "image"
+
     @classmethod
     def tower(cls, config: dict, dtype: Any = None) -> Tower:
         """The layers of a backbone, not built: nothing is allocated.
@@ -76,22 +79,17 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
         overrides.check_constructor_arguments(cls, kwargs)
         # Plain values of the backbone's own: the caller's may change, or not be JSON.
         moe = moe_config(config["moe"])
-        if moe is not None:
-            moe = moe.for_layers(config["num_layers"])
+        moe = moe and moe.for_layers(config["num_layers"])
         config = {
             **copy.deepcopy({k: v for k, v in config.items() if k != "moe"}),
-            "image_shape": check_image_shape(config["image_shape"]),
+            **cls._checked_sizes(config),
             "activation": activations.plain(config["activation"]),
             "moe": moe and moe.to_dict(),
         }
 
-        # === Layers ===
-        tower = cls.tower(config, dtype)
-
-        # === Functional model ===
-        images = keras.Input(shape=config["image_shape"], name="images")
-        encoded = tower(images)
-        super().__init__(inputs=images, outputs=encoded.tokens, dtype=dtype, **kwargs)
+        # === Layers and functional model ===
+        inputs, outputs, encoded = cls._functional(config, dtype)
+        super().__init__(inputs=inputs, outputs=outputs, dtype=dtype, **kwargs)
         settle_policies(self)
         # Plain attributes: Keras would wrap the dicts of symbolic records.
         object.__setattr__(self, "_routing", encoded.routing)
@@ -99,6 +97,18 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
 
         # === Config ===
         object.__setattr__(self, "_config", config)
+
+    @classmethod
+    def _checked_sizes(cls, config):
+        """The sizes of the inputs, checked and as plain values."""
+        return {"image_shape": check_image_shape(config["image_shape"])}
+
+    @classmethod
+    def _functional(cls, config, dtype):
+        """The symbolic inputs, outputs and `TowerOutputs` of a config."""
+        images = keras.Input(shape=config["image_shape"], name="images")
+        encoded = cls.tower(config, dtype)(images)
+        return images, encoded.tokens, encoded
 
     @property
     def moe(self) -> MoEConfig | MuMoEConfig | None:
@@ -122,12 +132,8 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
         average, `"grid"` (B, rows, columns, D) its patches where they lie in the image,
         and `"block_0"`, ... (B, N, D) the tokens behind each block.
         """
-        rows, columns = self.grid
-        tokens = self.output
-        patches = tokens[:, 1:] if self.class_token else tokens
-        pooled = tokens[:, 0] if self.class_token else ops.mean(tokens, axis=1)
-        grid = ops.reshape(patches, (-1, rows, columns, self.hidden_dim))
-        return {"tokens": tokens, "pooled": pooled, "grid": grid, **self._block_tokens}
+        features = image_features(self.output, self.grid, self.class_token)
+        return {**features, **self._block_tokens}
 
     @property
     def expert_kinds(self) -> ExpertKinds | None:
@@ -138,7 +144,9 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
 
     @property
     def image_shape(self) -> tuple:
-        """(height, width, channels)."""
+        """(height, width, channels), for backbones of images."""
+        if "image_shape" not in self._config:
+            raise AttributeError(f"{type(self).__name__} has no image_shape")
         return self._config["image_shape"]
 
     @property
@@ -175,14 +183,10 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
         }
 
     def save_own_variables(self, store):
-        block_kinds.store_block_kinds(self._block_kinds(), store)
+        block_kinds.store_block_kinds(self, store)
 
     def load_own_variables(self, store):
-        block_kinds.check_block_kinds(self._block_kinds(), store)
-
-    def _block_kinds(self):
-        num_layers = self._config["num_layers"]
-        return [f"block_{i}" in self._routing for i in range(num_layers)]
+        block_kinds.check_block_kinds(self, store)
 
     @classmethod
     def config_for_weights(cls, saved: dict, config: dict) -> dict:
@@ -286,9 +290,6 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
                 except that position embeddings and the patch kernel are resized to
                 another `image_shape` or `patch_size`. The dtype policy is the saved
                 one.
-
-        Returns:
-            The model.
 
         Raises:
             ValueError: if the preset is unknown (the nearest names are listed), is

@@ -12,21 +12,21 @@ import numpy as np
 _NAME = "moe_blocks"
 
 
-def store_block_kinds(is_moe: list[bool], store: MutableMapping[str, Any]) -> None:
+def store_block_kinds(backbone: Any, store: MutableMapping[str, Any]) -> None:
     """Stores which blocks are mixtures of experts.
 
     Args:
-        is_moe: whether each block is one.
+        backbone: built backbone.
         store: store of `save_own_variables`.
     """
-    store[_NAME] = np.array(is_moe)
+    store[_NAME] = _block_kinds(backbone)
 
 
-def check_block_kinds(is_moe: list[bool], store: Mapping[str, Any]) -> None:
-    """Checks that stored weights are those of a model with the same blocks.
+def check_block_kinds(backbone: Any, store: Mapping[str, Any]) -> None:
+    """Checks that stored weights are those of a backbone with the same blocks.
 
     Args:
-        is_moe: whether each block is a mixture of experts.
+        backbone: built backbone.
         store: store of `load_own_variables`.
 
     Raises:
@@ -34,12 +34,18 @@ def check_block_kinds(is_moe: list[bool], store: Mapping[str, Any]) -> None:
     """
     if _NAME not in store.keys():  # noqa: SIM118
         return
-    stored = np.array(store[_NAME])
-    if not np.array_equal(stored, is_moe):
+    stored, expected = np.array(store[_NAME]), _block_kinds(backbone)
+    if not np.array_equal(stored, expected):
         raise ValueError(
             "Expected weights of a model with the same blocks: "
-            f"num_layers={len(is_moe)}, "
-            f"moe_layers={np.flatnonzero(is_moe).tolist()}; received: "
+            f"num_layers={len(expected)}, "
+            f"moe_layers={np.flatnonzero(expected).tolist()}; received: "
             f"num_layers={len(stored)}, "
             f"moe_layers={np.flatnonzero(stored).tolist()}"
         )
+
+
+def _block_kinds(backbone):
+    """Whether each block is a mixture of experts."""
+    blocks = range(backbone.get_config()["num_layers"])
+    return np.array([f"block_{index}" in backbone.routing for index in blocks])

@@ -85,7 +85,7 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
     several, losses = tree.flatten(labels), tree.flatten(loss)
     if len(several) != 1 or len(losses) != 1:
         return
-    labels, loss = _values(several[0]), losses[0]
+    labels, loss = array_values(several[0]), losses[0]
     if labels is None:
         return
     sparse = keras.losses.SparseCategoricalCrossentropy
@@ -110,7 +110,7 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
         check_multi_labels(labels)
 
 
-def _values(value):
+def array_values(value: Any) -> np.ndarray | None:
     """A NumPy array of an array or tensor, or None where there are no values."""
     if isinstance(value, np.ndarray):
         return value
@@ -251,7 +251,7 @@ def _warn_of_bytes(model, images):
         return
     if keras.backend.standardize_dtype(images.dtype) != "uint8":
         return
-    images = _values(images)
+    images = array_values(images)
     if images is not None and images.size and images.max() > 1:
         object.__setattr__(model, "_has_warned_of_bytes", True)
         warnings.warn(
