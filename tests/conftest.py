@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+from collections import Counter
 from importlib import metadata
 
 
@@ -51,7 +52,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--skip-backend-free",
         action="store_true",
-        help="deselect the tests marked backend_free: another backend's run has them",
+        help="deselect what another backend's run has: the tests marked backend_free, "
+        "and every second case of tests with several",
     )
     parser.addoption(
         "--part",
@@ -75,6 +77,7 @@ def pytest_collection_modifyitems(config, items):
     chosen = items[:]
     if config.getoption("--skip-backend-free"):
         chosen = [x for x in items if not x.get_closest_marker("backend_free")]
+        chosen = _dealt(chosen, keras.backend.backend())
     number, count = config.getoption("--part")
     files = list(dict.fromkeys(item.path for item in chosen))
     mine = set(files[number - 1 :: count])
@@ -83,6 +86,27 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[x for x in items if x in elsewhere])
     config.stash[_NOTHING_LEFT] = bool(elsewhere) and not kept
     items[:] = kept
+
+
+def _dealt(items, backend):
+    """Deals the cases of each test with three or more to JAX and TensorFlow.
+
+    One of the runs has all cases (see `tools/run_tests.py`), so that each case runs on
+    two backends and each test on all. Parity with a reference is marked
+    `every_backend`: all its cases run everywhere.
+    """
+    turns = Counter()
+    cases = Counter((item.path, item.originalname) for item in items)
+    kept = []
+    for item in items:
+        test = item.path, item.originalname
+        if cases[test] < 3 or item.get_closest_marker("every_backend"):
+            kept.append(item)
+            continue
+        if turns[test] % 2 == (backend == "tensorflow"):
+            kept.append(item)
+        turns[test] += 1
+    return kept
 
 
 _NOTHING_LEFT = pytest.StashKey[bool]()

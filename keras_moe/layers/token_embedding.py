@@ -87,6 +87,10 @@ class TokenEmbedding(keras.layers.Embedding):
         """
         return Cost.all_active(self.weight_shapes(shape))
 
+    def quantize(self, mode=None, type_check=True, config=None):
+        # Keras refuses subclasses, which may have a lookup of their own.
+        super().quantize(mode, type_check=False, config=config)
+
     def get_config(self):
         config = super().get_config()
         for keras_name, name in (

@@ -92,7 +92,7 @@ class Blueprint:
                 )
             if self.weights is not None:
                 self.weights.check()
-        return Description(self.name, num_tokens, parts, dim)
+        return Description(self.name, num_tokens, parts, dim, self.backbone.example)
 
     def unbuilt_blocks(self) -> list[keras.layers.Layer]:
         """The blocks of the backbone as layers without weights."""

@@ -33,12 +33,14 @@ class Description(NamedTuple):
         num_tokens: tokens per image, the class token included.
         parts: its parts in order.
         hidden_dim: D, the size of a token.
+        example: kind of the model's inputs, for tables.
     """
 
     name: str
     num_tokens: int
     parts: list[Part]
     hidden_dim: int
+    example: str = "image"
 
     @property
     def parameters(self) -> int:
@@ -69,10 +71,10 @@ class Description(NamedTuple):
 
     def print(self, console: Console | None = None) -> None:
         """Prints the parts and their sums as a table."""
-        table = Table(title=f"{self.name}: {self.num_tokens} tokens per image")
+        table = Table(title=f"{self.name}: {self.num_tokens} tokens per {self.example}")
         table.add_column("part")
         table.add_column("kind")
-        for column in ("parameters", "active per token", "GFLOPs per image"):
+        for column in ("parameters", "active per token", f"GFLOPs per {self.example}"):
             table.add_column(column, justify="right")
         for part in self.parts:
             table.add_row(

@@ -15,9 +15,8 @@ from keras_moe.layers import (
     LayerNorm,
     PatchEmbedding,
     PositionEmbedding,
-    moe_config,
 )
-from keras_moe.models.tower import Tower
+from keras_moe.models.tower import Tower, encoder_spec
 
 _SWITCHES = ("class_token", "embedding_norm", "final_norm")
 
@@ -59,24 +58,8 @@ def image_tower(
     )
     rows, columns = patches.grid(image_shape)
     has_class_token = config.get("class_token", False)
-    spec = EncoderSpec(
-        num_tokens=rows * columns + int(has_class_token),
-        moe=moe_config(config["moe"]),
-        dtype=dtype,
-        **{
-            name: config[name]
-            for name in (
-                "num_layers",
-                "mlp_dim",
-                "activation",
-                "dropout_rate",
-                "stochastic_depth",
-                "layer_norm_epsilon",
-                "rematerialize",
-                "seed",
-            )
-        },
-    )
+    num_tokens = rows * columns + int(has_class_token)
+    spec = encoder_spec(config, num_tokens, dtype)
     embedding = [patches]
     if has_class_token:
         embedding.append(ClassToken(dtype=dtype, name="class_token"))

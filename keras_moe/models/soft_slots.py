@@ -11,8 +11,8 @@ from keras_moe.routers import SoftRouter
 from keras_moe.routers.registry import router_class
 
 _ZERO_COMPUTATION = ("zero_experts", "copy_experts", "constant_experts")
-_SIZES = ("image_shape", "patch_size")
-# The number of slots follows from these, beside the image's size.
+_SIZES = ("image_shape", "patch_size", "max_length")
+# The number of slots follows from these, beside the size of an image or a text.
 _FIELDS = (
     "num_experts",
     "num_selected_experts",
@@ -31,8 +31,8 @@ def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
         config: config of the new model, nested.
 
     Returns:
-        The new config. A soft router keeps its number of slots at another image or
-        patch size.
+        The new config. A soft router keeps its number of slots at another size of
+        images, patches or texts.
 
     Raises:
         ValueError: if kinds of experts, the kind of router or the number of slots
@@ -63,7 +63,7 @@ def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
     now = now.replace(router_options=options or None)
     saved = complete_config(cls, saved)
     config = {**config, "moe": now.to_dict()}
-    sizes = {name: saved[name] for name in _SIZES}
+    sizes = {name: saved[name] for name in _SIZES if name in saved}
     expected = _num_slots(cls, saved)
     received = _num_slots(cls, complete_config(cls, {**config, **sizes}))
     if received not in (expected, None):
@@ -78,7 +78,7 @@ def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
             f"{received}. Load with load_weights=False to start anew."
         )
     complete = complete_config(cls, config)
-    is_resized = any(_sizes(complete[name]) != _sizes(saved[name]) for name in _SIZES)
+    is_resized = any(_sizes(complete[name]) != _sizes(saved[name]) for name in sizes)
     if options.get("num_slots") is None and is_resized:
         options.pop("capacity_factor", None)
         options["num_slots"] = expected

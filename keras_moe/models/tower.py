@@ -7,9 +7,21 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_moe.layers import MoEEncoderBlock
+from keras_moe.layers import EncoderSpec, MoEEncoderBlock, moe_config
 from keras_moe.models.description import Part
 from keras_moe.ops import Cost
+
+# The settings of an encoder that are arguments of its backbone.
+_SETTINGS = (
+    "num_layers",
+    "mlp_dim",
+    "activation",
+    "dropout_rate",
+    "stochastic_depth",
+    "layer_norm_epsilon",
+    "rematerialize",
+    "seed",
+)
 
 
 class TowerOutputs(NamedTuple):
@@ -121,14 +133,15 @@ class Tower(NamedTuple):
         """The parts with their costs, the number of tokens N, and D.
 
         Args:
-            input_shape: shape of one input without the batch's axis, such as (height,
-                width, channels).
+            input_shape: shape of one input without the batch's axis: (height, width,
+                channels) of images, (num_tokens,) of texts.
         """
         shape, embedding = tuple(input_shape), Cost()
         for layer in self.embedding:
             embedding += layer_cost(layer, shape)
             shape = tuple(layer.compute_output_shape((None, *shape))[1:])
-        parts = [Part("embedding", "patches", *embedding)]
+        kind = "patches" if len(input_shape) == 3 else "tokens"
+        parts = [Part("embedding", kind, *embedding)]
         for block in self.blocks:
             kind = "dense"
             if isinstance(block, MoEEncoderBlock):
@@ -140,6 +153,21 @@ class Tower(NamedTuple):
                 Part("final_norm", "norm", *layer_cost(self.final_norm, shape))
             )
         return parts, *shape
+
+
+def encoder_spec(config: dict, num_tokens: int, dtype: Any) -> EncoderSpec:
+    """The settings of an encoder's blocks, from the arguments of its backbone.
+
+    Args:
+        config: arguments of the backbone's constructor: `num_layers`, `mlp_dim`,
+            `activation`, `dropout_rate`, `stochastic_depth`, `layer_norm_epsilon`,
+            `rematerialize`, `seed` and `moe`, among others.
+        num_tokens: N, the tokens of an example.
+        dtype: dtype policy.
+    """
+    settings = {name: config[name] for name in _SETTINGS}
+    moe = moe_config(config["moe"])
+    return EncoderSpec(num_tokens=num_tokens, moe=moe, dtype=dtype, **settings)
 
 
 def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:

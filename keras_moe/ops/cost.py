@@ -41,6 +41,21 @@ class Cost(NamedTuple):
         parameters = sum(map(math.prod, weight_shapes.values()))
         return cls(parameters, parameters, flops)
 
+    @classmethod
+    def of_dense(cls, inputs: int, units: int, use_bias: bool = True) -> "Cost":
+        """The cost of a dense layer for one vector.
+
+        Args:
+            inputs: size of the vector.
+            units: size of the result.
+            use_bias: whether the layer has a bias.
+
+        Returns:
+            A `Cost`.
+        """
+        shapes = {"kernel": (inputs, units), "bias": (units if use_bias else 0,)}
+        return cls.all_active(shapes, 2 * inputs * units)
+
 
 def under(name: str, weight_shapes: Mapping) -> dict[str, tuple]:
     """The weights of a layer by their paths in the layer around it.

@@ -102,6 +102,7 @@ def test_excluded_experts_stay_excluded():
     assert len(excluded) > len(before)
 
 
+@pytest.mark.backend_free
 def test_kinds_are_excluded_from_a_model_that_is_saved(tmp_path):
     model = classifier()
     inputs = images(6, *SHAPE)
@@ -130,6 +131,7 @@ def shares(model, inputs):
     return np.bincount(LABELS, right, CLASSES) / np.bincount(LABELS)
 
 
+@pytest.mark.backend_free
 def test_every_kind_is_ablated():
     model = classifier()
     inputs = images(24, *SHAPE)

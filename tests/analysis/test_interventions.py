@@ -96,6 +96,7 @@ def test_ablation_of_a_head_is_the_naive_one(position):
     np.testing.assert_array_equal(some.ablated, found.ablated[[2, 0]])
 
 
+@pytest.mark.backend_free
 def test_nothing_is_right_without_the_only_expert():
     model = classifier(num_experts=1, options={"use_bias": False})
     found = analysis.ablate_experts(model, images(24, *SHAPE), LABELS, verbose=0)
@@ -106,6 +107,7 @@ def test_nothing_is_right_without_the_only_expert():
     np.testing.assert_array_equal(found.changes[0], known.astype(float))
 
 
+@pytest.mark.backend_free
 def test_several_labels_each_have_an_accuracy():
     model = classifier()
     model.multi_label = True
@@ -340,6 +342,7 @@ def test_steering_adds_the_centre_before_the_experts(router):
     assert len(steered.weights) == len(model.weights)
 
 
+@pytest.mark.backend_free
 def test_truncated_svd_evaluates_the_best_approximation():
     model = classifier(moe_layers=[0], router="softmax_token_choice")
     model.compile(loss="sparse_categorical_crossentropy")

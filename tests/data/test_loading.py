@@ -115,6 +115,7 @@ def test_every_name_works_with_every_backend(augment):
     assert same(second, arrays(again))
 
 
+@pytest.mark.backend_free
 def test_flip_mirrors_about_half_of_the_images():
     plain = arrays(load("digits", "test", SHAPE))[0]
     flipped = arrays(load("digits", "test", SHAPE, augment="flip"))[0]
@@ -210,6 +211,7 @@ def test_layers_of_keras(layer):
     assert not np.array_equal(made[0][0], plain[0])
 
 
+@pytest.mark.backend_free
 def test_a_layer_that_is_used_again_starts_again():
     layer = keras.layers.RandomRotation(0.1, seed=1)
     made = [arrays(load("digits", "test", SHAPE, augment=layer)) for _ in range(2)]
@@ -220,6 +222,7 @@ def test_a_layer_that_is_used_again_starts_again():
     assert not np.array_equal(one, other)
 
 
+@pytest.mark.backend_free
 def test_functions_see_pixels():
     plain = arrays(load("digits", "test", SHAPE))[0]
     seen = []
@@ -237,6 +240,7 @@ def test_functions_see_pixels():
     assert seen[0].rank == 4
 
 
+@pytest.mark.backend_free
 def test_functions_may_take_a_seed():
     def noise(images, seed):
         return images + tf.random.stateless_uniform(tf.shape(images), seed, 0, 100)
@@ -246,12 +250,14 @@ def test_functions_may_take_a_seed():
     assert not same(arrays(first), arrays(load("digits", "test", SHAPE)))
 
 
+@pytest.mark.backend_free
 def test_what_leaves_the_range_is_clipped():
     images, _ = arrays(load("digits", "test", SHAPE, augment=lambda x: 3 * x - 100))
     assert images.min() == -1
     assert images.max() == 1
 
 
+@pytest.mark.backend_free
 def test_layers_may_change_the_size():
     crop = keras.layers.RandomCrop(8, 12, seed=0)
     assert arrays(load("digits", "test", SHAPE, augment=crop))[0].shape[1:] == (
@@ -261,6 +267,7 @@ def test_layers_may_change_the_size():
     )
 
 
+@pytest.mark.backend_free
 def test_a_leading_crop_reads_the_full_size():
     sizes = []
 

@@ -50,6 +50,7 @@ def test_loss_and_metrics_are_those_of_the_examples(model, arrays):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "make", [lambda: IMAGES, lambda: dataset(IMAGES, LABELS, batch_size=5)]
 )
@@ -60,6 +61,7 @@ def test_predictions_have_no_padding(model, make):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.backend_free
 def test_validation_while_training(model):
     batches = padded(dataset(IMAGES, LABELS), model=model)
     history = model.fit(
@@ -70,6 +72,7 @@ def test_validation_while_training(model):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.backend_free
 def test_groups_of_real_images_are_as_they_were():
     model = classifier(eval_capacity_factor=0.5, images_per_group=2)
     whole = model.predict(IMAGES[:10], batch_size=4, verbose=0)

@@ -41,6 +41,7 @@ def same(some, others):
     return all(np.array_equal(a, b) for x, y in pairs for a, b in zip(x, y))
 
 
+@pytest.mark.backend_free
 def test_a_later_start_gives_the_same_batches():
     whole = first(endless(), 14)
     # Within the first epoch, at the ends of epochs, in the third.
@@ -123,6 +124,7 @@ def test_seeking_reads_nothing():
     assert len(first(endless(6_000_001), 1)) == 1
 
 
+@pytest.mark.backend_free
 def test_a_state_of_its_own_is_warned_of():
     def noise(images):
         return images + tf.random.uniform(tf.shape(images))

@@ -268,6 +268,7 @@ def test_features_in_bfloat16():
     assert result.mean.tolist() == [1]
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_bad_images_are_counted_and_named(value):
     train, test = images_of_clusters(), images_of_clusters()
@@ -281,6 +282,7 @@ def test_bad_images_are_counted_and_named(value):
         )
 
 
+@pytest.mark.backend_free
 def test_bad_features_are_counted_and_named():
     data = images_of_clusters()
 
@@ -292,6 +294,7 @@ def test_bad_features_are_counted_and_named():
         few_shot_from_model(broken, data, data, batch_size=25, verbose=0, shots=(1,))
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("output", "received"),
     [
@@ -306,6 +309,7 @@ def test_features_of_another_rank_are_refused(output, received):
         few_shot_from_model(output, data, data, verbose=0, shots=(1,))
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -328,6 +332,7 @@ def test_bad_data_for_the_driver(change, message):
         few_shot_from_model(**{**arguments, "shots": (1,), "verbose": 0, **change})
 
 
+@pytest.mark.backend_free
 def test_endless_data_is_refused():
     tf = pytest.importorskip("tensorflow")
     data = images_of_clusters()

@@ -283,6 +283,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", MAKERS)
 def test_layer(name, tmp_path):
     generator = np.random.default_rng(0)

@@ -124,6 +124,7 @@ def ours_value(variable):
     return to_numpy(variable)
 
 
+@pytest.mark.backend_free
 def test_by_name():
     moe = MoE("softmax_token_choice", Experts(8, 16), 8, zero_experts=1,
               copy_experts=1, constant_experts="auto")  # fmt: skip
@@ -270,6 +271,7 @@ def test_zero_computation_experts_by_themselves(dtype):
     assert layer.num_experts == 6
 
 
+@pytest.mark.backend_free
 def test_costs():
     moe = make(selected=2, tau=0.75)
     cost, routing = moe.cost((100, D)), moe.router.cost((100, D))

@@ -132,6 +132,7 @@ def official_pairs(moe, prefix, config, order):
     yield constants.vector, of_constants("constant")
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", OFFICIAL)
 def test_released_code(case):
     arrays, stack, pairs, order = official(case)

@@ -29,6 +29,7 @@ def factorization(case):
     return "cp" if "cp" in case else "tr"
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", LAYERS)
 def test_released_layer(case):
     arrays, config = golden.load(case)
@@ -116,6 +117,7 @@ def block(request):
     return layer, pairs, arrays
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_released_block(block, mode):
     layer, pairs, arrays = block

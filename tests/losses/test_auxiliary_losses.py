@@ -189,6 +189,7 @@ def test_an_aggregate_may_hold_an_aggregate():
     np.testing.assert_allclose(whole, expected, rtol=1e-5)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "loss",
     [
@@ -225,6 +226,7 @@ def test_config_round_trip(loss):
         assert again.get_config() == config
 
 
+@pytest.mark.backend_free
 def test_losses_by_name():
     weights = {name: 0.1 * (i + 1) for i, name in enumerate(FUNCTIONS)}
     made = losses.get(weights)
@@ -233,6 +235,7 @@ def test_losses_by_name():
     assert {loss.function for loss in made} == set(weights)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("class_name", "config", "function"),
     [
@@ -283,6 +286,7 @@ def test_a_function_of_ones_own():
         np.testing.assert_allclose(values, 0.5 * logits.max((1, 2)) ** 2, rtol=1e-6)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("call", "received"),
     [

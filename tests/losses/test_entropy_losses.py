@@ -63,6 +63,7 @@ def of_golden(name, logits, ids, tau, config):
     return [of_modality(m, keras.ops.equal(ids, m)) for m in range(num_modalities)]
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("case", golden.cases("09_limoe_losses/*"))
 def test_golden(case, name):
@@ -85,6 +86,7 @@ def test_golden(case, name):
     )
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", golden.cases("09_limoe_losses/*"))
 def test_golden_merged_entropy_of_each_token(case):
     arrays, config = golden.load(case)

@@ -58,6 +58,7 @@ def with_gradient(name, logits, noise=0.0, **options):
     return loss, found
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "z"])
 @pytest.mark.parametrize("case", golden.cases("03_router_losses/losses*"))
 def test_golden_loss(case, name):
@@ -77,6 +78,7 @@ def test_golden_loss(case, name):
     )
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize(
     "case", ["deterministic_k1", "noisy_k1_gshard", "noisy_k2_bpr"]
 )

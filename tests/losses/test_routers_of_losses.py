@@ -73,6 +73,7 @@ EVERY = {name: AuxiliaryLoss(name) for name in FUNCTIONS}
 EVERY["aggregate"] = AggregateLoss({"z": 1.0})
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("name", EVERY)
 def test_no_loss_fits_routers_with_logits_by_slot(name):
     EVERY[name].check_router(TokenChoiceRouter(num_experts=4))
@@ -93,6 +94,7 @@ NEED_K = (
 )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("name", [*NEED_K, "aggregate"])
 def test_some_losses_need_the_number_of_selected_experts(name):
     loss = EVERY[name]
@@ -105,6 +107,7 @@ def test_some_losses_need_the_number_of_selected_experts(name):
         loss.check_router(ExpertChoiceRouter())
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "name",
     [name for name in EVERY if name not in NEED_K],
@@ -113,12 +116,14 @@ def test_the_others_do_not(name):
     EVERY[name].check_router(ExpertChoiceRouter())
 
 
+@pytest.mark.backend_free
 def test_the_aggregate_checks_its_load_loss():
     loss = AggregateLoss({"load": 1.0})
     with pytest.raises(ValueError, match=r"received: noise_std=0\.0"):
         loss.check_router(TokenChoiceRouter(num_experts=4, noise_std=0.0))
 
 
+@pytest.mark.backend_free
 def test_losses_of_weight_zero_fit_every_router():
     for name in FUNCTIONS:
         AuxiliaryLoss(name, 0.0).check_router(SoftRouter())

@@ -33,6 +33,7 @@ def model():
     return classifier()
 
 
+@pytest.mark.backend_free
 def test_names_and_probabilities(model):
     found = model.classify(PHOTOS, top=5)
     logits = model.predict(model.preprocessor(PHOTOS), verbose=0)
@@ -125,6 +126,7 @@ def test_kerashubs_preprocessors_alone_are_applied_by_fit(model):
         np.testing.assert_allclose(np.asarray(found).max(), white, rtol=1e-6)
 
 
+@pytest.mark.backend_free
 def test_a_preset_carries_its_preprocessing(model, tmp_path):
     model.save_to_preset(tmp_path / "preset")
     saved = json.loads((tmp_path / "preset" / "task.json").read_text())

@@ -90,12 +90,14 @@ def test_validation_data_and_predictions_are_checked(model):
                 getattr(predicts, method)(WRONG)
 
 
+@pytest.mark.backend_free
 def test_labels_of_several_classes_are_in_0_to_1():
     model = vit({"multi_label": True})
     with pytest.raises(ValueError, match="received: 2"):
         model.evaluate(IMAGES, np.array([[0, 1, 2]] * 2), verbose=0)
 
 
+@pytest.mark.backend_free
 def test_a_label_may_be_ignored_and_other_losses_take_what_they_like():
     model = vit()
     sparse = keras.losses.SparseCategoricalCrossentropy(True, ignore_class=-1)
@@ -126,6 +128,7 @@ def test_a_model_survives_a_call_that_fails(monkeypatch):
     assert np.isfinite(fresh.fit(IMAGES, LABELS, verbose=0).history["loss"]).all()
 
 
+@pytest.mark.backend_free
 def test_bytes_warn_once(model):
     model = vit()
     images = np.full(IMAGES.shape, 255, "uint8")

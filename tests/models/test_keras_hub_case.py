@@ -12,6 +12,7 @@ import pytest
 from keras_moe.models import (
     MixerBackbone,
     MixerImageClassifier,
+    TextBackbone,
     ViTBackbone,
     ViTImageClassifier,
 )
@@ -81,10 +82,10 @@ class Case(TestCase):
         for name in ("mixed_bfloat16", "bfloat16"):
             policy = keras.dtype_policies.get(name)
             model = cls(**{**init_kwargs, "dtype": name})
-            assert keras.backend.standardize_dtype(model(input_data).dtype) == (
-                policy.compute_dtype
-            )
-            assert model.compute_output_spec(input_data).dtype == policy.compute_dtype
+            outputs, spec = model(input_data), model.compute_output_spec(input_data)
+            for output in keras.tree.flatten((outputs, spec)):
+                dtype = keras.backend.standardize_dtype(output.dtype)
+                assert dtype == policy.compute_dtype
             for layer in model._flatten_layers(include_self=False):
                 if isinstance(layer, keras.layers.InputLayer):
                     continue
@@ -148,4 +149,36 @@ def test_saving(case, name):
         cls=TASKS[cls],
         init_kwargs={"backbone": cls(**kwargs), "num_classes": 3},
         input_data=images(),
+    )
+
+
+TEXTS = {
+    "vocabulary_size": 20,
+    "max_length": 6,
+    "hidden_dim": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "mlp_dim": 32,
+    "projection_dim": 4,
+}
+
+
+def texts():
+    token_ids = np.random.default_rng(0).integers(1, 20, (2, 5))
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    arrays = {"token_ids": token_ids, "padding_mask": mask}
+    return {k: keras.ops.convert_to_tensor(x, "int32") for k, x in arrays.items()}
+
+
+@pytest.mark.parametrize("moe", [None, MOE])
+def test_text_backbone(case, moe):
+    init_kwargs = {**TEXTS, "moe": moe}
+    case.run_backbone_test(
+        cls=TextBackbone,
+        init_kwargs=dict(init_kwargs),
+        input_data=texts(),
+        expected_output_shape={"tokens": (2, 5, 16), "pooled": (2, 4)},
+    )
+    case.run_model_saving_test(
+        cls=TextBackbone, init_kwargs=init_kwargs, input_data=texts()
     )

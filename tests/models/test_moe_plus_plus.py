@@ -73,6 +73,7 @@ def test_few_images_drop_nothing(count):
         np.testing.assert_array_equal(record.dispatched.sum(axis=-1), 2)
 
 
+@pytest.mark.backend_free
 def test_features_and_kinds():
     model = backbone()
     assert model.expert_kinds == (4, 1, 1, 2)
@@ -82,6 +83,7 @@ def test_features_and_kinds():
     )
 
 
+@pytest.mark.backend_free
 def test_the_vanilla_twin_is_an_override():
     twin = models.from_preset("moepp_digits", **VANILLA)
     ours = models.from_preset("moepp_digits")
@@ -201,6 +203,7 @@ def test_trains_on_digits_and_comes_back(preset, tmp_path):
     assert config["moe"]["tau"] == 0.5 and config["moe"]["expert_activation"] == "silu"  # noqa: PT018
 
 
+@pytest.mark.backend_free
 def test_tau_moves_compute_to_the_cheap_experts():
     """Equation 8 while training: a smaller tau leaves FFN experts fewer slots."""
     counts = {}
@@ -237,6 +240,7 @@ def test_bad_arguments_are_refused(overrides, message):
         backbone(**overrides)
 
 
+@pytest.mark.backend_free
 def test_residuals_alone_have_one_kind_of_router():
     model = backbone(**{**VANILLA, "gating_residual": True})
     kinds = {type(router) for router in routers_of(model).values()}
@@ -246,6 +250,7 @@ def test_residuals_alone_have_one_kind_of_router():
         assert [loss.name for loss in losses] == ["heterogeneous_balance"]
 
 
+@pytest.mark.backend_free
 def test_saved_weights_keep_their_kinds(tmp_path):
     backbone().save_to_preset(tmp_path / "preset")
     folder = str(tmp_path / "preset")
@@ -266,6 +271,7 @@ def gated_experts():
     return experts
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("cls", [ViTBackbone, MixerBackbone])
 def test_the_paper_s_experts_in_every_backbone(cls):
     """SwiGLU without biases, of hidden size 8 D / 3."""

@@ -144,6 +144,7 @@ def test_counts_of_the_papers_mixers(preset, network, mlps):
     assert sum(part.parameters - norms for part in blocks) == mlps
 
 
+@pytest.mark.backend_free
 def test_upcycling_with_less_rank_says_how_near():
     dense = MixerBackbone.from_config({**SMALL, "token_mlp_dim": 6})
     found = []

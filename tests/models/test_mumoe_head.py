@@ -102,6 +102,7 @@ def test_learns_and_is_batch_invariant(position):
     np.testing.assert_allclose(alone[0], found[3], rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.backend_free
 def test_a_dict_of_arguments_is_a_head():
     model = models.ViTImageClassifier(backbone(), 3, head={"num_experts": 4, "rank": 5})
     assert (model.head.units, model.head.gate.num_experts) == (3, (4,))
@@ -109,6 +110,7 @@ def test_a_dict_of_arguments_is_a_head():
     assert again.get_config() == model.get_config()
 
 
+@pytest.mark.backend_free
 def test_a_head_is_a_description_and_serves_twice():
     head = MuMoE(3, 4, rank=5, name="mine")
     first, second = (models.ViTImageClassifier(backbone(), 3, head=head) for _ in "ab")

@@ -237,6 +237,7 @@ def test_every_preset_is_described(preset):
 # from_preset
 
 
+@pytest.mark.backend_free
 @pytest.mark.usefixtures("traced")
 def test_a_classifier_is_ready_for_fit():
     model = models.from_preset("vmoe_digits", num_classes=10)
@@ -277,6 +278,7 @@ def test_a_saved_task_comes_back_whole(saved):
     assert isinstance(backbone, ViTBackbone)
 
 
+@pytest.mark.backend_free
 def test_loading_and_saving_is_quiet(saved, tmp_path, recwarn):
     model = models.from_preset(str(saved[0]))
     model.fit(images(), np.zeros(3), verbose=0)
@@ -299,6 +301,7 @@ def test_the_classes_load_too(saved):
     assert "vmoe_b32" in ViTImageClassifier.presets
 
 
+@pytest.mark.backend_free
 def test_a_new_head_keeps_the_backbone(saved):
     folder, _ = saved
     model = models.from_preset(str(folder), num_classes=3)
@@ -309,6 +312,7 @@ def test_a_new_head_keeps_the_backbone(saved):
     )
 
 
+@pytest.mark.backend_free
 def test_overrides_of_a_saved_task_keep_its_weights(saved):
     folder, expected = saved
     model = models.from_preset(str(folder), capacity_factor=3.0, priority="sum_gates")
@@ -316,12 +320,14 @@ def test_overrides_of_a_saved_task_keep_its_weights(saved):
     np.testing.assert_array_equal(model.predict(images(), verbose=0), expected)
 
 
+@pytest.mark.backend_free
 def test_random_weights_on_demand(saved):
     folder, expected = saved
     model = models.from_preset(str(folder), load_weights=False)
     assert np.abs(model.predict(images(), verbose=0) - expected).max() > 1e-3
 
 
+@pytest.mark.backend_free
 def test_another_image_size_resizes_the_positions(saved):
     folder, _ = saved
     old = models.from_preset(str(folder), task="backbone")
@@ -337,6 +343,7 @@ def test_another_image_size_resizes_the_positions(saved):
     assert model.predict(np.zeros((2, 32, 24, 1)), verbose=0).shape == (2, 10)
 
 
+@pytest.mark.backend_free
 def test_a_grid_that_is_not_square_is_remembered(tmp_path):
     backbone = models.from_preset("vmoe_digits", image_shape=(8, 32, 1))
     backbone.save_to_preset(tmp_path / "wide")
@@ -542,6 +549,7 @@ def test_weights_that_do_not_fit_are_refused(saved, tmp_path, overrides):
         )
 
 
+@pytest.mark.backend_free
 def test_sharded_weights_are_checked_too(tmp_path):
     model = digits_model()
     model.save_to_preset(tmp_path / "shards", max_shard_size=3e-4)
@@ -574,6 +582,7 @@ def test_shards_outside_the_folder_are_refused(tmp_path):
 
 
 # Not float16: JAX has no attention in it on CPUs.
+@pytest.mark.backend_free
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
 def test_the_dtype_policy_is_saved(tmp_path, policy):
     model = digits_model(dtype=policy)

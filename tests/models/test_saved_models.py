@@ -13,6 +13,7 @@ from tests.small_models import images
 FOLDER = Path(__file__).parent.parent / "data" / "saved_models"
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", ["sinkhorn", "moepp", "mumoe"])
 def test_presets_load_and_predict_as_they_did(name):
     model = models.from_preset(str(FOLDER / name))

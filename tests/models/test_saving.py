@@ -101,6 +101,7 @@ def check_errors(ways, folder, code):
     return {way["way"] for way in ways if "error" in way}
 
 
+@pytest.mark.backend_free
 def test_a_limit_of_file_sizes_is_an_error_and_not_the_end(tmp_path):
     ways = save_with_little_room("limit", tmp_path)
     assert len(ways) == 5 * 4
@@ -110,6 +111,7 @@ def test_a_limit_of_file_sizes_is_an_error_and_not_the_end(tmp_path):
     assert all("error" in way for way in ways if way["way"] == "preset")
 
 
+@pytest.mark.backend_free
 def test_a_full_disk_is_an_error_and_not_the_end(tmp_path):
     # A disk of its own, of two megabytes, in a name space of its own.
     mount = 'mount -t tmpfs -o size=2m none "$0" && exec "$@"'
@@ -274,6 +276,7 @@ def test_all_is_on_the_disk_before_it_takes_its_place(model, tmp_path, monkeypat
 # Damage
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("folder", "name"),
     [

@@ -79,6 +79,7 @@ def build(case, auxiliary_losses, dispatcher="index", noise_std=0.0):
     return classifier, arrays, config
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize(
     ("case", "dispatcher"),
     [(case, "index") for case in CASES]
@@ -138,6 +139,7 @@ def gradients_of(case, importance):
     }
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("objective", ["softmax_xent", "total_loss"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(case, objective):
@@ -160,6 +162,7 @@ def test_gradients(case, objective):
         )
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize(
     "case", [x for x in CASES if not any(name in x for name in ("dense", *NO_LOSS))]
 )

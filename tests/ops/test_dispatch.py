@@ -64,6 +64,7 @@ def to_numpy(x):
     return keras.ops.convert_to_numpy(keras.ops.cast(x, "float32"))
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize(
     ("case", "form"),
     [

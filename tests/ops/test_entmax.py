@@ -28,6 +28,7 @@ def exact(logits, alpha):
 ARRAYS, CONFIG = golden.load("10_mumoe/entmax15")
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize(
     "name", sorted({key.split("/")[1] for key in ARRAYS if key.startswith("inputs/")})
 )

@@ -42,6 +42,7 @@ def route(affinity, gates=None, capacity=1, mask=None, normalize_gates=None):
     return SlotPlan(*map(to_numpy, plan))
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", GOLDEN)
 @pytest.mark.parametrize("form", ["index", "einsum"])
 def test_golden_layer(case, form):

@@ -47,6 +47,7 @@ def reference(logits, iterations):
 CASES = [x for x in golden.cases("04_ot_routers/kl_*") if "training_noise" not in x]
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", CASES)
 def test_golden_plan(case):
     arrays, config = golden.load(case)
@@ -62,6 +63,7 @@ def test_golden_plan(case):
     np.testing.assert_allclose(columns, arrays["outputs/plan_col_sums"], atol=5 * atol)
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", [x for x in CASES if "lbfgs" not in x])
 def test_golden_gradient(case):
     arrays, config = golden.load(case)

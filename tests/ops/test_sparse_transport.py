@@ -90,6 +90,7 @@ def solve_with_objective(utility, side, max_nonzeros):
 # Golden data
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_plan(name):
     arrays, config = golden.load(f"04_ot_routers/{name}")

@@ -77,6 +77,7 @@ def assert_same_plan(plan, expected):
 # Golden data
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize(
     "case", golden.cases("01_token_choice/k*") + golden.cases("01_token_choice/groups*")
 )

@@ -47,6 +47,7 @@ def capacity_cases():
     return [case for case in cases if "groups" not in case]
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", capacity_cases())
 def test_a_number_at_inference_is_the_reference_s_capacity(case):
     arrays, config = golden.load(case)

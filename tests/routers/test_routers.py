@@ -110,6 +110,7 @@ TRANSPORT_CASES = golden.cases("04_ot_routers/*")
 NOISY_CASES = [case for case in TRANSPORT_CASES if case.endswith("training_noise")]
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", sorted({*TRANSPORT_CASES} - {*NOISY_CASES}))
 def test_golden_transport(case):
     """The identity kernel makes the tokens the logits."""
@@ -132,6 +133,7 @@ def test_golden_transport(case):
     )
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", NOISY_CASES)
 def test_golden_transport_with_training_noise(case, monkeypatch):
     """Tokens that choose combine with the clean softmax, experts with the noisy one."""

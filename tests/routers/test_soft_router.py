@@ -48,6 +48,7 @@ def golden_name(weight):
     return NAMES[weight.name]
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", CASES)
 def test_golden_layer(case):
     moe, arrays, config = build(case)
@@ -69,6 +70,7 @@ def test_golden_layer(case):
     )
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", CASES)
 def test_golden_gradients(case):
     moe, arrays, _ = build(case)

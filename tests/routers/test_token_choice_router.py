@@ -64,6 +64,7 @@ def auxiliary_loss(routing, router, config, training):
     return sum(loss(routing, router) for loss in chosen)
 
 
+@pytest.mark.every_backend
 def test_plan_and_losses(case):
     router, arrays, config, training = case
     plan, routing = router(arrays["inputs/x"], training=training)
@@ -85,6 +86,7 @@ def test_plan_and_losses(case):
     )
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("of", ["sum_auxiliary_loss", "sum_combine_cotangent"])
 def test_gradients(case, of):
     router, arrays, config, training = case

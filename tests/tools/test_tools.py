@@ -135,6 +135,7 @@ def test_parts_of_the_suite_are_all_of_it():
         path: str
         number: int
         free: bool
+        originalname: str = "test"
 
         def get_closest_marker(self, name):
             return name == "backend_free" and self.free
@@ -166,3 +167,25 @@ def test_parts_of_the_suite_are_all_of_it():
     assert collected((5, 5), False) == ([], [True])
     every = []
     assert collected((1, 2), False) == ([], [False])
+
+
+def test_cases_are_dealt_to_the_backends_that_compile():
+    dealt = runpy.run_path(str(ROOT / "tests" / "conftest.py"))["_dealt"]
+
+    class Item(NamedTuple):
+        path: str
+        originalname: str
+        case: int
+        everywhere: bool = False
+
+        def get_closest_marker(self, name):
+            return name == "every_backend" and self.everywhere
+
+    few = [Item("a", "few", case) for case in range(2)]
+    many = [Item("a", "many", case) for case in range(5)]
+    namesakes = [Item("b", "few", case) for case in range(1)]
+    parity = [Item("b", "parity", case, True) for case in range(4)]
+    every = [*few, *many, *namesakes, *parity]
+    jax, tensorflow = (dealt(every, name) for name in ("jax", "tensorflow"))
+    assert jax == [*few, *many[::2], *namesakes, *parity]
+    assert tensorflow == [*few, *many[1::2], *namesakes, *parity]

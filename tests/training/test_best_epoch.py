@@ -88,6 +88,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("ema_momentum", [None, 0.9])
 def test_a_killed_run_stops_and_finds_its_best_epoch_like_another(
     tmp_path, ema_momentum
@@ -270,6 +271,7 @@ def test_settings_come_back(tmp_path, monkeypatch):
 # Longer runs
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("short", "long"),
     [

@@ -66,6 +66,7 @@ def test_probabilities_are_their_logits():
     assert np.isfinite(float(metric.result()))
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("sparse_labels", [False, True])
 def test_fit_reports_them(sparse_labels):
     dense, sparse, logits, weights = drawn()

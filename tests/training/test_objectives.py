@@ -83,6 +83,7 @@ class Ends(keras.callbacks.Callback):
         self.left -= 1
 
 
+@pytest.mark.backend_free
 def test_an_objective_from_outside_trains(tmp_path):
     mine = recipe(scale=3.0)
     assert mine.objective == Brightness(scale=3.0)

@@ -387,6 +387,7 @@ def test_the_optimizer_is_the_recipes():
     assert chosen == ["auto"]
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("augment", [(), ("mixup",)], ids=["numbers", "vectors"])
 def test_several_labels_and_their_hierarchy(augment, tmp_path):
     digits = [str(digit) for digit in range(10)]
@@ -421,6 +422,7 @@ def test_several_labels_and_their_hierarchy(augment, tmp_path):
     assert found.history["val_loss"][-1] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.backend_free
 def test_groups_and_decay_reach_the_optimizer():
     model = linear_model()
     mine = recipe(
@@ -465,6 +467,7 @@ def fitted(mine, count=1024):
     return model, history["val_loss"], loss
 
 
+@pytest.mark.backend_free
 def test_a_run_of_steps_ends_there():
     mine = recipe(epochs=None, steps=20, batch_size=64, gradient_accumulation_steps=2)
     assert mine.total_steps(32) == 20

@@ -142,6 +142,7 @@ def _events(folder, hidden_from):
     return found
 
 
+@pytest.mark.backend_free
 def test_a_collapse_is_told():
     model = classifier(noise_std=0.0)
     router = model.backbone.get_layer("block_1").feed_forward.router
@@ -155,6 +156,7 @@ def test_a_collapse_is_told():
     assert health.layers[0]["dead_experts"] == 0.5
 
 
+@pytest.mark.backend_free
 def test_what_was_measured_goes_on_with_the_run(tmp_path):
     path = tmp_path / "health.csv"
     health = training.RouterHealth(IMAGES[:4], csv_path=path, min_entropy=0.0)

@@ -263,6 +263,7 @@ def test_a_gradient_that_is_not_finite_is_found():
     assert np.isfinite(model.train_on_batch(X, Y)[0])
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("every", [None, 2])
 def test_a_run_says_where_it_went_wrong(monkeypatch, tmp_path, every):
     def model_with_root(self, num_classes):

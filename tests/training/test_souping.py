@@ -109,6 +109,7 @@ def test_the_best_of_all_mixtures():
     assert short.ingredients == (0, 1)
 
 
+@pytest.mark.backend_free
 def test_files_of_every_kind(tmp_path, op_by_op):
     """Each alone is the checkpoint; and what is no float is not averaged."""
     settings = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "num_heads": 2}
@@ -242,6 +243,7 @@ def test_what_is_no_branch_is_refused():
             cooldown_branch(recipe, *arguments)
 
 
+@pytest.mark.backend_free
 def test_checkpoints_of_a_run_make_a_soup(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])
     for step, value in enumerate((1.0, 3.0)):

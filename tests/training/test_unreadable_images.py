@@ -40,6 +40,7 @@ def recipe_of(path, **settings):
     )
 
 
+@pytest.mark.backend_free
 def test_an_image_ends_a_run_by_name_or_is_left_out(path):
     recipe = recipe_of(path)
     with pytest.raises(ValueError, match=f"can be decoded; received: {path}$"):

@@ -42,6 +42,7 @@ def values(model, name):
 # Google's releases
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize(
     ("case", "source", "scheme"),
     [
@@ -381,6 +382,7 @@ def test_upcycled_arguments_are_refused_rather_than_left_empty():
         models.convert(str(CHECKPOINTS / "vit_classic.npz"), moe_layers=[1])
 
 
+@pytest.mark.backend_free
 def test_a_converted_model_is_saved_and_comes_back(tmp_path):
     arrays, _ = golden.load("12_timm/vit_avg")
     model = models.from_preset(timm_folder(tmp_path / "timm", "vit_avg"))
@@ -550,6 +552,7 @@ def write_half(path, arrays, dtype):
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
 
 
+@pytest.mark.backend_free
 def test_weights_in_several_files(tmp_path):
     arrays, _ = golden.load("12_timm/vit_token")
     folder = tmp_path / "timm"
@@ -624,6 +627,7 @@ def test_features_of_keras_hubs_vit(kwargs):
     )
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "kwargs",
     [{}, {"pooling": "gap", "intermediate_dim": 5, "activation": "softmax"}],
@@ -637,6 +641,7 @@ def test_logits_of_keras_hubs_vit(kwargs):
     )
 
 
+@pytest.mark.backend_free
 def test_the_head_of_keras_hubs_vit_keeps_its_dtype():
     backbone = hub_vit(dtype="bfloat16")
     hub = keras_hub.models.ViTImageClassifier(backbone, 3, head_dtype="float32")
@@ -678,6 +683,7 @@ def test_embeddings_of_keras_hubs_siglip(activation):
         np.testing.assert_allclose(predict(model, images), expected, **TOLERANCE)
 
 
+@pytest.mark.backend_free
 def test_a_keras_hub_preset(tmp_path):
     hub = randomized(hub_vit())
     hub.save_to_preset(tmp_path / "hub")
@@ -806,6 +812,7 @@ MEAN = np.array([0.48145466, 0.4578275, 0.40821073])
 STD = np.array([0.26862954, 0.26130258, 0.27577711])
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("kind", ["openclip", "file", "transformers"])
 def test_embeddings_of_clip(tmp_path, kind):
     tensors = clip_tensors()
@@ -864,6 +871,7 @@ def test_what_transformers_preprocessor_leaves_out(tmp_path, preprocessor, seen)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.backend_free
 def test_layer_scale_of_openclip(tmp_path):
     tensors = clip_tensors()
     expected = clip_tower(tensors, random_images((8, 8, 3)))
@@ -969,6 +977,7 @@ def sizes_of_many(folder):
     return tensors
 
 
+@pytest.mark.backend_free
 def test_one_tensor_at_a_time(tmp_path):
     tensors = sizes_of_many(tmp_path)
     total = sum(array.nbytes for array in tensors.values())
@@ -994,6 +1003,7 @@ def test_one_tensor_at_a_time(tmp_path):
         assert used < bare + weights + 3 * largest + 0.1 * total, source
 
 
+@pytest.mark.backend_free
 def test_no_tensor_stays_when_the_next_is_read(tmp_path, monkeypatch):
     arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
     # Of half precision, so that no backend takes their memory over.

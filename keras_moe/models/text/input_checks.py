@@ -1,0 +1,100 @@
+"""Checks of texts before a model's `fit`, `evaluate` and `predict`.
+
+Axes: B batch, N tokens.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from keras_moe.checks import check_integer
+from keras_moe.models.input_checks import array_values
+
+
+def check_texts(
+    inputs: Any,
+    vocabulary_size: int,
+    max_length: int,
+    names: tuple[str, ...] = ("token_ids", "padding_mask"),
+    end_of_text_id: int | None = None,
+    may_be_empty: bool = False,
+) -> None:
+    """Checks the token ids and the padding of texts, as far as they are known.
+
+    Args:
+        inputs: dict of arrays (B, N) by name, as `TextBackbone` takes it; anything
+            else, such as a dataset, passes.
+        vocabulary_size: number of token ids.
+        max_length: tokens of the longest text.
+        names: names of the inputs.
+        end_of_text_id: id that each text has, or None.
+        may_be_empty: whether all of a text may be padding.
+
+    Raises:
+        ValueError: if an input is missing or of another shape, an id is out of the
+            vocabulary or no integer, a text is longer than `max_length`, is empty (all
+            of it is padding) or lacks `end_of_text_id`.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.models.text.input_checks import check_texts
+    >>> texts = {
+    ...     "token_ids": np.array([[1, 9, 2]]), "padding_mask": np.array([[1, 1, 0]])
+    ... }
+    >>> check_texts(texts, vocabulary_size=10, max_length=4)
+    """
+    if not isinstance(inputs, dict):
+        return
+    if missing := [name for name in names if name not in inputs]:
+        raise ValueError(
+            f"Expected a dict of {', '.join(names)}; received: none of {missing}, but "
+            f"{sorted(inputs)}"
+        )
+    arrays = {name: array_values(inputs[name]) for name in names}
+    arrays = {name: value for name, value in arrays.items() if value is not None}
+    for name, value in arrays.items():
+        _check_array(name, value, max_length)
+    if len({value.shape for value in arrays.values()}) > 1:
+        shapes = {name: value.shape for name, value in arrays.items()}
+        raise ValueError(f"Expected inputs of one shape; received: {shapes}")
+    token_ids, mask = arrays.get("token_ids"), arrays.get("padding_mask")
+    if token_ids is not None:
+        _check_ids(token_ids, check_integer("vocabulary_size", vocabulary_size))
+    if mask is None or may_be_empty:
+        return
+    mask = mask.astype(bool)
+    _check_each(mask.any(axis=1), "a token that is no padding")
+    if token_ids is not None and end_of_text_id is not None:
+        ends = (mask & (token_ids == end_of_text_id)).any(axis=1)
+        _check_each(ends, f"the token end_of_text_id={end_of_text_id}")
+
+
+def _check_array(name, value, max_length):
+    if value.ndim != 2 or value.dtype.kind not in "biu":
+        raise ValueError(
+            f"Expected {name} to be integers of shape (batch, num_tokens); received: "
+            f"shape={value.shape}, dtype={value.dtype}"
+        )
+    if value.shape[1] > max_length:
+        raise ValueError(
+            f"Expected texts of at most max_length={max_length} tokens; received: "
+            f"{name}.shape={value.shape}"
+        )
+
+
+def _check_ids(token_ids, vocabulary_size):
+    fits = (token_ids >= 0) & (token_ids < vocabulary_size)
+    if not fits.all():
+        raise ValueError(
+            "Expected token ids from 0 to vocabulary_size - 1 = "
+            f"{vocabulary_size - 1}; received: {token_ids[~fits][0]}"
+        )
+
+
+def _check_each(fits, what):
+    """Raises ValueError unless each text has something."""
+    if not fits.all():
+        raise ValueError(
+            f"Expected {what} in each text; received: text {np.argmin(fits)} without"
+        )

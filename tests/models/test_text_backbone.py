@@ -1,0 +1,367 @@
+"""Backbones of texts: causality, padding, pooling, experts, and what is refused."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import distribution, models
+from keras_moe.layers import MoEConfig
+from keras_moe.models import TextBackbone
+from tests.small_models import with_weights
+from tests.symbolic import symbolic_model
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+SIZES = {
+    "vocabulary_size": 20,
+    "max_length": 6,
+    "hidden_dim": 8,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mlp_dim": 16,
+    "projection_dim": 4,
+    "seed": 3,
+}
+MOE = {"moe_layers": [1], "num_experts": 4}
+# The end of a text has the largest id.
+IDS = np.array([[1, 7, 19, 0, 0], [1, 5, 6, 8, 19]], "int32")
+MASK = IDS != 0
+
+
+def text(**kwargs):
+    return TextBackbone.from_config({**SIZES, **kwargs})
+
+
+def texts(ids=IDS, mask=None):
+    return {"token_ids": ids, "padding_mask": ids != 0 if mask is None else mask}
+
+
+@pytest.fixture(scope="module")
+def moe():
+    return with_weights(text(**MOE))
+
+
+def outputs(model, inputs):
+    return {
+        name: keras.ops.convert_to_numpy(value) for name, value in model(inputs).items()
+    }
+
+
+# Tokens and padding
+
+
+def test_a_later_token_changes_no_earlier_one(moe):
+    other = IDS.copy()
+    other[1, 3] = 2
+    before, after = (outputs(moe, texts(ids))["tokens"][1] for ids in (IDS, other))
+    np.testing.assert_allclose(after[:3], before[:3], atol=1e-5)
+    assert (np.abs(after - before)[3:].max(axis=-1) > 1e-4).all()
+    both_ways = with_weights(text(causal=False))
+    before, after = (
+        outputs(both_ways, texts(ids))["tokens"][1] for ids in (IDS, other)
+    )
+    assert (np.abs(after - before).max(axis=-1) > 1e-4).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_changes_no_result(causal):
+    model = with_weights(text(causal=causal, **MOE, pooling="average"))
+    expected = outputs(model, texts())
+    ids = np.where(MASK, IDS, 4)
+    longer = np.pad(ids, ((0, 0), (0, 1)), constant_values=9)
+    mask = np.pad(MASK, ((0, 0), (0, 1)))
+    for inputs in (texts(ids, MASK), texts(longer, mask), texts(IDS[:1, :3])):
+        received = outputs(model, inputs)
+        rows = len(inputs["token_ids"])
+        kept = np.asarray(inputs["padding_mask"], bool)
+        np.testing.assert_allclose(
+            received["tokens"][kept], expected["tokens"][:rows][MASK[:rows]], atol=1e-5
+        )
+        np.testing.assert_allclose(
+            received["pooled"], expected["pooled"][:rows], atol=1e-5
+        )
+
+
+@pytest.mark.backend_free
+def test_padding_may_count_as_tokens():
+    model = with_weights(text(mask_padding=False, causal=False, pooling="last"))
+    received = model.predict(texts(), verbose=0)
+    unmasked = model.predict(texts(mask=np.ones_like(MASK)), verbose=0)
+    np.testing.assert_array_equal(received["pooled"], unmasked["pooled"])
+    masked = with_weights(text(causal=False, pooling="last"))
+    difference = masked.predict(texts(), verbose=0)["pooled"] - received["pooled"]
+    assert np.abs(difference[0]).max() > 1e-3
+    np.testing.assert_allclose(difference[1], 0, atol=1e-5)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("pooling", "positions"),
+    [("first", [0, 0]), ("last", [2, 4]), ("end_of_text", [2, 4])],
+)
+def test_pooled_is_the_projection_of_a_token(pooling, positions):
+    model = with_weights(text(pooling=pooling, projection_bias=True))
+    received = model.predict(texts(), verbose=0)
+    tokens = received["tokens"][[0, 1], positions]
+    kernel, bias = (np.array(w) for w in model.get_layer("projection").weights)
+    np.testing.assert_allclose(received["pooled"], tokens @ kernel + bias, atol=1e-5)
+    plain = text(pooling=pooling, projection_dim=None)
+    assert plain.output["pooled"].shape == (None, 8)
+
+
+@pytest.mark.backend_free
+def test_map_pooling_reads_no_padding():
+    model = with_weights(text(pooling="map", causal=False))
+    expected = model.predict(texts(), verbose=0)["pooled"]
+    received = model.predict(texts(np.where(MASK, IDS, 4), MASK), verbose=0)["pooled"]
+    np.testing.assert_allclose(received, expected, atol=1e-5)
+
+
+# Experts
+
+
+def test_routing_and_features_by_name(moe):
+    record = keras.Model(moe.input, moe.routing)(texts())["block_1"]
+    dispatched = keras.ops.convert_to_numpy(record.dispatched)
+    assert dispatched.shape == (2, 5, 4)
+    assert not dispatched[~MASK].any()
+    assert (dispatched[MASK].sum(axis=-1) == 2).all()
+    features = keras.Model(moe.input, moe.features)(texts())
+    assert set(features) == {"tokens", "pooled", "block_0", "block_1"}
+
+
+def test_modalities_have_pools_of_experts():
+    model = text(**MOE, num_modalities=2, expert_pools=[[0, 1], [2, 3]])
+    ids = np.array([[0, 1, 0, 0, 0], [1, 1, 0, 0, 1]], "int32")
+    inputs = {**texts(), "modality_ids": ids}
+    record = keras.Model(model.input, model.routing)(inputs)["block_1"]
+    combined = keras.ops.convert_to_numpy(record.combined)
+    for modality, others in ((0, [2, 3]), (1, [0, 1])):
+        served = combined[MASK & (ids == modality)]
+        assert not served[:, others].any()
+        assert served.any(axis=-1).all()
+
+
+def test_every_router_reads_texts():
+    for router in ("soft", "softmax_expert_choice", "sinkhorn_token_choice", "mumoe"):
+        model = text(**MOE, router=router)
+        received = outputs(model, texts())
+        assert received["tokens"].shape == (2, 5, 8)
+        assert np.isfinite(received["pooled"]).all()
+
+
+# Counting, saving, training
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    "kwargs", [{}, MOE, {"pooling": "map", "projection_bias": True}]
+)
+def test_it_is_described_and_laid_out(kwargs):
+    model = text(**kwargs)
+    described = models.describe(model)
+    counts = [int(np.prod(w.shape)) for w in model.trainable_weights]
+    assert described.parameters == sum(counts)
+    assert (described.num_tokens, described.hidden_dim) == (6, 8)
+    assert described.example == "text"
+    by_name = {layer.name: layer for layer in model.layers}
+    for part in described.parts[1:]:
+        weights = by_name[part.name].trainable_weights
+        assert part.parameters == sum(int(np.prod(w.shape)) for w in weights), part
+    rules = distribution.layouts(model, 2, model_parallel=2)
+    assert rules.weights["(.*/)?attention/(query|key|value)/kernel"] == (
+        None,
+        "model",
+        None,
+    )
+    assert any("experts" in rule for rule in rules.weights) == ("moe_layers" in kwargs)
+
+
+@pytest.mark.backend_free
+def test_costs_by_hand():
+    described = models.describe(text())
+    parts = {part.name: part for part in described.parts}
+    assert parts["embedding"][1:] == ("tokens", 26 * 8, 26 * 8, 0)
+    # Attention's four matrices, its scores and sums, and the MLP's two, for 6 tokens.
+    flops = 2 * 6 * 4 * 8 * 8 + 2 * 2 * 6 * 6 * 8 + 2 * 6 * 2 * 8 * 16
+    norms, attention, mlp = 4 * 8, 4 * (8 * 8 + 8), 8 * 16 + 16 + 16 * 8 + 8
+    block = norms + attention + mlp
+    assert parts["block_0"][1:] == ("dense", block, block, flops)
+    assert parts["projection"][1:] == ("dense", 32, 32, 2 * 8 * 4)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="PyTorch alone has weights of no memory"
+)
+def test_the_defaults_are_the_text_tower_of_clip():
+    model = symbolic_model(lambda: TextBackbone(projection_dim=512))
+    # The published number of the text tower with its projection.
+    assert sum(int(np.prod(w.shape)) for w in model.weights) == 63_428_096
+    described = models.describe(model)
+    assert described.parameters == 63_428_096
+    per_block = 24 * 77 * 512**2 + 4 * 77**2 * 512
+    assert described.gflops == (12 * per_block + 2 * 512**2) / 1e9
+
+
+def test_presets_round_trip(moe, tmp_path):
+    moe.save_to_preset(tmp_path / "saved")
+    again = models.from_preset(str(tmp_path / "saved"))
+    assert type(again) is TextBackbone
+    assert again.get_config() == {**moe.get_config(), "name": again.name}
+    expected = outputs(moe, texts())
+    for name, value in outputs(again, texts()).items():
+        np.testing.assert_array_equal(value, expected[name])
+    shorter = models.from_preset(str(tmp_path / "saved"), max_length=5)
+    np.testing.assert_allclose(
+        outputs(shorter, texts())["tokens"], expected["tokens"], atol=1e-6
+    )
+    with pytest.raises(ValueError, match="or of more tokens"):
+        models.from_preset(str(tmp_path / "saved"), max_length=7)
+
+
+@pytest.mark.backend_free
+def test_soft_routers_keep_their_slots_for_shorter_texts(tmp_path):
+    text(**MOE, router="soft").save_to_preset(tmp_path / "saved")
+    shorter = models.from_preset(str(tmp_path / "saved"), max_length=5)
+    assert shorter.predict(texts(), verbose=0)["pooled"].shape == (2, 4)
+
+
+@pytest.mark.backend_free
+def test_overrides_by_flat_names():
+    models.register_presets(
+        {"text_tiny": {
+            "description": "A text tower of two blocks", "backbone": "TextBackbone",
+            "config": {**SIZES, **MOE},
+        }}
+    )  # fmt: skip
+    model = models.from_preset("text_tiny", num_experts=2, causal=False)
+    assert model.moe.num_experts == 2
+    assert not model.get_layer("block_0").token_mixer.causal
+    with pytest.raises(ValueError, match=r"max_lenght=3 \(nearest: max_length"):
+        models.from_preset("text_tiny", max_lenght=3)
+    with pytest.raises(ValueError, match="TextBackbone"):
+        models.from_preset("text_tiny", num_classes=3)
+
+
+@pytest.mark.backend_free
+def test_every_argument_round_trips():
+    kwargs = {
+        "causal": False,
+        "pooling": "end_of_text",
+        "end_of_text_id": 19,
+        "mask_padding": False,
+        "projection_bias": True,
+        "final_norm": False,
+        "activation": "gelu",
+        "dropout_rate": 0.1,
+        "attention_dropout": 0.2,
+        "stochastic_depth": 0.3,
+        "layer_norm_epsilon": 1e-6,
+        "rematerialize": True,
+        "moe": MoEConfig(num_experts=4),
+        "dtype": "mixed_bfloat16",
+    }
+    model = text(**kwargs)
+    config = model.get_config()
+    again = TextBackbone.from_config(config)
+    assert again.get_config() == config
+    for name, value in {**SIZES, **kwargs}.items():
+        if name not in ("moe", "dtype"):
+            assert config[name] == value, name
+    assert again.moe == model.moe
+    block = model.get_layer("block_1")
+    assert (block.stochastic_depth, block.rematerialize) == (0.3, True)
+    assert model.get_layer("block_0").token_mixer._dropout == 0.2
+
+
+@pytest.mark.usefixtures("traced")
+def test_fit():
+    keras.utils.set_random_seed(0)
+    backbone = text(num_layers=1, moe_layers=[0], num_experts=2)
+    pooled = backbone.output["pooled"]
+    model = keras.Model(backbone.input, keras.layers.Dense(2)(pooled))
+    ids = np.random.default_rng(0).integers(1, 19, (16, 5)).astype("int32")
+    labels = (ids[:, 1] > 9).astype("int32")
+    ids[:, 4] = 19
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.3), loss)
+    losses = model.fit(texts(ids), labels, epochs=8, verbose=0).history["loss"]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.backend_free
+def test_low_rank_pairs_and_int8_of_token_ids():
+    model = with_weights(text(num_layers=1))
+    expected = outputs(model, texts())["pooled"]
+    # The tests of images quantise all other layers.
+    model.token_embedding.quantize("int8")
+    assert model.token_embedding.quantization_mode == "int8"
+    received = outputs(model, texts())["pooled"]
+    assert 0 < np.abs(received - expected).max() < 0.2 * np.abs(expected).max()
+    model = text(**MOE)
+    model.enable_lora(2, ["query", "experts", "token_embedding"])
+    assert all("lora" in weight.name for weight in model.trainable_weights)
+
+
+# What is refused
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"pooling": "middle"}, "pooling='middle'"),
+        ({"pooling": None}, "pooling=None"),
+        ({"end_of_text_id": 20}, "end_of_text_id=20"),
+        ({"pooling": "last", "end_of_text_id": 2}, "end_of_text_id=2"),
+        ({"pooling": "map", "end_of_text_id": 2}, "end_of_text_id=2"),
+        ({"vocabulary_size": 0}, "vocabulary_size=0"),
+        ({"max_length": 0}, "max_length=0"),
+        ({"num_heads": 3}, "num_heads=3"),
+        ({"causal": 1}, "causal=1"),
+        ({"mask_padding": None}, "mask_padding=None"),
+        ({"projection_dim": 0}, "projection_dim=0"),
+        ({"projection_dim": None, "projection_bias": True}, "projection_dim=None"),
+        ({"final_norm": 0}, "final_norm=0"),
+        ({**MOE, "expert_pools": [[0, 1], [1, 2]]}, r"\[\[0, 1\], \[1, 2\]\]"),
+        ({**MOE, "expert_pools": [[0, 1], []]}, r"at least one expert.*\[\]"),
+        (
+            {**MOE, "expert_pools": [[0], [1, 2, 3]], "num_selected_experts": 2},
+            r"\[\[0\], \[1, 2, 3\]\]",
+        ),
+    ],
+)
+def test_bad_arguments(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        text(**kwargs)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (texts(np.array([[1, 20]])), "vocabulary_size - 1 = 19; received: 20"),
+        (texts(np.array([[1, -1]])), "received: -1"),
+        (texts(np.ones((1, 7), "int32")), r"max_length=6.*\(1, 7\)"),
+        (texts(np.array([[1, 2], [0, 0]])), "no padding.*text 1"),
+        (texts(np.array([[1.0, 2.0]])), "dtype=float64"),
+        (texts(np.array([1, 2])), r"shape=\(2,\)"),
+        ({**texts(), "padding_mask": MASK[:1]}, r"one shape.*\(1, 5\)"),
+        ({"token_ids": IDS}, "'padding_mask'"),
+        (texts(np.array([[1, 19], [1, 3]])), "end_of_text_id=19.*text 1"),
+    ],
+)
+def test_bad_texts(inputs, message):
+    model = text(end_of_text_id=19, num_layers=1)
+    for method in ("predict", "predict_on_batch", "fit", "evaluate"):
+        with pytest.raises(ValueError, match=message):
+            getattr(model, method)(inputs)
+
+
+@pytest.mark.backend_free
+def test_texts_of_unknown_values_pass():
+    model = text(mask_padding=False)
+    model._check_inputs(texts(np.zeros((2, 3), "int32")))
+    model._check_inputs((row, 1) for row in IDS)
+    with pytest.raises(ValueError, match="max_length=6"):
+        model(texts(np.ones((1, 7), "int32")))
