@@ -45,11 +45,11 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         beta_2_cap: 0.999 of the formula.
         epsilon: added to the squares.
         momentum: 0.9 of the formula; 0 for no first moment.
-        momentum_dtype: of the first moment between updates.
+        momentum_dtype: dtype of the first moment between updates.
         per_expert: regular expression for the whole paths of weights whose first axis
             is never factored.
-        weight_decay: of a weight in an update, decoupled from the gradient; see
-            `ParameterGroups` for what it is multiplied by.
+        weight_decay: share of a weight that an update takes off, decoupled from the
+            gradient; see `ParameterGroups` for its factor.
         **kwargs: `groups` and `peak_learning_rate` of `ParameterGroups`, and what all
             optimizers of Keras take.
 
@@ -145,7 +145,7 @@ class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
         sizes = tuple(variable.shape)[first:]
         if len(sizes) < 2:
             return None
-        # Of equal axes the last, as in optax.
+        # The last of equal axes, as in optax.
         rows, columns = np.argsort(sizes, kind="stable")[-2:]
         if sizes[rows] < self.min_dim_size_to_factor:
             return None

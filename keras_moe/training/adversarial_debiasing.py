@@ -18,7 +18,7 @@ def adversarial_debiasing(
         classifier: a compiled `ImageClassifier`, whose loss, metrics and optimizer
             settings the model takes.
         num_values: values of the sensitive attribute.
-        confusion_weight: see `AttributeAdversary`.
+        confusion_weight: weight of the confusion loss; see `AttributeAdversary`.
 
     Returns:
         A compiled model with the outputs "predictions" and "attribute":

@@ -67,7 +67,7 @@ class BestEpoch(keras.callbacks.Callback):
         """Counts the epochs of a run that began without this callback.
 
         Args:
-            rows: how many epochs its history has.
+            rows: number of epochs in its history.
         """
         self._epochs = rows
 
@@ -110,7 +110,7 @@ class BestEpoch(keras.callbacks.Callback):
         return value > self.value if self.mode == "max" else value < self.value
 
     def get_state(self) -> dict:
-        """What a checkpoint of the run keeps, JSON."""
+        """Returns the state that a checkpoint of the run keeps, JSON."""
         return {
             "value": self.value,
             "row": self.row,
@@ -130,9 +130,9 @@ def check_monitor(
     """Raises ValueError if an argument of `BestEpoch` is out of range.
 
     Args:
-        monitor: as of `BestEpoch`.
-        mode: as of `BestEpoch`.
-        patience: as of `BestEpoch`.
+        monitor: argument of `BestEpoch`.
+        mode: argument of `BestEpoch`.
+        patience: argument of `BestEpoch`.
         mode_name: name of `mode` in the error.
     """
     if not isinstance(monitor, str) or not monitor:

@@ -70,11 +70,11 @@ def save_checkpoint(
 
     Args:
         folder: folder of all checkpoints of a run, or their storage.
-        step: how many steps were made.
+        step: number of steps made.
         groups: variables in the order in which they will be restored, such as
             `{"model": model.variables, "optimizer": model.optimizer.variables}`.
         state: further state, JSON.
-        keep: how many checkpoints stay.
+        keep: number of checkpoints that stay.
         keep_every: those of steps that this divides stay, too.
         keep_steps: those of these steps stay, too.
 

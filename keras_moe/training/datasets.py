@@ -49,10 +49,9 @@ def image_datasets(
         seed: seed of the order and of the augmentation.
         num_classes: the number of classes of the result.
         data_dir: folder of TensorFlow Datasets.
-        start_step: number of batches that were trained on before, for training that
-            goes on.
-        **labels: how `keras_moe.data.load` makes labels: `one_hot`, `multi_label`,
-            `hierarchy`, `max_labels`.
+        start_step: number of batches before, of a run that is resumed.
+        **labels: arguments of `keras_moe.data.load` that make labels: `one_hot`,
+            `multi_label`, `hierarchy`, `max_labels`.
 
     Raises:
         ValueError: as `keras_moe.data.load`, and if no batch can be filled.

@@ -24,8 +24,8 @@ class PeriodicEvaluation(PeriodicCallback):
     the logs, the history and `records`.
 
     Args:
-        evaluators: by name.
-        every: how many epochs or steps lie between.
+        evaluators: callables by name.
+        every: number of epochs or steps between evaluations.
         unit: `"epochs"` or `"steps"`.
         path: a JSON file for `records`, written each time; None for none. Where it
             cannot be written there is a warning, and all of them are tried next time.
@@ -72,10 +72,10 @@ class PeriodicEvaluation(PeriodicCallback):
     def measure(self):
         figures = {}
         for name, evaluator in self.evaluators.items():
-            # As `fit` evaluates.
+            # `fit` evaluates the averages, too.
             with averages_in_place(self.model):
-                found = evaluator(self.model)
-            for key, value in found.items():
+                results = evaluator(self.model)
+            for key, value in results.items():
                 if not isinstance(value, numbers.Real):
                     raise ValueError(
                         f"Expected numbers of the evaluator {name!r}; "
@@ -100,8 +100,8 @@ class FewShot:
         shots: the numbers k of training examples per class.
         l2s: penalties.
         seeds: one draw of the shots for each.
-        num_classes: by default the highest label + 1.
-        batch_size: for data given as arrays.
+        num_classes: number of classes; the highest label + 1 by default.
+        batch_size: size of the batches of data given as arrays.
 
     Returns:
         Called with a model, the mean accuracy over the seeds by k, as `"5_shot"`.

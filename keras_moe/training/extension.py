@@ -1,10 +1,10 @@
-"""Runs that go on after their end, for more epochs or steps."""
+"""Runs that are extended after their end, for more epochs or steps."""
 
 import warnings
 
 from keras_moe.training.recipes import Recipe
 
-# What may be another in a run that is extended: its length, and when it is given up.
+# Settings that may change in a run that is extended: its length, and its patience.
 EXTENDABLE = (
     "schedule.epochs",
     "schedule.steps",
@@ -20,7 +20,7 @@ def check_extension(
 
     `"rsqrt"` and `"constant"` without a cooldown do not depend on the run's length: the
     run is the one that had been longer from its start. So is a run whose
-    `schedule_steps` are as many as it had steps before: it goes on with
+    `schedule_steps` are as many as it had steps before: it continues with
     `final_learning_rate`. Otherwise the schedule is that of the longer run, in which
     the rate is higher at the same step, and there is a warning with both.
 
@@ -28,7 +28,7 @@ def check_extension(
         recipe: the longer run's.
         before: settings of `EXTENDABLE` that were others before, by dotted name.
         steps_per_epoch: batches in an epoch.
-        batches: how many were trained on.
+        batches: number of batches trained on.
 
     Returns:
         Whether there is anything left to train.

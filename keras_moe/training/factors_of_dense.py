@@ -27,7 +27,7 @@ def factors_of_dense(
         experts: a built layer with a bias, whose factors have the shapes.
         noise: standard deviation of what the factors of the first level's experts
             differ by, in parts of what they are.
-        generator: of the noise and of components beyond the matrix's.
+        generator: generator of the noise, and of components beyond the matrix's.
 
     Returns:
         An array for each of `experts.factors`.
@@ -101,7 +101,7 @@ def factors_of_dense(
             factors[levels][:, rank], factors[levels + 1][:, rank] = component(rank)
             core[(*first, rank, rank)] = 1.0
     if noise:
-        # Of expert factors what is not zero; of a whole tensor each matrix.
+        # Noise goes to expert factors that are not zero, or to each matrix of a tensor.
         draw = generator.normal(scale=noise, size=factors[0].shape)
         factors[0] = factors[0] * (1.0 + draw)
     return [factor.astype("float32") for factor in factors]

@@ -92,15 +92,15 @@ def in_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
                 f"Expected multi_label=True with {name}; "
                 f"received: {name}={settings[name]!r}"
             )
-    found: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     for name, value in settings.items():
         section, _, setting = PLACES[name].partition(".")
         if setting:
-            found.setdefault(section, {})[setting] = value
+            sections.setdefault(section, {})[setting] = value
         elif name == "model_arguments":
-            found.setdefault(section, {}).update(value)
+            sections.setdefault(section, {}).update(value)
         else:
-            found[section] = value
+            sections[section] = value
     if multi_label:
-        found.setdefault("objective", {})["name"] = "multi_label"
-    return found
+        sections.setdefault("objective", {})["name"] = "multi_label"
+    return sections

@@ -30,7 +30,7 @@ class PrecisionAt1(keras.metrics.Mean):
         sparse_labels: whether labels are numbers of classes (B, L), padded with -1;
             otherwise vectors (B, C), positive for the example's classes.
         name: the metric's name.
-        dtype: see `keras.metrics.Metric`.
+        dtype: dtype of the metric's variables.
 
     Example:
 
@@ -82,7 +82,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
 
     Args:
         num_classes: C.
-        num_bins: into which logits are put.
+        num_bins: number of bins of logits.
         max_logit: bins are equal parts of [-max_logit, max_logit], and logits beyond
             fall into the outermost.
         from_logits: whether predictions are logits; otherwise probabilities, of which
@@ -90,7 +90,7 @@ class MeanAveragePrecision(keras.metrics.Metric):
         sparse_labels: whether labels are numbers of classes (B, L), padded with -1;
             otherwise vectors (B, C), positive for the example's classes.
         name: the metric's name.
-        dtype: see `keras.metrics.Metric`.
+        dtype: dtype of the metric's variables.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -174,9 +174,9 @@ class MeanAveragePrecision(keras.metrics.Metric):
             ops.flip(ops.reshape(ops.convert_to_tensor(counts), shape), axis=1)
             for counts in (self.positives, self.examples)
         )
-        found, every = ops.cumsum(positives, axis=1), ops.cumsum(examples, axis=1)
-        precision = ops.where(every > 0, found / ops.maximum(every, 1e-30), 0.0)
-        total = found[:, -1]
+        hits, every = ops.cumsum(positives, axis=1), ops.cumsum(examples, axis=1)
+        precision = ops.where(every > 0, hits / ops.maximum(every, 1e-30), 0.0)
+        total = hits[:, -1]
         values = ops.sum(precision * positives, axis=1) / ops.where(
             total > 0, total, 1.0
         )

@@ -21,8 +21,8 @@ class NonFiniteLoss(ValueError):
     """A loss, or weights, with NaN or Inf.
 
     Args:
-        step: how many steps were made when it was seen.
-        message: what was seen.
+        step: number of steps made when it was seen.
+        message: words of the error.
         since: the first step that may be to blame.
 
     Example:
@@ -39,7 +39,7 @@ class NonFiniteLoss(ValueError):
 
 
 class NonFinite(NamedTuple):
-    """What is not finite, and where it was so first.
+    """The first value that is not finite, and its place.
 
     Attributes:
         what: `"weights"`, before the step; `"inputs"` of the model; `"input"` or
@@ -66,7 +66,7 @@ class StopOnNonFinite(ProgressCallback):
     by a thread of its own while the next steps are computed.
 
     Args:
-        first_step: how many steps were made before `fit`.
+        first_step: number of steps made before `fit`.
 
     Example:
 
@@ -112,8 +112,8 @@ def locate_non_finite(
     """Finds where a training step first has NaN or Inf.
 
     The model is called op by op as in training, and every layer's inputs and outputs
-    are looked at, nested ones before those that they are in. What is recomputed in the
-    backward pass (`rematerialize=True`) is looked at from outside only.
+    are looked at, nested ones before those that they are in. Layers that the backward
+    pass recomputes (`rematerialize=True`) are looked at from outside only.
 
     The model is left as it was.
 
@@ -153,8 +153,8 @@ def locate_non_finite(
     with restored(model.variables):
         with watch.layers_of(model):
             y_pred = _in_training(model, x)
-        if watch.found is not None:
-            return watch.found
+        if watch.first is not None:
+            return watch.first
         loss = model.compute_loss(x=x, y=ops.convert_to_tensor(y), y_pred=y_pred)
         if not _is_finite(loss):
             return NonFinite("loss", "")
@@ -232,7 +232,7 @@ class _Watch:
     """The first non-finite value among the layers' inputs and outputs."""
 
     def __init__(self):
-        self.found = None
+        self.first = None
         # Layers in the order in which they came to their end, and their paths.
         self.order = []
         self._within = []
@@ -269,8 +269,8 @@ class _Watch:
         return watched
 
     def _look(self, what, path, values):
-        if self.found is None and not all(map(_is_finite, tree.flatten(values))):
-            self.found = NonFinite(what, path)
+        if self.first is None and not all(map(_is_finite, tree.flatten(values))):
+            self.first = NonFinite(what, path)
 
 
 class GradientProbe(keras.optimizers.Optimizer):

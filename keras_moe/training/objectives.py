@@ -1,4 +1,4 @@
-"""What a model learns: labels, loss, metrics, and the metric that counts.
+"""Objectives of training: labels, loss, metrics, and the metric that counts.
 
 An objective is a section of a recipe, and a class that registers itself by a name, so
 that those of others stand beside these.
@@ -140,7 +140,7 @@ class Objective(Section):
             seed: seed of order and augmentation.
             data_dir: folder of TensorFlow Datasets.
             start_step: number of batches that were trained on before. Batch n must
-                follow from the settings and n alone, or a run cannot go on exactly.
+                follow from the settings and n alone, or no run can be resumed exactly.
         """
         raise NotImplementedError
 

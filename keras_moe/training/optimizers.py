@@ -41,7 +41,7 @@ OPTIMIZERS = {
 
 
 def optimizer_class(name: str) -> type:
-    """The class of an optimizer, with the arguments of `ParameterGroups` besides.
+    """Returns the class of an optimizer, with the arguments of `ParameterGroups`.
 
     Args:
         name: `"vitg_adafactor"` for `ViTGAdafactor`, or of an optimizer of Keras, such
@@ -69,7 +69,7 @@ def make_optimizer(name: str, options: dict, **arguments: Any) -> Any:
     """An optimizer by name.
 
     Args:
-        name: as for `optimizer_class`.
+        name: name that `optimizer_class` takes.
         options: arguments of that class alone.
         **arguments: that all of them have.
 

@@ -16,8 +16,8 @@ from keras_moe.checks import (
 )
 from keras_moe.compat import count_batches, moving_averages, rate_or_schedule
 
-# What a group may match by name. Weights of muMoE layers have factors for kernels: of
-# these only the gate has a kernel.
+# Kinds of weights that a group may match by name. The weights of muMoE layers are
+# factors: the gate alone has a kernel.
 NAMED_GROUPS = {
     "experts": r"(.*/)?((zero_computation_)?experts|moe/(hidden|output))/.*",
     "router": r"(.*/)?(router|moe/gate)/.*",
@@ -28,7 +28,7 @@ NAMED_GROUPS = {
 
 
 class Factors(NamedTuple):
-    """What a weight's learning rate and weight decay are multiplied by."""
+    """Factors of a weight's learning rate and weight decay."""
 
     learning_rate: float = 1.0
     weight_decay: float = 1.0
@@ -72,8 +72,9 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
     """The factors of each weight.
 
     Args:
-        groups: as for `ParameterGroups`. The first that matches a path counts.
-        paths: of the weights.
+        groups: groups as `ParameterGroups` takes them; the first that matches a path
+            counts.
+        paths: paths of the weights.
 
     Returns:
         `Factors` for each path.
@@ -89,12 +90,12 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
     >>> group_factors(groups, ["predictions/bias", "mlp/hidden/kernel"])[0]
     Factors(learning_rate=10.0, weight_decay=1.0)
     """
-    found: list[Factors | None] = [None] * len(paths)
+    factors: list[Factors | None] = [None] * len(paths)
     for group in groups:
         match = group["match"]
         pattern = re.compile(NAMED_GROUPS.get(match, match))
         matched = [i for i, path in enumerate(paths) if pattern.fullmatch(path)]
-        new = [i for i in matched if found[i] is None]
+        new = [i for i in matched if factors[i] is None]
         if not new:
             if matched:
                 reason = f"its {len(matched)} weights are in groups before it"
@@ -107,8 +108,8 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
                 f"received: match={match!r} ({reason})"
             )
         for index in new:
-            found[index] = Factors(*(group.get(x, 1.0) for x in Factors._fields))
-    return [factors or Factors() for factors in found]
+            factors[index] = Factors(*(group.get(x, 1.0) for x in Factors._fields))
+    return [x or Factors() for x in factors]
 
 
 class ParameterGroups:
@@ -128,13 +129,13 @@ class ParameterGroups:
             have, 1 by default. The first group that matches counts. Weights of no
             group have factors of 1. With a learning rate of 0 weights stay as they
             are.
-        peak_learning_rate: with it a step takes `weight_decay * learning_rate /
-            peak_learning_rate` of a weight, whatever its group's learning rate, as
-            big_vision's optimizers do. By default it takes `weight_decay *
-            learning_rate`, as those of Keras and PyTorch do, and its group's learning
-            rate is a factor of that, too.
-        *args: of the optimizer.
-        **kwargs: of the optimizer.
+        peak_learning_rate: highest learning rate of the schedule, or None. With it a
+            step takes `weight_decay * learning_rate / peak_learning_rate` of a weight,
+            whatever its group's learning rate, as big_vision's optimizers do. By
+            default it takes `weight_decay * learning_rate`, as those of Keras and
+            PyTorch do, and its group's learning rate is a factor of that, too.
+        *args: arguments of the optimizer.
+        **kwargs: arguments of the optimizer.
 
     Raises:
         ValueError: if a group is not well formed, or, once the weights are known, if a
@@ -180,7 +181,7 @@ class ParameterGroups:
         if not self.weight_decay:
             return
         for factor, members in self._by_factor(variables, self._decay_factor):
-            # What the optimizer decays by is the learning rate, times this.
+            # The optimizer decays by the learning rate, times this.
             self._rate_scale = factor
             try:
                 super()._apply_weight_decay(members)

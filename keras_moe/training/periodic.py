@@ -1,4 +1,4 @@
-"""What is measured now and then while a model is trained, and leaves no trace in it."""
+"""Measurements at regular intervals while a model trains, which leave it unchanged."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ class PeriodicCallback(ProgressCallback):
     and without.
 
     Args:
-        every: how many epochs or steps lie between.
+        every: number of epochs or steps between measurements.
         unit: `"epochs"` or `"steps"`.
 
     Attributes:
@@ -71,13 +71,13 @@ class PeriodicCallback(ProgressCallback):
             self._measure_if_due(step)
         elif (epoch + 1) % self.every == 0:
             self._measure(step)
-        # Of several in an epoch the last.
+        # The last of several in an epoch.
         last = self.records[-1] if self.records else {"epoch": 0}
         if logs is not None and last["epoch"] == epoch + 1:
             logs.update({k: v for k, v in last.items() if k not in ("epoch", "step")})
 
     def get_state(self) -> dict:
-        """What a checkpoint of the run keeps, JSON."""
+        """Returns the state that a checkpoint of the run keeps, JSON."""
         return {
             "measured": self._measured,
             "records": list(self.records),
@@ -111,7 +111,7 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     Within it, the variables of a model that `fit` trains on JAX have their values.
 
     Args:
-        model: in training.
+        model: model in training.
 
     Example:
 
@@ -146,11 +146,11 @@ def written_if_possible(path: str | os.PathLike) -> Iterator[None]:
 
     >>> import warnings
     >>> from keras_moe.training.periodic import written_if_possible
-    >>> with warnings.catch_warnings(record=True) as told:
+    >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     with written_if_possible("figures.csv"):
     ...         raise OSError("No space left on device")
-    >>> str(told[0].message)
+    >>> str(caught[0].message)
     'figures.csv could not be written: No space left on device; the run goes on'
     """
     try:

@@ -58,7 +58,7 @@ class Progress:
         return self._before_epoch + batch + 1
 
     def hand_to(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
-        """Makes callbacks of a run read this count in the place of their own.
+        """Makes callbacks of a run read this count instead of their own.
 
         Args:
             callbacks: any callbacks; those that count no steps are left alone.

@@ -48,8 +48,8 @@ class Recipe:
             `MultiLabel` or one of your own.
         seed: seed of weights, noise, order and augmentation.
         description: a line about it.
-        reference: where the settings are published.
-        notes: what differs from there.
+        reference: source of the published settings.
+        notes: differences from there.
 
     Raises:
         ValueError: if a setting is unknown or out of range, or is not JSON.
@@ -165,13 +165,13 @@ class Recipe:
 
     def settings(self) -> dict[str, Any]:
         """All settings by their dotted names, JSON-serialisable."""
-        found = {}
+        settings = {}
         for name, value in self.to_dict().items():
             if name in SECTIONS:
-                found |= {f"{name}.{key}": item for key, item in value.items()}
+                settings |= {f"{name}.{key}": item for key, item in value.items()}
             else:
-                found[name] = value
-        return found
+                settings[name] = value
+        return settings
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes a JSON file that `load_recipe` reads, as a whole or not at all.
@@ -273,23 +273,22 @@ class Recipe:
         return model
 
     def callbacks(self, start_step: int = 0) -> list[keras.callbacks.Callback]:
-        """What `fit` needs besides the compiled model: callbacks, put before others.
+        """Returns the callbacks that `fit` needs besides the compiled model, put first.
 
         With `steps` the run ends at the last one, within an epoch if need be. With
         `ema_momentum` the averages of the weights take the weights' place for each
         evaluation, and at the end.
 
         Args:
-            start_step: how many batches were trained on before, for training that goes
-                on.
+            start_step: number of batches before, of a run that is resumed.
         """
-        found: list[keras.callbacks.Callback] = []
+        callbacks: list[keras.callbacks.Callback] = []
         if self.schedule.steps is not None:
             batches = self.schedule.steps * self._accumulated
-            found.append(StopAfterBatches(batches, start_step))
+            callbacks.append(StopAfterBatches(batches, start_step))
         if self.optimizer.ema_momentum is not None:
-            found.append(EvaluateAverages())
-        return found
+            callbacks.append(EvaluateAverages())
+        return callbacks
 
     def best_epoch(self) -> BestEpoch | None:
         """The callback that compares epochs, put after others; None if none should."""
@@ -309,8 +308,7 @@ class Recipe:
         Args:
             model: the model, whose inputs they fit.
             data_dir: folder of TensorFlow Datasets.
-            start_step: how many batches were trained on before, for training that
-                goes on.
+            start_step: number of batches before, of a run that is resumed.
 
         Raises:
             ValueError: as `keras_moe.data.load`, and if no batch can be filled.

@@ -1,4 +1,4 @@
-"""Whether the routers do well: a probe now and then, and a warning on collapse.
+"""Health of the routers: a probe at regular intervals, a warning on collapse.
 
 Axes: B batch, N tokens, E experts.
 """
@@ -51,13 +51,13 @@ class RouterHealth(PeriodicCallback):
     `router/entropy`, `router/dead`, `router/dropped` (of the choices; of the tokens
     where these do not choose), and the mean over layers `router/max_gate`.
 
-    A file that cannot be written is a warning, and the run goes on; its figures are
+    A file that cannot be written is a warning, and the run continues; its figures are
     written with the next ones.
 
     Args:
-        images: (B, height, width, channels), the probe. As many as in a training step
-            meet the capacity of training.
-        every: how many epochs or steps lie between.
+        images: (B, height, width, channels), the probe. A batch of training's size
+            meets the capacity of training.
+        every: number of epochs or steps between probes.
         unit: `"epochs"` or `"steps"`.
         training: whether to route as in training, with its capacity, noise and dropout,
             the noise being the same each time; or as at inference, where nothing is
@@ -110,7 +110,7 @@ class RouterHealth(PeriodicCallback):
                 f"Expected at least as many images as the {devices} devices that share "
                 f"a batch; received: shape={tuple(shape)}"
             )
-        # As many on each.
+        # Each device has the same number.
         self.images = np.asarray(images)[: shape[0] - shape[0] % devices]
         self.training = check_bool("training", training)
         self.csv_path, self.tensorboard = csv_path, tensorboard
@@ -244,13 +244,13 @@ class _RoutingProbe(keras.Model):
         for number, variable in enumerate(self.records.non_trainable_variables):
             if variable.path.endswith("seed_generator_state"):
                 variable.assign(ops.cast([number, 0], variable.dtype))
-        found = self.predict_on_batch(images)
-        return {name: (found[name], self.selected[name]) for name in self.selected}
+        records = self.predict_on_batch(images)
+        return {name: (records[name], self.selected[name]) for name in self.selected}
 
 
 def _num_selected_experts(model, name):
     backbone = getattr(model, "backbone", model)
-    # Of muMoE in a head or a token mixer, all experts take part.
+    # In a head or a token mixer of muMoE all experts take part.
     if name == "head" or "/" in name:
         return None
     block = backbone.get_layer(name)
@@ -258,22 +258,22 @@ def _num_selected_experts(model, name):
     return getattr(router, "num_selected_experts", None)
 
 
-def _row(name, found):
-    shares = found.expert_shares
+def _row(name, figures):
+    shares = figures.expert_shares
     return {
         "layer": name,
-        "load_entropy": found.load_entropy,
+        "load_entropy": figures.load_entropy,
         "largest_share": float(shares.max()),
         "dead_experts": float((shares < DEAD / len(shares)).mean()),
-        "dropped_tokens": found.dropped_tokens,
-        "dropped_choices": found.dropped_choices,
-        "mean_max_gate": found.mean_max_gate,
+        "dropped_tokens": figures.dropped_tokens,
+        "dropped_choices": figures.dropped_choices,
+        "mean_max_gate": figures.mean_max_gate,
         "expert_shares": [float(share) for share in shares],
     }
 
 
 def _scalars(row):
-    """What TensorBoard shows of a row, by tag."""
+    """Returns the figures of a row that TensorBoard shows, by tag."""
     name = f"router/{row['layer']}"
     figures = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}
     for expert, share in enumerate(row["expert_shares"]):

@@ -31,7 +31,7 @@ _SHORT_RUN = 1000
 
 
 class Training(NamedTuple):
-    """What training gave.
+    """The result of training.
 
     Attributes:
         model: the trained model. The `class_names` of its preprocessor are those of the
@@ -67,8 +67,8 @@ def train(
     """Trains a model as a recipe says.
 
     The same recipe gives the same weights on one machine and backend: it sets all of
-    Keras's random seeds. With `checkpoint_dir` a run that was ended, by whatever, goes
-    on where its newest checkpoint is when it is started again, and comes to the same
+    Keras's random seeds. With `checkpoint_dir` a run that was ended, by whatever,
+    resumes from its newest checkpoint when it is started again, and comes to the same
     weights and history as one that was not; see `RunCheckpoint`.
 
     A loss that is not finite ends the run. The steps since the last checkpoint are
@@ -76,27 +76,27 @@ def train(
 
     Args:
         recipe: the settings.
-        datasets: images of your own, in the place of the recipe's. Or a function to
+        datasets: images of your own instead of the recipe's. Or a function to
             them from the number of steps that were made, whose `train` begins after as
             many batches and does not end; checkpoints need this.
-        data_dir: of TensorFlow Datasets.
-        callbacks: for `fit`; or a function from the model and the `Datasets` to them,
-            such as `RouterHealth` needs for its images.
-        verbose: for `fit`.
+        data_dir: folder of TensorFlow Datasets.
+        callbacks: callbacks for `fit`; or a function from the model and the `Datasets`
+            to them, such as `RouterHealth` needs for its images.
+        verbose: argument of `fit`.
         checkpoint_dir: a folder for the checkpoints of this run.
         checkpoint_every: steps between checkpoints; None is one at each epoch's end.
-        keep_checkpoints: how many stay.
+        keep_checkpoints: number of checkpoints that stay.
         keep_every: those of steps that this divides stay, too, for branches and soups.
-        resume: whether a run whose checkpoints are there goes on; if not, they are
+        resume: whether a run whose checkpoints exist is resumed; if not, they are
             removed.
         branch_from: a checkpoint of another run, with which this one begins; see
             `RunCheckpoint` and `cooldown_branch`.
-        extend: whether the run in `checkpoint_dir` may go on, also after its end, with
-            a recipe of more `epochs` or `steps`, another `schedule_steps` or another
-            `patience`. It goes on from its newest checkpoint, the learning rate is that
-            of the longer schedule, and there is a warning if that is another than
-            before: `schedule_steps` leaves it as it was. Where a run of `steps` ended
-            within an epoch, the rest of it is a further row of the history.
+        extend: whether the run in `checkpoint_dir` may continue, also after its end,
+            with a recipe of more `epochs` or `steps`, other `schedule_steps` or more
+            `patience`. It resumes from its newest checkpoint with the learning rate of
+            the longer schedule; a warning says if that differs from before, where
+            `schedule_steps` leaves it as it was. Where a run of `steps` ended within
+            an epoch, the rest of the epoch is a further row of the history.
 
     Returns:
         A `Training`: the model, the history and the objective's headline metric.
@@ -160,7 +160,7 @@ def train(
                 recipe, checkpoint.changed, run.steps_per_epoch, first_step
             )
         if checkpoint.finished:
-            # As at the end of `fit`: averages take the weights' place.
+            # Averages take the weights' place, as at the end of `fit`.
             model.optimizer.finalize_variable_values(model.trainable_weights)
             return _training(model, checkpoint.history, recipe, checkpoint)
     images = run.datasets(first_step)
@@ -207,7 +207,7 @@ def train(
 
 
 class _Run:
-    """What a recipe begins with, and its batches from any step on."""
+    """The model that a recipe begins with, and its batches from any step on."""
 
     def __init__(self, recipe, datasets, data_dir):
         self.recipe, self.own_datasets, self.data_dir = recipe, datasets, data_dir
@@ -215,7 +215,7 @@ class _Run:
         self._opened = {}
 
     def new_model(self):
-        """The compiled model at step 0, in the place of the last one."""
+        """Returns the compiled model at step 0; the last one is dropped."""
         recipe = self.recipe
         # One at a time is in memory.
         self.model = None
@@ -233,7 +233,7 @@ class _Run:
         return self.model
 
     def datasets(self, step):
-        """The batches after so many steps."""
+        """Returns the batches after so many steps."""
         if isinstance(self.own_datasets, Datasets):
             return self.own_datasets
         if step not in self._opened:
@@ -245,7 +245,7 @@ class _Run:
         return self._opened[step]
 
     def batches(self, step):
-        """The batches after so many steps, as NumPy arrays, without end."""
+        """Yields the batches after so many steps, as NumPy arrays, without end."""
         while True:
             for batch in self.datasets(step).train:
                 x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -280,7 +280,7 @@ def _diagnosis(error, run, checkpoint, verbose):
 
 
 def _has_all_weights():
-    """Whether this process does: of several, one that trains with no distribution."""
+    """Whether this process has all weights: alone, or without a distribution."""
     return keras.distribution.distribution() is None or process_count() == 1
 
 

@@ -1,4 +1,4 @@
-"""The callback that saves a run while it goes on, and lets it go on after its end."""
+"""The callback that saves a run at regular intervals, and resumes it."""
 
 import dataclasses
 import importlib
@@ -40,8 +40,8 @@ class RunCheckpoint(keras.callbacks.Callback):
     Weights, the optimizer's variables, seeds of layers, running means of the metrics,
     Python's and NumPy's random state, the history, and the state of other callbacks,
     if they have the methods `get_state`, which returns JSON, and `set_state`. A run
-    that goes on from there, with batches from `step` on, is the run that never
-    stopped: bit for bit, where the backend computes the same twice.
+    that is resumed there, with batches from `step` on, is the run that never stopped:
+    bit for bit, where the backend computes the same twice.
 
     A checkpoint that cannot be written leaves those before as they are. There is a
     warning, and the next one is tried; for the last one of the run an error. Weights
@@ -53,13 +53,13 @@ class RunCheckpoint(keras.callbacks.Callback):
         steps_per_epoch: steps in an epoch.
         every: steps between checkpoints; None saves at the end of each epoch. The end
             of the run is saved always.
-        keep: how many checkpoints stay.
+        keep: number of checkpoints that stay.
         keep_every: those of steps that this divides stay, too, for branches and soups.
         settings: JSON, such as a recipe's `settings()`. A run with others is refused.
         restart: whether to remove the checkpoints that are there, and begin anew.
         branch_from: the folder of another run's checkpoint, such as
             `"runs/long/checkpoints/step-00650000"`. Where `folder` has no checkpoint
-            yet, the run goes on from there, whatever the other's settings, and its
+            yet, the run resumes from there, whatever the other's settings, and its
             history begins.
         best: the callback that compares epochs, one of those in `around`. The
             checkpoint of the best epoch is then written at its end and stays beside
@@ -114,7 +114,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.steps_per_epoch = check_integer("steps_per_epoch", steps_per_epoch)
         self.every = None if every is None else check_integer("every", every)
         self.retention = Retention(keep, keep_every).check()
-        # As a checkpoint gives them back.
+        # The form in which a checkpoint gives them back.
         self.settings = json.loads(json.dumps(dict(settings or {})))
         self.restart = restart
         self.branch_from = branch_from
@@ -130,7 +130,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         self.may_differ = may_differ
         # Old values of settings that are others now.
         self.changed = {}
-        self._found = None
+        self._restored = None
         self._moved = False
         self._begins_metrics = False
         self._callbacks = []
@@ -138,8 +138,8 @@ class RunCheckpoint(keras.callbacks.Callback):
     def restore(self, model: keras.Model) -> int:
         """Gives a compiled model the state of the newest checkpoint that is whole.
 
-        Of a checkpoint within an epoch the metrics' running means are restored when
-        `fit` begins. On TensorFlow they are not there before the first batch: call
+        Within an epoch, the metrics' running means are restored when `fit` begins. On
+        TensorFlow they do not exist before the first batch: call
         `model.evaluate(..., steps=1)` once before.
 
         Args:
@@ -154,31 +154,31 @@ class RunCheckpoint(keras.callbacks.Callback):
         """
         self.storage.clean(everything=self.restart)
         # Not looked for: another process may still be removing them.
-        found = None if self.restart else self.storage.newest()
-        # Only once: a run that is restored again goes on.
+        checkpoint = None if self.restart else self.storage.newest()
+        # Only once: a run that is restored again keeps its checkpoints.
         self.restart = False
-        if found is None and self.branch_from is None:
+        if checkpoint is None and self.branch_from is None:
             return 0
-        if found is None:
-            found = open_checkpoint(self.branch_from)
-            _check_state(found)
+        if checkpoint is None:
+            checkpoint = open_checkpoint(self.branch_from)
+            _check_state(checkpoint)
             # Neither what that run measured is this one's, nor its place in an epoch.
             begun = {"finished": False, "history": {}, "callbacks": {}, "best": None}
-            state = {**found.state, **begun}
-            found = dataclasses.replace(found, state=state)
+            state = {**checkpoint.state, **begun}
+            checkpoint = dataclasses.replace(checkpoint, state=state)
             self._begins_metrics = True
         else:
-            self._check(found)
-        state = found.state
+            self._check(checkpoint)
+        state = checkpoint.state
         model.optimizer.build(model.trainable_variables)
-        found.storage.restore(found, _groups(model))
-        self._found, self.last = found, found.path
-        self.progress.step, self.finished = found.step, state["finished"]
+        checkpoint.storage.restore(checkpoint, _groups(model))
+        self._restored, self.last = checkpoint, checkpoint.path
+        self.progress.step, self.finished = checkpoint.step, state["finished"]
         self.history = {name: list(values) for name, values in state["history"].items()}
         self.best_step, self.best_row = state.get("best") or (None, None)
         # After its end a run that is extended has the metrics of its last test.
         self._begins_metrics |= self.finished
-        return found.step
+        return checkpoint.step
 
     def restore_best(self, model: keras.Model) -> bool:
         """Gives a compiled model the weights of the best epoch, once `fit` is over.
@@ -200,12 +200,12 @@ class RunCheckpoint(keras.callbacks.Callback):
             )
             return False
         try:
-            found = self.storage.open(self.storage.path_of(self.best_step))
+            checkpoint = self.storage.open(self.storage.path_of(self.best_step))
         except ValueError as error:
             warnings.warn(f"The model is that of the last epoch: {error}", stacklevel=2)
             return False
-        self.storage.restore(found, _groups(model))
-        # As at the end of `fit`: averages take the weights' place.
+        self.storage.restore(checkpoint, _groups(model))
+        # Averages take the weights' place, as at the end of `fit`.
         model.optimizer.finalize_variable_values(model.trainable_weights)
         return True
 
@@ -223,8 +223,8 @@ class RunCheckpoint(keras.callbacks.Callback):
         """
         self._callbacks = list(callbacks)
         self.progress.hand_to(self._callbacks)
-        if self._found is not None:
-            states = self._found.state["callbacks"]
+        if self._restored is not None:
+            states = self._restored.state["callbacks"]
             for name, callback in self._with_state():
                 if name in states:
                     callback.set_state(states[name])
@@ -232,13 +232,13 @@ class RunCheckpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         # `fit` has reset the metrics just before.
-        found, self._found = self._found, None
-        if found is None:
+        checkpoint, self._restored = self._restored, None
+        if checkpoint is None:
             return
         if self.is_within_epoch and not self._begins_metrics:
             metrics = {"metrics": self.model.metrics_variables}
-            found.storage.restore(found, metrics)
-        _set_random_state(found.state["random"])
+            checkpoint.storage.restore(checkpoint, metrics)
+        _set_random_state(checkpoint.state["random"])
 
     def on_epoch_end(self, epoch, logs=None):
         for name, value in (logs or {}).items():
@@ -301,9 +301,9 @@ class RunCheckpoint(keras.callbacks.Callback):
             # Not before: the one of the best epoch until now must not be removed.
             self.best_step, self.best_row = best
 
-    def _check(self, found: Checkpoint):
-        _check_state(found)
-        state = found.state
+    def _check(self, checkpoint: Checkpoint):
+        _check_state(checkpoint)
+        state = checkpoint.state
         pairs = [("steps_per_epoch", state["steps_per_epoch"], self.steps_per_epoch)]
         saved = saved_settings(state["settings"], self.settings)
         pairs += [
@@ -329,7 +329,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         old, new = state["versions"], _versions()
         if old != new:
             warnings.warn(
-                f"The checkpoint in {found.path} was made with {old}, and this is "
+                f"The checkpoint in {checkpoint.path} was made with {old}, and this is "
                 f"{new}: the run goes on, but not bit for bit",
                 stacklevel=3,
             )
@@ -376,12 +376,12 @@ class _First(keras.callbacks.Callback):
             self.stopped = self.model.stop_training = False
 
 
-def _check_state(found):
-    missing = sorted(_STATE - set(found.state))
+def _check_state(checkpoint):
+    missing = sorted(_STATE - set(checkpoint.state))
     if missing:
         raise ValueError(
-            f"Expected a checkpoint that RunCheckpoint has written in {found.path}; "
-            f"received: a state without {', '.join(missing)}"
+            f"Expected a checkpoint that RunCheckpoint has written in "
+            f"{checkpoint.path}; received: a state without {', '.join(missing)}"
         )
 
 

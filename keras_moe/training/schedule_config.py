@@ -30,7 +30,7 @@ class ScheduleConfig(Section):
     Args:
         learning_rate: the learning rate at the end of the warm-up.
         epochs: passes over the training images, or None where there are `steps`.
-        steps: steps in the place of `epochs`.
+        steps: number of steps, instead of `epochs`.
         warmup_steps: steps in which the learning rate rises linearly from 0.
         decay: `"cosine"` or `"linear"`, to `final_learning_rate` at the last step;
             `"rsqrt"`, a reciprocal square root, or `"constant"`.
@@ -40,7 +40,7 @@ class ScheduleConfig(Section):
             `"constant"` falls linearly to `final_learning_rate`.
         final_learning_rate: the learning rate after the last step of the schedule.
         schedule_steps: steps of the schedule, where it is not as long as the run: after
-            them the run goes on with `final_learning_rate`. None for all its steps.
+            them the run continues with `final_learning_rate`. None for all its steps.
         monitor: a metric of the history by which epochs are compared; None for the
             objective's headline metric.
         monitor_mode: `"max"` or `"min"`, see `BestEpoch`.

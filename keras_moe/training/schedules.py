@@ -11,7 +11,7 @@ from keras_moe.checks import (
 )
 
 DECAYS = ("cosine", "linear", "rsqrt", "constant")
-# Of these the run's length changes nothing before the cooldown.
+# The run's length changes nothing in these before the cooldown.
 OPEN_ENDED = ("rsqrt", "constant")
 
 
@@ -23,8 +23,8 @@ class WarmupLinearDecay(keras.optimizers.schedules.LearningRateSchedule):
 
     Args:
         peak: the learning rate at the end of the warm-up.
-        total_steps: at this step and after it the rate is `final`.
-        warmup_steps: how many steps it rises.
+        total_steps: first step at which the rate is `final`.
+        warmup_steps: number of steps for which it rises.
         final: the last learning rate.
 
     Call arguments:
@@ -76,16 +76,16 @@ class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
         peak / sqrt(1 + (step - w) / s)          for w <= step <= T - n
         on a line to `final`                     for T - n <= step <= T
 
-    What comes before the cooldown does not depend on T: from any checkpoint a run may
-    go on, or branch off into a cooldown.
+    The rate before the cooldown does not depend on T: from any checkpoint a run may be
+    resumed, or branch off into a cooldown.
 
     Args:
         peak: the learning rate at the end of the warm-up.
         total_steps: the last step of the cooldown.
-        warmup_steps: how many steps it rises.
-        timescale: how many steps after the warm-up the rate is peak / sqrt(2); None
-            for a constant rate.
-        cooldown_steps: how many steps it falls on a line; 0 for no cooldown.
+        warmup_steps: number of steps for which it rises.
+        timescale: number of steps after the warm-up at which the rate is
+            peak / sqrt(2); None for a constant rate.
+        cooldown_steps: number of steps for which it falls linearly; 0 for no cooldown.
         final: the learning rate after the cooldown.
 
     Call arguments:
@@ -175,11 +175,12 @@ def warmup_schedule(
             reciprocal square root; or `"constant"`.
         peak: the learning rate at the end of the warm-up.
         total_steps: the run's.
-        warmup_steps: how many of these it rises.
+        warmup_steps: number of these in which it rises.
         final: the learning rate after the last step; with `"rsqrt"` and `"constant"`
             of the cooldown.
-        timescale: of `"rsqrt"`: see `WarmupCooldown`.
-        cooldown_steps: how many steps of `"rsqrt"` and `"constant"` fall on a line.
+        timescale: timescale of `"rsqrt"`, see `WarmupCooldown`.
+        cooldown_steps: number of steps in which `"rsqrt"` and `"constant"` fall
+            linearly.
 
     Returns:
         The schedule.
@@ -245,7 +246,7 @@ def check_cooldown(decay: str, cooldown_steps: int, final: float) -> None:
 def check_length(
     steps: int, total: int, decay: str, cooldown_steps: int, final: float
 ) -> None:
-    """Raises ValueError if a run goes on after its schedule and learns nothing."""
+    """Raises ValueError if a run continues after its schedule and learns nothing."""
     falls = decay not in OPEN_ENDED or cooldown_steps
     if steps < total and falls and not final:
         raise ValueError(

@@ -20,7 +20,7 @@ from keras_moe.training.storage import is_remote
 
 
 class Soup(NamedTuple):
-    """What went into a soup.
+    """The ingredients of a soup.
 
     Attributes:
         ingredients: positions of checkpoints in the order in which they were added; one
@@ -52,13 +52,13 @@ def greedy_soup(
     number of checkpoints, and a third while one is read that is no `.weights.h5`.
 
     Args:
-        model: of the checkpoints' shapes. It ends up with the soup's weights, or, if
-            there is an error, with those that it had. Its optimizer is left alone.
+        model: model of the checkpoints' shapes. It ends up with the soup's weights, or,
+            if there is an error, with those that it had. Its optimizer is left alone.
         checkpoints: files `.weights.h5` or `.keras`, folders of `save_to_preset` or of
             a run's checkpoints, or lists of arrays as `model.get_weights()` gives them,
             in any mixture.
-        metric: from the model, with a checkpoint's or a soup's weights, to a number of
-            which more is better, on validation data.
+        metric: function of the model, with a checkpoint's or a soup's weights, to a
+            number of which more is better, on validation data.
         replacement: whether a checkpoint may be added more than once.
         max_ingredients: the longest list of ingredients.
 
@@ -131,16 +131,16 @@ def greedy_soup(
         add(int(np.argmax(singles)))
         scores = [max(singles)]
         while len(ingredients) < max_ingredients:
-            found = {
+            candidates = {
                 position: taste(position)
                 for position in range(len(checkpoints))
                 if replacement or position not in ingredients
             }
-            if not found or max(found.values()) <= scores[-1]:
+            if not candidates or max(candidates.values()) <= scores[-1]:
                 break
-            best = max(found, key=found.get)
+            best = max(candidates, key=candidates.get)
             add(best)
-            scores.append(found[best])
+            scores.append(candidates[best])
         # Integers are its own.
         _load(model, checkpoints, ingredients[0])
         for variable, total in zip(averaged, totals, strict=True):
@@ -158,17 +158,17 @@ def cooldown_branch(
 ) -> Recipe:
     """The recipe of a branch that leaves a run at a step and cools down.
 
-    Up to that step both have the same learning rates, so that the branch goes on from
+    Up to that step both have the same learning rates, so that the branch continues from
     the run's checkpoint there: `train(branch, checkpoint_dir=..., branch_from=...)`
     takes its weights, optimizer and place in the data. Branches of several lengths, or
     with other data, are what `greedy_soup` mixes.
 
     Args:
         recipe: the run's.
-        start_step: of the checkpoint, in updates of the weights: with accumulation the
-            checkpoint's own number, which counts batches, is a multiple of it.
-        cooldown_steps: in which the learning rate falls to `final_learning_rate`, 0 by
-            default.
+        start_step: step of the checkpoint, in updates of the weights: with accumulation
+            the checkpoint's own number, which counts batches, is a multiple of it.
+        cooldown_steps: number of steps in which the learning rate falls to
+            `final_learning_rate`, 0 by default.
         **overrides: other settings, such as `data={"source": "folder:more"}`.
 
     Returns:
@@ -224,7 +224,7 @@ def _numpy(variable) -> np.ndarray:
 
 
 def _name(checkpoints, position) -> str:
-    """What to call a checkpoint in an error."""
+    """Returns the name of a checkpoint in an error."""
     checkpoint = checkpoints[position]
     is_path = isinstance(checkpoint, (str, os.PathLike))
     return f"{position}, {os.fspath(checkpoint)}" if is_path else f"{position}"

@@ -61,9 +61,9 @@ class Checkpoint:
 
     Args:
         path: its folder.
-        step: how many steps were made before it.
-        state: what is no array, see `save_checkpoint`.
-        variables: by group, the path, shape and dtype of each variable.
+        step: number of steps made before it.
+        state: everything but arrays, see `save_checkpoint`.
+        variables: path, shape and dtype of each variable, by group.
         files: the names of its files.
         storage: the storage that reads its arrays.
 
@@ -107,7 +107,7 @@ class Storage(abc.ABC):
 
         Args:
             path: the checkpoint's folder.
-            step: how many steps were made.
+            step: number of steps made.
             groups: the variables.
             text: the content of `state.json`.
         """
@@ -178,10 +178,10 @@ class Storage(abc.ABC):
         All processes that share the variables call this.
 
         Args:
-            step: how many steps were made.
+            step: number of steps made.
             groups: variables in the order in which they will be restored.
             state: further state, JSON.
-            retention: which checkpoints stay.
+            retention: rules for the checkpoints that stay.
 
         Returns:
             The checkpoint's folder.
@@ -336,7 +336,7 @@ def _fits(group, entry, variable):
     same = same and _is_float(entry["dtype"]) == _is_float(variable.dtype)
     if group != "model":
         return same
-    # What Keras names "variable" has no name.
+    # Keras names "variable" those without a name.
     names = {_name(entry["path"]), _name(variable.path)} - {"variable"}
     return same and len(names) < 2
 

@@ -103,7 +103,7 @@ def write_tensors(path: str | os.PathLike, tensors: Iterable[Tensor]) -> str:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    # What is hashed goes to the disk at once.
+    # The bytes that are hashed go to the disk at once.
     with open(path, "wb", buffering=0) as file:
 
         def write(chunk):

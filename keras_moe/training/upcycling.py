@@ -30,7 +30,7 @@ from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
 from keras_moe.training.factors_of_dense import factors_of_dense
 from keras_moe.training.upcycling_presets import upcycling_settings
 
-# What an upcycled model may take of a backbone's arguments.
+# Arguments of a backbone that an upcycled model may take.
 MOE_ARGUMENTS = (
     "router_options",
     "num_selected_experts",
@@ -65,7 +65,7 @@ _NOT_SLOTS = ("_variables", "_trainable_variables")
 
 
 class UpcyclingReport(NamedTuple):
-    """What upcycling did.
+    """The result of upcycling.
 
     Attributes:
         blocks: the names of the blocks that became mixtures of experts.
@@ -125,8 +125,8 @@ def upcycle(
 
     Every expert starts as a copy of the dense MLP in its place, routers start fresh,
     and everything else is unchanged. With gates that sum to one and no token dropped
-    the copies together do what the MLP did, so that training goes on where it was: the
-    case of token choice as it is by default here. Expert choice leaves tokens out,
+    the copies together do what the MLP did, so that training continues where it was:
+    the case of token choice as it is by default here. Expert choice leaves tokens out,
     and soft routing mixes them: the function changes.
 
     Args:
@@ -135,9 +135,10 @@ def upcycle(
             `CLIPBackbone` or `SigLIPBackbone`, whose vision encoder is taken.
         num_experts: E, at least 2; with muMoE also one number for each level.
         moe_layers: the blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
-        router: see `keras_moe.routers.get`; or `"mumoe"`, whose experts all start as
-            the best approximation of the MLP that the ranks in `router_options` hold
-            (a truncated singular value decomposition): the report says how near.
+        router: router that `keras_moe.routers.get` knows; or `"mumoe"`, whose experts
+            all start as the best approximation of the MLP that the ranks in
+            `router_options` hold (a truncated singular value decomposition): the report
+            says how near.
         noise: standard deviation of normal noise on each expert's weights, as a share
             of the standard deviation of the weight; experts then differ at once. With
             muMoE of the first level's expert factors.
@@ -155,14 +156,14 @@ def upcycle(
             optimizer, too: iterations, and slots, which are tiled as the weights are.
         images: (B, height, width, channels), at least one, for the report's difference;
             None takes four images of noise.
-        noise_seed: of `noise`.
+        noise_seed: seed of `noise`.
         **moe_arguments: further arguments of the backbone that concern its MoE
             layers, such as `num_selected_experts=1`, or `zero_experts=1` for MoE++;
             the backbone's defaults otherwise, whatever the dense model's are.
 
     Returns:
-        `(model, report)`. The dense model is left as it was. What was compiled is
-        compiled alike, and what was frozen stays frozen.
+        `(model, report)`. The dense model is left as it was. The new one is
+        compiled alike, and frozen layers stay frozen.
 
     Raises:
         ValueError: if the model is not dense or unknown, has low-rank pairs or is
@@ -197,12 +198,12 @@ def upcycle(
     if normalize_gates is not None:
         normalizes = check_bool("normalize_gates", normalize_gates)
     moe_arguments = {**settings, **moe_arguments}
-    given = dense_model
-    dense_model = _ours(given)
-    if carry_optimizer and dense_model is not given:
+    original = dense_model
+    dense_model = _as_own(original)
+    if carry_optimizer and dense_model is not original:
         raise ValueError(
             "Expected a model of this library for carry_optimizer=True; "
-            f"received: {type(given).__name__}"
+            f"received: {type(original).__name__}"
         )
     backbone = getattr(dense_model, "backbone", dense_model)
     if images is None:
@@ -275,8 +276,8 @@ def upcycle(
     return sparse_model, report
 
 
-def _ours(model):
-    """The model itself, or our equal of a model of KerasHub."""
+def _as_own(model):
+    """Returns the model itself, or the equal of a model of KerasHub."""
     if registry.is_registered(type(getattr(model, "backbone", model))):
         return model
     if not is_convertible(model):
