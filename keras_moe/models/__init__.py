@@ -15,7 +15,7 @@ from keras_moe.models.registry import (
     register_presets,
     register_task,
 )
-from keras_moe.models.text import TextBackbone
+from keras_moe.models.text import TextBackbone, TextTokenizer
 from keras_moe.models.tower import Tower, TowerOutputs
 from keras_moe.models.variants import VARIANTS, Variant
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
@@ -34,6 +34,7 @@ __all__ = [
     "MoEBackbone",
     "Part",
     "TextBackbone",
+    "TextTokenizer",
     "Tower",
     "TowerOutputs",
     "Variant",
