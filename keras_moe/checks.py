@@ -154,9 +154,12 @@ def check_class_labels(
         )
 
 
-def check_mask(name: str, mask: Any, shape: tuple) -> None:
-    """Checks that `mask` has the shape, and booleans or integers."""
+def check_mask(name: str, mask: Any, shape: tuple) -> Any:
+    """`mask` as an array or tensor, if it has the shape, and booleans or integers."""
     _check_like(name, mask, shape, ("bool", "int", "uint"), "boolean")
+    if mask is None or hasattr(mask, "dtype"):
+        return mask
+    return np.asarray(mask)
 
 
 def check_ids(name: str, ids: Any, shape: tuple) -> None:

@@ -78,7 +78,8 @@ def load_recipe(args: argparse.Namespace) -> training.Recipe:
         overrides["data.source"] = args.data
     if args.preset is not None:
         overrides["model.preset"] = args.preset
-    return training.load_recipe(args.recipe, **overrides)
+    # Not as arguments of `load_recipe`, which has others of its own.
+    return training.load_recipe(args.recipe).replace(**overrides)
 
 
 def fit(
@@ -93,7 +94,7 @@ def fit(
             args,
             recipe.model.preset,
             recipe.data.batch_size // recipe.optimizer.gradient_accumulation_steps,
-            **recipe.model.overrides,
+            recipe.model.overrides,
         )
         trained = training.train(
             recipe,

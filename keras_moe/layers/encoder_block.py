@@ -146,15 +146,15 @@ class EncoderBlock(keras.layers.Layer):
         modality_ids: Any = None,
         training: bool | None = None,
     ) -> Any:
-        self._check_calls(tokens, mask, modality_ids)
+        mask = self._checked_mask(tokens, mask, modality_ids)
         tokens = keras.ops.cast(tokens, self.compute_dtype)
         if self.rematerialize and training:
             return rematerialized(self, lambda x: self._run(x, mask, training), tokens)
         return self._run(tokens, mask, training)
 
-    def _check_calls(self, tokens, mask, modality_ids):
+    def _checked_mask(self, tokens, mask, modality_ids):
         shape = tuple(tokens.shape)[:2]
-        check_mask("mask", mask, shape)
+        mask = check_mask("mask", mask, shape)
         check_ids("modality_ids", modality_ids, shape)
         if mask is not None and not getattr(self.token_mixer, "takes_mask", False):
             raise ValueError(
@@ -162,6 +162,7 @@ class EncoderBlock(keras.layers.Layer):
                 "tokens for a shape; received: a mask, "
                 f"token_mixer={type(self.token_mixer).__name__}"
             )
+        return mask
 
     def _run(self, tokens, mask, training):
         tokens, _ = self._mix(tokens, training, mask)
@@ -269,7 +270,7 @@ class MoEEncoderBlock(EncoderBlock):
         if mask is None:
             # Keras hands it on to calls of one tensor only.
             mask = get_keras_mask(tokens)
-        self._check_calls(tokens, mask, modality_ids)
+        mask = self._checked_mask(tokens, mask, modality_ids)
         tokens = keras.ops.cast(tokens, self.compute_dtype)
         inputs = (tokens,) if previous_logits is None else (tokens, previous_logits)
         fixed = _present(mask=mask, modality_ids=modality_ids)

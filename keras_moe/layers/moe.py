@@ -182,7 +182,7 @@ class MoE(keras.layers.Layer):
             # Keras hands it on to calls of one tensor only.
             mask = get_keras_mask(tokens)
         shape = tuple(tokens.shape)[:2]
-        check_mask("mask", mask, shape)
+        mask = check_mask("mask", mask, shape)
         check_ids("modality_ids", modality_ids, shape)
         tokens = ops.cast(tokens, self.compute_dtype)
         residual = self._residual(tokens, previous_logits, mask)

@@ -11,7 +11,6 @@ import numpy as np
 
 from keras_moe import losses
 from keras_moe.checks import (
-    check_argument_names,
     check_bool,
     check_disjoint,
     check_integer,
@@ -19,13 +18,10 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.layers import activations
+from keras_moe.layers.block_config import BlockConfig
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.moe import MoE
-from keras_moe.layers.moe_layers import (
-    check_num_layers,
-    plain_moe_layers,
-    resolve_moe_layers,
-)
+from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
 from keras_moe.ops.expert_kinds import ExpertKinds, expert_kinds
 from keras_moe.routers.registry import (
     router_class,
@@ -56,7 +52,7 @@ _ROUTING_FIELDS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(BlockConfig):
     """The mixtures of experts of an encoder: which blocks, what experts, which router.
 
     Every backbone takes one as `moe`, or its fields as a dict. `from_preset` and the
@@ -263,47 +259,6 @@ class MoEConfig:
             self.constant_experts,
         )
 
-    def replace(self, **changes: Any) -> "MoEConfig":
-        """A config with other values for some fields.
-
-        Args:
-            **changes: new values by field.
-
-        Raises:
-            ValueError: if there is no such field (the nearest are listed), or a value
-                is out of range.
-        """
-        check_argument_names(changes, field_names(type(self)), type(self).__name__)
-        return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict:
-        """The fields as plain values, from which `from_dict` makes an equal config."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, config: dict) -> "MoEConfig":
-        """A config of `to_dict`'s result; fields that are left out have their defaults.
-
-        Args:
-            config: values by field.
-
-        Raises:
-            ValueError: as `replace`.
-        """
-        check_argument_names(config, field_names(cls), cls.__name__)
-        return cls(**config)
-
-    def for_layers(self, num_layers: int) -> "MoEConfig":
-        """The config with the indices of an encoder's blocks, if it has indices.
-
-        Args:
-            num_layers: number of blocks.
-        """
-        if self.moe_layers is None or isinstance(self.moe_layers, str):
-            return self
-        indices = resolve_moe_layers(self.moe_layers, check_num_layers(num_layers))
-        return self.replace(moe_layers=list(indices))
-
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
         """The feed-forward layers of an encoder's blocks, not built.
 
@@ -391,11 +346,6 @@ class MoEConfig:
             dtype=encoder.dtype,
             name="moe",
         )
-
-
-def field_names(cls: type) -> list[str]:
-    """The names of a config's fields."""
-    return [field.name for field in dataclasses.fields(cls)]
 
 
 def _plain_router(router):

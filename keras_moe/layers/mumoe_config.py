@@ -10,12 +10,9 @@ import keras
 
 from keras_moe.checks import check_argument_names, check_integer
 from keras_moe.layers import activations
-from keras_moe.layers.moe_config import MoEConfig, field_names
-from keras_moe.layers.moe_layers import (
-    check_num_layers,
-    plain_moe_layers,
-    resolve_moe_layers,
-)
+from keras_moe.layers.block_config import BlockConfig
+from keras_moe.layers.moe_config import MoEConfig
+from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
 from keras_moe.layers.mumoe_block import MuMoEBlock
 
 # In the place of a router's name it selects this kind of config.
@@ -34,7 +31,7 @@ _BLOCK_ARGUMENTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MuMoEConfig:
+class MuMoEConfig(BlockConfig):
     """The muMoE blocks of an encoder: which, how many experts, how factorised.
 
     Args:
@@ -102,22 +99,9 @@ class MuMoEConfig:
         """The arguments of `MuMoEBlock` by their own names."""
         return {name: getattr(self, f) for f, name in _BLOCK_ARGUMENTS.items()}
 
-    def replace(self, **changes: Any) -> "MuMoEConfig":
-        """A config with other values for some fields.
-
-        Args:
-            **changes: new values by field.
-
-        Raises:
-            ValueError: if there is no such field (the nearest are listed), or a value
-                is out of range.
-        """
-        check_argument_names(changes, field_names(type(self)), type(self).__name__)
-        return dataclasses.replace(self, **changes)
-
     def to_dict(self) -> dict:
         """The fields as plain values, and `"router": "mumoe"`."""
-        return {"router": MUMOE, **dataclasses.asdict(self)}
+        return {"router": MUMOE, **super().to_dict()}
 
     @classmethod
     def from_dict(cls, config: dict) -> "MuMoEConfig":
@@ -138,19 +122,7 @@ class MuMoEConfig:
         for field, name in _BLOCK_ARGUMENTS.items():
             if name in options:
                 config[field] = options[name]
-        check_argument_names(config, field_names(cls), cls.__name__)
-        return cls(**config)
-
-    def for_layers(self, num_layers: int) -> "MuMoEConfig":
-        """The config with the indices of an encoder's blocks, if it has indices.
-
-        Args:
-            num_layers: number of blocks.
-        """
-        if self.moe_layers is None or isinstance(self.moe_layers, str):
-            return self
-        indices = resolve_moe_layers(self.moe_layers, check_num_layers(num_layers))
-        return self.replace(moe_layers=list(indices))
+        return super().from_dict(config)
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
         """The feed-forward layers of an encoder's blocks, not built.
@@ -224,7 +196,8 @@ def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
     Args:
         moe: as for `moe_config`; None is a dense encoder.
         changes: new values by field, of either kind. Another router drops
-            `router_options`; another kind keeps the fields that both have.
+            `router_options`. Another kind keeps the blocks, and the number, size and
+            activation of their experts.
 
     Returns:
         The config; None for a dense encoder whose fields all have their defaults.
@@ -243,14 +216,17 @@ def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
         moe = MoEConfig(moe_layers=None)
     fields = moe.to_dict()
     router = changes.get("router", moe.router)
-    if router != moe.router or "router_options" in changes:
-        # The options are another router's, or are replaced as a whole.
-        for name in ("router_options", *_BLOCK_ARGUMENTS):
-            if isinstance(moe, MuMoEConfig) or name == "router_options":
-                fields.pop(name, None)
     cls = MuMoEConfig if router == MUMOE else MoEConfig
-    if not isinstance(moe, cls):
-        fields = {name: fields[name] for name in field_names(cls) if name in fields}
+    is_other_kind = not isinstance(moe, cls)
+    if router != moe.router or "router_options" in changes:
+        # The options are another router's, or are replaced as a whole; so are the
+        # fields that stand for options of muMoE.
+        fields.pop("router_options", None)
+        if is_other_kind or isinstance(moe, MuMoEConfig):
+            for name in _BLOCK_ARGUMENTS:
+                fields.pop(name, None)
+    if is_other_kind:
+        fields = {name: fields[name] for name in cls.field_names() if name in fields}
         fields.pop("router", None)
     changed = cls.from_dict({**fields, **changes})
     return None if changed == MoEConfig(moe_layers=None) else changed

@@ -10,6 +10,7 @@ from keras_moe.losses.contrastive import (
     SigmoidContrastiveLoss,
     SoftmaxContrastiveLoss,
 )
+from keras_moe.losses.duplicate_pairs import count_duplicate_pairs
 from keras_moe.losses.entropy_losses import (
     global_entropy_loss,
     local_entropy_loss,
@@ -17,6 +18,7 @@ from keras_moe.losses.entropy_losses import (
     mutual_information_loss,
     target_entropy_loss,
 )
+from keras_moe.losses.limoe import limoe_losses
 from keras_moe.losses.router_losses import (
     heterogeneous_balance_loss,
     importance_loss,
@@ -39,10 +41,12 @@ __all__ = [
     "SoftmaxContrastiveLoss",
     "SparseSigmoidCrossentropy",
     "Temperature",
+    "count_duplicate_pairs",
     "get",
     "global_entropy_loss",
     "heterogeneous_balance_loss",
     "importance_loss",
+    "limoe_losses",
     "load_balance_loss",
     "load_loss",
     "local_entropy_loss",

@@ -5,7 +5,12 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_argument_names, check_bool, check_one_of
+from keras_moe.checks import (
+    check_argument_names,
+    check_bool,
+    check_integer,
+    check_one_of,
+)
 from keras_moe.losses.sigmoid_contrastive import sigmoid_contrastive_loss
 from keras_moe.losses.softmax_contrastive import (
     DIRECTIONS,
@@ -47,6 +52,7 @@ class ContrastiveLoss(keras.losses.Loss):
         multi_positive: whether pairs with an equal image or caption id are positives
             of each other. Otherwise the ids are not read, and these pairs are
             negatives: `count_duplicate_pairs` tells how many there are.
+        chunk_size: number of texts whose logits are in memory at a time, None for all.
         similarity_dtype: dtype to which the unit vectors are rounded.
         name: name of the loss.
 
@@ -70,11 +76,15 @@ class ContrastiveLoss(keras.losses.Loss):
     def __init__(
         self,
         multi_positive: bool = False,
+        chunk_size: int | None = None,
         similarity_dtype: str = "float32",
         name: str | None = None,
     ):
         super().__init__(name=name, reduction="mean_with_sample_weight")
         self.multi_positive = check_bool("multi_positive", multi_positive)
+        if chunk_size is not None:
+            chunk_size = check_integer("chunk_size", chunk_size)
+        self.chunk_size = chunk_size
         self.similarity_dtype = check_one_of(
             "similarity_dtype", similarity_dtype, SIMILARITY_DTYPES
         )
@@ -93,6 +103,7 @@ class ContrastiveLoss(keras.losses.Loss):
         return type(self).function(
             *(y_pred[name] for name in names),
             sample_weight=sample_weight,
+            chunk_size=self.chunk_size,
             similarity_dtype=self.similarity_dtype,
             **ids,
             **self._options(),
@@ -118,6 +129,7 @@ class ContrastiveLoss(keras.losses.Loss):
     def get_config(self):
         return {
             "multi_positive": self.multi_positive,
+            "chunk_size": self.chunk_size,
             "similarity_dtype": self.similarity_dtype,
             "name": self.name,
         }
@@ -131,6 +143,7 @@ class SoftmaxContrastiveLoss(ContrastiveLoss):
         direction: direction that counts: `"both"`, `"image_to_text"` or
             `"text_to_image"`.
         multi_positive: whether pairs with an equal id are positives of each other.
+        chunk_size: number of texts whose logits are in memory at a time, None for all.
         similarity_dtype: dtype to which the unit vectors are rounded.
         name: name of the loss.
 
@@ -160,10 +173,11 @@ class SoftmaxContrastiveLoss(ContrastiveLoss):
         self,
         direction: str = "both",
         multi_positive: bool = False,
+        chunk_size: int | None = None,
         similarity_dtype: str = "float32",
         name: str = "softmax_contrastive",
     ):
-        super().__init__(multi_positive, similarity_dtype, name)
+        super().__init__(multi_positive, chunk_size, similarity_dtype, name)
         self.direction = check_one_of("direction", direction, DIRECTIONS)
 
     def _options(self):
@@ -179,6 +193,7 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
 
     Args:
         multi_positive: whether pairs with an equal id are positives of each other.
+        chunk_size: number of texts whose logits are in memory at a time, None for all.
         similarity_dtype: dtype to which the unit vectors are rounded.
         name: name of the loss.
 
@@ -208,7 +223,8 @@ class SigmoidContrastiveLoss(ContrastiveLoss):
     def __init__(
         self,
         multi_positive: bool = False,
+        chunk_size: int | None = None,
         similarity_dtype: str = "float32",
         name: str = "sigmoid_contrastive",
     ):
-        super().__init__(multi_positive, similarity_dtype, name)
+        super().__init__(multi_positive, chunk_size, similarity_dtype, name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import check_one_of
+from keras_moe.checks import check_integer, check_one_of
 from keras_moe.losses.pairs import (
     Pairs,
     is_empty,
@@ -16,6 +16,7 @@ from keras_moe.losses.pairs import (
     positives,
     weighted_mean,
 )
+from keras_moe.losses.sigmoid_in_chunks import sigmoid_losses
 from keras_moe.losses.softmax_contrastive import SIMILARITY_DTYPES
 
 
@@ -28,6 +29,7 @@ def sigmoid_contrastive_loss(
     image_ids: Any = None,
     text_ids: Any = None,
     sample_weight: Any = None,
+    chunk_size: int | None = None,
     similarity_dtype: str = "float32",
 ) -> Any:
     """Asks of each image and each text of the batch whether they are a pair.
@@ -48,6 +50,9 @@ def sigmoid_contrastive_loss(
         text_ids: int (B,), equal where pairs have one caption, likewise.
         sample_weight: float (B,), weight of each pair's image in the mean. The text of
             a pair of weight 0 is no negative of the others, either.
+        chunk_size: number of texts whose logits are in memory at a time, for all
+            images: B x chunk_size of the B x B logits. The loss and its gradient are
+            the same; the gradient computes the logits again. None for all at once.
         similarity_dtype: dtype to which the unit vectors are rounded, such as
             `"bfloat16"`. Their products and sums are float32 in any case.
 
@@ -72,6 +77,8 @@ def sigmoid_contrastive_loss(
     0.6265
     """
     check_one_of("similarity_dtype", similarity_dtype, SIMILARITY_DTYPES)
+    if chunk_size is not None:
+        chunk_size = check_integer("chunk_size", chunk_size)
     pairs = pairs_of(
         image_embeddings,
         text_embeddings,
@@ -84,7 +91,10 @@ def sigmoid_contrastive_loss(
     logit_bias = ops.cast(ops.convert_to_tensor(logit_bias), "float32")
     if is_empty(pairs):
         return loss_of_nothing(pairs, logit_scale)
-    losses = _losses(pairs, logit_scale, logit_bias)
+    if chunk_size is None:
+        losses = _losses(pairs, logit_scale, logit_bias)
+    else:
+        losses = sigmoid_losses(pairs, logit_scale, logit_bias, chunk_size)
     return weighted_mean(losses, pairs.weights)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import check_one_of
+from keras_moe.checks import check_integer, check_one_of
 from keras_moe.losses.pairs import (
     Pairs,
     is_empty,
@@ -16,12 +16,10 @@ from keras_moe.losses.pairs import (
     positives,
     weighted_mean,
 )
+from keras_moe.losses.softmax_in_chunks import NEVER, softmax_losses
 
 DIRECTIONS = ("both", "image_to_text", "text_to_image")
 SIMILARITY_DTYPES = ("float32", "bfloat16", "float16")
-# The logit of a pair that does not count. It is finite: infinities less infinities
-# would be NaN.
-NEVER = -1e30
 
 
 def softmax_contrastive_loss(
@@ -33,6 +31,7 @@ def softmax_contrastive_loss(
     image_ids: Any = None,
     text_ids: Any = None,
     sample_weight: Any = None,
+    chunk_size: int | None = None,
     similarity_dtype: str = "float32",
 ) -> Any:
     """Asks each image to find its text among those of the batch, and vice versa.
@@ -54,6 +53,9 @@ def softmax_contrastive_loss(
         text_ids: int (B,), equal where pairs have one caption, likewise.
         sample_weight: float (B,), weight of each pair in the mean. A pair of weight 0
             is no negative of the others, either.
+        chunk_size: number of texts whose logits are in memory at a time, for all
+            images: B x chunk_size of the B x B logits. The loss and its gradient are
+            the same; the gradient computes the logits again. None for all at once.
         similarity_dtype: dtype to which the unit vectors are rounded, such as
             `"bfloat16"` in LIMoE. Their products and sums are float32 in any case.
 
@@ -81,6 +83,8 @@ def softmax_contrastive_loss(
     """
     check_one_of("direction", direction, DIRECTIONS)
     check_one_of("similarity_dtype", similarity_dtype, SIMILARITY_DTYPES)
+    if chunk_size is not None:
+        chunk_size = check_integer("chunk_size", chunk_size)
     pairs = pairs_of(
         image_embeddings,
         text_embeddings,
@@ -92,7 +96,10 @@ def softmax_contrastive_loss(
     logit_scale = ops.cast(ops.convert_to_tensor(logit_scale), "float32")
     if is_empty(pairs):
         return loss_of_nothing(pairs, logit_scale)
-    of_images, of_texts = _losses(pairs, logit_scale)
+    if chunk_size is None:
+        of_images, of_texts = _losses(pairs, logit_scale)
+    else:
+        of_images, of_texts = softmax_losses(pairs, logit_scale, chunk_size)
     losses = {
         "image_to_text": of_images,
         "text_to_image": of_texts,

@@ -15,6 +15,7 @@ from keras_moe.models.registry import (
     register_presets,
     register_task,
 )
+from keras_moe.models.task import MoETask
 from keras_moe.models.text import TextBackbone, TextTokenizer
 from keras_moe.models.tower import Tower, TowerOutputs
 from keras_moe.models.variants import VARIANTS, Variant
@@ -32,6 +33,7 @@ __all__ = [
     "MixerBackbone",
     "MixerImageClassifier",
     "MoEBackbone",
+    "MoETask",
     "Part",
     "TextBackbone",
     "TextTokenizer",

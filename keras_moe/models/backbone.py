@@ -4,43 +4,32 @@ Axes: B batch, N tokens, D hidden.
 """
 
 import copy
+import os
 from typing import Any
 
 import keras
 import keras_hub
-import numpy as np
-from keras import ops
 
 from keras_moe.checks import check_image_shape
 from keras_moe.compat import TorchParameters
 from keras_moe.layers import MoEConfig, MuMoEConfig, activations, moe_config
-from keras_moe.models.copying import CopyMixin
+from keras_moe.models import block_kinds, input_checks, lora, overrides, registry
+from keras_moe.models.blueprint import build
+from keras_moe.models.class_property import ClassProperty
+from keras_moe.models.copying import config_with_router_options, copied
 from keras_moe.models.description import Part
-from keras_moe.models.exporting import ExportMixin
-from keras_moe.models.input_checks import InputChecksMixin
-from keras_moe.models.lora import LoraMixin
-from keras_moe.models.overrides import (
-    check_constructor_arguments,
-    complete_config,
-    nested_config,
-)
-from keras_moe.models.preset_loading import PresetMixin
-from keras_moe.models.quantization import QuantizedBackboneMixin, settle_policies
+from keras_moe.models.exporting import export_signature
+from keras_moe.models.features import image_features
+from keras_moe.models.preset_folder import staged
+from keras_moe.models.quantization import saved_policy, settle_policies
 from keras_moe.models.soft_slots import config_for_slots
+from keras_moe.models.state_recovery import state_kept
 from keras_moe.models.tower import Tower
+from keras_moe.models.weights_file import checked_weights, save_weights
 from keras_moe.ops.expert_kinds import ExpertKinds
 
 
-class MoEBackbone(
-    InputChecksMixin,
-    CopyMixin,
-    PresetMixin,
-    LoraMixin,
-    QuantizedBackboneMixin,
-    ExportMixin,
-    TorchParameters,
-    keras_hub.models.Backbone,
-):
+class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
     """A config, the tower that follows from it, and a functional model.
 
     The base of `ViTBackbone` and `MixerBackbone`, and of backbones of one's own: a
@@ -87,11 +76,10 @@ class MoEBackbone(
 
     def __init__(self, config: dict, dtype: Any = None, **kwargs):
         cls = type(self)
-        check_constructor_arguments(cls, kwargs)
+        overrides.check_constructor_arguments(cls, kwargs)
         # Plain values of the backbone's own: the caller's may change, or not be JSON.
         moe = moe_config(config["moe"])
-        if moe is not None:
-            moe = moe.for_layers(config["num_layers"])
+        moe = moe and moe.for_layers(config["num_layers"])
         config = {
             **copy.deepcopy({k: v for k, v in config.items() if k != "moe"}),
             **cls._checked_sizes(config),
@@ -144,12 +132,8 @@ class MoEBackbone(
         average, `"grid"` (B, rows, columns, D) its patches where they lie in the image,
         and `"block_0"`, ... (B, N, D) the tokens behind each block.
         """
-        rows, columns = self.grid
-        tokens = self.output
-        patches = tokens[:, 1:] if self.class_token else tokens
-        pooled = tokens[:, 0] if self.class_token else ops.mean(tokens, axis=1)
-        grid = ops.reshape(patches, (-1, rows, columns, self.hidden_dim))
-        return {"tokens": tokens, "pooled": pooled, "grid": grid, **self._block_tokens}
+        features = image_features(self.output, self.grid, self.class_token)
+        return {**features, **self._block_tokens}
 
     @property
     def expert_kinds(self) -> ExpertKinds | None:
@@ -188,32 +172,21 @@ class MoEBackbone(
             config: arguments of the constructor; the fields of `moe` may stand beside
                 the others, where earlier versions had them.
         """
-        return super().from_config(nested_config(cls, config))
+        return super().from_config(overrides.nested_config(cls, config))
 
     def get_config(self):
-        return {**super().get_config(), **copy.deepcopy(self._config)}
+        return {
+            "name": self.name,
+            "trainable": self.trainable,
+            "dtype": saved_policy(self),
+            **copy.deepcopy(self._config),
+        }
 
     def save_own_variables(self, store):
-        # Keras saves blocks by class and order, so a dense and an MoE block could
-        # change places on loading: the file says which is which.
-        store["moe_blocks"] = self._moe_blocks()
+        block_kinds.store_block_kinds(self, store)
 
     def load_own_variables(self, store):
-        if "moe_blocks" not in store.keys():  # noqa: SIM118
-            return
-        stored = np.array(store["moe_blocks"])
-        if not np.array_equal(stored, self._moe_blocks()):
-            raise ValueError(
-                "Expected weights of a model with the same blocks: "
-                f"num_layers={len(self._moe_blocks())}, "
-                f"moe_layers={np.flatnonzero(self._moe_blocks()).tolist()}; received: "
-                f"num_layers={len(stored)}, "
-                f"moe_layers={np.flatnonzero(stored).tolist()}"
-            )
-
-    def _moe_blocks(self):
-        num_layers = self._config["num_layers"]
-        return np.array([f"block_{i}" in self._routing for i in range(num_layers)])
+        block_kinds.check_block_kinds(self, store)
 
     @classmethod
     def config_for_weights(cls, saved: dict, config: dict) -> dict:
@@ -240,7 +213,7 @@ class MoEBackbone(
         Args:
             **config: arguments of the constructor. No weight is allocated.
         """
-        config = complete_config(cls, config)
+        config = overrides.complete_config(cls, config)
         return list(cls.tower(config, "float32").blocks)
 
     @classmethod
@@ -250,6 +223,227 @@ class MoEBackbone(
         Args:
             **config: arguments of the constructor. No weight is allocated.
         """
-        config = complete_config(cls, config)
+        config = overrides.complete_config(cls, config)
         image_shape = check_image_shape(config["image_shape"])
         return cls.tower(config, "float32").parts(image_shape)
+
+    def _check_inputs(self, inputs, labels=None):
+        input_checks.check_inputs(self, inputs)
+
+    def fit(
+        self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
+    ) -> keras.callbacks.History:
+        """Trains the model; see `keras.Model.fit`, and `MoETask.fit` for checks."""
+        input_checks.check_training(self, x, y, kwargs.get("validation_data"))
+        with state_kept(self, training=True):
+            return super().fit(x, y, *args, **kwargs)
+
+    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The loss and metrics; see `keras.Model.evaluate`, and `fit` for checks."""
+        input_checks.check_training(self, x, y)
+        with state_kept(self):
+            return super().evaluate(x, y, *args, **kwargs)
+
+    def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """The outputs; see `keras.Model.predict`. No images have empty outputs."""
+        input_checks.check_prediction(self, x)
+        if input_checks.has_no_examples(x):
+            return input_checks.outputs_of_none(self)
+        with state_kept(self):
+            return super().predict(x, *args, **kwargs)
+
+    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """One step of training; see `keras.Model.train_on_batch`, and `fit`."""
+        input_checks.check_training(self, x, y)
+        with state_kept(self, training=True):
+            return super().train_on_batch(x, y, *args, **kwargs)
+
+    def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Loss and metrics of a batch; see `keras.Model.test_on_batch`, and `fit`."""
+        input_checks.check_training(self, x, y)
+        with state_kept(self):
+            return super().test_on_batch(x, y, *args, **kwargs)
+
+    def predict_on_batch(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of a batch; see `keras.Model.predict_on_batch`."""
+        input_checks.check_prediction(self, x)
+        if input_checks.has_no_examples(x):
+            return input_checks.outputs_of_none(self)
+        with state_kept(self):
+            return super().predict_on_batch(x, *args, **kwargs)
+
+    @ClassProperty
+    def presets(cls):
+        """The presets of this class that are known by name."""
+        return registry.presets_of(cls)
+
+    @classmethod
+    def from_preset(cls, preset: Any, load_weights: bool = True, **kwargs) -> Any:
+        """Makes a model from a preset.
+
+        Args:
+            preset: name of a preset (an architecture without weights), local folder,
+                or `hf://`, `kaggle://` or `gs://` handle; or weights that others have
+                published, see `keras_moe.models.convert`.
+            load_weights: whether to load the preset's weights, if it has any.
+            **kwargs: any argument of the backbone. Weights must fit,
+                except that position embeddings and the patch kernel are resized to
+                another `image_shape` or `patch_size`. The dtype policy is the saved
+                one.
+
+        Raises:
+            ValueError: if the preset is unknown (the nearest names are listed), is
+                of another class, is not whole, or an argument is unknown.
+        """
+        return build(preset, kwargs, cls=cls, load_weights=load_weights)
+
+    def save_to_preset(
+        self, preset_dir: str | os.PathLike, max_shard_size: float | None = 10
+    ) -> None:
+        """Saves config and weights to a preset folder, whole or not at all.
+
+        The SHA-256 of the weights is in `metadata.json`, and loading compares it.
+
+        Args:
+            preset_dir: a new folder, or one with an older preset, which is replaced
+                only when all files of the new one are written.
+            max_shard_size: largest size of one weights file in GB.
+
+        Raises:
+            ValueError: if `preset_dir` holds something else than a preset.
+            FolderInUse: an OSError that names the process that has been saving to
+                `preset_dir` for ten minutes.
+            OSError: with the path and the bytes, if a file cannot be written, as on a
+                full disk. The older preset stays as it was.
+        """
+        with staged(preset_dir) as folder:
+            super().save_to_preset(folder, max_shard_size=max_shard_size)
+
+    def save_weights(
+        self,
+        filepath: str | os.PathLike,
+        overwrite: bool = True,
+        max_shard_size: float | None = None,
+    ) -> None:
+        """Saves all weights, see `keras.Model.save_weights`, whole or not at all.
+
+        Raises:
+            OSError: with the path and the bytes, if a file cannot be written, as on a
+                full disk. Those that were there stay as they were.
+        """
+        save_weights(self, filepath, overwrite, max_shard_size)
+
+    def load_weights(
+        self, filepath: str | os.PathLike, skip_mismatch: bool = False, **kwargs
+    ) -> None:
+        """Loads weights, see `keras.Model.load_weights`.
+
+        Args:
+            filepath: path of a file that `save_weights` has written, or of a preset's,
+                which is compared with the checksum in its `metadata.json`.
+            skip_mismatch: whether to leave out weights that do not fit.
+            **kwargs: see `keras.Model.load_weights`.
+
+        Raises:
+            ValueError: naming the file, if it is damaged, or does not fit.
+        """
+        with checked_weights(filepath):
+            super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    def copy(self) -> Any:
+        """A new model with the same config, weights and settings of training.
+
+        Its optimizer starts afresh.
+
+        Raises:
+            ValueError: if the model has weights that its config does not tell, such as
+                low-rank pairs.
+        """
+        return copied(self, self.get_config())
+
+    def with_router_options(self, **options: Any) -> Any:
+        """A new model whose routers have other options, and the same weights.
+
+        Its optimizer starts afresh.
+
+        Args:
+            **options: arguments of the router's class, beside or instead of those in
+                `router_options`.
+
+        Raises:
+            ValueError: as `copy`, or if the routers do not take an option, or have
+                other weights with it.
+        """
+        return copied(self, config_with_router_options(self, options))
+
+    def default_lora_layer_names(self) -> list[str]:
+        """The names of the layers that `enable_lora` changes by default."""
+        return ["query", "value"]
+
+    def enable_lora(
+        self, rank: int, target_layer_names: list[str] | None = None
+    ) -> None:
+        """Freezes the backbone, and adds trainable low-rank pairs to some layers.
+
+        Call it before `compile`. What is saved with `save_to_preset` or `save` has the
+        pairs in its weights; `save_lora_weights` saves the pairs alone.
+
+        Args:
+            rank: rank of the pairs.
+            target_layer_names: the last parts of the layers' paths, such as `"query"`
+                and `"value"` (None takes these two), `"key"`, `"attention_output"`,
+                `"hidden"` and `"output"` (of dense MLPs), or `"experts"`, where each
+                expert has pairs of its own.
+
+        Raises:
+            ValueError: if no layer of a name can have such pairs.
+        """
+        names = target_layer_names or self.default_lora_layer_names()
+        lora.add_pairs(self, rank, names)
+
+    def save_lora_weights(self, filepath: str | os.PathLike) -> None:
+        """Saves the low-rank pairs alone.
+
+        Args:
+            filepath: path of the file, which ends with `.lora.h5`.
+
+        Raises:
+            ValueError: if there are no pairs, or the name ends otherwise.
+            OSError: with the path and the bytes, if the file cannot be written. An
+                older one stays as it was.
+        """
+        lora.save_pairs(self, filepath)
+
+    def load_lora_weights(self, filepath: str | os.PathLike) -> None:
+        """Loads low-rank pairs, after adding them where that was not done.
+
+        Args:
+            filepath: path of a file that `save_lora_weights` has written.
+
+        Raises:
+            ValueError: if the file is damaged, or its pairs do not fit the backbone's.
+        """
+        lora.load_pairs(self, filepath)
+
+    def export(
+        self,
+        filepath: str | os.PathLike,
+        format: str = "tf_saved_model",
+        verbose: bool | None = None,
+        input_signature: Any = None,
+        **kwargs,
+    ) -> None:
+        """Exports the backbone in its inference form, as `MoETask.export` a task.
+
+        Raises:
+            ValueError: if the format cannot hold the model.
+        """
+        shapes = kwargs.get("dynamic_shapes")
+        signature = export_signature(self, format, input_signature, shapes)
+        super().export(
+            filepath,
+            format=format,
+            verbose=verbose,
+            input_signature=signature,
+            **kwargs,
+        )

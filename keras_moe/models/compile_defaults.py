@@ -22,6 +22,20 @@ _CROSSENTROPIES = {
 _SPARSE = keras.losses.SparseCategoricalCrossentropy
 
 
+def default_optimizer(policy: keras.DTypePolicy) -> keras.optimizers.Optimizer:
+    """The optimizer of `compile(optimizer="auto")`.
+
+    Args:
+        policy: dtype policy of the backbone.
+    """
+    # With bfloat16 weights beside float32 routers, TensorFlow cannot take the norm of
+    # all gradients together.
+    global_clipnorm = 1.0 if policy.variable_dtype == "float32" else None
+    return keras.optimizers.AdamW(
+        3e-4, weight_decay=1e-4, global_clipnorm=global_clipnorm
+    )
+
+
 def default_loss(multi_label: bool, from_logits: bool) -> keras.losses.Loss:
     """The loss of `compile(loss="auto")`.
 

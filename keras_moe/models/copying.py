@@ -6,52 +6,6 @@ from typing import Any
 import keras
 
 
-class CopyMixin:
-    """Adds `copy`."""
-
-    def copy(self) -> Any:
-        """A new model with the same config, weights and settings of training.
-
-        Its optimizer starts afresh.
-
-        Raises:
-            ValueError: if the model has weights that its config does not tell, such as
-                low-rank pairs.
-        """
-        return copied(self, self.get_config())
-
-    def with_router_options(self, **options: Any) -> Any:
-        """A new model whose routers have other options, and the same weights.
-
-        Its optimizer starts afresh.
-
-        Args:
-            **options: arguments of the router's class, beside or instead of those in
-                `router_options`.
-
-        Raises:
-            ValueError: as `copy`, or if the routers do not take an option, or have
-                other weights with it.
-        """
-        config = self.get_config()
-        backbone = config["backbone"]["config"] if "backbone" in config else config
-        moe = backbone["moe"]
-        if moe is None:
-            raise ValueError(
-                "Expected a model with MoE blocks, whose routers have options; "
-                f"received: {type(self).__name__} without"
-            )
-        router = moe["router"]
-        if isinstance(router, dict):
-            arguments = {**router["config"], **options}
-            moe = {**moe, "router": {**router, "config": arguments}}
-        else:
-            before = moe.get("router_options") or {}
-            moe = {**moe, "router_options": {**before, **options}}
-        backbone["moe"] = moe
-        return copied(self, config)
-
-
 def copied(model: Any, config: dict, without: str | None = None) -> Any:
     """A model of another config, with the weights that both have.
 
@@ -82,3 +36,33 @@ def copied(model: Any, config: dict, without: str | None = None) -> Any:
                 stacklevel=3,
             )
     return new
+
+
+def config_with_router_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """A model's config, whose routers have other options.
+
+    Args:
+        model: a backbone or a task.
+        options: arguments of the router's class, beside or instead of those in
+            `router_options`.
+
+    Raises:
+        ValueError: if the model has no MoE blocks.
+    """
+    config = model.get_config()
+    backbone = config["backbone"]["config"] if "backbone" in config else config
+    moe = backbone["moe"]
+    if moe is None:
+        raise ValueError(
+            "Expected a model with MoE blocks, whose routers have options; "
+            f"received: {type(model).__name__} without"
+        )
+    router = moe["router"]
+    if isinstance(router, dict):
+        arguments = {**router["config"], **options}
+        moe = {**moe, "router": {**router, "config": arguments}}
+    else:
+        before = moe.get("router_options") or {}
+        moe = {**moe, "router_options": {**before, **options}}
+    backbone["moe"] = moe
+    return config

@@ -1,61 +1,40 @@
 """`export`, with errors that say what a format and a backend cannot do."""
 
 import importlib.util
-import os
 from typing import Any
 
 import keras
 
+from keras_moe.compat import flatten_layers
 from keras_moe.layers import ExpertCoefficients, MoEEncoderBlock
 from keras_moe.routers import SoftRouter, SparseRouter, TokenChoiceRouter
 
 
-class ExportMixin:
-    """Checks what is asked of `export` before Keras tries it."""
+def export_signature(
+    model: keras.Model, format: str, input_signature: Any, dynamic_shapes: Any = None
+) -> Any:
+    """Checks that a format can hold a model, and returns the signature for Keras.
 
-    def export(
-        self,
-        filepath: str | os.PathLike,
-        format: str = "tf_saved_model",
-        verbose: bool | None = None,
-        input_signature: Any = None,
-        **kwargs,
-    ) -> None:
-        """Exports the model in its inference form.
+    Args:
+        model: backbone or task.
+        format: format of `keras.Model.export`.
+        input_signature: signature that the caller wants, or None.
+        dynamic_shapes: shapes for PyTorch's exporter, or None.
 
-        Args:
-            filepath: where to.
-            format: `"tf_saved_model"` (JAX and TensorFlow), which serves any batch (on
-                JAX of one size where groups are larger than an image);
-                `"torch"` (PyTorch), for one image, or with `dynamic_shapes={0:
-                torch.export.Dim("batch", max=256)}` for any number where each image
-                is routed by itself: dense models, soft routing and token choice; or
-                `"onnx"`, on PyTorch for dense models and soft routing.
-            verbose: whether to print a message.
-            input_signature: `[keras.InputSpec((batch, height, width, channels))]`, for
-                another number of images than one.
-            **kwargs: see `keras.Model.export`.
-
-        Raises:
-            ValueError: if the format cannot hold the model.
-        """
-        if keras.backend.backend() == "torch":
-            _check_saved_model(format)
-            routers = _routers(self)
-            if format == "onnx":
-                input_signature = _one_image(self, input_signature)
-                _check_onnx(self, routers)
-            if format == "torch" and kwargs.get("dynamic_shapes") is not None:
-                _check_any_batch(routers)
-        if keras.backend.backend() == "jax" and format == "tf_saved_model":
-            _check_groups(_routers(self), input_signature)
-        super().export(
-            filepath,
-            format=format,
-            verbose=verbose,
-            input_signature=input_signature,
-            **kwargs,
-        )
+    Raises:
+        ValueError: if the format cannot hold the model.
+    """
+    if keras.backend.backend() == "torch":
+        _check_saved_model(format)
+        routers = _routers(model)
+        if format == "onnx":
+            input_signature = _one_example(model, input_signature)
+            _check_onnx(model, routers)
+        if format == "torch" and dynamic_shapes is not None:
+            _check_any_batch(routers)
+    if keras.backend.backend() == "jax" and format == "tf_saved_model":
+        _check_groups(_routers(model), input_signature)
+    return input_signature
 
 
 def _check_groups(routers, input_signature):
@@ -89,16 +68,15 @@ def _check_saved_model(format):
 def _routers(model):
     return [
         layer.feed_forward.router
-        for layer in model._flatten_layers(include_self=False)
+        for layer in flatten_layers(model, include_self=False)
         if isinstance(layer, MoEEncoderBlock)
     ]
 
 
-def _one_image(model, input_signature):
-    """The signature, of one image by default."""
+def _one_example(model, input_signature):
+    """The signature, of one example by default."""
     if input_signature is None:
-        shape = (1, *model.input.shape[1:])
-        return [keras.InputSpec(shape=shape, dtype="float32", name="images")]
+        return [keras.tree.map_structure(_spec_of_one, model.input)]
     shapes = [tuple(spec.shape) for spec in keras.tree.flatten(input_signature)]
     if any(None in shape for shape in shapes):
         raise ValueError(
@@ -106,6 +84,11 @@ def _one_image(model, input_signature):
             f"(Keras has no other there); received: shapes={shapes}"
         )
     return input_signature
+
+
+def _spec_of_one(symbolic):
+    shape = (1, *symbolic.shape[1:])
+    return keras.InputSpec(shape=shape, dtype=symbolic.dtype, name=symbolic.name)
 
 
 def _check_onnx(model, routers):

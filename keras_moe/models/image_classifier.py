@@ -7,18 +7,18 @@ from typing import Any
 
 import keras
 import keras_hub
-import numpy as np
 
 from keras_moe.checks import (
+    argument_names,
     check_argument_names,
     check_bool,
     check_dropout,
     check_integer,
     check_one_of,
 )
-from keras_moe.compat import TorchParameters
 from keras_moe.layers import LayerNorm
-from keras_moe.models.classifier_config import classifier_config
+from keras_moe.models import classifying, head_editing
+from keras_moe.models.classifier_config import classifier_config, with_new_names
 from keras_moe.models.classifier_parts import (
     bias_value,
     check_backbone,
@@ -26,39 +26,23 @@ from keras_moe.models.classifier_parts import (
     check_pooling,
     pooling_layer,
 )
-from keras_moe.models.classifying import ClassifyMixin
 from keras_moe.models.compile_defaults import (
     default_loss,
     default_metrics,
     loss_of_outputs,
 )
-from keras_moe.models.copying import CopyMixin, copied
 from keras_moe.models.description import Part
-from keras_moe.models.exporting import ExportMixin
 from keras_moe.models.image_preprocessor import ImagePreprocessor
-from keras_moe.models.input_checks import InputChecksMixin
-from keras_moe.models.lora import TaskLoraMixin
+from keras_moe.models.input_checks import check_labels
 from keras_moe.models.model_sources import ModelSource, TaskConfig
-from keras_moe.models.preset_loading import PresetMixin, TaskWeightsMixin
-from keras_moe.models.quantization import quantized_head, settle_policies
-from keras_moe.models.trainer import TrainerMixin
+from keras_moe.models.quantization import quantized_head
+from keras_moe.models.task import MoETask
 from keras_moe.ops import Cost, Routing
 
 ACTIVATIONS = (None, "softmax", "sigmoid")
 
 
-class ImageClassifier(
-    ClassifyMixin,
-    InputChecksMixin,
-    CopyMixin,
-    PresetMixin,
-    TaskWeightsMixin,
-    TaskLoraMixin,
-    ExportMixin,
-    TrainerMixin,
-    TorchParameters,
-    keras_hub.models.ImageClassifier,
-):
+class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     """A backbone with pooling and a classification head.
 
     The base of `ViTImageClassifier` and `MixerImageClassifier`.
@@ -146,13 +130,15 @@ class ImageClassifier(
         pooling_query_key_norm: bool | None = None,
         **kwargs,
     ):
-        arguments = list(locals())
         num_classes = check_integer("num_classes", num_classes)
         if representation_dim is not None:
             check_integer("representation_dim", representation_dim)
         check_dropout("dropout", dropout)
         check_argument_names(
-            kwargs, ["name", "trainable", "compile"], type(self).__name__, arguments
+            kwargs,
+            ["name", "trainable", "compile"],
+            type(self).__name__,
+            argument_names(ImageClassifier),
         )
         check_one_of("output_activation", output_activation, ACTIVATIONS)
         if output_activation == ("softmax" if multi_label else "sigmoid"):
@@ -226,15 +212,11 @@ class ImageClassifier(
             if head_position == "penultimate":
                 outputs = keras.ops.relu(outputs)
         outputs = self.output_dense(outputs)
-        # The parent's constructor would build its own head. The task's compiles, for
-        # which it must know the labels and outputs; Keras lets a model have plain
+        # The constructor compiles, and reads both: Keras lets a model have plain
         # attributes only after it.
         object.__setattr__(self, "multi_label", multi_label)
         object.__setattr__(self, "output_activation", output_activation)
-        keras_hub.models.Task.__init__(self, inputs=inputs, outputs=outputs, **kwargs)
-        settle_policies(self)
-        object.__setattr__(self, "_features", features)
-        object.__setattr__(self, "_routing", routing)
+        super().__init__(inputs, outputs, features, routing, **kwargs)
 
         # === Config ===
         self.num_classes = num_classes
@@ -248,9 +230,9 @@ class ImageClassifier(
         self.head_position = head_position
 
     @property
-    def features(self):
+    def features(self) -> Any:
         """The symbolic feature (B, D) that the head reads."""
-        return self._features
+        return super().features
 
     @property
     def routing(self) -> dict:
@@ -258,7 +240,47 @@ class ImageClassifier(
 
         A muMoE head's is "head": (B, 1, E), with the image's feature as its token.
         """
-        return self._routing
+        return super().routing
+
+    @property
+    def preprocessor(self) -> Any:
+        """An `ImagePreprocessor`, which `classify` applies, or another, or None."""
+        return super().preprocessor
+
+    @preprocessor.setter
+    def preprocessor(self, value: Any) -> None:
+        # The constructor checks its own before there is a model.
+        if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
+            value.check_model(self.input_shape[1:], self.num_classes)
+        keras_hub.models.Task.preprocessor.fset(self, value)
+
+    def classify(
+        self,
+        images: Any,
+        top: int = 5,
+        batch_size: int = 32,
+        max_value: float | None = None,
+    ) -> list:
+        """The most probable classes of images of any size.
+
+        The model's `preprocessor` prepares the images.
+
+        Args:
+            images: uint8 or other images, one or several, as `ImagePreprocessor` takes
+                them.
+            top: number of classes for each image.
+            batch_size: images per batch.
+            max_value: the value of white, see `ImagePreprocessor`.
+
+        Returns:
+            For each image a list of `ClassProbability`, the most probable first; for
+            one image (H, W, C) or (H, W) its list alone.
+
+        Raises:
+            ValueError: if the model has no `ImagePreprocessor`, or the images or
+                another argument do not fit.
+        """
+        return classifying.classify(self, images, top, batch_size, max_value)
 
     def outputs_from_head(self, head_outputs: Any) -> Any:
         """From the outputs of the muMoE head to those of the model, at inference.
@@ -294,34 +316,7 @@ class ImageClassifier(
         Reference:
             *Multilinear Mixture of Experts*, equation 5.
         """
-        if self.head is None or self.head_position != "final":
-            raise ValueError(
-                "Expected a classifier with head=MuMoE(...) as its final layer; "
-                f"received: head={self.head}, head_position={self.head_position!r}"
-            )
-        output = check_integer("output", output, 0)
-        experts = self.head.gate.kinds.total
-        offsets = np.asarray(offsets, "float32")
-        if output >= self.num_classes or offsets.shape != (experts,):
-            raise ValueError(
-                f"Expected an output below {self.num_classes} and offsets of shape "
-                f"({experts},); received: output={output}, shape={offsets.shape}"
-            )
-        if not np.isfinite(offsets).all():
-            raise ValueError(f"Expected finite offsets; received: {offsets}")
-        before = self.head.edited_outputs
-        outputs = before if output in before else (*before, output)
-        config = self.get_config()
-        config["head"]["config"]["edited_outputs"] = outputs
-        edited = copied(self, config, without="logit_offsets")
-        table = np.zeros((experts, len(outputs)), "float32")
-        if before:
-            table[:, : len(before)] = keras.ops.convert_to_numpy(
-                self.head.logit_offsets
-            )
-        table[:, outputs.index(output)] += offsets
-        edited.head.logit_offsets.assign(table)
-        return edited
+        return head_editing.with_logit_offsets(self, output, offsets)
 
     def compile(
         self,
@@ -345,43 +340,41 @@ class ImageClassifier(
                 curve of all decisions.
             **kwargs: see `keras.Model.compile`.
         """
-        from_logits = self.output_activation is None
-        if optimizer == "auto":
-            # With bfloat16 weights beside float32 routers, TensorFlow cannot take the
-            # norm of all gradients together.
-            policy = self.backbone.dtype_policy
-            global_clipnorm = 1.0 if policy.variable_dtype == "float32" else None
-            optimizer = keras.optimizers.AdamW(
-                3e-4, weight_decay=1e-4, global_clipnorm=global_clipnorm
-            )
-        if isinstance(loss, str) and loss == "auto":
-            loss = default_loss(self.multi_label, from_logits)
-        loss = loss_of_outputs(loss, from_logits)
-        if isinstance(metrics, str) and metrics == "auto":
-            classes = self.output_shape[-1]
-            metrics = default_metrics(loss, self.multi_label, classes, from_logits)
-        if metrics is None:
-            # With None Keras would keep the metrics of the compilation before.
-            metrics = []
-        keras_hub.models.Task.compile(
-            self, optimizer=optimizer, loss=loss, metrics=metrics, **kwargs
-        )
+        loss = loss_of_outputs(loss, self.output_activation is None)
+        super().compile(optimizer, loss, metrics=metrics, **kwargs)
 
-    def compile_from_config(self, config: dict) -> None:
-        """Compiles a loaded model as it was saved.
+    def default_loss(self) -> keras.losses.Loss:
+        """The crossentropy for the model's kind of labels and outputs."""
+        return default_loss(self.multi_label, self.output_activation is None)
 
-        Keras leaves a model alone that has a `compile` of its own.
+    def default_metrics(self, loss: Any) -> list:
+        """The accuracy, or the area under the precision-recall curve.
 
         Args:
-            config: what `get_compile_config` returned.
+            loss: loss that the model is trained with.
         """
-        self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.built:
-            # So that the optimizer's saved state finds its place.
-            self.optimizer.build(self.trainable_variables)
+        classes, from_logits = self.output_shape[-1], self.output_activation is None
+        return default_metrics(loss, self.multi_label, classes, from_logits)
+
+    def check_labels(self, labels: Any) -> None:
+        """Raises ValueError for labels out of range, where the loss tells their kind.
+
+        Args:
+            labels: labels of `fit` or `evaluate`.
+        """
+        check_labels(labels, self.num_classes, getattr(self, "loss", None))
+
+    @classmethod
+    def from_config(cls, config: dict) -> "ImageClassifier":
+        """A classifier of `get_config`'s arguments, also of an earlier version's.
+
+        Args:
+            config: result of `get_config`.
+        """
+        return super().from_config(with_new_names(config))
 
     def get_config(self):
-        config = keras_hub.models.Task.get_config(self)
+        config = super().get_config()
         config.update(
             num_classes=self.num_classes,
             pooling=self.pooling,

@@ -1,19 +1,22 @@
-"""Checks of images and labels before a model's `fit`, `evaluate` and `predict`.
+"""Checks of inputs and labels before a model's `fit`, `evaluate` and `predict`.
+
+Arrays are checked: their shapes, and a classifier's labels. Datasets and generators are
+not read ahead of time. A model has a method `_check_inputs(inputs, labels)`, which its
+own methods reach through `check_training` and `check_prediction`.
 
 Axes: B batch.
 """
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import keras
-import keras_hub
 import numpy as np
 from keras import ops, tree
 
 from keras_moe.checks import check_class_labels
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
-from keras_moe.models.state_recovery import state_kept
 
 
 def check_images(images: Any, image_shape: tuple) -> None:
@@ -32,29 +35,7 @@ def check_images(images: Any, image_shape: tuple) -> None:
     >>> from keras_moe.models.input_checks import check_images
     >>> check_images(np.zeros((2, 8, 8, 3), "float32"), (8, 8, 3))
     """
-    if not is_array(images):
-        return
-    shape = tuple(images.shape)
-    if len(shape) != 4 or shape[1:] != tuple(image_shape):
-        raise ValueError(
-            f"Expected images of shape (batch, {', '.join(map(str, image_shape))}); "
-            f"received: shape={shape}"
-        )
-
-
-def check_given(images: Any) -> None:
-    """Raises ValueError for None, of which Keras makes an empty dataset."""
-    if images is None:
-        raise ValueError("Expected images or a dataset of them; received: None")
-
-
-def check_not_empty(images: Any) -> None:
-    """Raises ValueError for an array of no images: a mean over them is undefined."""
-    if is_array(images) and tuple(images.shape)[:1] == (0,):
-        raise ValueError(
-            "Expected at least one image to train or evaluate on; received: "
-            f"shape={tuple(images.shape)}"
-        )
+    _check_shape("images", images, image_shape)
 
 
 def check_multi_labels(labels: Any) -> None:
@@ -147,100 +128,135 @@ def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) or ops.is_tensor(value)
 
 
-class InputChecksMixin:
-    """Images and labels are checked before Keras sees them.
+def check_inputs(model: keras.Model, inputs: Any) -> None:
+    """Checks the arrays for a model's inputs, and warns once about images in 0..255.
 
-    Arrays are: the shape of the images, and of a classifier the range of its labels.
-    Datasets and generators are not looked into ahead. If a call fails all the same, the
-    model stays usable on every backend (`state_kept`).
+    Args:
+        model: a functional model.
+        inputs: an array for a model of one input, or a dict by the inputs' names;
+            anything else, such as a dataset, passes.
 
-    A class with this mixin has `image_shape`, or a `backbone` that has.
+    Raises:
+        ValueError: if an array has another shape than the model's input.
+
+    Example:
+
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe.models.input_checks import check_inputs
+    >>> token_ids = keras.Input((4,), name="token_ids", dtype="int32")
+    >>> model = keras.Model({"token_ids": token_ids}, keras.ops.sum(token_ids, -1))
+    >>> check_inputs(model, {"token_ids": np.zeros((2, 5), "int32")})
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected token_ids of shape (batch, 4); received: shape=(2, 5)
     """
+    for symbolic, value in _symbolic_inputs(model, inputs):
+        shape = tuple(symbolic.shape[1:])
+        if symbolic.name == "images":
+            check_images(value, shape)
+            _warn_of_bytes(model, value)
+        else:
+            _check_shape(symbolic.name, value, shape)
 
-    def fit(
-        self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
-    ) -> keras.callbacks.History:
-        """Trains the model; see `keras.Model.fit`.
 
-        Arrays of images and labels, those of `validation_data` too, are checked first:
-        another shape or labels out of range raise ValueError. Generators,
-        `tf.data.Dataset` and the like are not checked ahead.
-        """
-        self._check_inputs(x, y)
-        check_not_empty(x)
-        validation = kwargs.get("validation_data")
-        if isinstance(validation, (tuple, list)):
-            self._check_inputs(*validation[:2])
-        with state_kept(self, training=True):
-            return super().fit(x, y, *args, **kwargs)
+def check_training(
+    model: keras.Model, inputs: Any, labels: Any, validation_data: Any = None
+) -> None:
+    """Checks what a model is trained or evaluated on.
 
-    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The loss and metrics; see `keras.Model.evaluate`, and `fit` for checks."""
-        self._check_inputs(x, y)
-        check_not_empty(x)
-        with state_kept(self):
-            return super().evaluate(x, y, *args, **kwargs)
+    Args:
+        model: backbone or task.
+        inputs: inputs of the model, or a dataset.
+        labels: labels, or None.
+        validation_data: a tuple of further inputs and labels, or a dataset.
 
-    def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """The outputs; see `keras.Model.predict`. No images have empty outputs."""
-        check_given(x)
-        self._check_inputs(x)
-        if is_array(x) and x.shape[0] == 0:
-            return self._outputs_of_none()
-        with state_kept(self):
-            return super().predict(x, *args, **kwargs)
-
-    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """One step of training; see `keras.Model.train_on_batch`, and `fit`."""
-        self._check_inputs(x, y)
-        check_not_empty(x)
-        with state_kept(self, training=True):
-            return super().train_on_batch(x, y, *args, **kwargs)
-
-    def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Loss and metrics of a batch; see `keras.Model.test_on_batch`, and `fit`."""
-        self._check_inputs(x, y)
-        check_not_empty(x)
-        with state_kept(self):
-            return super().test_on_batch(x, y, *args, **kwargs)
-
-    def predict_on_batch(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """The outputs of a batch; see `keras.Model.predict_on_batch`."""
-        check_given(x)
-        self._check_inputs(x)
-        if is_array(x) and x.shape[0] == 0:
-            return self._outputs_of_none()
-        with state_kept(self):
-            return super().predict_on_batch(x, *args, **kwargs)
-
-    def _check_inputs(self, images: Any, labels: Any = None) -> None:
-        # KerasHub's preprocessors make images of the model's size and range of others.
-        preprocessor = getattr(self, "preprocessor", None)
-        if not isinstance(preprocessor, keras_hub.models.Preprocessor):
-            backbone = getattr(self, "backbone", self)
-            check_images(images, backbone.image_shape)
-            self._warn_of_bytes(images)
-        if labels is not None and hasattr(self, "num_classes"):
-            check_labels(labels, self.num_classes, getattr(self, "loss", None))
-
-    def _warn_of_bytes(self, images: Any) -> None:
-        """Warns once about images in 0..255, where the model expects [-1, 1]."""
-        if getattr(self, "_has_warned_of_bytes", False) or not is_array(images):
-            return
-        if keras.backend.standardize_dtype(images.dtype) != "uint8":
-            return
-        images = array_values(images)
-        if images is not None and images.size and images.max() > 1:
-            object.__setattr__(self, "_has_warned_of_bytes", True)
-            warnings.warn(
-                "Expected images in [-1, 1]; received uint8 images up to "
-                f"{images.max()}. Use images / 127.5 - 1.",
-                stacklevel=4,
+    Raises:
+        ValueError: if an array does not fit the model or has no examples.
+    """
+    model._check_inputs(inputs, labels)
+    for name, value in _arrays(inputs):
+        if tuple(value.shape)[:1] == (0,):
+            # A mean over no examples is undefined.
+            example = "image" if name == "images" else "example"
+            raise ValueError(
+                f"Expected at least one {example} to train or evaluate on; received: "
+                f"shape={tuple(value.shape)}"
             )
+    if isinstance(validation_data, (tuple, list)):
+        model._check_inputs(*validation_data[:2])
 
-    def _outputs_of_none(self) -> Any:
-        """The outputs of a batch without images."""
-        return tree.map_structure(
-            lambda x: ops.convert_to_numpy(ops.zeros((0, *x.shape[1:]), x.dtype)),
-            self.output,
+
+def check_prediction(model: keras.Model, inputs: Any) -> None:
+    """Checks the inputs of a model's predictions.
+
+    Args:
+        model: backbone or task.
+        inputs: inputs of the model, or a dataset.
+
+    Raises:
+        ValueError: if an array does not fit the model, or for None, which Keras would
+            take for an empty dataset.
+    """
+    if inputs is None:
+        raise ValueError("Expected images or a dataset of them; received: None")
+    model._check_inputs(inputs)
+
+
+def has_no_examples(inputs: Any) -> bool:
+    """Whether the inputs are arrays of no examples."""
+    return any(value.shape[0] == 0 for _, value in _arrays(inputs))
+
+
+def outputs_of_none(model: keras.Model) -> Any:
+    """The outputs of a batch without examples, as NumPy arrays."""
+    return tree.map_structure(
+        lambda x: ops.convert_to_numpy(ops.zeros((0, *x.shape[1:]), x.dtype)),
+        model.output,
+    )
+
+
+def _symbolic_inputs(model, inputs) -> Iterator[tuple[keras.KerasTensor, Any]]:
+    """Yields the model's symbolic inputs with their values, where these are known."""
+    symbolic = tree.flatten(model.input)
+    if isinstance(inputs, dict):
+        yield from ((x, inputs[x.name]) for x in symbolic if x.name in inputs)
+    elif len(symbolic) == 1:
+        yield symbolic[0], inputs
+
+
+def _arrays(inputs) -> Iterator[tuple[str, Any]]:
+    """Yields the arrays among the inputs with their names."""
+    named = inputs if isinstance(inputs, dict) else {"images": inputs}
+    yield from ((name, value) for name, value in named.items() if is_array(value))
+
+
+def _check_shape(name, value, expected):
+    """Raises ValueError for an array of another shape; None fits any size."""
+    if not is_array(value):
+        return
+    shape = tuple(value.shape)
+    if len(shape) != 1 + len(expected) or any(
+        size not in (None, received) for size, received in zip(expected, shape[1:])
+    ):
+        raise ValueError(
+            f"Expected {name} of shape (batch, {', '.join(map(str, expected))}); "
+            f"received: shape={shape}"
+        )
+
+
+def _warn_of_bytes(model, images):
+    """Warns once about images in 0..255, where the model expects [-1, 1]."""
+    if getattr(model, "_has_warned_of_bytes", False) or not is_array(images):
+        return
+    if keras.backend.standardize_dtype(images.dtype) != "uint8":
+        return
+    images = array_values(images)
+    if images is not None and images.size and images.max() > 1:
+        object.__setattr__(model, "_has_warned_of_bytes", True)
+        warnings.warn(
+            "Expected images in [-1, 1]; received uint8 images up to "
+            f"{images.max()}. Use images / 127.5 - 1.",
+            # The caller of `fit`, and not one of the checks.
+            stacklevel=6,
         )

@@ -10,7 +10,6 @@ from typing import Any
 
 from keras_moe.checks import argument_names, check_argument_names
 from keras_moe.layers import MoEConfig, moe_config, updated_moe
-from keras_moe.layers.moe_config import field_names
 from keras_moe.layers.mumoe_config import MUMOE
 
 # The fields that muMoE blocks had in configs of earlier versions.
@@ -24,7 +23,7 @@ _MUMOE_FIELDS = (
 )
 # The names that `router_options` stands for are no flat names: the encoder has an
 # `activation` of its own.
-MOE_FIELDS = (*field_names(MoEConfig),)
+MOE_FIELDS = (*MoEConfig.field_names(),)
 # Arguments of every Keras model.
 _MODEL_ARGUMENTS = ("name", "trainable", "dtype")
 # Those of them that go to a task rather than to its backbone.

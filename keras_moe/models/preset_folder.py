@@ -54,23 +54,18 @@ def is_preset(folder: str | os.PathLike) -> bool:
     return isinstance(content, dict) and "registered_name" in content
 
 
-def is_staging() -> bool:
-    """True inside `staged`: files may be written one by one."""
-    return _writing.get()
-
-
 @contextlib.contextmanager
 def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
     """A folder to write a preset to, which takes its place when all is written.
 
-    If writing fails or is interrupted, what was at `preset_dir` stays as it was.
+    If writing fails or is interrupted, what was at `preset_dir` stays as it was. One
+    process at a time saves to a folder, and another one waits for it. The remains of
+    killed processes beside it are removed. A task that is being saved writes its
+    backbone to the same folder: within, another call yields its folder as it is.
 
     Args:
         preset_dir: folder of the preset; a new one, an empty one, or an older preset,
             whose files that are not the preset's own are kept.
-
-    One process at a time saves to a folder, and another one waits for it. The remains
-    of killed processes beside it are removed.
 
     Raises:
         ValueError: if `preset_dir` is a file, or a folder of something else.
@@ -78,6 +73,9 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
             if it takes more than ten minutes.
         OSError: if it cannot be written.
     """
+    if _writing.get():
+        yield str(preset_dir)
+        return
     target = Path(preset_dir).expanduser().resolve()
     _check_target(target, preset_dir)
     target.parent.mkdir(parents=True, exist_ok=True)

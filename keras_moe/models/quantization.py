@@ -9,6 +9,8 @@ from typing import Any
 import keras
 from keras.dtype_policies import DTypePolicyMap
 
+from keras_moe.compat import flatten_layers, set_dtype_policy
+
 
 def quantized_policies(layers: list, policy: Any) -> Any:
     """The policy of some layers, with a map of those that are quantised.
@@ -33,17 +35,24 @@ def quantized_policies(layers: list, policy: Any) -> Any:
     return DTypePolicyMap(policy.name, policies) if policies else policy
 
 
+def saved_policy(model: keras.Model) -> dict[str, Any]:
+    """The config of a model's policy, with the layers that are quantised."""
+    layers = flatten_layers(model, include_self=False)
+    policy = quantized_policies(layers, model.dtype_policy)
+    return keras.dtype_policies.serialize(policy)
+
+
 def settle_policies(model: Any) -> None:
     """Gives each layer its own policy in the place of a map for all.
 
     Keras's quantised layers could not be saved again with a map (3.15): they ask it for
     its default, which is not quantised.
     """
-    for layer in model._flatten_layers():
+    for layer in flatten_layers(model):
         policy = layer.dtype_policy
         if isinstance(policy, DTypePolicyMap):
             # A model's own path may be none, or none of the map's.
-            layer._dtype_policy = policy[layer.path or ""]
+            set_dtype_policy(layer, policy[layer.path or ""])
 
 
 def new_head_dtype(saved: Any) -> Any:
@@ -54,25 +63,12 @@ def new_head_dtype(saved: Any) -> Any:
     return policy.default_policy if isinstance(policy, DTypePolicyMap) else policy
 
 
-class QuantizedBackboneMixin:
-    """Configs of a backbone that is built again with its quantised layers."""
-
-    def get_config(self):
-        layers = self._flatten_layers(include_self=False)
-        dtype = quantized_policies(layers, self.dtype_policy)
-        return {
-            "name": self.name,
-            "trainable": self.trainable,
-            "dtype": keras.dtype_policies.serialize(dtype),
-        }
-
-
 def quantized_head(task: Any, head_dtype: Any) -> Any:
     """The config of a task's `head_dtype`, with the layers that are quantised."""
-    of_backbone = {id(layer) for layer in task.backbone._flatten_layers()}
+    of_backbone = {id(layer) for layer in flatten_layers(task.backbone)}
     layers = [
         layer
-        for layer in task._flatten_layers(include_self=False)
+        for layer in flatten_layers(task, include_self=False)
         if id(layer) not in of_backbone
     ]
     if head_dtype is None:

@@ -176,6 +176,19 @@ def presets() -> dict[str, dict]:
     return copy.deepcopy(_PRESETS)
 
 
+def presets_of(cls: type) -> dict[str, dict]:
+    """The presets of a backbone or task, as KerasHub's `presets` lists them.
+
+    Args:
+        cls: class of a backbone or a task.
+    """
+    return {
+        name: {"metadata": {k: spec[k] for k in ("description", "source")}}
+        for name, spec in presets().items()
+        if cls.__name__ in (spec["backbone"], spec["task"])
+    }
+
+
 def preset(name: Any) -> dict | None:
     """A copy of the preset of a name, or None."""
     spec = _PRESETS.get(name) if isinstance(name, str) else None

@@ -291,7 +291,7 @@ class RunCheckpoint(keras.callbacks.Callback):
     def _check(self, found: Checkpoint):
         state = found.state
         pairs = [("steps_per_epoch", state["steps_per_epoch"], self.steps_per_epoch)]
-        saved = saved_settings(state["settings"])
+        saved = saved_settings(state["settings"], self.settings)
         pairs += [
             (name, saved.get(name), self.settings.get(name))
             for name in sorted({*saved, *self.settings})

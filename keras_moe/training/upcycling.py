@@ -233,7 +233,8 @@ def upcycle(
             f"received: {type(dense_model).__name__} without an optimizer"
         )
     options = dict(moe_arguments.pop("router_options", None) or {})
-    if normalizes and not is_mumoe and ROUTERS[router][0] is not SoftRouter:
+    is_soft = not is_mumoe and issubclass(ROUTERS[router][0], SoftRouter)
+    if normalizes and not is_mumoe and not is_soft:
         options.setdefault("normalize_gates", "after")
     sparse_model = _sparse_twin(
         dense_model,

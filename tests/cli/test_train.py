@@ -81,6 +81,9 @@ def test_one_command_trains_and_saves(train, tmp_path):
     [
         (("--recipe-set", "epoch=1"), "nearest: schedule.epochs"),
         (("--recipe-set", "epochs"), "NAME=VALUE"),
+        (("--recipe-set", "name_or_path=x"), "received: name_or_path='x'"),
+        (("--recipe-set", "self=x"), "received: self='x'"),
+        (("--recipe-set", "schedule.self=1"), "self"),
         (("--recipe-set", "schedule.epochs=-1"), "epochs=-1"),
         (("--recipe-set", "schedule.patience=0"), "patience=0"),
         (("--recipe-set", "schedule.best=last"), "best='last'"),

@@ -18,7 +18,6 @@ from keras_moe.layers import (
     moe_config,
     updated_moe,
 )
-from keras_moe.layers.moe_config import field_names
 from keras_moe.routers import (
     ROUTERS,
     PathwayAwareRouter,
@@ -89,7 +88,7 @@ def blocks(moe, num_layers=3, **arguments):
     ("cls", "values"), [(MoEConfig, NOT_DEFAULT), (MuMoEConfig, MUMOE_NOT_DEFAULT)]
 )
 def test_every_field_round_trips_through_json(cls, values):
-    assert set(values) == set(field_names(cls))
+    assert set(values) == set(cls.field_names())
     config, default = cls(**values), cls()
     plain = json.loads(json.dumps(config.to_dict()))
     again = moe_config(plain)
@@ -226,6 +225,16 @@ def test_another_router_drops_the_options_of_the_one_before():
     assert updated_moe(mumoe, {"router": "soft"}).tau == MoEConfig().tau
     assert updated_moe(None, {}) is None
     assert updated_moe(None, {"num_experts": 3}).moe_layers is None
+
+
+def test_another_kind_keeps_no_biases_of_the_one_before():
+    moe = MoEConfig(num_experts=8, expert_use_bias=False)
+    assert updated_moe(moe, {"router": "mumoe"}).expert_use_bias
+    without = updated_moe(moe, {"router": "mumoe", "expert_use_bias": False})
+    assert not without.expert_use_bias
+    assert not updated_moe(without, {"num_experts": 4}).expert_use_bias
+    assert updated_moe(without, {"router": "soft"}).expert_use_bias
+    assert not updated_moe(moe, {"router": "soft"}).expert_use_bias
 
 
 def test_losses_may_be_objects():

@@ -16,6 +16,7 @@ from keras_moe.losses import (
     LogScaleBound,
     SigmoidContrastiveLoss,
     SoftmaxContrastiveLoss,
+    count_duplicate_pairs,
     sigmoid_contrastive_loss,
     softmax_contrastive_loss,
 )
@@ -173,6 +174,24 @@ def test_equal_ids_are_positives_and_weights_count(name):
     assert len({round(x, 4) for x in expected}) == 8
 
 
+def test_duplicate_pairs_are_counted():
+    weights = np.array([1, 1, 0, 1, 1, 1], "float32")
+    counts = numbers(
+        lambda images, texts, weights: ops.stack(
+            [
+                count_duplicate_pairs(images),
+                count_duplicate_pairs(text_ids=texts),
+                count_duplicate_pairs(images, texts),
+                count_duplicate_pairs(images, texts, weights),
+                count_duplicate_pairs(images[:0]),
+            ]
+        ),
+        *(IMAGE_IDS, TEXT_IDS, weights),
+    )
+    # Images 7 and 3 come twice, and text 0; one of the 7 is padding.
+    np.testing.assert_array_equal(counts, [4, 2, 5, 4, 0])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_changes_nothing_whatever_it_holds(name):
     images, texts = normal(0, 5, 4), normal(1, 5, 4)
@@ -325,8 +344,8 @@ def test_fit():
 @pytest.mark.parametrize(
     "loss",
     [
-        SoftmaxContrastiveLoss("image_to_text", True, "bfloat16", "a"),
-        SigmoidContrastiveLoss(True, "bfloat16", "b"),
+        SoftmaxContrastiveLoss("image_to_text", True, 3, "bfloat16", "a"),
+        SigmoidContrastiveLoss(True, 3, "bfloat16", "b"),
     ],
 )
 def test_config_round_trip(loss):
@@ -345,13 +364,13 @@ def test_a_loss_hands_on_its_options():
     outputs = {"image_embeddings": images, "text_embeddings": texts}
     outputs.update(logit_scale=3.0, logit_bias=-1.0)
     ids = {"image_ids": IMAGE_IDS, "text_ids": TEXT_IDS}
-    options = {"similarity_dtype": "bfloat16", **ids}
-    value = SoftmaxContrastiveLoss("text_to_image", True, "bfloat16")(ids, outputs)
+    options = {"chunk_size": 4, "similarity_dtype": "bfloat16", **ids}
+    value = SoftmaxContrastiveLoss("text_to_image", True, 4, "bfloat16")(ids, outputs)
     expected = softmax_contrastive_loss(
         images, texts, 3.0, direction="text_to_image", **options
     )
     assert float(value) == float(expected)
-    value = SigmoidContrastiveLoss(True, "bfloat16").call(ids, outputs)
+    value = SigmoidContrastiveLoss(True, 4, "bfloat16").call(ids, outputs)
     expected = sigmoid_contrastive_loss(images, texts, 3.0, -1.0, **options)
     assert float(value) == float(expected)
     # Without `multi_positive` ids are not read.
@@ -408,6 +427,8 @@ X = np.ones((3, 4), "float32")
             lambda: sigmoid_contrastive_loss(X, X, 1.0, sample_weight=np.ones((3, 1))),
             "sample_weight.shape=(3, 1)",
         ),
+        (lambda: softmax_contrastive_loss(X, X, 1.0, chunk_size=0), "chunk_size=0"),
+        (lambda: SigmoidContrastiveLoss(chunk_size=2.5), "chunk_size=2.5"),
         (lambda: SoftmaxContrastiveLoss(multi_positive=1), "multi_positive=1"),
         (lambda: SoftmaxContrastiveLoss("texts"), "direction='texts'"),
         (
@@ -422,6 +443,7 @@ X = np.ones((3, 4), "float32")
             "y_true=None",
         ),
         (lambda: LogScaleBound(0.0), "largest_scale=0.0"),
+        (lambda: count_duplicate_pairs(), "text_ids=None"),
     ],
 )
 def test_bad_input(call, received):

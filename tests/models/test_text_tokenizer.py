@@ -286,7 +286,7 @@ def test_a_tokenizer_is_part_of_a_preset(sentence_piece, tmp_path):
         for key, value in texts.items():
             np.testing.assert_array_equal(value, expected[key])
         assert backbone.predict(texts, verbose=0)["pooled"].shape == (1, 8)
-    with pytest.raises(ValueError, match="at most the 529.*vocabulary_size=530"):
+    with pytest.raises(ValueError, match=r"at most the 529.*vocabulary_size=530"):
         own(max_length=9).check_fits(TextBackbone(vocabulary_size=529, num_layers=1))
     with pytest.raises(ValueError, match="max_length=13"):
         own(max_length=13).check_fits(backbone)

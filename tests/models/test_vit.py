@@ -7,10 +7,16 @@ from keras import ops
 
 from keras_moe import losses
 from keras_moe.models import ViTBackbone, ViTImageClassifier, describe, from_preset
-from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
+from keras_moe.routers import SinkhornAffinity, SparsityConstrainedAffinity, registry
 from tests.small_models import SMALL
 
 to_numpy = ops.convert_to_numpy
+# The package's own: other tests register further ones.
+ROUTERS = [
+    name
+    for name, (cls, _) in registry.ROUTERS.items()
+    if cls.__module__.startswith("keras_moe.")
+]
 
 NOT_DEFAULT = {
     **SMALL,

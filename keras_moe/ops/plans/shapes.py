@@ -18,14 +18,7 @@ def checked_tokens(tokens: Any, groups_and_tokens: Any) -> Any:
     Raises:
         ValueError: if the shape is another one.
     """
-    tokens = ops.convert_to_tensor(tokens)
-    expected = tuple(groups_and_tokens)
-    if len(tokens.shape) != 3 or not _fits(tokens.shape[:2], expected):
-        raise ValueError(
-            f"Expected tokens of shape (groups, tokens, dim) with {expected} first, as "
-            f"in the plan; received: tokens.shape={tuple(tokens.shape)}"
-        )
-    return tokens
+    return _checked("tokens", tokens, ("groups", "tokens"), groups_and_tokens)
 
 
 def checked_slots(outputs: Any, slots: Any) -> Any:
@@ -41,15 +34,7 @@ def checked_slots(outputs: Any, slots: Any) -> Any:
     Raises:
         ValueError: if the shape is another one.
     """
-    outputs = ops.convert_to_tensor(outputs)
-    expected = tuple(slots)
-    if len(outputs.shape) != 4 or not _fits(outputs.shape[:3], expected):
-        raise ValueError(
-            "Expected outputs of shape (groups, experts, capacity, dim) with "
-            f"{expected} first, as in the plan; "
-            f"received: outputs.shape={tuple(outputs.shape)}"
-        )
-    return outputs
+    return _checked("outputs", outputs, ("groups", "experts", "capacity"), slots)
 
 
 def checked_rows(outputs: Any, rows: Any) -> Any:
@@ -65,16 +50,19 @@ def checked_rows(outputs: Any, rows: Any) -> Any:
     Raises:
         ValueError: if the shape is another one.
     """
-    outputs = ops.convert_to_tensor(outputs)
-    expected = tuple(rows)
-    if len(outputs.shape) != 2 or not _fits(outputs.shape[:1], expected):
-        raise ValueError(
-            f"Expected outputs of shape (rows, dim) with {expected} first, as in "
-            f"the plan; received: outputs.shape={tuple(outputs.shape)}"
-        )
-    return outputs
+    return _checked("outputs", outputs, ("rows",), rows)
 
 
-def _fits(shape, expected):
+def _checked(name, value, axes, sizes):
+    """A tensor of the plan's sizes along the named axes, and of any size behind."""
+    value = ops.convert_to_tensor(value)
+    shape, expected = tuple(value.shape), tuple(sizes)
     # Sizes that TensorFlow does not know while it traces fit any other.
-    return all(a == b or None in (a, b) for a, b in zip(shape, expected))
+    if len(shape) != len(axes) + 1 or any(
+        a != b and None not in (a, b) for a, b in zip(shape, expected)
+    ):
+        raise ValueError(
+            f"Expected {name} of shape ({', '.join(axes)}, dim) with {expected} first, "
+            f"as in the plan; received: {name}.shape={shape}"
+        )
+    return value

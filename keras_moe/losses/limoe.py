@@ -1,0 +1,86 @@
+"""LIMoE's auxiliary losses of all routers, as one weighted mean."""
+
+from collections.abc import Iterable
+
+from keras_moe.checks import check_one_of
+from keras_moe.losses.auxiliary import AggregateLoss, AuxiliaryLoss
+
+CLASSIC = ("importance", "load", "z")
+LOCAL = ("local_entropy", "target_entropy", "merged_entropy")
+
+
+def limoe_losses(
+    thresholds: dict[str, float | None],
+    local_loss: str = "local_entropy",
+    local_modalities: Iterable[str] = ("text",),
+    classic: Iterable[str] = CLASSIC,
+    modalities: Iterable[str] = ("image", "text"),
+    weight: float = 0.04,
+) -> AggregateLoss:
+    """The auxiliary losses that LIMoE trains with: their plain mean, times a weight.
+
+    These are the importance, load and z losses over all tokens; a local entropy loss
+    for text; and a global entropy loss with a threshold for each modality. Each is
+    computed by group and averaged over groups (appendix E.5), those of a modality over
+    the groups that have it. The load loss has noise of standard deviation 1/E, which
+    is the router's `noise_std=1.0`.
+
+    The paper applies the local loss to text (appendix E.1, and figure 38): images come
+    to be routed with confidence without it. It counts in the mean once for each of
+    `local_modalities`, as the global loss does for each modality; the paper leaves
+    open whether it takes modalities as losses of their own.
+
+    Args:
+        thresholds: entropy of each modality from which on its global loss is 0, such
+            as `{"image": math.log(20), "text": math.log(9)}`; None for no such
+            entropy. A modality that is not there has no global loss.
+        local_loss: name of the local loss: `"local_entropy"`, or for K > 1 experts
+            per token `"target_entropy"` or `"merged_entropy"` (appendix E.1), of which
+            the paper prefers the latter.
+        local_modalities: names of the modalities that have a local loss.
+        classic: names of losses over all tokens; without `"load"` for a router that
+            has no noise.
+        modalities: names of the modalities in the order of their ids.
+        weight: factor of the mean.
+
+    Returns:
+        An `AggregateLoss`, for `auxiliary_losses=[...]`.
+
+    Raises:
+        ValueError: if a name of a modality or of a loss is unknown.
+
+    Warns:
+        UserWarning: from the MoE layer, if a threshold is above log E: the loss cannot
+            reach 0.
+
+    Reference:
+        *LIMoE*, appendices B.1 and E.1; its tables 4 and 5 have the thresholds.
+
+    Example:
+
+    >>> import math
+    >>> from keras_moe.losses import limoe_losses
+    >>> loss = limoe_losses({"image": math.log(25), "text": math.log(4)})
+    >>> [part.name for part in loss.losses]
+    ['importance', 'load', 'z', 'local_entropy', 'global_entropy', 'global_entropy']
+    """
+    ids = {name: number for number, name in enumerate(modalities)}
+    check_one_of("local_loss", local_loss, LOCAL)
+    _check_names("thresholds", thresholds, ids)
+    _check_names("local_modalities", local_modalities, ids)
+    parts = [AuxiliaryLoss(name) for name in classic]
+    parts += [AuxiliaryLoss(local_loss, modality=ids[m]) for m in local_modalities]
+    parts += [
+        AuxiliaryLoss("global_entropy", threshold=threshold, modality=ids[modality])
+        for modality, threshold in thresholds.items()
+    ]
+    return AggregateLoss(parts, weight)
+
+
+def _check_names(argument, names, ids):
+    for name in names:
+        if name not in ids:
+            raise ValueError(
+                f"Expected {argument} for modalities among {list(ids)}; "
+                f"received: {name!r}"
+            )

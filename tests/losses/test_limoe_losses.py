@@ -1,0 +1,168 @@
+"""LIMoE's losses together: golden data with noise, groups, thresholds and names.
+
+Axes: G groups, S group_size, E experts, K selected experts.
+"""
+
+import json
+import math
+import warnings
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import losses
+from keras_moe.layers import Experts, MoE
+from keras_moe.losses import limoe_losses
+from keras_moe.routers import TokenChoiceRouter
+from tests import golden
+from tests.losses.entropies import normal, numbers, routing_of
+
+ERF = np.vectorize(math.erf)
+
+
+def load_loss(logits, noisy, noise_std, selected):
+    """The load loss in float64, straight from its definition."""
+    threshold = np.sort(noisy, axis=-1)[:, -selected, None]
+    x = (threshold - logits) / noise_std
+    load = np.sum(0.5 - 0.5 * ERF(x / math.sqrt(2)), axis=0)
+    return (load.std() / load.mean()) ** 2
+
+
+# The names of the local losses' values in the golden data.
+LOCAL = {
+    "local_entropy": "local_entropy",
+    "target_entropy": "target_entropy_local",
+    "merged_entropy": "merged_entropy_local",
+}
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize(
+    ("case", "local_loss"),
+    [
+        ("two_modalities_k1", "local_entropy"),
+        ("two_modalities_k2", "target_entropy"),
+        ("two_modalities_k2", "merged_entropy"),
+    ],
+)
+def test_golden_in_training(case, local_loss):
+    arrays, config = golden.load(f"09_limoe_losses/{case}")
+    logits = arrays["inputs/logits"]
+    num_experts, selected = config["E"], config["K"]
+    noise = np.random.default_rng(0).normal(size=logits.shape) / num_experts
+    ids = arrays["inputs/modality"]
+    # Modality 0 of the data is called text here: both orders of names are right.
+    text, image = arrays["inputs/tau"]
+    loss = limoe_losses(
+        {"text": float(text), "image": float(image)},
+        local_loss,
+        modalities=("text", "image"),
+    )
+    router = SimpleNamespace(
+        num_experts=num_experts, num_selected_experts=selected, noise_std=1.0
+    )
+
+    def program(logits, noisy, ids):
+        routing = routing_of(logits)._replace(noisy_logits=noisy)
+        return loss(routing, router, None, ids)
+
+    found = numbers(
+        program,
+        logits[None].astype("float32"),
+        (logits + noise)[None].astype("float32"),
+        ids[None],
+    )
+    expected = [
+        arrays["outputs/importance_all_tokens"],
+        load_loss(logits, logits + noise, 1 / num_experts, selected),
+        arrays["outputs/z_loss"],
+        arrays[f"outputs/{LOCAL[local_loss]}"][0],
+        *arrays["outputs/global_loss"],
+    ]
+    assert min(expected[:4]) > 1e-3
+    np.testing.assert_allclose(found, [0.04 * np.mean(expected)], rtol=1e-5)
+
+
+def test_groups_without_a_modality_do_not_dilute_its_losses():
+    logits = normal(0, 3, 6, 4)
+    ids = np.array([[0, 1, 0, 1, 1, 0], [0] * 6, [1, 0, 0, 1, 0, 1]])
+    loss = limoe_losses({"text": 5.0}, classic=("z",), weight=3.0)
+    router = SimpleNamespace(num_experts=4)
+
+    def mean(groups):
+        return numbers(
+            lambda x, i: keras.ops.mean(loss(routing_of(x), router, None, i)),
+            *(logits[groups], ids[groups]),
+        )
+
+    z = numbers(losses.z_loss, logits)
+    # Three losses, of which two are the text's, in the groups 0 and 2.
+    expected = mean([0, 2]) - z[[0, 2]].mean() + z.mean()
+    np.testing.assert_allclose(mean([0, 1, 2]), expected, rtol=1e-5)
+    assert abs(z[[0, 2]].mean() - z.mean()) > 1e-2
+
+
+@pytest.mark.backend_free
+def test_parts_and_config():
+    loss = limoe_losses(
+        {"image": 2.0, "text": None},
+        "merged_entropy",
+        local_modalities=("image", "text"),
+        classic=("importance", "z"),
+        weight=0.1,
+    )
+    parts = [(part.name, part.options) for part in loss.losses]
+    assert parts == [
+        ("importance", {}),
+        ("z", {}),
+        ("merged_entropy", {"modality": 0}),
+        ("merged_entropy", {"modality": 1}),
+        ("global_entropy", {"threshold": 2.0, "modality": 0}),
+        ("global_entropy", {"threshold": None, "modality": 1}),
+    ]
+    stored = json.loads(json.dumps(losses.serialize([loss])))
+    assert losses.get(stored)[0].get_config() == loss.get_config()
+    assert loss.weight == 0.1
+
+
+@pytest.mark.backend_free
+def test_an_moe_layer_trains_with_them_and_warns_of_a_threshold():
+    def layer(**thresholds):
+        return MoE(
+            TokenChoiceRouter(4, 1, noise_std=1.0, seed=0),
+            Experts(4, 8),
+            group_size=5,
+            auxiliary_losses=[limoe_losses(thresholds)],
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moe = layer(image=math.log(4), text=1.0)
+    # The second group has images alone.
+    ids = np.array([[0, 0, 1, 1, 1], [0] * 5, [1, 1, 0, 0, 1]])
+    moe(normal(0, 3, 5, 8), modality_ids=ids, training=True)
+    (loss,) = moe.losses
+    assert 0 < float(loss) < np.inf
+    with pytest.warns(UserWarning, match=r"log\(num_experts\) = 1\.3863"):
+        layer(text=2.0)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("call", "received"),
+    [
+        (lambda: limoe_losses({"audio": 1.0}), "thresholds .*received: 'audio'"),
+        (
+            lambda: limoe_losses({}, local_modalities=("sound",)),
+            "local_modalities .*received: 'sound'",
+        ),
+        (lambda: limoe_losses({}, "global_entropy"), "local_loss='global_entropy'"),
+        (lambda: limoe_losses({"text": -1.0}), "threshold=-1.0"),
+        (lambda: limoe_losses({}, classic=("y",)), "function='y'"),
+    ],
+)
+def test_bad_input(call, received):
+    with pytest.raises(ValueError, match=received):
+        call()
