@@ -265,12 +265,12 @@ def test_bad_arguments():
 
 def test_a_tokenizer_is_part_of_a_preset(sentence_piece, tmp_path):
     backbone = TextBackbone(
-        vocabulary_size=530, max_length=12, hidden_dim=8, num_layers=1, num_heads=2,
+        vocabulary_size=530, max_length=20, hidden_dim=8, num_layers=1, num_heads=2,
         mlp_dim=8,
     )  # fmt: skip
     tokenizers = {
-        "own": own(max_length=12),
-        "spm": TextTokenizer.sentence_piece(sentence_piece, 12),
+        "own": own(max_length=20),
+        "spm": TextTokenizer.sentence_piece(sentence_piece, 20),
     }
     for name, tokenizer in tokenizers.items():
         tokenizer.check_fits(backbone)
@@ -287,9 +287,9 @@ def test_a_tokenizer_is_part_of_a_preset(sentence_piece, tmp_path):
             np.testing.assert_array_equal(value, expected[key])
         assert backbone.predict(texts, verbose=0)["pooled"].shape == (1, 8)
     with pytest.raises(ValueError, match=r"at most the 529.*vocabulary_size=530"):
-        own(max_length=9).check_fits(TextBackbone(vocabulary_size=529, num_layers=1))
-    with pytest.raises(ValueError, match="max_length=13"):
-        own(max_length=13).check_fits(backbone)
+        own().check_fits(TextBackbone(vocabulary_size=529, num_layers=1))
+    with pytest.raises(ValueError, match="max_length=21"):
+        own(max_length=21).check_fits(backbone)
     backbone.save_to_preset(tmp_path / "without")
     with pytest.raises(ValueError, match="without"):
         TextTokenizer.from_preset(tmp_path / "without")

@@ -57,11 +57,11 @@ class TextTokenizer:
     Example:
 
     >>> from keras_moe.models import TextTokenizer
-    >>> captions = ["a photo of a cat", "a photo of two cats"]
-    >>> tokenizer = TextTokenizer.trained(captions, vocabulary_size=530, max_length=8)
+    >>> captions = ["two cats", "a cat"]
+    >>> tokenizer = TextTokenizer.trained(captions, vocabulary_size=518, max_length=9)
     >>> texts = tokenizer(captions)
-    >>> texts["token_ids"].shape, texts["padding_mask"].sum(axis=1).tolist()
-    ((2, 8), [7, 8])
+    >>> texts["token_ids"].shape, texts["token_ids"][:, 0].tolist()
+    ((2, 9), [516, 516])
     """
 
     def __init__(

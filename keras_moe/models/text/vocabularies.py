@@ -98,9 +98,9 @@ def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePai
     Example:
 
     >>> from keras_moe.models.text.vocabularies import trained_byte_pairs
-    >>> pairs = trained_byte_pairs(["a cat", "a hat", "the cat"], 517)
-    >>> pairs.merges
-    ['a t</w>', 'c at</w>', 'a </w>']
+    >>> pairs = trained_byte_pairs(["a cat", "a hat", "the cat"], 516)
+    >>> pairs.merges, len(pairs.vocabulary)
+    (['a t</w>', 'c at</w>'], 516)
     """
     size = check_integer("vocabulary_size", vocabulary_size, _BASE + 1)
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix=_END_OF_WORD))
