@@ -8,7 +8,7 @@ from keras_moe.cli.main import main
 
 
 class Outcome(NamedTuple):
-    """What a program printed, and its status."""
+    """The status of a program, and the text that it printed."""
 
     status: int
     output: str

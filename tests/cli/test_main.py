@@ -1,4 +1,4 @@
-"""What all sub-commands have in common: help, errors, JSON, interruption."""
+"""The common ground of all sub-commands: help, errors, JSON, interruption."""
 
 import ast
 import importlib.util

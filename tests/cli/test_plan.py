@@ -59,8 +59,8 @@ def test_layouts_are_compared(plan):
     assert status == 0
     rows = output.split("memory of a device")[0]
     for parallel in (1, 2, 4, 8, 16, 32):
-        found = distribution.costs("vmoe_h14", 256, 4096, expert_parallel=parallel)
-        assert f"{found.memory_bytes / 2**30:.1f}" in rows
+        costs = distribution.costs("vmoe_h14", 256, 4096, expert_parallel=parallel)
+        assert f"{costs.memory_bytes / 2**30:.1f}" in rows
     assert "experts over 32" in output
 
 
