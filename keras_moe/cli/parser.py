@@ -161,15 +161,21 @@ def add_num_classes(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--num-classes", type=at_least(1), help=what)
 
 
-def add_shots(parser: Any, default: list[int]) -> None:
+def add_shots(parser: Any, default: list[int] | None) -> None:
     """Adds `--shots`, the examples of each class of few-shot accuracies.
 
     Args:
         parser: parser, or group of its arguments, to add it to.
-        default: numbers of examples.
+        default: numbers of examples; None leaves them to the program, which then
+            knows whether the option was used.
     """
     parser.add_argument(
-        "--shots", type=at_least(1), nargs="+", default=default, metavar="K"
+        "--shots",
+        type=at_least(1),
+        nargs="+",
+        default=default,
+        metavar="K",
+        help="training examples of each class",
     )
 
 
