@@ -162,7 +162,7 @@ def train(commands: Any) -> None:
         metavar="EPOCHS",
         help="epochs between few-shot accuracies; 0 for never",
     )
-    add_shots(looks, [5, 10])
+    add_shots(looks, None)
     looks.add_argument(
         "--few-shot-data",
         metavar="SOURCE",

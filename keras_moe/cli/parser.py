@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
     Args:
         examples: example commands, one a line; the last part of the help.
         description: paragraphs, with an empty line between them.
-        **kwargs: see `argparse.ArgumentParser`.
+        **kwargs: arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, *, examples: str = "", description: str = "", **kwargs: Any):
@@ -104,7 +104,7 @@ def add_preset(parser: argparse.ArgumentParser, name: str = "preset", **kwargs) 
     Args:
         parser: parser to add it to.
         name: `"preset"` for the positional, `"--preset"` for the option.
-        **kwargs: see `add_argument`.
+        **kwargs: arguments of `add_argument`.
     """
     what = "a built-in name, a folder, an hf:// handle or published weights"
     kwargs = {"metavar": "PRESET", "help": what, **kwargs}
@@ -116,7 +116,7 @@ def add_data(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
 
     Args:
         parser: parser to add them to.
-        **kwargs: see `add_argument`, for `--data`.
+        **kwargs: arguments of `add_argument`, for `--data`.
     """
     what = "digits, tfds:NAME, tfrecord:GLOB or folder:PATH"
     more = kwargs.pop("help", "")
@@ -161,15 +161,21 @@ def add_num_classes(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--num-classes", type=at_least(1), help=what)
 
 
-def add_shots(parser: Any, default: list[int]) -> None:
+def add_shots(parser: Any, default: list[int] | None) -> None:
     """Adds `--shots`, the examples of each class of few-shot accuracies.
 
     Args:
         parser: parser, or group of its arguments, to add it to.
-        default: numbers of examples.
+        default: numbers of examples; None leaves them to the program, which then
+            knows whether the option was used.
     """
     parser.add_argument(
-        "--shots", type=at_least(1), nargs="+", default=default, metavar="K"
+        "--shots",
+        type=at_least(1),
+        nargs="+",
+        default=default,
+        metavar="K",
+        help="training examples of each class",
     )
 
 

@@ -23,13 +23,14 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     """Trains, and saves the model, the results and the pictures.
 
     Args:
-        args: see `commands.train`.
-        console: for people.
+        args: arguments of `commands.train`.
+        console: console that people read.
 
     Returns:
         None in all processes but the first.
     """
     begin = time.perf_counter()
+    check_options(args)
     start_processes(args)
     recipe = branch(args, load_recipe(args))
     folder = args.output or Path("runs") / recipe.name
@@ -68,6 +69,22 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
             console.print(f"{name:<18} {value}", highlight=False)
 
     return Result(results, show)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that would have no effect."""
+    if args.restart and args.extend:
+        raise ValueError(
+            "Expected --restart, which removes the earlier run, or --extend, which "
+            "continues it; received: both"
+        )
+    few_shot = {"--shots": args.shots, "--few-shot-data": args.few_shot_data}
+    names = [name for name, value in few_shot.items() if value is not None]
+    if names and not args.few_shot_every:
+        raise ValueError(
+            f"Expected --few-shot-every with {' and '.join(names)}; received: "
+            f"--few-shot-every {args.few_shot_every}"
+        )
 
 
 def load_recipe(args: argparse.Namespace) -> training.Recipe:
@@ -116,7 +133,11 @@ def fit(
     if num_processes > 1 and number == 0:
         # No process has all weights; their pieces are in the last checkpoint.
         trained = training.train(
-            recipe, data_dir=args.data_dir, checkpoint_dir=checkpoints
+            recipe,
+            data_dir=args.data_dir,
+            checkpoint_dir=checkpoints,
+            # Where nothing was left to train, the checkpoints are still the old run's.
+            extend=args.extend,
         )
     return trained
 
@@ -140,7 +161,7 @@ def results_of(
 
 def draw(results: dict, title: str, folder: Path) -> None:
     """Draws the curves, and how the routers did."""
-    # What callbacks measured has a slash in its name.
+    # Figures of callbacks have a slash in their names.
     curves = {name: x for name, x in results["history"].items() if "/" not in name}
     plots.plot_training_history(curves, folder / "training.png", title=title)
     if results["router_health"]:
@@ -204,7 +225,8 @@ def watchers(
             )
             for split in splits
         ]
-        few_shot = training.FewShot(*pools, shots=args.shots)
+        options = {} if args.shots is None else {"shots": args.shots}
+        few_shot = training.FewShot(*pools, **options)
         callbacks.append(
             training.PeriodicEvaluation({"few_shot": few_shot}, args.few_shot_every)
         )

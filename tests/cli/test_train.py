@@ -1,9 +1,11 @@
+import argparse
 import json
 
 import keras
 import pytest
 
-from keras_moe import models
+from keras_moe import models, training
+from keras_moe.cli import train as program_train
 
 SMALL = (
     "image_shape=[8,8,1]",
@@ -37,7 +39,7 @@ def test_one_command_trains_and_saves(train, tmp_path):
     assert status == 0, errors
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["backend"] == keras.backend.backend()
-    # What was overridden, and what was not.
+    # Settings that were overridden, and one that was not.
     assert results["recipe"]["schedule"]["epochs"] == 2
     assert results["recipe"]["model"]["hidden_dim"] == 8
     assert results["recipe"]["model"]["stochastic_depth"] == 0.1
@@ -46,7 +48,7 @@ def test_one_command_trains_and_saves(train, tmp_path):
         **{f"router/{name}": 2 for name in ("entropy", "dead", "dropped", "max_gate")},
         "few_shot/2_shot": 1,
     }
-    # Of two blocks the channels' experts, and the tokens'.
+    # The channels' and the tokens' experts of two blocks.
     assert [row["epoch"] for row in results["router_health"]] == [1] * 4 + [2] * 4
     assert results["evaluations"][0]["epoch"] == 2
     assert results["history"]["loss"][1] < results["history"]["loss"][0]
@@ -147,3 +149,36 @@ def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
     assert status == 130
     assert errors.count("\n") == 2
     assert "the same command resumes where it stopped" in errors
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shots", 5), "--few-shot-every with --shots; received"),
+        (
+            ("--shots", 5, "--few-shot-data", "digits"),
+            "--few-shot-every with --shots and --few-shot-data; received",
+        ),
+        (("--restart", "--extend"), "received: both"),
+    ],
+)
+def test_options_without_effect_are_refused(mistake, tmp_path, arguments, message):
+    output = tmp_path / "run"
+    assert message in mistake("train", "mumoe_digits", "--output", output, *arguments)
+    assert not output.exists()
+
+
+@pytest.mark.backend_free
+def test_the_first_of_several_processes_reads_an_extended_run(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("keras_moe.training.train", lambda *_, **x: calls.append(x))
+    monkeypatch.setattr("keras_moe.data.process_shard", lambda: (0, 2))
+    monkeypatch.setattr(program_train, "set_devices", lambda *_, **__: None)
+    arguments = argparse.Namespace(
+        data_dir=None, checkpoint_every=None, keep_checkpoints=3, keep_every=None,
+        restart=False, branch_from=None, extend=True,
+    )  # fmt: skip
+    program_train.fit(arguments, training.load_recipe("mumoe_digits"), tmp_path)
+    assert [call["extend"] for call in calls] == [True, True]
+    assert len({call["checkpoint_dir"] for call in calls}) == 1
