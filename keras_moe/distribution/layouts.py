@@ -104,7 +104,7 @@ def layouts(
         expert_parallel: see `auto`.
         model_parallel: see `auto`.
         batch_size: see `auto`.
-        **overrides: see `auto`.
+        **overrides: arguments of `auto`.
 
     Returns:
         `Layouts`.

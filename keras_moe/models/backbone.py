@@ -43,7 +43,7 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
         config: the subclass's arguments by name, with `image_shape`, `hidden_dim`,
             `num_layers`, `activation` and `moe`.
         dtype: dtype policy.
-        **kwargs: see `keras_hub.models.Backbone`.
+        **kwargs: arguments of `keras_hub.models.Backbone`.
 
     Input shape:
         (B, height, width, channels).
@@ -342,7 +342,7 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
             filepath: path of a file that `save_weights` has written, or of a preset's,
                 which is compared with the checksum in its `metadata.json`.
             skip_mismatch: whether to leave out weights that do not fit.
-            **kwargs: see `keras.Model.load_weights`.
+            **kwargs: arguments of `keras.Model.load_weights`.
 
         Raises:
             ValueError: naming the file, if it is damaged, or does not fit.

@@ -81,7 +81,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         pooling_query_key_norm: whether attention pooling normalises queries and keys;
             None does so where the backbone does, as V-MoE and Soft MoE, and False
             never, as timm.
-        **kwargs: see `keras_hub.models.ImageClassifier`.
+        **kwargs: arguments of `keras_hub.models.ImageClassifier`.
 
     Input shape:
         (B, height, width, channels), in [-1, 1].
@@ -338,7 +338,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             metrics: `"auto"` is the accuracy, of integer or one-hot labels as the loss
                 takes them, or with `multi_label` the area under the precision-recall
                 curve of all decisions.
-            **kwargs: see `keras.Model.compile`.
+            **kwargs: arguments of `keras.Model.compile`.
         """
         loss = loss_of_outputs(loss, self.output_activation is None)
         super().compile(optimizer, loss, metrics=metrics, **kwargs)

@@ -55,7 +55,7 @@ class MoETask(TorchParameters):
         outputs: symbolic outputs.
         features: symbolic features that the outputs follow from: one, or a dict.
         routing: symbolic `Routing` of each MoE block, by the block's name.
-        **kwargs: see `keras_hub.models.Task`.
+        **kwargs: arguments of `keras_hub.models.Task`.
 
     Raises:
         TypeError: if a subclass is defined with the bases in another order.
@@ -164,7 +164,7 @@ class MoETask(TorchParameters):
                 clipped to global norm 1 (not with half-precision weights).
             loss: `"auto"` is `default_loss()`.
             metrics: `"auto"` is `default_metrics(loss)`.
-            **kwargs: see `keras.Model.compile`.
+            **kwargs: arguments of `keras.Model.compile`.
         """
         if isinstance(optimizer, str) and optimizer == "auto":
             optimizer = default_optimizer(self.backbone.dtype_policy)
@@ -232,8 +232,8 @@ class MoETask(TorchParameters):
                 PyTorch `DataLoader`, a Grain dataset or loader, or a generator of
                 batches; see `keras.Model.fit`.
             y: labels, where `x` is arrays.
-            *args: see `keras.Model.fit`.
-            **kwargs: see `keras.Model.fit`.
+            *args: arguments of `keras.Model.fit`.
+            **kwargs: arguments of `keras.Model.fit`.
         """
         check_training(self, x, y, kwargs.get("validation_data"))
         with state_kept(self, training=True):
@@ -357,7 +357,7 @@ class MoETask(TorchParameters):
             filepath: path of a file that `save_weights` has written, or of a preset's,
                 which is compared with the checksum in its `metadata.json`.
             skip_mismatch: whether to leave out weights that do not fit.
-            **kwargs: see `keras.Model.load_weights`.
+            **kwargs: arguments of `keras.Model.load_weights`.
 
         Raises:
             ValueError: naming the file, if it is damaged, or does not fit.
@@ -433,7 +433,7 @@ class MoETask(TorchParameters):
             verbose: whether to print a message.
             input_signature: `[keras.InputSpec((batch, height, width, channels))]`, for
                 another number of images than one.
-            **kwargs: see `keras.Model.export`.
+            **kwargs: arguments of `keras.Model.export`.
 
         Raises:
             ValueError: if the format cannot hold the model.

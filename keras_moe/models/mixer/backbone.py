@@ -54,7 +54,7 @@ class MixerBackbone(MoEBackbone):
         rematerialize: see `ViTBackbone`.
         seed: seed of noise and dropout; see `ViTBackbone`.
         dtype: dtype policy; routing is float32 under each.
-        **kwargs: see `keras_hub.models.Backbone`.
+        **kwargs: arguments of `keras_hub.models.Backbone`.
 
     Input shape:
         (B, height, width, channels).

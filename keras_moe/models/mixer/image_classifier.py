@@ -22,7 +22,7 @@ class MixerImageClassifier(ImageClassifier):
         head_dtype, pooled_norm, head, head_position: see `ImageClassifier`.
         pooling: `"average"`, also for None, or `"first"`.
         pooling_query_key_norm: None, since nothing here attends.
-        **kwargs: see `keras_hub.models.ImageClassifier`.
+        **kwargs: arguments of `keras_hub.models.ImageClassifier`.
 
     Input shape:
         (B, height, width, channels), in [-1, 1].

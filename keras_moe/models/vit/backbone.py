@@ -69,7 +69,7 @@ class ViTBackbone(MoEBackbone):
         seed: seed of noise, dropout and stochastic depth, each site with one of its own
             that follows from it; weights draw from Keras's global seed.
         dtype: dtype policy; routing is float32 under each.
-        **kwargs: see `keras_hub.models.Backbone`.
+        **kwargs: arguments of `keras_hub.models.Backbone`.
 
     Input shape:
         (B, height, width, channels).

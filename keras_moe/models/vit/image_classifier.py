@@ -21,7 +21,7 @@ class ViTImageClassifier(ImageClassifier):
         preprocessor, pooling, multi_label, representation_dim, head_bias, activation,
         dropout, head_dtype, pooled_norm, head, head_position, pooling_query_key_norm:
         see `ImageClassifier`.
-        **kwargs: see `keras_hub.models.ImageClassifier`.
+        **kwargs: arguments of `keras_hub.models.ImageClassifier`.
 
     Input shape:
         (B, height, width, channels), in [-1, 1].
