@@ -17,10 +17,10 @@ class ViTImageClassifier(ImageClassifier):
 
     Args:
         backbone: a `ViTBackbone`.
-        num_classes: the number of classes.
-        preprocessor, pooling, multi_label, representation_dim, head_bias, activation,
-        dropout, head_dtype, pooled_norm, head, head_position, pooling_query_key_norm:
-        see `ImageClassifier`.
+        num_classes: number of classes.
+        preprocessor, pooling, multi_label, representation_dim, head_bias,
+            output_activation, dropout, head_dtype, pooled_norm, head, head_position,
+            pooling_query_key_norm: arguments of `ImageClassifier`.
         **kwargs: arguments of `keras_hub.models.ImageClassifier`.
 
     Input shape:
