@@ -13,8 +13,11 @@ from keras_moe.cli.parser import (
     Parser,
     add_command,
     add_data,
+    add_num_classes,
     add_overrides,
     add_preset,
+    add_run,
+    add_shots,
     at_least,
     integer_or,
     json_or_string,
@@ -28,7 +31,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="keras-moe",
         description="Vision mixtures of experts for Keras 3. KERAS_BACKEND chooses "
-        "jax, tensorflow or torch; by default the first that is installed.",
+        "jax, tensorflow or torch; by default the backend of a keras.json that you "
+        "have changed, or else the first that is installed.",
         examples="keras-moe quickstart\n"
         "keras-moe describe vmoe_b32\n"
         "keras-moe train mumoe_digits\n"
@@ -63,13 +67,8 @@ def quickstart(commands: Any) -> None:
         "10-shot accuracy of the features and each expert's share of the tokens, saves "
         "a preset, loads it again, and draws what each expert looks at.",
     )
-    parser.add_argument("--epochs", type=at_least(1), default=50)
-    parser.add_argument("--batch-size", type=at_least(1), default=32)
-    parser.add_argument("--learning-rate", type=positive, default=2e-3)
     parser.add_argument("--seed", type=at_least(0, 2**32 - 1), default=0)
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/quickstart"), metavar="FOLDER"
-    )
+    add_run(parser, 50, 32, 2e-3, "quickstart")
 
 
 def train(commands: Any) -> None:
@@ -163,9 +162,7 @@ def train(commands: Any) -> None:
         metavar="EPOCHS",
         help="epochs between few-shot accuracies; 0 for never",
     )
-    looks.add_argument(
-        "--shots", type=at_least(1), nargs="+", default=[5, 10], metavar="K"
-    )
+    add_shots(looks, None)
     looks.add_argument(
         "--few-shot-data",
         metavar="SOURCE",
@@ -205,9 +202,7 @@ def evaluate(commands: Any) -> None:
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N")
     add_overrides(parser)
     shots = parser.add_argument_group("few-shot accuracy")
-    shots.add_argument(
-        "--shots", type=at_least(1), nargs="+", default=[10], metavar="K"
-    )
+    add_shots(shots, [10])
     shots.add_argument(
         "--train-split", help="split from which shots are drawn; by default train"
     )
@@ -240,7 +235,7 @@ def convert(commands: Any) -> None:
         "source", metavar="SOURCE", help="weights as keras_moe.models.convert has them"
     )
     add_target(parser)
-    parser.add_argument("--num-classes", type=at_least(1), help="classes of a new head")
+    add_num_classes(parser, "classes of a new head")
     parser.add_argument("--task", choices=("backbone", "image_classifier"))
     add_overrides(parser)
     parser.add_argument("--no-verify", action="store_true", help="compare nothing")
@@ -302,7 +297,7 @@ def describe(commands: Any) -> None:
         "Nothing is allocated: the largest preset takes no longer than the smallest.",
     )
     add_preset(parser, nargs="?")
-    parser.add_argument("--num-classes", type=at_least(1), help="count a head, too")
+    add_num_classes(parser, "count a head, too")
     add_overrides(parser)
     parser.add_argument("--list", action="store_true", help="all built-in presets")
 
@@ -339,7 +334,7 @@ def plan(commands: Any) -> None:
     parser.add_argument(
         "--text-tokens", type=at_least(0), default=0, help="beside each image"
     )
-    parser.add_argument("--num-classes", type=at_least(1), help="count a head, too")
+    add_num_classes(parser, "count a head, too")
     add_overrides(parser)
 
 

@@ -15,13 +15,14 @@ from rich.progress import (
 
 from keras_moe import models
 from keras_moe.cli.comparison import compare_saved, verify
+from keras_moe.cli.overrides import FIRST, model_overrides
 from keras_moe.cli.result import Result
 from keras_moe.cli.targets import check_target
 from keras_moe.models.preset_folder import staged
 
 # Arguments of `models.convert` that this program sets, and what sets them here.
 OWN = {
-    "source": "the first argument",
+    "source": FIRST,
     "num_classes": "--num-classes",
     "task": "--task",
     "load_weights": "this program",
@@ -37,8 +38,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         console: for people.
     """
     check_target(args.source, args.output)
-    overrides = dict(args.set)
-    check_overrides(overrides)
+    overrides = model_overrides(args.set, OWN)
     model, report = convert(args, overrides, console)
     verified = "not compared"
     if not args.no_verify:
@@ -62,16 +62,6 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
     values = {"output": str(args.output), "parameters": parameters}
     return Result({**values, **report.to_dict()}, show)
-
-
-def check_overrides(overrides: dict) -> None:
-    """Refuses the arguments that this program sets itself."""
-    for name in overrides:
-        if name in OWN:
-            raise ValueError(
-                f"Expected arguments of the model in --set; received: {name}=..., "
-                f"which {OWN[name]} sets"
-            )
 
 
 def convert(

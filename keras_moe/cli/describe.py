@@ -6,7 +6,10 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import models
+from keras_moe.cli.overrides import FIRST, model_overrides
 from keras_moe.cli.result import Result, show_all
+
+OWN = {"preset": FIRST, "num_classes": "--num-classes"}
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
@@ -16,7 +19,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         args: see `commands.describe`.
         console: for people.
     """
-    overrides = dict(args.set)
+    overrides = model_overrides(args.set, OWN)
     if args.list == bool(args.preset or overrides):
         raise ValueError(
             "Expected a preset, or --list alone; received: "

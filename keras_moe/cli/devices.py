@@ -6,6 +6,17 @@ from typing import Any
 import keras
 
 from keras_moe import distribution
+from keras_moe.cli.overrides import FIRST, model_overrides
+
+# Arguments of `distribution.auto`.
+OWN = {
+    "model_or_preset": FIRST,
+    "devices": "--devices",
+    "expert_parallel": "--expert-parallel",
+    "model_parallel": "--model-parallel",
+    "batch_size": "the size of a batch",
+    "auto_shard_dataset": "this program",
+}
 
 
 def start_processes(args: argparse.Namespace) -> None:
@@ -29,7 +40,7 @@ def start_processes(args: argparse.Namespace) -> None:
 
 
 def set_devices(
-    args: argparse.Namespace, preset: str, batch_size: int, **overrides: Any
+    args: argparse.Namespace, preset: str, batch_size: int, overrides: dict[str, Any]
 ) -> keras.distribution.ModelParallel | None:
     """Sets the distribution for a model to be made, if --devices asks for one.
 
@@ -37,14 +48,15 @@ def set_devices(
         args: see `commands.add_devices`.
         preset: the model.
         batch_size: images in a batch.
-        **overrides: overrides of the model's arguments.
+        overrides: overrides of the model's arguments.
 
     Returns:
         The distribution, or None.
 
     Raises:
         ValueError: as `keras_moe.distribution.auto`, if there are fewer devices, or if
-            a layout is asked for without --devices.
+            a layout is asked for without --devices, or an override is no argument of
+            the model.
     """
     if args.devices is None:
         if args.num_processes is not None:
@@ -68,6 +80,7 @@ def set_devices(
                 f"--model-parallel to divide the {own} of each; received: "
                 f"--devices {args.devices}, --model-parallel {args.model_parallel}"
             )
+    overrides = model_overrides(overrides.items(), OWN)
     # Other backends than JAX have none to list; `auto` says what works there.
     devices = None
     if keras.backend.backend() == "jax" and args.devices != "all":

@@ -18,11 +18,13 @@ from rich.table import Table
 
 from keras_moe import data, evaluation, models
 from keras_moe.cli.devices import set_devices
+from keras_moe.cli.overrides import FIRST, model_overrides
 from keras_moe.cli.prediction import accuracy, predict
 from keras_moe.cli.result import Result, show_all
 from keras_moe.data.label_hierarchy import as_hierarchy
 from keras_moe.data.sources import open_source
 from keras_moe.evaluation.average_precision import mean_of_defined
+from keras_moe.training.flat_recipes import in_sections, is_flat
 
 METRICS = ("accuracy", "average_precision", "few_shot")
 # Scores of all images are needed, from a head.
@@ -39,6 +41,10 @@ class Images(NamedTuple):
         data_dir: folder of TensorFlow Datasets, or None.
         hierarchy: file of a `LabelHierarchy`, or None.
         several: whether images have several labels.
+        max_labels: number of labels of an image after padding, or None.
+        excluded_split: split from which `exclude` leaves out images, or None.
+        exclude: files of the images that are left out, as `keras_moe.data.load`.
+        unreadable: treatment of images that cannot be read, as `keras_moe.data.load`.
     """
 
     source: str
@@ -47,6 +53,10 @@ class Images(NamedTuple):
     data_dir: str | None
     hierarchy: str | None
     several: bool
+    max_labels: int | None
+    excluded_split: str | None
+    exclude: Any
+    unreadable: str
 
     def batches(self, split: str, image_shape: tuple, batch_size: int) -> Any:
         """The batches of a split in order: labels are integers, or 0-1 vectors."""
@@ -60,6 +70,9 @@ class Images(NamedTuple):
             data_dir=self.data_dir,
             multi_label=self.several,
             hierarchy=self.hierarchy,
+            max_labels=self.max_labels,
+            exclude=self.exclude if split == self.excluded_split else (),
+            unreadable=self.unreadable,
         )
 
     def class_names(self) -> tuple[str, ...] | None:
@@ -78,7 +91,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """
     preset, recipe = find_run(args.preset)
     images = find_images(args, recipe)
-    overrides = dict(args.set)
+    overrides = model_overrides(args.set, {"preset": FIRST})
     if preset in models.list_presets():
         warnings.warn(
             f"{preset} is an architecture without weights: these are figures of random "
@@ -87,7 +100,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         )
     before = keras.distribution.distribution()
     try:
-        set_devices(args, preset, args.batch_size, **overrides)
+        set_devices(args, preset, args.batch_size, overrides)
         model = models.from_preset(preset, **overrides)
         figures = evaluate(model, images, args, console)
     finally:
@@ -119,8 +132,16 @@ def find_run(preset: str) -> tuple[str, dict]:
     path = run_folder / "results.json"
     try:
         recipe = json.loads(path.read_text(encoding="utf-8"))["recipe"]
+        if is_flat(recipe):
+            recipe = {"data": {}, "objective": {}, **in_sections(recipe)}
         return str(run_folder / "preset"), {**recipe["data"], **recipe["objective"]}
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise ValueError(
             f"Expected the results of keras-moe train in {path}; received: {error!r}"
         ) from error
@@ -128,14 +149,15 @@ def find_run(preset: str) -> tuple[str, dict]:
 
 def find_images(args: argparse.Namespace, recipe: dict) -> Images:
     """The images that are asked for, or those of the run."""
-    if args.data is None and "source" not in recipe:
+    if args.data is None and not recipe:
         raise ValueError(
             "Expected --data, or the folder of a run that says what it was trained "
             f"on; received: preset={args.preset!r}"
         )
     if args.data not in (None, recipe.get("source")):
         recipe = {}
-    source = args.data or recipe["source"]
+    # A run of earlier versions may say nothing of its images: these are the defaults.
+    source = args.data or recipe.get("source", "digits")
     test_split = args.split or recipe.get("test_split", "test")
     classes = open_source(source, test_split, args.data_dir).classes
     hierarchy = args.hierarchy or recipe.get("hierarchy")
@@ -147,6 +169,10 @@ def find_images(args: argparse.Namespace, recipe: dict) -> Images:
         args.data_dir,
         hierarchy,
         several,
+        recipe.get("max_labels"),
+        recipe.get("train_split", "train"),
+        recipe.get("exclude") or (),
+        recipe.get("unreadable") or "raise",
     )
 
 

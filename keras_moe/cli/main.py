@@ -7,6 +7,7 @@ failure of the program, 130 after Ctrl-C, 141 where the reader of stdout left.
 
 import contextlib
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -25,6 +26,13 @@ from keras_moe.cli.parser import STDOUT
 MISTAKES = (ImportError, OSError, TypeError, ValueError)
 # An error of TensorFlow may carry a graph.
 LONGEST_MESSAGE = 1500
+# The content of `keras.json` until a user changes it.
+WRITTEN_BY_KERAS = {
+    "floatx": "float32",
+    "epsilon": 1e-07,
+    "backend": "tensorflow",
+    "image_data_format": "channels_last",
+}
 # Columns of tables that go to a file or a pipe.
 WIDTH = 160
 
@@ -87,14 +95,14 @@ def run(args: Any) -> None:
     with to_people, warnings.catch_warnings():
         warnings.showwarning = show_warning
         import_keras()
-        from rich.console import Console
-
-        console = Console(width=None if sys.stdout.isatty() else _width())
+        console = new_console()
         result = importlib.import_module(args.module).run(args, console)
         if result is None:
             return
         if args.json != STDOUT:
             result.show(console)
+            # A reader that left is noticed here, and not when Python ends.
+            sys.stdout.flush()
     if args.json is None:
         return
     from keras_moe.files import json_text, write_text
@@ -107,9 +115,23 @@ def run(args: Any) -> None:
         write_text(args.json, text + "\n")
 
 
+def new_console() -> Any:
+    """A console of `rich` whose output ends as that of other programs does."""
+    from rich.console import Console
+
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:
+            # Rich ends the process with status 1 here.
+            raise BrokenPipeError
+
+    return PipedConsole(width=None if sys.stdout.isatty() else _width())
+
+
 def set_environment() -> None:
     """Chooses the backend and keeps libraries quiet, before they are imported."""
-    backend = next(filter(find_spec, ("jax", "torch", "tensorflow")), "jax")
+    backend = configured_backend() or next(
+        filter(find_spec, ("jax", "torch", "tensorflow")), "jax"
+    )
     for name, value in {
         # Keras's own default is TensorFlow, which may be there for `tf.data` alone.
         "KERAS_BACKEND": backend,
@@ -119,6 +141,24 @@ def set_environment() -> None:
         "GRPC_VERBOSITY": "ERROR",
     }.items():
         os.environ.setdefault(name, value)
+
+
+def configured_backend() -> str | None:
+    """The backend that the user's `keras.json` names, or None.
+
+    Keras writes that file itself, with TensorFlow in it, when it is first imported: a
+    file of Keras's own settings names no choice of the user.
+    """
+    folder = os.environ.get("KERAS_HOME") or os.path.join("~", ".keras")
+    path = Path(folder).expanduser() / "keras.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):
+        return None
+    if not isinstance(config, dict) or config == WRITTEN_BY_KERAS:
+        return None
+    backend = config.get("backend")
+    return backend if isinstance(backend, str) else None
 
 
 def show_warning(message, category, filename, lineno, file=None, line=None) -> None:

@@ -151,6 +151,62 @@ def add_overrides(
     )
 
 
+def add_num_classes(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds `--num-classes`.
+
+    Args:
+        parser: parser to add it to.
+        what: words for the help.
+    """
+    parser.add_argument("--num-classes", type=at_least(1), help=what)
+
+
+def add_shots(parser: Any, default: list[int] | None) -> None:
+    """Adds `--shots`, the examples of each class of few-shot accuracies.
+
+    Args:
+        parser: parser, or group of its arguments, to add it to.
+        default: numbers of examples; None leaves them to the program, which then
+            knows whether the option was used.
+    """
+    parser.add_argument(
+        "--shots",
+        type=at_least(1),
+        nargs="+",
+        default=default,
+        metavar="K",
+        help="training examples of each class",
+    )
+
+
+def add_run(
+    parser: Any,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    folder: str,
+) -> None:
+    """Adds the arguments of a training without a recipe, and the folder of its results.
+
+    Args:
+        parser: parser, or group of its arguments, to add them to.
+        epochs: default of `--epochs`.
+        batch_size: default of `--batch-size`.
+        learning_rate: default of `--learning-rate`.
+        folder: default of `--output`, below `runs`.
+    """
+    parser.add_argument("--epochs", type=at_least(1), default=epochs)
+    parser.add_argument("--batch-size", type=at_least(1), default=batch_size)
+    parser.add_argument("--learning-rate", type=positive, default=learning_rate)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs") / folder,
+        metavar="FOLDER",
+        help=f"folder of the results; runs/{folder} by default",
+    )
+
+
 def override(text: str) -> tuple[str, Any]:
     """`NAME=VALUE` as a name and a value.
 

@@ -7,7 +7,23 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import distribution
+from keras_moe.cli.overrides import FIRST, model_overrides
 from keras_moe.cli.result import Result
+
+# Arguments of `distribution.costs`.
+OWN = {
+    "model_or_preset": FIRST,
+    "num_devices": "--devices",
+    "batch_size": "--batch-size",
+    "chip": "--chip",
+    "expert_parallel": "--expert-parallel",
+    "model_parallel": "--model-parallel",
+    "optimizer": "--optimizer",
+    "dtype": "--dtype",
+    "utilization": "--utilization",
+    "text_tokens": "--text-tokens",
+    "num_classes": "--num-classes",
+}
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
@@ -44,7 +60,7 @@ def costs(args: argparse.Namespace, expert_parallel: int | str) -> distribution.
         args.utilization,
         args.text_tokens,
         args.num_classes,
-        **dict(args.set),
+        **model_overrides(args.set, OWN),
     )
 
 

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
         None in all processes but the first.
     """
     begin = time.perf_counter()
+    check_options(args)
     start_processes(args)
     recipe = branch(args, load_recipe(args))
     folder = args.output or Path("runs") / recipe.name
@@ -70,6 +71,22 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     return Result(results, show)
 
 
+def check_options(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that would have no effect."""
+    if args.restart and args.extend:
+        raise ValueError(
+            "Expected --restart, which removes the earlier run, or --extend, which "
+            "continues it; received: both"
+        )
+    few_shot = {"--shots": args.shots, "--few-shot-data": args.few_shot_data}
+    names = [name for name, value in few_shot.items() if value is not None]
+    if names and not args.few_shot_every:
+        raise ValueError(
+            f"Expected --few-shot-every with {' and '.join(names)}; received: "
+            f"--few-shot-every {args.few_shot_every}"
+        )
+
+
 def load_recipe(args: argparse.Namespace) -> training.Recipe:
     """The recipe, with what the command line overrides."""
     overrides = dict(args.recipe_set)
@@ -78,7 +95,8 @@ def load_recipe(args: argparse.Namespace) -> training.Recipe:
         overrides["data.source"] = args.data
     if args.preset is not None:
         overrides["model.preset"] = args.preset
-    return training.load_recipe(args.recipe, **overrides)
+    # Not as arguments of `load_recipe`, which has others of its own.
+    return training.load_recipe(args.recipe).replace(**overrides)
 
 
 def fit(
@@ -93,7 +111,7 @@ def fit(
             args,
             recipe.model.preset,
             recipe.data.batch_size // recipe.optimizer.gradient_accumulation_steps,
-            **recipe.model.overrides,
+            recipe.model.overrides,
         )
         trained = training.train(
             recipe,
@@ -115,7 +133,11 @@ def fit(
     if num_processes > 1 and number == 0:
         # No process has all weights; their pieces are in the last checkpoint.
         trained = training.train(
-            recipe, data_dir=args.data_dir, checkpoint_dir=checkpoints
+            recipe,
+            data_dir=args.data_dir,
+            checkpoint_dir=checkpoints,
+            # Where nothing was left to train, the checkpoints are still the old run's.
+            extend=args.extend,
         )
     return trained
 
@@ -203,7 +225,8 @@ def watchers(
             )
             for split in splits
         ]
-        few_shot = training.FewShot(*pools, shots=args.shots)
+        options = {} if args.shots is None else {"shots": args.shots}
+        few_shot = training.FewShot(*pools, **options)
         callbacks.append(
             training.PeriodicEvaluation({"few_shot": few_shot}, args.few_shot_every)
         )

@@ -99,8 +99,9 @@ def load_balance_loss(
     token's first choice, whatever K is: Switch has no other; GShard and ST-MoE send
     tokens to two experts, and count the larger gate. (ST-MoE's released code, in Mesh
     TensorFlow, can add half of a second such loss over the second choices and the
-    other gates; by default it does not.) With `num_selected_experts=K` all K choices
-    count equally, which also balances those after the first.
+    other gates; by default it does not.) CLIP-UP, with K = 2, takes ST-MoE's loss.
+    With `num_selected_experts=K` all K choices count equally, which also balances
+    those after the first.
 
     Args:
         gates: float32 (G, S, E), the softmax that routed the tokens.

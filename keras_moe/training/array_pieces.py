@@ -40,6 +40,16 @@ class Piece(NamedTuple):
         return self.file.get_slice(self.name)[part]
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether a value may lie on several devices, as any array of JAX.
+
+    Args:
+        value: value of a variable.
+    """
+    # A question of its class: to read the shards may fail.
+    return hasattr(type(value), "addressable_shards")
+
+
 def pieces_to_write(name: str, variable: keras.Variable) -> list[Tensor]:
     """The pieces of a variable that this process is to write.
 
@@ -47,8 +57,7 @@ def pieces_to_write(name: str, variable: keras.Variable) -> list[Tensor]:
         name: name of the variable in the file.
         variable: the variable.
     """
-    shards = getattr(variable.value, "addressable_shards", None)
-    if shards is None:
+    if not is_sharded(variable.value):
 
         def whole():
             return keras.ops.convert_to_numpy(variable.value)
@@ -56,8 +65,10 @@ def pieces_to_write(name: str, variable: keras.Variable) -> list[Tensor]:
         start = ",".join("0" * len(variable.shape))
         dtype = keras.backend.standardize_dtype(variable.dtype)
         return [Tensor(f"{name}@{start}", tuple(variable.shape), dtype, whole)]
+    from keras_moe.ops.kernels.sharded_arrays_jax import with_shards
+
     tensors = []
-    for shard in shards:
+    for shard in with_shards(variable.value).addressable_shards:
         # One of the copies on several devices is written.
         if shard.replica_id == 0:
             start = ",".join(str(part.start or 0) for part in shard.index)
@@ -126,7 +137,7 @@ def assign_pieces(
         bounds = [part.indices(size) for part, size in zip(index, variable.shape)]
         return _region(pieces, [(start, stop) for start, stop, _ in bounds], dtype)
 
-    if hasattr(value, "addressable_shards"):
+    if is_sharded(value):
         from keras_moe.ops.kernels.sharded_arrays_jax import place_like
 
         variable.assign(place_like(value, read))

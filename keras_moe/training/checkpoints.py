@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.processes import process_count
+from keras_moe.training.agreement import first_decides, shared_by
 from keras_moe.training.local_storage import LocalStorage
 from keras_moe.training.orbax_storage import OrbaxStorage, is_orbax
 from keras_moe.training.storage import Checkpoint, Retention, Storage, is_remote
@@ -39,19 +39,20 @@ def new_storage(folder: str | os.PathLike | Storage) -> Storage:
         return folder
     if is_remote(folder):
         return OrbaxStorage(folder)
-    # To ask for processes makes JAX look for its devices, which nobody may want yet.
-    shared = keras.distribution.distribution() is not None and process_count() > 1
-    paths = LocalStorage(folder).paths()
-    if paths:
-        by_orbax = any(is_orbax(path) for path in paths)
-    else:
-        by_orbax = shared and importlib.util.find_spec("orbax") is not None
-    if shared:
-        from keras_moe.ops.kernels.sharded_arrays_jax import exchange
-
-        # The first process decides: others may see what it is about to remove.
-        by_orbax = bool(exchange(bytes([by_orbax]))[0][0])
+    # Other processes may see what the first is about to remove.
+    by_orbax = first_decides(lambda: _is_by_orbax(folder))
     return OrbaxStorage(folder) if by_orbax else LocalStorage(folder)
+
+
+def _is_by_orbax(folder):
+    """Whether a local folder's checkpoints are those of `OrbaxStorage`."""
+    paths = LocalStorage(folder).paths()
+    if any(is_orbax(path) for path in paths):
+        return True
+    # Empty ones were begun by a storage that fills them in place, and was killed.
+    if any(any(path.iterdir()) for path in paths):
+        return False
+    return shared_by()[1] > 1 and importlib.util.find_spec("orbax") is not None
 
 
 def save_checkpoint(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from keras_moe.checks import check_argument_names
+from keras_moe.checks import check_argument_names, check_bool
 
 # Where each flat setting is now.
 PLACES = {
@@ -65,8 +65,8 @@ def in_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
         settings: settings of an earlier version.
 
     Raises:
-        ValueError: if a setting is unknown, or belongs to several labels and
-            `multi_label` is not set.
+        ValueError: if a setting is unknown or of another kind, or belongs to several
+            labels and `multi_label` is not set.
 
     Example:
 
@@ -77,11 +77,17 @@ def in_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_argument_names(settings, list(PLACES), "a recipe of an earlier version")
     settings = dict(settings)
-    multi_label = settings.pop("multi_label", False)
+    multi_label = check_bool("multi_label", settings.pop("multi_label", False))
+    overrides = settings.get("model_arguments", {})
+    if not isinstance(overrides, Mapping):
+        raise ValueError(
+            "Expected model_arguments to be a dict; "
+            f"received: model_arguments={overrides!r}"
+        )
     for name in ("hierarchy", "max_labels"):
         if settings.get(name) is None:
             settings.pop(name, None)
-        elif multi_label is not True:
+        elif not multi_label:
             raise ValueError(
                 f"Expected multi_label=True with {name}; "
                 f"received: {name}={settings[name]!r}"

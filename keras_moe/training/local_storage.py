@@ -8,11 +8,8 @@ Beside `manifest.json`, the SHA-256 of each file and of itself, a checkpoint has
 It is written to `.writing-step-00000120`, brought to the disk, read again, and renamed.
 """
 
-import contextlib
-import json
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,19 +23,17 @@ from keras_moe.files import (
     sync_folder,
     write_text,
 )
-from keras_moe.processes import process_shard
 from keras_moe.training import manifest
+from keras_moe.training.agreement import agreed, first_decides, shared_by
 from keras_moe.training.array_pieces import (
     assign_pieces,
     opened_pieces,
     pieces_to_write,
 )
 from keras_moe.training.storage import Checkpoint, Storage
-from keras_moe.training.tensor_writer import NonFiniteValues, write_tensors
+from keras_moe.training.tensor_writer import write_tensors
 
 _WRITING = ".writing-"
-# Seconds in which the other processes must have written their files.
-_PATIENCE = 600
 
 
 class LocalStorage(Storage):
@@ -69,10 +64,6 @@ class LocalStorage(Storage):
     def as_path(folder: str | os.PathLike) -> Path:
         return Path(folder)
 
-    @property
-    def writes_alone(self) -> bool:
-        return process_shard()[0] == 0
-
     def write(
         self,
         path: Path,
@@ -80,35 +71,32 @@ class LocalStorage(Storage):
         groups: dict[str, Sequence[keras.Variable]],
         text: str,
     ) -> None:
-        number, count = process_shard()
         writing = self.folder / f"{_WRITING}{path.name}"
         try:
-            writing.mkdir(parents=True, exist_ok=True)
-            _write_arrays(writing, groups, number, count)
-            if number == 0:
-                files = _files_of_all(writing, count)
-                files[manifest.STATE] = _write(writing / manifest.STATE, text)
-                # The last: without it there is no checkpoint.
-                _write(writing / manifest.NAME, manifest.manifest_text(step, files))
-                _commit(writing, path)
-        except BaseException as error:
-            if number == 0:
+            files: dict[str, dict] = {}
+            for entries in agreed(lambda: _write_arrays(writing, groups)):
+                files |= entries
+            first_decides(lambda: _commit(writing, path, step, files, text))
+        except BaseException:
+            if self.writes_alone:
                 shutil.rmtree(writing, ignore_errors=True)
-            else:
-                _report_failure(writing, number, count, error)
             raise
 
-    def verified(self, path: Path) -> Checkpoint:
+    def read(self, path: Path) -> Checkpoint:
         _check_plain_file(path, manifest.NAME)
         content = manifest.read_manifest(path)
-        for name, entry in content["files"].items():
+        files = content["files"]
+        for name in files:
             _check_plain_file(path, name)
+        index, count = shared_by()
+        # Each process reads a share of the files.
+        for name in sorted(files)[index::count]:
             size = (path / name).stat().st_size
-            if size != entry["bytes"] or sha256_of(path / name) != entry["sha256"]:
+            is_same = size == files[name]["bytes"]
+            if not is_same or sha256_of(path / name) != files[name]["sha256"]:
                 raise ValueError(f"{name} is not what was written")
         state, variables = manifest.read_state(path)
-        files = tuple(content["files"])
-        return Checkpoint(path, content["step"], state, variables, files, self)
+        return Checkpoint(path, content["step"], state, variables, tuple(files), self)
 
     def assign(
         self, checkpoint: Checkpoint, groups: dict[str, Sequence[keras.Variable]]
@@ -127,8 +115,9 @@ class LocalStorage(Storage):
         remove_folder(path, aside)
 
     def clean(self, everything: bool = False) -> None:
-        if not self.writes_alone:
-            return
+        first_decides(lambda: self._clean(everything))
+
+    def _clean(self, everything):
         for path in self.folder.glob(f"{_WRITING}*"):
             replaced = path.name.removeprefix(f"{_WRITING}replaced-")
             if replaced != path.name and not path.with_name(replaced).exists():
@@ -145,67 +134,37 @@ class LocalStorage(Storage):
                 self.remove(path)
 
 
-def _write_arrays(writing, groups, number, count):
-    name = f"arrays-{number:05d}-of-{count:05d}.safetensors"
-    report = writing / f"{name}.json"
-    report.unlink(missing_ok=True)
+def _write_arrays(writing, groups):
+    """Writes this process's pieces, and returns the entry of their file."""
+    index, count = shared_by()
+    writing.mkdir(parents=True, exist_ok=True)
+    name = f"arrays-{index:05d}-of-{count:05d}.safetensors"
     tensors = [
         tensor
         for group, variables in groups.items()
-        for index, variable in enumerate(variables)
-        for tensor in pieces_to_write(f"{group}/{index:05d}/{variable.path}", variable)
+        for number, variable in enumerate(variables)
+        for tensor in pieces_to_write(f"{group}/{number:05d}/{variable.path}", variable)
     ]
     sha256 = write_tensors(writing / name, tensors)
     if sha256_of(writing / name) != sha256:
         raise OSError(f"What is read from {writing / name} is not what was written")
-    entry = {"sha256": sha256, "bytes": (writing / name).stat().st_size}
-    # Not durable: the first process removes it, and renames the folder, at once.
-    write_text(report, json.dumps({name: entry}), durable=False)
+    return {name: {"sha256": sha256, "bytes": (writing / name).stat().st_size}}
 
 
-def _files_of_all(writing, count):
-    """The files' entries in the manifest, when every process has written its own."""
-    patience = time.monotonic() + _PATIENCE
-    while True:
-        reports = list(writing.glob("*.safetensors.json"))
-        if len(reports) == count:
-            break
-        if time.monotonic() > patience:
-            raise OSError(
-                f"Expected files of {count} processes in {writing} after "
-                f"{_PATIENCE} s; received: {len(reports)}"
-            )
-        time.sleep(0.05)
-    files = {}
-    for path in reports:
-        files.update(json.loads(path.read_text(encoding="utf-8")))
-        path.unlink()
-    if failed := [f"{name}: {x['error']}" for name, x in files.items() if "error" in x]:
-        finite = all(x.get("finite", True) for x in files.values())
-        raise (OSError if finite else NonFiniteValues)("; ".join(failed))
-    return files
-
-
-def _report_failure(writing, number, count, error):
-    """So that the first process does not wait for this one."""
-    name = f"arrays-{number:05d}-of-{count:05d}.safetensors"
-    finite = not isinstance(error, NonFiniteValues)
-    report = {name: {"error": str(error), "finite": finite}}
-    # A full disk takes no report either: the first process waits in vain, and says so.
-    with contextlib.suppress(OSError):
-        write_text(writing / f"{name}.json", json.dumps(report), durable=False)
+def _commit(writing, final, step, files, text):
+    """Writes what is written once, and puts the checkpoint in its place."""
+    files = {**files, manifest.STATE: _write(writing / manifest.STATE, text)}
+    # The last: without it there is no checkpoint.
+    _write(writing / manifest.NAME, manifest.manifest_text(step, files))
+    sync_folder(writing)
+    # The older one is corrupt, or of the same step.
+    aside = final.with_name(f"{_WRITING}replaced-{final.name}")
+    replace_folder(writing, final, aside)
 
 
 def _write(path, text):
     write_text(path, text)
     return manifest.entry_of(text.encode())
-
-
-def _commit(writing, final):
-    sync_folder(writing)
-    # The older one is corrupt, or of the same step.
-    aside = final.with_name(f"{_WRITING}replaced-{final.name}")
-    replace_folder(writing, final, aside)
 
 
 def _check_plain_file(path, name):

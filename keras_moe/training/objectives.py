@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import keras
 
 from keras_moe import data, models
-from keras_moe.checks import check_one_of
+from keras_moe.checks import check_integer, check_one_of
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.training.best_epoch import MODES
 from keras_moe.training.data_config import DataConfig
@@ -233,31 +233,35 @@ def new_objective(settings: Mapping[str, Any]) -> Objective:
     return cls.from_settings(settings)
 
 
-@register_objective("classification")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Classification(Objective):
-    """One class for each image.
+class LabelledImages(Objective):
+    """Base class of objectives whose examples are images with classes.
 
-    Labels are vectors, since mixing makes them so: the loss is the cross-entropy with
-    these, and the accuracy on test images that of their one class. Models with
-    `multi_label=True` have the sum of sigmoid losses instead.
-
-    Example:
-
-    >>> from keras_moe.training import Classification
-    >>> Classification().headline
-    Headline(metric='val_accuracy', mode='max')
+    A subclass says how its labels are made, in `label_options`.
     """
 
-    headline = Headline("val_accuracy")
+    def own_classes(self) -> tuple[str, ...] | None:
+        """Names of the classes where the settings determine them, or None."""
+        return None
+
+    def label_options(self, config: DataConfig) -> dict[str, Any]:
+        """Arguments of `keras_moe.data.load` that make the labels.
+
+        Args:
+            config: the recipe's data.
+        """
+        raise NotImplementedError
 
     def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
+        names = self.own_classes()
+        if names is not None:
+            return len(names)
         return data.num_classes(config.source, data_dir)
 
     def class_names(
         self, config: DataConfig, data_dir: str | None = None
     ) -> tuple[str, ...] | None:
-        return data.class_names(config.source, data_dir)
+        names = self.own_classes()
+        return data.class_names(config.source, data_dir) if names is None else names
 
     def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
         return {"num_classes": num_classes}
@@ -279,8 +283,30 @@ class Classification(Objective):
             self.num_classes(config, data_dir),
             data_dir,
             start_step,
-            one_hot=True,
+            **self.label_options(config),
         )
+
+
+@register_objective("classification")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Classification(LabelledImages):
+    """One class for each image.
+
+    Labels are vectors, since mixing makes them so: the loss is the cross-entropy with
+    these, and the accuracy on test images that of their one class. Models with
+    `multi_label=True` have the sum of sigmoid losses instead.
+
+    Example:
+
+    >>> from keras_moe.training import Classification
+    >>> Classification().headline
+    Headline(metric='val_accuracy', mode='max')
+    """
+
+    headline = Headline("val_accuracy")
+
+    def label_options(self, config: DataConfig) -> dict[str, Any]:
+        return {"one_hot": True}
 
     def loss_and_metrics(
         self, model: keras.Model, config: DataConfig
@@ -293,7 +319,7 @@ class Classification(Objective):
 
 @register_objective("multi_label")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MultiLabel(Objective):
+class MultiLabel(LabelledImages):
     """Several classes for each image.
 
     The model has `multi_label=True`, labels stay numbers of classes unless an
@@ -301,8 +327,12 @@ class MultiLabel(Objective):
     precision.
 
     Args:
-        hierarchy: a file of a `keras_moe.data.LabelHierarchy`, or None.
-        max_labels: see `keras_moe.data.load`.
+        hierarchy: path of a file of a `keras_moe.data.LabelHierarchy`, or None.
+        max_labels: largest number of labels of an image, or None for that of the data;
+            see `keras_moe.data.load`.
+
+    Raises:
+        ValueError: if a setting is of another kind, or out of range.
 
     Example:
 
@@ -316,43 +346,31 @@ class MultiLabel(Objective):
     hierarchy: str | None = None
     max_labels: int | None = None
 
-    def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
-        if self.hierarchy is not None:
-            return len(data.LabelHierarchy.load(self.hierarchy).classes)
-        return data.num_classes(config.source, data_dir)
+    def __post_init__(self):
+        super().__post_init__()
+        if self.hierarchy is not None and not isinstance(self.hierarchy, str):
+            raise ValueError(
+                "Expected hierarchy to be the path of a file, or None; "
+                f"received: hierarchy={self.hierarchy!r}"
+            )
+        if self.max_labels is not None:
+            check_integer("max_labels", self.max_labels)
 
-    def class_names(
-        self, config: DataConfig, data_dir: str | None = None
-    ) -> tuple[str, ...] | None:
-        if self.hierarchy is not None:
-            return tuple(data.LabelHierarchy.load(self.hierarchy).classes)
-        return data.class_names(config.source, data_dir)
+    def own_classes(self) -> tuple[str, ...] | None:
+        if self.hierarchy is None:
+            return None
+        return tuple(data.LabelHierarchy.load(self.hierarchy).classes)
+
+    def label_options(self, config: DataConfig) -> dict[str, Any]:
+        return {
+            "one_hot": config.mixes_labels,
+            "multi_label": True,
+            "hierarchy": self.hierarchy,
+            "max_labels": self.max_labels,
+        }
 
     def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
-        return {"num_classes": num_classes, "multi_label": True}
-
-    def datasets(
-        self,
-        config: DataConfig,
-        model: keras.Model,
-        batch_size: int,
-        seed: int,
-        data_dir: str | None = None,
-        start_step: int = 0,
-    ) -> Datasets:
-        return image_datasets(
-            config,
-            model.backbone.image_shape,
-            batch_size,
-            seed,
-            self.num_classes(config, data_dir),
-            data_dir,
-            start_step,
-            one_hot=config.mixes_labels,
-            multi_label=True,
-            hierarchy=self.hierarchy,
-            max_labels=self.max_labels,
-        )
+        return {**super().model_arguments(num_classes), "multi_label": True}
 
     def loss_and_metrics(
         self, model: keras.Model, config: DataConfig

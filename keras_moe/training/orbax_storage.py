@@ -12,7 +12,6 @@ arrays, and takes for a checkpoint what a disk has damaged.
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,8 @@ import numpy as np
 from keras_moe.files import write_text
 from keras_moe.processes import process_shard
 from keras_moe.training import manifest
+from keras_moe.training.agreement import agreed, first_decides, shared_by
+from keras_moe.training.array_pieces import is_sharded
 from keras_moe.training.storage import Checkpoint, Storage, is_remote, remote_name
 from keras_moe.training.tensor_writer import NonFiniteValues
 
@@ -74,10 +75,6 @@ class OrbaxStorage(Storage):
         # Orbax takes no relative paths.
         return epath.Path(os.path.abspath(folder))
 
-    @property
-    def writes_alone(self) -> bool:
-        return self._together()[0] == 0
-
     def write(
         self,
         path: Any,
@@ -85,13 +82,13 @@ class OrbaxStorage(Storage):
         groups: dict[str, Sequence[keras.Variable]],
         text: str,
     ) -> None:
-        self._agree(lambda: _check_finite(groups))
-        self._agree(lambda: self._make_room(path))
+        agreed(lambda: _check_finite(groups))
+        first_decides(lambda: self._make_room(path))
         try:
             files: dict[str, dict] = {}
-            for own in self._agree(lambda: self._write_arrays(path, groups)):
-                files |= own
-            self._agree(lambda: self._commit(path, step, files, text))
+            for entries in agreed(lambda: self._write_arrays(path, groups)):
+                files |= entries
+            first_decides(lambda: self._commit(path, step, files, text))
         except BaseException:
             # An interruption, too, leaves nothing that is not whole.
             if self.writes_alone:
@@ -99,14 +96,13 @@ class OrbaxStorage(Storage):
             raise
 
     def _make_room(self, path):
-        if self.writes_alone:
-            if path.exists():
-                # One that is corrupt, or of the same step.
-                self.remove(path)
-            path.mkdir(parents=True)
+        if path.exists():
+            # One that is corrupt, or of the same step.
+            self.remove(path)
+        path.mkdir(parents=True)
 
     def _write_arrays(self, path, groups):
-        """Writes this process's pieces; the entries of its files in the manifest."""
+        """Writes this process's pieces, and returns the entries of its files."""
         ocp = _orbax()
         for group, variables in groups.items():
             values = {
@@ -123,7 +119,7 @@ class OrbaxStorage(Storage):
             except Exception as error:
                 # A full disk is a ValueError of TensorStore.
                 raise OSError(f"{place} could not be written: {error}") from error
-        index, count = self._together()
+        index, count = shared_by()
         return {
             name: _entry(path / name)
             for name in _file_names(path)
@@ -131,32 +127,24 @@ class OrbaxStorage(Storage):
         }
 
     def _commit(self, path, step, files, text):
-        if self.writes_alone:
-            _write_text(path / manifest.STATE, text)
-            files = {**files, manifest.STATE: manifest.entry_of(text.encode())}
-            # The last: without it there is no checkpoint.
-            _write_text(path / manifest.NAME, manifest.manifest_text(step, files))
+        _write_text(path / manifest.STATE, text)
+        files = {**files, manifest.STATE: manifest.entry_of(text.encode())}
+        # The last: without it there is no checkpoint.
+        _write_text(path / manifest.NAME, manifest.manifest_text(step, files))
 
-    def verified(self, path: Any) -> Checkpoint:
-        return self._agree(lambda: self._verified(path), own=True)
-
-    def _verified(self, path):
+    def read(self, path: Any) -> Checkpoint:
         if not (path / manifest.NAME).exists():
             raise ValueError(f"{manifest.NAME} is not there: it was never finished")
         content = manifest.read_manifest(path)
         files = content["files"]
         manifest.check_names(files, set(_file_names(path)) - {manifest.NAME})
-        index, count = self._together()
+        index, count = shared_by()
         # Each process reads a share of the files.
         for name in sorted(files)[index::count]:
             if _entry(path / name) != files[name]:
                 raise ValueError(f"{name} is not what was written")
         state, variables = manifest.read_state(path)
         return Checkpoint(path, content["step"], state, variables, tuple(files), self)
-
-    def agreed_paths(self) -> list[Any]:
-        names = self._agree(lambda: [path.name for path in self.paths()])[0]
-        return [self.folder / name for name in names]
 
     def assign(
         self, checkpoint: Checkpoint, groups: dict[str, Sequence[keras.Variable]]
@@ -184,47 +172,17 @@ class OrbaxStorage(Storage):
         path.rmtree(missing_ok=True)
 
     def clean(self, everything: bool = False) -> None:
-        def remove_unfinished():
-            if self.writes_alone:
-                for path in self.paths():
-                    if everything or not (path / manifest.NAME).exists():
-                        self.remove(path)
+        first_decides(lambda: self._clean(everything))
 
-        self._agree(remove_unfinished)
-
-    def _together(self) -> tuple[int, int]:
-        """This process's index among those that work together, and their number."""
-        if keras.distribution.distribution() is None:
-            return 0, 1
-        return process_shard()
-
-    def _agree(self, work, own=False):
-        """Does something in each process, and raises in all if one fails.
-
-        Returns the results of all processes, or with `own` that of this one.
-        """
-        result, report = None, {}
-        try:
-            result = work()
-            report = {} if own else {"result": result}
-        except (NonFiniteValues, ValueError, OSError) as error:
-            report = {"error": str(error), "kind": _kind_of(error)}
-        reports = [report]
-        if self._together()[1] > 1:
-            from keras_moe.ops.kernels.sharded_arrays_jax import exchange
-
-            contents = exchange(json.dumps(report).encode())
-            reports = [json.loads(content) for content in contents]
-        failed = [report for report in reports if "error" in report]
-        if failed:
-            message = "; ".join(dict.fromkeys(x["error"] for x in failed))
-            raise _KINDS[failed[0]["kind"]](message)
-        return result if own else [report["result"] for report in reports]
+    def _clean(self, everything):
+        for path in self.paths():
+            if everything or not (path / manifest.NAME).exists():
+                self.remove(path)
 
     def _checkpointer(self):
         ocp = _orbax()
         options = ocp.options.MultiprocessingOptions()
-        if self._together()[1] == 1:
+        if shared_by()[1] == 1:
             number = process_shard()[0]
             # No process waits for others.
             options = ocp.options.MultiprocessingOptions(
@@ -238,7 +196,9 @@ class OrbaxStorage(Storage):
     def _to_write(self, variable):
         value = variable.value
         if self._is_array_of_orbax(value):
-            return value
+            from keras_moe.ops.kernels.sharded_arrays_jax import with_shards
+
+            return with_shards(value)
         return np.asarray(keras.ops.convert_to_numpy(value))
 
     def _place_of(self, variable):
@@ -251,9 +211,9 @@ class OrbaxStorage(Storage):
 
     def _is_array_of_orbax(self, value):
         """Whether it is an array of JAX whose pieces Orbax finds by itself."""
-        if not hasattr(value, "addressable_shards"):
+        if not is_sharded(value):
             return False
-        return self._together()[1] == 1 or not value.is_fully_addressable
+        return shared_by()[1] == 1 or not value.is_fully_addressable
 
 
 def is_orbax(path: Any) -> bool:
@@ -265,20 +225,6 @@ def is_orbax(path: Any) -> bool:
     return path.is_dir() and any(
         child.name.startswith(_ARRAYS) and child.is_dir() for child in path.iterdir()
     )
-
-
-_KINDS = {
-    "non-finite": NonFiniteValues,
-    "value": ValueError,
-    "os": OSError,
-}
-
-
-def _kind_of(error):
-    for kind, cls in _KINDS.items():
-        if isinstance(error, cls):
-            return kind
-    raise error
 
 
 def _orbax():
@@ -297,8 +243,11 @@ def _check_finite(groups):
     for group, variables in groups.items():
         for index, variable in enumerate(variables):
             value = variable.value
-            shards = getattr(value, "addressable_shards", None)
-            parts = [value] if shards is None else [x.data for x in shards]
+            parts = [value]
+            if is_sharded(value):
+                from keras_moe.ops.kernels.sharded_arrays_jax import with_shards
+
+                parts = [shard.data for shard in with_shards(value).addressable_shards]
             for part in parts:
                 array = np.asarray(keras.ops.convert_to_numpy(part))
                 is_float = "float" in array.dtype.name

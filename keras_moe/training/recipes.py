@@ -133,7 +133,7 @@ class Recipe:
         needed = {"data": {}, "model": {}, "schedule": {}}
         return cls(**{**needed, **settings})
 
-    def replace(self, **overrides: Any) -> "Recipe":
+    def replace(self, /, **overrides: Any) -> "Recipe":
         """A recipe with other settings.
 
         Args:

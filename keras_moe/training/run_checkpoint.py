@@ -22,6 +22,17 @@ from keras_moe.training.run_settings import saved_settings
 from keras_moe.training.storage import Checkpoint, Retention, Storage
 from keras_moe.training.tensor_writer import NonFiniteValues
 
+# Entries of a state without which a run cannot be resumed.
+_STATE = {
+    "settings",
+    "steps_per_epoch",
+    "finished",
+    "history",
+    "callbacks",
+    "random",
+    "versions",
+}
+
 
 class RunCheckpoint(keras.callbacks.Callback):
     """Saves all that a run is: at its epochs' ends, or every so many steps.
@@ -138,7 +149,8 @@ class RunCheckpoint(keras.callbacks.Callback):
             How many steps were made: 0 if there is no checkpoint.
 
         Raises:
-            ValueError: if the settings differ, or no checkpoint is whole.
+            ValueError: if the settings differ, no checkpoint is whole, or the one to
+                begin with is none of a run, such as those of `save_checkpoint` alone.
         """
         self.storage.clean(everything=self.restart)
         # Not looked for: another process may still be removing them.
@@ -149,6 +161,7 @@ class RunCheckpoint(keras.callbacks.Callback):
             return 0
         if found is None:
             found = open_checkpoint(self.branch_from)
+            _check_state(found)
             # Neither what that run measured is this one's, nor its place in an epoch.
             begun = {"finished": False, "history": {}, "callbacks": {}, "best": None}
             state = {**found.state, **begun}
@@ -289,9 +302,10 @@ class RunCheckpoint(keras.callbacks.Callback):
             self.best_step, self.best_row = best
 
     def _check(self, found: Checkpoint):
+        _check_state(found)
         state = found.state
         pairs = [("steps_per_epoch", state["steps_per_epoch"], self.steps_per_epoch)]
-        saved = saved_settings(state["settings"])
+        saved = saved_settings(state["settings"], self.settings)
         pairs += [
             (name, saved.get(name), self.settings.get(name))
             for name in sorted({*saved, *self.settings})
@@ -360,6 +374,15 @@ class _First(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if self.stopped:
             self.stopped = self.model.stop_training = False
+
+
+def _check_state(found):
+    missing = sorted(_STATE - set(found.state))
+    if missing:
+        raise ValueError(
+            f"Expected a checkpoint that RunCheckpoint has written in {found.path}; "
+            f"received: a state without {', '.join(missing)}"
+        )
 
 
 def _groups(model) -> dict[str, list[Any]]:

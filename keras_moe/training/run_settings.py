@@ -46,11 +46,15 @@ def run_settings(
     return settings
 
 
-def saved_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def saved_settings(
+    settings: Mapping[str, Any], current: Mapping[str, Any]
+) -> dict[str, Any]:
     """The settings of a checkpoint by dotted name, also of an earlier version.
 
     Args:
         settings: settings as a checkpoint has them.
+        current: settings of the run that is resumed. Only where these are a recipe's
+            are those of the checkpoint read as a recipe.
 
     Raises:
         ValueError: if settings of an earlier version are no recipe of this one.
@@ -60,11 +64,11 @@ def saved_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     >>> from keras_moe.training.run_settings import saved_settings
     >>> flat = {"name": "mine", "preset": "vmoe_b16", "batch_size": 8, "epochs": 2,
     ...         "learning_rate": 1e-3}
-    >>> saved_settings(flat)["data.batch_size"]
+    >>> saved_settings(flat, {"model.preset": "vmoe_b16"})["data.batch_size"]
     8
     """
     settings = dict(settings)
-    if not is_flat(settings):
+    if not is_flat(settings) or "model.preset" not in current:
         return settings
     others = {name: settings.pop(name) for name in [_UNREADABLE] if name in settings}
     return {**run_settings(Recipe.from_dict(settings), own_data=True), **others}

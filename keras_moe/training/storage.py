@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_moe.checks import check_integer
+from keras_moe.training.agreement import agreed, first_decides, shared_by
 from keras_moe.training.manifest import step_name
 
 _STEP = re.compile(r"step-\d{8,}")
@@ -112,8 +113,8 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def verified(self, path: Any) -> Checkpoint:
-        """A checkpoint, if its files are what was written.
+    def read(self, path: Any) -> Checkpoint:
+        """A checkpoint, if the files that this process looks at are what was written.
 
         Raises:
             ValueError: if they are not.
@@ -141,7 +142,7 @@ class Storage(abc.ABC):
     @property
     def writes_alone(self) -> bool:
         """Whether this process writes what is written once, and removes."""
-        return True
+        return shared_by()[0] == 0
 
     def paths(self) -> list[Any]:
         """The checkpoints' folders, oldest first; they are not looked into."""
@@ -150,9 +151,16 @@ class Storage(abc.ABC):
         names = [path for path in self.folder.iterdir() if _STEP.fullmatch(path.name)]
         return sorted(names, key=step_of)
 
-    def agreed_paths(self) -> list[Any]:
-        """The same, the same in all processes that work together."""
-        return self.paths()
+    def verified(self, path: Any) -> Checkpoint:
+        """A checkpoint, if its files are what was written, in each process the same.
+
+        Raises:
+            ValueError: if they are not.
+            OSError: if they cannot be read.
+        """
+        checkpoints = []
+        agreed(lambda: checkpoints.append(self.read(path)))
+        return checkpoints[0]
 
     def path_of(self, step: int) -> Any:
         """The folder of a step's checkpoint."""
@@ -217,7 +225,9 @@ class Storage(abc.ABC):
             ValueError: if there are checkpoints, and none is whole.
         """
         corrupt = []
-        for path in reversed(self.agreed_paths()):
+        # Another process may see what the first is about to remove.
+        names = first_decides(lambda: [path.name for path in self.paths()])
+        for path in reversed([self.folder / name for name in names]):
             try:
                 checkpoint = self.verified(path)
             except (OSError, RecursionError, ValueError) as error:

@@ -62,6 +62,12 @@ def test_arguments_of_the_model_alone_are_suggested(mistake):
         (("vmoe_b32", "--list"), "Expected a preset, or --list alone"),
         (("vmoe_b32", "--set", "num_expert=4"), "num_experts"),
         (("vmoe_b32", "--set", "image_shape=5"), "image_shape"),
+        (
+            ("vmoe_b32", "--set", "num_classes=3"),
+            "Expected arguments of the model in --set; received: num_classes=3, which "
+            "--num-classes sets",
+        ),
+        (("vmoe_b32", "--set", "preset=x"), "preset='x', which the first argument"),
         (("nowhere/model.npz",), "nowhere/model.npz"),
     ],
 )

@@ -22,20 +22,20 @@ def test_one_device():
     args = parsed("--devices 1 --expert-parallel batch")
     if keras.backend.backend() != "jax":
         with pytest.raises(ValueError, match="JAX"):
-            set_devices(args, "vmoe_digits", 8)
+            set_devices(args, "vmoe_digits", 8, {})
         return
-    set_devices(args, "vmoe_digits", 8)
+    set_devices(args, "vmoe_digits", 8, {})
     assert keras.distribution.distribution().device_mesh.shape == (1,)
     with pytest.raises(ValueError, match="--devices 99999"):
-        set_devices(parsed("--devices 99999"), "vmoe_digits", 8)
+        set_devices(parsed("--devices 99999"), "vmoe_digits", 8, {})
     args.devices = "all"
-    assert set_devices(args, "vmoe_digits", 8, num_experts=4) is not None
+    assert set_devices(args, "vmoe_digits", 8, {"num_experts": 4}) is not None
 
 
 @pytest.mark.backend_free
 def test_without_arguments_nothing_happens():
     start_processes(parsed())
-    assert set_devices(parsed(), "vmoe_digits", 8) is None
+    assert set_devices(parsed(), "vmoe_digits", 8, {}) is None
     assert keras.distribution.distribution() is None
 
 
@@ -44,6 +44,6 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="together"):
         start_processes(parsed("--process-id 0"))
     with pytest.raises(ValueError, match="with --expert-parallel"):
-        set_devices(parsed("--model-parallel 2"), "vmoe_digits", 8)
+        set_devices(parsed("--model-parallel 2"), "vmoe_digits", 8, {})
     with pytest.raises(UsageError, match="at least 1"):
         parsed("--devices 0")

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from keras_moe import data, evaluation, models
+from keras_moe.cli import commands
+from keras_moe.cli.evaluate import find_images, find_run
 
 pytest.importorskip("tensorflow")
 
@@ -163,12 +165,56 @@ def test_the_folder_of_a_run_names_its_images(program, digits):
         )  # fmt: skip
     found = json.loads(program(*arguments, "--split", "test").output)
     assert found["images"] == 450
-    results.write_text("{")
-    errors = program("evaluate", folder.parent).errors
-    assert errors.startswith(
-        f"error: Expected the results of keras-moe train in {results}"
-    )
+    for text in (
+        "{",
+        '{"recipe": 3}',
+        '{"recipe": {"preset": "vmoe_b16", "epoch": 7}}',
+    ):
+        results.write_text(text)
+        errors = program("evaluate", folder.parent).errors
+        assert errors.startswith(
+            f"error: Expected the results of keras-moe train in {results}"
+        )
+    # Earlier versions had no sections, and may name no source: these are the defaults.
+    for recipe in ({"data": "digits", "test_split": "all"}, {"test_split": "all"}):
+        recipe = {"preset": "vmoe_digits", "epochs": 1, **recipe}
+        results.write_text(json.dumps({"recipe": recipe}))
+        images = find_images(evaluate_arguments(folder), find_run(str(folder))[1])
+        assert (images.source, images.test_split) == ("digits", "all")
     results.unlink()
+
+
+def evaluate_arguments(preset, *more):
+    arguments = ["evaluate", str(preset), *map(str, more)]
+    return commands.make_parser().parse_args(arguments)
+
+
+@pytest.mark.backend_free
+def test_the_images_are_those_of_the_run(photos, tmp_path):
+    """Images that the run left out are left out again, of the split that it names."""
+    exclude = tmp_path / "duplicates.json"
+    source = f"folder:{photos}"
+    data.write_exclusion(exclude, source, "train", 8, [0, 5])
+    (photos / "test" / "3.png").rename(tmp_path / "whole.png")
+    (photos / "test" / "3.png").write_bytes(b"no image")
+    recipe = {
+        "source": source,
+        "exclude": str(exclude),
+        "unreadable": "exclude",
+        "max_labels": 3,
+    }
+    images = find_images(evaluate_arguments("x"), recipe)
+
+    def count(images, split):
+        return sum(len(labels) for _, labels in images.batches(split, SHAPE, 4))
+
+    assert images.max_labels == 3
+    with pytest.warns(UserWarning, match="1"):
+        assert (count(images, "train"), count(images, "test")) == (6, 7)
+    # Other images are read as they are.
+    other = find_images(evaluate_arguments("x", "--data", "digits"), recipe)
+    assert (other.exclude, other.unreadable, other.max_labels) == ((), "raise", None)
+    (tmp_path / "whole.png").replace(photos / "test" / "3.png")
 
 
 @pytest.mark.backend_free
@@ -192,6 +238,7 @@ def test_architectures_without_weights_are_named(program):
         (("--data", "digits", "--split", "dev"), "split='dev'"),
         (("--data", "digits", "--metrics", "recall"), "invalid choice: 'recall'"),
         (("--data", "digits", "--set", "num_expert=2"), "num_experts"),
+        (("--data", "digits", "--set", "preset=x"), "which the first argument sets"),
         (("--data", "digits", "--shots", "9999"), "shots=9999"),
         (("--data", "digits", "--hierarchy", "nowhere.json"), "nowhere.json"),
         (("--data", "digits", "--expert-parallel", "2"), "Expected --devices"),

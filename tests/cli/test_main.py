@@ -2,10 +2,13 @@
 
 import ast
 import importlib.util
+import io
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 from rich.table import Table
 
 from keras_moe.cli import commands
-from keras_moe.cli.main import main
+from keras_moe.cli.main import WRITTEN_BY_KERAS, main, set_environment
 from keras_moe.cli.parser import override
 from keras_moe.cli.result import Result, show_all
 
@@ -74,9 +77,9 @@ def test_the_list_of_commands():
 
 def test_arguments_are_parsed_before_keras_is_imported():
     code = (
-        "import sys; sys.argv = ['keras-moe', 'describe', 'vit_b16', '--set', 'x']\n"
+        "import sys, keras_moe.cli\n"
         "from keras_moe.cli.main import main\n"
-        "status = main(sys.argv[1:])\n"
+        "status = main(['describe', 'vit_b16', '--set', 'x'])\n"
         "heavy = {'keras', 'numpy', 'rich', 'jax', 'tensorflow', 'torch'}\n"
         "print(status, sorted(heavy & set(sys.modules)))"
     )
@@ -243,6 +246,55 @@ def test_ctrl_c_is_one_line(program, work, monkeypatch):
     status, _, errors = program("train", "mumoe_digits")
     assert status == 130
     assert "the same command resumes" in errors
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_reader_that_left_is_no_error(capsys, monkeypatch, work, tmp_path, option):
+    """`keras-moe describe --list | head -1` ends as other programs of Unix do."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return file.fileno()
+
+    logs = set(Path(tempfile.gettempdir()).glob("keras-moe-*.log"))
+    work(lambda args, console: Result({"a": 1}, show_all("a line")))
+    with open(tmp_path / "stdout", "w") as file:
+        monkeypatch.setattr(sys, "stdout", Closed())
+        assert main(["describe", "x", *option]) == 141
+    assert capsys.readouterr().err == ""
+    assert set(Path(tempfile.gettempdir()).glob("keras-moe-*.log")) <= logs
+
+
+@pytest.mark.parametrize(
+    ("config", "backend"),
+    [
+        ({"backend": "torch"}, "torch"),
+        ({**WRITTEN_BY_KERAS, "floatx": "float16"}, "tensorflow"),
+        # Keras writes this file itself.
+        (WRITTEN_BY_KERAS, None),
+        ({"floatx": "float32"}, None),
+        ([], None),
+        ("{", None),
+        (None, None),
+    ],
+)
+def test_the_users_keras_json_holds(monkeypatch, tmp_path, config, backend):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    if config is not None:
+        text = config if isinstance(config, str) else json.dumps(config)
+        (tmp_path / "keras.json").write_text(text)
+    for name in ("OMP_WAIT_POLICY", "TF_CPP_MIN_LOG_LEVEL", "GRPC_VERBOSITY"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    set_environment()
+    assert os.environ["KERAS_BACKEND"] == "jax"
+    monkeypatch.delenv("KERAS_BACKEND")
+    monkeypatch.setattr("keras_moe.cli.main.find_spec", lambda name: name != "torch")
+    set_environment()
+    assert os.environ["KERAS_BACKEND"] == (backend or "jax")
 
 
 def test_a_warning_is_one_line(program, work):

@@ -80,6 +80,7 @@ def test_what_does_not_fit_is_explained(plan):
         (("--optimizer", "lion"), "optimizer='lion'"),
         (("--dtype", "int8"), "dtype='int8'"),
         (("--set", "num_expert=4"), "num_experts"),
+        (("--set", "chip=h200"), "received: chip='h200', which --chip sets"),
     ],
 )
 def test_unknown_names_are_refused(mistake, arguments, message):

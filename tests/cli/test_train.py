@@ -1,9 +1,11 @@
+import argparse
 import json
 
 import keras
 import pytest
 
-from keras_moe import models
+from keras_moe import models, training
+from keras_moe.cli import train as program_train
 
 SMALL = (
     "image_shape=[8,8,1]",
@@ -81,6 +83,9 @@ def test_one_command_trains_and_saves(train, tmp_path):
     [
         (("--recipe-set", "epoch=1"), "nearest: schedule.epochs"),
         (("--recipe-set", "epochs"), "NAME=VALUE"),
+        (("--recipe-set", "name_or_path=x"), "received: name_or_path='x'"),
+        (("--recipe-set", "self=x"), "received: self='x'"),
+        (("--recipe-set", "schedule.self=1"), "self"),
         (("--recipe-set", "schedule.epochs=-1"), "epochs=-1"),
         (("--recipe-set", "schedule.patience=0"), "patience=0"),
         (("--recipe-set", "schedule.best=last"), "best='last'"),
@@ -144,3 +149,36 @@ def test_an_interrupted_run_resumes(train, tmp_path, monkeypatch):
     assert status == 130
     assert errors.count("\n") == 2
     assert "the same command resumes where it stopped" in errors
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shots", 5), "--few-shot-every with --shots; received"),
+        (
+            ("--shots", 5, "--few-shot-data", "digits"),
+            "--few-shot-every with --shots and --few-shot-data; received",
+        ),
+        (("--restart", "--extend"), "received: both"),
+    ],
+)
+def test_options_without_effect_are_refused(mistake, tmp_path, arguments, message):
+    output = tmp_path / "run"
+    assert message in mistake("train", "mumoe_digits", "--output", output, *arguments)
+    assert not output.exists()
+
+
+@pytest.mark.backend_free
+def test_the_first_of_several_processes_reads_an_extended_run(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("keras_moe.training.train", lambda *_, **x: calls.append(x))
+    monkeypatch.setattr("keras_moe.data.process_shard", lambda: (0, 2))
+    monkeypatch.setattr(program_train, "set_devices", lambda *_, **__: None)
+    arguments = argparse.Namespace(
+        data_dir=None, checkpoint_every=None, keep_checkpoints=3, keep_every=None,
+        restart=False, branch_from=None, extend=True,
+    )  # fmt: skip
+    program_train.fit(arguments, training.load_recipe("mumoe_digits"), tmp_path)
+    assert [call["extend"] for call in calls] == [True, True]
+    assert len({call["checkpoint_dir"] for call in calls}) == 1

@@ -62,8 +62,17 @@ def compared(name, chunk_size):
             float(np.abs(np.asarray(a) - np.asarray(b)).max())
             for a, b in zip((value, *gradients), (expected_value, *expected))
         ],
-        "whole_logits": f"f32[{BATCH},{columns}]" in text,
         "own_logits": f"f32[{BATCH // 8},{columns}]" in text,
+        # Logits of other devices' images, and of more than a chunk of texts.
+        "others": [
+            shape
+            for shape in (
+                f"{BATCH},{columns}",
+                f"{BATCH},{BATCH}",
+                f"{BATCH // 8},{BATCH}",
+            )
+            if shape != f"{BATCH // 8},{columns}" and f"[{shape}]" in text
+        ],
     }
 
 

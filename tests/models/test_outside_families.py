@@ -1,31 +1,49 @@
 """A family and a router from outside have all that the package's own have."""
 
+import importlib
+
 import keras
 import numpy as np
 import pytest
 
-from keras_moe import distribution, models
+from keras_moe import distribution, models, routers
 from keras_moe.layers import MoEConfig
-from tests.models.outside import NeighbourBackbone, NeighbourClassifier, SharpRouter
+from keras_moe.models import registry
 from tests.small_models import images, with_weights
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 NAME = "neighbours_tiny"
+REGISTRIES = (
+    registry._BACKBONES,
+    registry._TASKS,
+    registry._PRESETS,
+    routers.ROUTERS,
+)
 
 
-def test_a_preset_trains_with_any_router(tmp_path):
+@pytest.fixture(scope="module", autouse=True)
+def outside():
+    """The module of a user, whose names are registered for these tests alone."""
+    before = [dict(names) for names in REGISTRIES]
+    yield importlib.import_module("tests.models.outside")
+    for names, kept in zip(REGISTRIES, before):
+        names.clear()
+        names.update(kept)
+
+
+def test_a_preset_trains_with_any_router(tmp_path, outside):
     for router in ("soft", "sinkhorn_expert_choice", "sharp_token_choice"):
         keras.utils.set_random_seed(0)
         model = models.from_preset(NAME, num_classes=3, num_experts=4, router=router)
-        assert type(model) is NeighbourClassifier
-        assert type(model.backbone) is NeighbourBackbone
+        assert type(model) is outside.NeighbourClassifier
+        assert type(model.backbone) is outside.NeighbourBackbone
         labels = np.array([0, 1, 2])
         model.compile(keras.optimizers.Adam(1e-2))
         losses = model.fit(images(), labels, epochs=8, verbose=0).history["loss"]
         assert losses[-1] < losses[0]
         model.save_to_preset(tmp_path / router)
         again = models.from_preset(str(tmp_path / router))
-        assert type(again) is NeighbourClassifier
+        assert type(again) is outside.NeighbourClassifier
         np.testing.assert_allclose(
             again.predict(images(), verbose=0),
             model.predict(images(), verbose=0),
@@ -48,13 +66,14 @@ def test_it_is_described_and_laid_out():
 
 
 @pytest.mark.backend_free
-def test_a_router_of_ones_own_works_in_every_preset():
-    for router in ("sharp_token_choice", SharpRouter, SharpRouter(4)):
+def test_a_router_of_ones_own_works_in_every_preset(outside):
+    sharp = outside.SharpRouter
+    for router in ("sharp_token_choice", sharp, sharp(4)):
         moe = MoEConfig(moe_layers=[1], num_experts=4, router=router)
         for preset in ("vmoe_digits", NAME):
             backbone = models.from_preset(preset, moe=moe)
             layer = backbone.get_layer("block_1").feed_forward
-            assert type(layer.router) is SharpRouter
+            assert type(layer.router) is sharp
             again = type(backbone).from_config(backbone.get_config())
             assert again.moe == backbone.moe
     by_name = models.from_preset("vmoe_digits", router="sharp_token_choice")

@@ -454,3 +454,44 @@ def test_eight_bit_floats_are_their_bits(tmp_path):
     with opened_pieces([tmp_path / "one.safetensors"]) as pieces:
         assign_pieces(variable, pieces["model", 0], "float8_e4m3fn")
     assert to_numpy(variable.value).tolist() == [0.5, -2.0, 448.0]
+
+
+def small_model():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@backend_free
+def test_a_checkpoint_of_no_run_is_refused_by_a_run(tmp_path):
+    model = small_model()
+    groups = {"model": model.variables, "optimizer": model.optimizer.variables}
+    path = training.save_checkpoint(tmp_path / "run", 3, groups, {"finished": False})
+    message = r"RunCheckpoint has written in .*step-00000003; .* without callbacks, h"
+    with pytest.raises(ValueError, match=message):
+        training.RunCheckpoint(tmp_path / "run", 2).restore(model)
+    branch = training.RunCheckpoint(tmp_path / "branch", 2, branch_from=path)
+    with pytest.raises(ValueError, match=message):
+        branch.restore(model)
+
+
+@backend_free
+def test_settings_of_ones_own_may_have_any_names(tmp_path):
+    # Such as those of recipes in earlier versions.
+    settings = {"preset": "vmoe_b16", "note": "mine"}
+
+    def run(epochs, **changes):
+        model = small_model()
+        checkpoint = training.RunCheckpoint(
+            tmp_path, 1, settings={**settings, **changes}
+        )
+        step = checkpoint.restore(model)
+        x = np.ones((2, 1), "float32")
+        options = {"callbacks": checkpoint.around([]), "verbose": 0}
+        model.fit(x, x, epochs=epochs, initial_epoch=step, **options)
+        return step
+
+    assert [run(1), run(2)] == [0, 1]
+    with pytest.raises(ValueError, match=r"note='other' \(there 'mine'\)"):
+        run(3, note="other")

@@ -164,6 +164,37 @@ def test_what_is_no_objective_is_refused():
 
 
 @backend_free
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_labels": 0}, "max_labels >= 1; received: max_labels=0"),
+        ({"max_labels": True}, "received: max_labels=True"),
+        ({"max_labels": "4"}, "received: max_labels='4'"),
+        ({"hierarchy": 3}, "path of a file, or None; received: hierarchy=3"),
+        ({"hierarchy": {"classes": []}}, r"received: hierarchy=\{'classes'"),
+    ],
+)
+def test_several_labels_are_checked_at_the_door(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MultiLabel(**settings)
+    with pytest.raises(ValueError, match=message):
+        recipe().replace(objective={"name": "multi_label", **settings})
+
+
+@backend_free
+def test_a_hierarchy_determines_the_classes(tmp_path):
+    path = tmp_path / "classes.json"
+    path.write_text('{"classes": ["plant", "tree"], "parents": {"tree": ["plant"]}}')
+    config = recipe().data
+    several = MultiLabel(hierarchy=str(path))
+    assert several.num_classes(config) == 2
+    assert several.class_names(config) == ("plant", "tree")
+    for objective in (MultiLabel(), Classification()):
+        assert objective.num_classes(config) == 10
+        assert objective.class_names(config)[:2] == ("0", "1")
+
+
+@backend_free
 def test_a_metric_to_monitor_takes_the_headlines_place():
     several = recipe().replace(
         objective={"name": "multi_label"}, schedule={"patience": 1, "best": None}

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from keras_moe import training
-from keras_moe.training import LocalStorage, OrbaxStorage, Retention, orbax_storage
+from keras_moe.training import (
+    LocalStorage,
+    OrbaxStorage,
+    Retention,
+    agreement,
+    orbax_storage,
+)
 from keras_moe.training.tensor_writer import NonFiniteValues
 from tests.training.test_checkpoints import assert_same, cut, flip, names, variables
 
@@ -141,28 +147,32 @@ def test_the_last_ones_are_kept(tmp_path):
 @backend_free
 @pytest.mark.parametrize("group", ["model", "optimizer"])
 def test_what_was_never_finished_is_never_taken(tmp_path, monkeypatch, group):
-    save(tmp_path, 1, seed=1)
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    save(run, 1, seed=1)
 
-    class Killed(BaseException):
-        pass
+    def interrupted(*args):
+        # What a process that is killed here leaves behind.
+        shutil.copytree(run, disk, dirs_exist_ok=True)
+        raise KeyboardInterrupt
 
     # Before a group's arrays are there, and before the manifest is.
-    def killed(self, directory, *args, **kwargs):
+    def write_until(self, directory, *args, **kwargs):
         if directory.name == f"arrays-{group}":
-            raise Killed
+            interrupted()
         return write(self, directory, *args, **kwargs)
 
     write = ocp.Checkpointer.save
-    monkeypatch.setattr(ocp.Checkpointer, "save", killed)
-    with pytest.raises(Killed):
-        save(tmp_path, 2, seed=2)
-    monkeypatch.undo()
-    monkeypatch.setattr(
-        OrbaxStorage, "_commit", lambda *args: (_ for _ in ()).throw(Killed)
-    )
-    with pytest.raises(Killed):
-        save(tmp_path, 3, seed=3)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(ocp.Checkpointer, "save", write_until)
+        with pytest.raises(KeyboardInterrupt):
+            save(run, 2, seed=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(OrbaxStorage, "_commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            save(run, 3, seed=3)
+    # A process that lives long enough cleans up.
+    assert names(run) == ["step-00000001"]
+    tmp_path = disk
     assert names(tmp_path) == [f"step-0000000{step}" for step in (1, 2, 3)]
     with pytest.warns(UserWarning, match="never finished"):
         assert training.find_checkpoint(tmp_path).step == 1
@@ -236,14 +246,17 @@ def test_the_storage_of_a_folder(tmp_path, monkeypatch):
         assert os.fspath(storage.path_of(3)) == "gs://bucket/run/step-00000003"
     assert isinstance(training.new_storage(tmp_path), LocalStorage)
     # Several processes that share a model, unless the folder has another format.
-    monkeypatch.setattr(training.checkpoints, "process_count", lambda: 2)
+    monkeypatch.setattr(agreement, "process_shard", lambda: (0, 2))
     kernels = "keras_moe.ops.kernels.sharded_arrays_jax"
-    monkeypatch.setattr(f"{kernels}.exchange", lambda content: [content, b"\0"])
+    monkeypatch.setattr(f"{kernels}.exchange", lambda content: [content] * 2)
     assert isinstance(training.new_storage(tmp_path), LocalStorage)
     monkeypatch.setattr(keras.distribution, "distribution", lambda: "a distribution")
     assert isinstance(training.new_storage(tmp_path), OrbaxStorage)
     LocalStorage(tmp_path / "local").save(1, {}, {})
     assert isinstance(training.new_storage(tmp_path / "local"), LocalStorage)
+    # Killed once the first checkpoint's folder was made, and nothing in it.
+    (tmp_path / "killed" / "step-00000001").mkdir(parents=True)
+    assert isinstance(training.new_storage(tmp_path / "killed"), OrbaxStorage)
     monkeypatch.undo()
     save(tmp_path / "orbax", 1)
     assert isinstance(training.new_storage(tmp_path / "orbax"), OrbaxStorage)

@@ -637,6 +637,14 @@ def test_what_does_not_fit_is_refused(tmp_path):
             '{"preset": "vit_b16", "hierarchy": "a.json"}',
             "multi_label=True with hierarchy; .*bad.json",
         ),
+        (
+            '{"preset": "vit_b16", "multi_label": "false"}',
+            "True or False; received: multi_label='false'.*bad.json",
+        ),
+        (
+            '{"preset": "vit_b16", "model_arguments": 5}',
+            "model_arguments to be a dict; received: model_arguments=5.*bad.json",
+        ),
     ):
         path.write_text(text)
         refused(message, load_recipe, path)

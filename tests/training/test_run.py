@@ -75,7 +75,7 @@ def run(folder, *callbacks, every=3, mine=None, **options):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=backend_free),
         # 14 batches of 96 in an epoch; the run ends within the second.
         {
             "epochs": None,

@@ -3,7 +3,6 @@
 Only the standard library is imported: help is printed before Keras is there.
 """
 
-from pathlib import Path
 from typing import Any
 
 from keras_moe.cli.parser import (
@@ -13,6 +12,7 @@ from keras_moe.cli.parser import (
     add_data,
     add_overrides,
     add_preset,
+    add_run,
     at_least,
     positive,
 )
@@ -28,6 +28,8 @@ ROUTERS = (
 )
 COMBINES = ("softmax", "affinity")
 SELECTED = (1, 2)
+# Numbers of constant experts, of MoE++'s Figure 3.
+CONSTANTS = (0, 1, 2, 4, 6)
 MOEPP_PARTS = ("costs", "speed", "training", "removal", "tokens", "constants")
 MUMOE_PARTS = (
     "costs",
@@ -134,9 +136,9 @@ def moepp(studies: Any) -> None:
         "--constants",
         type=at_least(0),
         nargs="+",
-        default=[0, 1, 2, 4, 6],
         metavar="N",
-        help="numbers of constant experts, for Figure 3",
+        help="numbers of constant experts, for Figure 3; by default "
+        f"{' '.join(map(str, CONSTANTS))}",
     )
     add_training(parser, "moepp", epochs=30, batch_size=32, learning_rate=3e-3)
     layer = parser.add_argument_group("the layer of costs and speed")
@@ -232,16 +234,7 @@ def add_training(
     """
     group = parser.add_argument_group("runs")
     group.add_argument("--seeds", type=at_least(1), default=3, help="number of seeds")
-    group.add_argument("--epochs", type=at_least(1), default=epochs)
-    group.add_argument("--batch-size", type=at_least(1), default=batch_size)
-    group.add_argument("--learning-rate", type=positive, default=learning_rate)
-    group.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs") / f"{name}_study",
-        metavar="FOLDER",
-        help=f"folder of the study; runs/{name}_study by default",
-    )
+    add_run(group, epochs, batch_size, learning_rate, f"{name}_study")
     group.add_argument(
         "--restart", action="store_true", help="remove the finished runs first"
     )

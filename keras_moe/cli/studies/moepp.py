@@ -13,11 +13,12 @@ import argparse
 from rich.console import Console
 
 from keras_moe.cli.result import Result
+from keras_moe.cli.studies.arguments import CONSTANTS
 from keras_moe.cli.studies.moepp_costs import Costs, Speed
 from keras_moe.cli.studies.moepp_kinds import Constants, Removal, Tokens
 from keras_moe.cli.studies.moepp_layers import Sizes
 from keras_moe.cli.studies.moepp_training import Digits, Training
-from keras_moe.cli.studies.study import Study, run_parts
+from keras_moe.cli.studies.study import Study, run_parts, run_settings
 from keras_moe.cli.versions import backend_and_versions
 from keras_moe.ops import ExpertKinds
 
@@ -34,6 +35,15 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         raise ValueError(
             f"Expected zero-computation experts; received: --kinds {args.kinds}"
         )
+    for option, value, part in (
+        ("--only", args.only, "training"),
+        ("--constants", args.constants, "constants"),
+    ):
+        if value is not None and part not in args.parts:
+            raise ValueError(
+                f"Expected the part {part} with {option}; received: --parts "
+                f"{' '.join(args.parts)}"
+            )
     sizes = Sizes(
         kinds,
         args.tokens,
@@ -43,8 +53,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         args.gamma,
         args.gated,
     )
-    names = ("epochs", "batch_size", "learning_rate")
-    settings = {name: getattr(args, name) for name in names}
+    settings = run_settings(args)
     study = Study(
         args.output, {**settings, **backend_and_versions()}, console, args.restart
     )
@@ -55,7 +64,9 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         "training": lambda: Training(study, digits, args.seeds, args.taus, args.only),
         "removal": lambda: Removal(study, digits, args.seeds),
         "tokens": lambda: Tokens(study, digits, args.seeds),
-        "constants": lambda: Constants(study, digits, args.seeds, args.constants),
+        "constants": lambda: Constants(
+            study, digits, args.seeds, args.constants or CONSTANTS
+        ),
     }
     parts = {name: make[name]() for name in make if name in args.parts}
     return run_parts(study, parts)

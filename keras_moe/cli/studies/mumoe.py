@@ -36,7 +36,7 @@ from keras_moe.cli.studies.mumoe_heads import (
 )
 from keras_moe.cli.studies.mumoe_patches import Patches
 from keras_moe.cli.studies.mumoe_specialisation import DenseModels, Specialisation
-from keras_moe.cli.studies.study import Study, run_parts
+from keras_moe.cli.studies.study import Study, run_parts, run_settings
 from keras_moe.cli.versions import backend_and_versions
 
 
@@ -47,8 +47,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         args: see `arguments.mumoe`.
         console: for people.
     """
-    names = ("epochs", "batch_size", "learning_rate")
-    settings = {name: getattr(args, name) for name in names}
+    settings = run_settings(args)
     study = Study(
         args.output,
         {**settings, "sizes": SIZES, **backend_and_versions()},

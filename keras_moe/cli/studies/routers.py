@@ -25,7 +25,14 @@ from keras_moe.cli.studies.router_configuration import (
     Configuration,
 )
 from keras_moe.cli.studies.router_summary import NOTES, summarise, summary_table
-from keras_moe.cli.studies.study import Run, Study, plain, print_path, progress_bar
+from keras_moe.cli.studies.study import (
+    Run,
+    Study,
+    plain,
+    print_path,
+    progress_bar,
+    run_settings,
+)
 from keras_moe.cli.versions import backend_and_versions
 from keras_moe.files import write_json
 
@@ -162,10 +169,13 @@ class Task:
 
     def settings(self) -> dict:
         """The settings that influence every run."""
-        names = ("data", "data_dir", "train_split", "test_split", "preset", "epochs")
-        names += ("batch_size", "learning_rate")
-        settings = {name: getattr(self.args, name) for name in names}
-        return {**settings, "overrides": self.overrides, **backend_and_versions()}
+        names = ("data", "data_dir", "train_split", "test_split", "preset")
+        return {
+            **{name: getattr(self.args, name) for name in names},
+            **run_settings(self.args),
+            "overrides": self.overrides,
+            **backend_and_versions(),
+        }
 
 
 def step_seconds(

@@ -1,5 +1,6 @@
 """A study: trainings that are each done once, their seeds, progress and results."""
 
+import argparse
 import hashlib
 import json
 import statistics
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from keras_moe.cli.result import Result
-from keras_moe.files import new_file, write_json
+from keras_moe.files import json_text, new_file, write_json
 
 # Tells how far a run is.
 Tell = Callable[[str], None]
@@ -94,12 +95,17 @@ class Study:
         path = self.path(run)
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            result, arrays = record["result"], record["arrays"]
+            result, arrays = record["result"], set(record["arrays"])
             if record["settings"] != self.settings_of(run):
                 return None
-        except (OSError, ValueError, LookupError, TypeError):
+            # Earlier versions wrote no digest.
+            if record.get("digest", digest(result)) != digest(result):
+                return None
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
-        if arrays and set(read_arrays(path.with_suffix(".npz")) or ()) != set(arrays):
+        if not isinstance(result, dict):
+            return None
+        if arrays and set(read_arrays(path.with_suffix(".npz")) or ()) != arrays:
             return None
         return result
 
@@ -133,8 +139,10 @@ class Study:
                 np.savez_compressed(file, **arrays)
         # The last: it says that the run is whole.
         settings = self.settings_of(run)
-        record = {"settings": settings, "arrays": list(arrays), "result": result}
-        write_json(path, record)
+        # Without NaN, as JSON has it.
+        stored = json.loads(json_text(result))
+        record = {"settings": settings, "arrays": list(arrays), "result": stored}
+        write_json(path, {**record, "digest": digest(stored)})
         return result
 
     def finish_all(self, runs: Sequence[Run]) -> list[dict]:
@@ -166,15 +174,20 @@ class Study:
         return self.folder / "results.json"
 
     def earlier_results(self) -> dict:
-        """The results that are there, of this backend: parts of an earlier command."""
-        backend = self.settings["backend"]
+        """The results of parts of an earlier command with the same settings.
+
+        The settings are those of every run, versions among them. A part that was done
+        with other settings is not mixed with those that are done now.
+        """
+        own = {"backend": self.settings["backend"], "settings": self.settings}
         try:
             results = json.loads(self.results_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            results = {}
-        if not isinstance(results, dict) or results.get("backend") != backend:
-            return {"backend": backend}
-        return results
+        except (OSError, ValueError, RecursionError):
+            results = None
+        if not isinstance(results, dict) or results.get("settings") != self.settings:
+            return own
+        parts = {name: part for name, part in results.items() if isinstance(part, dict)}
+        return {**parts, **own}
 
 
 class Part:
@@ -226,6 +239,12 @@ def run_parts(study: Study, parts: dict[str, Part]) -> Result:
         for picture in pictures:
             study.console.print(f"picture   {picture}")
     return Result(every, lambda console: print_path(study.results_path, console))
+
+
+def run_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of every run, see `parser.add_run`."""
+    names = ("epochs", "batch_size", "learning_rate")
+    return {name: getattr(args, name) for name in names}
 
 
 def print_path(path: Path, console: Console) -> None:
@@ -282,5 +301,9 @@ def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
     try:
         with np.load(path, allow_pickle=False) as stored:
             return dict(stored)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+    except (
+        OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error,
+        # A flag of the archive asks for a password, or for an unknown compression.
+        RuntimeError,
+    ):  # fmt: skip
         return None

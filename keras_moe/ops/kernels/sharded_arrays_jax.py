@@ -34,6 +34,28 @@ def place_like(value: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> A
     )
 
 
+def with_shards(value: Any) -> Any:
+    """An array whose `addressable_shards` can be read, with the same values.
+
+    With one device in each process, `jax.device_put` of a local array to all processes
+    gives an array whose shards JAX (0.10.2) does not find. Keras initializes biases
+    this way.
+
+    Args:
+        value: `jax.Array`.
+
+    Returns:
+        The array itself wherever its shards can be read.
+    """
+    try:
+        value.addressable_shards  # noqa: B018
+    except ValueError:
+        # Only whole arrays are affected.
+        whole = np.asarray(value)
+        return place_like(value, lambda index: whole[index])
+    return value
+
+
 def exchange(content: bytes) -> list[bytes]:
     """The contents of all processes, in each of them; all must call it together.
 

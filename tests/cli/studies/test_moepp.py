@@ -93,6 +93,8 @@ def test_training_is_stored_drawn_and_not_repeated(study, tmp_path, monkeypatch)
         (["--kinds", "8", "0", "0", "0"], "zero-computation experts"),
         (["--taus", "0"], "above 0; received: 0"),
         (["--parts", "speeds"], "invalid choice: 'speeds'"),
+        (["--parts", "costs", "--only", "vanilla"], "Expected the part training with"),
+        (["--parts", "costs", "speed", "--constants", "1"], "--parts costs speed"),
     ],
 )
 def test_bad_arguments_end_with_a_line(mistake, tmp_path, arguments, message):

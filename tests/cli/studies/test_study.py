@@ -74,7 +74,7 @@ def test_other_settings_are_other_runs(new_study):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "3", "{}", '{"settings": {}}', "half", "other"]
+    "text", ["", "[]", "3", "{}", '{"settings": {}}', "half", "other", "types", "value"]
 )
 def test_a_damaged_file_is_no_result(new_study, text):
     training = Training()
@@ -86,13 +86,45 @@ def test_a_damaged_file_is_no_result(new_study, text):
         text = whole[: len(whole) // 2]
     elif text == "other":
         text = whole.replace('"epochs": 2', '"epochs": 3')
+    elif text == "types":
+        record = json.loads(whole)
+        del record["digest"]
+        text = json.dumps({**record, "result": ["accuracy"]})
+    elif text == "value":
+        text = whole.replace('"accuracy": 1.5', '"accuracy": "high"')
+        assert text != whole
     path.write_text(text)
     assert study.finished(run) is None
     study.finish(run)
     assert training.count == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_a_file_of_an_earlier_version_is_a_result(new_study):
+    training = Training()
+    study, run = new_study(), Run("vanilla", 0, {}, training)
+    result = study.finish(run)
+    path = study.path(run)
+    record = json.loads(path.read_text())
+    del record["digest"]
+    path.write_text(json.dumps(record))
+    assert study.finish(run) == result
+    assert training.count == 1
+
+
+def test_a_result_without_a_number_is_stored_once(new_study):
+    count = []
+
+    def train(tell):
+        count.append(1)
+        return {"accuracy": float("nan")}, {}
+
+    run = Run("vanilla", 0, {}, train)
+    new_study().finish(run)
+    assert new_study().finish(run) == {"accuracy": None}
+    assert len(count) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other", "password", "compression"])
 def test_damaged_arrays_are_no_result(new_study, damage):
     training = Training({"gates": np.arange(300.0)})
     study, run = new_study(), Run("vanilla", 0, {}, training)
@@ -102,6 +134,13 @@ def test_damaged_arrays_are_no_result(new_study, damage):
         path.unlink()
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:100])
+    elif damage in ("password", "compression"):
+        content = bytearray(path.read_bytes())
+        place = content.index(b"PK\x01\x02") + (8 if damage == "password" else 10)
+        content[place] = 1 if damage == "password" else 99
+        # The same of the file's own header.
+        content[place - content.index(b"PK\x01\x02") - 2] = content[place]
+        path.write_bytes(content)
     else:
         np.savez(path, maps=np.zeros(2))
     study.finish(run)
@@ -168,23 +207,31 @@ class Sum(Part):
 def test_parts_of_earlier_commands_stay(new_study, capsys):
     study = new_study()
     result = run_parts(study, {"first": Sum(study, 1)})
-    assert result.values == {"backend": "jax", "first": {"sum": 1}}
+    own = {"backend": "jax", "settings": SETTINGS}
+    assert result.values == {**own, "first": {"sum": 1}}
     text = capsys.readouterr().out
     assert "the sum is 1" in text
-    assert "2.png" in text
+    assert "3.png" in text
     # Those that were done before an interruption, too.
     with pytest.raises(KeyboardInterrupt):
         run_parts(study, {"second": Sum(study, 2), "third": Sum(study, None)})
     stored = json.loads(study.results_path.read_text())
-    assert stored == {"backend": "jax", "first": {"sum": 1}, "second": {"sum": 2}}
-    # Figures of another backend are not mixed with these.
-    other = new_study(backend="torch")
-    assert run_parts(other, {"third": Sum(other, 3)}).values == {
-        "backend": "torch",
-        "third": {"sum": 3},
-    }
+    assert stored == {**own, "first": {"sum": 1}, "second": {"sum": 2}}
+    # A part of a wrong type is none.
+    study.results_path.write_text(json.dumps({**stored, "first": 3}))
+    assert study.earlier_results() == {**own, "second": {"sum": 2}}
+    # Figures of another backend, or with other settings, are not mixed with these.
+    for change in ({"backend": "torch"}, {"epochs": 3}):
+        study.results_path.write_text(json.dumps(stored))
+        other = new_study(**change)
+        settings = {**SETTINGS, **change}
+        assert run_parts(other, {"third": Sum(other, 3)}).values == {
+            "backend": settings["backend"],
+            "settings": settings,
+            "third": {"sum": 3},
+        }
     study.results_path.write_text("{")
-    assert study.earlier_results() == {"backend": "jax"}
+    assert study.earlier_results() == own
 
 
 def test_spreads():

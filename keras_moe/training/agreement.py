@@ -1,0 +1,103 @@
+"""Agreement of the processes that share a model: on results, and on errors.
+
+A process that fails alone would leave the others waiting for it in the next step. The
+functions here are called by all of them together; a process alone agrees with itself.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_moe.processes import process_shard
+from keras_moe.training.tensor_writer import NonFiniteValues
+
+# Errors that all processes raise alike, from the special to the general.
+_KINDS = {
+    "non-finite": NonFiniteValues,
+    "value": ValueError,
+    "os": OSError,
+    "other": RuntimeError,
+}
+
+
+def shared_by() -> tuple[int, int]:
+    """This process's index among those that share a model, and their number.
+
+    Returns:
+        (0, 1) without a distribution of Keras, also in one of several processes.
+
+    Example:
+
+    >>> from keras_moe.training.agreement import shared_by
+    >>> shared_by()
+    (0, 1)
+    """
+    if keras.distribution.distribution() is None:
+        return 0, 1
+    return process_shard()
+
+
+def agreed(work: Callable[[], Any]) -> list[Any]:
+    """Calls a function in each process, and raises in all of them if one fails.
+
+    Args:
+        work: function of this process, whose result is JSON.
+
+    Returns:
+        The results of all processes, in the order of their indices.
+
+    Raises:
+        ValueError: if that is the error of the first process that failed.
+        OSError: the same.
+        RuntimeError: for any other error of one of several processes.
+
+    Example:
+
+    >>> from keras_moe.training.agreement import agreed
+    >>> agreed(lambda: {"pieces": 3})
+    [{'pieces': 3}]
+    """
+    if shared_by()[1] == 1:
+        return [work()]
+    failure = None
+    try:
+        report = {"result": work()}
+    # Any at all: the others wait for this process's report.
+    except Exception as error:
+        failure = error
+        kind = next((x for x, cls in _KINDS.items() if isinstance(error, cls)), "other")
+        report = {"error": f"{error}", "kind": kind}
+        if kind == "other":
+            report["error"] = f"{type(error).__name__}: {error}"
+    from keras_moe.ops.kernels.sharded_arrays_jax import exchange
+
+    reports = [json.loads(x) for x in exchange(json.dumps(report).encode())]
+    failed = [report for report in reports if "error" in report]
+    if not failed:
+        return [report["result"] for report in reports]
+    message = "; ".join(dict.fromkeys(report["error"] for report in failed))
+    raise _KINDS[failed[0]["kind"]](message) from failure
+
+
+def first_decides(work: Callable[[], Any]) -> Any:
+    """Calls a function in the first process, and returns its result in all.
+
+    Args:
+        work: function whose result is JSON.
+
+    Returns:
+        The result.
+
+    Raises:
+        ValueError, OSError, RuntimeError: as `agreed`.
+
+    Example:
+
+    >>> from keras_moe.training.agreement import first_decides
+    >>> first_decides(lambda: ["step-00000007"])
+    ['step-00000007']
+    """
+    is_first = shared_by()[0] == 0
+    return agreed(work if is_first else lambda: None)[0]

@@ -1,0 +1,167 @@
+"""Two processes train one model, and are killed again and again, on JAX.
+
+Argument: a folder. Prints what happened. Lives are forked from a process that has
+imported everything and computed nothing, so each is short; none lasts longer than
+`PATIENCE`.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(sys.argv[1])
+os.environ.update(
+    KERAS_BACKEND="jax",
+    JAX_PLATFORMS="cpu",
+    CUDA_VISIBLE_DEVICES="",
+    TF_CPP_MIN_LOG_LEVEL="3",
+    JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
+    XLA_FLAGS="--xla_backend_optimization_level=0",
+)
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+
+from keras_moe import training  # noqa: E402
+from keras_moe.training.orbax_storage import OrbaxStorage  # noqa: E402
+
+# Seconds in which a life of both processes must end.
+PATIENCE = 50
+EPOCHS, STEPS, BATCH = 2, 3, 4
+RECIPE = training.Recipe(
+    "killed",
+    data={"batch_size": BATCH},
+    model={"preset": "vmoe_digits"},
+    schedule={"epochs": EPOCHS, "learning_rate": 1e-2, "warmup_steps": 0},
+)
+
+
+def new_model(self, num_classes):
+    """A classifier with noise of its own, of which both processes have a part."""
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(4, activation="relu")(inputs)
+    hidden = keras.layers.Dropout(0.2, seed=3)(hidden)
+    model = keras.Model(inputs, keras.layers.Dense(num_classes)(hidden))
+    model.multi_label, model.output_activation = False, None
+    return model
+
+
+def datasets_of(number):
+    """Noise, another for each step; half of each batch is this process's."""
+    draw = np.random.default_rng(0)
+    mine = slice(number * BATCH // 2, (number + 1) * BATCH // 2)
+    images = draw.normal(size=(EPOCHS * STEPS, BATCH, 4)).astype("float32")[:, mine]
+    labels = draw.integers(3, size=(EPOCHS * STEPS, BATCH))
+    labels = np.eye(3, dtype="float32")[labels][:, mine]
+
+    def datasets(step):
+        train = (batch for batch in zip(images[step:], labels[step:]))
+        return training.Datasets(train, (images[0], labels[0]), 3, STEPS)
+
+    return datasets
+
+
+def train(number, port, folder):
+    keras.distribution.initialize(f"127.0.0.1:{port}", 2, number)
+    devices = keras.distribution.list_devices()
+    mesh = keras.distribution.DeviceMesh((2,), ("batch",), devices)
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts[".*kernel"] = ("batch", None)
+    keras.distribution.set_distribution(
+        keras.distribution.ModelParallel(
+            layout_map=layouts, batch_dim_name="batch", auto_shard_dataset=False
+        )
+    )
+    training.Recipe.new_model = new_model
+    trained = training.train(
+        RECIPE,
+        datasets_of(number),
+        verbose=0,
+        checkpoint_dir=folder,
+        checkpoint_every=1,
+    )
+    kernel = trained.model.layers[1].kernel.value
+    assert not kernel.is_fully_addressable
+
+
+def kill_before(owner, name, place):
+    """Makes a process kill both before it does something with a path."""
+    work = getattr(owner, name)
+
+    def killed(self, path, *args, **kwargs):
+        if os.fspath(path).endswith(place):
+            os.killpg(0, signal.SIGKILL)
+        return work(self, path, *args, **kwargs)
+
+    setattr(owner, name, killed)
+
+
+# Which process comes to the moment, and which it is.
+KILLS = (
+    # The first checkpoint's folder is there, with nothing in it.
+    (1, OrbaxStorage, "_write_arrays", "step-00000001"),
+    # The arrays of both are there, within the second epoch, and no manifest.
+    (0, OrbaxStorage, "_commit", "step-00000005"),
+)
+
+
+def live(folder, kill=None):
+    """Both processes, until they end or one is killed; their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for number in (0, 1):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                if kill is not None and kill[0] == number:
+                    kill_before(*kill[1:])
+                train(number, port, folder)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+        os.setpgid(child, children[0])
+    codes, end = {}, time.monotonic() + PATIENCE
+    while len(codes) < 2:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            codes[child] = os.waitstatus_to_exitcode(status)
+        if status or time.monotonic() > end:
+            # Whoever is left waits for its partner.
+            if len(codes) < 2:
+                os.killpg(children[0], signal.SIGKILL)
+            end = float("inf")
+        time.sleep(0.01)
+    return [codes[child] for child in children]
+
+
+def main():
+    begin = time.perf_counter()
+    lives = [live(ROOT / "whole")]
+    unfinished = []
+    for kill in KILLS:
+        lives.append(live(ROOT / "killed", kill))
+        paths = sorted((ROOT / "killed").glob("step-*"))
+        unfinished.append([x.name for x in paths if not (x / "manifest.json").exists()])
+    lives.append(live(ROOT / "killed"))
+    results = {
+        "lives": lives,
+        "unfinished": unfinished,
+        "seconds": time.perf_counter() - begin,
+    }
+    print("RESULTS " + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
