@@ -17,6 +17,7 @@ pytestmark = pytest.mark.backend_free
 # The folders of the package whose prose is checked, beside the files at its root.
 CHECKED = (
     "analysis",
+    "cli",
     "data",
     "distribution",
     "evaluation",

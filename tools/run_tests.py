@@ -1,4 +1,4 @@
-"""Runs the test suite once per backend and adds up what happened.
+"""Runs the test suite once per backend and adds up the outcomes.
 
     python tools/run_tests.py [--backends jax tensorflow torch] [--jobs 2] [--parts 2]
         [-- ARGS]
@@ -50,7 +50,7 @@ CLOSING_LINE = re.compile(
 
 
 class Outcome(NamedTuple):
-    """What one backend's run of the suite came to."""
+    """The outcome of one backend's run of the suite."""
 
     backend: str
     returncode: int
@@ -109,7 +109,7 @@ def run_backend(
 
 
 def together(backend: str, parts: list[Outcome]) -> Outcome:
-    """Returns what the parts of one backend's run came to."""
+    """Returns the outcome of all parts of one backend's run."""
     return Outcome(
         backend,
         next((part.returncode for part in parts if part.returncode), 0),

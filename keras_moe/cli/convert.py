@@ -34,8 +34,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Converts, compares, and saves.
 
     Args:
-        args: see `commands.convert`.
-        console: for people.
+        args: arguments of `commands.convert`.
+        console: console that people read.
     """
     check_target(args.source, args.output)
     overrides = model_overrides(args.set, OWN)

@@ -13,8 +13,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Compares all images, and writes the indices of the copies.
 
     Args:
-        args: see `commands.deduplicate`.
-        console: for people.
+        args: arguments of `commands.deduplicate`.
+        console: console that people read.
     """
     against = args.against_data or args.data
     max_distance = None if args.max_distance < 0 else args.max_distance

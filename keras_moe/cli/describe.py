@@ -16,8 +16,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Counts, without allocating a weight.
 
     Args:
-        args: see `commands.describe`.
-        console: for people.
+        args: arguments of `commands.describe`.
+        console: console that people read.
     """
     overrides = model_overrides(args.set, OWN)
     if args.list == bool(args.preset or overrides):

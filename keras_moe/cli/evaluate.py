@@ -86,8 +86,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Evaluates, and returns the figures.
 
     Args:
-        args: see `commands.evaluate`.
-        console: for people.
+        args: arguments of `commands.evaluate`.
+        console: console that people read.
     """
     preset, recipe = find_run(args.preset)
     images = find_images(args, recipe)
@@ -197,11 +197,11 @@ def evaluate(
             batches = track(batches, split, console=console, transient=True)
         return predict(inference, batches, args.batch_size)
 
-    found, labels = predict_split(inference, images.test_split)
+    outcome, labels = predict_split(inference, images.test_split)
     figures = {"images": len(labels)}
     if "logits" in outputs:
         figures["classes"] = model.num_classes
-        scores = found["logits"].astype("float32")
+        scores = outcome["logits"].astype("float32")
         figures |= figures_of_scores(scores, in_model(labels, places, model), metrics)
     if "few_shot" in metrics:
         features = keras.Model(model.input, {"features": outputs["features"]})
@@ -209,7 +209,7 @@ def evaluate(
         result = evaluation.few_shot(
             pool["features"],
             pool_labels,
-            found["features"],
+            outcome["features"],
             labels,
             shots=args.shots,
             seeds=args.seeds,
@@ -263,20 +263,20 @@ def class_places(model: keras.Model, images: Images) -> np.ndarray:
     Raises:
         ValueError: if the model does not know a class.
     """
-    theirs = images.class_names()
-    ours = getattr(getattr(model, "preprocessor", None), "class_names", None)
+    names = images.class_names()
+    known = getattr(getattr(model, "preprocessor", None), "class_names", None)
     needless = "; --metrics few_shot needs no head"
-    if theirs is not None and ours is not None:
-        place = {name: index for index, name in enumerate(ours)}
-        unknown = [name for name in theirs if name not in place]
+    if names is not None and known is not None:
+        place = {name: index for index, name in enumerate(known)}
+        unknown = [name for name in names if name not in place]
         if unknown:
             raise ValueError(
                 f"Expected classes that the model knows; received: {unknown[:5]}, and "
-                f"{len(unknown)} of {len(theirs)} in all, of {images.source!r}"
+                f"{len(unknown)} of {len(names)} in all, of {images.source!r}"
                 f"{needless}"
             )
-        return np.array([place[name] for name in theirs])
-    count = len(theirs or ()) or data.num_classes(images.source, images.data_dir)
+        return np.array([place[name] for name in names])
+    count = len(names or ()) or data.num_classes(images.source, images.data_dir)
     if count != model.num_classes:
         raise ValueError(
             f"Expected data of the model's {model.num_classes} classes; received: "

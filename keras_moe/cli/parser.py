@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
     Args:
         examples: example commands, one a line; the last part of the help.
         description: paragraphs, with an empty line between them.
-        **kwargs: see `argparse.ArgumentParser`.
+        **kwargs: arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, *, examples: str = "", description: str = "", **kwargs: Any):
@@ -104,7 +104,7 @@ def add_preset(parser: argparse.ArgumentParser, name: str = "preset", **kwargs) 
     Args:
         parser: parser to add it to.
         name: `"preset"` for the positional, `"--preset"` for the option.
-        **kwargs: see `add_argument`.
+        **kwargs: arguments of `add_argument`.
     """
     what = "a built-in name, a folder, an hf:// handle or published weights"
     kwargs = {"metavar": "PRESET", "help": what, **kwargs}
@@ -116,7 +116,7 @@ def add_data(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
 
     Args:
         parser: parser to add them to.
-        **kwargs: see `add_argument`, for `--data`.
+        **kwargs: arguments of `add_argument`, for `--data`.
     """
     what = "digits, tfds:NAME, tfrecord:GLOB or folder:PATH"
     more = kwargs.pop("help", "")

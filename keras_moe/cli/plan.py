@@ -30,8 +30,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Compares layouts, and shows one of them.
 
     Args:
-        args: see `commands.plan`.
-        console: for people.
+        args: arguments of `commands.plan`.
+        console: console that people read.
     """
     if args.expert_parallel is not None:
         chosen = costs(args, args.expert_parallel)

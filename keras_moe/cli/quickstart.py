@@ -24,8 +24,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Trains, evaluates, saves and loads, and draws what each expert looks at.
 
     Args:
-        args: see `commands.quickstart`.
-        console: for people.
+        args: arguments of `commands.quickstart`.
+        console: console that people read.
     """
     begin = time.perf_counter()
     args.output.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,8 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     """Trains, and saves the model, the results and the pictures.
 
     Args:
-        args: see `commands.train`.
-        console: for people.
+        args: arguments of `commands.train`.
+        console: console that people read.
 
     Returns:
         None in all processes but the first.
@@ -161,7 +161,7 @@ def results_of(
 
 def draw(results: dict, title: str, folder: Path) -> None:
     """Draws the curves, and how the routers did."""
-    # What callbacks measured has a slash in its name.
+    # Figures of callbacks have a slash in their names.
     curves = {name: x for name, x in results["history"].items() if "/" not in name}
     plots.plot_training_history(curves, folder / "training.png", title=title)
     if results["router_health"]:

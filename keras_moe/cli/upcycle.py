@@ -18,8 +18,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Upcycles, and saves the model with its report.
 
     Args:
-        args: see `commands.upcycle`.
-        console: for people.
+        args: arguments of `commands.upcycle`.
+        console: console that people read.
     """
     check_target(args.source, args.output)
     overrides = dict(args.set)

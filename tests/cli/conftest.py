@@ -1,5 +1,8 @@
 """The programs, called in this process."""
 
+import contextlib
+import io
+import json
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +11,7 @@ from keras_moe.cli.main import main
 
 
 class Outcome(NamedTuple):
-    """What a program printed, and its status."""
+    """The status of a program, and the text that it printed."""
 
     status: int
     output: str
@@ -25,6 +28,22 @@ def program(capsys, monkeypatch):
         capsys.readouterr()
         status = main([str(argument) for argument in arguments])
         return Outcome(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tables_and_json(tmp_path_factory):
+    """Runs `keras-moe` once for several tests: its tables, and its results as JSON."""
+
+    def run(*arguments):
+        path = tmp_path_factory.mktemp("results") / "results.json"
+        output = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+            patch.setenv("COLUMNS", "160")
+            status = main([*map(str, arguments), "--json", str(path)])
+        assert status == 0
+        return output.getvalue(), json.loads(path.read_text())
 
     return run
 

@@ -31,8 +31,8 @@ def test_a_checkpoint_becomes_a_preset(tmp_path, convert):
     assert status == 0, stderr
     assert "pre_logits/kernel [24, 20]" in stdout
     arrays, _ = golden.load("07_checkpoints/vit_classic_prelogits_expected")
-    found = models.from_preset(str(out)).predict(arrays["inputs/images"], verbose=0)
-    np.testing.assert_allclose(found, arrays["outputs/logits"], rtol=1e-4, atol=1e-5)
+    outputs = models.from_preset(str(out)).predict(arrays["inputs/images"], verbose=0)
+    np.testing.assert_allclose(outputs, arrays["outputs/logits"], rtol=1e-4, atol=1e-5)
     report = json.loads((out / "conversion.json").read_text())
     assert report["scheme"] == "ViT (Google)"
     assert len(report["weights"]) == len(np.load(source).files)
@@ -167,14 +167,14 @@ def test_without_a_comparison_none_is_missing(tmp_path, convert):
     assert "not installed" not in stdout
 
 
-# What stands for timm in its process: it writes down what it was given.
+# A module in timm's place, in its process: it writes down its arguments.
 _TIMM = """
 import json, pathlib, sys
 import numpy as np
 import torch
 
-given = {"tensorflow": "tensorflow" in sys.modules}
-place = pathlib.Path(__file__).with_name("given")
+call = {"tensorflow": "tensorflow" in sys.modules}
+place = pathlib.Path(__file__).with_name("call")
 
 
 def is_model(name):
@@ -182,7 +182,7 @@ def is_model(name):
 
 
 def create_model(architecture, **arguments):
-    given.update(architecture=architecture, **arguments)
+    call.update(architecture=architecture, **arguments)
     return Model()
 
 
@@ -191,7 +191,7 @@ class Model:
         np.savez(place.with_suffix(".npz"), **{k: v.numpy() for k, v in state.items()})
 
     def eval(self):
-        place.with_suffix(".json").write_text(json.dumps(given))
+        place.with_suffix(".json").write_text(json.dumps(call))
         return lambda pixels: pixels.mean((2, 3))
 """
 
@@ -218,17 +218,17 @@ def test_timm_gets_the_opened_files_in_its_own_process(tmp_path, fake_timm):
     # timm's own loader would take the pickle where there is no other file.
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"a pickle")
     images = np.zeros((1, 32, 32, 3), "float32")
-    found = comparison.timm_outputs(folder, images)
-    np.testing.assert_allclose(found[0], (0.5 - np.array(mean)) / std, rtol=1e-5)
-    given = json.loads((package / "given.json").read_text())
+    outputs = comparison.timm_outputs(folder, images)
+    np.testing.assert_allclose(outputs[0], (0.5 - np.array(mean)) / std, rtol=1e-5)
+    call = json.loads((package / "call.json").read_text())
     # Both in one process abort it.
-    assert given["tensorflow"] is False
-    assert given["pretrained"] is False
-    assert given["architecture"] == "vit_base_patch16_224"
-    assert (given["num_classes"], given["img_size"], given["depth"]) == (7, 32, 2)
-    assert "checkpoint_path" not in given
+    assert call["tensorflow"] is False
+    assert call["pretrained"] is False
+    assert call["architecture"] == "vit_base_patch16_224"
+    assert (call["num_classes"], call["img_size"], call["depth"]) == (7, 32, 2)
+    assert "checkpoint_path" not in call
     arrays, _ = golden.load("12_timm/vit_token")
-    with np.load(package / "given.npz") as state:
+    with np.load(package / "call.npz") as state:
         assert {f"state_dict/{name}" for name in state.files} <= arrays.keys()
         for name in state.files:
             np.testing.assert_array_equal(state[name], arrays[f"state_dict/{name}"])

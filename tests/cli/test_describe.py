@@ -30,13 +30,20 @@ def test_json_is_what_the_function_says(describe):
     assert json.loads(output) == expected.to_dict()
 
 
-def test_tables(describe):
+@pytest.fixture(scope="module")
+def listed(tables_and_json):
+    """The table of all presets, and its rows by name."""
+    table, rows = tables_and_json("describe", "--list")
+    return table, {row["name"]: row for row in rows}
+
+
+def test_tables(describe, listed):
     assert f"{models.describe('vmoe_b32').parameters:,}" in describe("vmoe_b32").output
-    assert "vmoe_h14" in describe("--list").output
+    assert "vmoe_h14" in listed[0]
 
 
-def test_the_list_as_json(describe):
-    rows = {row["name"]: row for row in json.loads(describe("--list", "--json").output)}
+def test_the_list_as_json(listed):
+    _, rows = listed
     assert {name: row["description"] for name, row in rows.items()} == (
         models.list_presets()
     )
@@ -80,13 +87,13 @@ def test_a_folder_that_is_no_preset(mistake, tmp_path):
     assert str(tmp_path) in mistake("describe", tmp_path)
 
 
-def test_the_table_of_the_zoo_is_true():
+def test_the_table_of_the_zoo_is_true(listed):
     zoo = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", zoo, re.M))
     assert set(rows) == set(models.list_presets())
     for name, row in rows.items():
-        costs = models.describe(name)
+        costs = listed[1][name]
         assert row == (
-            f"{costs.parameters / 1e6:,.1f}M | {costs.active_parameters / 1e6:,.1f}M | "
-            f"{costs.gflops:,.2f}"
+            f"{costs['parameters'] / 1e6:,.1f}M | "
+            f"{costs['active_parameters'] / 1e6:,.1f}M | {costs['gflops']:,.2f}"
         )

@@ -64,12 +64,12 @@ def test_accuracy_and_few_shot(program, digits):
         "evaluate", folder, "--data", "digits", "--json", "--batch-size", 100
     )
     assert status == 0, errors
-    found = json.loads(output)
+    figures = json.loads(output)
     images, labels = data.load_digits("test", SHAPE)
     _, accuracy = model.evaluate(images, labels, verbose=0)
-    assert found["accuracy"] == pytest.approx(accuracy)
-    assert (found["images"], found["classes"]) == (450, 10)
-    assert found["backend"] == keras.backend.backend()
+    assert figures["accuracy"] == pytest.approx(accuracy)
+    assert (figures["images"], figures["classes"]) == (450, 10)
+    assert figures["backend"] == keras.backend.backend()
     expected = evaluation.few_shot_from_model(
         keras.Model(model.input, model.features),
         data.load_digits("train", SHAPE),
@@ -77,7 +77,7 @@ def test_accuracy_and_few_shot(program, digits):
         shots=(10,),
         verbose=0,
     )
-    few_shot = found["few_shot"]["10_shot"]
+    few_shot = figures["few_shot"]["10_shot"]
     # One wrong image more or less.
     assert few_shot["mean"] == pytest.approx(expected.mean[0], abs=2 / 450)
 
@@ -112,7 +112,7 @@ def test_several_labels(program, photos, tmp_path):
         "evaluate", tmp_path, "--data", f"folder:{photos}", "--json"
     )
     assert status == 0, errors
-    found = json.loads(output)
+    figures = json.loads(output)
     batches = data.load(
         f"folder:{photos}", "test", SHAPE, multi_label=True, one_hot=True
     )
@@ -122,12 +122,12 @@ def test_several_labels(program, photos, tmp_path):
     for place, name in enumerate(sorted(CLASSES)):
         vectors[:, names.index(name)] = labels[:, place]
     expected = evaluation.average_precision(vectors, scores)
-    assert found["average_precision"][1] is None
-    for value, other in zip(found["average_precision"], expected):
+    assert figures["average_precision"][1] is None
+    for value, other in zip(figures["average_precision"], expected):
         assert value is None or value == pytest.approx(other)
-    assert found["mean_average_precision"] == pytest.approx(np.nanmean(expected))
-    assert found["precision_at_1"] == evaluation.precision_at_1(vectors, scores)
-    assert "few_shot" not in found
+    assert figures["mean_average_precision"] == pytest.approx(np.nanmean(expected))
+    assert figures["precision_at_1"] == evaluation.precision_at_1(vectors, scores)
+    assert "few_shot" not in figures
     errors = program(
         "evaluate", tmp_path, "--data", f"folder:{photos}", "--metrics", "few_shot"
     ).errors
@@ -144,9 +144,9 @@ def test_average_precision_of_one_label(program, digits):
     images, labels = data.load_digits("test", SHAPE)
     scores = model.predict(images, verbose=0)
     expected = evaluation.average_precision(np.eye(10)[labels], scores)
-    found = json.loads(output)
-    np.testing.assert_allclose(found["average_precision"], expected, atol=1e-3)
-    assert "accuracy" not in found
+    figures = json.loads(output)
+    np.testing.assert_allclose(figures["average_precision"], expected, atol=1e-3)
+    assert "accuracy" not in figures
 
 
 @pytest.mark.backend_free
@@ -159,12 +159,12 @@ def test_the_folder_of_a_run_names_its_images(program, digits):
     )
     for preset in (folder.parent, folder):
         arguments = ("evaluate", preset, "--metrics", "accuracy", "--json")
-        found = json.loads(program(*arguments).output)
-        assert (found["data"], found["split"], found["images"]) == (
+        figures = json.loads(program(*arguments).output)
+        assert (figures["data"], figures["split"], figures["images"]) == (
             "digits", "all", 1797,
         )  # fmt: skip
-    found = json.loads(program(*arguments, "--split", "test").output)
-    assert found["images"] == 450
+    figures = json.loads(program(*arguments, "--split", "test").output)
+    assert figures["images"] == 450
     for text in (
         "{",
         '{"recipe": 3}',

@@ -1,4 +1,4 @@
-"""What all sub-commands have in common: help, errors, JSON, interruption."""
+"""The common ground of all sub-commands: help, errors, JSON, interruption."""
 
 import ast
 import importlib.util
@@ -87,14 +87,6 @@ def test_arguments_are_parsed_before_keras_is_imported():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
     )
     assert done.stdout == "2 []\n", done.stderr
-
-
-def test_a_mistake_of_a_real_process_is_one_line():
-    command = [sys.executable, "-m", "keras_moe.cli", "describe", "vmoe_b33"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: Expected a built-in preset")
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,6 +1,5 @@
 """The arithmetic of training as a command."""
 
-import json
 import re
 
 import pytest
@@ -36,12 +35,25 @@ def test_a_layout(plan):
     assert "50% of peak" in output
 
 
-def test_json_has_the_chosen_layout_and_all_others(plan):
-    values = json.loads(plan(*HUGE, "--json").output)
+@pytest.fixture(scope="module")
+def compared(tables_and_json):
+    """The tables and the JSON of all layouts of a model of few blocks."""
+    return tables_and_json("plan", *HUGE, "--set", "num_layers=4")
+
+
+def few_blocks(expert_parallel):
+    return distribution.costs(
+        "vmoe_h14", 256, 4096, expert_parallel=expert_parallel, num_layers=4
+    )
+
+
+def test_json_has_the_chosen_layout_and_all_others(compared):
+    _, values = compared
     assert list(values["layouts"]) == ["1", "2", "4", "8", "16", "32"]
-    expected = distribution.costs("vmoe_h14", 256, 4096, expert_parallel=32)
+    expected = few_blocks(32)
     assert values["costs"] == values["layouts"]["32"]
     assert values["costs"]["memory"] == expected.memory
+    assert values["costs"]["memory_bytes"] == expected.memory_bytes
     assert values["costs"]["step_seconds"] == list(expected.step_seconds)
     assert values["costs"]["chip"]["name"] == "tpu_v4"
 
@@ -54,13 +66,11 @@ def test_help_names_every_choice(capsys):
         assert re.search(rf"\b{name}\b", text), name
 
 
-def test_layouts_are_compared(plan):
-    status, output, _ = plan(*HUGE)
-    assert status == 0
+def test_layouts_are_compared(compared):
+    output, _ = compared
     rows = output.split("memory of a device")[0]
     for parallel in (1, 2, 4, 8, 16, 32):
-        found = distribution.costs("vmoe_h14", 256, 4096, expert_parallel=parallel)
-        assert f"{found.memory_bytes / 2**30:.1f}" in rows
+        assert f"{few_blocks(parallel).memory_bytes / 2**30:.1f}" in rows
     assert "experts over 32" in output
 
 

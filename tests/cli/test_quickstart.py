@@ -22,7 +22,7 @@ def test_the_quickstart_runs_end_to_end(
     program, tmp_path, monkeypatch, optimizers_before_training
 ):
     if optimizers_before_training is not None:
-        # As users train: the optimizer's variables are made where `fit` is traced.
+        # Users train so: the optimizer's variables are made where `fit` is traced.
         monkeypatch.setattr(
             keras.Model, "make_train_function", optimizers_before_training
         )

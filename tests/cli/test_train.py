@@ -39,7 +39,7 @@ def test_one_command_trains_and_saves(train, tmp_path):
     assert status == 0, errors
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["backend"] == keras.backend.backend()
-    # What was overridden, and what was not.
+    # Settings that were overridden, and one that was not.
     assert results["recipe"]["schedule"]["epochs"] == 2
     assert results["recipe"]["model"]["hidden_dim"] == 8
     assert results["recipe"]["model"]["stochastic_depth"] == 0.1
@@ -48,7 +48,7 @@ def test_one_command_trains_and_saves(train, tmp_path):
         **{f"router/{name}": 2 for name in ("entropy", "dead", "dropped", "max_gate")},
         "few_shot/2_shot": 1,
     }
-    # Of two blocks the channels' experts, and the tokens'.
+    # The channels' and the tokens' experts of two blocks.
     assert [row["epoch"] for row in results["router_health"]] == [1] * 4 + [2] * 4
     assert results["evaluations"][0]["epoch"] == 2
     assert results["history"]["loss"][1] < results["history"]["loss"][0]

@@ -35,7 +35,7 @@ from keras_moe.ops.kernels.execution import wait
 MIB = 2**20
 PARTS = ("layers", "blocks", "entmax", "peak")
 KINDS = ("cp", "tr")
-# Of the presets mumoe_mixer_s16_*.
+# Ranks of the presets mumoe_mixer_s16_*.
 MIXER_RANKS = {"cp": 0.75, "tr": (4, 4, 0.19)}
 
 

@@ -27,8 +27,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Does the parts that are asked for.
 
     Args:
-        args: see `arguments.moepp`.
-        console: for people.
+        args: arguments of `arguments.moepp`.
+        console: console that people read.
     """
     kinds = ExpertKinds(*args.kinds)
     if not kinds.zero_computation:

@@ -45,7 +45,7 @@ class Kinds(Part):
 
     Args:
         study: the study.
-        digits: how a model is trained.
+        digits: settings of a model's training.
         seeds: number of seeds.
     """
 
@@ -171,7 +171,7 @@ class Constants(Training):
 
     Args:
         study: the study.
-        digits: how a model is trained.
+        digits: settings of a model's training.
         seeds: number of seeds.
         counts: numbers of constant experts.
     """

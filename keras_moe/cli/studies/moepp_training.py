@@ -88,7 +88,7 @@ class Training(Part):
 
     Args:
         study: the study.
-        digits: how a model is trained.
+        digits: settings of a model's training.
         seeds: number of seeds.
         taus: values of tau.
         only: names of the models to train; None for all.

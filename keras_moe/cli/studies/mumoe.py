@@ -44,8 +44,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Does the parts that are asked for.
 
     Args:
-        args: see `arguments.mumoe`.
-        console: for people.
+        args: arguments of `arguments.mumoe`.
+        console: console that people read.
     """
     settings = run_settings(args)
     study = Study(

@@ -52,7 +52,7 @@ class Editing(Part):
 
     Args:
         study: the study.
-        fit: how models are trained.
+        fit: settings of the models' training.
         seeds: number of seeds.
         experts: number of experts of the head.
         rank: rank of the head.

@@ -57,7 +57,7 @@ class Heads:
     Args:
         study: the study.
         dense: the dense models.
-        fit: how models are trained.
+        fit: settings of the models' training.
     """
 
     def __init__(self, study: Study, dense: DenseModels, fit: Fit):

@@ -18,7 +18,7 @@ class Patches(Part):
 
     Args:
         study: the study.
-        fit: how models are trained.
+        fit: settings of the models' training.
     """
 
     def __init__(self, study: Study, fit: Fit):

@@ -34,7 +34,7 @@ class DenseModels:
 
     Args:
         study: the study.
-        fit: how models are trained.
+        fit: settings of the models' training.
         seeds: number of seeds.
     """
 

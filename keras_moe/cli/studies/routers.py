@@ -54,8 +54,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Trains what is not there yet, and summarises.
 
     Args:
-        args: see `arguments.routers`.
-        console: for people.
+        args: arguments of `arguments.routers`.
+        console: console that people read.
     """
     task = Task(args)
     configurations = [Configuration(task, *row) for row in rows_of(args)]
@@ -66,18 +66,18 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         for seed in range(args.seeds)
     ]
     labels = {each.name: each.labels for each in configurations}
-    found = [
+    finished = [
         {**labels[run.name], "seed": run.seed, "result": result}
         for run, result in zip(runs, study.finish_all(runs))
     ]
     seconds = step_seconds(study, task, configurations)
-    summary = summarise(found, seconds, task.steps_per_epoch)
+    summary = summarise(finished, seconds, task.steps_per_epoch)
     notes = [note.format(baseline=next(iter(seconds))) for note in NOTES]
     results = {
         "settings": study.settings,
         "notes": notes,
         "summary": summary,
-        "runs": found,
+        "runs": finished,
     }
     write_json(study.results_path, results)
     console.print(summary_table(results))
@@ -110,7 +110,7 @@ class Task:
     """The images and the model's arguments that all configurations share.
 
     Args:
-        args: see `arguments.routers`.
+        args: arguments of `arguments.routers`.
     """
 
     def __init__(self, args: argparse.Namespace):

@@ -64,7 +64,7 @@ class Study:
     Args:
         folder: the study's folder.
         settings: settings that influence every run.
-        console: for people.
+        console: console that people read.
         restart: whether finished runs are removed.
     """
 

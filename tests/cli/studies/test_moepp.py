@@ -29,10 +29,10 @@ def test_costs_are_the_papers(monkeypatch, tmp_path):
     monkeypatch.setattr(moepp_costs, "expert_costs", lambda rounds: {})
     sizes = Sizes(ExpertKinds(8, 1, 1, 2), 32, 8, 16, 2, 1.1, False)
     part = Costs(Study(tmp_path, {}, Console()), sizes, [0.75, 0.25], rounds=1)
-    found = part.results()
+    results = part.results()
     # Table 1 and Table B.
-    assert found["ffn_share"] == pytest.approx({"0.75": 0.6, "0.25": 1 / 3})
-    assert found["router_operations"] == {
+    assert results["ffn_share"] == pytest.approx({"0.75": 0.6, "0.25": 1 / 3})
+    assert results["router_operations"] == {
         "original": 50_331_648,
         "pathway-aware": 50_888_704,
     }
@@ -74,7 +74,7 @@ def test_training_is_stored_drawn_and_not_repeated(study, tmp_path, monkeypatch)
     assert status == 0
     assert "1 of 2 runs were finished before" in text
 
-    # What is whole is not trained again.
+    # A whole run is not trained again.
     def interrupt(*arguments):
         raise KeyboardInterrupt
 

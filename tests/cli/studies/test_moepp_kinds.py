@@ -45,7 +45,7 @@ def test_kinds_are_removed_counted_and_drawn(study, tmp_path, monkeypatch):
     assert "Table C" in text
     assert "Figure A" in text
 
-    # What is whole is not trained again; what is damaged is.
+    # A whole run is not trained again; a damaged one is.
     def interrupt(*arguments):
         raise KeyboardInterrupt
 

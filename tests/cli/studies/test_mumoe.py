@@ -69,13 +69,13 @@ def test_all_parts_are_stored_drawn_and_not_repeated(study, tmp_path, monkeypatc
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
     assert (tmp_path / "patches_block_0.png").stat().st_size > 3_000
 
-    # What is whole is not trained again.
+    # A whole run is not trained again.
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Fit, "train", interrupt)
     assert study(*arguments).status == 0
-    # What is damaged is.
+    # A damaged one is.
     stored = next((tmp_path / "runs").glob("dense*.npz"))
     stored.write_bytes(stored.read_bytes()[:100])
     assert study(*arguments).status == 130

@@ -1,4 +1,4 @@
-"""What all studies share: runs that are made once, seeds, parts and results."""
+"""The base of all studies: runs that are made once, seeds, parts and results."""
 
 import json
 
@@ -47,10 +47,10 @@ class Training:
 def test_a_run_is_made_once(new_study):
     training = Training({"gates": np.arange(3.0)})
     run = Run("tau=0.75", 1, {"tau": 0.75}, training)
-    told = []
-    result = new_study().finish(run, told.append)
+    texts = []
+    result = new_study().finish(run, texts.append)
     assert result == {"accuracy": 1.5, "steps": [1, 2]}
-    assert told == ["loss 0.5"]
+    assert texts == ["loss 0.5"]
     # Another process, which shares the files alone.
     study = new_study()
     assert study.finish(run) == result
