@@ -1,6 +1,10 @@
 """Recipes of tests, whose settings are short names: those of the flat recipes."""
 
-from keras_moe.training import Recipe
+import itertools
+
+import numpy as np
+
+from keras_moe.training import Datasets, Recipe
 from keras_moe.training.flat_recipes import PLACES
 
 
@@ -21,3 +25,20 @@ def short_recipe(**settings):
 def changed(recipe, **settings):
     """A recipe with other settings by their short names."""
     return recipe.replace(**{PLACES.get(x, x): value for x, value in settings.items()})
+
+
+def noise(recipe, model, data_dir=None, start_step=0):
+    """Small batches of noise, in the place of `Recipe.datasets`, which takes longer.
+
+    There are as many in an epoch as of the digits, and each is another.
+    """
+    steps = 1347 // recipe.data.batch_size
+    draw = np.random.default_rng(0)
+    images = draw.normal(size=(steps, 8, *model.input_shape[1:])).astype("float32")
+    labels = np.eye(10, dtype="float32")[draw.integers(10, size=(steps, 8))]
+
+    def batches():
+        for step in itertools.count(start_step):
+            yield images[step % steps], labels[step % steps]
+
+    return Datasets(batches(), (images[0], labels[0]), 10, steps)

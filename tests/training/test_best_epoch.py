@@ -1,6 +1,5 @@
 """Runs that keep their best epoch, stop early, and go on after their end."""
 
-import itertools
 import warnings
 
 import keras
@@ -9,7 +8,7 @@ import pytest
 
 from keras_moe import files, training
 from keras_moe.training import BestEpoch, Recipe, train
-from tests.training.recipe_settings import changed, short_recipe
+from tests.training.recipe_settings import changed, noise, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
 backend_free = pytest.mark.backend_free
@@ -29,20 +28,6 @@ def dropout_model(self=None, num_classes=10):
     model.multi_label, model.output_activation = False, None
     model.backbone = type("Backbone", (), {"image_shape": (4, 4, 1)})
     return model
-
-
-def noise(self, model, data_dir=None, start_step=0):
-    """Batches of noise, another for each of seven steps in an epoch."""
-    draw = np.random.default_rng(0)
-    images = draw.normal(size=(7, 8, 4, 4, 1)).astype("float32")
-    labels = np.eye(10, dtype="float32")[draw.integers(10, size=(7, 8))]
-
-    def batches():
-        for step in itertools.count(start_step):
-            yield images[step % 7], labels[step % 7]
-
-    test = images.reshape(-1, 4, 4, 1), labels.reshape(-1, 10)
-    return training.Datasets(batches(), test, 10, 7)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 
 from keras_moe import layers, routers, training
 from keras_moe.training import Recipe, train
-from tests.training.recipe_settings import short_recipe
+from tests.training.recipe_settings import noise, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
 backend_free = pytest.mark.backend_free
@@ -32,6 +32,12 @@ def tokens_model(self=None, num_classes=10):
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(Recipe, "new_model", tokens_model)
+
+
+@pytest.fixture
+def quick(small, monkeypatch):
+    """Small models and batches, for tests that do not depend on the images."""
+    monkeypatch.setattr(Recipe, "datasets", noise)
 
 
 def recipe(**settings):
@@ -113,7 +119,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
 
 
 @backend_free
-def test_a_branch_is_the_run_until_it_leaves_it(small, tmp_path):
+def test_a_branch_is_the_run_until_it_leaves_it(quick, tmp_path):
     long = recipe(decay="constant", epochs=None, steps=12)
     run(tmp_path / "long", mine=long, keep_checkpoints=9)
     start = tmp_path / "long" / "step-00000006"
@@ -136,7 +142,7 @@ def test_a_branch_is_the_run_until_it_leaves_it(small, tmp_path):
 
 
 @backend_free
-def test_early_stopping_ends_a_run_for_good(small, tmp_path):
+def test_early_stopping_ends_a_run_for_good(quick, tmp_path):
     stop = keras.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=100.0)
     mine = recipe(epochs=4)
     with pytest.raises(KeyboardInterrupt):
@@ -148,7 +154,7 @@ def test_early_stopping_ends_a_run_for_good(small, tmp_path):
 
 
 @backend_free
-def test_another_recipe_is_refused_by_its_differences(small, tmp_path):
+def test_another_recipe_is_refused_by_its_differences(quick, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, Ends(4))
     other = recipe(learning_rate=0.5, batch_size=128, description="another word")
@@ -170,7 +176,7 @@ def test_datasets_of_ones_own_must_say_where_they_begin(small, tmp_path):
 
 
 @backend_free
-def test_another_version_is_told(small, tmp_path, monkeypatch):
+def test_another_version_is_told(quick, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, Ends(4))
     monkeypatch.setattr("keras_moe.training.run_checkpoint.__version__", "0.0.0")
@@ -276,6 +282,7 @@ def test_a_run_says_where_it_went_wrong(monkeypatch, tmp_path, every):
         return made
 
     monkeypatch.setattr(Recipe, "new_model", model_with_root)
+    monkeypatch.setattr(Recipe, "datasets", noise)
     folder = None if every is None else tmp_path
     mine = recipe(
         gradient_clipping=None,
@@ -314,7 +321,7 @@ class _FallsToZero(keras.layers.Layer):
 
 
 @backend_free
-def test_checkpoints_to_keep_and_averages_to_look_at(small, tmp_path):
+def test_checkpoints_to_keep_and_averages_to_look_at(quick, tmp_path):
     seen = []
 
     def look(model):
@@ -333,7 +340,7 @@ def test_checkpoints_to_keep_and_averages_to_look_at(small, tmp_path):
 
 
 @backend_free
-def test_a_run_of_an_earlier_version_goes_on(small, tmp_path):
+def test_a_run_of_an_earlier_version_goes_on(quick, tmp_path):
     mine = recipe()
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, Ends(4))
