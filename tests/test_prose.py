@@ -15,7 +15,18 @@ ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.backend_free
 
 # The folders of the package whose prose is checked, beside the files at its root.
-CHECKED = ("analysis", "data", "evaluation", "losses", "cli")
+CHECKED = (
+    "analysis",
+    "cli",
+    "data",
+    "distribution",
+    "evaluation",
+    "layers",
+    "losses",
+    "models",
+    "ops",
+    "routers",
+)
 # A sentence begins with its subject.
 SENTENCE = re.compile(r"(?:^|[.!?][\"')`]*\s)((?:Of|What|As)\s\S*)")
 # An entry of `Args` begins with a noun and its article, and with none of these words.

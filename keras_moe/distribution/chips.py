@@ -52,7 +52,7 @@ class Chip(NamedTuple):
         longest dimension decides. A part of a larger torus has lines only.
 
         Args:
-            num_devices: how many chips; they are taken as near to a cube as their
+            num_devices: number of chips; they are taken as near to a cube as their
                 number allows.
             all_devices: chips of the whole torus; 0 for `num_devices`.
         """

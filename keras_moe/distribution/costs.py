@@ -167,12 +167,12 @@ def costs(
     bandwidth (`Chip.all_to_all_bandwidth`).
 
     Args:
-        model_or_preset: see `auto`.
+        model_or_preset: argument of `auto`.
         num_devices: number of chips.
         batch_size: images of all of them together.
         chip: name in `CHIPS`, or a `Chip`.
-        expert_parallel: see `auto`.
-        model_parallel: see `auto`.
+        expert_parallel: argument of `auto`.
+        model_parallel: argument of `auto`.
         optimizer: name of the optimizer, `"sgd"`, `"momentum"`, `"adam"` (two float32
             moments) or `"adafactor"` (a bfloat16 moment; the sums of second moments
             over rows and columns where both are 32 at least). Embeddings and heads are

@@ -99,12 +99,12 @@ def layouts(
     """The rules by which `auto` lays out a model, without any device or weight.
 
     Args:
-        model_or_preset: see `auto`.
+        model_or_preset: argument of `auto`.
         num_devices: number of devices.
-        expert_parallel: see `auto`.
-        model_parallel: see `auto`.
-        batch_size: see `auto`.
-        **overrides: see `auto`.
+        expert_parallel: argument of `auto`.
+        model_parallel: argument of `auto`.
+        batch_size: argument of `auto`.
+        **overrides: arguments of `auto`.
 
     Returns:
         `Layouts`.
@@ -143,10 +143,10 @@ def layouts_of_blocks(
 
     Args:
         blocks: blocks of `unbuilt_blocks`.
-        num_devices: see `layouts`.
-        expert_parallel: see `layouts`.
-        model_parallel: see `layouts`.
-        batch_size: see `layouts`.
+        num_devices: argument of `layouts`.
+        expert_parallel: argument of `layouts`.
+        model_parallel: argument of `layouts`.
+        batch_size: argument of `layouts`.
 
     Raises:
         ValueError: as `layouts`.

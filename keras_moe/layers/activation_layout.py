@@ -9,7 +9,7 @@ def with_layout(x: Any, path: str) -> Any:
     """`x` in the layout that the current distribution has for `path`, if any.
 
     Keras asks the layout map for the outputs of layers alone. A layout that does not
-    divide the shape is left out: one group cannot lie on eight devices.
+    divide the shape is not applied: one group cannot lie on eight devices.
 
     Args:
         x: tensor.

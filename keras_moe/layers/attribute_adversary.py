@@ -22,7 +22,7 @@ class AttributeAdversary(keras.layers.Layer):
     Args:
         num_values: A, number of values of the attribute.
         confusion_weight: weight of the added loss.
-        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+        **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         features: (B, D).

@@ -13,8 +13,8 @@ class BlockConfig:
     Example:
 
     >>> from keras_moe.layers import MuMoEConfig
-    >>> MuMoEConfig(moe_layers=[-1]).for_layers(4).moe_layers
-    [3]
+    >>> MuMoEConfig(moe_layers="every_1").replace(num_experts=8).num_experts
+    8
     """
 
     moe_layers: Any

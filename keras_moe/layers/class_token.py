@@ -16,7 +16,7 @@ class ClassToken(keras.layers.Layer):
     """Puts one learned token before the others.
 
     Args:
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
         (B, N, D).

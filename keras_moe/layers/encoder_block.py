@@ -31,27 +31,27 @@ class EncoderBlock(keras.layers.Layer):
     """A pre-norm block: tokens mix, then a feed-forward layer, each with a residual.
 
     Args:
-        token_mixer: the layer through which tokens (B, N, D) see each other,
-            `SelfAttention` or `TokenMLP`; the record of `TokenMuMoE` does not leave
-            the block.
-        feed_forward: the layer on each token, such as `MLP`.
+        token_mixer: layer through which tokens (B, N, D) see each other,
+            `SelfAttention` or `TokenMLP`; this block does not return the record of a
+            `TokenMuMoE`.
+        feed_forward: layer on each token, such as `MLP`.
         dropout: dropout rate on the token mixer's output.
         layer_norm_epsilon: epsilon of both normalisations.
         seed: seed of the dropout; stochastic depth's follows from it.
-        rematerialize: while training, keep the block's input only, and compute the
+        rematerialize: whether training keeps the block's input only, and computes the
             rest again for the gradient: less memory for about a third more time.
-            `keras.RematScope` does not go with auxiliary losses; this does.
-        stochastic_depth: while training, the share of examples for which a residual
-            branch is left out, drawn for each branch; the other examples' branches
-            are divided by the share that is kept.
-        **kwargs: see `keras.layers.Layer`.
+            Unlike `keras.RematScope`, it works with auxiliary losses.
+        stochastic_depth: share of the examples for which training leaves out a residual
+            branch, drawn for each branch; the other examples' branches are divided
+            by the share that is kept.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
         mask: boolean (B, N), False for padding, to which no token attends. A token
             mixer that is no attention takes none.
         modality_ids: integers (B, N); a dense block has no use for them.
-        training: passed on.
+        training: whether dropout and stochastic depth apply.
 
     Output shape:
         (B, N, D).
@@ -120,9 +120,9 @@ class EncoderBlock(keras.layers.Layer):
         build_once(self.feed_forward, input_shape)
 
     def _mix(self, tokens, training, mask=None, ablated=None):
-        """The tokens, and the records of a token mixer with experts, one or none.
+        """The tokens, and a list with the record of a token mixer that has experts.
 
-        `ablated` is the expert of each example that such a mixer goes without.
+        Such a mixer leaves out the expert in `ablated`, one for each example.
         """
         x, records = self.mixer_norm(tokens), ()
         if ablated is not None:
@@ -222,13 +222,13 @@ class MoEEncoderBlock(EncoderBlock):
         dropout: dropout rate on the token mixer's output.
         layer_norm_epsilon: epsilon of both normalisations.
         seed: seed of the dropout; stochastic depth's follows from it.
-        rematerialize: while training, keep the block's input only, and compute the
+        rematerialize: whether training keeps the block's input only, and computes the
             rest again for the gradient: less memory for about a third more time.
-            `keras.RematScope` does not go with auxiliary losses; this does.
-        stochastic_depth: while training, the share of examples for which a residual
-            branch is left out, drawn for each branch; the other examples' branches
-            are divided by the share that is kept.
-        **kwargs: see `keras.layers.Layer`.
+            Unlike `keras.RematScope`, it works with auxiliary losses.
+        stochastic_depth: share of the examples for which training leaves out a residual
+            branch, drawn for each branch; the other examples' branches are divided
+            by the share that is kept.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).
@@ -238,7 +238,7 @@ class MoEEncoderBlock(EncoderBlock):
             routed.
         modality_ids: integers (B, N), for routers and losses that tell modalities
             apart.
-        training: passed on.
+        training: whether dropout and stochastic depth apply.
 
     Output shape:
         `(tokens, Routing)`: tokens (B, N, D), and the MoE layer's routing record. With

@@ -29,8 +29,8 @@ class EncoderSpec:
         mlp_dim: H of the dense feed-forward layers.
         activation: activation of the feed-forward layers.
         dropout_rate: dropout rate of token mixers' outputs and dense layers.
-        stochastic_depth: drop rate of the last block; the first block's is 0, and those
-            between lie on a line.
+        stochastic_depth: drop rate of the last block, to which the rate grows linearly
+            from 0 at the first block.
         layer_norm_epsilon: epsilon of all normalisations.
         rematerialize: whether training keeps the blocks' inputs only.
         moe: `MoEConfig` or `MuMoEConfig`, or None for dense blocks.

@@ -32,7 +32,7 @@ class ExpertCoefficients(keras.layers.Layer):
             `"softmax"`, or a registered callable.
         normalization: normalisation of the logits, `"batch"` over batch and tokens,
             `"layer"` over experts, both without scale and offset, or None.
-        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+        **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         inputs: (..., I).
@@ -60,7 +60,7 @@ class ExpertCoefficients(keras.layers.Layer):
     ([(1, 3, 4), (1, 3, 2)], (1, 3, 8))
     """
 
-    # Attributes of a router, for a muMoE block has no other one.
+    # The gate stands in the place of a router, and has these attributes of one.
     gating_residual = False
     summary = "muMoE"
 
@@ -215,7 +215,7 @@ def _row_mean(x, mask):
         return ops.mean(x, axis=axes), ops.size(x) // x.shape[-1]
     mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
     count = ops.sum(ops.cast(mask, x.dtype))
-    # Not by a product: padding may hold what is no number.
+    # A product would not do: padding may hold NaN.
     total = ops.sum(ops.where(mask, x, ops.zeros_like(x)), axis=axes)
     return total / ops.maximum(count, 1.0), count
 

@@ -23,15 +23,15 @@ class ExpertKernels(keras.layers.Layer):
     the tokens as they are: with few tokens per expert, the weights' memory traffic is
     the cost.
 
-    Both act on this layer and not on layers inside it, since `Model.quantize` passes
-    over those that have some.
+    Both act on this layer and not on layers inside it, since `Model.quantize` skips
+    layers that have layers.
 
     Subclasses name their linear maps (`linear_names`), set `use_bias` and `lora_rank`,
     and give the shapes of all weights (`weight_shapes`), in which the map "hidden" has
     the weights `hidden_kernel` (E, X, Y) and `hidden_bias` (E, Y).
 
     Args:
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
     """
 
     def __init__(self, **kwargs):

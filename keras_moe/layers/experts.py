@@ -27,8 +27,8 @@ class Experts(ExpertKernels):
 
     `enable_lora` adds a low-rank pair to each expert's kernels. `quantize("int8")`
     stores the kernels as int8 with a scale per expert and output channel, and leaves
-    the tokens as they are: with few tokens per expert, it is the weights' memory
-    traffic that costs.
+    the tokens as they are: with few tokens per expert, the weights' memory traffic is
+    the cost.
 
     Args:
         num_experts: E, number of experts.
@@ -44,8 +44,8 @@ class Experts(ExpertKernels):
         use_bias: whether the layers have biases; SwiGLU experts mostly have none.
         seed: seed of the dropout.
         lora_rank: rank for `enable_lora` at build time, or None.
-        lora_alpha: see `enable_lora`.
-        **kwargs: see `keras.layers.Layer`.
+        lora_alpha: scale of the low-rank pairs, see `enable_lora`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: slots (G, E, C, D), or rows (R, D) sorted by expert.
@@ -102,7 +102,7 @@ class Experts(ExpertKernels):
             lora_rank = check_integer("lora_rank", lora_rank)
         self.lora_rank = lora_rank
         self.lora_alpha = lora_alpha
-        # A generator and no layer, which would keep `Model.quantize` from this one.
+        # A generator, no layer: `Model.quantize` skips layers that have layers.
         self.seed_generator = None
         if dropout > 0:
             self.seed_generator = keras.random.SeedGenerator(seed)
@@ -133,8 +133,8 @@ class Experts(ExpertKernels):
         if group_sizes is not None:
             return self._call_rows(inputs, group_sizes, training)
         num_groups, num_experts, capacity, dim = ops.shape(inputs)
-        # Tokens move from their devices to those of the experts. Both ends are fixed,
-        # here and below, or tokens or kernels would be gathered, forward or backward.
+        # Tokens move from their devices to those of the experts. Both layouts are
+        # fixed, here and below: otherwise one of the passes would gather all of them.
         x = with_layout(inputs, f"{self.path}/slots/dispatched")
         x = with_layout(x, f"{self.path}/slots/input")
         # One matmul per layer and expert over the slots of all groups.
@@ -166,8 +166,8 @@ class Experts(ExpertKernels):
 
         Args:
             x: (E, G C, D) or (R, D), sorted by expert.
-            matmul: see `linear`.
-            by_row: see `linear`.
+            matmul: product of the inputs and a layer's kernels, see `linear`.
+            by_row: function of a weight by expert, see `linear`.
             training: whether dropout applies.
         """
         hidden = self.linear("hidden", x, matmul, by_row)

@@ -1,4 +1,4 @@
-"""Initializers for tensors that stack or fold the matrices which they initialise."""
+"""Initializers for tensors that stack or fold several matrices."""
 
 from typing import Any
 

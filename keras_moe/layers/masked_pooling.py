@@ -26,7 +26,7 @@ class MaskedPooling(keras.layers.Layer):
         end_of_text_id: id for `"end_of_text"`; None takes the largest id of each text,
             as published CLIP weights do, whose vocabulary ends with it. A text
             without the id gets its last token.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).

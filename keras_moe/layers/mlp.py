@@ -22,7 +22,7 @@ class MLP(keras.layers.Layer):
             or any that Keras knows.
         dropout: dropout rate after each of the two layers.
         seed: seed of the dropout.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
         (..., D).

@@ -34,8 +34,8 @@ class MoE(keras.layers.Layer):
     While training, the tokens of the batch are cut into groups of `group_size`,
     within which they compete for the experts' capacity. The last group is filled
     with padding that is not routed, so any batch size works. At inference each image
-    is its own group by default and its result does not depend on the batch; for a
-    `SoftRouter` it is always. A token that no expert serves gets zeros: in a
+    is its own group by default and its result does not depend on the batch; with a
+    `SoftRouter` it always is. A token that no expert serves gets zeros: in a
     transformer the residual carries it.
 
     Beside the feed-forward experts there may be MoE++'s zero-computation experts, which
@@ -50,7 +50,7 @@ class MoE(keras.layers.Layer):
             `keras_moe.routers.get`), or a router layer such as `TokenChoiceRouter`.
         experts: `Experts` layer with the router's number of feed-forward experts.
         group_size: S, tokens per group; None makes one group of the whole batch.
-            Images stay whole groups where the router wants them so.
+            Some routers make each image a group of its own instead.
         auxiliary_losses: dict from name to weight such as
             `{"importance": 0.005, "load": 0.005}`, or a list of `AuxiliaryLoss`.
             They are added, averaged over groups, in training only, so that
@@ -65,7 +65,7 @@ class MoE(keras.layers.Layer):
             of *MoE++*.
         input_scale: factor on the tokens before the experts, but not before the router;
             the released code of MoE++ takes K.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).

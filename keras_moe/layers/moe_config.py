@@ -30,7 +30,7 @@ from keras_moe.routers.registry import (
 )
 from keras_moe.routers.router import Router, RouterSite
 
-# In the place of a value: the default of the router's class.
+# Stands for the default of the router's class.
 AUTO = "auto"
 EVALUATIONS = ("batch_invariant", "official")
 # A router that is a layer has these among its own arguments.
@@ -80,29 +80,29 @@ class MoEConfig(BlockConfig):
             that all cost alike: with expert choice and soft routing, too, a token has
             K c slots on average. `"auto"` is the router's own default: 1.05 for token
             choice, 1.1 for MoE++'s router, 1.0 for the others.
-        evaluation: competition of tokens at inference, where noise and dropout never
-            are. `"batch_invariant"`: each image is a group, so that its result does not
-            depend on the batch; token choice serves every token, unless there is a
-            capacity of inference. `"official"`: the groups and the capacity of
-            training, as the papers and their released code evaluate, or another
-            capacity of inference. None is `"batch_invariant"`, unless there is a
-            capacity of inference: then `"official"`, with a warning. Soft routing is
-            the same under each.
-        eval_capacity_factor: c at inference; None is none, or that of training; see
-            `evaluation`. Soft routing, whose slots are weights, takes none.
+        evaluation: competition of tokens at inference, where there is neither noise nor
+            dropout. `"batch_invariant"`: each image is a group, so that its result
+            does not depend on the batch; token choice serves every token, unless a
+            capacity for inference is set. `"official"`: the groups and the capacity
+            of training, as the papers and their released code evaluate, or the
+            capacity that is set for inference. None is `"batch_invariant"`, unless
+            a capacity for inference is set: then `"official"`, with a warning. Soft
+            routing does not depend on it.
+        eval_capacity_factor: c at inference; None leaves it to `evaluation`. Soft
+            routing, whose slots are weights, takes none.
         eval_capacity: C itself at inference, a number of tokens, instead of
             `eval_capacity_factor`; MoE++'s router, whose capacities differ by kind of
             expert, takes none.
         dropless: whether token choice serves every token while training, too.
         capacity_rounding: `"ceil"` or `"round"`; `"auto"` is the router's own default,
             as released: `"round"` for soft routing, else `"ceil"`.
-        capacity_multiple_of: divisor of capacities, which are rounded up to a multiple
-            of it where groups are larger than an image, which they never are with soft
-            routing. The presets of V-MoE have 4, as its released code.
+        capacity_multiple_of: number of which capacities are multiples: they are
+            rounded up where groups are larger than an image, which they never are
+            with soft routing. V-MoE's presets have 4, as its released code has.
         priority: order in which token choice serves tokens when experts are full:
             `"first_come"`, `"max_gate"` (batch priority routing) or `"sum_gates"`.
         noise_std: standard deviation of the sparse routers' training noise, times E;
-            None is the router's own: 1.0 for softmax routers, 0.0 for those by
+            None is the router's own: 1.0 for softmax routers, 0.0 for those with
             transport plans and for MoE++'s, as published. Soft routing has its
             own in `router_options`.
         images_per_group: number of images that compete for an expert's capacity; None
@@ -113,7 +113,7 @@ class MoEConfig(BlockConfig):
             need none.
         expert_dropout: dropout rate inside the experts.
         shared_expert_initialization: whether all experts of a layer start from one
-            draw; `"auto"` does, as V-MoE, but not with MoE++'s router.
+            draw; `"auto"` is True, as in V-MoE, except with MoE++'s router.
         dispatcher: `"index"` or `"einsum"`.
         zero_experts: number of MoE++'s experts that give 0, beside the `num_experts`;
             see `keras_moe.layers.MoE`. With experts of these three kinds the router is
@@ -123,10 +123,10 @@ class MoEConfig(BlockConfig):
         copy_experts: number of experts that give the token.
         constant_experts: number of experts that mix the token with a trained vector, or
             `"auto"`.
-        tau: tokens for an expert of the `num_experts` over those for one of these.
+        tau: capacity of one of the `num_experts` over that of one of these experts.
         gating_residual: whether a map of each MoE block's logits is added to those of
-            the next, by MoE++'s router; `"auto"` does with zero-computation experts in
-            several blocks.
+            the next, by MoE++'s router; `"auto"` is True with zero-computation
+            experts in several blocks.
         gated_experts: whether experts are gated, such as SwiGLU; see
             `keras_moe.layers.Experts`. MoE++'s are `gated_experts=True,
             expert_use_bias=False, expert_activation="silu"` with `expert_mlp_dim`
@@ -136,7 +136,7 @@ class MoEConfig(BlockConfig):
         num_modalities: number of modalities with a kernel of their own in each router,
             which then need `modality_ids`; None has one kernel.
         expert_pools: numbers of the experts that serve each modality, a list for each,
-            none of them in two; None lets all serve all.
+            none of them in two; None lets every expert serve every modality.
 
     Raises:
         ValueError: if a field is out of range; what depends on the router's class is
@@ -217,11 +217,11 @@ class MoEConfig(BlockConfig):
         if isinstance(self.router, dict):
             self._take_from_router()
         check_disjoint("expert_pools", self.expert_pools)
-        # It checks the counts.
+        # `kinds` checks the counts.
         self._set(num_experts=self.kinds.ffn)
 
     def _take_from_router(self):
-        """Takes the counts of experts from a router that is given whole."""
+        """Takes the counts of experts from a router that is a layer."""
         for name in _ROUTING_FIELDS:
             value = getattr(self, name)
             if value != getattr(type(self), name):

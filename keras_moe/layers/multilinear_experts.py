@@ -47,7 +47,7 @@ class MultilinearExperts(keras.layers.Layer):
         match_shape: inputs and units of the dense layer for `"match_dense"`.
         use_bias: whether a bias is folded into the input mode.
         expert_noise: sigma of the first expert mode's factors, N(1, sigma).
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: (..., I).
@@ -116,7 +116,7 @@ class MultilinearExperts(keras.layers.Layer):
         ]
 
     def _initializer(self, index, name, shape):
-        """Appendix F.2: experts equal but for noise, the rest like PyTorch's linear."""
+        """Appendix F.2: experts differ by noise alone, the rest is PyTorch's linear."""
         if name == "tensor":
             limit = 1 / math.sqrt(shape[-2])
             return keras.initializers.RandomUniform(-limit, limit)
@@ -179,9 +179,9 @@ class MultilinearExperts(keras.layers.Layer):
         return ops.stack(matrices)
 
     def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
-        """The outputs as if one expert's matrix were zero, for each row another.
+        """The outputs as if one expert's matrix were zero, one for each row.
 
-        Coefficients are not shared out again.
+        The other coefficients stay as they are.
 
         Args:
             inputs: (..., I).
@@ -398,7 +398,7 @@ def matching_rank(
 ) -> Any:
     """The smallest rank whose factors have at least `budget` parameters.
 
-    At least 1, whatever the budget.
+    The rank is at least 1, whatever the budget.
 
     Args:
         factorization: `"cp"`; `"tr"`, whose ranks are then 4, ..., 4, R; `"tucker"`,

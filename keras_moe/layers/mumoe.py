@@ -29,19 +29,19 @@ class MuMoE(MuMoEBase):
     Args:
         units: O.
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
-        factorization: see `MultilinearExperts`.
-        rank: see `MultilinearExperts`; `"match_dense"` counts the gate, too.
-        match_shape: see `MultilinearExperts`.
-        activation: see `ExpertCoefficients`.
-        normalization: see `ExpertCoefficients`.
-        use_bias: see `MultilinearExperts`.
-        expert_noise: see `MultilinearExperts`.
+        factorization: factorization of `MultilinearExperts`.
+        rank: rank of `MultilinearExperts`; `"match_dense"` counts the gate, too.
+        match_shape: inputs and units of the dense layer for `"match_dense"`.
+        activation: activation of `ExpertCoefficients`.
+        normalization: normalization of `ExpertCoefficients`.
+        use_bias: whether the experts have biases, see `MultilinearExperts`.
+        expert_noise: noise between the experts, see `MultilinearExperts`.
         input_norm: whether the experts' input is normalised, but not the gate's, as in
             the released code.
         edited_outputs: units to which is added the offset `sum over n of a_n
             logit_offsets[n]` (equation 5): a number for each expert, zero at first and
             not trained, see `keras_moe.analysis.edit_expert_logits`.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: (..., I).
@@ -154,10 +154,10 @@ class MuMoE(MuMoEBase):
         return outputs + ops.cast(offsets, outputs.dtype)
 
     def ablated(self, inputs: Any, coefficients: Any, experts: Any) -> Any:
-        """The outputs as if one expert's weights were zero, for each row another.
+        """The outputs as if one expert's weights were zero, one for each row.
 
-        Nothing else changes: coefficients are not shared out again, and the offsets of
-        edited outputs stay.
+        Nothing else changes: the other coefficients and the offsets of edited outputs
+        stay as they are.
 
         Args:
             inputs: (B, I).

@@ -21,11 +21,11 @@ class MuMoEBase(keras.layers.Layer):
     Subclasses implement `unbuilt_experts`.
 
     Args:
-        num_experts: see `ExpertCoefficients`.
-        activation: see `ExpertCoefficients`.
-        normalization: see `ExpertCoefficients`.
+        num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
+        activation: activation of `ExpertCoefficients`.
+        normalization: normalization of `ExpertCoefficients`.
         input_norm: whether the experts' input is normalised, but not the gate's.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
     """
 
     def __init__(

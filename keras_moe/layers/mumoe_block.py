@@ -27,24 +27,24 @@ class MuMoEBlock(MuMoEBase):
     Args:
         mlp_dim: H, the units of the first layer.
         units: O; None takes the inputs' size.
-        num_experts: see `MuMoE`.
-        factorization: see `MuMoE`.
-        rank: see `MuMoE`; of both layers, shares being of the block's I.
+        num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
+        factorization: factorization of both layers, see `MuMoE`.
+        rank: rank of both layers, see `MuMoE`; a share is one of the block's I, and
             `"match_dense"` matches the dense MLP, the gate counted.
         hidden_activation: activation between the layers; `"gelu"` is the exact form.
         input_norm: whether the input of the first layer is normalised, but not the
             gate's.
-        activation: see `MuMoE`.
-        normalization: see `MuMoE`.
-        use_bias: see `MuMoE`.
-        expert_noise: see `MuMoE`.
-        **kwargs: see `keras.layers.Layer`.
+        activation: activation of the gate, see `MuMoE`.
+        normalization: normalization of the gate, see `MuMoE`.
+        use_bias: whether the experts have biases.
+        expert_noise: noise between the experts, see `MuMoE`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         inputs: (..., I).
         mask: boolean (...), False for padding, which gets zeros and has no part in the
             batch statistics.
-        modality_ids: integers (...); every expert takes part whatever they are.
+        modality_ids: integers (...), which change nothing: every expert takes part.
         training: whether batch statistics are those of the batch.
 
     Output shape:
@@ -155,10 +155,10 @@ class MuMoEBlock(MuMoEBase):
         return keras.KerasTensor(shape, self.compute_dtype), routing
 
     def ablated(self, inputs: Any, experts: Any) -> Any:
-        """The outputs as if one expert's weights were zero, for each example another.
+        """The outputs as if one expert's weights were zero, one for each example.
 
-        The expert is one of both layers. Nothing else changes: coefficients are not
-        shared out again.
+        The expert is left out of both layers. Nothing else changes: the other
+        coefficients stay as they are.
 
         Args:
             inputs: (B, ..., I).

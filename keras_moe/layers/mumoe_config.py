@@ -15,7 +15,7 @@ from keras_moe.layers.moe_config import MoEConfig
 from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
 from keras_moe.layers.mumoe_block import MuMoEBlock
 
-# In the place of a router's name it selects this kind of config.
+# Selects this kind of config in the place of a router's name.
 MUMOE = "mumoe"
 # Field -> argument of `MuMoEBlock`; in `router_options`, too, these have the layer's
 # names.
@@ -40,13 +40,14 @@ class MuMoEConfig(BlockConfig):
         num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
         expert_mlp_dim: H of each expert; None takes the encoder's `mlp_dim`.
         expert_activation: activation between the two layers; None takes the encoder's.
-        factorization: see `keras_moe.layers.MultilinearExperts`.
-        rank: see `keras_moe.layers.MuMoEBlock`.
-        input_norm: see `keras_moe.layers.MuMoEBlock`.
-        gate_activation: see `keras_moe.layers.ExpertCoefficients`.
-        gate_normalization: see `keras_moe.layers.ExpertCoefficients`.
-        expert_use_bias: see `keras_moe.layers.MultilinearExperts`.
-        expert_noise: see `keras_moe.layers.MultilinearExperts`.
+        factorization: factorization of `keras_moe.layers.MultilinearExperts`.
+        rank: rank of `keras_moe.layers.MuMoEBlock`.
+        input_norm: whether the input of a block's first layer is normalised.
+        gate_activation: activation of `keras_moe.layers.ExpertCoefficients`.
+        gate_normalization: normalization of `keras_moe.layers.ExpertCoefficients`.
+        expert_use_bias: whether the experts have biases.
+        expert_noise: noise between the experts, see
+            `keras_moe.layers.MultilinearExperts`.
 
     Raises:
         ValueError: if a field is out of range.
@@ -194,7 +195,7 @@ def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
     """A config with other fields, also where `router` changes its kind.
 
     Args:
-        moe: as for `moe_config`; None is a dense encoder.
+        moe: argument of `moe_config`; None is a dense encoder.
         changes: new values by field, of either kind. Another router drops
             `router_options`. Another kind keeps the blocks, and the number, size and
             activation of their experts.

@@ -47,7 +47,7 @@ class LayerNorm(keras.layers.Layer):
     Args:
         epsilon: number added to the variance; ViTs use 1e-6.
         center: whether there is a learned offset, `beta`.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
         (..., D).

@@ -70,7 +70,7 @@ def resize_patch_kernel(
         kernel: array (height, width, channels, D).
         patch_size: size of the new patches, an int or (height, width).
         interpolation: interpolation that resizes patches: `"bilinear"` without
-            antialiasing, as FlexiViT's release and our pipelines resize images; or
+            antialiasing, as FlexiViT's release and `keras_moe.data` resize images; or
             `"bicubic"` with antialiasing, as timm does it.
 
     Returns:
@@ -121,7 +121,7 @@ class PatchEmbedding(keras.layers.Layer):
             channels, D).
         interpolation: interpolation of loaded weights of another patch size; see
             `resize_patch_kernel`.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
         (B, height, width, channels).

@@ -26,7 +26,7 @@ class TokenPooling(keras.layers.Layer):
         pooling: `"class_token"` (the first token, before the patches), `"first"` (the
             first patch's token, where there is no class token), `"average"` or
             `"patch_average"` (all tokens but the first).
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
         (B, N, D).
@@ -99,7 +99,7 @@ class AttentionPooling(keras.layers.Layer):
         query_key_norm: whether attention normalises queries and keys in each head, as
             V-MoE's head does where its blocks do.
         query_key_norm_bias: whether that normalisation has an offset.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).

@@ -115,7 +115,7 @@ class PositionEmbedding(keras.layers.Layer):
         kind: kind, `"learned"` or `"sincos"`.
         interpolation: interpolation of learned embeddings of another resolution; see
             `resize_positions`.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
         (B, N, D), N the number of patches, or one more with a class token before

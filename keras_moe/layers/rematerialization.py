@@ -63,7 +63,7 @@ def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> An
         ) as scope:
             outputs = function(*inputs)
             losses = list(scope.losses)
-            # The sublayers would claim them by ids that other tensors may get.
+            # The sublayers would claim them by ids, which other tensors may get later.
             clear_losses(layer)
         # State beside the gradients, such as batch statistics.
         structure["changed"] = [

@@ -25,21 +25,21 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     """Multi-head attention of tokens to each other, initialised as in ViT.
 
     Args:
-        num_heads: attention heads.
+        num_heads: number of attention heads.
         key_dim: size of a head; D / num_heads in ViT.
-        query_key_norm: normalise queries and keys in each head, as Soft MoE's and
-            ViT-22B's blocks do: attention cannot then grow without bound.
+        query_key_norm: whether queries and keys are normalised in each head, as in Soft
+            MoE's and ViT-22B's blocks: attention cannot then grow without bound.
         query_key_norm_bias: whether that normalisation has an offset beside its
             scale, as timm's `qk_norm` has.
-        layer_norm_epsilon: of that normalisation.
-        dropout: on the attention weights.
-        seed: of the dropout.
+        layer_norm_epsilon: epsilon of that normalisation.
+        dropout: dropout rate on the attention weights.
+        seed: seed of the dropout.
         causal: whether a token attends to itself and the tokens before it alone.
-        **kwargs: see `keras.layers.MultiHeadAttention`.
+        **kwargs: arguments of `keras.layers.MultiHeadAttention`.
 
     Call arguments:
         tokens: (B, N, D).
-        context: (B, M, D), what the tokens attend to; None takes the tokens.
+        context: (B, M, D) that the tokens attend to; None takes the tokens.
         mask: boolean (B, M), False for padding, to which no token attends; or
             (B, N, M), which token attends to which.
         training: whether dropout applies.
@@ -205,8 +205,8 @@ def check_query_key_norm(query_key_norm: bool, query_key_norm_bias: bool) -> Non
     """Refuses an offset of a normalisation that is not there.
 
     Args:
-        query_key_norm: as of `SelfAttention`.
-        query_key_norm_bias: as of `SelfAttention`.
+        query_key_norm: argument of `SelfAttention`.
+        query_key_norm_bias: argument of `SelfAttention`.
 
     Raises:
         ValueError: if one is no bool, or the offset is asked for alone.

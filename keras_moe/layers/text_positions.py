@@ -22,7 +22,7 @@ class TextPositions(keras.layers.Layer):
 
     Args:
         max_length: tokens of the longest text.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
         (B, N, D), N up to `max_length`.

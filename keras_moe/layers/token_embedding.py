@@ -21,7 +21,7 @@ class TokenEmbedding(keras.layers.Embedding):
         hidden_dim: D.
         embeddings_initializer: initializer of the vectors; None is normal with a
             standard deviation of 0.02, as in CLIP.
-        **kwargs: see `keras.layers.Embedding`.
+        **kwargs: arguments of `keras.layers.Embedding`.
 
     Input shape:
         (B, N), integers from 0 to V - 1.

@@ -16,7 +16,7 @@ from keras_moe.ops.cost import Cost
 class TokenMLP(MLP):
     """An MLP across the tokens, the same for each of the D channels.
 
-    The number of tokens is a size of its weights: it serves images of one size.
+    The number of tokens is an axis of its weights, which serve images of one size.
 
     Args:
         mlp_dim: H, the hidden size.
@@ -24,7 +24,7 @@ class TokenMLP(MLP):
             or any that Keras knows.
         dropout: dropout rate after each of the two layers.
         seed: seed of the dropout.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
         (B, N, D).

@@ -23,7 +23,7 @@ class TokenMuMoE(keras.layers.Layer):
 
     Args:
         block: `MuMoEBlock` across the tokens.
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
         (B, N, D).

@@ -20,7 +20,7 @@ class ZeroComputationExperts(keras.layers.Layer):
     A zero expert gives 0, a copy expert the token x, and a constant expert
     `a_1 x + a_2 v` with a trained vector v and `[a_1, a_2] = softmax(W_c x)`. The sum
     over all of them is one factor of x and J factors of the v: two passes over the
-    tokens, and no buffer.
+    tokens, without a buffer.
 
     Args:
         zero_experts: number of experts that give 0.
@@ -28,7 +28,7 @@ class ZeroComputationExperts(keras.layers.Layer):
         constant_experts: J, number of constant experts.
         kernel_initializer: initializer of one constant expert's W_c (D, 2).
         vector_initializer: initializer of one constant expert's v (D,).
-        **kwargs: see `keras.layers.Layer`.
+        **kwargs: arguments of `keras.layers.Layer`.
 
     Call arguments:
         tokens: (B, N, D).

@@ -16,7 +16,7 @@ from keras_moe.models.registry import (
     register_task,
 )
 from keras_moe.models.task import MoETask
-from keras_moe.models.text import TextBackbone
+from keras_moe.models.text import TextBackbone, TextTokenizer
 from keras_moe.models.tower import Tower, TowerOutputs
 from keras_moe.models.variants import VARIANTS, Variant
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
@@ -36,6 +36,7 @@ __all__ = [
     "MoETask",
     "Part",
     "TextBackbone",
+    "TextTokenizer",
     "Tower",
     "TowerOutputs",
     "Variant",

@@ -32,7 +32,7 @@ from keras_moe.ops.expert_kinds import ExpertKinds
 class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
     """A config, the tower that follows from it, and a functional model.
 
-    The base of `ViTBackbone` and `MixerBackbone`, and of backbones of one's own: a
+    This is the base of `ViTBackbone` and `MixerBackbone`, and of one's own backbones: a
     subclass has a constructor with its arguments by name, which hands them to this
     one, and `tower`, which makes the layers of such arguments.
 
@@ -43,7 +43,7 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
         config: the subclass's arguments by name, with `image_shape`, `hidden_dim`,
             `num_layers`, `activation` and `moe`.
         dtype: dtype policy.
-        **kwargs: see `keras_hub.models.Backbone`.
+        **kwargs: arguments of `keras_hub.models.Backbone`.
 
     Input shape:
         (B, height, width, channels).
@@ -119,8 +119,8 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
     def routing(self) -> dict:
         """The symbolic `Routing` of each MoE block, by the block's name.
 
-        A token mixer with experts has a record of channels (B, D, E) besides, such as
-        "block_0/token_mixer".
+        A token mixer with experts has a record of its own, with channels (B, D, E),
+        such as "block_0/token_mixer".
         """
         return dict(self._routing)
 
@@ -190,7 +190,7 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
 
     @classmethod
     def config_for_weights(cls, saved: dict, config: dict) -> dict:
-        """A config that weights of another still fit, as far as they can.
+        """A config that another config's weights still fit, as far as they can.
 
         Args:
             saved: config that the weights were saved with.
@@ -201,8 +201,8 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
             patch size.
 
         Raises:
-            ValueError: if no weights of `saved` could fit, as far as Keras's message
-                would not say why.
+            ValueError: if no weights of `saved` could fit, where Keras's message would
+                not say why.
         """
         return config_for_slots(cls, saved, config)
 
@@ -342,7 +342,7 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
             filepath: path of a file that `save_weights` has written, or of a preset's,
                 which is compared with the checksum in its `metadata.json`.
             skip_mismatch: whether to leave out weights that do not fit.
-            **kwargs: see `keras.Model.load_weights`.
+            **kwargs: arguments of `keras.Model.load_weights`.
 
         Raises:
             ValueError: naming the file, if it is damaged, or does not fit.
@@ -356,7 +356,7 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
         Its optimizer starts afresh.
 
         Raises:
-            ValueError: if the model has weights that its config does not tell, such as
+            ValueError: if the model has weights that its config does not imply, such as
                 low-rank pairs.
         """
         return copied(self, self.get_config())
@@ -385,8 +385,8 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
     ) -> None:
         """Freezes the backbone, and adds trainable low-rank pairs to some layers.
 
-        Call it before `compile`. What is saved with `save_to_preset` or `save` has the
-        pairs in its weights; `save_lora_weights` saves the pairs alone.
+        Call it before `compile`. `save_to_preset` and `save` merge the pairs into the
+        weights that they save; `save_lora_weights` saves the pairs alone.
 
         Args:
             rank: rank of the pairs.

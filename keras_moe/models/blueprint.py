@@ -1,7 +1,7 @@
-"""What a model is made of, before it is made: one answer for every source.
+"""The parts of a model before it is made: one description for every source.
 
 A name, a folder, a handle, published weights or a model becomes, with its overrides, a
-`Blueprint`: from there on nobody asks where it came from.
+`Blueprint`: from there on no code asks where it came from.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ BACKBONE = "backbone"
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a model is made of, before it is made: no weight is allocated.
+    """The parts of a model before it is made: no weight is allocated.
 
-    Used in a `with` statement where its source is to be closed at once.
+    A `with` statement closes its source at once.
 
     Args:
         backbone: class of the backbone.
         config: arguments of the backbone.
         task: class of the task around it, or None for a backbone alone.
         task_config: arguments of the task beside its backbone.
-        weights: where the weights come from; None for initial ones.
+        weights: source of the weights; None for initial ones.
         name: name of the source, for descriptions.
 
     Example:
@@ -61,7 +61,7 @@ class Blueprint:
 
     @classmethod
     def of_model(cls, model: keras.Model) -> "Blueprint":
-        """What a model was made of; its weights are left out.
+        """The blueprint of a model, without its weights.
 
         Args:
             model: backbone of a registered family, or task around one.
@@ -106,7 +106,7 @@ class Blueprint:
     def build_with_report(
         self, progress: Callable[[int, int, str], None] | None = None
     ) -> tuple[keras.Model, Any]:
-        """The model, and what was done with published weights.
+        """The model, and a report on published weights.
 
         Args:
             progress: called with (done, all, name) before each weight that is
@@ -240,7 +240,7 @@ def _resolved(source, overrides, task, cls, counts_only):
 
 
 def _config(source, backbone, overrides):
-    """The arguments of the backbone, which wanted weights fit."""
+    """The arguments of the backbone, such that the weights fit if they are wanted."""
     config = apply_overrides(backbone, source.config, overrides)
     if source.must_fit:
         saved = nested_config(backbone, source.config)
@@ -266,7 +266,7 @@ def _config_of_own(source, backbone, of_backbone):
 
 
 def _backbone_class(source, cls):
-    """The class of the backbone of a model that must be of a class."""
+    """The class of the backbone, where the model's class is prescribed."""
     wanted = cls.backbone_cls if registry.is_task(cls) else cls
     if wanted is None or issubclass(source.backbone, wanted):
         return source.backbone
@@ -303,13 +303,13 @@ def _closest_task(source, backbone, cls):
 def _first_task(source, backbone, matches, label):
     if source.task is not None and matches(source.task):
         return source.task
-    found = registry.task_class(backbone, matches)
-    if found is None:
+    task = registry.task_class(backbone, matches)
+    if task is None:
         raise ValueError(
             f"Expected a task that is registered for {backbone.__name__}; received: "
             f"{label}"
         )
-    return found
+    return task
 
 
 def _takes_classes(cls):
@@ -320,7 +320,7 @@ def build(source: Any, overrides: dict[str, Any] | None = None, **options) -> An
     """The model of a source that is no model of this library itself.
 
     Args:
-        source: source as for `resolve`.
+        source: source of `resolve`, but no model.
         overrides: arguments of the backbone or of the task, by name.
         **options: arguments of `resolve`.
 

@@ -1,4 +1,4 @@
-"""Arguments of an image classifier, from what its source says and overrides."""
+"""Arguments of an image classifier, from its source and overrides."""
 
 import dataclasses
 from typing import Any
@@ -23,8 +23,8 @@ def with_new_names(config: dict) -> dict:
     """
     config = dict(config)
     if config.get("pooling") == "map":
-        # The pooling had no such norms before there was an argument, not even where
-        # the backbone's attention has, which None would now follow.
+        # Before there was this argument the pooling had no such norms, even where the
+        # backbone's attention had them, which None now follows.
         config.setdefault("pooling_query_key_norm", False)
     if "activation" in config:
         # The backbone has an argument of this name.
@@ -37,10 +37,10 @@ def classifier_config(
 ) -> TaskConfig:
     """The arguments of an image classifier, from its source and overrides.
 
-    With `num_classes` the head is new: what concerns the source's own does not hold.
+    With `num_classes` the head is new, and arguments of the source's head are dropped.
 
     Args:
-        source: what the preset or the published weights say.
+        source: preset or published weights.
         overrides: arguments of the classifier that replace the source's.
         backbone_config: arguments of the backbone, overrides included.
 
@@ -118,7 +118,7 @@ def _new_head(config, overrides):
     # A quantised head's layers are not those of a new one.
     config["head_dtype"] = new_head_dtype(config.get("head_dtype"))
     if config.get("head") and config.get("head_position") == "final":
-        # As many units as there are classes now; edits were of others.
+        # The head has as many units as there are classes now; edits concerned others.
         head = config["head"]
         units = {"units": overrides["num_classes"], "edited_outputs": ()}
         config["head"] = {**head, "config": {**head["config"], **units}}

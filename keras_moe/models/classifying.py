@@ -10,7 +10,7 @@ from keras_moe.models.image_preprocessor import ImagePreprocessor
 
 
 class ClassProbability(NamedTuple):
-    """A class that a classifier finds in an image.
+    """A class of an image, and its probability.
 
     Attributes:
         name: the class's name, or its number as text where the model has no names.

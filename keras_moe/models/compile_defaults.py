@@ -7,7 +7,7 @@ import keras
 
 from keras_moe.losses import SigmoidCrossentropy
 
-# Losses that read probabilities unless they are told otherwise, by function.
+# Losses that take probabilities by default, by function.
 _CROSSENTROPIES = {
     keras.losses.binary_crossentropy: keras.losses.BinaryCrossentropy,
     keras.losses.binary_focal_crossentropy: keras.losses.BinaryFocalCrossentropy,
@@ -47,10 +47,10 @@ def default_loss(multi_label: bool, from_logits: bool) -> keras.losses.Loss:
 
 
 def loss_of_outputs(loss: Any, from_logits: bool) -> Any:
-    """A loss that reads the outputs for what they are.
+    """A loss that takes logits or probabilities, as the outputs are.
 
     Keras's crossentropies by name, and as functions, would take logits for
-    probabilities. Objects stay as they are, with a warning where they would.
+    probabilities. Loss objects stay as they are; those that would do the same warn.
 
     Args:
         loss: anything that `keras.Model.compile` takes.
@@ -81,7 +81,7 @@ def _crossentropy(loss):
         try:
             loss = keras.losses.get(loss)
         except ValueError:
-            return None  # Keras knows further names, and refuses all others.
+            return None  # Keras knows further names, and refuses the others.
         if type(loss) in _CROSSENTROPIES.values():
             return type(loss)
     return next((cls for f, cls in _CROSSENTROPIES.items() if f is loss), None)
@@ -93,8 +93,8 @@ def default_metrics(
     """The metrics of `compile(metrics="auto")`.
 
     Args:
-        loss: what the model is trained with; a loss on integers counts classes also
-            where `multi_label` is set.
+        loss: loss that the model is trained with; with one on integer labels the metric
+            is the accuracy even with `multi_label`.
         multi_label: whether labels are a 0-1 vector per image.
         num_classes: the number of outputs.
         from_logits: whether the outputs are logits.

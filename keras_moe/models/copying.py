@@ -7,12 +7,12 @@ import keras
 
 
 def copied(model: Any, config: dict, without: str | None = None) -> Any:
-    """A model of another config, with the weights that both have.
+    """A model of a changed config, with the weights that both have.
 
     Args:
         model: a backbone or a task.
         config: its config, changed.
-        without: the name of weights that may be new or change their shape.
+        without: name of weights that may be new or change their shape.
     """
     new = type(model).from_config(config)
     both = [[w for w in each.weights if w.name != without] for each in (model, new)]

@@ -12,8 +12,8 @@ class Part(NamedTuple):
     Attributes:
         name: the part's name.
         kind: kind of the part, such as "dense".
-        parameters: all its parameters.
-        active_parameters: those that one token meets.
+        parameters: number of its parameters.
+        active_parameters: those that one token uses.
         flops: forward floating-point operations per image, 2 per multiply-add,
             of matmuls only.
     """
@@ -49,7 +49,7 @@ class Description(NamedTuple):
 
     @property
     def active_parameters(self) -> int:
-        """The parameters that one token meets."""
+        """The parameters that one token uses."""
         return sum(part.active_parameters for part in self.parts)
 
     @property

@@ -1,4 +1,4 @@
-"""`export`, with errors that say what a format and a backend cannot do."""
+"""Checks before `export`: which models a format can hold on a backend."""
 
 import importlib.util
 from typing import Any
@@ -38,7 +38,7 @@ def export_signature(
 
 
 def _check_groups(routers, input_signature):
-    """Refuses groups of images in a program for any number of them, on JAX."""
+    """Refuses groups of images in a program for any size of batch, on JAX."""
     if input_signature is not None:
         specs = keras.tree.flatten(input_signature)
         if all(None not in spec.shape for spec in specs):
@@ -56,7 +56,7 @@ def _check_groups(routers, input_signature):
 
 
 def _check_saved_model(format):
-    # With this package Keras tries it.
+    # With this package Keras can write one.
     if format == "tf_saved_model" and importlib.util.find_spec("torch_xla") is None:
         raise ValueError(
             "Expected format='torch' or 'onnx' on PyTorch, which writes no SavedModel "

@@ -11,7 +11,7 @@ from keras import ops
 def image_features(
     tokens: Any, grid: tuple[int, int], class_token: bool
 ) -> dict[str, Any]:
-    """The tokens, pooled, and as a grid.
+    """The tokens themselves, pooled to one vector, and as a grid.
 
     Args:
         tokens: (B, N, D).

@@ -45,7 +45,7 @@ ACTIVATIONS = (None, "softmax", "sigmoid")
 class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     """A backbone with pooling and a classification head.
 
-    The base of `ViTImageClassifier` and `MixerImageClassifier`.
+    This is the base of `ViTImageClassifier` and `MixerImageClassifier`.
 
     It is compiled with defaults for its kind of labels: integer classes, or with
     `multi_label=True` a 0-1 vector per image and a sigmoid loss summed over classes.
@@ -54,7 +54,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     Args:
         backbone: a `ViTBackbone` or `MixerBackbone`, as the subclass says.
-        num_classes: the number of classes.
+        num_classes: number of classes.
         preprocessor: an `ImagePreprocessor`, which `classify` applies; or a
             `keras_hub.models.Preprocessor`, which `fit`, `evaluate` and `predict`
             apply; or another layer or callable on images, which is applied where it
@@ -63,25 +63,27 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             without a class token), `"average"`, `"patch_average"` (without the class
             token) or `"map"` (attention pooling); None takes the class token if there
             is one, else the average.
-        multi_label: sigmoid instead of softmax cross-entropy.
+        multi_label: whether an image may have several labels: a sigmoid instead of a
+            softmax cross-entropy.
         representation_dim: size of a tanh layer between pooling and head, or None.
         head_bias: initial bias of the head: a number (V-MoE uses -10 on
             ImageNet-21k), or `"prior"` for -log(num_classes).
         output_activation: activation of the outputs: None for logits, `"softmax"` or
             `"sigmoid"`.
-        dropout: before the head.
+        dropout: dropout rate before the head.
         head_dtype: dtype policy of the head; None takes the backbone's.
-        pooled_norm: normalise what is pooled, for a backbone without `final_norm`.
+        pooled_norm: whether the pooled vector is normalised, for a backbone without
+            `final_norm`.
         head: a `MuMoE` layer in the place of the dense head, or before it, or a dict
-            of such a layer's arguments, whose `units` are the classes unless given;
-            None has the dense head alone. It is a description: the classifier makes a
-            layer like it, called "head", with the dtype policy of heads.
+            of such a layer's arguments, whose `units` default to the classes; None has
+            the dense head alone. The classifier makes a layer of the same arguments,
+            called "head", with the dtype policy of heads.
         head_position: `"final"`, where the head's units are the classes; or
             `"penultimate"`, where ReLU and the dense head follow.
         pooling_query_key_norm: whether attention pooling normalises queries and keys;
-            None does so where the backbone does, as V-MoE and Soft MoE, and False
-            never, as timm.
-        **kwargs: see `keras_hub.models.ImageClassifier`.
+            None does so where the backbone does, as in V-MoE and Soft MoE; False is
+            timm's.
+        **kwargs: arguments of `keras_hub.models.ImageClassifier`.
 
     Input shape:
         (B, height, width, channels), in [-1, 1].
@@ -207,7 +209,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         outputs, routing = self.output_dropout(features), dict(backbone.routing)
         if self.head is not None:
             outputs, record = self.head(outputs)
-            # A feature is an image's only token.
+            # The pooled feature is an image's only token.
             routing["head"] = Routing(*(keras.ops.expand_dims(x, 1) for x in record))
             if head_position == "penultimate":
                 outputs = keras.ops.relu(outputs)
@@ -303,7 +305,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         this one is, with an optimizer that starts afresh.
 
         Args:
-            output: the class.
+            output: index of the class.
             offsets: (E,), a number for each expert.
 
         Returns:
@@ -333,12 +335,12 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 clipped to global norm 1 (not with half-precision weights).
             loss: `"auto"` is softmax cross-entropy on integer labels, or
                 `SigmoidCrossentropy` with `multi_label`. Keras's crossentropies by
-                name, such as `"categorical_crossentropy"` on one-hot labels, read the
-                outputs for what they are: logits, unless the model has an activation.
+                name, such as `"categorical_crossentropy"` on one-hot labels, take
+                the outputs as logits, unless the model has an output activation.
             metrics: `"auto"` is the accuracy, of integer or one-hot labels as the loss
                 takes them, or with `multi_label` the area under the precision-recall
                 curve of all decisions.
-            **kwargs: see `keras.Model.compile`.
+            **kwargs: arguments of `keras.Model.compile`.
         """
         loss = loss_of_outputs(loss, self.output_activation is None)
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
@@ -357,7 +359,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         return default_metrics(loss, self.multi_label, classes, from_logits)
 
     def check_labels(self, labels: Any) -> None:
-        """Raises ValueError for labels out of range, where the loss tells their kind.
+        """Raises ValueError for labels out of range, where the loss implies their kind.
 
         Args:
             labels: labels of `fit` or `evaluate`.

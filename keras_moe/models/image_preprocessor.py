@@ -16,7 +16,8 @@ from keras_moe.layers.interpolation import (
     widened_linear_weights,
 )
 
-# What Pillow's images of these modes become; others have no meaning as pixels.
+# Pillow's modes, and those to which their images are converted; the values of other
+# modes are no pixels.
 _MODES = {"1": "L", "L": "L", "LA": "L"}
 _MODES.update(dict.fromkeys(("P", "RGB", "RGBA", "CMYK", "YCbCr"), "RGB"))
 # The luminance of TensorFlow's and Pillow's conversion to grey.

@@ -64,14 +64,14 @@ def check_multi_labels(labels: Any) -> None:
 
 
 def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
-    """Checks the labels of a loss that is known, as integers or by class.
+    """Checks labels, integers or one for each class, where the loss implies their kind.
 
     Args:
         labels: an array or a tensor with values, or a list or dict of one; anything
             else passes.
         num_classes: the number of classes.
-        loss: the compiled loss or its name, or a list or dict of one; those of other
-            kinds take any labels.
+        loss: compiled loss or its name, or a list or dict of one; losses of other kinds
+            take any labels.
 
     Raises:
         ValueError: if a label is out of range, or the labels are of another shape.
@@ -101,7 +101,7 @@ def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
         return
     multi = (SigmoidCrossentropy, keras.losses.BinaryCrossentropy)
     if isinstance(loss, multi) or loss == "binary_crossentropy":
-        # Of one class Keras takes (batch,), too.
+        # With one class Keras takes (batch,), too.
         if labels.shape[-1:] != (num_classes,) and (num_classes, labels.ndim) != (1, 1):
             raise ValueError(
                 f"Expected labels of shape (batch, {num_classes}), one for each image "
@@ -163,7 +163,7 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
 def check_training(
     model: keras.Model, inputs: Any, labels: Any, validation_data: Any = None
 ) -> None:
-    """Checks what a model is trained or evaluated on.
+    """Checks the arrays that a model is trained or evaluated on.
 
     Args:
         model: backbone or task.

@@ -31,7 +31,7 @@ class Weights(Protocol):
 
 
 class ModelSource:
-    """What a source says of a model, before overrides.
+    """The description of a model by its source, before overrides.
 
     Attributes:
         kind: `ARCHITECTURE` for a registered preset without weights, `SAVED` for a
@@ -63,12 +63,12 @@ class ModelSource:
     def task_config(self) -> dict[str, Any]:
         """Arguments of the task beside its backbone.
 
-        "preprocessor" is among them where the source says of one, or of none.
+        "preprocessor" is among them where the source has one, or says that it has none.
         """
         return {}
 
     def without_task(self) -> "ModelSource":
-        """The same for another task than its own, of which it says nothing."""
+        """The same source without its own task."""
         other = copy.copy(self)
         other.task, other.is_trained, other.class_names = None, False, None
         return other
@@ -81,7 +81,7 @@ class ModelSource:
         """The weights, or None.
 
         Args:
-            new_weights: starts of the paths of weights that the source does not fill.
+            new_weights: prefixes of the paths of weights that the source does not fill.
         """
         return None
 
@@ -91,7 +91,7 @@ class TaskConfig(NamedTuple):
 
     Attributes:
         config: arguments of the task beside its backbone.
-        new_weights: starts of the paths of weights that stay as they were initialised.
+        new_weights: prefixes of the paths of weights that keep their initial values.
     """
 
     config: dict[str, Any]
@@ -175,14 +175,14 @@ def open_model_source(
     load_weights: bool = True,
     counts_only: bool = False,
 ) -> ModelSource:
-    """What a source says of a model.
+    """Opens the source of a model.
 
     Args:
         source: name of a registered preset, folder, handle or published weights.
         overrides: arguments of the user; published weights may need some to be
             understood, such as `num_heads`.
         load_weights: whether the weights are wanted.
-        counts_only: whether nothing is read of published weights but their shapes.
+        counts_only: whether the shapes of published weights are read alone.
 
     Raises:
         ValueError: if the source is unknown or not whole.

@@ -1,4 +1,4 @@
-"""Who owns an argument: a backbone's constructor, or the config of its mixtures.
+"""Owners of arguments: a backbone's constructor, or the config of its mixtures.
 
 Presets, programs and recipes name arguments flatly, such as `num_experts=8`; a
 backbone's config keeps the fields of `MoEConfig` in `moe`. Here, and nowhere else, flat
@@ -21,12 +21,11 @@ _MUMOE_FIELDS = (
     "expert_mlp_dim",
     "expert_activation",
 )
-# The names that `router_options` stands for are no flat names: the encoder has an
-# `activation` of its own.
+# The keys of `router_options` are no flat names: the encoder has an `activation`, too.
 MOE_FIELDS = (*MoEConfig.field_names(),)
 # Arguments of every Keras model.
 _MODEL_ARGUMENTS = ("name", "trainable", "dtype")
-# Those of them that go to a task rather than to its backbone.
+# The arguments among these that go to a task and not to its backbone.
 _OUTERMOST = ("name", "trainable")
 
 
@@ -123,8 +122,8 @@ def split_overrides(
         backbone_cls: class of the backbone.
         task_cls: class of the task, or None for a backbone alone.
         overrides: arguments by name.
-        counts_only: whether no model is made, which has a name, for example: such
-            arguments are refused.
+        counts_only: whether no model is made; arguments of models alone, such as a
+            name, are then refused.
 
     Returns:
         `(of_backbone, of_task)`.
@@ -180,8 +179,8 @@ def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
         kwargs: arguments that are none of the constructor's own.
 
     Raises:
-        ValueError: if one is not of every Keras model; the message says where a field
-            of `moe` belongs.
+        ValueError: if one is no argument of every Keras model; the message says where a
+            field of `moe` belongs.
     """
     for name, value in kwargs.items():
         if name in MOE_FIELDS:

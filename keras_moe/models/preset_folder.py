@@ -39,14 +39,14 @@ PRESET_FILES = (
     INDEX,
 )
 
-# Seconds in which another process must have saved to the same folder.
+# Seconds to wait for another process that saves to the same folder.
 _PATIENCE = 600
 
 _writing = contextvars.ContextVar("writing", default=False)
 
 
 def is_preset(folder: str | os.PathLike) -> bool:
-    """Whether a folder is a Keras preset, and none of another library's weights."""
+    """Whether a folder is a Keras preset, and not another library's weights."""
     try:
         content = json.loads((Path(folder) / "config.json").read_text("utf-8"))
     except (OSError, RecursionError, ValueError):
@@ -87,7 +87,7 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
         remove_partials(target)
         staging = new_partial(target)
         if target.is_dir():
-            # A private folder stays one.
+            # A private folder stays private.
             staging.chmod(stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU)
         token = _writing.set(True)
         try:
@@ -99,7 +99,7 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
         except OSError as error:
             if error.filename is not None:
                 raise
-            # One of KerasHub's, which does not say what it could not write.
+            # KerasHub's errors do not name the file that could not be written.
             size = sum(file.stat().st_size for file in staging.iterdir())
             raise write_failed(error, preset_dir, size) from error
         finally:
@@ -141,13 +141,13 @@ def _recover(target):
         shutil.rmtree(previous, ignore_errors=True)
         return
     if target.is_dir():
-        # An empty one, or this fails: the older preset is not lost for it.
+        # It fails unless the folder is empty: the older preset is safe.
         target.rmdir()
     os.rename(previous, target)
 
 
 def readable(preset_dir: str | os.PathLike) -> Path:
-    """Where to read a preset from: of one that is just being replaced, the old one.
+    """The folder to read a preset from: the old one of a preset that is being replaced.
 
     Reading changes nothing on disk.
     """

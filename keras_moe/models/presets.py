@@ -44,8 +44,8 @@ def from_preset(
             local folder, or `hf://`, `kaggle://` or `gs://` handle; or weights that
             others have published, see `convert`.
         num_classes: number of classes of a new head.
-        task: `"backbone"` or the name of a task, such as `"image_classifier"`, to say
-            it outright.
+        task: `"backbone"` or the name of a task, such as `"image_classifier"`; None
+            decides as above.
         load_weights: whether to load the preset's weights, if it has any.
         **overrides: any argument of the backbone or the task, such as
             `image_shape=(384, 384, 3)`, `num_experts=8`, `capacity_factor=2.0`.
@@ -76,22 +76,22 @@ def convert(
     progress: Callable[[int, int, str], None] | None = None,
     **overrides,
 ) -> tuple[Any, ConversionReport]:
-    """Makes a model of ours from weights that others have published.
+    """Makes a model of this library from published weights.
 
-    Every tensor of the source must be used or be known not to be the image model's,
-    and every weight of the model must be filled; names, shapes and sizes are checked
-    before anything is read.
+    Every tensor of the source must be used, or be known to belong to another part than
+    the image model, and every weight of the model must be filled. Names, shapes and
+    sizes are checked before anything is read.
 
     One tensor at a time is in memory beside the model, which is float32 unless `dtype`
     says otherwise: files of float32 need at most 1.3 times their size. Files of half
     precision need more, since the model alone is twice their size; and so does a
     KerasHub model, or a preset of one, since both models are in memory.
 
-    Images are in [-1, 1], as for all our models: where the source's config, or CLIP's
-    habit, says of another mean and standard deviation, they become part of the patch
-    embedding. A KerasHub model takes the images that it took. A classifier's
-    `preprocessor` is an `ImagePreprocessor` with what the source says of its images and
-    of its classes' names.
+    Images are in [-1, 1], as for all models of this library: where the source's config,
+    or CLIP's convention, has another mean and standard deviation, they become part of
+    the patch embedding. A KerasHub model takes the same images as before. A
+    classifier's `preprocessor` is an `ImagePreprocessor` with the source's preparation
+    of images and its classes' names.
 
     Args:
         source: a V-MoE or Soft MoE checkpoint (the prefix of its `.index` and `.data`
@@ -102,15 +102,15 @@ def convert(
             or a KerasHub ViT, CLIP or SigLIP: a model or a preset.
         num_classes: classes of a new head. Without, the source's head is taken: its
             classes, the embedding of CLIP and SigLIP, or none.
-        task: `"backbone"` or `"image_classifier"` to say it outright.
-        load_weights: False for the architecture alone.
-        progress: called with (done, all, name) before each weight.
+        task: `"backbone"` or `"image_classifier"`; None decides as above.
+        load_weights: whether to load the weights; False makes the architecture alone.
+        progress: function of (done, all, name), called before each weight.
         **overrides: any argument of the backbone or the task. With another
             `image_shape` or `patch_size` positions and the patch kernel are resized,
             and channels folded (a Mixer keeps its number of patches). The number of
             heads, CLIP's `activation` and a V-MoE's `router`,
-            `num_selected_experts` and `capacity_factor` are to be given where the
-            source does not tell them.
+            `num_selected_experts` and `capacity_factor` must be given where the source
+            does not have them.
 
     Returns:
         The model, a compiled task or a backbone, and a `ConversionReport`.
@@ -146,14 +146,14 @@ def describe(
     load_weights: bool = True,
     **overrides,
 ) -> Description:
-    """What a model costs, from its configuration: no weight is allocated.
+    """The costs of a model, from its configuration: no weight is allocated.
 
     FLOPs count 2 per multiply-add of every matmul of one image's forward pass with
     no token dropped; normalisations, activations and softmaxes are left out.
 
     Args:
-        preset: source as for `from_preset`, or a model of this library. Names and
-            shapes alone are read of published weights; those of a folder with
+        preset: source as in `from_preset`, or a model of this library. Only the names
+            and shapes of published weights are read; the weights of a folder with
             checksums are read once, about a second per GB, to compare them.
         num_classes: number of classes of a new head; without, a saved or published
             head is counted as it is.
@@ -162,7 +162,7 @@ def describe(
 
     Returns:
         A `Description`: `parameters`, `active_parameters` (those that one token
-        meets), `gflops` per image, and the same for each of its `parts`.
+        uses), `gflops` per image, and the same for each of its `parts`.
 
     Raises:
         ValueError: as `from_preset`.
@@ -185,8 +185,8 @@ def unbuilt_blocks(preset: Any, **overrides) -> list[keras.layers.Layer]:
     """The blocks of a model's backbone as layers without weights.
 
     Args:
-        preset: source as for `describe`.
-        **overrides: arguments as for `describe`.
+        preset: source as in `describe`.
+        **overrides: arguments as in `describe`.
 
     Returns:
         An `EncoderBlock` or `MoEEncoderBlock` for each block.

@@ -1,7 +1,7 @@
-"""Which layers of a model are quantised, as its config tells it.
+"""Configs that say which layers of a model are quantised.
 
 KerasHub's own map has no default policy, so that a model is loaded in the global one,
-and making it takes the names off the layers' own policies.
+and making the map removes the names of the layers' own policies.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def quantized_policies(layers: list, policy: Any) -> Any:
 
     Args:
         layers: the layers.
-        policy: their policy otherwise: a policy, its name or its config.
+        policy: policy of the other layers, its name or its config.
 
     Returns:
         A map from the paths of the quantised layers, or `policy` where none is, or

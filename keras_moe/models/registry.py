@@ -14,7 +14,7 @@ from keras_moe.checks import argument_names, check_argument_names, nearest
 _BACKBONES: dict[str, type] = {}
 _TASKS: dict[str, type] = {}
 _PRESETS: dict[str, dict] = {}
-# What a preset says, with the values of what it may leave out.
+# The entries that a preset may leave out, with their defaults.
 _OPTIONAL = {"source": "", "task": None, "task_config": {}, "class_names": None}
 _ENTRIES = ("description", "backbone", "config", *_OPTIONAL, "variant")
 
@@ -22,7 +22,7 @@ _ENTRIES = ("description", "backbone", "config", *_OPTIONAL, "variant")
 def register_backbone(
     cls: type | None = None, *, presets: Mapping[str, dict] | None = None
 ) -> Any:
-    """A decorator that makes a family known by the name of its backbone's class.
+    """A decorator that registers a family under the name of its backbone's class.
 
     Args:
         cls: a `MoEBackbone`, which is registered as Keras serialisable, too.
@@ -65,11 +65,11 @@ def register_backbone(
 
 
 def register_task(cls: type) -> type:
-    """A decorator that makes a task known, for the backbones of its `backbone_cls`.
+    """A decorator that registers a task for the backbones of its `backbone_cls`.
 
     The class has a `task_name`, such as `"image_classifier"`, by which `from_preset`
-    takes it. The first that is registered for a backbone and a name is the one that
-    presets get which name no class.
+    takes it. The first that is registered for a backbone and a name serves the
+    presets that name no class.
 
     Args:
         cls: a task, which is registered as Keras serialisable, too.
@@ -103,7 +103,7 @@ def register_task(cls: type) -> type:
 
 
 def register_presets(presets: Mapping[str, dict]) -> None:
-    """Makes presets known by name: architectures without weights.
+    """Registers presets by name: architectures without weights.
 
     Args:
         presets: name to a dict with `description`, `backbone` (a registered class or
@@ -112,8 +112,8 @@ def register_presets(presets: Mapping[str, dict]) -> None:
             arguments), `class_names`, and `source`, the paper or file of the sizes.
 
     Raises:
-        ValueError: if an entry is missing or unknown, or a preset of the name exists
-            and says something else.
+        ValueError: if an entry is missing or unknown, or a different
+            preset of the name exists.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Presets in folders and behind handles: what they say, and their weights.
+"""Presets in folders and behind handles: their configs and their weights.
 
 The files are KerasHub's, and so are the functions that find and download them.
 """
@@ -100,8 +100,8 @@ class SavedWeights:
 
     Args:
         path: folder to read from, or handle.
-        has_head: whether those of the task around the backbone are taken, too.
-        is_wanted: False for a model that keeps its initial weights.
+        has_head: whether those of the task around the backbone are loaded, too.
+        is_wanted: whether the weights are loaded; False keeps the initial ones.
     """
 
     path: str
@@ -113,7 +113,7 @@ class SavedWeights:
 
         Args:
             model: backbone, or task around one.
-            progress: not called here.
+            progress: function as in `convert`, which is not called here.
         """
         if not self.is_wanted:
             return

@@ -1,4 +1,4 @@
-"""The slots of soft routers, which are weights: what keeps their number.
+"""The slots of soft routers, which are weights, and keep their number.
 
 Axes: N tokens, E experts, C capacity.
 """

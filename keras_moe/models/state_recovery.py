@@ -21,7 +21,7 @@ def state_kept(model: keras.Model, training: bool = False) -> Iterator[None]:
 
     Args:
         model: a built model.
-        training: whether the block trains, with the optimizer's variables.
+        training: whether the block trains, which changes the optimizer's variables.
 
     Example:
 
@@ -36,9 +36,9 @@ def state_kept(model: keras.Model, training: bool = False) -> Iterator[None]:
         return
     optimizer = getattr(model, "optimizer", None)
     if training and optimizer is not None and not optimizer.built:
-        # Keras would do it later: its variables have to be known here.
+        # Keras would build it later, but its variables are needed here.
         optimizer.build(model.trainable_variables)
-    # References: where Keras donates the buffers, their memory is free all the same.
+    # References do not keep the memory of buffers that Keras donates.
     before = [(variable, _value(variable)) for variable in _variables(model)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""The base of all tasks: a backbone, what stands on it, and its training.
+"""The base of all tasks: a backbone, the layers on top of it, and their training.
 
 Axes: B batch.
 """
@@ -39,10 +39,10 @@ from keras_moe.models.weights_file import checked_weights, save_weights
 class MoETask(TorchParameters):
     """A backbone with what a task adds to it, ready for `fit`.
 
-    The base of `ImageClassifier`, and of tasks of one's own: their second base is
-    `keras_hub.models.Task`, or one of KerasHub's own tasks, as one of which KerasHub
-    then loads them. (This class is none itself: Keras cannot make a functional model of
-    a class that has `keras.Model` among its bases by two ways.)
+    This is the base of `ImageClassifier`, and of one's own tasks. The second base of a
+    task is `keras_hub.models.Task` or one of KerasHub's tasks, whose `from_preset` then
+    loads it, too. (This class is no Keras model itself: Keras cannot build a functional
+    model whose class inherits from `keras.Model` along two paths.)
 
     A subclass has `task_name`, by which `from_preset` takes it, and `backbone_cls`; a
     constructor, which sets `self.backbone` and `self.preprocessor`, connects the
@@ -55,7 +55,7 @@ class MoETask(TorchParameters):
         outputs: symbolic outputs.
         features: symbolic features that the outputs follow from: one, or a dict.
         routing: symbolic `Routing` of each MoE block, by the block's name.
-        **kwargs: see `keras_hub.models.Task`.
+        **kwargs: arguments of `keras_hub.models.Task`.
 
     Raises:
         TypeError: if a subclass is defined with the bases in another order.
@@ -164,7 +164,7 @@ class MoETask(TorchParameters):
                 clipped to global norm 1 (not with half-precision weights).
             loss: `"auto"` is `default_loss()`.
             metrics: `"auto"` is `default_metrics(loss)`.
-            **kwargs: see `keras.Model.compile`.
+            **kwargs: arguments of `keras.Model.compile`.
         """
         if isinstance(optimizer, str) and optimizer == "auto":
             optimizer = default_optimizer(self.backbone.dtype_policy)
@@ -182,7 +182,7 @@ class MoETask(TorchParameters):
     def compile_from_config(self, config: dict) -> None:
         """Compiles a loaded model as it was saved.
 
-        Keras leaves a model alone that has a `compile` of its own.
+        Keras does not compile a loaded model whose class has a `compile` of its own.
 
         Args:
             config: result of `get_compile_config`.
@@ -208,11 +208,11 @@ class MoETask(TorchParameters):
         """Raises ValueError if labels do not fit the task; here all pass.
 
         Args:
-            labels: labels of `fit` or `evaluate`, as far as they are arrays.
+            labels: labels of `fit` or `evaluate`, which may be no arrays.
         """
 
     def _check_inputs(self, inputs, labels=None):
-        # A preprocessor of KerasHub makes inputs of the model's size of others.
+        # A preprocessor of KerasHub takes other inputs, and makes the model's of them.
         if not has_keras_hub_preprocessor(self):
             check_inputs(self, inputs)
         if labels is not None:
@@ -232,8 +232,8 @@ class MoETask(TorchParameters):
                 PyTorch `DataLoader`, a Grain dataset or loader, or a generator of
                 batches; see `keras.Model.fit`.
             y: labels, where `x` is arrays.
-            *args: see `keras.Model.fit`.
-            **kwargs: see `keras.Model.fit`.
+            *args: arguments of `keras.Model.fit`.
+            **kwargs: arguments of `keras.Model.fit`.
         """
         check_training(self, x, y, kwargs.get("validation_data"))
         with state_kept(self, training=True):
@@ -357,7 +357,7 @@ class MoETask(TorchParameters):
             filepath: path of a file that `save_weights` has written, or of a preset's,
                 which is compared with the checksum in its `metadata.json`.
             skip_mismatch: whether to leave out weights that do not fit.
-            **kwargs: see `keras.Model.load_weights`.
+            **kwargs: arguments of `keras.Model.load_weights`.
 
         Raises:
             ValueError: naming the file, if it is damaged, or does not fit.
@@ -379,7 +379,7 @@ class MoETask(TorchParameters):
         Its optimizer starts afresh.
 
         Raises:
-            ValueError: if the model has weights that its config does not tell, such as
+            ValueError: if the model has weights that its config does not imply, such as
                 low-rank pairs.
         """
         return copied(self, self.get_config())
@@ -408,7 +408,7 @@ class MoETask(TorchParameters):
 
         Args:
             rank: rank of the pairs.
-            target_layer_names: see the backbone's `enable_lora`.
+            target_layer_names: argument of the backbone's `enable_lora`.
         """
         self.backbone.enable_lora(rank, target_layer_names)
 
@@ -433,7 +433,7 @@ class MoETask(TorchParameters):
             verbose: whether to print a message.
             input_signature: `[keras.InputSpec((batch, height, width, channels))]`, for
                 another number of images than one.
-            **kwargs: see `keras.Model.export`.
+            **kwargs: arguments of `keras.Model.export`.
 
         Raises:
             ValueError: if the format cannot hold the model.

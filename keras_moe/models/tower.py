@@ -30,7 +30,7 @@ class TowerOutputs(NamedTuple):
     Attributes:
         tokens: (B, N, D), normalised if the tower has a last norm.
         routing: `Routing` of each MoE block by the block's name; a token mixer with
-            experts has a record of channels (B, D, E) besides, such as
+            experts has a record of its own, with channels (B, D, E), such as
             "block_0/token_mixer".
         block_tokens: (B, N, D) behind each block by its name.
     """
@@ -43,7 +43,7 @@ class TowerOutputs(NamedTuple):
 class Tower(NamedTuple):
     """The layers of one encoder, not built.
 
-    A plain tuple and not a layer, so that a model's weights keep their public paths,
+    It is a plain tuple and no layer, so that a model's weights keep their public paths,
     such as `block_0/attention/query/kernel`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Tower(NamedTuple):
         """Runs the tower.
 
         Args:
-            inputs: what the first layer of the embedding takes, such as images.
+            inputs: inputs of the embedding's first layer, such as images.
             mask: boolean (B, N), False for padding, or None.
             modality_ids: integers (B, N), or None.
         """

@@ -8,8 +8,8 @@ class Variant(NamedTuple):
 
     Attributes:
         hidden_dim: D.
-        num_layers: blocks.
-        num_heads: attention heads; None in a Mixer.
+        num_layers: number of blocks.
+        num_heads: number of attention heads; None in a Mixer.
         mlp_dim: H.
         source: the table or file that the row comes from.
         token_mlp_dim: H of a Mixer's token MLPs.

@@ -1,8 +1,8 @@
-"""HDF5 files of weights: a write that fails is an OSError, and not the process's end.
+"""HDF5 files of weights: a failed write raises OSError, and does not end the process.
 
-HDF5 ends the process when it closes a file that it could not write. Here it writes to a
-stream that keeps an error to itself, and whose file takes its place when all of it is
-on the disk. Arrays are written one after the other, straight to the disk: nothing of a
+HDF5 aborts the process when it closes a file that it could not write. Here it writes to
+a stream that keeps errors to itself, and whose file takes its place when all of it is
+on the disk. Arrays are written one after the other, straight to the disk: no part of a
 model is in memory twice.
 """
 
@@ -142,7 +142,7 @@ def new_hdf5(path: str | os.PathLike) -> Iterator[h5py.File]:
 
 
 class _StreamedStore:
-    """What Keras's stores of weights have in common here: files that are streams."""
+    """The common part of Keras's stores of weights here: files that are streams."""
 
     def __init__(self, path, files, *arguments, **kwargs):
         self._files, self._streams = files, []

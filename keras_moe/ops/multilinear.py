@@ -395,11 +395,11 @@ def rank_bound(
     """The largest rank that an expert's matrix may have.
 
     Args:
-        factorization: see `factor_shapes`.
-        num_experts: see `factor_shapes`.
-        inputs: see `factor_shapes`.
-        units: see `factor_shapes`.
-        rank: see `factor_shapes`.
+        factorization: argument of `factor_shapes`.
+        num_experts: argument of `factor_shapes`.
+        inputs: argument of `factor_shapes`.
+        units: argument of `factor_shapes`.
+        rank: argument of `factor_shapes`.
 
     Returns:
         min(I, O, R) for CP, min(I, O, R_(L+2) min(R_1, R_(L+1))) for TR, and

@@ -21,11 +21,11 @@ def factorized_multiply_adds(
     Elementwise products are not counted, as in the paper.
 
     Args:
-        factorization: see `factor_shapes`.
-        num_experts: see `factor_shapes`.
+        factorization: argument of `factor_shapes`.
+        num_experts: argument of `factor_shapes`.
         inputs: I, a constant input for the bias included.
         units: O.
-        rank: see `factor_shapes`.
+        rank: argument of `factor_shapes`.
 
     Reference:
         *Multilinear Mixture of Experts*, Table 5, and Table 8's "fast model".
@@ -62,11 +62,11 @@ def naive_multiply_adds(
     contracted with the coefficients of each level and with the input (equation 1).
 
     Args:
-        factorization: see `factor_shapes`.
-        num_experts: see `factor_shapes`.
+        factorization: argument of `factor_shapes`.
+        num_experts: argument of `factor_shapes`.
         inputs: I, a constant input for the bias included.
         units: O.
-        rank: see `factor_shapes`.
+        rank: argument of `factor_shapes`.
 
     Reference:
         *Multilinear Mixture of Experts*, Table 8's "original FLOPs", which count

@@ -146,11 +146,11 @@ def semi_dual(
 
     Args:
         potential: float32 (G, 1, m).
-        values: see `potentials`.
+        values: argument of `potentials`.
         allowed: boolean (G, n, m), False for pairs that are forbidden.
-        mass: see `potentials`.
-        target: see `potentials`.
-        max_nonzeros: see `potentials`.
+        mass: argument of `potentials`.
+        target: argument of `potentials`.
+        max_nonzeros: argument of `potentials`.
 
     Returns:
         float32 (G,).

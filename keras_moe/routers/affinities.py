@@ -149,7 +149,7 @@ class SparsityConstrainedAffinity(Affinity):
         sparse: whether the capacity (or K) bounds the pairs of each expert (or token);
             False is the plain sparse projection. The capacity is that of the whole
             group, padding included.
-        solver: see `keras_moe.ops.sparse_transport`.
+        solver: argument of `keras_moe.ops.sparse_transport`.
         iterations: steps of the solver; None takes its default.
         learning_rate: learning rate of `solver="adam"`.
 

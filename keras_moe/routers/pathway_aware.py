@@ -60,27 +60,27 @@ class PathwayAwareRouter(TokenChoiceRouter):
             are scaled before they route, or None; the next layer gets them unscaled.
         zero_gates: gates of zero experts, `"keep"`, or `"remove"` to count them as 0
             before gates are normalised.
-        affinity: see `TokenChoiceRouter`.
-        combine: see `TokenChoiceRouter`.
-        normalize_gates: see `TokenChoiceRouter`.
+        affinity: argument of `TokenChoiceRouter`.
+        combine: argument of `TokenChoiceRouter`.
+        normalize_gates: argument of `TokenChoiceRouter`.
         capacity_factor: gamma; 1.1 without this and without `dropless`.
         eval_capacity_factor: gamma at inference; None serves every token.
-        batch_invariant: see `TokenChoiceRouter`.
+        batch_invariant: argument of `TokenChoiceRouter`.
         dropless: whether every token is served while training, too.
         capacity_rounding: rounding of the capacity, `"ceil"` or `"round"`.
         capacity_multiple_of: divisor of the FFN experts' capacity, which is rounded up
             to a multiple of it unless each image is a group, or None.
-        priority: see `TokenChoiceRouter`.
-        excluded_experts: see `TokenChoiceRouter`; the next layer's gating residual
-            gets their logits all the same.
+        priority: argument of `TokenChoiceRouter`.
+        excluded_experts: argument of `TokenChoiceRouter`; the next layer's gating
+            residual gets their logits all the same.
         noise_std: standard deviation of the training noise, times `num_experts`; None
             is MoE++'s, 0.0.
-        noisy_combine: see `TokenChoiceRouter`.
+        noisy_combine: argument of `TokenChoiceRouter`.
         kernel_initializer: initializer of the kernels.
         residual_initializer: initializer of the map of previous logits. With zeros the
             router begins like one without it.
         seed: seed of the noise.
-        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+        **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         tokens: (G, S, D).

@@ -136,8 +136,8 @@ def router_class_for_kinds(
     """The class and arguments of a router for experts of several kinds.
 
     Args:
-        router: as for `router_class`.
-        kinds: `ExpertKinds`, how many experts there are of each kind.
+        router: argument of `router_class`.
+        kinds: `ExpertKinds`, the number of experts of each kind.
         gating_residual: whether the router adds the logits of the one before.
 
     Returns:

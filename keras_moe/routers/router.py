@@ -63,7 +63,7 @@ class Router(keras.layers.Layer):
         num_experts: E.
         noise_std: standard deviation of the training noise; see the subclass.
         seed: seed of the noise; None draws one from Keras's global seed.
-        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+        **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
     Input shape:
         (G, S, D).

@@ -53,7 +53,7 @@ class SoftRouter(Router):
         slot_initializer: initializer of the slot vectors (D, E, C).
         scale_initializer: initializer of the scale.
         seed: seed of the noise.
-        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+        **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         tokens: (G, S, D).

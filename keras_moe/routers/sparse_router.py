@@ -45,7 +45,7 @@ class SparseRouter(Router):
             `SinkhornAffinity(iterations=50)`.
         combine: combine weights, `"softmax"`, or `"affinity"` for the transport plan
             itself, through which gradients then flow (the ablation of section 3.4).
-        normalize_gates: see the subclass.
+        normalize_gates: normalisation of the combine weights, see the subclass.
         capacity_factor: c, the slots over the assignments.
         capacity: C itself, a number of tokens, instead of `capacity_factor`.
         capacity_rounding: rounding of the capacity, `"ceil"` or `"round"`.
@@ -61,10 +61,10 @@ class SparseRouter(Router):
         kernel_initializer: initializer of the kernel (D, E), or (M, D, E).
         num_modalities: M; each modality then has a kernel of its own over the shared
             experts, and calls take `modality_ids`. None has one kernel for all.
-        expert_pools: list for each modality of the experts that its tokens may go to;
-            pools may overlap. None lets all go everywhere.
+        expert_pools: experts of each modality, those that its tokens may go to; no
+            expert is in two pools. None lets all tokens go to all experts.
         seed: seed of the noise.
-        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+        **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
     Raises:
         ValueError: if an argument is out of range.

@@ -77,11 +77,11 @@ class TokenChoiceRouter(SparseRouter):
         kernel_initializer: initializer of the kernel (D, E), or (M, D, E).
         num_modalities: M; each modality then has a kernel of its own over the shared
             experts, and calls take `modality_ids`.
-        expert_pools: for each modality, the experts that its tokens may go to.
+        expert_pools: experts of each modality, those that its tokens may go to.
         excluded_experts: experts that no token chooses; the softmax is over the
             others. See `keras_moe.analysis.exclude_experts`.
         seed: seed of the noise.
-        **kwargs: see `keras.layers.Layer`; `dtype` is always float32.
+        **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         tokens: (G, S, D).

@@ -136,6 +136,7 @@ def test_the_function_is_preserved_where_theory_says_so(kind, arguments, preserv
     assert not any("/moe/" in path for path in before)
 
 
+@pytest.mark.backend_free
 def test_experts_are_copies_and_noise_makes_them_differ():
     dense = with_weights(MAKERS["vit"]())
     kernel = by_path(dense)["block_1/mlp/hidden/kernel"]
@@ -207,6 +208,7 @@ def test_the_optimizer_is_carried_over(optimizer):
     assert int(sparse.optimizer.iterations) == 4
 
 
+@pytest.mark.backend_free
 @pytest.mark.usefixtures("traced")
 def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
     """The upcycled model starts at the dense accuracy, and ends no lower."""
@@ -343,6 +345,7 @@ def test_what_was_compiled_is_compiled_alike():
     assert "accuracy" in result
 
 
+@pytest.mark.backend_free
 def test_accumulated_and_scaled_optimizers_are_carried_over():
     dense = compiled(optimizer=keras.optimizers.Adam(gradient_accumulation_steps=2))
     sparse, _ = training.upcycle(dense, num_experts=2, carry_optimizer=True)
@@ -360,6 +363,7 @@ def test_accumulated_and_scaled_optimizers_are_carried_over():
     assert max(float(keras.ops.max(slot)) for slot in inner._velocities) > 0
 
 
+@pytest.mark.backend_free
 def test_frozen_layers_stay_frozen_and_keep_their_slots():
     dense = compiled()
     dense.backbone.get_layer("block_0").trainable = False

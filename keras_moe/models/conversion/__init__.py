@@ -1,4 +1,4 @@
-"""Weights that others have published, as models of ours."""
+"""Published weights as models of this library."""
 
 from keras_moe.models.conversion.published_weights import PublishedWeights
 from keras_moe.models.conversion.report import ConversionReport, ConvertedWeight

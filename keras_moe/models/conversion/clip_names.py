@@ -57,8 +57,8 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
 }
 _OPENCLIP_CONFIG = "open_clip_config.json"
-# OpenCLIP's arguments of an image tower that change no function of ours, or that the
-# tensors tell; and those of which only the default is ours.
+# OpenCLIP's arguments of an image tower that do not matter here, or that follow from
+# the tensors; and those of which only the default is supported.
 _OPENCLIP_FREE = (
     "layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size",
     "ls_init_value", "patch_dropout", "attn_pooler_queries", "attn_pooler_heads",
@@ -91,9 +91,9 @@ _OPENCLIP_TEXT = (
     "token_embedding.",
     "ln_final.",
     "transformer.",
-    # As `text.` in later versions.
+    # Later versions have `text.` instead.
     "text.",
-    # What OpenAI's files have beside the weights.
+    # Numbers that OpenAI's files have beside the weights.
     "input_resolution",
     "context_length",
     "vocab_size",
@@ -112,7 +112,7 @@ def clip_plan(file, config: dict, overrides: dict) -> ConversionPlan | None:
         overrides: arguments of the user.
 
     Raises:
-        ValueError: if neither config nor arguments say what weights do not.
+        ValueError: if neither config nor arguments have what the weights do not imply.
     """
     if "visual.conv1.weight" in file:
         return _openclip(file, config, overrides)
@@ -148,20 +148,20 @@ def _tower(file, kernel, positions, class_token, blocks, mlp, overrides, heads=N
     }
 
 
-def _activation(found, file, overrides):
+def _activation(name, file, overrides):
     if "activation" in overrides:
         return overrides["activation"]
-    if found not in _ACTIVATIONS:
+    if name not in _ACTIVATIONS:
         raise ValueError(
             "Expected activation='quick_gelu' (OpenAI's weights) or 'gelu' (most of "
             f"OpenCLIP's), which neither weights nor config of {file.path} tell; "
-            f"received: {found!r}"
+            f"received: {name!r}"
         )
-    return _ACTIVATIONS[found]
+    return _ACTIVATIONS[name]
 
 
 def _check_openclip(vision, file):
-    """Refuses what our ViT does not compute."""
+    """Refuses towers that `ViTBackbone` does not compute."""
     for name, value in vision.items():
         allowed = _OPENCLIP_DEFAULTS.get(name, ())
         if name not in _OPENCLIP_FREE and value not in allowed:
@@ -230,7 +230,7 @@ def _openclip(file, config, overrides):
         rules.update(block_rules(file, f"block_{i}", block, _OPENCLIP_BLOCK))
     task = None
     if f"{visual}proj" in file:
-        # Stored as ours: (D, embedding).
+        # It is stored as here: (D, embedding).
         rules["predictions/kernel"] = Direct(f"{visual}proj")
         rules["predictions/bias"] = Filled()
         size = required(file, f"{visual}proj", 2)[1]
@@ -264,7 +264,7 @@ def _transformers(file, config, overrides):
             0
         ],
     )
-    # Transformers leaves out what is CLIP's or SigLIP's default.
+    # Transformers leaves out the defaults of CLIP and SigLIP.
     is_siglip = not class_token
     activation = vision.get("hidden_act")
     if activation is None and config.keys() - {"preprocessor"}:

@@ -1,4 +1,4 @@
-"""What publishers say of their weights in JSON: its types, and that it fits them."""
+"""Publishers' descriptions of their weights in JSON, and checks of their types."""
 
 import json
 import math
@@ -11,7 +11,7 @@ def read_object(path: str | os.PathLike) -> dict:
     """The content of a JSON file that holds an object.
 
     Args:
-        path: the file.
+        path: path of the file.
 
     Raises:
         ValueError: naming the file, if it is not whole or of another kind.
@@ -90,7 +90,7 @@ _TOWER = {
     "hidden_act": _TEXT,
     "layer_norm_eps": _EPSILON,
 }
-# What is read of a config; a dict stands for an object with such entries.
+# The entries of a config that are read; a dict stands for an object of such entries.
 CONFIG = {
     **_TIMM,
     **_TOWER,
@@ -133,13 +133,13 @@ PREPROCESSOR = {
 
 
 def check_types(content: dict, types: dict, path: str, place: str = "") -> dict:
-    """`content`, if what is read of it is of the right types.
+    """`content`, if the entries that are read have the right types.
 
     Args:
-        content: of a config.
-        types: what to expect: `CONFIG` or `PREPROCESSOR`.
-        path: the file, for messages.
-        place: where in the file, for messages.
+        content: content of a config.
+        types: expected types, `CONFIG` or `PREPROCESSOR`.
+        path: path of the file, for messages.
+        place: path of the object within the file, for messages.
 
     Raises:
         ValueError: naming the file and the entry.

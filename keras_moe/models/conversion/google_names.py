@@ -2,7 +2,7 @@
 
 They changed over the years: modules of a block were first counted together
 (`LayerNorm_0, MultiHeadDotProductAttention_1, LayerNorm_2, MlpBlock_3`), then by
-class, and V-MoE names them. All are taken.
+class, and V-MoE names them. All of these are read.
 """
 
 from keras_moe.checks import check_image_shape
@@ -17,8 +17,8 @@ from keras_moe.models.conversion.weight_rules import (
     norm,
 )
 
-# What weights do not tell of the released V-MoEs: the start of the name, and the
-# built-in preset that has it.
+# The released V-MoEs, whose weights do not imply all arguments: the start of the name,
+# and the built-in preset with the arguments.
 RELEASED = {
     "vmoe_s32_last2": "vmoe_s32_last2_e8",
     "vmoe_b16_imagenet21k": "vmoe_b16_every2_e8",
@@ -40,9 +40,9 @@ _OPTIMIZER = ("opt", "opt_state")
 
 
 def _first(file, *names):
-    """The first of several names that there is, or the first."""
-    found = [name for name in names if name in file]
-    return (found or names)[0]
+    """The first of several names that is present, or else the first."""
+    present = [name for name in names if name in file]
+    return (present or names)[0]
 
 
 def _module(file, place, *names):
@@ -59,7 +59,7 @@ def google_plan(file, name: str, overrides: dict) -> ConversionPlan | None:
 
     Args:
         file: a `PublishedTensors`.
-        name: the checkpoint's name, which says what weights do not.
+        name: name of the checkpoint, which implies arguments that the weights do not.
         overrides: arguments of the user.
     """
     for prefix in _PREFIXES:
@@ -71,7 +71,7 @@ def google_plan(file, name: str, overrides: dict) -> ConversionPlan | None:
 
 
 def _ignored(file, prefix):
-    """All that is no parameter: what a training state has beside them."""
+    """All that is no parameter, such as the other parts of a training state."""
     reasons = {}
     for name in file:
         if name.startswith(prefix):
@@ -84,11 +84,11 @@ def _ignored(file, prefix):
 
 def _attention(place, name, query_key_norm=False):
     rules = {}
-    for ours in ("query", "key", "value"):
-        rules.update(direct(f"{place}/{ours}", f"{name}{ours}/"))
-        if query_key_norm and ours != "value":
-            norm_name = f"{name}{ours}_ln/scale"
-            rules[f"{place}/{ours}_norm/gamma"] = Direct(norm_name)
+    for part in ("query", "key", "value"):
+        rules.update(direct(f"{place}/{part}", f"{name}{part}/"))
+        if query_key_norm and part != "value":
+            norm_name = f"{name}{part}_ln/scale"
+            rules[f"{place}/{part}_norm/gamma"] = Direct(norm_name)
     return {**rules, **direct(f"{place}/attention_output", f"{name}out/")}
 
 
@@ -148,19 +148,19 @@ def _vit(file, prefix, name, overrides):
         rules["class_token/token"] = Direct(f"{prefix}cls")
     moe_layers = []
     for i in blocks:
-        block, ours = f"{root}encoderblock_{i}/", f"block_{i}"
+        block, target = f"{root}encoderblock_{i}/", f"block_{i}"
         attention = _module(file, block, *attentions)
         query_key_norm = f"{attention}query_ln/scale" in file
         second = _module(file, block, "LayerNorm_2", "LayerNorm_1")
-        rules.update(_flax_norm(f"{ours}/mixer_norm", f"{block}LayerNorm_0/"))
-        rules.update(_flax_norm(f"{ours}/feed_forward_norm", second))
-        rules.update(_attention(f"{ours}/attention", attention, query_key_norm))
+        rules.update(_flax_norm(f"{target}/mixer_norm", f"{block}LayerNorm_0/"))
+        rules.update(_flax_norm(f"{target}/feed_forward_norm", second))
+        rules.update(_attention(f"{target}/attention", attention, query_key_norm))
         if any(tensor.startswith(f"{block}Moe/") for tensor in file):
             moe_layers.append(i)
-            rules.update(_moe(file, f"{ours}/moe", f"{block}Moe/", arguments))
+            rules.update(_moe(file, f"{target}/moe", f"{block}Moe/", arguments))
         else:
             mlp = _module(file, block, "Mlp", "MlpBlock_3", "MlpBlock_0")
-            rules.update(_mlp(f"{ours}/mlp", mlp))
+            rules.update(_mlp(f"{target}/mlp", mlp))
             arguments["mlp_dim"] = required(file, f"{mlp}Dense_0/kernel", 2)[1]
         if i == 0:
             query = required(file, f"{attention}query/kernel", 3)
@@ -234,8 +234,8 @@ def _moe(file, place, name, arguments):
     arguments["num_experts"] = num_experts
     arguments["experts' mlp_dim"] = expert_mlp_dim
     rules = {
-        f"{place}/experts/{ours}_{what}": Direct(f"{name}Mlp/{theirs}/{what}")
-        for ours, theirs in (("hidden", "Dense_0"), ("output", "Dense_1"))
+        f"{place}/experts/{layer}_{what}": Direct(f"{name}Mlp/{dense}/{what}")
+        for layer, dense in (("hidden", "Dense_0"), ("output", "Dense_1"))
         for what in ("kernel", "bias")
     }
     if f"{name}Router/mu" not in file:
@@ -280,11 +280,11 @@ def _mixer(file, prefix):
         **_flax_norm("final_norm", f"{prefix}pre_head_layer_norm/"),
     }
     for i in blocks:
-        block, ours = f"{prefix}MixerBlock_{i}/", f"block_{i}"
-        rules.update(_flax_norm(f"{ours}/mixer_norm", f"{block}LayerNorm_0/"))
-        rules.update(_flax_norm(f"{ours}/feed_forward_norm", f"{block}LayerNorm_1/"))
-        rules.update(_mlp(f"{ours}/token_mlp", f"{block}token_mixing/"))
-        rules.update(_mlp(f"{ours}/mlp", f"{block}channel_mixing/"))
+        block, target = f"{prefix}MixerBlock_{i}/", f"block_{i}"
+        rules.update(_flax_norm(f"{target}/mixer_norm", f"{block}LayerNorm_0/"))
+        rules.update(_flax_norm(f"{target}/feed_forward_norm", f"{block}LayerNorm_1/"))
+        rules.update(_mlp(f"{target}/token_mlp", f"{block}token_mixing/"))
+        rules.update(_mlp(f"{target}/mlp", f"{block}channel_mixing/"))
     head, task = _head(file, prefix)
     return ConversionPlan(
         "MLP-Mixer (Google)",

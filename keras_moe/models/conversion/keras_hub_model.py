@@ -11,7 +11,7 @@ class KerasHubModel(PublishedTensors):
 
     Args:
         model: a Keras model.
-        layers: its layers of which the weights are read; None takes all.
+        layers: layers whose weights are read; None takes all.
 
     Raises:
         ValueError: if two weights have one path.

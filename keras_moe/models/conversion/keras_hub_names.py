@@ -21,7 +21,7 @@ from keras_moe.models.conversion.weight_rules import (
 )
 
 _ACTIVATIONS = {"gelu_approximate": "gelu_tanh"}
-# Ours beside Keras's.
+# This library's activations beside Keras's.
 _OURS = ("gelu_tanh", "quick_gelu")
 _hub = keras_hub.models
 CLASSES = (
@@ -47,7 +47,7 @@ def keras_hub_plan(model) -> tuple[PublishedTensors, ConversionPlan]:
         model: one of `CLASSES`.
 
     Raises:
-        ValueError: if the model has what ours has not.
+        ValueError: if the model has parts that this library's has not.
     """
     encoder, around, layers = model, None, None
     if isinstance(model, _hub.ViTImageClassifier):
@@ -82,21 +82,21 @@ def keras_hub_plan(model) -> tuple[PublishedTensors, ConversionPlan]:
 
 
 def _activation(name):
-    ours = _ACTIVATIONS.get(name, name) if isinstance(name, str) else None
+    activation = _ACTIVATIONS.get(name, name) if isinstance(name, str) else None
     try:
-        known = ours in _OURS or callable(keras.activations.get(ours))
+        known = activation in _OURS or callable(keras.activations.get(activation))
     except ValueError:
         known = False
-    if ours is None or not known:
+    if activation is None or not known:
         raise ValueError(
             "Expected an activation by a name that Keras knows; received: "
             f"{name!r} in KerasHub's encoder"
         )
-    return ours
+    return activation
 
 
 def _head_activation(classifier):
-    """Our name of the activation of a classifier's outputs."""
+    """This library's name of the activation of a classifier's outputs."""
     name = activation = classifier.activation
     if callable(activation):
         name = keras.activations.serialize(activation)
@@ -116,13 +116,13 @@ class _Names(dict):
         return key
 
 
-def _block(ours, first, second, attention, hidden, output):
+def _block(target, first, second, attention, hidden, output):
     rules = {}
     for place, name in (("mixer_norm", first), ("feed_forward_norm", second)):
-        rules.update(norm(f"{ours}/{place}", name, "gamma", "beta"))
-    rules.update(direct(f"{ours}/mlp/hidden", hidden))
-    rules.update(direct(f"{ours}/mlp/output", output))
-    rules.update(_attention(f"{ours}/attention", attention))
+        rules.update(norm(f"{target}/{place}", name, "gamma", "beta"))
+    rules.update(direct(f"{target}/mlp/hidden", hidden))
+    rules.update(direct(f"{target}/mlp/output", output))
+    rules.update(_attention(f"{target}/attention", attention))
     return rules
 
 
@@ -136,16 +136,16 @@ def _attention(place, name):
 def _resolved(rules, names):
     """The same rules with the full paths of the weights."""
     resolved = {}
-    for ours, rule in rules.items():
+    for path, rule in rules.items():
         fields = {
             field: names[getattr(rule, field)]
             for field in ("name", "ids", "bias")
             if getattr(rule, field, None) is not None
         }
-        if ours.endswith("bias") and fields and fields["name"] not in names.values():
-            resolved[ours] = Filled()  # Without biases: zeros do the same.
+        if path.endswith("bias") and fields and fields["name"] not in names.values():
+            resolved[path] = Filled()  # Without biases: zeros do the same.
             continue
-        resolved[ours] = dataclasses.replace(rule, **fields)
+        resolved[path] = dataclasses.replace(rule, **fields)
     return resolved
 
 

@@ -1,4 +1,4 @@
-"""Headers of msgpack streams, read without the arrays that they announce."""
+"""Headers of msgpack streams, read without the arrays behind them."""
 
 import os
 
@@ -7,7 +7,7 @@ _NDARRAY, _NPSCALAR = 1, 3
 
 
 class MsgpackHeaders:
-    """Reads msgpack headers of a stream and steps over what they announce.
+    """Reads msgpack headers of a stream and skips the values behind them.
 
     msgpack's own reader would hold each piece, up to a GiB, to step over it.
     """

@@ -21,7 +21,7 @@ class NpzCheckpoint(PublishedTensors):
     """The arrays of an `.npz`; nothing in it is ever unpickled.
 
     Args:
-        path: the file.
+        path: path of the file.
 
     Raises:
         ValueError: if it is not a whole zip file of `.npy` arrays of numbers.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# Names and Pillow's numbers of interpolations -> ours.
+# Names and Pillow's numbers of interpolations -> this library's names.
 _INTERPOLATIONS = {"bilinear": "bilinear", "bicubic": "bicubic", 2: "bilinear"}
 _INTERPOLATIONS[3] = "bicubic"
 # timm's defaults.
@@ -18,20 +18,20 @@ _NO_NAME = re.compile(r"LABEL_\d+")
 
 
 def _interpolation(value):
-    """Ours, antialiased as Pillow's, and the note where it is another."""
-    ours = _INTERPOLATIONS.get(value, "bicubic")
+    """Arguments of the interpolation, antialiased as Pillow's, and notes."""
+    interpolation = _INTERPOLATIONS.get(value, "bicubic")
     notes = ()
     if value not in _INTERPOLATIONS:
         notes = (f"preprocessor: bicubic in the place of interpolation={value!r}",)
-    return {"interpolation": ours, "antialias": True}, notes
+    return {"interpolation": interpolation, "antialias": True}, notes
 
 
 def class_names(config: dict, num_classes: int | None) -> list[str] | None:
     """The names of a head's classes, if a config has them for all.
 
     Args:
-        config: of timm (`label_names`) or transformers (`id2label`).
-        num_classes: of the head; None without one.
+        config: config of timm (`label_names`) or transformers (`id2label`).
+        num_classes: number of the head's classes; None without a head.
     """
     names = config.get("label_names")
     names = names or config.get("pretrained_cfg", {}).get("label_names")
@@ -40,15 +40,15 @@ def class_names(config: dict, num_classes: int | None) -> list[str] | None:
         names = [by_number.get(str(i)) for i in range(len(by_number))]
     if not names or len(names) != num_classes or None in names:
         return None
-    # transformers' names where nobody gave any.
+    # The placeholders that transformers has for classes without names.
     return None if all(map(_NO_NAME.fullmatch, names)) else list(names)
 
 
 def timm_preprocessing(config: dict) -> tuple[dict, tuple[str, ...]]:
-    """Of timm's `pretrained_cfg`, and notes.
+    """Arguments that follow from timm's `pretrained_cfg`, and notes.
 
     Args:
-        config: the content of `config.json`.
+        config: content of `config.json`.
     """
     cfg = config.get("pretrained_cfg", {})
     arguments, notes = _interpolation(cfg.get("interpolation") or "bicubic")
@@ -61,10 +61,10 @@ def timm_preprocessing(config: dict) -> tuple[dict, tuple[str, ...]]:
 def transformers_preprocessing(
     preprocessor: dict, is_clip: bool
 ) -> tuple[dict, tuple[str, ...]]:
-    """Of transformers' `preprocessor_config.json`, and notes.
+    """Arguments that follow from transformers' `preprocessor_config.json`, and notes.
 
     Args:
-        preprocessor: its content, or `{}`.
+        preprocessor: content of the file, or `{}`.
         is_clip: whether CLIP's defaults hold, or SigLIP's.
     """
     arguments, notes = _interpolation(preprocessor.get("resample", 3))
@@ -88,10 +88,10 @@ def _edge(size):
 
 
 def openclip_preprocessing(cfg: dict) -> tuple[dict, tuple[str, ...]]:
-    """Of OpenCLIP's `preprocess_cfg`, and notes.
+    """Arguments that follow from OpenCLIP's `preprocess_cfg`, and notes.
 
     Args:
-        cfg: its content, or `{}`.
+        cfg: content of `preprocess_cfg`, or `{}`.
     """
     arguments, notes = _interpolation(cfg.get("interpolation") or "bicubic")
     mode = cfg.get("resize_mode") or "shortest"
@@ -104,11 +104,11 @@ def openclip_preprocessing(cfg: dict) -> tuple[dict, tuple[str, ...]]:
 def keras_hub_preprocessing(
     preprocessor: Any, channels: int
 ) -> tuple[dict | None, tuple[str, ...]]:
-    """Of a KerasHub task's preprocessor, and notes; None if it cannot be ours.
+    """Arguments that follow from a KerasHub task's preprocessor, or None; and notes.
 
     Args:
-        preprocessor: of the task, or None.
-        channels: of the images.
+        preprocessor: preprocessor of the task, or None.
+        channels: number of the images' channels.
     """
     if preprocessor is None:
         return None, ()

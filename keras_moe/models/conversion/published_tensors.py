@@ -1,4 +1,4 @@
-"""What every checkpoint reader offers: names, shapes, and one tensor at a time."""
+"""The interface of checkpoint readers: names, shapes, and one tensor at a time."""
 
 import math
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ import numpy as np
 
 
 class TensorInfo(NamedTuple):
-    """What a checkpoint says of a tensor before it is read.
+    """The description of a tensor in a checkpoint, before it is read.
 
     Attributes:
-        shape: its sizes.
-        dtype: its dtype's name, such as `"float32"` or `"bfloat16"`.
-        file: where it is stored.
+        shape: sizes of the tensor.
+        dtype: name of the tensor's dtype, such as `"float32"` or `"bfloat16"`.
+        file: name of the file that holds the tensor.
     """
 
     shape: tuple[int, ...]

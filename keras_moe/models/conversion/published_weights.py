@@ -1,4 +1,4 @@
-"""The weights of a checkpoint of others go into a model of ours, one at a time."""
+"""Published weights fill a model of this library, one tensor at a time."""
 
 import contextlib
 import dataclasses
@@ -24,14 +24,14 @@ _KERNEL, _POSITIONS = "patch_embedding/kernel", "position_embedding/embedding"
 
 @dataclasses.dataclass(frozen=True)
 class PublishedWeights:
-    """Weights that others have published, and how they become ours.
+    """Published weights, and the rules by which they fill a model.
 
     Args:
         source: name of the source, for the report.
         file: tensors of the source.
-        plan: rules that make our weights of them.
-        new_weights: starts of the paths of weights that keep their initial values.
-        is_wanted: False to compare names and shapes, and to read nothing.
+        plan: rules that make the model's weights of them.
+        new_weights: prefixes of the paths of weights that keep their initial values.
+        is_wanted: whether values are read; False compares names and shapes alone.
     """
 
     source: str
@@ -49,7 +49,7 @@ class PublishedWeights:
 
         Args:
             model: backbone, or task around one.
-            progress: called with (done, all, name) before each weight.
+            progress: function of (done, all, name), called before each weight.
 
         Raises:
             ValueError: naming file and tensor, if a tensor is missing, left over, of
@@ -94,7 +94,7 @@ class PublishedWeights:
         """Does nothing: `load` compares names and shapes."""
 
     def explained(self) -> contextlib.AbstractContextManager:
-        """Errors within stay as they are: they name the file."""
+        """Errors within are raised as they are: they name the file."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ def _read(file, name, rows=None):
 
 
 def _match(file, plan, weights, replaced):
-    """Who becomes what, and what is left: all is compared, nothing is read."""
+    """The assignment of tensors to weights: all are compared, and none is read."""
     steps, new, used = [], [], set()
     for weight in weights:
         if weight.path.startswith(replaced):
@@ -208,7 +208,7 @@ def _grid(plan):
 
 
 def _resized(rule, plan, model):
-    """The rule of the patch embedding for patches of our model's size."""
+    """The rule of the patch embedding for patches of the model's size."""
     backbone = getattr(model, "backbone", model)
     embedding = backbone.get_layer("patch_embedding")
     if not isinstance(rule, PatchKernel) or embedding.patch_size == _patch_size(plan):
@@ -221,7 +221,7 @@ def _resized(rule, plan, model):
 
 
 def _fit(value, weight, plan, model):
-    """`value` for our image size, and what was done for that."""
+    """`value` for the model's image size, and the steps that it took."""
     if weight.path == _KERNEL:
         how, channels, size = [], weight.shape[2], tuple(weight.shape[:2])
         if size != _patch_size(plan):

@@ -1,4 +1,4 @@
-"""What a conversion did, tensor by tensor."""
+"""The report of a conversion, tensor by tensor."""
 
 import os
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from keras_moe.files import write_json
 
 
 class ConvertedWeight(NamedTuple):
-    """One of our weights, and what it was made of.
+    """A weight of the model, and the tensors that it was made of.
 
     Attributes:
-        weight: its path in the model.
-        shape: its shape.
-        sources: the tensors that were read: name -> shape.
-        how: what was done to them, in a few words.
+        weight: path of the weight in the model.
+        shape: shape of the weight.
+        sources: shapes of the tensors that were read, by name.
+        how: steps from the tensors to the weight, in a few words.
     """
 
     weight: str
@@ -26,19 +26,19 @@ class ConvertedWeight(NamedTuple):
 
 
 class ConversionReport(NamedTuple):
-    """What a conversion did.
+    """The report of a conversion.
 
     Attributes:
-        source: where the weights came from.
-        scheme: the naming, which says whose they are.
-        licence: of the weights, as far as their scheme tells.
-        backbone: the class of our backbone.
-        arguments: its arguments, as the source has them.
-        weights: a `ConvertedWeight` for each of ours that was filled.
-        new: our weights that keep their initial values, those of a new head.
-        ignored: the source's tensors that no weight of ours takes, with the reason.
-        notes: what a user should know.
-        nbytes: the bytes of all tensors that were read.
+        source: name of the source.
+        scheme: naming scheme, which says who published the weights.
+        licence: licence of the weights, as far as it follows from the scheme.
+        backbone: class of the backbone.
+        arguments: arguments of the backbone, as the source has them.
+        weights: a `ConvertedWeight` for each weight that was filled.
+        new: weights that keep their initial values, such as those of a new head.
+        ignored: tensors of the source that no weight takes, with the reason.
+        notes: remarks for the user.
+        nbytes: bytes of all tensors that were read.
     """
 
     source: str
@@ -63,7 +63,7 @@ class ConversionReport(NamedTuple):
         write_json(path, self.to_dict())
 
     def print(self, console: Console | None = None) -> None:
-        """Prints a table of all weights, and what was left out."""
+        """Prints a table of all weights, and the tensors that were left out."""
         console = console or Console()
         table = Table(title=f"{self.source}: {self.scheme}, {self.licence}")
         for column in ("weight", "shape", "from", "how"):

@@ -28,8 +28,8 @@ class SafetensorsCheckpoint(PublishedTensors):
     """The tensors of `.safetensors` files.
 
     Args:
-        path: the file, or the `.safetensors.index.json` of several in its folder.
-        paths: where the index's files are, by their names in it, if not beside it.
+        path: path of the file, or of the `.safetensors.index.json` of several files.
+        paths: paths of the index's files by name, if they are not beside it.
 
     Raises:
         ImportError: without the package safetensors.

@@ -1,4 +1,4 @@
-"""Sizes that the names and shapes of a checkpoint's tensors tell."""
+"""Sizes that follow from the names and shapes of a checkpoint's tensors."""
 
 import re
 
@@ -19,7 +19,7 @@ def square_grid(num_positions: int, class_token: bool, where: str) -> int:
     return grid
 
 
-# The heads of encoders of a size, where neither weights nor config say it.
+# The heads of encoders of a size, for weights and configs that do not have them.
 _HEADS = {192: 3, 256: 4, 384: 6, 512: 8, 640: 10, 768: 12, 896: 14, 1024: 16, 1152: 16}
 _HEADS.update({1280: 16, 1408: 16, 1664: 16})
 
@@ -63,29 +63,29 @@ def required(file, name: str, axes: int) -> tuple:
 
 def numbered(file, pattern: str) -> list[int]:
     """The numbers in the names that a pattern with one group matches at the start."""
-    found = {int(m[1]) for name in file if (m := re.match(pattern, name))}
-    if found != set(range(len(found))) or not found:
+    numbers = {int(m[1]) for name in file if (m := re.match(pattern, name))}
+    if numbers != set(range(len(numbers))) or not numbers:
         raise ValueError(
             f"Expected blocks numbered from 0 in {file.path}; received: "
-            f"{sorted(found)} for {pattern!r}"
+            f"{sorted(numbers)} for {pattern!r}"
         )
-    return sorted(found)
+    return sorted(numbers)
 
 
-def agree(file, config: dict, name: str, **found) -> None:
+def agree(file, config: dict, name: str, **sizes) -> None:
     """Refuses weights whose sizes are not those of their config.
 
     Args:
         file: a `PublishedTensors`.
-        config: with the sizes that the publisher says, if it says them.
-        name: of the config's file, for messages.
-        **found: the sizes that the tensors have, by their names in the config.
+        config: config, which may have some of the sizes.
+        name: name of the config's file, for messages.
+        **sizes: sizes of the tensors, by their names in the config.
 
     Raises:
         ValueError: naming the size: the file may miss its last blocks, or the
             config is another model's.
     """
-    for argument, size in found.items():
+    for argument, size in sizes.items():
         if config.get(argument, size) != size:
             raise ValueError(
                 f"Expected {argument}={config[argument]!r} of the tensors in "

@@ -1,4 +1,4 @@
-"""Where weights of others are: files, folders, handles, models in memory."""
+"""Sources of published weights: files, folders, handles, models in memory."""
 
 import os
 import shutil
@@ -45,10 +45,10 @@ _CLIP_TYPES = ("clip", "clip_vision_model", "siglip", "siglip_vision_model")
 
 
 def is_convertible(source: Any) -> bool:
-    """Whether `source` is a checkpoint of others that `convert` reads.
+    """Whether `source` is a published checkpoint that `convert` reads.
 
     Args:
-        source: what `from_preset` was given.
+        source: source of `from_preset`.
 
     Raises:
         ValueError: if it is one that is refused, such as a pickle.
@@ -60,7 +60,7 @@ def check_convertible(source: Any) -> None:
     """Refuses what `convert` cannot read.
 
     Args:
-        source: what `convert` was given.
+        source: source of `convert`.
 
     Raises:
         ValueError: if it is no checkpoint of others, or one that is refused.
@@ -136,7 +136,7 @@ def _folder_kind(folder):
         return "folder"
     if _has(folder, "open_clip_config.json"):
         return "folder"
-    # Without a config: what a file's names tell may be enough.
+    # The names in a file may be enough without a config.
     is_local = "://" not in folder and not config
     if is_local and _weights_file(folder) is not None:
         return "folder"
@@ -176,12 +176,12 @@ def _weights_file(folder):
 def open_source(
     source: Any, overrides: dict, load_weights: bool = True
 ) -> tuple[PublishedTensors, ConversionPlan]:
-    """Opens a source and says how its weights become ours.
+    """Opens a source and plans its conversion.
 
     Args:
-        source: as for `convert`.
+        source: source of `convert`.
         overrides: arguments of the user.
-        load_weights: False where only names and shapes are wanted.
+        load_weights: whether values are read beside names and shapes.
 
     Returns:
         The tensors, to be closed, and the plan.
@@ -239,7 +239,7 @@ def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
     """Opens a folder of PyTorch's world; never a pickle in it.
 
     Args:
-        folder: a local one, or `hf://`.
+        folder: local folder, or `hf://` handle.
 
     Returns:
         The tensors, to be closed, and what its configs say.
@@ -258,11 +258,11 @@ def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
 
 
 def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
-    """KerasHub's own model of a source: of a classifier's preset the classifier.
+    """KerasHub's own model of a source; a classifier's preset gives the classifier.
 
     Args:
-        source: such a model, which is returned, or a preset.
-        load_weights: load the preset's weights.
+        source: KerasHub's model, which is returned, or a preset.
+        load_weights: whether to load the preset's weights.
     """
     if isinstance(source, keras_hub_names.CLASSES):
         return source
@@ -289,7 +289,7 @@ def local(address: str) -> str:
     """The path on disk of a file at `gs://` or `https://`, downloaded once.
 
     Args:
-        address: an address, or a path, which is returned.
+        address: address, or path, which is returned.
 
     Returns:
         The path, below Keras's cache for a downloaded file.
@@ -309,7 +309,7 @@ def local(address: str) -> str:
     if target.is_file():
         return str(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Whole or not at all: an interrupted download leaves nothing that looks like it.
+    # An interrupted download leaves no file that looks whole.
     folder = tempfile.mkdtemp(prefix=".partial.", dir=target.parent)
     try:
         path = keras.utils.get_file(

@@ -54,14 +54,14 @@ _DEPTHS = {
     "mixer_l16_": 24, "mixer_l32_": 24, "vit_small_patch16_36x1_": 36,
 }  # fmt: skip
 _HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt_": 16, "test_vit": 2}
-# Arguments of a model that we know the meaning of.
+# Arguments of a model whose meaning is known here.
 _ARGUMENTS = (
     "act_layer", "class_token", "depth", "dynamic_img_size", "embed_dim", "fc_norm",
     "global_pool", "img_size", "in_chans", "init_values", "mlp_ratio", "no_embed_class",
     "num_blocks", "num_classes", "num_heads", "patch_size", "pre_norm", "qk_norm",
     "qkv_bias", "weight_init",
 )  # fmt: skip
-# timm's names of activations -> ours.
+# timm's names of activations -> this library's.
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "quick_gelu"}
 
 
@@ -74,7 +74,7 @@ def timm_plan(file, config: dict, overrides: dict) -> ConversionPlan | None:
         overrides: arguments of the user.
 
     Raises:
-        ValueError: if the model is one that our ViTs and Mixers cannot be.
+        ValueError: if the model is none that `ViTBackbone` or `MixerBackbone` can be.
     """
     is_mixer = "stem.proj.weight" in file and "blocks.0.mlp_tokens.fc1.weight" in file
     is_vit = "patch_embed.proj.weight" in file and "blocks.0.norm1.weight" in file
@@ -86,7 +86,7 @@ def timm_plan(file, config: dict, overrides: dict) -> ConversionPlan | None:
             "Expected an architecture of timm that is a plain ViT or MLP-Mixer; "
             f"received: architecture={architecture!r} in {file.path}"
         )
-    # Without a config, the names of file and folder may be all that tells.
+    # Without a config, only the names of file and folder may identify the model.
     path = Path(file.path)
     named = _OTHERS.search(f"{path.parent.name}/{path.name}")
     if "architecture" not in config and named:
@@ -105,28 +105,28 @@ def timm_plan(file, config: dict, overrides: dict) -> ConversionPlan | None:
 
 def _check_sizes(file, config, hidden_dim, num_blocks, depth):
     """Refuses tensors that are not those of the config: `depth` is timm's name."""
-    given = {**config, **config.get("model_args", {})}
+    settings = {**config, **config.get("model_args", {})}
     architecture = config.get("architecture", "")
     by_name = [d for start, d in _DEPTHS.items() if architecture.startswith(start)]
-    if by_name and depth not in given:
-        given[depth] = by_name[-1]
+    if by_name and depth not in settings:
+        settings[depth] = by_name[-1]
     # timm's number of features is that of its embeddings.
     sizes = {"num_features": hidden_dim, "embed_dim": hidden_dim, depth: num_blocks}
-    if "embed_dim" in given:
+    if "embed_dim" in settings:
         del sizes["num_features"]
     num_classes = 0
     if "head.weight" in file:
         num_classes = required(file, "head.weight", 2)[0]
-    agree(file, given, "config.json", **sizes, num_classes=num_classes)
+    agree(file, settings, "config.json", **sizes, num_classes=num_classes)
 
 
-def _assumed(given, is_mixer, class_token, arguments, told_heads):
-    """Notes about what neither weights nor config tell."""
+def _assumed(settings, is_mixer, class_token, arguments, told_heads):
+    """Notes about assumptions, where neither weights nor config are clear."""
     notes = []
-    is_raw = not given.get("preprocessor", {}).get("do_normalize", True)
-    if "mean" not in given.get("pretrained_cfg", {}) and not is_raw:
+    is_raw = not settings.get("preprocessor", {}).get("do_normalize", True)
+    if "mean" not in settings.get("pretrained_cfg", {}) and not is_raw:
         notes.append("mean=0.5 and std=0.5 of the images (no config says them)")
-    if "architecture" not in given:
+    if "architecture" not in settings:
         epsilon = arguments["layer_norm_epsilon"]
         notes.append(f"layer_norm_epsilon={epsilon} (no config says it)")
         if not told_heads and not is_mixer:
@@ -134,14 +134,14 @@ def _assumed(given, is_mixer, class_token, arguments, told_heads):
                 f"num_heads={arguments['num_heads']} (no config says it: the usual "
                 "one of the size)"
             )
-    if "global_pool" not in given and not is_mixer:
+    if "global_pool" not in settings and not is_mixer:
         pooling = "class token's" if class_token else "average"
         notes.append(f"pooling: the {pooling} (no config says it)")
     return tuple(f"assumed: {note}" for note in notes)
 
 
 def _with_preprocessing(plan, config):
-    """The plan with what the config says of the images."""
+    """The plan with the config's preparation of images."""
     arguments, notes = timm_preprocessing(config)
     names = class_names(config, (plan.task_arguments or {}).get("num_classes"))
     plan.preprocessing = {**arguments, "class_names": names}
@@ -150,7 +150,7 @@ def _with_preprocessing(plan, config):
 
 
 def image_normalization(config: dict, channels: int) -> Normalization | None:
-    """What the configs say of the images, if it is not what our models take."""
+    """The images' normalisation in the configs, if it differs from this library's."""
     cfg, preprocessor = config.get("pretrained_cfg", {}), config.get("preprocessor", {})
     return normalization(channels, cfg.get("mean"), cfg.get("std"), preprocessor)
 
@@ -185,7 +185,7 @@ def _mlp(place, name):
 
 def _vit(file, config, overrides):
     architecture = config.get("architecture", "")
-    given = {**config, **config.get("model_args", {})}
+    settings = {**config, **config.get("model_args", {})}
     hidden_dim, channels, height, width = required(file, _KERNELS[1], 4)
     blocks = numbered(file, r"blocks\.(\d+)\.")
     _check_sizes(file, config, hidden_dim, len(blocks), "depth")
@@ -195,9 +195,9 @@ def _vit(file, config, overrides):
             f"'reg_token' in {file.path}"
         )
     class_token = "cls_token" in file
-    pooling = given.get("global_pool", "token" if class_token else "avg")
+    pooling = settings.get("global_pool", "token" if class_token else "avg")
     is_clip = "_clip_" in architecture
-    activation = given.get("act_layer", "gelu")
+    activation = settings.get("act_layer", "gelu")
     if "quickgelu" in architecture:
         activation = "quick_gelu"
     elif _TANH.match(architecture):
@@ -208,7 +208,7 @@ def _vit(file, config, overrides):
             f"received: act_layer={activation!r}"
         )
     images = image_normalization(config, channels)
-    num_heads = given.get("num_heads") or overrides.get("num_heads")
+    num_heads = settings.get("num_heads") or overrides.get("num_heads")
     num_heads = num_heads or next(
         (_HEADS[start] for start in _HEADS if architecture.startswith(start)), None
     )
@@ -229,20 +229,20 @@ def _vit(file, config, overrides):
     rules = patches("patch_embed.proj.", "patch_embed.proj.bias" in file, True, images)
     if arguments["query_key_norm"]:
         arguments["query_key_norm_bias"] = True
-    agree(file, given, "config.json", qk_norm=arguments["query_key_norm"])
+    agree(file, settings, "config.json", qk_norm=arguments["query_key_norm"])
     if class_token:
         rules["class_token/token"] = Direct("cls_token")
     if arguments["embedding_norm"]:
         rules.update(norm("embedding_norm", "norm_pre."))
-    arguments["image_shape"] = _positions(file, given, class_token, rules)
+    arguments["image_shape"] = _positions(file, settings, class_token, rules)
     for i in blocks:
         block = f"blocks.{i}."
         query_bias = f"{block}attn.qkv.bias" in file
         rules.update(block_rules(file, f"block_{i}", block, _BLOCK, query_bias))
     task, final, pooler = _pooling(file, pooling, class_token, arguments)
-    head, found = _head(file)
-    if found is not None:
-        task.update(found)
+    head, head_arguments = _head(file)
+    if head_arguments is not None:
+        task.update(head_arguments)
     elif pooler:
         # The pooled vector itself is the output.
         task["num_classes"] = hidden_dim
@@ -250,7 +250,7 @@ def _vit(file, config, overrides):
     else:
         task = None
     rules = {**rules, **final, **pooler, **head}
-    notes = _assumed(given, False, class_token, arguments, num_heads)
+    notes = _assumed(settings, False, class_token, arguments, num_heads)
     return _with_preprocessing(
         ConversionPlan(
             "ViT (timm)", "ViTBackbone", arguments, rules, task, notes=notes
@@ -259,11 +259,13 @@ def _vit(file, config, overrides):
     )
 
 
-def _positions(file, given, class_token, rules):
+def _positions(file, settings, class_token, rules):
     """Adds the rule of the position embeddings; returns the image's shape."""
     _, channels, height, width = file[_KERNELS[1]].shape
     rows = required(file, "pos_embed", 3)[1]
-    size = given.get("img_size") or given.get("pretrained_cfg", {}).get("input_size")
+    size = settings.get("img_size") or settings.get("pretrained_cfg", {}).get(
+        "input_size"
+    )
     grid = None
     if size is not None:
         size = (size, size) if isinstance(size, int) else tuple(size[-2:])
@@ -282,7 +284,7 @@ def _positions(file, given, class_token, rules):
 
 
 def _pooling(file, pooling, class_token, arguments):
-    """Arguments of the task, and rules of the last norm and of what pools."""
+    """Arguments of the task, and rules of the last norm and of the pooling."""
     if pooling == "map":
         task = {"pooling": "map"}
         if arguments["query_key_norm"]:
@@ -314,8 +316,8 @@ def _attention_pool(file):
         **norm("pooler/norm", f"{pool}norm."),
         **_mlp("pooler/mlp", f"{pool}mlp."),
     }
-    for part, ours in enumerate(("key", "value")):
-        place = f"pooler/attention/{ours}"
+    for part, projection in enumerate(("key", "value")):
+        place = f"pooler/attention/{projection}"
         rules.update(linear(place, f"{pool}kv.", part=part, parts=2))
     return rules
 
@@ -332,11 +334,11 @@ def _mixer(file, config):
         **norm("final_norm", "norm."),
     }
     for i in blocks:
-        block, ours = f"blocks.{i}.", f"block_{i}"
-        rules.update(norm(f"{ours}/mixer_norm", f"{block}norm1."))
-        rules.update(norm(f"{ours}/feed_forward_norm", f"{block}norm2."))
-        rules.update(_mlp(f"{ours}/token_mlp", f"{block}mlp_tokens."))
-        rules.update(_mlp(f"{ours}/mlp", f"{block}mlp_channels."))
+        block, target = f"blocks.{i}.", f"block_{i}"
+        rules.update(norm(f"{target}/mixer_norm", f"{block}norm1."))
+        rules.update(norm(f"{target}/feed_forward_norm", f"{block}norm2."))
+        rules.update(_mlp(f"{target}/token_mlp", f"{block}mlp_tokens."))
+        rules.update(_mlp(f"{target}/mlp", f"{block}mlp_channels."))
     head, task = _head(file)
     arguments = {
         "image_shape": (grid * height, grid * width, channels),

@@ -9,13 +9,14 @@ class BlockNames(NamedTuple):
     """The names of a block's parts, without the block's own before them.
 
     Attributes:
-        norms: before attention and before the MLP.
-        mlp: its two layers.
-        queries: of queries, keys and values: one name if they are one matrix.
-        output: of attention.
-        scales: LayerScale's factors on the outputs of attention and of the MLP,
-            which some models have.
-        query_key_norms: of queries and of keys in each head, which some models have.
+        norms: names of the norms before attention and before the MLP.
+        mlp: names of the MLP's two layers.
+        queries: names of queries, keys and values; one name if they are one matrix.
+        output: name of attention's output.
+        scales: names of LayerScale's factors on the outputs of attention and of the
+            MLP, which some models have.
+        query_key_norms: names of the norms of queries and of keys in each head, which
+            some models have.
     """
 
     norms: tuple[str, str]
@@ -38,9 +39,9 @@ def block_rules(
 
     Args:
         file: a `PublishedTensors`, which tells whether there is LayerScale.
-        place: our name of the block.
-        block: its name in the file, which starts those of its parts.
-        names: of its parts.
+        place: name of the block in the model.
+        block: name of the block in the file, with which those of its parts start.
+        names: names of the block's parts.
         query_bias: whether queries, keys and values have biases.
     """
     first, second = (
@@ -50,8 +51,8 @@ def block_rules(
     hidden, output = (f"{block}{name}" for name in names.mlp)
     normalized = {}
     if names.query_key_norm(file, block):
-        for ours, name in zip(("query", "key"), names.query_key_norms):
-            place_of_norm = f"{place}/attention/{ours}_norm"
+        for projection, name in zip(("query", "key"), names.query_key_norms):
+            place_of_norm = f"{place}/attention/{projection}_norm"
             normalized.update(norm(place_of_norm, f"{block}{name}"))
     return {
         **normalized,
@@ -78,8 +79,8 @@ def attention_rules(
 ) -> dict:
     """Rules of an attention, its queries, keys and values in one matrix or three."""
     rules = linear(f"{place}/attention_output", output, inputs=2, scale=scale)
-    for part, ours in enumerate(("query", "key", "value")):
+    for part, projection in enumerate(("query", "key", "value")):
         fused = {"part": part, "parts": 3} if len(queries) == 1 else {}
         name = queries[0] if fused else queries[part]
-        rules.update(linear(f"{place}/{ours}", name, query_bias, **fused))
+        rules.update(linear(f"{place}/{projection}", name, query_bias, **fused))
     return rules

@@ -45,7 +45,7 @@ class VMoECheckpoint(PublishedTensors):
     over, and read from their places on demand.
 
     Args:
-        prefix: the path without `.index`.
+        prefix: path without `.index`.
 
     Raises:
         ImportError: without the package msgpack.
@@ -111,14 +111,14 @@ class VMoECheckpoint(PublishedTensors):
             headers.end()
 
     def _check(self, name, number):
-        """Chunks must be those of the index, fill the tensor, and not overlap."""
+        """Refuses chunks that do not fill the tensor, or are not those of the index."""
         info, slices, shards = self._stored[number]
         chunks = self._chunks[number]
-        found = sorted((chunk.bounds, chunk.shard) for chunk in chunks)
+        received = sorted((chunk.bounds, chunk.shard) for chunk in chunks)
         expected = sorted(zip(slices, shards))
-        if found != expected:
-            lost = [x for x in expected if x not in found]
-            bounds, shard = lost[0] if lost else found[0]
+        if received != expected:
+            lost = [x for x in expected if x not in received]
+            bounds, shard = lost[0] if lost else received[0]
             raise ValueError(
                 f"Expected the slices of {name!r} that {self._prefix}.index lists; "
                 f"received: {'no' if lost else 'another'} slice {bounds} in "
@@ -194,7 +194,7 @@ def read_index(path: str) -> tuple[list[str], list, int]:
     """Reads the `.index` file of a checkpoint.
 
     Args:
-        path: the file.
+        path: path of the file.
 
     Returns:
         The tensors' names in the order of their numbers; for each a `TensorInfo`, its

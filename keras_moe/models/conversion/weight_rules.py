@@ -1,4 +1,4 @@
-"""How a weight of ours is made of the tensors of a checkpoint.
+"""Rules by which a weight is made of the tensors of a checkpoint.
 
 A rule knows the names that it reads, the shapes that they must have for a weight of
 a given shape, and how to make that weight's values. Shapes are compared before
@@ -40,7 +40,7 @@ class Direct:
 
 @dataclass(frozen=True)
 class Squeezed(Direct):
-    """A tensor without our leading axes of size 1."""
+    """A tensor without the weight's leading axes of size 1."""
 
     axes: int = 1
 
@@ -56,11 +56,11 @@ class Matrix(Direct):
     """PyTorch's kernel (outputs, inputs): one of several that are stored together.
 
     Args:
-        inputs: how many of our axes are inputs: 1, and 2 (heads, size of a head) for
-            the output of attention.
-        part: which one.
-        parts: of how many.
-        scale: the name of factors on the outputs (LayerScale), which become part of
+        inputs: number of the weight's axes that are inputs: 1, and 2 (heads, size of a
+            head) for the output of attention.
+        part: number of the kernel among those that are stored together.
+        parts: number of kernels that are stored together.
+        scale: name of factors on the outputs (LayerScale), which become part of
             the kernel.
     """
 
@@ -118,10 +118,11 @@ class PatchKernel(Direct):
     """The convolution that embeds patches, with the images' normalisation in it.
 
     Args:
-        torch: stored as (D, channels, height, width) instead of ours.
-        normalization: what the images went through, or None.
-        patch_size: that of our model, to which the kernel is resized; None keeps it.
-        interpolation: see `keras_moe.layers.resize_patch_kernel`.
+        torch: whether it is stored as (D, channels, height, width).
+        normalization: normalisation of the images, or None.
+        patch_size: patch size of the model, to which the kernel is resized; None keeps
+            it.
+        interpolation: argument of `keras_moe.layers.resize_patch_kernel`.
     """
 
     torch: bool = False
@@ -158,8 +159,8 @@ class PatchBias(PatchKernel):
     """The bias of that convolution: stored or zero, and what normalisation adds.
 
     Args:
-        name: the kernel.
-        bias: the bias, or None.
+        name: name of the kernel.
+        bias: name of the bias, or None.
     """
 
     bias: str | None = None
@@ -177,7 +178,7 @@ class PatchBias(PatchKernel):
         if self.normalization is None:
             return bias
         mean, std = (np.array(x, "float64") for x in self.normalization)
-        # Of the resized kernel: a smaller one has another sum.
+        # The sum is that of the resized kernel: a smaller kernel has another one.
         per_channel = self._kernel(read).sum(axis=(0, 1), dtype="float64")
         return (bias + ((0.5 - mean) / std) @ per_channel).astype("float32")
 
@@ -187,9 +188,10 @@ class Positions(Direct):
     """A table of position embeddings.
 
     Args:
-        axes: our leading axes of size 1 that it lacks.
-        without_class_token: it has no row for the class token: that gets zeros.
-        ids: the name of the rows' numbers, which KerasHub stores, or None.
+        axes: number of leading axes of size 1 that the tensor lacks.
+        without_class_token: whether it lacks a row for the class token, which then gets
+            zeros.
+        ids: name of the rows' numbers, which KerasHub stores, or None.
     """
 
     axes: int = 0
@@ -247,7 +249,7 @@ def norm(place: str, name: str, scale: str = "weight", offset: str = "bias") -> 
 
 
 def direct(place: str, name: str) -> dict:
-    """Rules of a kernel and a bias that are stored as ours."""
+    """Rules of a kernel and a bias that are stored as in the model."""
     return {
         f"{place}/kernel": Direct(f"{name}kernel"),
         f"{place}/bias": Direct(f"{name}bias"),

@@ -30,31 +30,32 @@ TOKEN_MIXERS = ("mlp", MUMOE)
 class MixerBackbone(MoEBackbone):
     """An MLP-Mixer whose channel MLPs are dense or mixtures of experts.
 
-    The token MLPs have the number of patches for a shape, so weights serve images of
-    one size, or of another with patches that grow alike. They tell patches apart by
-    their places, so that there is no `position_embedding`. Images are in [-1, 1].
+    The number of patches is an axis of the token MLPs' weights, which serve images of
+    one size, or of another size with patches that grow alike. They tell patches apart
+    by their places, so that there is no `position_embedding`. Images are in [-1, 1].
     `routing` and `features` are those of `ViTBackbone`.
 
     Args:
         image_shape: (height, width, channels).
-        patch_size: an int or (height, width); divides the image.
+        patch_size: an int or (height, width), which divides the image.
         hidden_dim: D.
-        num_layers: blocks.
+        num_layers: number of blocks.
         token_mlp_dim: H of the MLPs across tokens.
         mlp_dim: H of the MLPs across channels.
         activation: activation of all MLPs.
         dropout_rate: dropout rate on embeddings, token MLPs and dense channel MLPs.
-        stochastic_depth: the last block's drop rate; see `ViTBackbone`.
+        stochastic_depth: drop rate of the last block; see `ViTBackbone`.
         layer_norm_epsilon: epsilon of all normalisations.
         moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields: the mixtures in the
             place of channel MLPs; None for a dense mixer.
         token_mixer: `"mlp"`, or `"mumoe"` for `keras_moe.layers.TokenMuMoE` in the
             blocks of `moe`, a `MuMoEConfig`, with its experts. `routing` then has
-            `"block_0/token_mixer"`, ... besides, records of channels (B, D, E).
-        rematerialize: see `ViTBackbone`.
+            the records of channels (B, D, E) `"block_0/token_mixer"`, ..., too.
+        rematerialize: whether training keeps the blocks' inputs only; see
+            `ViTBackbone`.
         seed: seed of noise and dropout; see `ViTBackbone`.
         dtype: dtype policy; routing is float32 under each.
-        **kwargs: see `keras_hub.models.Backbone`.
+        **kwargs: arguments of `keras_hub.models.Backbone`.
 
     Input shape:
         (B, height, width, channels).

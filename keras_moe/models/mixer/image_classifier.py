@@ -17,12 +17,13 @@ class MixerImageClassifier(ImageClassifier):
 
     Args:
         backbone: a `MixerBackbone`.
-        num_classes: the number of classes.
-        preprocessor, multi_label, representation_dim, head_bias, activation, dropout,
-        head_dtype, pooled_norm, head, head_position: see `ImageClassifier`.
+        num_classes: number of classes.
+        preprocessor, multi_label, representation_dim, head_bias, output_activation,
+            dropout, head_dtype, pooled_norm, head, head_position: arguments of
+            `ImageClassifier`.
         pooling: `"average"`, also for None, or `"first"`.
         pooling_query_key_norm: None, since nothing here attends.
-        **kwargs: see `keras_hub.models.ImageClassifier`.
+        **kwargs: arguments of `keras_hub.models.ImageClassifier`.
 
     Input shape:
         (B, height, width, channels), in [-1, 1].

@@ -39,7 +39,7 @@ class TextBackbone(MoEBackbone):
         max_length: N of the longest text, its special tokens included.
         hidden_dim: D.
         num_layers: number of blocks.
-        num_heads: attention heads; divides D.
+        num_heads: number of attention heads, a divisor of D.
         mlp_dim: H.
         causal: whether a token attends to itself and the tokens before it alone.
         pooling: pooling of a text's tokens: `"first"`, `"last"`, `"end_of_text"` or
@@ -58,8 +58,8 @@ class TextBackbone(MoEBackbone):
         dropout_rate: dropout rate on embeddings, attention outputs and dense
             feed-forward layers.
         attention_dropout: dropout rate on attention weights.
-        stochastic_depth: the last block's drop rate; the first block's is 0, and those
-            between lie on a line; see `keras_moe.layers.EncoderBlock`.
+        stochastic_depth: drop rate of the last block, to which the rate grows linearly
+            from 0 at the first block; see `keras_moe.layers.EncoderBlock`.
         layer_norm_epsilon: epsilon of all normalisations.
         moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields: which blocks are
             mixtures of experts, and of what; None for a dense model. With
@@ -69,7 +69,7 @@ class TextBackbone(MoEBackbone):
         seed: seed of noise, dropout and stochastic depth, each site with one of its own
             that follows from it; weights draw from Keras's global seed.
         dtype: dtype policy; routing is float32 under each.
-        **kwargs: see `keras_hub.models.Backbone`.
+        **kwargs: arguments of `keras_hub.models.Backbone`.
 
     Input shape:
         A dict: `"token_ids"`, integers (B, N), N up to `max_length`;

@@ -33,10 +33,10 @@ class ViTBackbone(MoEBackbone):
 
     Args:
         image_shape: (height, width, channels).
-        patch_size: an int or (height, width); divides the image.
+        patch_size: an int or (height, width), which divides the image.
         hidden_dim: D.
         num_layers: number of blocks.
-        num_heads: attention heads; divides D.
+        num_heads: number of attention heads, a divisor of D.
         mlp_dim: H.
         class_token: whether a learned token stands before the patches.
         position_embedding: places of the tokens, added to them: `"learned"`, a weight
@@ -58,9 +58,9 @@ class ViTBackbone(MoEBackbone):
         dropout_rate: dropout rate on embeddings, attention outputs and dense
             feed-forward layers.
         attention_dropout: dropout rate on attention weights.
-        stochastic_depth: the last block's drop rate; the first block's is 0, and those
-            between lie on a line. Drops residual branches for whole examples while
-            training; see `keras_moe.layers.EncoderBlock`.
+        stochastic_depth: drop rate of the last block, to which the rate grows linearly
+            from 0 at the first block. Training drops residual
+            branches for whole examples; see `keras_moe.layers.EncoderBlock`.
         layer_norm_epsilon: epsilon of all normalisations.
         moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields: which blocks are
             mixtures of experts, and of what; None for a ViT.
@@ -69,7 +69,7 @@ class ViTBackbone(MoEBackbone):
         seed: seed of noise, dropout and stochastic depth, each site with one of its own
             that follows from it; weights draw from Keras's global seed.
         dtype: dtype policy; routing is float32 under each.
-        **kwargs: see `keras_hub.models.Backbone`.
+        **kwargs: arguments of `keras_hub.models.Backbone`.
 
     Input shape:
         (B, height, width, channels).

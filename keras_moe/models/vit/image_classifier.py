@@ -17,11 +17,11 @@ class ViTImageClassifier(ImageClassifier):
 
     Args:
         backbone: a `ViTBackbone`.
-        num_classes: the number of classes.
-        preprocessor, pooling, multi_label, representation_dim, head_bias, activation,
-        dropout, head_dtype, pooled_norm, head, head_position, pooling_query_key_norm:
-        see `ImageClassifier`.
-        **kwargs: see `keras_hub.models.ImageClassifier`.
+        num_classes: number of classes.
+        preprocessor, pooling, multi_label, representation_dim, head_bias,
+            output_activation, dropout, head_dtype, pooled_norm, head, head_position,
+            pooling_query_key_norm: arguments of `ImageClassifier`.
+        **kwargs: arguments of `keras_hub.models.ImageClassifier`.
 
     Input shape:
         (B, height, width, channels), in [-1, 1].

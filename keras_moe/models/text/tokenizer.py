@@ -1,0 +1,353 @@
+"""From captions to token ids and padding masks.
+
+Axes: B batch, N tokens.
+"""
+
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+import sentencepiece
+
+from keras_moe.checks import check_bool, check_integer
+from keras_moe.compat import load_json
+from keras_moe.files import write_json
+from keras_moe.models.text.vocabularies import clip_byte_pairs, trained_byte_pairs
+
+# Not one of the files that saving a model replaces: the tokenizer stays.
+_FILE = "text_tokenizer.json"
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class TextTokenizer:
+    """The step from captions to what a `TextBackbone` takes.
+
+    It runs on KerasHub's tokenizers in NumPy, without TensorFlow, and gives the same
+    ids on every backend. A caption becomes the start token (where there is one), its
+    tokens and the end token, and is padded to `max_length`. A longer one loses tokens
+    before its end token: `num_truncated` counts these captions, and the first of them
+    warns.
+
+    `save_to_preset` writes it to a preset's folder, beside the weights, and
+    `TextTokenizer.from_preset` reads it. A task that has it for its `preprocessor`
+    does both by itself.
+
+    Args:
+        tokenizer: `keras_hub.tokenizers.Tokenizer` with a vocabulary, such as
+            `CLIPTokenizer` or `SentencePieceTokenizer`.
+        max_length: N, the tokens of each row.
+        start_id: id before each caption; None for none.
+        end_id: id behind each caption; None for none.
+        padding_id: id of padding.
+        lower_case: whether captions are lower-cased before; CLIP's tokenizer does so in
+            any case.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Reference:
+        *Learning Transferable Visual Models From Natural Language Supervision*,
+        section 2.4.
+
+    Example:
+
+    >>> from keras_moe.models import TextTokenizer
+    >>> captions = ["two cats", "a cat"]
+    >>> tokenizer = TextTokenizer.trained(captions, vocabulary_size=518, max_length=9)
+    >>> texts = tokenizer(captions)
+    >>> texts["token_ids"].shape, texts["token_ids"][:, 0].tolist()
+    ((2, 9), [516, 516])
+    """
+
+    def __init__(
+        self,
+        tokenizer: keras_hub.tokenizers.Tokenizer,
+        max_length: int = 77,
+        start_id: int | None = None,
+        end_id: int | None = None,
+        padding_id: int = 0,
+        lower_case: bool = False,
+    ):
+        if not isinstance(tokenizer, keras_hub.tokenizers.Tokenizer):
+            raise ValueError(
+                "Expected one of KerasHub's tokenizers; received: "
+                f"tokenizer={tokenizer!r}"
+            )
+        self.tokenizer = tokenizer
+        self.max_length = check_integer("max_length", max_length)
+        num_special = 0
+        for name, value in (("start_id", start_id), ("end_id", end_id)):
+            if value is not None:
+                check_integer(name, value, 0)
+                num_special += 1
+        if max_length <= num_special:
+            raise ValueError(
+                "Expected a max_length above the number of special tokens, "
+                f"{num_special}; received: max_length={max_length}"
+            )
+        self.start_id, self.end_id = start_id, end_id
+        self.padding_id = check_integer("padding_id", padding_id, 0)
+        self.lower_case = check_bool("lower_case", lower_case)
+        self.num_captions = self.num_truncated = 0
+
+    @classmethod
+    def clip(
+        cls, vocabulary: str | os.PathLike | None = None, max_length: int = 77
+    ) -> "TextTokenizer":
+        """CLIP's tokenizer, with 49,408 byte pairs.
+
+        Args:
+            vocabulary: file or folder; see
+                `keras_moe.models.text.vocabularies.clip_byte_pairs`. None takes what
+                the package open_clip_torch ships.
+            max_length: N.
+
+        Raises:
+            ValueError: if there is no such vocabulary.
+        """
+        return cls._of_byte_pairs(clip_byte_pairs(vocabulary), max_length)
+
+    @classmethod
+    def trained(
+        cls, captions: Iterable[str], vocabulary_size: int, max_length: int = 77
+    ) -> "TextTokenizer":
+        """A tokenizer as CLIP's, of the most frequent byte pairs of captions.
+
+        Args:
+            captions: texts to train on.
+            vocabulary_size: largest number of tokens, at least 515: the bytes, the same
+                at the end of a word, two special tokens, and pairs.
+            max_length: N.
+
+        Raises:
+            ValueError: if `vocabulary_size` is smaller, captions are no strings, or
+                their words have one letter each.
+        """
+        pairs = trained_byte_pairs(_strings(captions), vocabulary_size)
+        return cls._of_byte_pairs(pairs, max_length)
+
+    @classmethod
+    def _of_byte_pairs(cls, pairs, max_length):
+        tokenizer = keras_hub.tokenizers.CLIPTokenizer(
+            vocabulary=pairs.vocabulary, merges=pairs.merges
+        )
+        start, end = tokenizer.start_token_id, tokenizer.end_token_id
+        return cls(tokenizer, max_length, start, end)
+
+    @classmethod
+    def sentence_piece(
+        cls,
+        vocabulary: str | os.PathLike | bytes,
+        max_length: int = 64,
+        lower_case: bool = True,
+    ) -> "TextTokenizer":
+        """A SentencePiece tokenizer, such as T5's or that of C4 in English.
+
+        Captions end with the vocabulary's `</s>`, and padding is its `<pad>`, or 0
+        where it has none.
+
+        Args:
+            vocabulary: file of a model that SentencePiece has written, or its bytes.
+            max_length: N.
+            lower_case: whether captions are lower-cased, as for LIMoE and SigLIP.
+
+        Raises:
+            ValueError: if the file is none of SentencePiece's.
+        """
+        if isinstance(vocabulary, bytes):
+            proto, source = vocabulary, f"{len(vocabulary)} bytes"
+        else:
+            source = os.fspath(vocabulary)
+            if not Path(source).is_file():
+                raise ValueError(f"Expected a file at {source}; received: none")
+            proto = Path(source).read_bytes()
+        try:
+            sentencepiece.SentencePieceProcessor(model_proto=proto)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"Expected a model of SentencePiece; received: {source} ({error})"
+            ) from error
+        tokenizer = keras_hub.tokenizers.SentencePieceTokenizer(proto=proto)
+        special = {"</s>": None, "<pad>": 0}
+        for id, token in enumerate(tokenizer.get_vocabulary()):
+            if token in special:
+                special[token] = id
+        return cls(
+            tokenizer,
+            max_length,
+            end_id=special["</s>"],
+            padding_id=special["<pad>"],
+            lower_case=lower_case,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name under which a model's summary shows it."""
+        return "text_tokenizer"
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The number of token ids."""
+        return self.tokenizer.vocabulary_size()
+
+    def __call__(self, captions: Any) -> dict[str, np.ndarray]:
+        """Tokenizes captions.
+
+        Args:
+            captions: sequence or array of B strings, or one string.
+
+        Returns:
+            A dict: `"token_ids"`, int32 (B, N), and `"padding_mask"`, bool (B, N),
+            False for padding. One string has B = 1.
+
+        Raises:
+            ValueError: if a caption is no string, or has no token at all.
+        """
+        captions = _strings([captions] if isinstance(captions, str) else captions)
+        token_ids = np.full((len(captions), self.max_length), self.padding_id, "int32")
+        mask = np.zeros(token_ids.shape, bool)
+        num_truncated = 0
+        for row, ids in enumerate(self._tokenized(captions)):
+            ids, is_truncated = self._framed(ids)
+            if not ids:
+                raise ValueError(
+                    "Expected captions of at least one token; received: "
+                    f"captions[{row}]={captions[row]!r}"
+                )
+            num_truncated += is_truncated
+            token_ids[row, : len(ids)] = ids
+            mask[row, : len(ids)] = True
+        if num_truncated and not self.num_truncated:
+            warnings.warn(
+                f"{num_truncated} of {len(captions)} captions have more than "
+                f"max_length={self.max_length} tokens and lose the last of them; "
+                "num_truncated counts further ones",
+                stacklevel=2,
+            )
+        self.num_captions += len(captions)
+        self.num_truncated += num_truncated
+        return {"token_ids": token_ids, "padding_mask": mask}
+
+    def _tokenized(self, captions):
+        if not captions:
+            return []
+        if self.lower_case:
+            captions = [caption.lower() for caption in captions]
+        return self.tokenizer.tokenize(captions)
+
+    def _framed(self, ids):
+        """A caption's ids with start and end, and whether it was truncated."""
+        start = [] if self.start_id is None else [self.start_id]
+        end = [] if self.end_id is None else [self.end_id]
+        left = self.max_length - len(start) - len(end)
+        return [*start, *ids[:left], *end], len(ids) > left
+
+    def check_fits(self, backbone: Any) -> None:
+        """Checks that a backbone can read the tokenizer's ids.
+
+        Args:
+            backbone: `TextBackbone`, or another with `vocabulary_size` and
+                `max_length`.
+
+        Raises:
+            ValueError: if the vocabulary or a row is larger than the backbone's.
+        """
+        for name in ("vocabulary_size", "max_length"):
+            mine, largest = getattr(self, name), getattr(backbone, name)
+            if mine > largest:
+                raise ValueError(
+                    f"Expected a tokenizer with {name} of at most the {largest} of the "
+                    f"backbone; received: {name}={mine}"
+                )
+
+    def save_to_preset(self, preset_dir: str | os.PathLike) -> None:
+        """Saves the tokenizer and its vocabulary to a preset's folder.
+
+        Args:
+            preset_dir: folder, with or without a model.
+
+        Raises:
+            OSError: if a file cannot be written.
+        """
+        folder = Path(preset_dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save_to_preset(str(folder))
+        write_json(folder / _FILE, keras.saving.serialize_keras_object(self))
+
+    @classmethod
+    def from_preset(cls, preset: str | os.PathLike) -> "TextTokenizer":
+        """Reads the tokenizer of a preset.
+
+        Args:
+            preset: folder or handle that `save_to_preset` has written to.
+
+        Raises:
+            ValueError: if the preset has no tokenizer of this class.
+        """
+        preset = os.fspath(preset)
+        try:
+            config = load_json(preset, _FILE)
+            tokenizer = keras.saving.deserialize_keras_object(config)
+        except (FileNotFoundError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"Expected a preset with a tokenizer; received: {preset} ({error})"
+            ) from error
+        if not isinstance(tokenizer, cls):
+            raise ValueError(
+                f"Expected a preset of a {cls.__name__}; received: {preset} of a "
+                f"{type(tokenizer).__name__}"
+            )
+        tokenizer.load_preset_assets(preset)
+        return tokenizer
+
+    def load_preset_assets(self, preset: str) -> None:
+        """Reads the vocabulary of a preset.
+
+        Args:
+            preset: folder or handle.
+        """
+        self.tokenizer.load_preset_assets(preset)
+
+    def get_config(self) -> dict:
+        """The arguments; the vocabulary is an asset of the preset."""
+        return {
+            "tokenizer": keras.saving.serialize_keras_object(self.tokenizer),
+            "max_length": self.max_length,
+            "start_id": self.start_id,
+            "end_id": self.end_id,
+            "padding_id": self.padding_id,
+            "lower_case": self.lower_case,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict) -> "TextTokenizer":
+        """A tokenizer of `get_config`'s arguments, without its vocabulary.
+
+        Args:
+            config: arguments of the constructor.
+        """
+        tokenizer = keras.saving.deserialize_keras_object(config["tokenizer"])
+        return cls(**{**config, "tokenizer": tokenizer})
+
+
+def _strings(captions):
+    """The captions as a list, if all are strings."""
+    if isinstance(captions, np.ndarray):
+        captions = captions.tolist()
+    if isinstance(captions, (str, bytes, dict)) or not isinstance(captions, Iterable):
+        raise ValueError(
+            f"Expected a sequence of strings; received: captions={captions!r}"
+        )
+    captions = list(captions)
+    for index, caption in enumerate(captions):
+        if not isinstance(caption, str):
+            raise ValueError(
+                "Expected captions that are strings; received: "
+                f"captions[{index}]={caption!r}"
+            )
+    return captions

@@ -1,0 +1,182 @@
+"""Vocabularies of byte-pair tokenizers: CLIP's from a file, and those of one's own.
+
+A vocabulary has the 256 bytes, the same at the end of a word, a token for each merge in
+its order, and the start and the end of a text, which has the largest id.
+"""
+
+import gzip
+import importlib.util
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from keras_moe.checks import check_integer
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+_END_OF_WORD = "</w>"
+# The bytes, the same at the end of a word, and two special tokens.
+_BASE = 514
+# OpenAI's file has more merges than CLIP takes.
+_CLIP_MERGES = 49152 - 256 - 2
+_PACKAGE, _FILE = "open_clip", "bpe_simple_vocab_16e6.txt.gz"
+# The file has 3 MB; a longer one is another, or made to fill the memory.
+_LARGEST = 64 * 2**20
+# The words of CLIP, to which merges are limited.
+_WORDS = (
+    r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|"
+    r"[^\s\p{L}\p{N}]+"
+)
+
+
+class BytePairs(NamedTuple):
+    """A vocabulary of byte pairs.
+
+    Attributes:
+        vocabulary: dict from token to id.
+        merges: pairs of tokens in the order of their merging, each with a space.
+    """
+
+    vocabulary: dict[str, int]
+    merges: list[str]
+
+
+def clip_byte_pairs(path: str | os.PathLike | None = None) -> BytePairs:
+    """CLIP's vocabulary of 49,408 tokens.
+
+    Args:
+        path: file of OpenAI's merges (`bpe_simple_vocab_16e6.txt`, gzipped or not), or
+            folder with `vocab.json` and `merges.txt`, as transformers writes them; None
+            takes the file that the package open_clip_torch ships.
+
+    Raises:
+        ValueError: if there is no such file, or it is of another kind.
+    """
+    path = _shipped() if path is None else Path(path)
+    if path.is_dir():
+        return _from_folder(path)
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            content = file.read(_LARGEST + 1)
+        lines = content.decode("utf-8").splitlines()
+    except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
+        raise ValueError(
+            f"Expected a file of merges at {path}; received: {error}"
+        ) from error
+    # The first line tells the version.
+    merges = [line.strip() for line in lines[1 : 1 + _CLIP_MERGES]]
+    if len(content) > _LARGEST or len(merges) < _CLIP_MERGES:
+        raise ValueError(
+            f"Expected a version and {_CLIP_MERGES} merges in {path}; received: "
+            f"{len(lines)} lines"
+        )
+    return _byte_pairs(merges, path)
+
+
+def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePairs:
+    """A vocabulary of the most frequent byte pairs of captions, as CLIP's.
+
+    Args:
+        captions: texts.
+        vocabulary_size: largest number of tokens, at least 515: few captions may have
+            fewer pairs.
+
+    Raises:
+        ValueError: if `vocabulary_size` is smaller, or captions have no pairs.
+
+    Example:
+
+    >>> from keras_moe.models.text.vocabularies import trained_byte_pairs
+    >>> pairs = trained_byte_pairs(["a cat", "a hat", "the cat"], 516)
+    >>> pairs.merges, len(pairs.vocabulary)
+    (['a t</w>', 'c at</w>'], 516)
+    """
+    size = check_integer("vocabulary_size", vocabulary_size, _BASE + 1)
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix=_END_OF_WORD))
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            normalizers.NFC(),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Lowercase(),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        show_progress=False,
+        initial_alphabet=_bytes(),
+        end_of_word_suffix=_END_OF_WORD,
+    )
+    tokenizer.train_from_iterator(captions, trainer)
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    if not merges:
+        raise ValueError(
+            "Expected captions with words of several letters; received: none"
+        )
+    # The trainer's alphabet lacks bytes that end no word here.
+    return _byte_pairs(merges[: size - _BASE], "captions")
+
+
+def _shipped():
+    """The file that open_clip ships, found without importing the package."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (Path(folder) / _FILE).is_file():
+            return Path(folder) / _FILE
+    raise ValueError(
+        f"Expected the path of {_FILE}, or the package open_clip_torch, which ships "
+        "it; received: path=None, and no such package"
+    )
+
+
+def _from_folder(path):
+    try:
+        vocabulary = json.loads((path / "vocab.json").read_text("utf-8"))
+        lines = (path / "merges.txt").read_text("utf-8").splitlines()
+    except (OSError, RecursionError, ValueError) as error:
+        raise ValueError(
+            f"Expected vocab.json and merges.txt in {path}; received: {error}"
+        ) from error
+    if not isinstance(vocabulary, dict) or not all(
+        isinstance(value, int) for value in vocabulary.values()
+    ):
+        raise ValueError(f"Expected a dict of ids in {path}/vocab.json")
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    return BytePairs(vocabulary, merges)
+
+
+def _byte_pairs(merges, source):
+    tokens = [*_bytes(), *(byte + _END_OF_WORD for byte in _bytes())]
+    for merge in merges:
+        pair = merge.split()
+        if len(pair) != 2:
+            raise ValueError(
+                f"Expected two tokens in each merge of {source}; received: {merge!r}"
+            )
+        tokens.append("".join(pair))
+    tokens += [START, END]
+    return BytePairs({token: index for index, token in enumerate(tokens)}, merges)
+
+
+def _bytes():
+    """The 256 bytes as characters in CLIP's order: first those that print."""
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in prints]
+    return [chr(x) for x in prints] + [chr(256 + i) for i in range(len(others))]

@@ -1,0 +1,304 @@
+"""Tokenizers: CLIP's against those of others, SentencePiece, and those of one's own."""
+
+import importlib.util
+import io
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.models import TextBackbone, TextTokenizer
+from keras_moe.models.text.vocabularies import clip_byte_pairs
+
+pytestmark = pytest.mark.backend_free
+
+CAPTIONS = [
+    "A photo of a cat.",
+    "two  dogs\tand\na   bird",
+    "it's the dog's 2nd; they'll've WON'T",
+    "Crème brûlée à la carte — œuvre, naïve",
+    "日本語のテキスト と 한국어",
+    "a 🐱 & 🚀🚀, 👩‍👩‍👧",
+    "$1,234.56 (50%) <b>bold</b> #tag @you http://a.b/c?d=e_f",
+    "<|endoftext|> inside <|startoftext|>",
+    "İstanbul ǅ ﬁne ½ Ω",
+    "",
+    " ",
+    "word " * 200,
+]
+FEW = ["a photo of a cat", "a photo of two cats", "the cat's hat"]
+
+
+def own(**kwargs):
+    return TextTokenizer.trained(FEW, **{"vocabulary_size": 530, **kwargs})
+
+
+@pytest.fixture(scope="module")
+def clip():
+    if importlib.util.find_spec("open_clip") is None:
+        pytest.skip("open_clip ships the vocabulary")
+    return TextTokenizer.clip()
+
+
+@pytest.fixture(scope="module")
+def sentence_piece():
+    import sentencepiece
+
+    proto = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(FEW),
+        model_writer=proto,
+        vocab_size=24,
+        hard_vocab_limit=False,
+        model_type="unigram",
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    return proto.getvalue()
+
+
+def rows(tokenizer, captions):
+    """Each caption's ids without padding."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        texts = tokenizer(captions)
+    pairs = zip(texts["token_ids"], texts["padding_mask"])
+    return [ids[mask].tolist() for ids, mask in pairs]
+
+
+# CLIP
+
+
+def test_clip_equals_transformers(clip):
+    transformers = pytest.importorskip("transformers")
+    pairs = clip_byte_pairs()
+    reference = transformers.CLIPTokenizer(
+        vocab=pairs.vocabulary, merges=[tuple(m.split()) for m in pairs.merges]
+    )
+    expected = reference(CAPTIONS, truncation=True, max_length=77)["input_ids"]
+    for caption, ids, other in zip(CAPTIONS, rows(clip, CAPTIONS), expected):
+        assert ids == other, caption
+
+
+def test_clip_equals_open_clip(clip):
+    pytest.importorskip("torch")
+    pytest.importorskip("ftfy")
+    folder = importlib.util.find_spec("open_clip").submodule_search_locations[0]
+    # The package itself needs torchvision.
+    spec = importlib.util.spec_from_file_location(
+        "open_clip_tokenizer", Path(folder) / "tokenizer.py"
+    )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    reference = module.SimpleTokenizer()
+    # Its names of special tokens are others, and ftfy mends the last but three.
+    captions = [x for x in CAPTIONS if "|" not in x and "İ" not in x]
+    expected = reference(captions).numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        received = clip(captions)["token_ids"]
+    for caption, ids, other in zip(captions, received, expected):
+        assert ids.tolist() == other.tolist(), caption
+
+
+def test_clip_by_hand(clip):
+    assert clip.vocabulary_size == 49408
+    texts = clip("A photo of a cat.")
+    ids = [49406, 320, 1125, 539, 320, 2368, 269, 49407]
+    assert texts["token_ids"].shape == (1, 77)
+    assert texts["token_ids"].dtype == "int32"
+    assert texts["token_ids"][0, :8].tolist() == ids
+    assert not texts["token_ids"][0, 8:].any()
+    assert texts["padding_mask"][0].tolist() == [True] * 8 + [False] * 69
+    assert rows(clip, [""]) == [[49406, 49407]]
+
+
+def test_clip_from_files(tmp_path):
+    merges = ["a t</w>", "c at</w>"]
+    vocabulary = own(vocabulary_size=516).tokenizer.vocabulary
+    vocabulary = {k: v for k, v in vocabulary.items() if v not in (512, 513)}
+    start, end = (vocabulary.pop(x) for x in ("<|startoftext|>", "<|endoftext|>"))
+    vocabulary.update({"at</w>": start, "cat</w>": end})
+    vocabulary.update({"<|startoftext|>": end + 1, "<|endoftext|>": end + 2})
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    tokenizer = TextTokenizer.clip(tmp_path, max_length=4)
+    assert rows(tokenizer, ["CAT"]) == [[end + 1, end, end + 2]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"#version\na b\n", "2 lines"),
+        (b"\xff\xfe", "utf-8"),
+        (b"#version\n" + b"a b c\n" * 48894, "two tokens.*'a b c'"),
+    ],
+)
+def test_other_files_are_refused(content, message, tmp_path):
+    path = tmp_path / "merges.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        TextTokenizer.clip(path)
+    with pytest.raises(ValueError, match=r"vocab\.json"):
+        TextTokenizer.clip(tmp_path)
+    broken = tmp_path / "merges.txt.gz"
+    broken.write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match="gz"):
+        TextTokenizer.clip(broken)
+
+
+def test_without_a_vocabulary(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="open_clip_torch"):
+        TextTokenizer.clip()
+
+
+# SentencePiece, and byte pairs of one's own
+
+
+def test_sentence_piece(sentence_piece, tmp_path):
+    import sentencepiece
+
+    (tmp_path / "model.spm").write_bytes(sentence_piece)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=sentence_piece)
+    for vocabulary in (sentence_piece, tmp_path / "model.spm"):
+        tokenizer = TextTokenizer.sentence_piece(vocabulary, max_length=30)
+        assert (tokenizer.end_id, tokenizer.padding_id) == (1, 0)
+        received = rows(tokenizer, ["A Photo OF a cat", ""])
+        expected = reference.encode("a photo of a cat")
+        assert received == [[*expected, 1], [1]]
+    cased = TextTokenizer.sentence_piece(sentence_piece, lower_case=False)
+    assert rows(cased, ["Photo"]) != rows(tokenizer, ["Photo"])
+    for other in (tmp_path / "no.spm", b"no model"):
+        with pytest.raises(ValueError, match=r"no\.spm|8 bytes"):
+            TextTokenizer.sentence_piece(other)
+
+
+def test_own_byte_pairs():
+    tokenizer = own()
+    assert tokenizer.vocabulary_size == 530
+    # The end of a text has the largest id, which CLIP's pooling wants.
+    assert (tokenizer.start_id, tokenizer.end_id) == (528, 529)
+    names = [tokenizer.tokenizer.id_to_token(id) for id in rows(tokenizer, FEW)[0]]
+    words = "".join(names[1:-1]).split("</w>")
+    assert words == [*FEW[0].split(), ""]
+    assert len(rows(tokenizer, ["cat"])[0]) < len(rows(tokenizer, ["xyz"])[0])
+    # No byte is unknown.
+    for ids in rows(tokenizer, CAPTIONS[2:7]):
+        assert ids.count(529) == 1
+        assert ids[-1] == 529 or len(ids) == 77
+    assert rows(own(), FEW) == rows(tokenizer, FEW)
+
+
+# Lengths, bad input, presets
+
+
+def test_truncation_is_counted():
+    tokenizer = own(max_length=4)
+    with pytest.warns(UserWarning, match=r"2 of 3 captions.*max_length=4"):
+        texts = tokenizer(["zzzz", "cat", "yyyyyy"])
+    assert texts["token_ids"].shape == (3, 4)
+    assert texts["token_ids"][[0, 2], -1].tolist() == [529, 529]
+    assert texts["padding_mask"].sum(axis=1).tolist()[::2] == [4, 4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokenizer(["xxxxx"])
+        tokenizer([])
+    assert (tokenizer.num_captions, tokenizer.num_truncated) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        (["a", 3], r"captions\[1\]=3"),
+        ([None], "None"),
+        (["a", b"b"], r"captions\[1\]=b'b'"),
+        (np.array([1.0]), r"captions\[0\]=1\.0"),
+        ({"a": "b"}, "sequence of strings"),
+        (7, "captions=7"),
+    ],
+)
+def test_captions_that_are_no_strings(captions, message):
+    for call in (own(), lambda x: TextTokenizer.trained(x, 515)):
+        with pytest.raises(ValueError, match=message):
+            call(captions)
+
+
+def test_captions_of_any_sequence():
+    tokenizer = own(max_length=20)
+    expected = tokenizer(FEW)["token_ids"]
+    for captions in (tuple(FEW), np.array(FEW), np.array(FEW, object), iter(FEW)):
+        np.testing.assert_array_equal(tokenizer(captions)["token_ids"], expected)
+    bare = TextTokenizer(own().tokenizer)
+    with pytest.raises(ValueError, match=r"one token.*captions\[1\]=' '"):
+        bare(["a", " "])
+
+
+def test_bad_arguments():
+    inner = own().tokenizer
+    for kwargs, message in (
+        ({"tokenizer": "clip"}, "tokenizer='clip'"),
+        ({"max_length": 0}, "max_length=0"),
+        ({"max_length": 2, "start_id": 1, "end_id": 2}, "max_length=2"),
+        ({"start_id": -1}, "start_id=-1"),
+        ({"padding_id": None}, "padding_id=None"),
+        ({"lower_case": 1}, "lower_case=1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TextTokenizer(**{"tokenizer": inner, **kwargs})
+    with pytest.raises(ValueError, match="vocabulary_size=514"):
+        own(vocabulary_size=514)
+    with pytest.raises(ValueError, match="several letters"):
+        TextTokenizer.trained(["a b"], 600)
+
+
+def test_a_tokenizer_is_part_of_a_preset(sentence_piece, tmp_path):
+    backbone = TextBackbone(
+        vocabulary_size=530, max_length=20, hidden_dim=8, num_layers=1, num_heads=2,
+        mlp_dim=8,
+    )  # fmt: skip
+    tokenizers = {
+        "own": own(max_length=20),
+        "spm": TextTokenizer.sentence_piece(sentence_piece, 20),
+    }
+    for name, tokenizer in tokenizers.items():
+        tokenizer.check_fits(backbone)
+        folder = tmp_path / name
+        backbone.save_to_preset(folder)
+        tokenizer.save_to_preset(folder)
+        # The tokenizer stays where the backbone is saved again.
+        models.from_preset(str(folder)).save_to_preset(folder)
+        again = TextTokenizer.from_preset(folder)
+        assert again.get_config() == tokenizer.get_config()
+        texts = again(FEW[:1])
+        expected = tokenizer(FEW[:1])
+        for key, value in texts.items():
+            np.testing.assert_array_equal(value, expected[key])
+        assert backbone.predict(texts, verbose=0)["pooled"].shape == (1, 8)
+    with pytest.raises(ValueError, match=r"at most the 529.*vocabulary_size=530"):
+        own().check_fits(TextBackbone(vocabulary_size=529, num_layers=1))
+    with pytest.raises(ValueError, match="max_length=21"):
+        own(max_length=21).check_fits(backbone)
+    backbone.save_to_preset(tmp_path / "without")
+    with pytest.raises(ValueError, match="without"):
+        TextTokenizer.from_preset(tmp_path / "without")
+
+
+def test_it_is_serialisable_without_its_vocabulary():
+    tokenizer = own(max_length=5)
+    config = keras.saving.serialize_keras_object(tokenizer)
+    assert len(json.dumps(config)) < 2000
+    again = keras.saving.deserialize_keras_object(config)
+    assert isinstance(again.tokenizer, keras_hub.tokenizers.CLIPTokenizer)
+    assert (again.max_length, again.end_id) == (5, 529)
