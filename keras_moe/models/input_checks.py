@@ -210,10 +210,13 @@ def has_no_examples(inputs: Any) -> bool:
 
 def outputs_of_none(model: keras.Model) -> Any:
     """The outputs of a batch without examples, as NumPy arrays."""
-    return tree.map_structure(
-        lambda x: ops.convert_to_numpy(ops.zeros((0, *x.shape[1:]), x.dtype)),
-        model.output,
-    )
+
+    def empty(symbolic):
+        # A size that differs from batch to batch is 0, too.
+        shape = (0, *(size or 0 for size in symbolic.shape[1:]))
+        return ops.convert_to_numpy(ops.zeros(shape, symbolic.dtype))
+
+    return tree.map_structure(empty, model.output)
 
 
 def _symbolic_inputs(model, inputs) -> Iterator[tuple[keras.KerasTensor, Any]]:

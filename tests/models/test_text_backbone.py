@@ -359,6 +359,19 @@ def test_bad_texts(inputs, message):
 
 
 @pytest.mark.backend_free
+def test_no_texts_have_no_outputs():
+    model = text(num_layers=1)
+    for received in (
+        model.predict(texts(IDS[:0])),
+        model.predict_on_batch(texts(IDS[:0])),
+    ):
+        assert received["pooled"].shape == (0, 4)
+        assert received["tokens"].shape == (0, 0, 8)
+    with pytest.raises(ValueError, match="at least one example"):
+        model.evaluate(texts(IDS[:0]))
+
+
+@pytest.mark.backend_free
 def test_texts_of_unknown_values_pass():
     model = text(mask_padding=False)
     model._check_inputs(texts(np.zeros((2, 3), "int32")))
