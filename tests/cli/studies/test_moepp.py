@@ -11,6 +11,7 @@ from keras_moe.cli.studies.moepp_layers import Sizes
 from keras_moe.cli.studies.moepp_training import Digits
 from keras_moe.cli.studies.study import Study
 from keras_moe.ops import ExpertKinds
+from tests.cli.studies.few_digits import load_few
 
 TINY = ["--tokens", "32", "--dim", "8", "--mlp-dim", "16", "--rounds", "1"]
 ONE = ["--epochs", "1", "--seeds", "1", "--batch-size", "64"]
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.backend_free
 def study(program, monkeypatch):
     # The paper's sizes take seconds here.
     monkeypatch.setattr(moepp_costs, "PAPER_MLP", 16)
+    load_few(monkeypatch)
     return lambda *arguments: program("study", "moepp", *arguments)
 
 

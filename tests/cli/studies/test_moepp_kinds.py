@@ -7,6 +7,7 @@ import pytest
 
 from keras_moe.cli.studies.moepp_kinds import deviation_of_patches
 from keras_moe.cli.studies.moepp_training import Digits
+from tests.cli.studies.few_digits import load_few
 
 ONE = ["--epochs", "1", "--seeds", "1", "--batch-size", "64", "--constants", "1"]
 
@@ -14,7 +15,8 @@ pytestmark = pytest.mark.backend_free
 
 
 @pytest.fixture
-def study(program):
+def study(program, monkeypatch):
+    load_few(monkeypatch)
     return lambda *arguments: program("study", "moepp", *arguments)
 
 

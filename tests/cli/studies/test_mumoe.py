@@ -46,8 +46,10 @@ def test_the_bias_is_planted():
     assert labels.tolist() == [[0, 0, 0, 1, 1], [1, 1, 1, 0, 0]]
 
 
-def test_all_parts_are_stored_drawn_and_not_repeated(study, tmp_path, monkeypatch):
-    arguments = ["--output", tmp_path, *TINY, "--edited-experts", "2"]
+def test_parts_are_stored_drawn_and_not_repeated(study, tmp_path, monkeypatch):
+    # Parts about heads have a file of their own.
+    parts = ["--parts", "specialisation", "editing", "patches"]
+    arguments = [*parts, "--output", tmp_path, *TINY, "--edited-experts", "2"]
     status, text, errors = study(*arguments)
     assert status == 0, errors
     assert "Table 2" in text
