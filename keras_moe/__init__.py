@@ -2,30 +2,19 @@
 
 import importlib
 import sys
+from pathlib import PurePath
 
 from keras_moe._version import __version__
 from keras_moe.backend import import_keras
 
 
-def _is_for_programs() -> bool:
-    """Whether `keras_moe.cli` is imported, which prints help before Keras is there.
-
-    Python imports this package first, and only the frames of that import know the name
-    that was asked for. `python -m keras_moe.cli` has it among its arguments.
-    """
-    if "keras_moe.cli" in sys.orig_argv:
-        return True
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            name = frame.f_locals.get("name")
-            if isinstance(name, str) and f"{name}.".startswith("keras_moe.cli."):
-                return True
-        frame = frame.f_back
-    return False
+def _is_program() -> bool:
+    """Whether this process is `keras-moe`, which prints help before Keras is there."""
+    script = PurePath(next(iter(sys.argv), "")).name
+    return script in ("keras-moe", "keras-moe.exe") or "keras_moe.cli" in sys.orig_argv
 
 
-if not _is_for_programs():
+if not _is_program():
     import_keras()
     from keras_moe import layers, losses, ops, routers
 
