@@ -24,7 +24,7 @@ if os.environ.get("KERAS_BACKEND", "jax") == "jax" and (
 ):
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
-# Before Keras is imported. What is set outside wins: CUDA_VISIBLE_DEVICES=0 and
+# Before Keras is imported. The environment wins: CUDA_VISIBLE_DEVICES=0 and
 # KERAS_TORCH_DEVICE=cuda run the suite on a GPU.
 for name, value in {
     "KERAS_BACKEND": "jax",

@@ -12,8 +12,8 @@ def gradient(fn: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
     An array that the result does not depend on has gradient zero.
 
     Args:
-        fn: takes one tensor per array and returns a scalar tensor.
-        *arrays: where the gradient is taken.
+        fn: function from one tensor per array to a scalar tensor.
+        *arrays: point at which the gradient is taken.
     """
     return gradient_and_outputs(lambda *tensors: (fn(*tensors), ()), *arrays)[0]
 
@@ -26,9 +26,9 @@ def gradient_and_outputs(
     One program on JAX, where a second one would be most of a small test's time.
 
     Args:
-        fn: takes one tensor per array and returns a scalar tensor and a sequence of
+        fn: function from one tensor per array to a scalar tensor and a sequence of
             further tensors.
-        *arrays: where the gradient is taken.
+        *arrays: point at which the gradient is taken.
     """
     backend = keras.backend.backend()
     if backend == "jax":

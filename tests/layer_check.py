@@ -35,11 +35,11 @@ def check_layer(
     """Checks build, shapes, dtypes, config, saving, gradients and compilation.
 
     Args:
-        make: makes the layer; takes `dtype` and the layer's other base arguments. Its
-            own arguments should all have values that are not the defaults.
+        make: function that makes the layer from `dtype` and the other arguments of
+            Keras's layers. Its own arguments should all differ from the defaults.
         inputs: a batch.
-        folder: where to save to.
-        float32_weights: ends of the paths of weights that are always float32.
+        folder: folder of the saved layer.
+        float32_weights: suffixes of the paths of weights that are always float32.
         no_gradient: names of weights that may have no gradient.
     """
     keras.utils.set_random_seed(1)

@@ -1,4 +1,4 @@
-"""What tests of models share: sizes, images, and weights that all say something."""
+"""Sizes, images and non-trivial weights that tests of models share."""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ def test_a_notebook_is_its_source(guide):
     assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [
         (cell.cell_type, cell.source) for cell in source.cells
     ], f"{guide.stem}: run make guides"
-    # What a guide prints is computed, by whoever opens it.
+    # Whoever opens a guide computes its outputs.
     assert not any(cell.get("outputs") for cell in notebook.cells)
 
 

@@ -15,7 +15,7 @@ PACKAGE = "keras_moe"
 
 pytestmark = pytest.mark.backend_free
 
-# What the modules of a folder may import of keras_moe, besides their own folder.
+# The parts of keras_moe that a folder may import, besides its own modules.
 CORE = ("ops", "losses", "routers", "layers")
 ALLOWED = {
     "ops": (),
@@ -328,7 +328,7 @@ print(json.dumps({"seconds": seconds, "new": new}))
 
 @pytest.fixture(scope="module")
 def imports():
-    """What importing the core adds to `import keras`, in one process per backend."""
+    """The cost of importing the core after Keras, in one process per backend."""
     found = {}
     for backend in ("jax", "tensorflow", "torch"):
         done = subprocess.run(

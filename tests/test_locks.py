@@ -139,7 +139,7 @@ def test_what_a_killed_process_left_is_taken_over(path):
 
 
 def test_a_live_process_keeps_its_lock_without_the_system(path, holder):
-    """As where a file system has no locks, or the process closed a copy of the file."""
+    """The lock is gone, as where file systems have none or a copy was closed."""
     text = path.read_text()
     path.unlink()
     path.write_text(text)

@@ -1,4 +1,4 @@
-"""What is in the repository, apart from what the code does."""
+"""The repository's files, apart from the behaviour of the code."""
 
 import json
 import shutil

@@ -21,7 +21,8 @@ def training_gradients(
     Args:
         layer: a built layer or model.
         inputs: its input.
-        loss: from outputs to a scalar; None weighs every float output at random.
+        loss: function from outputs to a scalar; None weighs every float output at
+            random.
         training: passed to the layer.
         **kwargs: passed to the layer.
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.backend_free
 CLASSES = ["animal", "bee", "cat"]
 PARENTS = {"bee": ["animal"], "cat": ["animal"]}
 SHAPE = (2, 2, 1)
-# What a program in another language, or a hand, may have left in a JSON file.
+# Values that a program in another language, or a hand, may have left in a JSON file.
 VALUES = (
     None, True, 0, -1, 2.5, 1e400, 2**70, "", "x", "\0", "\ud800", "1" * 300, [], [[]],
     ["bee", 1], ["bee", "bee"], {}, {"bee": "animal"}, {"": []}, {"x": None},
@@ -59,7 +59,7 @@ def mutations(value, draw, count):
 
 
 def error_of(function):
-    """What a function fails with, if it is a ValueError or OSError, or None."""
+    """The ValueError or OSError that a function raises, or None."""
     try:
         with reading_errors():
             function()

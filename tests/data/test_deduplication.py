@@ -40,7 +40,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def hashes(tmp_path_factory):
-    """Of 300 digits, and of changed copies of the first 150."""
+    """Records of 300 digits, and of changed copies of the first 150."""
     folder, images = tmp_path_factory.mktemp("digits"), digits()
     write_tfrecords(folder, "train", ((image, 0) for image in images), 2)
     for name, change in CHANGES.items():
@@ -87,7 +87,7 @@ def test_distances_are_counted_in_bits(monkeypatch):
             )
             assert found.tolist() == indices
             assert steps[-1] == (6, 6)
-    # Of one colour all over: nothing but the same pixels is a copy.
+    # An image of one colour: nothing but the same pixels is a copy.
     assert len(find_duplicates(train, made([0], has_structure=False))) == 0
     for wrong in (-1, 33, 2.0, True):
         with pytest.raises(ValueError, match=f"received: max_distance={wrong}"):

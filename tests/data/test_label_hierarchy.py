@@ -17,7 +17,7 @@ def test_labels_are_closed_upward():
     assert hierarchy.close([1]) == [0, 1, 3, 4]
     assert hierarchy.close([5, 2]) == [0, 2, 4, 5]
     assert hierarchy.close([]) == []
-    # Of a table, a row is the closure of its class.
+    # A row of the table is the closure of its class.
     table = hierarchy.table()
     assert table.shape == (6, 4)
     for index, row in enumerate(table):

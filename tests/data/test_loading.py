@@ -93,7 +93,7 @@ AUGMENTATIONS = [
 @pytest.mark.parametrize("augment", AUGMENTATIONS, ids=str)
 def test_every_name_works_with_every_backend(augment):
     def make(seed):
-        # Of the middle, where a batch that is not full is included.
+        # The test split includes the batch that is not full.
         return load("digits", "test", SHAPE, augment=augment, seed=seed, batch_size=100)
 
     dataset = make(0)
@@ -280,7 +280,7 @@ def test_a_leading_crop_reads_the_full_size():
     load("digits", "test", SHAPE, augment=["flip", Spy(16, 16)])
     # Single images are cropped as batches of one.
     assert [size for size in sizes if len(size) == 3] == [(8, 8, 3), SHAPE]
-    # Of another size than the images, which is then made right.
+    # A layer that returns another size: the pipeline resizes its images.
     images = arrays(load("digits", "test", SHAPE, augment=Spy(9, 9)))[0]
     assert images.shape[1:] == SHAPE
 
@@ -353,7 +353,7 @@ def test_folders_of_images(tmp_path):
             keras.utils.save_img(tmp_path / name, image, scale=False)
     (tmp_path / "train" / "a" / "notes.txt").write_text("no image")
     source = f"folder:{tmp_path}"
-    # Of all splits, so that labels mean the same in each.
+    # The classes are those of all splits, so that labels mean the same in each.
     assert num_classes(source) == 3
     for split, count in (("train", 5), ("test", 2)):
         images, labels = arrays(load(source, split, (4, 6, 3), seed=1))

@@ -70,7 +70,7 @@ def test_an_epoch_has_every_image_at_most_once():
         assert sorted(order) == every
         orders.append(order)
     assert orders[0] != orders[1]
-    # What does not fill a batch is left out, in each epoch something else.
+    # Each epoch leaves out other images that do not fill a batch.
     seen = [
         {
             image.tobytes()

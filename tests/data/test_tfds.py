@@ -33,7 +33,7 @@ def make_builder(
     class Written(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("1.0.0")
         pkg_dir_path = data_dir
-        # As in a notebook: there is no file of code to look for checksums beside.
+        # A notebook has no file of code beside which checksums could lie.
         __module__ = "notebook"
 
         def _info(self):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.backend_free
 SHAPE = (4, 4, 1)
 CLASSES = ["animal", "bee", "cat", "rock"]
 PARENTS = {"bee": ["animal"], "cat": ["animal"]}
-# Of example n.
+# The labels of example n.
 SEVERAL = [[1], [2, 3], [], [3], [1, 2], [3, 1], [2]]
 
 

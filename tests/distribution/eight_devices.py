@@ -179,7 +179,7 @@ def evaluated(model, layout, count):
 
 
 def arithmetic(model, arguments, overrides):
-    """What the costs on paper are, or why there are none."""
+    """The costs on paper, or the reason why there are none."""
     try:
         found = distribution.costs(
             preset_of(model), 8, len(IMAGES), optimizer="momentum", dtype="float32",

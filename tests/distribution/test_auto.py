@@ -73,7 +73,7 @@ SPLITS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What happened in each case, from one process."""
+    """The results of all cases, from one process."""
     dumps = tmp_path_factory.mktemp("dumps")
     script = Path(__file__).with_name("eight_devices.py")
     cases = [*CASES, ("large", "experts on the batch")]

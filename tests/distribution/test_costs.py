@@ -127,7 +127,7 @@ def test_a_torus_passes_data_on():
     ring = chip._replace(torus=1, links=2)
     crossing = 8 / 2
     assert ring.all_to_all_bandwidth(16) == 2 * chip.link_bandwidth / crossing
-    # Of a longer ring they are a line, with one cut.
+    # Part of a longer ring is a line, with one cut.
     assert ring.all_to_all_bandwidth(16, 64) == chip.link_bandwidth / crossing
     assert chip.all_to_all_bandwidth(2) <= chip.bandwidth
     assert CHIPS["h200"].all_to_all_bandwidth(8) == CHIPS["h200"].bandwidth
@@ -218,7 +218,7 @@ def test_memory_is_what_xla_says():
         found.argument_size_in_bytes - 4 * np.prod(images.shape),
         rtol=1e-3,
     )
-    # What XLA keeps at once follows from its own order of operations.
+    # XLA's peak follows from its own order of operations.
     np.testing.assert_allclose(
         ours.memory["gradients"] + ours.memory["activations"],
         found.temp_size_in_bytes,

@@ -69,7 +69,7 @@ def main():
     loss = float(np.ravel(model.train_on_batch(IMAGES[mine], LABELS[mine]))[0])
     if not ALONE:
         values = [distribution.gathered(weight) for weight in state(model)]
-        # Of this process alone.
+        # A model of this process alone.
         keras.distribution.set_distribution(None)
         model = make()
         for weight, value in zip(state(model), values):

@@ -113,7 +113,7 @@ def test_groups_are_independent():
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7])
 def test_a_last_group_that_is_not_full_is_padded(batch):
-    """As if the real tokens stood in groups of their own capacity."""
+    """The real tokens fare like groups of their own capacity."""
     moe, tokens = make(capacity_factor=0.5, group_size=12), images(batch=batch)
     outputs, routing = call(moe, tokens, training=True)
     flat = tokens.reshape(-1, 8)

@@ -239,7 +239,7 @@ def test_the_papers_equations():
                 ops.convert_to_numpy(found)[0],
                 arrays[f"outputs/layer{index}/{name}"][:, order],
                 rtol=1e-5,
-                # Of logits of size 1, in float32.
+                # Logits are of size 1, in float32.
                 atol=1e-6,
             )
         np.testing.assert_allclose(

@@ -65,7 +65,7 @@ def test_a_number_of_no_class_is_refused_in_arrays_and_nan_in_tensors():
     logits = np.zeros((2, 3), "float32")
     loss = SparseSigmoidCrossentropy(reduction=None)
     labels = np.array([[0, 3], [2, -1]])
-    # As in a graph, which cannot raise.
+    # Tensors may be of a graph, which cannot raise.
     found = ops.convert_to_numpy(loss(ops.convert_to_tensor(labels), logits))
     assert np.isnan(found[0])
     assert found[1] == pytest.approx(3 * np.log(2.0))

@@ -262,7 +262,7 @@ def test_bfloat16_rounds_the_unit_vectors_alone(name):
     assert np.abs(np.sum(gradients[0] * unit[0], axis=-1)).max() < 1e-6
 
 
-# As Keras's losses
+# Losses of Keras
 
 
 @keras.saving.register_keras_serializable("tests")

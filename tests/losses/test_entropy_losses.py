@@ -197,7 +197,7 @@ def test_merged_entropy_of_sure_tokens_is_exact():
     np.testing.assert_allclose(found, [expected], rtol=1e-4)
 
 
-# What must hold for each
+# Properties of each
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -234,7 +234,7 @@ def test_z_by_hand():
     np.testing.assert_allclose(found[0, 0], [math.log(3) / 3] * 3, rtol=1e-5)
 
 
-# What must hold for each
+# Properties of each
 
 
 @pytest.mark.parametrize("name", LOSSES)

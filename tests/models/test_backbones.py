@@ -1,4 +1,4 @@
-"""What every backbone does, and what becomes of its weights at another size."""
+"""Every backbone's behaviour, and its weights at another size."""
 
 import re
 
@@ -295,7 +295,7 @@ def test_soft_routing_with_other_slots_is_refused(overrides, tmp_path):
     given = re.escape(f"received: {name}={value!r}, which make ")
     with pytest.raises(ValueError, match=f"the 4 slots of each expert.*{given}"):
         models.from_preset(str(tmp_path / "saved"), **overrides)
-    # What changes no slot is allowed.
+    # Overrides that change no slot are allowed.
     for harmless in ({"num_selected_experts": 2}, {"router": "soft"}):
         models.from_preset(str(tmp_path / "saved"), **harmless)
 

@@ -48,7 +48,7 @@ def test_names_and_probabilities(model):
             np.testing.assert_allclose(x.probability, probabilities[x.index], rtol=1e-4)
     (best,) = model.classify(PHOTOS[1], top=1)
     assert best.name == found[1][0].name
-    # Of different sizes, and grey.
+    # Images may have different sizes, and be grey.
     assert len(model.classify([PHOTOS[0], PHOTOS[1, :9, :9, 0]], batch_size=1)) == 2
     assert model.classify([]) == []
     json.dumps(found)

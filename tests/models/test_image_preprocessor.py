@@ -59,7 +59,7 @@ def test_the_middle_is_that_of_timm_and_torchvision():
 
 
 def test_images_are_those_of_the_pipelines():
-    # As `data.load` resizes: bilinear, without antialiasing.
+    # `data.load` resizes bilinearly, too, without antialiasing.
     image = PHOTO.astype("float32") / 255
     expected = keras.ops.image.resize(
         image, (12, 20), interpolation="bilinear", antialias=False

@@ -147,7 +147,7 @@ def test_tensors_are_checked_as_arrays_are(model):
         several._check_inputs(IMAGES, keras.ops.convert_to_tensor([[0, 1, 2]] * 2))
     with pytest.warns(UserWarning, match="127.5"):
         several._check_inputs(keras.ops.full(IMAGES.shape, 255, "uint8"))
-    # What has no values passes.
+    # Symbolic tensors and iterators have no values to check.
     model._check_inputs(IMAGES, keras.KerasTensor((None,), "int32"))
     model._check_inputs((image, 7) for image in IMAGES)
 

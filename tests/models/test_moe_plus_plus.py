@@ -128,7 +128,7 @@ def test_experts_without_computation_bring_the_paper_s_defaults(cls):
     assert again.get_layer("block_1").feed_forward.router.gating_residual
     # One block has none before it.
     cls.from_config({**arguments, "moe_layers": [1]})
-    # What is given overrides.
+    # Arguments override the defaults.
     given = {
         "capacity_factor": 1.05,
         "noise_std": 1.0,

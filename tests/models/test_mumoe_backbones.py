@@ -71,7 +71,7 @@ def test_trains_saves_and_keeps_statistics(name, rematerialize, tmp_path):
         assert sorted(records) == sorted(
             [*blocks, *(f"{b}/token_mixer" for b in blocks)]
         )
-        # Of 4 patches, and of 8 channels.
+        # The records are of 4 patches, and of 8 channels.
         assert records["block_1"].gates.shape == (6, 4, 4)
         assert records["block_1/token_mixer"].gates.shape == (6, 8, 4)
         assert expert_load(records["block_1/token_mixer"], 0.01).sum() > 0

@@ -88,7 +88,7 @@ def test_int8_models_come_back(tmp_path, policy):
         model.save_to_preset(tmp_path / "preset")
     model.save(tmp_path / "model.keras")
     loaded = models.from_preset(str(tmp_path / "preset"))
-    # What was loaded can be saved again, too.
+    # A loaded model can be saved again, too.
     loaded.save_to_preset(tmp_path / "again")
     for other in (
         models.from_preset(str(tmp_path / "again")),
@@ -149,7 +149,7 @@ def test_digits_are_recognised_as_well_with_int8():
     )
     shape = model.backbone.image_shape
     model.compile(optimizer=keras.optimizers.AdamW(4e-3, global_clipnorm=1.0))
-    # Of whole batches alone: one shape, one program.
+    # Whole batches alone: one shape, one program.
     train = [x[:1344] for x in data.load_digits("train", shape)]
     model.fit(*train, batch_size=64, epochs=8, verbose=0)
     test = data.load_digits("test", shape)

@@ -41,7 +41,7 @@ def block(**kwargs):
 
 
 def branches(layer, training=True):
-    """What the two branches added for each example, (B, N, D)."""
+    """The sum of the two branches for each example, (B, N, D)."""
     tokens = np.random.default_rng(0).normal(size=(B, N, D)).astype("float32")
     return to_numpy(call(layer, tokens, training=training)) - tokens
 

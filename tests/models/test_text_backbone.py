@@ -303,7 +303,7 @@ def test_low_rank_pairs_and_int8_of_token_ids():
     assert all("lora" in weight.name for weight in model.trainable_weights)
 
 
-# What is refused
+# Bad input
 
 
 @pytest.mark.backend_free

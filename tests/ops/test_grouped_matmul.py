@@ -231,7 +231,7 @@ def test_bfloat16():
 
 @pytest.mark.skipif(BACKEND != "jax", reason="a kernel of JAX")
 def test_ragged_dot():
-    # What platforms other than CPUs take.
+    # Platforms other than CPUs take this kernel.
     import jax
 
     from keras_moe.ops.kernels import block_loops, grouped_matmul_jax

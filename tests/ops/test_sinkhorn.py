@@ -43,7 +43,7 @@ def reference(logits, iterations):
     return np.exp(logits + rows[..., None] + columns[:, None])
 
 
-# What the noise of training does is for the routers' tests.
+# The routers' tests cover the noise of training.
 CASES = [x for x in golden.cases("04_ot_routers/kl_*") if "training_noise" not in x]
 
 

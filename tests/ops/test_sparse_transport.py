@@ -154,7 +154,7 @@ def test_equal_utilities_go_to_the_lowest(solver):
     np.testing.assert_array_equal((first.plan[0] > 0).sum(axis=0), [2, 2, 2])
 
 
-# What must always hold
+# Invariants
 
 
 @some

@@ -185,7 +185,7 @@ def test_equal_tokens_and_experts_go_lowest_first(priority):
 
 
 def test_a_zero_gate_takes_a_slot():
-    # As in the V-MoE code: the slot is used, and its output is combined with 0.
+    # V-MoE's code does so, too: the slot is used, and its output is combined with 0.
     gates = np.array([[[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]], "float32")
     _, d, c = route_densely(gates, gates, 2, 2)
     assert d[0, :, 1].tolist() == [[True, False], [False, True]]
@@ -235,7 +235,7 @@ def test_only_kept_gates_have_a_gradient():
     np.testing.assert_array_equal(of_gates, expected)
 
 
-# What must always hold
+# Invariants
 
 
 def routing_problems(ties=None):

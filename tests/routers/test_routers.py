@@ -353,7 +353,7 @@ def test_one_finite_logit_decides(name):
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float16"])
 def test_routing_is_float32_under_every_policy(name, policy):
     tokens = images()
-    # As the half-precision layer sees them.
+    # The values that the half-precision layer sees.
     dtype = "float16" if policy == "float16" else "bfloat16"
     tokens = to_numpy(ops.cast(ops.cast(tokens, dtype), "float32"))
     half, full = moe(name, dtype=policy), moe(name)
@@ -399,7 +399,7 @@ def test_token_choice_is_dropless_at_inference_and_where_asked():
         assert isinstance(plan, RaggedPlan)
     _, routing = call(layer, tokens, training=True)
     np.testing.assert_array_equal(to_numpy(routing.dispatched).sum(axis=-1), 2.0)
-    # As much room as anybody could need gives the same in training.
+    # Room for all tokens at each expert gives the same in training.
     options = {"noise_std": 0.0, "num_selected_experts": 3}
     dropless = moe("softmax_token_choice", dropless=True, **options)
     roomy = moe("softmax_token_choice", capacity=30, **options)

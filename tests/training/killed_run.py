@@ -41,7 +41,7 @@ RECIPE = training.Recipe(
 
 
 def new_model(self, num_classes):
-    """What is random in a V-MoE, quick to make: noise of the router, and dropout."""
+    """A small model with the random parts of a V-MoE: router noise, and dropout."""
     tokens = keras.Input((8, 4))
     router = routers.TokenChoiceRouter(4, 1, capacity_factor=1.0, seed=1)
     moe = layers.MoE(

@@ -44,7 +44,7 @@ CASES = [
     ("attention/query/kernel", (40, 2, 33), (2, 0)),
     ("dense/bias", (40,), None),
     ("router/scale", (), None),
-    # As many experts as hidden units: each is by itself all the same.
+    # With as many experts as hidden units each is still factored by itself.
     ("block_1/moe/experts/hidden_kernel", (64, 32, 36), (1, 2)),
     ("block_1/moe/experts/hidden_bias", (64, 36), None),
     ("zero_computation_experts/kernel", (64, 32, 36), (2, 0)),
@@ -84,8 +84,8 @@ def test_five_updates_of_every_kind_of_weight(dtype):
             weights[i], [step[i] for step in gradients], axes, TYPES[dtype]
         )
         error = np.abs(to_numpy(variables[i]) - expected)
-        # What float32 and float64 round to different sides in bfloat16 is 2^-8 of a
-        # first moment apart, which is about 1 at most, times the rate.
+        # Values that float32 and float64 round to different sides in bfloat16 are 2^-8
+        # of a first moment apart, which is about 1 at most, times the rate.
         assert error.max() < (1e-5 if dtype == "float32" else 0.1 / 2**8), path
         assert np.mean(error < 1e-5) > 0.99, path
         states = optimizer.second_moments(variables[i])

@@ -186,7 +186,7 @@ def test_what_is_better():
             best.on_epoch_begin(epoch)
             best.on_epoch_end(epoch, {} if value is None else {"x/y": value})
             found.append(best.row)
-            # As from a checkpoint.
+            # A checkpoint does the same.
             state, best = best.get_state(), BestEpoch("x/y", **options)
             best.set_model(keras.Sequential())
             best.set_state(state)
@@ -325,7 +325,7 @@ def test_a_run_that_ended_within_an_epoch_goes_on(tmp_path):
     whole = train(mine, verbose=0)
     for a, b in zip(variables(found), variables(whole), strict=True):
         np.testing.assert_array_equal(a, b)
-    # What ended within the epoch has a row of its own, and so has the rest of it.
+    # Both parts of the epoch that was cut have a row of their own.
     assert len(found.history["loss"]) == 3
     assert found.history["val_loss"][-1] == whole.history["val_loss"][-1]
 

@@ -131,7 +131,7 @@ def test_names_outside_the_folder_are_refused(tmp_path, name):
     (path / "link").symlink_to(outside)
     (path / "in").mkdir()
     (path / "in" / "outside.json").write_text("{}")
-    # As one who makes a checkpoint for others would write it.
+    # An attacker would write matching checksums.
     digest = hashlib.sha256(b"{}").hexdigest()
     name = name.format(folder=tmp_path)
     rewritten(path, {name: {"sha256": digest, "bytes": 2}})

@@ -10,7 +10,7 @@ from tests.training.recipe_settings import short_recipe
 
 pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
 
-# As many as there are digits.
+# One name for each digit.
 NAMES = tuple("abcdefghij")
 
 

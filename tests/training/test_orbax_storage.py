@@ -109,7 +109,7 @@ def test_every_file_is_compared(tmp_path):
                 found = training.find_checkpoint(tmp_path)
             assert found.step == 1, file
             shutil.copyfile(whole / file, path / file)
-    # What nobody wrote is refused, and so are links.
+    # Files that the manifest does not name are refused, and so are links.
     (path / "further").write_text("")
     with pytest.raises(ValueError, match="does not name further"):
         training.open_checkpoint(path)
@@ -151,7 +151,7 @@ def test_what_was_never_finished_is_never_taken(tmp_path, monkeypatch, group):
     save(run, 1, seed=1)
 
     def interrupted(*args):
-        # What a process that is killed here leaves behind.
+        # A process that is killed here leaves this behind.
         shutil.copytree(run, disk, dirs_exist_ok=True)
         raise KeyboardInterrupt
 

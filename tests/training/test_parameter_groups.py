@@ -111,7 +111,7 @@ def test_what_is_no_group_is_refused():
     assert set(NAMED_GROUPS) == {"experts", "router", "head", "kernels", "rest"}
 
 
-# What they get
+# Their settings
 
 
 def test_decay_times_the_learning_rate():

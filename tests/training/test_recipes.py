@@ -52,7 +52,7 @@ def recipe(**settings):
 
 
 def linear_model(multi_label=False):
-    """What `compile` and `train` see of a classifier, quick to compile."""
+    """A stand-in for a classifier in `compile` and `train`, quick to compile."""
     model = keras.Sequential(
         [keras.Input((4, 4, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
     )
@@ -174,7 +174,7 @@ def test_published_mixing_and_heads():
         model = load_recipe(name, model=arguments).new_model(1000)
         assert model.multi_label
         np.testing.assert_allclose(to_numpy(model.output_dense.bias), bias, rtol=1e-6)
-        # As wide as the backbone.
+        # The representation is as wide as the backbone.
         has_representation = name in ("vmoe_s32_i1k", "routers_jft")
         assert model.representation_dim == (32 if has_representation else None)
     # A scalar weight decay, hence of all weights.
@@ -261,7 +261,7 @@ def test_nested_overrides():
             "optimizer.options.beta_2": 0.95,
         },
     )
-    # What a dotted name does not reach stays.
+    # Settings that the dotted name does not reach stay.
     assert clip.model.overrides["head"] == {
         "num_experts": 8,
         "factorization": "cp",
@@ -525,7 +525,7 @@ def test_training_with_mixed_labels(linear):
         "val_accuracy": 2,
         "val_loss": 2,
     }
-    # Of the images' own labels, none of which is mixed.
+    # Labels of the test images themselves, none of which is mixed.
     images, labels = map(
         np.concatenate, zip(*datasets.test.as_numpy_iterator(), strict=True)
     )

@@ -1,4 +1,4 @@
-"""What the routers do while a model is trained, and that nobody notices."""
+"""Figures of the routers while a model trains, without an effect on it."""
 
 import csv
 import json
@@ -62,7 +62,7 @@ def test_every_router_has_figures(name):
     has_choices = name in ("token choice", "sinkhorn", "moe++")
     assert (row["dropped_choices"] is not None) == has_choices
     if name == "token choice":
-        # As in training: some choices find their expert full.
+        # Training limits capacity: some choices meet a full expert.
         assert row["dropped_choices"] > 0
         inference = training.RouterHealth(IMAGES[:4], training=False)
         inference.set_model(health.model)
@@ -134,7 +134,7 @@ def _events(folder, hidden_from):
     for path in folder.glob("events*"):
         for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
             event = tf.compat.v1.Event.FromString(record)
-            # What TensorBoard hides from there on, since a run began again.
+            # TensorBoard hides these steps, since a run began again.
             if event.session_log.status == tf.compat.v1.SessionLog.START:
                 hidden_from.append(event.step)
             for value in event.summary.value:

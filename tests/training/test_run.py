@@ -96,7 +96,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     mine = recipe(**settings)
     # Without checkpoints, and with the digits' own order and augmentation.
     expected = train(mine, verbose=0)
-    # Of 14 or 16 batches: after 5, and 6 more from the third on.
+    # The run of 14 or 16 batches ends after 5, and after 6 more from the third on.
     for batches in (5, 6):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, Ends(batches), mine=mine)
@@ -109,7 +109,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     optimizers = found.model.optimizer.variables, expected.model.optimizer.variables
     for a, b in zip(*optimizers, strict=True):
         np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
-    # What is at its end is not trained again.
+    # A run at its end is not trained again.
     again = run(tmp_path, Ends(0), mine=mine)
     assert again.history == expected.history
     assert again.score == expected.score
@@ -184,7 +184,7 @@ def test_another_version_is_told(quick, tmp_path, monkeypatch):
         run(tmp_path)
 
 
-# What is not finite
+# Values that are not finite
 
 
 class Poison(keras.layers.Layer):

@@ -38,7 +38,7 @@ def test_a_second_training_is_refused_before_it_touches_the_first(tmp_path):
 
 
 def test_a_killed_training_does_not_stop_the_next(tmp_path):
-    # Of a process that is no more, as one that is killed leaves it.
+    # The lock of a process that is no more, as after a kill.
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     with training.run_lock(tmp_path):

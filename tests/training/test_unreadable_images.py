@@ -47,7 +47,7 @@ def test_an_image_ends_a_run_by_name_or_is_left_out(path):
         train(recipe, verbose=0)
     with pytest.warns(UserWarning, match=rf"1 of 10 images.*{path}$"):
         trained = train(changed(recipe, unreadable="exclude"), verbose=0)
-    # Of nine images; ten would be three batches, too, but for the error.
+    # Nine images make three batches; ten would, too, but for the error.
     assert int(trained.model.optimizer.iterations) == 3
     assert len(trained.history["val_loss"]) == 1
 

@@ -104,7 +104,7 @@ def test_reference_upcycling(case):
         ("vit", {"router": "softmax_expert_choice", "capacity_factor": 0.3}, False),
         ("vit", {"router": "soft"}, False),
         ("vit", {"noise": 0.5}, False),
-        # Of a mixer, the feed-forward parts are the same.
+        # A mixer's feed-forward parts are the same.
         ("mixer", {}, True),
         ("mixer", {"router": "soft"}, False),
         ("mixer", {"noise": 0.5}, False),
@@ -213,7 +213,7 @@ def test_the_optimizer_is_carried_over(optimizer):
 def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
     """The upcycled model starts at the dense accuracy, and ends no lower."""
     keras.utils.set_random_seed(0)
-    # Of whole batches alone: one shape, one program.
+    # Whole batches alone: one shape, one program.
     train = [x[:1344] for x in data.load_digits("train", (16, 16, 1))]
     test = data.load_digits("test", (16, 16, 1))
     dense = models.from_preset(
@@ -444,7 +444,7 @@ def test_the_settings_of_clip_up_are_one_argument():
         layer = getattr(sparse, "backbone", sparse).get_layer("block_0").feed_forward
         found.append(layer.get_config())
     assert found[0] == found[1]
-    # What is given overrides, and without the preset the function is preserved.
+    # Arguments override, and without the preset the function is preserved.
     sparse, report = training.upcycle(
         dense, 4, [0], preset="clip_up", normalize_gates=True, capacity_factor=1.5
     )

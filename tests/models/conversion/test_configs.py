@@ -1,4 +1,4 @@
-"""What configs say is read, compared with the tensors, and refused if damaged."""
+"""Configs are read, compared with the tensors, and refused if damaged."""
 
 import json
 

@@ -320,7 +320,7 @@ def test_a_smaller_patch_size_with_the_images_normalisation(tmp_path):
     images = random_images((32, 32, 3))
     kernel = arrays["state_dict/patch_embed.proj.weight"].transpose(2, 3, 1, 0)
     kernel = resize_patch_kernel(kernel, 4, "bicubic")
-    # As timm has it: the resized kernel reads normalised images.
+    # timm's resized kernel reads normalised images.
     seen = ((images + 1) / 2 - mean) / std
     seen = seen.reshape(2, 8, 4, 8, 4, 3)
     expected = np.einsum("byixjc,ijcd->byxd", seen, kernel).reshape(2, 64, -1)
@@ -443,7 +443,7 @@ def test_the_normalisation_of_timms_images_is_kept(tmp_path, case):
     mean, std = np.array([0.4, 0.5, 0.3]), np.array([0.2, 0.3, 0.25])
     folder = timm_folder(tmp_path, case, mean.tolist(), std.tolist())
     model, report = models.convert(folder)
-    # What timm sees is (pixels in [0, 1] - mean) / std.
+    # timm sees (pixels in [0, 1] - mean) / std.
     images = 2 * (arrays["inputs/images"] * std + mean) - 1
     np.testing.assert_allclose(
         predict(model, images), arrays["outputs/logits"], **TOLERANCE
@@ -658,7 +658,7 @@ def test_the_head_of_keras_hubs_vit_keeps_its_dtype():
 def test_embeddings_of_keras_hubs_clip(trained_ids):
     clip = randomized(hub_clip())
     if trained_ids:
-        # As in its presets; a new model has zeros.
+        # Its presets have these; a new model has zeros.
         clip.vision_encoder.embedding.position_ids.assign(np.arange(5)[None])
     images = random_images((8, 8, 3))
     model, report = models.convert(clip)
@@ -993,7 +993,7 @@ def test_one_tensor_at_a_time(tmp_path):
             assert peak(lambda file=file: [file.read(x).sum() for x in file]) < (
                 2.5 * largest + 200_000
             )
-        models.convert(str(source))  # What is made once, such as compiled programs.
+        models.convert(str(source))  # Compiled programs are made once.
         # JAX and TensorFlow on CPUs take NumPy's memory over as the weight's.
         weights = 0 if keras.backend.backend() == "torch" else total
         bare = peak(
@@ -1006,7 +1006,7 @@ def test_one_tensor_at_a_time(tmp_path):
 @pytest.mark.backend_free
 def test_no_tensor_stays_when_the_next_is_read(tmp_path, monkeypatch):
     arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
-    # Of half precision, so that no backend takes their memory over.
+    # Half precision, so that no backend takes their memory over.
     arrays = {name: array.astype("float16") for name, array in arrays.items()}
     np.savez(tmp_path / "vit.npz", **arrays)
     alive, most = [], []

@@ -1,4 +1,4 @@
-"""What a KerasHub model has beside its weights is carried over, or reported."""
+"""A KerasHub model's settings are carried over with its weights, or reported."""
 
 import keras
 import keras_hub

@@ -134,7 +134,7 @@ def copy(tmp_path):
 
 
 def test_the_written_checkpoint_is_the_golden_one(tmp_path):
-    # What the cases below change is otherwise whole.
+    # Without the changes of the cases below the checkpoint is whole.
     prefix = write_vmoe(tmp_path / "vmoe", vmoe_arrays())
     expected, _ = golden.load("07_checkpoints/vmoe_tiny_expected")
     found = models.from_preset(prefix).predict(expected["inputs/images"], verbose=0)
@@ -369,7 +369,7 @@ def test_what_timm_has_and_we_have_not(tmp_path):
         tensors["head_dist.weight"] = tensors["head.weight"]
 
     def norms(tensors):
-        # Of one block alone, without the keys'.
+        # One block alone has it, and without the keys'.
         tensors["blocks.0.attn.q_norm.weight"] = np.ones(8, "float32")
 
     def fewer(tensors):
