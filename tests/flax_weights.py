@@ -54,8 +54,8 @@ _NAMES = [
 
 def flax_name(path: str) -> str:
     """The reference's name of one of our weights."""
-    for ours, theirs in _NAMES:
-        match = re.search(ours + "$", path)
+    for mine, theirs in _NAMES:
+        match = re.search(mine + "$", path)
         if match:
             name = match.expand(theirs)
             return name.replace("/gamma", "/scale").replace("/beta", "/bias")

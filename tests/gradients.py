@@ -36,7 +36,7 @@ def gradient_and_outputs(
 
         tensors = [keras.ops.convert_to_tensor(array) for array in arrays]
         argnums = tuple(range(len(tensors)))
-        found, outputs = jax.jit(jax.grad(fn, argnums=argnums, has_aux=True))(*tensors)
+        actual, outputs = jax.jit(jax.grad(fn, argnums=argnums, has_aux=True))(*tensors)
     elif backend == "tensorflow":
         import tensorflow as tf
 
@@ -44,16 +44,16 @@ def gradient_and_outputs(
         with tf.GradientTape() as tape:
             tape.watch(tensors)
             value, outputs = fn(*tensors)
-        found = tape.gradient(value, tensors)
+        actual = tape.gradient(value, tensors)
     else:
         import torch
 
         tensors = [torch.tensor(array, requires_grad=True) for array in arrays]
         value, outputs = fn(*tensors)
-        found = torch.autograd.grad(value, tensors, allow_unused=True)
+        actual = torch.autograd.grad(value, tensors, allow_unused=True)
     gradients = [
         np.zeros_like(array) if grad is None else keras.ops.convert_to_numpy(grad)
-        for grad, array in zip(found, arrays)
+        for grad, array in zip(actual, arrays)
     ]
     return gradients, [keras.ops.convert_to_numpy(output) for output in outputs]
 

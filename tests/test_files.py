@@ -32,8 +32,8 @@ def test_what_json_does_not_have_is_null(tmp_path):
     history = {"loss": [0.5, float("nan")], "pair": (float("inf"), 1), "x": -math.inf}
     files.write_json(tmp_path / "results.json", history)
     text = (tmp_path / "results.json").read_text()
-    found = json.loads(text, parse_constant=refuse)
-    assert found == {"loss": [0.5, None], "pair": [None, 1], "x": None}
+    actual = json.loads(text, parse_constant=refuse)
+    assert actual == {"loss": [0.5, None], "pair": [None, 1], "x": None}
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o077])
@@ -57,10 +57,10 @@ def test_a_failed_write_says_where_and_how_much(tmp_path, monkeypatch, failing):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files if failing == "write_all" else os, failing, full)
-    with pytest.raises(OSError, match=r"space left .* 5,000 bytes to write") as told:
+    with pytest.raises(OSError, match=r"space left .* 5,000 bytes to write") as report:
         files.write_text(path, "x" * 5000)
     monkeypatch.undo()
-    assert (told.value.errno, told.value.filename) == (errno.ENOSPC, str(path))
+    assert (report.value.errno, report.value.filename) == (errno.ENOSPC, str(path))
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
 

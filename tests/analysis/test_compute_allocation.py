@@ -88,9 +88,9 @@ def test_routing_scores():
     scores = routing_scores(record(gates))
     np.testing.assert_allclose(scores.highest, [0.5, 0.7])
     np.testing.assert_allclose(scores.second, [0.4, 0.2])
-    found = scores.to_dict()
-    assert found["highest_variance"] == pytest.approx(0.01)
-    assert found["second_mean"] == pytest.approx(0.3)
+    actual = scores.to_dict()
+    assert actual["highest_variance"] == pytest.approx(0.01)
+    assert actual["second_mean"] == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(

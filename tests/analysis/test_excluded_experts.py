@@ -50,17 +50,17 @@ def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
     whole.build(tokens.shape)
     part.build(tokens.shape)
     part.kernel.assign(whole.kernel)
-    _, found = part(tokens, training=training)
+    _, actual = part(tokens, training=training)
     logits = to_numpy(whole(tokens, training=training)[1].logits)
-    np.testing.assert_allclose(to_numpy(found.logits), logits, rtol=1e-6)
+    np.testing.assert_allclose(to_numpy(actual.logits), logits, rtol=1e-6)
     kept = np.exp(logits[..., [0, 2, 3]])
     gates = np.zeros_like(logits)
     gates[..., [0, 2, 3]] = kept / kept.sum(axis=-1, keepdims=True)
-    np.testing.assert_allclose(to_numpy(found.gates), gates, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(to_numpy(actual.gates), gates, rtol=1e-5, atol=1e-7)
     order = np.argsort(-gates, axis=-1)[..., :2]
     chosen = np.zeros_like(gates)
     np.put_along_axis(chosen, order, 1.0, axis=-1)
-    np.testing.assert_array_equal(to_numpy(found.dispatched), chosen)
+    np.testing.assert_array_equal(to_numpy(actual.dispatched), chosen)
     assert cls.from_config(part.get_config()).excluded_experts == (1, 4)
 
 
@@ -82,12 +82,12 @@ def test_clean_combine_weights_are_of_the_experts_that_are_left(options, trainin
         excluded_experts=(1,),
         **options,
     )
-    _, found = router(tokens, training=training)
-    kept = np.exp(to_numpy(found.logits))
+    _, actual = router(tokens, training=training)
+    kept = np.exp(to_numpy(actual.logits))
     kept[..., 1] = 0.0
     gates = kept / kept.sum(axis=-1, keepdims=True)
-    served = to_numpy(found.dispatched)
-    np.testing.assert_allclose(to_numpy(found.combined), gates * served, rtol=1e-5)
+    served = to_numpy(actual.dispatched)
+    np.testing.assert_allclose(to_numpy(actual.combined), gates * served, rtol=1e-5)
 
 
 @pytest.mark.backend_free
@@ -136,17 +136,17 @@ def test_every_kind_is_ablated():
     model = classifier()
     inputs = images(24, *SHAPE)
     removed = ["zero", 4, "constant", ("zero", "copy", "constant"), "ffn", 0]
-    found = analysis.ablate_experts(
+    actual = analysis.ablate_experts(
         model, inputs, LABELS, "all", experts=removed, verbose=0
     )
-    assert found.experts.tolist() == [
+    assert actual.experts.tolist() == [
         "zero", "4", "constant", "zero + copy + constant", "ffn", "0",
     ]  # fmt: skip
-    np.testing.assert_allclose(found.accuracy, shares(model, inputs))
+    np.testing.assert_allclose(actual.accuracy, shares(model, inputs))
     for row, experts in enumerate(removed[:-1]):
         expected = shares(analysis.exclude_experts(model, experts), inputs)
-        np.testing.assert_allclose(found.ablated[row], expected)
-    assert len(np.unique(found.ablated, axis=0)) > 2
+        np.testing.assert_allclose(actual.ablated[row], expected)
+    assert len(np.unique(actual.ablated, axis=0)) > 2
     # By its number an FFN expert is zeroed, and by choice its tokens go elsewhere.
     kernels = [model.backbone.get_layer(block).feed_forward.experts for block in BLOCKS]
     kept = [[to_numpy(w) for w in (e.output_kernel, e.output_bias)] for e in kernels]
@@ -157,7 +157,7 @@ def test_every_kind_is_ablated():
             value = value.copy()
             value[0] = 0
             variable.assign(value)
-    np.testing.assert_allclose(found.ablated[-1], shares(model, inputs))
+    np.testing.assert_allclose(actual.ablated[-1], shares(model, inputs))
     for experts, values in zip(kernels, kept):
         experts.output_kernel.assign(values[0])
         experts.output_bias.assign(values[1])

@@ -47,8 +47,8 @@ def classifier(num_experts=4, position="final", units=None, **kwargs):
 
 def features(model, inputs):
     parts = {"features": model.features, "gates": model.routing["head"].gates}
-    found = keras.Model(model.input, parts).predict(inputs, verbose=0)
-    return found["features"], found["gates"][:, 0]
+    actual = keras.Model(model.input, parts).predict(inputs, verbose=0)
+    return actual["features"], actual["gates"][:, 0]
 
 
 def weights_of_experts(model):
@@ -71,7 +71,7 @@ def test_ablation_of_a_head_is_the_naive_one(position):
     units = CLASSES if position == "final" else 7
     model = classifier(num_experts, position, units, options=options)
     inputs = images(24, *SHAPE)
-    found = analysis.ablate_experts(model, inputs, LABELS, verbose=0)
+    actual = analysis.ablate_experts(model, inputs, LABELS, verbose=0)
     z, gates = features(model, inputs)
     z = np.concatenate([z, np.ones((24, 1), "f")], axis=1)
     whole = weights_of_experts(model)
@@ -86,25 +86,25 @@ def test_ablation_of_a_head_is_the_naive_one(position):
             y = np.maximum(y, 0) @ kernel + bias
         return accuracies(y, LABELS)
 
-    np.testing.assert_allclose(found.accuracy, without(None))
+    np.testing.assert_allclose(actual.accuracy, without(None))
     expected = [without(expert) for expert in range(len(whole))]
-    np.testing.assert_allclose(found.ablated, expected, atol=1e-12)
+    np.testing.assert_allclose(actual.ablated, expected, atol=1e-12)
     # The test says something only if experts matter, and differently.
-    assert len(np.unique(found.ablated, axis=0)) > 1
-    assert found.counts.tolist() == [8, 8, 8]
+    assert len(np.unique(actual.ablated, axis=0)) > 1
+    assert actual.counts.tolist() == [8, 8, 8]
     some = analysis.ablate_experts(model, inputs, LABELS, experts=[2, 0], verbose=0)
-    np.testing.assert_array_equal(some.ablated, found.ablated[[2, 0]])
+    np.testing.assert_array_equal(some.ablated, actual.ablated[[2, 0]])
 
 
 @pytest.mark.backend_free
 def test_nothing_is_right_without_the_only_expert():
     model = classifier(num_experts=1, options={"use_bias": False})
-    found = analysis.ablate_experts(model, images(24, *SHAPE), LABELS, verbose=0)
+    actual = analysis.ablate_experts(model, images(24, *SHAPE), LABELS, verbose=0)
     # All logits are 0 then: the first class must not be right by its place.
-    assert found.accuracy.sum() > 0
-    assert not found.ablated.any()
-    known = found.accuracy > 0
-    np.testing.assert_array_equal(found.changes[0], known.astype(float))
+    assert actual.accuracy.sum() > 0
+    assert not actual.ablated.any()
+    known = actual.accuracy > 0
+    np.testing.assert_array_equal(actual.changes[0], known.astype(float))
 
 
 @pytest.mark.backend_free
@@ -113,15 +113,15 @@ def test_several_labels_each_have_an_accuracy():
     model.multi_label = True
     labels = (np.random.default_rng(0).random((24, CLASSES)) < 0.5).astype(int)
     inputs = images(24, *SHAPE)
-    found = analysis.ablate_experts(model, inputs, labels, verbose=0)
+    actual = analysis.ablate_experts(model, inputs, labels, verbose=0)
     right = (model.predict(inputs, verbose=0) > 0) == labels
-    np.testing.assert_allclose(found.accuracy, right.mean(axis=0))
+    np.testing.assert_allclose(actual.accuracy, right.mean(axis=0))
     z, gates = features(model, inputs)
     z = np.concatenate([z, np.ones((24, 1), "f")], axis=1)
     tensor = weights_of_experts(model)
     tensor[1] = 0.0
     y = np.einsum("be,bi,eio->bo", gates, z, tensor)
-    np.testing.assert_allclose(found.ablated[1], ((y > 0) == labels).mean(axis=0))
+    np.testing.assert_allclose(actual.ablated[1], ((y > 0) == labels).mean(axis=0))
 
 
 def test_ablation_in_a_routed_block_zeroes_weights_and_brings_them_back():
@@ -130,7 +130,7 @@ def test_ablation_in_a_routed_block_zeroes_weights_and_brings_them_back():
     experts = model.backbone.get_layer("block_0").feed_forward.experts
     labels = model.predict(inputs, verbose=0).argmax(axis=1)
     before = [to_numpy(w).copy() for w in model.weights]
-    found = analysis.ablate_experts(
+    actual = analysis.ablate_experts(
         model, inputs, labels, layer="block_0", experts=[3, 1], verbose=0
     )
     for weight, value in zip(model.weights, before):
@@ -143,10 +143,10 @@ def test_ablation_in_a_routed_block_zeroes_weights_and_brings_them_back():
             changed[expert] = 0
             variable.assign(changed)
         logits = model.predict(inputs, verbose=0)
-        np.testing.assert_allclose(found.ablated[row], accuracies(logits, labels))
+        np.testing.assert_allclose(actual.ablated[row], accuracies(logits, labels))
         for variable, value in zip(parts, kept):
             variable.assign(value)
-    assert (found.changes != 0).any()
+    assert (actual.changes != 0).any()
 
 
 def mumoe_mixer(levels, **options):
@@ -192,12 +192,12 @@ def as_whole_tensors(model, levels):
     for block in ("block_0", "block_1"):
         for name, part in mumoes(model, block).items():
             into = mumoes(whole, block)[name]
-            for ours, theirs in (
+            for mine, theirs in (
                 (part.hidden, into.hidden),
                 (part.output_experts, into.output_experts),
             ):
-                factors = [ops.convert_to_tensor(f) for f in ours.factors]
-                tensor = dense_tensor(factors, ours.factorization)
+                factors = [ops.convert_to_tensor(f) for f in mine.factors]
+                tensor = dense_tensor(factors, mine.factorization)
                 theirs.factors[0].assign(to_numpy(tensor))
     return whole
 
@@ -226,14 +226,14 @@ def test_ablation_in_a_mumoe_block_zeroes_slices_of_the_whole_tensor(
     inputs = images(24, *SHAPE)
     labels = model.predict(inputs, verbose=0).argmax(axis=1)
     experts = [3, 0, 1]
-    found = analysis.ablate_experts(
+    actual = analysis.ablate_experts(
         model, inputs, labels, layer, experts, batch_size=10, verbose=0
     )
     ablated = ablated_part(model, layer)
     tokens = keras.Model(model.input, ablated.inputs).predict(inputs, verbose=0)
     naive = as_whole_tensors(model, levels)
     logits = naive.predict(inputs, verbose=0)
-    np.testing.assert_allclose(found.accuracy, accuracies(logits, labels))
+    np.testing.assert_allclose(actual.accuracy, accuracies(logits, labels))
     part = mumoes(naive, layer.split("/")[0])[layer]
     tensors = [part.hidden.factors[0], part.output_experts.factors[0]]
     kept = [to_numpy(v).copy() for v in tensors]
@@ -246,8 +246,8 @@ def test_ablation_in_a_mumoe_block_zeroes_slices_of_the_whole_tensor(
         logits = naive.predict(inputs, verbose=0)
         without = ablated.without(tokens, np.array([place] * 24, "int32"))
         np.testing.assert_allclose(to_numpy(without), logits, rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(found.ablated[row], accuracies(logits, labels))
-    assert (found.changes != 0).any()
+        np.testing.assert_allclose(actual.ablated[row], accuracies(logits, labels))
+    assert (actual.changes != 0).any()
 
 
 def test_images_in_which_an_expert_has_no_part_are_not_computed_again():
@@ -257,8 +257,8 @@ def test_images_in_which_an_expert_has_no_part_are_not_computed_again():
     gate.means[1].assign([-1e3, 1e3])
     inputs = images(8, *SHAPE)
     labels = model.predict(inputs, verbose=0).argmax(axis=1)
-    found = analysis.ablate_experts(model, inputs, labels, "block_1", verbose=0)
-    np.testing.assert_array_equal(found.ablated[[1, 3]], [found.accuracy] * 2)
+    actual = analysis.ablate_experts(model, inputs, labels, "block_1", verbose=0)
+    np.testing.assert_array_equal(actual.ablated[[1, 3]], [actual.accuracy] * 2)
 
 
 def test_an_edit_moves_one_logit_by_equation_5():
@@ -348,16 +348,16 @@ def test_truncated_svd_evaluates_the_best_approximation():
     model.compile(loss="sparse_categorical_crossentropy")
     inputs = images(24, *SHAPE)
     before = [to_numpy(w).copy() for w in model.weights]
-    found = analysis.truncated_svd(
+    actual = analysis.truncated_svd(
         model, inputs, LABELS, shares=[0.25, 1.0], metric="loss", verbose=0
     )
     for weight, value in zip(model.weights, before):
         np.testing.assert_array_equal(to_numpy(weight), value)
-    assert {name.split("/")[-1] for name in found.kernels} == {
+    assert {name.split("/")[-1] for name in actual.kernels} == {
         "hidden_kernel",
         "output_kernel",
     }
-    np.testing.assert_allclose(found.scores[1], found.full, rtol=1e-4)
+    np.testing.assert_allclose(actual.scores[1], actual.full, rtol=1e-4)
     experts = model.backbone.get_layer("block_0").feed_forward.experts
     for kernel in (experts.hidden_kernel, experts.output_kernel):
         value = to_numpy(kernel).copy()
@@ -367,8 +367,8 @@ def test_truncated_svd_evaluates_the_best_approximation():
             matrix[:] = left @ np.diag(singular) @ right
         kernel.assign(value)
     loss = model.evaluate(inputs, LABELS, verbose=0, return_dict=True)["loss"]
-    np.testing.assert_allclose(found.scores[0], loss, rtol=1e-4)
-    assert abs(found.scores[0] - found.full) > 1e-3
+    np.testing.assert_allclose(actual.scores[0], loss, rtol=1e-4)
+    assert abs(actual.scores[0] - actual.full) > 1e-3
 
 
 @pytest.mark.backend_free
@@ -409,13 +409,13 @@ def test_experts_with_negative_coefficients_are_ablated():
     inputs = images(24, *SHAPE)
     z, gates = features(model, inputs)
     assert (gates < 0).any()
-    found = analysis.ablate_experts(model, inputs, LABELS, verbose=0)
+    actual = analysis.ablate_experts(model, inputs, LABELS, verbose=0)
     z, whole = np.concatenate([z, np.ones((24, 1), "f")], 1), weights_of_experts(model)
     for expert in range(4):
         tensor = whole.copy()
         tensor[expert] = 0
         y = np.einsum("be,bi,eio->bo", gates, z, tensor)
-        np.testing.assert_allclose(found.ablated[expert], accuracies(y, LABELS))
+        np.testing.assert_allclose(actual.ablated[expert], accuracies(y, LABELS))
 
 
 @pytest.mark.backend_free

@@ -24,15 +24,15 @@ def ablation():
 
 
 def test_polysemanticity_by_hand():
-    found = ablation()
+    actual = ablation()
     np.testing.assert_allclose(
-        found.changes, [[1, 0, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0, 0]]
+        actual.changes, [[1, 0, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0, 0]]
     )
-    np.testing.assert_allclose(found.polysemanticity, [0.0, np.sqrt(0.5), 1.0])
+    np.testing.assert_allclose(actual.polysemanticity, [0.0, np.sqrt(0.5), 1.0])
     # The last expert does not matter.
-    np.testing.assert_allclose(found.mean_polysemanticity, np.sqrt(0.5) / 2)
-    assert json.loads(json.dumps(found.to_dict()))["experts"] == [0, 3, 5]
-    nobody = found._replace(ablated=np.tile(found.accuracy, (3, 1)))
+    np.testing.assert_allclose(actual.mean_polysemanticity, np.sqrt(0.5) / 2)
+    assert json.loads(json.dumps(actual.to_dict()))["experts"] == [0, 3, 5]
+    nobody = actual._replace(ablated=np.tile(actual.accuracy, (3, 1)))
     assert nobody.mean_polysemanticity is None
 
 
@@ -62,23 +62,23 @@ def test_fairness_by_hand():
     targets = [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
     attributes = [0, 0, 0, 0, 1, 1, 0, 0, 1, 1]
     predictions = [1, 1, 1, 0, 1, 0, 0, 0, 0, 1]
-    found = analysis.fairness_metrics(predictions, targets, attributes)
-    np.testing.assert_allclose(found.accuracies, [[1.0, 0.5], [0.75, 0.5]])
-    assert found.counts.tolist() == [[2, 2], [4, 2]]
-    assert found.equality_of_opportunity == 0.25
-    np.testing.assert_allclose(found.std_bias, np.std([1.0, 0.5, 0.75, 0.5]))
-    assert (found.max_min, found.accuracy) == (0.5, 0.7)
+    actual = analysis.fairness_metrics(predictions, targets, attributes)
+    np.testing.assert_allclose(actual.accuracies, [[1.0, 0.5], [0.75, 0.5]])
+    assert actual.counts.tolist() == [[2, 2], [4, 2]]
+    assert actual.equality_of_opportunity == 0.25
+    np.testing.assert_allclose(actual.std_bias, np.std([1.0, 0.5, 0.75, 0.5]))
+    assert (actual.max_min, actual.accuracy) == (0.5, 0.7)
     as_bool = np.array(targets, bool)
     same = analysis.fairness_metrics(predictions, as_bool, attributes, positive=True)
     assert same.equality_of_opportunity == 0.25
     other = analysis.fairness_metrics(predictions, targets, attributes, positive=0)
     assert other.equality_of_opportunity == 0.5
-    assert json.loads(json.dumps(found.to_dict()))["max_min"] == 0.5
+    assert json.loads(json.dumps(actual.to_dict()))["max_min"] == 0.5
 
 
 def test_fairness_table(capsys):
-    found = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
-    analysis.print_fairness({"linear": found}, (1, 1), Console(width=120))
+    actual = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
+    analysis.print_fairness({"linear": actual}, (1, 1), Console(width=120))
     assert "0.000" in capsys.readouterr().out
 
 
@@ -99,7 +99,7 @@ def test_pictures_are_drawn(tmp_path):
     gates = np.random.default_rng(1).dirichlet([0.2] * 3, (12, 1))
     head = Routing(*[gates] * 6)
     block = Routing(*[np.random.default_rng(2).dirichlet([0.2] * 3, (12, 5))] * 6)
-    found = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
+    actual = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
     svd = analysis.TruncatedSVD([0.5, 0.1], [0.9, 0.4], 0.95, [])
     names = list("abcdefghijkl")
     for name, draw in {
@@ -116,7 +116,7 @@ def test_pictures_are_drawn(tmp_path):
         ),
         "load": lambda path: plots.plot_expert_load({"a": head, "b": block}, path),
         "subpopulations": lambda path: plots.plot_subpopulations(
-            found, found, path, target=(1, 1)
+            actual, actual, path, target=(1, 1)
         ),
         "svd": lambda path: plots.plot_truncated_svd({"vit": svd}, path),
     }.items():

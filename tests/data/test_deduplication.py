@@ -53,9 +53,9 @@ def hashes(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_copies_are_found_and_nothing_else(hashes, name):
-    found = find_duplicates(hashes["train"], hashes[name])
-    right = np.sum(found < COUNT)
-    assert right / len(found) == 1.0  # precision
+    actual = find_duplicates(hashes["train"], hashes[name])
+    right = np.sum(actual < COUNT)
+    assert right / len(actual) == 1.0  # precision
     assert right / COUNT >= 0.98  # recall
     exact = find_duplicates(hashes["train"], hashes[name], max_distance=None)
     assert len(exact) == (COUNT if name == "same" else 0)
@@ -79,13 +79,13 @@ def test_distances_are_counted_in_bits(monkeypatch):
         monkeypatch.setattr("keras_moe.data.deduplication._BLOCK", block)
         for distance, indices in expected.items():
             steps = []
-            found = find_duplicates(
+            actual = find_duplicates(
                 train,
                 reference,
                 distance,
                 lambda *step, steps=steps: steps.append(step),
             )
-            assert found.tolist() == indices
+            assert actual.tolist() == indices
             assert steps[-1] == (6, 6)
     # An image of one colour: nothing but the same pixels is a copy.
     assert len(find_duplicates(train, made([0], has_structure=False))) == 0

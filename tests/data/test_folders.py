@@ -123,12 +123,12 @@ def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch, tur
 
 def test_what_is_left_out_is_told_once(photos):
     source, options = f"folder:{photos}", {"unreadable": "exclude"}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as report:
         warnings.simplefilter("default")
         num_examples(source, "train", **options)
         load(source, "train", SHAPE, **options)
         excluded_examples(source, "train", **options)
-    assert ["cannot be read" in str(x.message) for x in told] == [True]
+    assert ["cannot be read" in str(x.message) for x in report] == [True]
 
 
 def test_images_that_cannot_be_read_are_left_out(photos):
@@ -141,8 +141,8 @@ def test_images_that_cannot_be_read_are_left_out(photos):
         assert num_examples(source, "train", unreadable="exclude", exclude=[0]) == 17
     # Found once, for all runs.
     path = photos / "unreadable.json"
-    found = find_unreadable(source, "train")
-    write_exclusion(path, source, "train", 20, found)
+    actual = find_unreadable(source, "train")
+    write_exclusion(path, source, "train", 20, actual)
     assert numbers(load(source, "train", SHAPE, 18, shuffle=False, exclude=path)) == [
         left
     ]
@@ -165,7 +165,7 @@ def test_batches_follow_from_the_arguments_without_unreadable_images(photos):
     options = {"repeat": True, "seed": 3, "unreadable": "exclude", "augment": "flip"}
 
     def batches(start=0, shard=(0, 1)):
-        found = load(
+        actual = load(
             f"folder:{photos}",
             "train",
             SHAPE,
@@ -174,7 +174,7 @@ def test_batches_follow_from_the_arguments_without_unreadable_images(photos):
             shard=shard,
             **options,
         )
-        return numbers(found.take(9 - start))
+        return numbers(actual.take(9 - start))
 
     whole = batches()
     assert sorted(n for batch in whole[:3] for n in batch) == [
@@ -191,9 +191,9 @@ def test_folders_within_those_of_classes(tmp_path):
         save(tmp_path / "train" / f"{name}.png", number)
     os.symlink(tmp_path / "train" / "a", tmp_path / "train" / "a" / "y" / "again")
     save(tmp_path / "train" / "a" / ".hidden" / "3.png", 9)
-    found = load(f"folder:{tmp_path}", "train", SHAPE, 4, shuffle=False)
+    actual = load(f"folder:{tmp_path}", "train", SHAPE, 4, shuffle=False)
     # In the order of the paths.
-    assert numbers(found) == [[1, 0, 2, 3]]
+    assert numbers(actual) == [[1, 0, 2, 3]]
 
 
 def test_other_files_are_reported(tmp_path):
@@ -227,5 +227,5 @@ def test_other_files_are_reported(tmp_path):
 def test_webp(tmp_path):
     for number in range(2):
         save(tmp_path / "train" / "ab"[number] / "0.webp", 100 * number)
-    found = load(f"folder:{tmp_path}", "train", SHAPE, 2, shuffle=False)
-    np.testing.assert_allclose(numbers(found), [[0, 100]], atol=2)
+    actual = load(f"folder:{tmp_path}", "train", SHAPE, 2, shuffle=False)
+    np.testing.assert_allclose(numbers(actual), [[0, 100]], atol=2)

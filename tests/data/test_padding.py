@@ -46,8 +46,8 @@ def test_loss_and_metrics_are_those_of_the_examples(model, arrays):
     expected = model.evaluate(*arrays[:2], batch_size=4, verbose=0, **keys)
     for batches in (padded(*arrays, batch_size=4), padded(dataset(*arrays))):
         assert {len(part) for batch in batches for part in batch} == {4}
-        found = model.evaluate(batches, verbose=0)
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        actual = model.evaluate(batches, verbose=0)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.backend_free
@@ -55,10 +55,10 @@ def test_loss_and_metrics_are_those_of_the_examples(model, arrays):
     "make", [lambda: IMAGES, lambda: dataset(IMAGES, LABELS, batch_size=5)]
 )
 def test_predictions_have_no_padding(model, make):
-    found = predictions(model, make(), batch_size=4, verbose=0)
+    actual = predictions(model, make(), batch_size=4, verbose=0)
     expected = model.predict(IMAGES, batch_size=4, verbose=0)
-    assert found.shape == (11, 3)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert actual.shape == (11, 3)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.backend_free
@@ -68,8 +68,8 @@ def test_validation_while_training(model):
         IMAGES[:4], LABELS[:4], epochs=2, verbose=0, validation_data=batches
     ).history
     expected = model.evaluate(IMAGES, LABELS, batch_size=4, verbose=0)
-    found = [history[name][-1] for name in ("val_loss", "val_accuracy", "val_entropy")]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    actual = [history[name][-1] for name in ("val_loss", "val_accuracy", "val_entropy")]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.backend_free
@@ -77,11 +77,11 @@ def test_groups_of_real_images_are_as_they_were():
     model = classifier(eval_capacity_factor=0.5, images_per_group=2)
     whole = model.predict(IMAGES[:10], batch_size=4, verbose=0)
     # Ten images: the last batch has a group of two, and a group of copies.
-    found = predictions(model, IMAGES[:10], batch_size=4, verbose=0)
-    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+    actual = predictions(model, IMAGES[:10], batch_size=4, verbose=0)
+    np.testing.assert_allclose(actual, whole, rtol=1e-5, atol=1e-6)
     # Eleven: the last of them shares its group with a copy.
-    found = predictions(model, IMAGES, batch_size=4, verbose=0)
-    np.testing.assert_allclose(found[:10], whole, rtol=1e-5, atol=1e-6)
+    actual = predictions(model, IMAGES, batch_size=4, verbose=0)
+    np.testing.assert_allclose(actual[:10], whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.backend_free

@@ -29,8 +29,8 @@ def test_a_part_of_a_jpeg_is_decoded_as_the_whole(channels):
 
     for seed in range(60):
         expected = crop(decode(encoded), [seed, 1])
-        found = crop.decode(encoded, decode, channels, [seed, 1])
-        np.testing.assert_array_equal(found, expected)
+        actual = crop.decode(encoded, decode, channels, [seed, 1])
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_pipelines_crop_alike(tmp_path):
@@ -45,7 +45,7 @@ def test_pipelines_crop_alike(tmp_path):
         def __call__(self, images, seed):
             return super().__call__(images, seed)
 
-    found, expected = (
+    actual, expected = (
         np.concatenate(
             [
                 images
@@ -56,4 +56,4 @@ def test_pipelines_crop_alike(tmp_path):
         )
         for crop in (RandomResizedCrop(16, 20), Whole(16, 20))
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)

@@ -113,9 +113,9 @@ def test_another_process_gives_the_same_batches(tmp_path):
         check=True,
     )
     images, labels = zip(*first(endless(), 10)[8:])
-    with np.load(path) as found:
-        np.testing.assert_array_equal(found["images"], images)
-        np.testing.assert_array_equal(found["labels"], labels)
+    with np.load(path) as actual:
+        np.testing.assert_array_equal(actual["images"], images)
+        np.testing.assert_array_equal(actual["labels"], labels)
 
 
 @backend_free

@@ -368,10 +368,10 @@ def test_celeb_a_has_a_recipe_that_trains(celeb_a):
             "head": {"num_experts": 4, "factorization": "cp", "rank": 6},
         },
     )
-    found = train(small, data_dir=celeb_a[0], verbose=0)
-    assert found.model.num_classes == 40
-    assert found.model.multi_label
-    assert np.isfinite(found.history["val_loss"][-1])
+    actual = train(small, data_dir=celeb_a[0], verbose=0)
+    assert actual.model.num_classes == 40
+    assert actual.model.multi_label
+    assert np.isfinite(actual.history["val_loss"][-1])
 
 
 def test_without_tensorflow_datasets(monkeypatch):

@@ -207,8 +207,8 @@ def test_a_record_without_an_image_is_named(tmp_path):
         # The files one after the other, of which two have 8.
         assert find_unreadable(source, "train").tolist() == [17]
         with pytest.warns(UserWarning, match=f"1 of 23 images.*{path}$"):
-            found = numbers(read(source, unreadable="exclude"))
-        assert sorted(found) == [n for n in range(23) if n != 5]
+            actual = numbers(read(source, unreadable="exclude"))
+        assert sorted(actual) == [n for n in range(23) if n != 5]
 
 
 def test_several_labels(tmp_path):
@@ -221,8 +221,8 @@ def test_several_labels(tmp_path):
     assert sparse[1] == [2, 3, -1, -1]
     closed = [[0, 1], [0, 2, 3], [], [3], [0, 1, 2], [0, 1, 3], [0, 2]]
     hierarchy = LabelHierarchy(CLASSES, PARENTS)
-    for given in (hierarchy, hierarchy.to_dict(), tmp_path / "dataset.json"):
-        ((_, sparse),) = read(source, multi_label=True, hierarchy=given)
+    for arguments in (hierarchy, hierarchy.to_dict(), tmp_path / "dataset.json"):
+        ((_, sparse),) = read(source, multi_label=True, hierarchy=arguments)
         assert sparse == [[*labels, *[-1] * 4][:4] for labels in closed]
     ((_, dense),) = read(source, multi_label=True, hierarchy=hierarchy, one_hot=True)
     assert [np.flatnonzero(row).tolist() for row in dense] == closed
@@ -339,19 +339,19 @@ def test_excluded_examples_do_not_come(sources, kind, tmp_path):
     kept = [n for i, n in enumerate(order) if i not in indices]
     assert numbers(read(source, exclude=indices)) == kept
     assert num_examples(source, "train", exclude=indices) == 16
-    found = [
+    actual = [
         read(source, shuffle=True, batch_size=4, shard=(i, 2), exclude=indices)
         for i in range(2)
     ]
-    assert sorted(n for part in found for n in numbers(part)) == sorted(kept)
+    assert sorted(n for part in actual for n in numbers(part)) == sorted(kept)
     path = tmp_path / "duplicates.json"
     path.write_text(json.dumps({"split": "train", "count": 23, "indices": indices}))
     assert numbers(read(source, exclude=path)) == kept
     path.write_text(json.dumps({"split": "train", "count": 24, "indices": indices}))
     with pytest.raises(ValueError, match="received: split='train', count=24"):
         read(source, exclude=path)
-    found = {"split": "train", "count": 23, "indices": indices, "source": "tfds:other"}
-    path.write_text(json.dumps(found))
+    actual = {"split": "train", "count": 23, "indices": indices, "source": "tfds:other"}
+    path.write_text(json.dumps(actual))
     with pytest.raises(ValueError, match="source='tfds:other'"):
         read(source, exclude=path)
     for wrong in ([23], [-1], [0.5], list(range(23))):

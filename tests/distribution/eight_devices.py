@@ -131,17 +131,17 @@ def shards(variable):
 
 def compiled(name):
     """The newest program of that name."""
-    found = DUMPS.glob(f"*{name}*after_optimizations.txt")
-    return max(found, key=lambda path: path.stat().st_mtime).read_text()
+    actual = DUMPS.glob(f"*{name}*after_optimizations.txt")
+    return max(actual, key=lambda path: path.stat().st_mtime).read_text()
 
 
 def collectives(program):
     """The shapes of the operands of each kind of collective operation."""
-    found = {}
+    actual = {}
     pattern = r"= (.*?) (all-to-all|all-gather|reduce-scatter)(?:-start)?\("
     for result, kind in re.findall(pattern, program):
-        found.setdefault(kind, []).extend(re.findall(r"\w+\[[\d,]*\]", result))
-    return found
+        actual.setdefault(kind, []).extend(re.findall(r"\w+\[[\d,]*\]", result))
+    return actual
 
 
 def evaluation(classifier, images, labels, on_several):
@@ -159,8 +159,8 @@ def evaluation(classifier, images, labels, on_several):
         batches = data.padded(images, labels, batch_size=16, model=classifier)
         logits = data.predictions(classifier, images, batch_size=16, verbose=0)
         return classifier.evaluate(batches, verbose=0), logits
-    found = classifier.evaluate(images, labels, batch_size=16, verbose=0)
-    return found, classifier.predict(images, batch_size=16, verbose=0)
+    actual = classifier.evaluate(images, labels, batch_size=16, verbose=0)
+    return actual, classifier.predict(images, batch_size=16, verbose=0)
 
 
 def evaluated(model, layout, count):
@@ -168,9 +168,9 @@ def evaluated(model, layout, count):
     images = np.concatenate([IMAGES, IMAGES[:, ::-1]])[:count]
     labels = np.arange(count) % 3
     overrides = {k: v for k, v in MODELS[model].items() if k != "seed"}
-    found = distribution.auto(preset_of(model), **LAYOUTS[layout], **overrides)
+    actual = distribution.auto(preset_of(model), **LAYOUTS[layout], **overrides)
     expected, expected_logits = evaluation(make(model), images, labels, False)
-    with found.scope():
+    with actual.scope():
         figures, logits = evaluation(make(model), images, labels, True)
     return {
         "figures": [abs(a - b) for a, b in zip(figures, expected)],
@@ -181,13 +181,13 @@ def evaluated(model, layout, count):
 def arithmetic(model, arguments, overrides):
     """The costs on paper, or the reason why there are none."""
     try:
-        found = distribution.costs(
+        actual = distribution.costs(
             preset_of(model), 8, len(IMAGES), optimizer="momentum", dtype="float32",
             num_classes=3, **arguments, **overrides,
         )  # fmt: skip
     except ValueError as error:
         return str(error)
-    return {**found.memory, **found.traffic}
+    return {**actual.memory, **actual.traffic}
 
 
 SINGLE = {}
@@ -198,11 +198,11 @@ def run(model, layout):
     overrides = {k: v for k, v in MODELS[model].items() if k != "seed"}
     if overrides.get("router") == "mumoe":
         arguments.pop("expert_parallel")
-    found = distribution.auto(
+    actual = distribution.auto(
         preset_of(model), batch_size=len(IMAGES), **arguments, **overrides
     )
     if model == "large":
-        with found.scope():
+        with actual.scope():
             classifier = make(model)
         program = compiled("jit___call")
         return {
@@ -211,7 +211,7 @@ def run(model, layout):
         }
     if model not in SINGLE:
         SINGLE[model] = train_step(make(model))
-    with found.scope():
+    with actual.scope():
         classifier = make(model)
         weights = [shards(weight) for weight in classifier.weights]
         loss, changes = train_step(classifier)
@@ -223,7 +223,7 @@ def run(model, layout):
         if "momentum" in variable.path
     ]
     return {
-        "class": type(found).__name__,
+        "class": type(actual).__name__,
         "costs": arithmetic(model, arguments, overrides),
         "loss": abs(loss - expected_loss) / max(1, abs(expected_loss)),
         "gradients": max(

@@ -32,29 +32,29 @@ def small(*arguments, **options):
 @pytest.mark.backend_free
 def test_counts_by_hand():
     chip = Chip("one", 1e9, 1e6, 1e9, 2, 1e6, 0, "made up")
-    found = small(4, 8, chip, model_parallel=1, utilization=0.5)
+    actual = small(4, 8, chip, model_parallel=1, utilization=0.5)
     model = models.describe("vit_s16", **SMALL)
     # Kernels and biases of 4 experts: 3 are elsewhere.
     expert = 2 * 8 * 16 + 16 + 8
-    assert found.parameters == model.parameters
-    assert found.device_parameters == model.parameters - 3 * expert
-    assert found.memory["weights"] == 4 * found.device_parameters
-    assert found.memory["optimizer (adam)"] == 8 * found.device_parameters
+    assert actual.parameters == model.parameters
+    assert actual.device_parameters == model.parameters - 3 * expert
+    assert actual.memory["weights"] == 4 * actual.device_parameters
+    assert actual.memory["optimizer (adam)"] == 8 * actual.device_parameters
     # One group of 20 tokens: 4 experts of 10 slots, in bfloat16, there and back, twice.
-    assert found.traffic["all-to-all (tokens)"] == 4 * (40 * 8 * 2) * 3 // 4
-    assert found.all_to_all_bytes == 4 * found.traffic["all-to-all (tokens)"]
+    assert actual.traffic["all-to-all (tokens)"] == 4 * (40 * 8 * 2) * 3 // 4
+    assert actual.all_to_all_bytes == 4 * actual.traffic["all-to-all (tokens)"]
     shared = 4 * (model.parameters - 4 * expert)
-    assert found.traffic["all-reduce (gradients)"] == shared * 2 * 3 // 4
-    assert found.traffic["all-reduce (heads, hidden units)"] == 0
-    assert found.flops == 3 * sum(part.flops for part in model.parts) * 2
-    assert found.seconds["compute"] == found.flops / 0.5e9
-    sending = sum(found.traffic.values()) / 2e6
-    np.testing.assert_allclose(found.communication_seconds, sending)
+    assert actual.traffic["all-reduce (gradients)"] == shared * 2 * 3 // 4
+    assert actual.traffic["all-reduce (heads, hidden units)"] == 0
+    assert actual.flops == 3 * sum(part.flops for part in model.parts) * 2
+    assert actual.seconds["compute"] == actual.flops / 0.5e9
+    sending = sum(actual.traffic.values()) / 2e6
+    np.testing.assert_allclose(actual.communication_seconds, sending)
     np.testing.assert_allclose(
-        found.step_seconds,
-        (max(found.seconds["compute"], sending), found.seconds["compute"] + sending),
+        actual.step_seconds,
+        (max(actual.seconds["compute"], sending), actual.seconds["compute"] + sending),
     )
-    assert found.fits
+    assert actual.fits
     assert not small(4, 8, chip._replace(memory=1e3)).fits
 
 
@@ -66,12 +66,12 @@ def test_gated_experts_without_biases():
         "expert_activation": "silu",
         "expert_mlp_dim": 21,
     }
-    found, described = (
+    actual, described = (
         small(4, 8, **swiglu),
         models.describe("vit_s16", **SMALL | swiglu),
     )
     # 3 of the 4 experts, of three kernels, are on other devices.
-    assert found.device_parameters == described.parameters - 3 * (3 * 8 * 21)
+    assert actual.device_parameters == described.parameters - 3 * (3 * 8 * 21)
 
 
 @pytest.mark.backend_free
@@ -102,8 +102,8 @@ def test_layouts_change_what_they_should():
 @pytest.mark.backend_free
 def test_optimizers_and_text():
     def state(optimizer):
-        found = costs("vit_s16", 1, 8, optimizer=optimizer, num_layers=1)
-        return found.memory[f"optimizer ({optimizer})"], found.parameters
+        actual = costs("vit_s16", 1, 8, optimizer=optimizer, num_layers=1)
+        return actual.memory[f"optimizer ({optimizer})"], actual.parameters
 
     (none, size), (adam, _), (adafactor, _) = map(state, ("sgd", "adam", "adafactor"))
     assert (none, adam) == (0, 8 * size)
@@ -206,21 +206,21 @@ def test_memory_is_what_xla_says():
         )
     ]
     images = jax.ShapeDtypeStruct((16, *arguments["image_shape"]), "float32")
-    found = (
+    actual = (
         jax.jit(step, donate_argnums=(0, 1, 2))
         .lower(*held, images)
         .compile()
         .memory_analysis()
     )
-    ours = costs("vit_s16", 1, 16, dtype="float32", num_classes=10, **arguments)
+    mine = costs("vit_s16", 1, 16, dtype="float32", num_classes=10, **arguments)
     np.testing.assert_allclose(
-        ours.memory["weights"] + ours.memory["optimizer (adam)"],
-        found.argument_size_in_bytes - 4 * np.prod(images.shape),
+        mine.memory["weights"] + mine.memory["optimizer (adam)"],
+        actual.argument_size_in_bytes - 4 * np.prod(images.shape),
         rtol=1e-3,
     )
     # XLA's peak follows from its own order of operations.
     np.testing.assert_allclose(
-        ours.memory["gradients"] + ours.memory["activations"],
-        found.temp_size_in_bytes,
+        mine.memory["gradients"] + mine.memory["activations"],
+        actual.temp_size_in_bytes,
         rtol=0.15,
     )

@@ -141,8 +141,8 @@ def test_rules_that_do_not_fit_are_refused():
 def test_other_backends_are_told_what_works():
     backend = keras.backend.backend()
     if backend == "jax":
-        found = distribution.auto("vmoe_digits", keras.distribution.list_devices()[:1])
-        assert type(found) is keras.distribution.DataParallel
+        actual = distribution.auto("vmoe_digits", keras.distribution.list_devices()[:1])
+        assert type(actual) is keras.distribution.DataParallel
         return
     instead = {"tensorflow": "MirroredStrategy", "torch": "DistributedDataParallel"}
     with pytest.raises(ValueError, match=f"{instead[backend]}.*backend='{backend}'"):

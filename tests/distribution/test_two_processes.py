@@ -37,14 +37,16 @@ def loss_of(process):
 
 
 def weights_of(path):
-    found = {}
+    actual = {}
     with h5py.File(path) as file:
         file.visititems(
             lambda name, item: (
-                found.update({name: np.array(item)}) if hasattr(item, "dtype") else None
+                actual.update({name: np.array(item)})
+                if hasattr(item, "dtype")
+                else None
             )
         )
-    return found
+    return actual
 
 
 def test_two_processes_train_and_save_what_one_does(tmp_path):
@@ -56,8 +58,8 @@ def test_two_processes_train_and_save_what_one_does(tmp_path):
     losses = [loss_of(process) for process in processes]
     expected = loss_of(start(0, "alone", alone))
     assert losses == pytest.approx([expected, expected], rel=1e-5)
-    found, wanted = weights_of(together), weights_of(alone)
-    assert found.keys() == wanted.keys()
-    assert len(found) > 15
+    actual, wanted = weights_of(together), weights_of(alone)
+    assert actual.keys() == wanted.keys()
+    assert len(actual) > 15
     for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name], value, atol=1e-5, err_msg=name)

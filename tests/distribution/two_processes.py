@@ -61,9 +61,9 @@ def main():
         keras.distribution.initialize(f"127.0.0.1:{PORT}", 2, NUMBER)
         from keras_moe import distribution
 
-        found = distribution.auto("vit_s16", batch_size=len(IMAGES), **CONFIG)
-        assert found.device_mesh.shape == (4,), found.device_mesh
-        keras.distribution.set_distribution(found)
+        actual = distribution.auto("vit_s16", batch_size=len(IMAGES), **CONFIG)
+        assert actual.device_mesh.shape == (4,), actual.device_mesh
+        keras.distribution.set_distribution(actual)
         mine = slice(4 * NUMBER, 4 * NUMBER + 4)
     model = make()
     loss = float(np.ravel(model.train_on_batch(IMAGES[mine], LABELS[mine]))[0])

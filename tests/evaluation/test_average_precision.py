@@ -45,10 +45,10 @@ def test_average_precision_is_that_of_scikit_learn(seed, weighted):
             for c in range(C)
         ]
     )
-    found = average_precision(labels, scores, weights)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    actual = average_precision(labels, scores, weights)
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
     np.testing.assert_array_equal(
-        average_precision(sparse, scores, weights, sparse_labels=True), found
+        average_precision(sparse, scores, weights, sparse_labels=True), actual
     )
     mean = mean_average_precision(labels, scores, weights)
     assert mean == pytest.approx(np.nanmean(expected), rel=1e-12)
@@ -68,8 +68,8 @@ def test_over_examples_it_ranks_classes():
     expected = label_ranking_average_precision_score(
         labels[some], scores[some], sample_weight=weights[some]
     )
-    found = mean_average_precision(labels, scores, weights, over="examples")
-    assert found == pytest.approx(expected, rel=1e-12)
+    actual = mean_average_precision(labels, scores, weights, over="examples")
+    assert actual == pytest.approx(expected, rel=1e-12)
 
 
 def test_precision_at_1():

@@ -216,13 +216,13 @@ def test_features_of_a_model(kind):
     }[kind]()
     train, test = images_of_clusters(spread=0.5), images_of_clusters(seed=1)
     # 60 images in batches of 25: the last one is partial.
-    found = few_shot_from_model(
+    actual = few_shot_from_model(
         model, train, test, shots=(1, 5), batch_size=25, verbose=0
     )
     expected = few_shot(
         train[0].reshape(60, 4), train[1], test[0].reshape(60, 4), test[1], (1, 5)
     )
-    np.testing.assert_allclose(found.accuracies, expected.accuracies, atol=1e-12)
+    np.testing.assert_allclose(actual.accuracies, expected.accuracies, atol=1e-12)
 
 
 def batches_of(data, kind):
@@ -251,12 +251,12 @@ def test_batched_data_gives_the_same_result(kind, capsys):
     options = {"shots": (2,), "l2s": (1.0,)}
     expected = few_shot_from_model(model, train, test, **options, verbose=0)
     assert not capsys.readouterr().out
-    found = few_shot_from_model(
+    actual = few_shot_from_model(
         model, batches_of(train, kind), batches_of(test, kind), **options
     )
     # A generator does not say how many batches it has.
     assert ("4/Unknown" if kind == "generator" else "4/4") in capsys.readouterr().out
-    np.testing.assert_array_equal(found.accuracies, expected.accuracies)
+    np.testing.assert_array_equal(actual.accuracies, expected.accuracies)
 
 
 def test_features_in_bfloat16():

@@ -126,16 +126,16 @@ def test_saved_experts_have_their_pairs_in_their_kernels(tmp_path):
     model.save_weights(tmp_path / "model.weights.h5")
     plain = keras.Model(inputs, experts()(inputs))
     plain.load_weights(tmp_path / "model.weights.h5")
-    found = plain.predict(slots(), verbose=0)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    actual = plain.predict(slots(), verbose=0)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
     # With pairs, and as a whole model: they change nothing, and can learn again.
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     (again,) = (x for x in loaded.layers if isinstance(x, Experts))
     assert (again.lora_rank, again.lora_alpha) == (RANK, 3.0)
     assert len(again.trainable_weights) == 4
-    found = loaded.predict(slots(), verbose=0)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    actual = loaded.predict(slots(), verbose=0)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
     assert np.abs(to_numpy(again.hidden_lora_a)).max() > 0
     assert np.abs(to_numpy(again.hidden_lora_b)).max() == 0
 
@@ -186,8 +186,8 @@ def test_int8_kernels_keep_their_paths_and_their_neighbours():
     layer.quantize("int8")
     scales = {"experts/hidden_scale", "experts/output_scale"}
     names = {"/".join(path.split("/")[-2:]) for path in paths}
-    found = {weight.name for weight in layer.weights}
-    assert found == {name.split("/")[-1] for name in names | scales}
+    actual = {weight.name for weight in layer.weights}
+    assert actual == {name.split("/")[-1] for name in names | scales}
     # Another expert's outliers do not change an expert's steps.
     other = experts()
     kernel = to_numpy(other.hidden_kernel).copy()

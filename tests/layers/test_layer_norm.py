@@ -9,26 +9,26 @@ from tests.gradients import gradient
 
 def layers(epsilon=1e-3):
     generator = np.random.default_rng(0)
-    ours = LayerNorm(epsilon)
+    mine = LayerNorm(epsilon)
     reference = keras.layers.LayerNormalization(epsilon=epsilon)
-    for layer in (ours, reference):
+    for layer in (mine, reference):
         layer.build((None, None, 6))
     for name in ("gamma", "beta"):
         value = generator.normal(size=6).astype("float32")
-        getattr(ours, name).assign(value)
+        getattr(mine, name).assign(value)
         getattr(reference, name).assign(value)
-    return ours, reference
+    return mine, reference
 
 
 @pytest.mark.parametrize("mean", [0.0, 100.0])
 @pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6)])
 def test_values_and_gradients_are_those_of_keras(shape, mean):
-    ours, reference = layers()
+    mine, reference = layers()
     generator = np.random.default_rng(1)
     x = (generator.normal(size=shape) + mean).astype("float32")
     weights = generator.normal(size=shape).astype("float32")
     np.testing.assert_allclose(
-        ops.convert_to_numpy(ours(x)),
+        ops.convert_to_numpy(mine(x)),
         ops.convert_to_numpy(reference(x)),
         rtol=1e-4,
         # A mean of 100 costs two of float32's seven digits in either form.
@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_keras(shape, mean):
     )
     grads = [
         gradient(lambda x, layer=layer: ops.sum(ops.multiply(layer(x), weights)), x)[0]
-        for layer in (ours, reference)
+        for layer in (mine, reference)
     ]
     np.testing.assert_allclose(*grads, rtol=1e-3, atol=1e-5 * (1 + mean))
 

@@ -59,18 +59,18 @@ def test_each_kind_gives_what_its_equation_says(training):
     moe.zero_computation_experts.vector.assign(vector)
     moe.zero_computation_experts.kernel.assign(kernel)
     for constant in range(2):
-        found, routing = forced(moe, 6 + constant)(x, training=training)
+        actual, routing = forced(moe, 6 + constant)(x, training=training)
         np.testing.assert_array_equal(
             to_numpy(routing.dispatched)[..., 6 + constant], 1
         )
         alpha = to_numpy(ops.softmax(x @ kernel[constant]))
         expected = alpha[..., :1] * x + alpha[..., 1:] * vector[constant]
-        np.testing.assert_allclose(to_numpy(found), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(to_numpy(actual), expected, rtol=1e-5, atol=1e-6)
     # And an FFN expert what it always gives.
-    found, _ = forced(moe, 2)(x, training=training)
+    actual, _ = forced(moe, 2)(x, training=training)
     expected = to_numpy(moe.experts(np.stack([x.reshape(-1, D)] * 4)[None]))[0, 2]
     np.testing.assert_allclose(
-        to_numpy(found).reshape(-1, D), expected, rtol=1e-4, atol=1e-5
+        to_numpy(actual).reshape(-1, D), expected, rtol=1e-4, atol=1e-5
     )
 
 
@@ -91,31 +91,31 @@ def test_a_zero_expert_makes_top_2_top_1():
     kernel = np.zeros((D, 8), "float32")
     kernel[0, 4], kernel[0, 1] = 20.0, 10.0
     moe.router.kernel.assign(kernel)
-    found, routing = moe(x)
+    actual, routing = moe(x)
     assert np.all(to_numpy(routing.dispatched)[..., [1, 4]] == 1)
     alone = make(selected=1)
-    for ours, theirs in zip(moe.experts.weights, alone.experts.weights):
-        theirs.assign(ours)
+    for mine, theirs in zip(moe.experts.weights, alone.experts.weights):
+        theirs.assign(mine)
     expected, _ = forced(alone, 1)(x)
     np.testing.assert_allclose(
-        to_numpy(found), to_numpy(expected), rtol=1e-5, atol=1e-6
+        to_numpy(actual), to_numpy(expected), rtol=1e-5, atol=1e-6
     )
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_without_zero_computation_experts_it_is_an_moe(training):
     x = tokens()
-    ours = make(kinds={}, selected=2)
+    mine = make(kinds={}, selected=2)
     vanilla = MoE(
         "softmax_token_choice", Experts(4, mlp_dim=16, shared_initialization=False)
     )
     vanilla.build((None, None, D))
-    for a, b in zip(ours.weights, vanilla.weights):
+    for a, b in zip(mine.weights, vanilla.weights):
         if "seed" not in b.path:
             b.assign(ours_value(a))
     vanilla.router.noise_std = 0.0
-    vanilla.router.capacity_factor = ours.router.capacity_factor
-    for a, b in zip(ours(x, training=training), vanilla(x, training=training)):
+    vanilla.router.capacity_factor = mine.router.capacity_factor
+    for a, b in zip(mine(x, training=training), vanilla(x, training=training)):
         for left, right in zip(keras.tree.flatten(a), keras.tree.flatten(b)):
             np.testing.assert_array_equal(to_numpy(left), to_numpy(right))
 
@@ -205,8 +205,8 @@ def test_the_mask_of_keras_goes_with_previous_logits():
     _, after = second(x, previous_logits=before.logits)
     x = tokens(length=5)
     x[:, 3:] = 0.0
-    found = keras.Model(inputs, after.dispatched).predict(x, verbose=0)
-    np.testing.assert_array_equal(found.sum(axis=-1), [[2, 2, 2, 0, 0]] * 2)
+    actual = keras.Model(inputs, after.dispatched).predict(x, verbose=0)
+    np.testing.assert_array_equal(actual.sum(axis=-1), [[2, 2, 2, 0, 0]] * 2)
 
 
 def test_padding_in_previous_logits_is_nobodys():
@@ -254,8 +254,8 @@ def test_zero_computation_experts_by_themselves(dtype):
     )
     x = tokens()
     weights = np.random.default_rng(2).random((2, N, 6)).astype("float32")
-    found = layer(x, weights)
-    assert dtype.removeprefix("mixed_") in str(found.dtype)
+    actual = layer(x, weights)
+    assert dtype.removeprefix("mixed_") in str(actual.dtype)
     kernel = to_numpy(layer.kernel)
     expected = weights[..., 1:3].sum(axis=-1, keepdims=True) * x
     for j in range(3):
@@ -263,7 +263,7 @@ def test_zero_computation_experts_by_themselves(dtype):
         expected += weights[..., 3 + j : 4 + j] * (alpha[..., :1] * x + alpha[..., 1:])
     tolerance = 1e-5 if dtype == "float32" else 5e-2
     np.testing.assert_allclose(
-        to_numpy(ops.cast(found, "float32")), expected, rtol=tolerance, atol=tolerance
+        to_numpy(ops.cast(actual, "float32")), expected, rtol=tolerance, atol=tolerance
     )
     again = ZeroComputationExperts.from_config(layer.get_config())
     assert again.get_config() == layer.get_config()
@@ -295,8 +295,8 @@ def test_gated_experts_by_hand():
     experts.hidden_kernel.assign([[[3.0, 5.0]]])
     experts.output_kernel.assign([[[1.0], [10.0]]])
     # relu(x) 3 x + 10 relu(-x) 5 x
-    found = experts(np.array([[[[2.0], [-1.0]]]], "float32"))
-    np.testing.assert_allclose(to_numpy(found).ravel(), [12.0, -50.0])
+    actual = experts(np.array([[[[2.0], [-1.0]]]], "float32"))
+    np.testing.assert_allclose(to_numpy(actual).ravel(), [12.0, -50.0])
     assert experts.count_params() == 6
     assert experts.cost((10, 1)) == (6, 6, 3 * 2 * 10 * 2)
     rows = experts(np.array([[2.0], [-1.0]], "float32"), np.array([2], "int32"))

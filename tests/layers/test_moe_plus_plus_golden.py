@@ -145,22 +145,22 @@ def test_released_code(case):
             for name, value in arrays.items()
             if name.startswith(f"outputs/layer{index}/")
         }
-        found = {
+        actual = {
             name: ops.convert_to_numpy(value).reshape(expected["selected"].shape)
             for name, value in routing._asdict().items()
         }
         np.testing.assert_allclose(
-            found["logits"],
+            actual["logits"],
             expected["logits_after_residual"][:, order],
             rtol=1e-4,
             atol=1e-5,
         )
         np.testing.assert_array_equal(
-            found["dispatched"] > 0, expected["selected"][:, order]
+            actual["dispatched"] > 0, expected["selected"][:, order]
         )
         # A gate of the zero expert that is kept weighs nothing, and is no gate there.
         np.testing.assert_allclose(
-            found["combined"], expected["gates"][:, order], rtol=1e-4, atol=1e-5
+            actual["combined"], expected["gates"][:, order], rtol=1e-4, atol=1e-5
         )
         np.testing.assert_allclose(
             ops.convert_to_numpy(outputs),
@@ -182,12 +182,12 @@ def test_released_code(case):
         ),
         training=False,
     )
-    found = {id(v): g for v, g in zip(stack.trainable_variables, gradients)}
-    assert len(found) == len(pairs)
+    actual = {id(v): g for v, g in zip(stack.trainable_variables, gradients)}
+    assert len(actual) == len(pairs)
     for variable, of in pairs:
         expected = of(lambda name: arrays[f"grads/params/{name}"])
         np.testing.assert_allclose(
-            found[id(variable)],
+            actual[id(variable)],
             expected,
             rtol=1e-3,
             # Sums over tokens of numbers up to thousands, some of which cancel.
@@ -234,9 +234,9 @@ def test_the_papers_equations():
         moe.zero_computation_experts.kernel.assign(params["constant_Wc"])
     final, records = stack(tokens)
     for index, (outputs, routing) in enumerate(records):
-        for found, name in ((routing.logits, "logits"), (routing.combined, "gates")):
+        for actual, name in ((routing.logits, "logits"), (routing.combined, "gates")):
             np.testing.assert_allclose(
-                ops.convert_to_numpy(found)[0],
+                ops.convert_to_numpy(actual)[0],
                 arrays[f"outputs/layer{index}/{name}"][:, order],
                 rtol=1e-5,
                 # Logits are of size 1, in float32.
@@ -264,8 +264,8 @@ def test_heterogeneous_balance_loss():
     )
     kinds = ExpertKinds(4, 1, 1, 2)
     for tau, expected in zip(arrays["inputs/tau"], arrays["outputs/load_balance_loss"]):
-        found = heterogeneous_balance_loss(gates, selected, kinds, float(tau))
-        np.testing.assert_allclose(ops.convert_to_numpy(found), [expected], rtol=1e-5)
+        actual = heterogeneous_balance_loss(gates, selected, kinds, float(tau))
+        np.testing.assert_allclose(ops.convert_to_numpy(actual), [expected], rtol=1e-5)
 
 
 @pytest.mark.backend_free
@@ -274,8 +274,8 @@ def test_heterogeneous_capacity():
     kinds = ExpertKinds(4, 1, 1, 2)
     for tau, row in zip(arrays["inputs/tau"], arrays["outputs/capacities"]):
         for gamma, expected in zip(arrays["inputs/gamma"], row):
-            found = heterogeneous_capacity(config["T"], kinds, tau, gamma)
+            actual = heterogeneous_capacity(config["T"], kinds, tau, gamma)
             # Equation 8 gives real numbers; of 3.0000000000000004 the ceiling is 3.
             wanted = np.ceil(np.round([expected[0], expected[-1]], 9))
             wanted = np.maximum(wanted, 1)
-            assert np.abs(np.array(found) - wanted).max() <= 0, (tau, gamma)
+            assert np.abs(np.array(actual) - wanted).max() <= 0, (tau, gamma)

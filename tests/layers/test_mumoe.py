@@ -41,7 +41,7 @@ def test_released_layer(case):
         use_bias=config["use_bias"],
     )
     z = arrays["inputs/z"]
-    given = [arrays[f"inputs/a{level}"] for level in range(config["hierarchy"])]
+    arguments = [arrays[f"inputs/a{level}"] for level in range(config["hierarchy"])]
     experts.build(z.shape)
     names = [f"factors/{index}" for index in range(len(experts.factors))]
     factors = [arrays[f"params/{name}"] for name in names]
@@ -56,18 +56,18 @@ def test_released_layer(case):
     )
 
     def loss(z, *rest):
-        a, values = rest[: len(given)], rest[len(given) :]
+        a, values = rest[: len(arguments)], rest[len(arguments) :]
         with keras.StatelessScope(list(zip(experts.factors, values))):
             y = experts.call(z, list(a))
         return ops.sum(ops.multiply(y, arrays["inputs/cotangent"])), [y]
 
-    grads, (y,) = gradient_and_outputs(loss, z, *given, *factors)
+    grads, (y,) = gradient_and_outputs(loss, z, *arguments, *factors)
     np.testing.assert_allclose(to_numpy(y), arrays["outputs/y"], rtol=1e-4, atol=1e-5)
-    wanted = ["z", *(f"a{level}" for level in range(len(given)))]
+    wanted = ["z", *(f"a{level}" for level in range(len(arguments)))]
     wanted += [f"params/{name}" for name in names]
-    for found, name in zip(grads, wanted):
+    for actual, name in zip(grads, wanted):
         np.testing.assert_allclose(
-            found, arrays[f"grads/{name}"], rtol=1e-3, atol=1e-5, err_msg=name
+            actual, arrays[f"grads/{name}"], rtol=1e-3, atol=1e-5, err_msg=name
         )
 
 
@@ -134,11 +134,11 @@ def test_released_block(block, mode):
     for level in range(len(layer.gate.means)):
         layer.gate.means[level].assign(arrays[f"state/bn/{level}/running_mean"])
         layer.gate.variances[level].assign(arrays[f"state/bn/{level}/running_var"])
-    found = {id(v): g for v, g in zip(layer.trainable_variables, gradients)}
-    assert len(found) == len(pairs)
+    actual = {id(v): g for v, g in zip(layer.trainable_variables, gradients)}
+    assert len(actual) == len(pairs)
     for variable, name in pairs:
         np.testing.assert_allclose(
-            found[id(variable)],
+            actual[id(variable)],
             arrays[f"grads/{mode}/params/{name}"],
             rtol=1e-3,
             atol=2e-5,
@@ -184,7 +184,7 @@ def test_the_naive_sum_at_any_hierarchy(kind, levels):
     experts = MultilinearExperts(5, counts, kind, RANKS[kind, levels])
     generator = np.random.default_rng(0)
     z = generator.normal(size=(2, 3, 6)).astype("float32")
-    given = [generator.random((2, 3, count)).astype("float32") for count in counts]
+    arguments = [generator.random((2, 3, count)).astype("float32") for count in counts]
     experts.build(z.shape)
     for factor in experts.factors:
         factor.assign(generator.normal(size=factor.shape))
@@ -195,10 +195,10 @@ def test_the_naive_sum_at_any_hierarchy(kind, levels):
     expected = one
     # Experts last to first: (..., n_1, ..., n_L, o).
     expected = np.tensordot(one, tensor, axes=[[-1], [levels]])
-    for coefficient in given:
+    for coefficient in arguments:
         expected = np.einsum("btn,btn...->bt...", coefficient, expected)
     np.testing.assert_allclose(
-        to_numpy(experts(z, given)), expected, rtol=1e-4, atol=1e-4
+        to_numpy(experts(z, arguments)), expected, rtol=1e-4, atol=1e-4
     )
     chosen = [tuple(count - 1 for count in counts), (0,) * levels]
     chosen = [place[0] if levels == 1 else place for place in chosen]
@@ -265,8 +265,8 @@ def test_initialisation(kind):
 def test_matching_a_dense_layer(kind, counts):
     experts = MultilinearExperts(1000, counts, kind)
     dense = 768 * 1000 + 1000
-    found = experts.cost((1, 768)).parameters
-    assert dense <= found
+    actual = experts.cost((1, 768)).parameters
+    assert dense <= actual
     # One rank less would be below it.
     rank = experts._rank(768)
     less = rank - 1 if kind == "cp" else (*rank[:-1], rank[-1] - 1)
@@ -395,14 +395,14 @@ def test_saves_and_stays_finite(cls, dtype, tmp_path):
     outputs, routing = layer(inputs)
     model = keras.Model(inputs, {"outputs": outputs, "gates": routing.gates})
     x = np.random.default_rng(0).normal(size=(4, 3, 6)).astype("float32")
-    found = model.predict(x, verbose=0)
-    assert found["gates"].dtype == "float32"
-    assert np.isfinite(found["outputs"].astype("float32")).all()
+    actual = model.predict(x, verbose=0)
+    assert actual["gates"].dtype == "float32"
+    assert np.isfinite(actual["outputs"].astype("float32")).all()
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     for key, value in again.predict(x, verbose=0).items():
         np.testing.assert_array_equal(
-            value.astype("float32"), found[key].astype("float32")
+            value.astype("float32"), actual[key].astype("float32")
         )
     config = layer.get_config()
     assert cls.from_config(config).get_config() == config
@@ -441,12 +441,12 @@ def test_ablated_outputs_are_those_of_a_zeroed_slice(case):
     # Row b is without expert b; the last without the last again.
     flat = np.minimum(np.arange(total + 1), total - 1)
     places = np.stack(np.unravel_index(flat, levels), axis=-1)
-    found = to_numpy(layer.ablated(x, coefficients, places.astype("int32")))
+    actual = to_numpy(layer.ablated(x, coefficients, places.astype("int32")))
     for row, expert in enumerate(flat):
         without = tensor.copy()
         without[expert] = 0
         expected = np.einsum("e,i,eio->o", gates[row], z[row], without) + offsets[row]
-        np.testing.assert_allclose(found[row], expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(actual[row], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_learns_with_batch_statistics():

@@ -55,8 +55,8 @@ def test_a_smaller_kernel_is_the_nearest(interpolation):
     matrix = resized(np.eye(30).reshape(30, 6, 5, 1), (3, 2), interpolation)
     # Equation 4: least squares over all patches.
     expected = np.linalg.lstsq(matrix.reshape(30, 6), kernel.ravel(), rcond=None)[0]
-    found = resize_patch_kernel(kernel, (3, 2), interpolation)
-    np.testing.assert_allclose(found.ravel(), expected, rtol=1e-9, atol=1e-12)
+    actual = resize_patch_kernel(kernel, (3, 2), interpolation)
+    np.testing.assert_allclose(actual.ravel(), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("interpolation", WEIGHTS)
@@ -69,23 +69,23 @@ def test_resized_images_are_those_of_a_reference(interpolation):
         expected = jax.image.resize(
             image, (*size, 2), method, antialias=interpolation == "bicubic"
         )
-        found = resized(image[None], size, interpolation)[0]
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        actual = resized(image[None], size, interpolation)[0]
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("case", "expected"), TIMM.items())
 def test_numbers_of_timm(case, expected):
     interpolation, old = case
     kernel = np.arange(float(old * old)).reshape(old, old, 1, 1)
-    found = resize_patch_kernel(kernel, {2: 3, 4: 2}[old], interpolation)
-    np.testing.assert_allclose(found.ravel(), expected, rtol=1e-4, atol=1e-4)
+    actual = resize_patch_kernel(kernel, {2: 3, 4: 2}[old], interpolation)
+    np.testing.assert_allclose(actual.ravel(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_same_size_and_the_dtype_are_kept():
     kernel = np.random.default_rng(0).normal(size=(4, 3, 2, 5)).astype("float32")
-    found = resize_patch_kernel(kernel, (4, 3))
-    np.testing.assert_allclose(found, kernel, rtol=1e-6, atol=1e-6)
-    assert found.dtype == np.float32
+    actual = resize_patch_kernel(kernel, (4, 3))
+    np.testing.assert_allclose(actual, kernel, rtol=1e-6, atol=1e-6)
+    assert actual.dtype == np.float32
     assert resize_patch_kernel(kernel.astype("float16"), 8).dtype == np.float16
 
 

@@ -37,7 +37,7 @@ MASK = np.array([[True] * 6, [True, False, True, True, True, False], [True] * 6]
 def test_a_modality_is_the_loss_of_its_tokens(name, masked):
     logits, mask = normal(0, 3, 6, 4), MASK if masked else np.ones_like(MASK)
     loss = WRAPPED[name](2.5, modality=1)
-    found = numbers(
+    actual = numbers(
         lambda x, m, ids: loss(routing_of(x), ROUTER, m if masked else None, ids),
         *(logits, mask, IDS),
     )
@@ -46,12 +46,12 @@ def test_a_modality_is_the_loss_of_its_tokens(name, masked):
         chosen = mask[g] & (IDS[g] == 1)
         alone = numbers(LOSSES[name], logits[g : g + 1, chosen], IDS[g : g + 1, chosen])
         # Two of three groups have a token of the modality.
-        np.testing.assert_allclose(found[g : g + 1], 2.5 * alone * 3 / 2, rtol=1e-5)
-        assert abs(found[g]) > 1e-3
+        np.testing.assert_allclose(actual[g : g + 1], 2.5 * alone * 3 / 2, rtol=1e-5)
+        assert abs(actual[g]) > 1e-3
         groups.append(alone)
     # The last group has none, and does not dilute the mean of the others.
-    assert found[2] == 0
-    np.testing.assert_allclose(found.mean(), 2.5 * np.mean(groups), rtol=1e-5)
+    assert actual[2] == 0
+    np.testing.assert_allclose(actual.mean(), 2.5 * np.mean(groups), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_a_modality_is_the_loss_of_its_tokens(name, masked):
 )
 def test_a_modality_that_no_group_has_costs_nothing(loss):
     logits, ids = normal(0, 2, 6, 4), np.zeros((2, 6), "int32")
-    found = numbers(lambda x, i: loss(routing_of(x), ROUTER, None, i), logits, ids)
-    np.testing.assert_array_equal(found, 0.0)
+    actual = numbers(lambda x, i: loss(routing_of(x), ROUTER, None, i), logits, ids)
+    np.testing.assert_array_equal(actual, 0.0)
 
 
 def test_groups_of_padding_do_not_dilute_either():
     logits, loss = normal(0, 2, 6, 4), AuxiliaryLoss("local_entropy")
     mask = np.array([[True] * 6, [False] * 6])
-    found = numbers(lambda x, m: loss(routing_of(x), ROUTER, m), logits, mask)
+    actual = numbers(lambda x, m: loss(routing_of(x), ROUTER, m), logits, mask)
     expected = numbers(LOSSES["local"], logits[:1], IDS[:1])
-    np.testing.assert_allclose(found.mean(), expected[0], rtol=1e-5)
+    np.testing.assert_allclose(actual.mean(), expected[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -79,8 +79,8 @@ def test_without_a_modality_all_tokens_count(name):
     loss = WRAPPED[name](0.5)
     expected = 0.5 * numbers(LOSSES[name], logits, IDS)
     for ids in (None, tensor(IDS)):
-        found = numbers(lambda x, i=ids: loss(routing_of(x), ROUTER, None, i), logits)
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        actual = numbers(lambda x, i=ids: loss(routing_of(x), ROUTER, None, i), logits)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
     masked = numbers(lambda x, m: loss(routing_of(x), ROUTER, m), logits, MASK)
     by_function = numbers(lambda x, m: LOSSES[name](x, None, m), logits, MASK)
     np.testing.assert_allclose(masked, 0.5 * by_function, rtol=1e-5)
@@ -90,16 +90,16 @@ def test_without_a_modality_all_tokens_count(name):
 def test_mutual_information_loss_is_its_function():
     logits = normal(0, 3, 6, 4)
     loss = AuxiliaryLoss("mutual_information", 0.5, num_modalities=3)
-    found = numbers(
+    actual = numbers(
         lambda x, m, i: loss(routing_of(x), ROUTER, m, i), logits, MASK, IDS
     )
     expected = 0.5 * numbers(
         lambda x, m, i: losses.mutual_information_loss(x, i, 3, m), logits, MASK, IDS
     )
     # The last group has one modality alone, and does not count.
-    np.testing.assert_allclose(found, expected * 3 / 2, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(found.mean(), expected[:2].mean(), rtol=1e-5)
-    assert found[0] < -1e-3
+    np.testing.assert_allclose(actual, expected * 3 / 2, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(actual.mean(), expected[:2].mean(), rtol=1e-5)
+    assert actual[0] < -1e-3
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_the_aggregate_of_equal_weights_is_the_mean_times_0_04():
     logits, ids = normal(0, 3, 6, 4), tensor(IDS)
 
     def program(x):
-        found = [part(routing_of(x), ROUTER, None, ids) for part in PARTS]
+        actual = [part(routing_of(x), ROUTER, None, ids) for part in PARTS]
         whole = AggregateLoss(PARTS)(routing_of(x), ROUTER, None, ids)
-        return keras.ops.stack([whole, *found])
+        return keras.ops.stack([whole, *actual])
 
-    whole, *found = numbers(program, logits)
-    np.testing.assert_allclose(whole, 0.04 * np.mean(found, axis=0), rtol=1e-5)
+    whole, *actual = numbers(program, logits)
+    np.testing.assert_allclose(whole, 0.04 * np.mean(actual, axis=0), rtol=1e-5)
     assert np.abs(whole).min() > 1e-4
 
 
@@ -165,8 +165,8 @@ def test_the_aggregate_of_other_weights_is_their_weighted_mean():
         )(routing_of(x), ROUTER, mask)
         return keras.ops.stack([whole, *(fn(x, mask) for fn in functions)])
 
-    whole, *found = numbers(program, logits)
-    expected = 0.2 * np.average(found, axis=0, weights=weights)
+    whole, *actual = numbers(program, logits)
+    expected = 0.2 * np.average(actual, axis=0, weights=weights)
     np.testing.assert_allclose(whole, expected, rtol=1e-5)
 
 
@@ -336,7 +336,7 @@ def test_an_moe_layer_adds_them():
         keras.ops.convert_to_numpy(LOSSES[name](logits, None))[0]
         for name in ("local", "global", "target", "merged")
     ]
-    found = [keras.ops.convert_to_numpy(loss) for loss in layer.losses]
+    actual = [keras.ops.convert_to_numpy(loss) for loss in layer.losses]
     np.testing.assert_allclose(
-        found, [*expected, 0.04 * np.mean(expected)], rtol=1e-5, atol=1e-7
+        actual, [*expected, 0.04 * np.mean(expected)], rtol=1e-5, atol=1e-7
     )

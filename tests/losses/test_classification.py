@@ -30,8 +30,8 @@ def test_sparse_labels_are_the_dense_ones(smoothing, from_logits):
         "reduction": "none",
     }
     expected = values(SigmoidCrossentropy(**options), DENSE, predictions)
-    found = values(SparseSigmoidCrossentropy(**options), SPARSE, predictions)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    actual = values(SparseSigmoidCrossentropy(**options), SPARSE, predictions)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def test_sparse_labels_train_as_the_dense_ones():
@@ -66,8 +66,8 @@ def test_a_number_of_no_class_is_refused_in_arrays_and_nan_in_tensors():
     loss = SparseSigmoidCrossentropy(reduction=None)
     labels = np.array([[0, 3], [2, -1]])
     # Tensors may be of a graph, which cannot raise.
-    found = ops.convert_to_numpy(loss(ops.convert_to_tensor(labels), logits))
-    assert np.isnan(found[0])
-    assert found[1] == pytest.approx(3 * np.log(2.0))
+    actual = ops.convert_to_numpy(loss(ops.convert_to_tensor(labels), logits))
+    assert np.isnan(actual[0])
+    assert actual[1] == pytest.approx(3 * np.log(2.0))
     with pytest.raises(ValueError, match="received: 3"):
         loss(labels, logits)

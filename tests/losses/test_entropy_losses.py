@@ -24,8 +24,8 @@ def with_gradient(loss_of, logits):
         loss = loss_of(logits)
         return keras.ops.sum(loss), (loss,)
 
-    (found,), (loss,) = gradient_and_outputs(program, logits)
-    return loss, found
+    (actual,), (loss,) = gradient_and_outputs(program, logits)
+    return loss, actual
 
 
 def entropy(*p):
@@ -72,17 +72,17 @@ def test_golden(case, name):
     ids = tensor(arrays["inputs/modality"][None])
 
     def program(logits):
-        found = of_golden(name, logits, ids, arrays["inputs/tau"], config)
-        found = keras.ops.concatenate(found)
-        return keras.ops.sum(found), (found,)
+        actual = of_golden(name, logits, ids, arrays["inputs/tau"], config)
+        actual = keras.ops.concatenate(actual)
+        return keras.ops.sum(actual), (actual,)
 
-    (found,), (loss,) = gradient_and_outputs(
+    (actual,), (loss,) = gradient_and_outputs(
         program, arrays["inputs/logits"].astype("float32")[None]
     )
     expected = np.atleast_1d(arrays[f"outputs/{value}"])
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(
-        found[0], arrays[f"grads/{of_sum}/logits"], rtol=1e-5, atol=1e-6
+        actual[0], arrays[f"grads/{of_sum}/logits"], rtol=1e-5, atol=1e-6
     )
 
 
@@ -91,9 +91,9 @@ def test_golden(case, name):
 def test_golden_merged_entropy_of_each_token(case):
     arrays, config = golden.load(case)
     logits = arrays["inputs/logits"].astype("float32")[:, None]
-    found = numbers(lambda x: losses.merged_entropy_loss(x, config["K"]), logits)
+    actual = numbers(lambda x: losses.merged_entropy_loss(x, config["K"]), logits)
     np.testing.assert_allclose(
-        found, arrays["outputs/merged_entropy_per_token"], rtol=1e-5
+        actual, arrays["outputs/merged_entropy_per_token"], rtol=1e-5
     )
 
 
@@ -103,12 +103,12 @@ def test_golden_merged_entropy_of_each_token(case):
 def test_local_entropy_by_hand():
     p, q = np.array([0.5, 0.25, 0.25]), np.array([0.1, 0.2, 0.7])
     logits = np.log([[p, q], [p, p]]).astype("float32")
-    loss, found = with_gradient(losses.local_entropy_loss, logits)
+    loss, actual = with_gradient(losses.local_entropy_loss, logits)
     h_p, h_q = entropy(*p), entropy(*q)
     np.testing.assert_allclose(loss, [(h_p + h_q) / 2, h_p], rtol=1e-6)
     # d H / d logits = -p (log p + H), and each of the two tokens counts half.
     expected = -q * (np.log(q) + h_q) / 2
-    np.testing.assert_allclose(found[0, 1], expected, atol=1e-6)
+    np.testing.assert_allclose(actual[0, 1], expected, atol=1e-6)
 
 
 def test_global_entropy_by_hand():
@@ -116,8 +116,8 @@ def test_global_entropy_by_hand():
     logits = 100 * np.eye(3, dtype="float32")[None, [0, 0, 1, 0]]
     h = entropy(0.75, 0.25)
     for tau, expected in [(None, -h), (1.0, 1.0 - h), (h / 2, 0.0), (0.0, 0.0)]:
-        found = numbers(lambda x, t=tau: losses.global_entropy_loss(x, t), logits)
-        np.testing.assert_allclose(found, [expected], rtol=1e-6)
+        actual = numbers(lambda x, t=tau: losses.global_entropy_loss(x, t), logits)
+        np.testing.assert_allclose(actual, [expected], rtol=1e-6)
 
 
 @pytest.mark.parametrize("above", [False, True])
@@ -125,11 +125,11 @@ def test_the_threshold_ends_the_gradient(above):
     logits = normal(0, 1, 5, 4)
     _, free = with_gradient(losses.global_entropy_loss, logits)
     threshold = 0.1 if above else math.log(4)
-    loss, found = with_gradient(
+    loss, actual = with_gradient(
         lambda x: losses.global_entropy_loss(x, threshold), logits
     )
     assert (loss[0] > 0) is not above
-    np.testing.assert_allclose(found, 0 * free if above else free, rtol=1e-6)
+    np.testing.assert_allclose(actual, 0 * free if above else free, rtol=1e-6)
     assert np.abs(free).max() > 1e-3
 
 
@@ -138,32 +138,32 @@ def test_mutual_information_by_hand():
     far = [-100.0, 0.0, 0.0]
     logits = np.array([[[100.0, 0, 0], far, [100.0, 0, 0], [100.0, 0, 0]]], "float32")
     ids = np.array([[0, 1, 0, 0]])
-    found = numbers(lambda x, i: losses.mutual_information_loss(x, i, 2), logits, ids)
+    actual = numbers(lambda x, i: losses.mutual_information_loss(x, i, 2), logits, ids)
     # Weight 1/2 each, whatever the number of tokens.
     expected = entropy(0.5, 0.5) / 2 - entropy(0.5, 0.25, 0.25)
-    np.testing.assert_allclose(found, [expected], rtol=1e-6)
+    np.testing.assert_allclose(actual, [expected], rtol=1e-6)
 
 
 def test_mutual_information_leaves_out_absent_modalities():
     logits, ids = normal(0, 3, 6, 4), np.array([[0, 1] * 3, [0, 2] * 3, [1] * 6])
-    found = numbers(lambda x, i: losses.mutual_information_loss(x, i, 3), logits, ids)
+    actual = numbers(lambda x, i: losses.mutual_information_loss(x, i, 3), logits, ids)
     two = numbers(
         lambda x, i: losses.mutual_information_loss(x, i, 2), logits[:2], ids[:2] > 0
     )
-    np.testing.assert_allclose(found[:2], two, rtol=1e-5)
+    np.testing.assert_allclose(actual[:2], two, rtol=1e-5)
     assert np.all(two < -1e-3)
     # One modality says nothing of the experts.
-    np.testing.assert_allclose(found[2], 0, atol=1e-6)
+    np.testing.assert_allclose(actual[2], 0, atol=1e-6)
 
 
 def test_mutual_information_leaves_out_tokens_of_other_modalities():
     logits, ids = normal(0, 1, 6, 4), np.array([[0, 1, 7, 0, 1, -1]])
     both = np.isin(ids, [0, 1])
-    found, expected = (
+    actual, expected = (
         numbers(LOSSES["mutual"], logits[:, tokens], ids[:, tokens])
         for tokens in (both[0] | True, both[0])
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
     assert expected[0] < -1e-3
 
 
@@ -171,8 +171,8 @@ def test_target_entropy_by_hand():
     # Entropies log 4 and 0, whose mean is log 2: the target of K = 2, and no token's.
     logits = np.array([[[0, 0, 0, 0], [100, 0, 0, 0]]], "float32")
     for selected, expected in [(1, LOG2**2), (2, 0), (4, LOG2**2)]:
-        found = numbers(lambda x, k=selected: losses.target_entropy_loss(x, k), logits)
-        np.testing.assert_allclose(found, [expected], rtol=1e-6, atol=1e-12)
+        actual = numbers(lambda x, k=selected: losses.target_entropy_loss(x, k), logits)
+        np.testing.assert_allclose(actual, [expected], rtol=1e-6, atol=1e-12)
 
 
 def test_merged_entropy_by_hand():
@@ -184,8 +184,8 @@ def test_merged_entropy_by_hand():
         3: entropy(0.9, 0.1) + entropy(0.75, 0.25),
         4: 0.0,
     }.items():
-        found = numbers(lambda x, k=selected: losses.merged_entropy_loss(x, k), logits)
-        np.testing.assert_allclose(found, [expected / 2], rtol=1e-5, atol=1e-6)
+        actual = numbers(lambda x, k=selected: losses.merged_entropy_loss(x, k), logits)
+        np.testing.assert_allclose(actual, [expected / 2], rtol=1e-5, atol=1e-6)
 
 
 def test_merged_entropy_of_sure_tokens_is_exact():
@@ -193,8 +193,8 @@ def test_merged_entropy_of_sure_tokens_is_exact():
     logits = np.array([[[20.0, 0.0, 0.0]]], "float32")
     rest = 2 / (math.exp(20) + 2)
     expected = -rest * math.log(rest)
-    found = numbers(lambda x: losses.merged_entropy_loss(x, 1), logits)
-    np.testing.assert_allclose(found, [expected], rtol=1e-4)
+    actual = numbers(lambda x: losses.merged_entropy_loss(x, 1), logits)
+    np.testing.assert_allclose(actual, [expected], rtol=1e-4)
 
 
 # Properties of each
@@ -219,23 +219,23 @@ def test_masked_tokens_do_not_count(name, value):
     without = numbers(LOSSES[name], logits[:, real], ids[:, real])
     logits[:, np.logical_not(real)] = value
     mask = tensor(np.tile(real, (2, 1)))
-    loss, found = with_gradient(lambda x: LOSSES[name](x, ids, mask), logits)
+    loss, actual = with_gradient(lambda x: LOSSES[name](x, ids, mask), logits)
     np.testing.assert_allclose(loss, without, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(found[:, np.logical_not(real)], 0)
-    assert np.all(np.isfinite(found))
+    np.testing.assert_array_equal(actual[:, np.logical_not(real)], 0)
+    assert np.all(np.isfinite(actual))
     # Tokens that do count have a gradient.
-    assert np.abs(found[:, real]).max() > 1e-3
+    assert np.abs(actual[:, real]).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_group_without_real_tokens_has_no_loss(name):
     logits, ids = normal(0, 2, 4, 3), np.tile([0, 1], (2, 2))
     mask = tensor(np.array([[True] * 4, [False] * 4]))
-    loss, found = with_gradient(lambda x: LOSSES[name](x, ids, mask), logits)
+    loss, actual = with_gradient(lambda x: LOSSES[name](x, ids, mask), logits)
     assert abs(loss[0]) > 1e-3
     assert loss[1] == 0
-    assert np.all(np.isfinite(found))
-    np.testing.assert_array_equal(found[1], 0)
+    assert np.all(np.isfinite(actual))
+    np.testing.assert_array_equal(actual[1], 0)
 
 
 NEVER = -np.inf
@@ -257,11 +257,11 @@ NEVER = -np.inf
 def test_extremes(name, tokens):
     logits = np.array([tokens], "float32")
     ids = np.arange(len(tokens))[None] % 2
-    loss, found = with_gradient(lambda x: LOSSES[name](x, tensor(ids)), logits)
+    loss, actual = with_gradient(lambda x: LOSSES[name](x, tensor(ids)), logits)
     np.testing.assert_allclose(loss, [expected_loss(name, logits[0], ids[0])], **CLOSE)
-    assert np.all(np.isfinite(found))
+    assert np.all(np.isfinite(actual))
     np.testing.assert_allclose(
-        found[0], expected_gradient(name, logits[0], ids[0]), **CLOSE
+        actual[0], expected_gradient(name, logits[0], ids[0]), **CLOSE
     )
 
 
@@ -309,7 +309,7 @@ def expected_gradient(name, logits, ids):
     Where gates tie, the experts that are merged stay: a step would exchange them.
     """
     kept = two_largest(logits)
-    found = np.zeros(logits.shape)
+    actual = np.zeros(logits.shape)
     for place in np.ndindex(*logits.shape):
         if np.isinf(logits[place]):
             continue
@@ -318,8 +318,8 @@ def expected_gradient(name, logits, ids):
             moved = logits.astype("float64")
             moved[place] += step
             ends.append(expected_loss(name, moved, ids, kept))
-        found[place] = (ends[0] - ends[1]) / 2e-5
-    return found
+        actual[place] = (ends[0] - ends[1]) / 2e-5
+    return actual
 
 
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")
@@ -330,9 +330,9 @@ def test_one_expert_leaves_nothing_to_choose(name):
             return getattr(losses, f"{name}_entropy_loss")(x, 1)
         return LOSSES[name](x, tensor(np.zeros((2, 3), "int32")))
 
-    loss, found = with_gradient(loss_of, normal(0, 2, 3, 1))
+    loss, actual = with_gradient(loss_of, normal(0, 2, 3, 1))
     np.testing.assert_allclose(loss, [0, 0], atol=1e-6)
-    np.testing.assert_allclose(found, 0, atol=1e-6)
+    np.testing.assert_allclose(actual, 0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_golden_in_training(case, local_loss):
         routing = routing_of(logits)._replace(noisy_logits=noisy)
         return loss(routing, router, None, ids)
 
-    found = numbers(
+    actual = numbers(
         program,
         logits[None].astype("float32"),
         (logits + noise)[None].astype("float32"),
@@ -82,7 +82,7 @@ def test_golden_in_training(case, local_loss):
         *arrays["outputs/global_loss"],
     ]
     assert min(expected[:4]) > 1e-3
-    np.testing.assert_allclose(found, [0.04 * np.mean(expected)], rtol=1e-5)
+    np.testing.assert_allclose(actual, [0.04 * np.mean(expected)], rtol=1e-5)
 
 
 def test_groups_without_a_modality_do_not_dilute_its_losses():

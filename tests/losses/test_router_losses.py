@@ -54,8 +54,8 @@ def with_gradient(name, logits, noise=0.0, **options):
         loss = value_of(name, logits, noise, **options)
         return keras.ops.sum(loss), (loss,)
 
-    (found,), (loss,) = gradient_and_outputs(program, logits)
-    return loss, found
+    (actual,), (loss,) = gradient_and_outputs(program, logits)
+    return loss, actual
 
 
 @pytest.mark.every_backend
@@ -70,11 +70,11 @@ def test_golden_loss(case, name):
         "noise_std": config["noise_std"] / config["E"],
         "selected": config["K"],
     }
-    loss, found = with_gradient(name, logits, **options)
+    loss, actual = with_gradient(name, logits, **options)
     rtol = 1e-4 if name == "load" else 1e-5
     np.testing.assert_allclose(loss, arrays[f"outputs/{name}"], rtol=rtol, atol=1e-6)
     np.testing.assert_allclose(
-        found, arrays[f"grads/{name}/logits"], rtol=1e-4, atol=1e-6
+        actual, arrays[f"grads/{name}/logits"], rtol=1e-4, atol=1e-6
     )
 
 
@@ -131,8 +131,8 @@ def test_golden_router(case):
     )
     assert set(metrics) == set(losses)
     for name, expected in metrics.items():
-        ours = keras.ops.convert_to_numpy(losses[name])
-        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6, err_msg=name)
+        mine = keras.ops.convert_to_numpy(losses[name])
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-6, err_msg=name)
     for scalar, fn in {
         "sum_auxiliary_loss": lambda *a: keras.ops.sum(router(*a)[0]["auxiliary_loss"]),
         "sum_combine_cotangent": lambda *a: keras.ops.sum(router(*a)[2] * cotangent),
@@ -180,8 +180,8 @@ def test_load_balance_by_hand():
         ],
         "float32",
     )
-    found = keras.ops.convert_to_numpy(load_balance_loss(gates))
-    np.testing.assert_allclose(found, [1.0, 1.6, 1.0], rtol=1e-6)
+    actual = keras.ops.convert_to_numpy(load_balance_loss(gates))
+    np.testing.assert_allclose(actual, [1.0, 1.6, 1.0], rtol=1e-6)
 
 
 def test_load_balance_of_all_choices_by_hand():
@@ -191,13 +191,15 @@ def test_load_balance_of_all_choices_by_hand():
         (2, 3 * (0.75 / 2 + 0.125 / 4 + 0.125 / 4)),
         (3, 1.0),  # All experts have all tokens.
     ):
-        found = load_balance_loss(gates, num_selected_experts=selected)
-        found = keras.ops.convert_to_numpy(found)
-        np.testing.assert_allclose(found, [expected], rtol=1e-6)
+        actual = load_balance_loss(gates, num_selected_experts=selected)
+        actual = keras.ops.convert_to_numpy(actual)
+        np.testing.assert_allclose(actual, [expected], rtol=1e-6)
     mask = np.array([[True, False]])
-    found = load_balance_loss(gates, mask, num_selected_experts=2)
+    actual = load_balance_loss(gates, mask, num_selected_experts=2)
     expected = 3 * (0.75 / 2 + 0.25 / 2)
-    np.testing.assert_allclose(keras.ops.convert_to_numpy(found), [expected], rtol=1e-6)
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(actual), [expected], rtol=1e-6
+    )
     with pytest.raises(ValueError, match="num_selected_experts=4"):
         load_balance_loss(gates, num_selected_experts=4)
 
@@ -206,32 +208,32 @@ def test_the_choices_that_balance_are_an_argument():
     gates = np.array([[[0.75, 0.25, 0.0], [0.75, 0.0, 0.25]]], "float32")
     routing = Routing(**{**dict.fromkeys(Routing._fields), "gates": gates})
     router = SimpleNamespace(num_selected_experts=2)
-    found = {}
+    actual = {}
     for choices, selected in (("first", 1), ("all", 2)):
         loss = AuxiliaryLoss("load_balance", 0.5, choices=choices)
         again = AuxiliaryLoss.from_config(loss.get_config())
         expected = load_balance_loss(gates, num_selected_experts=selected)
-        found[choices] = keras.ops.convert_to_numpy(again(routing, router))
+        actual[choices] = keras.ops.convert_to_numpy(again(routing, router))
         expected = 0.5 * keras.ops.convert_to_numpy(expected)
-        np.testing.assert_allclose(found[choices], expected, rtol=1e-6)
-    assert (found["first"].tolist(), found["all"].tolist()) == ([1.125], [0.65625])
+        np.testing.assert_allclose(actual[choices], expected, rtol=1e-6)
+    assert (actual["first"].tolist(), actual["all"].tolist()) == ([1.125], [0.65625])
     with pytest.raises(ValueError, match="choices='second'"):
         AuxiliaryLoss("load_balance", choices="second")
 
 
 def test_load_balance_of_perfect_balance_is_one():
     gates = np.eye(5, dtype="float32")[None]
-    found = keras.ops.convert_to_numpy(load_balance_loss(gates))
-    np.testing.assert_allclose(found, [1.0], rtol=1e-6)
+    actual = keras.ops.convert_to_numpy(load_balance_loss(gates))
+    np.testing.assert_allclose(actual, [1.0], rtol=1e-6)
 
 
 def test_z_by_hand():
     logits = np.array([[[0, 0, 0], [1, 1, 1]]], "float32")
     expected = (math.log(3) ** 2 + (1 + math.log(3)) ** 2) / 2
     np.testing.assert_allclose(compute("z", logits), [expected], rtol=1e-6)
-    (found,) = gradient(lambda x: keras.ops.sum(z_loss(x)), logits)
+    (actual,) = gradient(lambda x: keras.ops.sum(z_loss(x)), logits)
     # d lse^2 / d logits = 2 lse softmax, averaged over the two tokens.
-    np.testing.assert_allclose(found[0, 0], [math.log(3) / 3] * 3, rtol=1e-5)
+    np.testing.assert_allclose(actual[0, 0], [math.log(3) / 3] * 3, rtol=1e-5)
 
 
 # Properties of each
@@ -262,20 +264,20 @@ def test_masked_tokens_do_not_count(name, value):
     without = compute(name, logits[:, 2:5])
     logits[:, [0, 1, 5]] = value
     mask = np.tile([False, False, True, True, True, False], (2, 1))
-    loss, found = with_gradient(name, logits, mask=keras.ops.convert_to_tensor(mask))
+    loss, actual = with_gradient(name, logits, mask=keras.ops.convert_to_tensor(mask))
     np.testing.assert_allclose(loss, without, rtol=1e-5)
-    np.testing.assert_array_equal(found[:, [0, 1, 5]], 0)
-    assert np.all(np.isfinite(found))
+    np.testing.assert_array_equal(actual[:, [0, 1, 5]], 0)
+    assert np.all(np.isfinite(actual))
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_group_without_real_tokens_is_finite(name):
     logits = normal(0, 2, 4, 3)
     mask = keras.ops.convert_to_tensor(np.array([[True] * 4, [False] * 4]))
-    loss, found = with_gradient(name, logits, mask=mask)
+    loss, actual = with_gradient(name, logits, mask=mask)
     assert np.all(np.isfinite(loss))
-    assert np.all(np.isfinite(found))
-    np.testing.assert_array_equal(found[1], 0)
+    assert np.all(np.isfinite(actual))
+    np.testing.assert_array_equal(actual[1], 0)
 
 
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")
@@ -291,9 +293,9 @@ def test_a_group_without_real_tokens_is_finite(name):
 )
 def test_extremes_are_finite(name, shape, scale):
     logits = np.float32(scale) * normal(0, *shape)
-    loss, found = with_gradient(name, logits)
+    loss, actual = with_gradient(name, logits)
     assert np.all(np.isfinite(loss))
-    assert np.all(np.isfinite(found))
+    assert np.all(np.isfinite(actual))
 
 
 @pytest.mark.parametrize("name", ["importance", "load"])

@@ -21,9 +21,9 @@ def test_thresholds_above_the_largest_entropy_warn():
     logits = tensor(np.zeros((1, 3, 4), "float32"))
     received = r"received: threshold=2\.0794\..*at least 0\.6931"
     with pytest.warns(UserWarning, match=received):
-        found = losses.global_entropy_loss(logits, threshold=math.log(8))
+        actual = losses.global_entropy_loss(logits, threshold=math.log(8))
     np.testing.assert_allclose(
-        keras.ops.convert_to_numpy(found), math.log(2), rtol=1e-5
+        keras.ops.convert_to_numpy(actual), math.log(2), rtol=1e-5
     )
     loss = AuxiliaryLoss("global_entropy", threshold=math.log(8), modality=1)
     router = TokenChoiceRouter(num_experts=4, num_modalities=2)

@@ -69,16 +69,16 @@ def main():
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             try:
                 save()
-                told = {}
+                report = {}
             except OSError as error:
-                told = {
+                report = {
                     "errno": errno.errorcode[error.errno],
                     "path": error.filename,
                     "error": str(error),
                 }
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-            print(json.dumps({"way": name, "limit": limit, **told}), flush=True)
-            if not told:
+            print(json.dumps({"way": name, "limit": limit, **report}), flush=True)
+            if not report:
                 # Small enough after all: as before.
                 model.set_weights(before)
                 save()

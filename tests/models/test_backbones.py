@@ -127,8 +127,8 @@ def test_mixer_equals_the_equations():
     x = x + mlp(mixed, "token_mlp").transpose(0, 2, 1)
     x = x + mlp(norm(x, "feed_forward_norm"), "mlp")
     x = norm(x, "final_norm")
-    found = model.predict(images(), verbose=0)
-    np.testing.assert_allclose(found, x, rtol=1e-4, atol=1e-4)
+    actual = model.predict(images(), verbose=0)
+    np.testing.assert_allclose(actual, x, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("traced")
@@ -178,7 +178,7 @@ def test_every_router_works_in_a_mixer():
 @pytest.mark.backend_free
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_argument_round_trips(kind):
-    given = {
+    supplied = {
         **MOE,
         "router": "sinkhorn_expert_choice",
         "router_options": {"capacity_multiple_of": 2},
@@ -199,10 +199,10 @@ def test_every_argument_round_trips(kind):
         "layer_norm_epsilon": 1e-5,
         "dtype": "mixed_bfloat16",
     }
-    backbone = MAKERS[kind](**given)
+    backbone = MAKERS[kind](**supplied)
     again = type(backbone).from_config(backbone.get_config())
     assert again.get_config() == backbone.get_config()
-    for name, value in {**SIZES, **given}.items():
+    for name, value in {**SIZES, **supplied}.items():
         if name != "dtype":
             assert flat_config(backbone)[name] == value, name
     assert again.dtype_policy.name == "mixed_bfloat16"
@@ -248,8 +248,8 @@ def test_weights_serve_another_image_size(interpolation, tmp_path):
 
     table = np.array(backbone.get_layer("position_embedding").embedding)
     expected = resize_positions(table, (4, 2), (6, 4), interpolation)
-    found = np.array(larger.get_layer("position_embedding").embedding)
-    np.testing.assert_array_equal(found, expected)
+    actual = np.array(larger.get_layer("position_embedding").embedding)
+    np.testing.assert_array_equal(actual, expected)
     assert larger.predict(images(2, 24, 16, 3), verbose=0).shape == (2, 25, 16)
 
 
@@ -273,9 +273,9 @@ def test_weights_serve_other_channels(kind, channels, tmp_path):
         )
         return
     kernel = np.array(backbone.get_layer("patch_embedding").kernel)
-    found = np.array(other.get_layer("patch_embedding").kernel)
+    actual = np.array(other.get_layer("patch_embedding").kernel)
     expected = np.concatenate([kernel, kernel[:, :, :1]], axis=2) * 0.75
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
     assert other.predict(images(2, 16, 8, 4), verbose=0).shape[0] == 2
 
 
@@ -292,8 +292,8 @@ def test_weights_serve_other_channels(kind, channels, tmp_path):
 def test_soft_routing_with_other_slots_is_refused(overrides, tmp_path):
     MAKERS["vit"](router="soft", **MOE).save_to_preset(tmp_path / "saved")
     name, value = next(iter(overrides.items()))
-    given = re.escape(f"received: {name}={value!r}, which make ")
-    with pytest.raises(ValueError, match=f"the 4 slots of each expert.*{given}"):
+    supplied = re.escape(f"received: {name}={value!r}, which make ")
+    with pytest.raises(ValueError, match=f"the 4 slots of each expert.*{supplied}"):
         models.from_preset(str(tmp_path / "saved"), **overrides)
     # Overrides that change no slot are allowed.
     for harmless in ({"num_selected_experts": 2}, {"router": "soft"}):
@@ -306,8 +306,8 @@ def test_soft_routing_keeps_its_slots_at_another_image_size(tmp_path):
     backbone.save_to_preset(tmp_path / "saved")
     slots = backbone.get_layer("block_1").feed_forward.router.slots
     larger = models.from_preset(str(tmp_path / "saved"), image_shape=(32, 16, 3))
-    found = larger.get_layer("block_1").feed_forward.router.slots
-    np.testing.assert_array_equal(np.array(found), np.array(slots))
+    actual = larger.get_layer("block_1").feed_forward.router.slots
+    np.testing.assert_array_equal(np.array(actual), np.array(slots))
     assert larger.predict(images(2, 32, 16, 3), verbose=0).shape == (2, 33, 16)
 
 

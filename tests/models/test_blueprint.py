@@ -36,8 +36,8 @@ def sources(tmp_path_factory):
     model = models.from_preset("vit_of_tests", num_classes=2, pooling="average")
     model.save_to_preset(folder / "task")
     model.backbone.save_to_preset(folder / "backbone")
-    found = ("vmoe_digits", "vit_of_tests", str(folder / "backbone"))
-    return dict(zip(KINDS, (*found, str(folder / "task"), PUBLISHED, hub_vit())))
+    actual = ("vmoe_digits", "vit_of_tests", str(folder / "backbone"))
+    return dict(zip(KINDS, (*actual, str(folder / "task"), PUBLISHED, hub_vit())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,6 +183,6 @@ def test_activations_of_earlier_versions_still_load(sources, tmp_path):
     np.testing.assert_array_equal(
         loaded.predict(images, verbose=0), model.predict(images, verbose=0)
     )
-    found = models.from_preset(str(tmp_path / "new"), activation="relu")
-    assert found.backbone.get_config()["activation"] == "relu"
-    assert found.output_activation == "softmax"
+    actual = models.from_preset(str(tmp_path / "new"), activation="relu")
+    assert actual.backbone.get_config()["activation"] == "relu"
+    assert actual.output_activation == "softmax"

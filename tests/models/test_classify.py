@@ -35,11 +35,11 @@ def model():
 
 @pytest.mark.backend_free
 def test_names_and_probabilities(model):
-    found = model.classify(PHOTOS, top=5)
+    actual = model.classify(PHOTOS, top=5)
     logits = model.predict(model.preprocessor(PHOTOS), verbose=0)
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    assert [len(row) for row in found] == [3, 3, 3]
-    for row, probabilities in zip(found, expected):
+    assert [len(row) for row in actual] == [3, 3, 3]
+    for row, probabilities in zip(actual, expected):
         np.testing.assert_allclose(
             [x.probability for x in row], np.sort(probabilities)[::-1], rtol=1e-4
         )
@@ -47,11 +47,11 @@ def test_names_and_probabilities(model):
             assert x.name == NAMES[x.index]
             np.testing.assert_allclose(x.probability, probabilities[x.index], rtol=1e-4)
     (best,) = model.classify(PHOTOS[1], top=1)
-    assert best.name == found[1][0].name
+    assert best.name == actual[1][0].name
     # Images may have different sizes, and be grey.
     assert len(model.classify([PHOTOS[0], PHOTOS[1, :9, :9, 0]], batch_size=1)) == 2
     assert model.classify([]) == []
-    json.dumps(found)
+    json.dumps(actual)
 
 
 def test_fit_and_predict_take_images_that_are_prepared(model):
@@ -78,22 +78,22 @@ def test_outputs_of_every_kind():
     logits = classifier(multi_label=True)
     logits.set_weights([np.asarray(w) for w in logits.get_weights()])
     outputs = logits.predict(logits.preprocessor(PHOTOS[:1]), verbose=0)
-    for found in logits.classify(PHOTOS[0]):
-        expected = 1 / (1 + np.exp(-outputs[0, found.index]))
-        np.testing.assert_allclose(found.probability, expected, rtol=1e-5)
+    for actual in logits.classify(PHOTOS[0]):
+        expected = 1 / (1 + np.exp(-outputs[0, actual.index]))
+        np.testing.assert_allclose(actual.probability, expected, rtol=1e-5)
     probable = classifier(output_activation="softmax")
-    found = probable.classify(PHOTOS[0])
+    actual = probable.classify(PHOTOS[0])
     outputs = probable.predict(probable.preprocessor(PHOTOS[:1]), verbose=0)
-    np.testing.assert_allclose(found[0].probability, outputs.max(), rtol=1e-6)
+    np.testing.assert_allclose(actual[0].probability, outputs.max(), rtol=1e-6)
     half = ViTImageClassifier(
         ViTBackbone.from_config({**SMALL, "dtype": "bfloat16"}),
         3,
         ImagePreprocessor(SMALL["image_shape"]),
     )
-    found = half.classify(PHOTOS[0])
+    actual = half.classify(PHOTOS[0])
     # Without names there are numbers; equals keep their order.
-    assert [x.name for x in found] == ["0", "1", "2"]
-    np.testing.assert_allclose(found[0].probability, 1 / 3, rtol=1e-6)
+    assert [x.name for x in actual] == ["0", "1", "2"]
+    np.testing.assert_allclose(actual[0].probability, 1 / 3, rtol=1e-6)
 
 
 @pytest.mark.backend_free
@@ -122,8 +122,8 @@ def test_kerashubs_preprocessors_alone_are_applied_by_fit(model):
         (model.preprocessor, 255.0),
         (None, 255.0),
     ):
-        found = classifier(preprocessor).preprocess_samples(images, None)
-        np.testing.assert_allclose(np.asarray(found).max(), white, rtol=1e-6)
+        actual = classifier(preprocessor).preprocess_samples(images, None)
+        np.testing.assert_allclose(np.asarray(actual).max(), white, rtol=1e-6)
 
 
 @pytest.mark.backend_free
@@ -163,15 +163,15 @@ def test_a_keras_file_and_a_copy_carry_it_too(model, tmp_path):
 @pytest.mark.backend_free
 def test_presets_without_a_preprocessor_get_that_of_builtin_ones(model, tmp_path):
     model.backbone.save_to_preset(tmp_path / "backbone")
-    found = models.from_preset(
+    actual = models.from_preset(
         str(tmp_path / "backbone"), num_classes=3, task="image_classifier"
     )
-    assert found.preprocessor == ImagePreprocessor(SMALL["image_shape"])
+    assert actual.preprocessor == ImagePreprocessor(SMALL["image_shape"])
     classifier(preprocessor=None).save_to_preset(tmp_path / "task")
     assert models.from_preset(str(tmp_path / "task")).preprocessor is None
     edit_task(tmp_path / "task", lambda config: config.pop("preprocessor"))
-    found = models.from_preset(str(tmp_path / "task"), image_shape=(16, 8, 3))
-    assert found.preprocessor == ImagePreprocessor((16, 8, 3))
+    actual = models.from_preset(str(tmp_path / "task"), image_shape=(16, 8, 3))
+    assert actual.preprocessor == ImagePreprocessor((16, 8, 3))
 
 
 def edit_task(folder, edit):
@@ -220,5 +220,5 @@ def test_earlier_map_heads_had_no_norms(tmp_path):
     # The checksums are of the weights alone.
     again = models.from_preset(str(folder))
     assert again.pooling_query_key_norm is False
-    found = models.describe(str(folder))
-    assert found.parameters == again.count_params()
+    actual = models.describe(str(folder))
+    assert actual.parameters == again.count_params()

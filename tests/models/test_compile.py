@@ -26,14 +26,14 @@ def classifier(num_classes=3, **kwargs):
 @pytest.fixture(scope="module")
 def models():
     """A model of each kind of labels and outputs, which the tests compile anew."""
-    found = {
+    actual = {
         "logits": classifier(),
         "softmax": classifier(output_activation="softmax"),
         "multi_label": classifier(multi_label=True),
     }
-    for model in found.values():
+    for model in actual.values():
         model.output_dense.kernel.assign(images(16, 3))
-    return found
+    return actual
 
 
 class Own(losses.Loss):
@@ -105,8 +105,8 @@ def test_a_crossentropy_by_name_reads_the_outputs(models, kind, name, labels):
     if kind == "logits":
         outputs = ops.convert_to_numpy(ops.softmax(outputs))
     expected = -np.mean(np.log(outputs[np.arange(6), SPARSE]))
-    found = model.evaluate(IMAGES, labels, verbose=0)
-    assert found == pytest.approx(expected, rel=1e-4)
+    actual = model.evaluate(IMAGES, labels, verbose=0)
+    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.backend_free
@@ -123,16 +123,16 @@ def test_one_output_counts_decisions(models):
     model.output_dense.kernel.assign(images(16, 1))
     model.compile("sgd", "binary_crossentropy")
     labels = np.array([[0], [1], [0], [1], [1], [0]], "float32")
-    found = model.evaluate(IMAGES, labels, verbose=0, return_dict=True)
+    actual = model.evaluate(IMAGES, labels, verbose=0, return_dict=True)
     decisions = model.predict(IMAGES, verbose=0) > 0
-    assert found["accuracy"] == pytest.approx(np.mean(decisions == labels))
+    assert actual["accuracy"] == pytest.approx(np.mean(decisions == labels))
 
 
 @pytest.mark.backend_free
 def test_no_metrics_are_none(models):
     models["logits"].compile("sgd", Own(), metrics=None)
-    found = models["logits"].evaluate(IMAGES, ONE_HOT, verbose=0, return_dict=True)
-    assert set(found) == {"loss"}
+    actual = models["logits"].evaluate(IMAGES, ONE_HOT, verbose=0, return_dict=True)
+    assert set(actual) == {"loss"}
 
 
 @pytest.mark.backend_free

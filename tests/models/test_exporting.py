@@ -133,8 +133,8 @@ def test_onnx_of_models_that_sort_nothing(name, tmp_path):
     )
     path = str(tmp_path / "model.onnx")
     signature = [keras.InputSpec(shape=(3, *SMALL["image_shape"]), dtype="float32")]
-    for batch, given in ((1, None), (3, signature)):
-        model.export(path, format="onnx", verbose=False, input_signature=given)
+    for batch, values in ((1, None), (3, signature)):
+        model.export(path, format="onnx", verbose=False, input_signature=values)
         session = onnxruntime.InferenceSession(path)
         (outputs,) = session.run(None, {session.get_inputs()[0].name: images(batch)})
         expected = model.predict(images(batch), verbose=0)

@@ -25,9 +25,9 @@ def test_white_and_black_are_the_ends_of_the_range():
     np.testing.assert_allclose(preprocessor(black + 255), 1.0, rtol=1e-6)
     normalized = ImagePreprocessor((8, 4, 3), mean=[0.2, 0.3, 0.4], std=[0.5, 1, 2])
     expected = np.array([0.8 / 0.5, 0.7, 0.6 / 2])
-    found = normalized(black + 255)
-    assert found.dtype == "float32"
-    np.testing.assert_allclose(found, np.broadcast_to(expected, (8, 4, 3)), rtol=1e-6)
+    actual = normalized(black + 255)
+    assert actual.dtype == "float32"
+    np.testing.assert_allclose(actual, np.broadcast_to(expected, (8, 4, 3)), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_images_are_those_of_the_pipelines():
     expected = keras.ops.image.resize(
         image, (12, 20), interpolation="bilinear", antialias=False
     )
-    found = ImagePreprocessor((12, 20, 3))(PHOTO)
+    actual = ImagePreprocessor((12, 20, 3))(PHOTO)
     expected = 2 * keras.ops.convert_to_numpy(expected) - 1
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_forms_of_images():
@@ -181,8 +181,8 @@ def test_inside_tf_data():
     photos = tf.data.Dataset.from_tensors(PHOTO)
     with pytest.raises(ValueError, match=r"tf\.numpy_function"):
         photos.map(preprocessor)
-    found = photos.map(lambda x: tf.numpy_function(preprocessor, [x], tf.float32))
-    np.testing.assert_array_equal(next(iter(found)), preprocessor(PHOTO))
+    actual = photos.map(lambda x: tf.numpy_function(preprocessor, [x], tf.float32))
+    np.testing.assert_array_equal(next(iter(actual)), preprocessor(PHOTO))
 
 
 @pytest.mark.parametrize("name", ["vit_s32", "mixer_s32", "vmoe_digits"])

@@ -61,8 +61,8 @@ def test_a_residual_reaches_rematerialised_blocks():
         if router.gating_residual:
             router.residual_kernel.assign(np.full((8, 8), 0.3))
     again.set_weights(plain.get_weights())
-    found = [to_numpy(model(images(), training=True)) for model in (plain, again)]
-    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+    actual = [to_numpy(model(images(), training=True)) for model in (plain, again)]
+    np.testing.assert_allclose(*actual, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -86,20 +86,20 @@ def test_features_and_kinds():
 @pytest.mark.backend_free
 def test_the_vanilla_twin_is_an_override():
     twin = models.from_preset("moepp_digits", **VANILLA)
-    ours = models.from_preset("moepp_digits")
+    mine = models.from_preset("moepp_digits")
     assert all(
         type(router) is TokenChoiceRouter for router in routers_of(twin).values()
     )
     assert twin.expert_kinds == (8, 0, 0, 0)
-    assert ours.expert_kinds == (8, 1, 1, 2)
+    assert mine.expert_kinds == (8, 1, 1, 2)
     # The same FFN experts: what differs is the router and the constant experts.
     extra = sum(
         layer.router.count_params() + layer.zero_computation_experts.count_params()
         for layer in (
-            block.feed_forward for block in ours.layers if "block" in block.name
+            block.feed_forward for block in mine.layers if "block" in block.name
         )
     ) - sum(router.count_params() for router in routers_of(twin).values())
-    assert ours.count_params() - twin.count_params() == extra
+    assert mine.count_params() - twin.count_params() == extra
 
 
 @pytest.mark.backend_free
@@ -129,7 +129,7 @@ def test_experts_without_computation_bring_the_paper_s_defaults(cls):
     # One block has none before it.
     cls.from_config({**arguments, "moe_layers": [1]})
     # Arguments override the defaults.
-    given = {
+    supplied = {
         "capacity_factor": 1.05,
         "noise_std": 1.0,
         "capacity_multiple_of": 4,
@@ -137,12 +137,12 @@ def test_experts_without_computation_bring_the_paper_s_defaults(cls):
         "shared_expert_initialization": True,
         "auxiliary_losses": {"importance": 0.1},
     }
-    model = cls.from_config({**arguments, **given})
+    model = cls.from_config({**arguments, **supplied})
     layer = model.get_layer("block_1").feed_forward
-    found = {name: getattr(layer.router, name, None) for name in given}
-    found["shared_expert_initialization"] = layer.experts.shared_initialization
-    found["auxiliary_losses"] = {"importance": layer.auxiliary_losses[0].weight}
-    assert found == given
+    actual = {name: getattr(layer.router, name, None) for name in supplied}
+    actual["shared_expert_initialization"] = layer.experts.shared_initialization
+    actual["auxiliary_losses"] = {"importance": layer.auxiliary_losses[0].weight}
+    assert actual == supplied
     # Without them it is a V-MoE.
     layer = (
         cls.from_config({**arguments, "zero_experts": 0})
@@ -161,19 +161,19 @@ def test_sizes_of_the_presets(experts):
     config = models.builtin.builtin_presets()[name]["config"]
     constants = 6 if experts == 32 else 2
     assert [config[kind] for kind in KINDS] == [1, 1, constants]
-    ours = models.describe(name)
+    mine = models.describe(name)
     twin = models.describe(name, **VANILLA)
     per_block = 12 * (
         # The wider router, its map, and v and W_c of the constant experts.
         (constants + 2) * 768 + (experts + constants + 2) ** 2 + 3 * constants * 768
     )
     first = (experts + constants + 2) ** 2
-    assert ours.parameters - twin.parameters == per_block - first
+    assert mine.parameters - twin.parameters == per_block - first
     # Table 1: tau N_FFN / (tau N_FFN + N_ZC) of the experts' FLOPs, which are most.
     share = 0.75 * experts / (0.75 * experts + constants + 2)
-    tokens = ours.num_tokens
+    tokens = mine.num_tokens
     vanilla_ffn = 12 * 4 * 2 * tokens * 768 * 3072 / 1e9
-    saved = twin.gflops - ours.gflops
+    saved = twin.gflops - mine.gflops
     assert saved == pytest.approx(vanilla_ffn * (1 - share), rel=0.02)
 
 
@@ -301,8 +301,8 @@ def test_the_paper_s_experts_in_every_backbone(cls):
     )
     again = cls.from_config(model.get_config())
     again.set_weights(model.get_weights())
-    found, expected = (to_numpy(one(images())) for one in (again, model))
-    np.testing.assert_array_equal(found, expected)
+    actual, expected = (to_numpy(one(images())) for one in (again, model))
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_gated_experts_adapt_and_quantise(tmp_path):
@@ -321,9 +321,9 @@ def test_gated_experts_adapt_and_quantise(tmp_path):
         to_numpy(merged(x)), to_numpy(experts(x)), rtol=1e-4, atol=1e-5
     )
     quantised = gated_experts()
-    for ours, theirs in zip(merged.weights, quantised.weights):
-        theirs.assign(to_numpy(ours))
+    for mine, theirs in zip(merged.weights, quantised.weights):
+        theirs.assign(to_numpy(mine))
     quantised.quantize("int8")
-    found, wanted = to_numpy(quantised(x)), to_numpy(merged(x))
-    assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+    actual, wanted = to_numpy(quantised(x)), to_numpy(merged(x))
+    assert np.abs(actual - wanted).max() < 0.03 * np.abs(wanted).max()
     assert quantised.gate_kernel.dtype == "int8"

@@ -58,11 +58,11 @@ def test_trains_saves_and_keeps_statistics(name, rematerialize, tmp_path):
         assert to_numpy(variance).max() < 0.8
     model.save_to_preset(str(tmp_path / "preset"))
     again = models.from_preset(str(tmp_path / "preset"))
-    found = again.predict(images(), verbose=0)
-    np.testing.assert_allclose(found, model.predict(images(), verbose=0), atol=1e-6)
+    actual = again.predict(images(), verbose=0)
+    np.testing.assert_allclose(actual, model.predict(images(), verbose=0), atol=1e-6)
     # At inference an image is by itself.
     alone = again.predict(images()[2:3], verbose=0)
-    np.testing.assert_allclose(alone, found[2:3], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(alone, actual[2:3], rtol=1e-4, atol=1e-6)
     records = keras.Model(model.input, model.routing).predict(images(), verbose=0)
     for record in records.values():
         np.testing.assert_allclose(record.gates.sum(axis=-1), 1.0, rtol=1e-5)
@@ -137,9 +137,9 @@ def test_upcycling_preserves_the_function_where_the_ranks_hold_it(case, backbone
 )
 def test_counts_of_the_papers_mixers(preset, network, mlps):
     """Tables 3, 4 and 9: 18.5M, 18.6M and 18.3M, of which MLPs 17.7M and 17.4M."""
-    found = models.describe(preset, num_classes=1000)
-    assert found.parameters == network
-    blocks = [part for part in found.parts if part.name.startswith("block_")]
+    actual = models.describe(preset, num_classes=1000)
+    assert actual.parameters == network
+    blocks = [part for part in actual.parts if part.name.startswith("block_")]
     norms = 4 * 512
     assert sum(part.parameters - norms for part in blocks) == mlps
 
@@ -147,14 +147,14 @@ def test_counts_of_the_papers_mixers(preset, network, mlps):
 @pytest.mark.backend_free
 def test_upcycling_with_less_rank_says_how_near():
     dense = MixerBackbone.from_config({**SMALL, "token_mlp_dim": 6})
-    found = []
+    actual = []
     for rank in (2, 5, 8):
         _, report = upcycle(
             dense, 4, moe_layers=[1], router="mumoe", router_options={"rank": rank}
         )
         assert report.preserved == (rank >= 9)
-        found.append(report.largest_difference)
-    assert found[0] > found[1] > found[2]
+        actual.append(report.largest_difference)
+    assert actual[0] > actual[1] > actual[2]
     _, report = upcycle(
         dense, 4, moe_layers=[1], router="mumoe", router_options={"rank": 9}, noise=0.5
     )

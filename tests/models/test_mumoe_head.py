@@ -52,14 +52,14 @@ def test_outputs_saving_and_counts(position, tmp_path):
         if "moving_variance" in weight.path:
             weight.assign(ops.ones(weight.shape))
     inputs = images(5, *SHAPE)
-    found = keras.Model(
+    actual = keras.Model(
         model.input,
         {"outputs": model.output, "features": model.features, **model.routing},
     ).predict(inputs, verbose=0)
     assert list(model.routing) == ["head"]
-    assert found["head"].gates.shape == (5, 1, model.head.gate.kinds.total)
+    assert actual["head"].gates.shape == (5, 1, model.head.gate.kinds.total)
     # The same by hand, from what the head reads.
-    y, _ = model.head(found["features"])
+    y, _ = model.head(actual["features"])
     y = to_numpy(ops.cast(y, "float32"))
     if position == "final":
         y = np.exp(y) / np.exp(y).sum(axis=1, keepdims=True)
@@ -69,7 +69,7 @@ def test_outputs_saving_and_counts(position, tmp_path):
         y = np.maximum(y, 0) @ kernel + bias
         # Heads in bfloat16, of 8 bits.
         tolerance = 3e-2
-    np.testing.assert_allclose(found["outputs"], y, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(actual["outputs"], y, rtol=tolerance, atol=tolerance)
     trained = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
     assert models.describe(model).parameters == trained
 
@@ -79,7 +79,7 @@ def test_outputs_saving_and_counts(position, tmp_path):
     model.save_to_preset(tmp_path / "preset")
     loaded = models.from_preset(tmp_path / "preset")
     np.testing.assert_allclose(
-        loaded.predict(inputs, verbose=0), found["outputs"], atol=1e-6
+        loaded.predict(inputs, verbose=0), actual["outputs"], atol=1e-6
     )
 
 
@@ -97,9 +97,9 @@ def test_learns_and_is_batch_invariant(position):
     model.compile(keras.optimizers.Adam(0.01), loss="auto", metrics=None)
     losses = model.fit(inputs, targets, batch_size=24, epochs=40, verbose=0).history
     assert losses["loss"][-1] < 0.5 * losses["loss"][0]
-    found = model.predict(inputs[:24], verbose=0)
+    actual = model.predict(inputs[:24], verbose=0)
     alone = model.predict(inputs[3:4], verbose=0)
-    np.testing.assert_allclose(alone[0], found[3], rtol=2e-2, atol=1e-3)
+    np.testing.assert_allclose(alone[0], actual[3], rtol=2e-2, atol=1e-3)
 
 
 @pytest.mark.backend_free
@@ -133,12 +133,12 @@ def test_counts_of_matched_heads():
 def test_counts_of_a_head_on_a_large_backbone():
     """Table 10: 128 experts, rank 512, 768 inputs and 1,000 classes."""
     head = MuMoE(1000, 128, rank=512)
-    found = models.describe("vit_b32", num_classes=1000, head=head)
+    actual = models.describe("vit_b32", num_classes=1000, head=head)
     dense = models.describe("vit_b32")
-    assert found.parameters - dense.parameters == 1_069_568
+    assert actual.parameters - dense.parameters == 1_069_568
     head = MuMoE(1000, (128, 4, 4), rank=512)
-    found = models.describe("vit_b32", num_classes=1000, head=head)
-    assert found.parameters - dense.parameters == 1_079_808
+    actual = models.describe("vit_b32", num_classes=1000, head=head)
+    assert actual.parameters - dense.parameters == 1_079_808
 
 
 @pytest.mark.backend_free

@@ -40,12 +40,12 @@ def test_attention_pooling_normalises_where_the_blocks_do(of_head, norms, bias):
         query_key_norm=normalizes,
         query_key_norm_bias=normalizes and bias,
     )
-    found = [
+    actual = [
         weight.path
         for weight in model.pooler.weights
         if "query_norm" in weight.path or "key_norm" in weight.path
     ]
-    assert len(found) == norms * (1 + bias)
+    assert len(actual) == norms * (1 + bias)
     assert models.describe(model).parameters == model.count_params()
     again = ViTImageClassifier.from_config(model.get_config())
     assert again.get_config()["pooling_query_key_norm"] is of_head

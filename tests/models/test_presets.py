@@ -93,8 +93,8 @@ def test_every_variant_names_its_source():
 def test_which_blocks_are_moe(preset, moe_layers, experts):
     parts = models.describe(preset).parts
     kinds = {part.name: part.kind for part in parts if part.name.startswith("block")}
-    found = [int(name[6:]) for name, kind in kinds.items() if kind.startswith("MoE")]
-    assert found == moe_layers
+    actual = [int(name[6:]) for name, kind in kinds.items() if kind.startswith("MoE")]
+    assert actual == moe_layers
     if experts:
         assert kinds[f"block_{moe_layers[0]}"] == f"MoE {experts}, K=2"
 
@@ -284,8 +284,8 @@ def test_loading_and_saving_is_quiet(saved, tmp_path, recwarn):
     model.fit(images(), np.zeros(3), verbose=0)
     model.save_to_preset(tmp_path / "again")
     models.from_preset(str(tmp_path / "again"))
-    ours = [w for w in recwarn if issubclass(w.category, UserWarning)]
-    assert not [w for w in ours if "optimizer" in str(w.message)]
+    own = [w for w in recwarn if issubclass(w.category, UserWarning)]
+    assert not [w for w in own if "optimizer" in str(w.message)]
     # The head alone: 64 x 10 weights and biases, no optimizer.
     assert os.path.getsize(tmp_path / "again" / "task.weights.h5") < 50_000
 
@@ -639,11 +639,11 @@ def test_describe_counts_the_head_that_was_saved(tmp_path):
     assert description.parts[-1].parameters == (8 + 1) * 7
     assert models.describe(folder, num_classes=3).parts[-1].parameters == (8 + 1) * 3
     again = models.from_preset(folder, num_experts=4, load_weights=False)
-    found = models.describe(folder, num_experts=4).parameters
-    assert found == again.count_params()
+    actual = models.describe(folder, num_experts=4).parameters
+    assert actual == again.count_params()
     model.backbone.save_to_preset(tmp_path / "backbone")
-    found = models.describe(str(tmp_path / "backbone")).parameters
-    assert found == model.backbone.count_params()
+    actual = models.describe(str(tmp_path / "backbone")).parameters
+    assert actual == model.backbone.count_params()
 
 
 @pytest.mark.backend_free

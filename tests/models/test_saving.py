@@ -188,9 +188,9 @@ def in_thread(function):
 
 @backend_free
 def test_what_killed_saves_left_is_removed_and_nothing_else(presets, tmp_path):
-    ours = [".one.abcd1234.partial", ".one.a_cd1234.partial"]
+    mine = [".one.abcd1234.partial", ".one.a_cd1234.partial"]
     others = [".one.partial", ".two.abcd1234.partial", ".one.two.abcd1234.partial"]
-    for name in (*ours, *others):
+    for name in (*mine, *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half.weights.h5").write_text("half")
     (tmp_path / ".one.abcd5678.partial").write_text("a file")
@@ -292,9 +292,9 @@ def test_changed_weights_are_refused(copies, folder, name):
     assert set(listed) == {path.name for path in folder.glob("*.h5")}
     # A bit of a weight: HDF5 would not see it.
     with h5py.File(folder / name, "r+") as file:
-        found = []
-        file.visititems(lambda _, x: found.append(x) if hasattr(x, "shape") else None)
-        found[0][...] = found[0][...] + 1
+        actual = []
+        file.visititems(lambda _, x: actual.append(x) if hasattr(x, "shape") else None)
+        actual[0][...] = actual[0][...] + 1
     message = f"{name} of SHA-256 {listed[name]}; received: "
     with pytest.raises(ValueError, match=message):
         models.from_preset(folder)
@@ -332,8 +332,8 @@ def test_damaged_files_are_named_with_or_without_checksums(copies, model):
     model.backbone.set_weights(before)
     assert len(errors) > 5
     # Or Keras says which weight does not fit.
-    told = (str(path), "could not be loaded", "shape")
-    assert [x for x in errors if not any(text in x for text in told)] == []
+    report = (str(path), "could not be loaded", "shape")
+    assert [x for x in errors if not any(text in x for text in report)] == []
 
 
 @backend_free
@@ -399,15 +399,15 @@ def test_the_files_are_those_that_keras_writes(model, tmp_path, size):
     ):
         (tmp_path / folder).mkdir()
         save(tmp_path / folder / name, max_shard_size=size)
-    ours, theirs = (sorted(os.listdir(tmp_path / x)) for x in ("ours", "keras"))
-    assert ours == theirs
-    for file in ours:
+    mine, theirs = (sorted(os.listdir(tmp_path / x)) for x in ("ours", "keras"))
+    assert mine == theirs
+    for file in mine:
         if file.endswith(".json"):
             one, two = (
                 json.loads((tmp_path / x / file).read_text()) for x in ("ours", "keras")
             )
             # Ours has checksums, which Keras does not look at.
-            shards = set(ours) - {file}
+            shards = set(mine) - {file}
             assert set(one["metadata"].pop("sha256")) == shards
             assert one == two
             assert len(shards) > 1
@@ -421,15 +421,15 @@ def test_the_files_are_those_that_keras_writes(model, tmp_path, size):
 
 
 def contents(file):
-    found = {}
+    actual = {}
 
     def add(path, value):
         is_array = hasattr(value, "shape")
         attributes = {k: str(v) for k, v in value.attrs.items()}
-        found[path] = (attributes, value[()].tobytes() if is_array else None)
+        actual[path] = (attributes, value[()].tobytes() if is_array else None)
 
     file.visititems(add)
-    return found
+    return actual
 
 
 @backend_free

@@ -53,12 +53,12 @@ def test_whole_examples_are_dropped_and_the_others_scaled():
     first, second = np.round(kept) % 10 == 1, np.round(kept) >= 10
     np.testing.assert_allclose(kept, 1.0 * first + 10.0 * second, atol=1e-4)
     # Four standard deviations of a frequency over B examples.
-    for found, expected in (
+    for actual, expected in (
         (first.mean(), 1 - RATE),
         (second.mean(), 1 - RATE),
         ((first & second).mean(), (1 - RATE) ** 2),
     ):
-        assert abs(found - expected) < 4 * np.sqrt(expected * (1 - expected) / B)
+        assert abs(actual - expected) < 4 * np.sqrt(expected * (1 - expected) / B)
 
 
 def test_draws_follow_from_the_seed_and_move_on():

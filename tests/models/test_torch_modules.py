@@ -37,8 +37,8 @@ def values(model):
     return [np.array(ops.convert_to_numpy(w)) for w in model.weights]
 
 
-def close(found, expected, tolerance=1e-6):
-    for a, b in zip(found, expected):
+def close(actual, expected, tolerance=1e-6):
+    for a, b in zip(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=tolerance)
 
 

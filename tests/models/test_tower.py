@@ -117,8 +117,8 @@ def test_attention_by_hand():
     mask = np.array([[True, True, False]])
     share = np.exp(1 / np.sqrt(2)) / (1 + np.exp(1 / np.sqrt(2)))
     expected = [[share, 1 - share], [1 - share, share]]
-    for given in (mask, np.repeat(mask[:, None], 3, axis=1)):
-        result = to_numpy(layer(tokens, mask=given))
+    for values in (mask, np.repeat(mask[:, None], 3, axis=1)):
+        result = to_numpy(layer(tokens, mask=values))
         np.testing.assert_allclose(result[0, :2], expected, rtol=1e-5)
     causal = SelfAttention(1, 2, causal=True)
     causal.build((1, 3, 2))

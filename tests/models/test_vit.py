@@ -401,7 +401,7 @@ def test_training_goes_on_from_a_keras_file(multi_label, tmp_path):
 @pytest.mark.parametrize("class_token", [True, False])
 def test_without_position_embedding_places_do_not_matter(class_token):
     kwargs = {**SMALL, "moe_layers": None, "class_token": class_token, "num_layers": 1}
-    found = {}
+    actual = {}
     for kind in (None, "sincos"):
         backbone = ViTBackbone.from_config({**kwargs, "position_embedding": kind})
         assert not any("position" in weight.path for weight in backbone.weights)
@@ -417,9 +417,9 @@ def test_without_position_embedding_places_do_not_matter(class_token):
         before, after = (
             keras.ops.convert_to_numpy(grid(values)) for values in (x, swapped)
         )
-        found[kind] = np.abs(before[:, 0] - after[:, -1]).max()
-    assert found[None] < 1e-5
-    assert found["sincos"] > 1e-2
+        actual[kind] = np.abs(before[:, 0] - after[:, -1]).max()
+    assert actual[None] < 1e-5
+    assert actual["sincos"] > 1e-2
     with pytest.raises(ValueError, match="kind='rotary'"):
         ViTBackbone.from_config({**kwargs, "position_embedding": "rotary"})
 
@@ -540,8 +540,8 @@ def test_presets_follow_their_router(router):
     overrides = {"num_layers": 2, "router": router, "auxiliary_losses": None}
     backbone = from_preset("vmoe_digits", task="backbone", **overrides)
     assert backbone.moe.noise_std is None
-    found = backbone.get_layer("block_1").feed_forward.router.noise_std
-    assert found == (1.0 if router.startswith("softmax") else 0.0)
+    actual = backbone.get_layer("block_1").feed_forward.router.noise_std
+    assert actual == (1.0 if router.startswith("softmax") else 0.0)
 
 
 @pytest.mark.skipif(

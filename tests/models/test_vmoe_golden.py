@@ -103,10 +103,10 @@ def test_logits_tokens_and_routing(case, dispatcher):
     for name in backbone.routing:
         index = name.removeprefix("block_")
         if "soft" in case:
-            for found, what in (("dispatched", "dispatch"), ("combined", "combine")):
+            for actual, what in (("dispatched", "dispatch"), ("combined", "combine")):
                 weights = arrays[f"outputs/router/{index}/{what}_weights"].sum(axis=-1)
-                found = getattr(outputs[name], found)
-                np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-5)
+                actual = getattr(outputs[name], actual)
+                np.testing.assert_allclose(actual, weights, rtol=1e-4, atol=1e-5)
             continue
         mask = arrays[f"outputs/router/{index}/dispatch_mask"]
         expected = mask.any(axis=-1).reshape(outputs[name].dispatched.shape)
@@ -148,7 +148,7 @@ def test_gradients(case, objective):
     if any(name in case for name in (*NO_LOSS, "dense")):
         importance = None
     arrays, _ = golden.load(case)
-    ours = gradients_of(case, importance)
+    mine = gradients_of(case, importance)
     prefix = f"grads/{objective}/params/"
     expected = {
         name.removeprefix(prefix): value
@@ -158,7 +158,7 @@ def test_gradients(case, objective):
     assert expected or objective == "total_loss"
     for name, value in expected.items():
         np.testing.assert_allclose(
-            ours[name], value, rtol=1e-3, atol=1e-5, err_msg=name
+            mine[name], value, rtol=1e-3, atol=1e-5, err_msg=name
         )
 
 

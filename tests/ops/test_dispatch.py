@@ -97,14 +97,14 @@ def test_golden_layer(case, form):
         combined = to_tokens(outputs, plan)
         return keras.ops.sum(combined * cotangent), (buffers, combined)
 
-    found, (buffers, combined) = gradient_and_outputs(layer, gates, x, kernel, bias)
+    actual, (buffers, combined) = gradient_and_outputs(layer, gates, x, kernel, bias)
     close = {"rtol": 1e-5, "atol": 1e-6}
     np.testing.assert_allclose(buffers, batch(arrays["outputs/buffers"]), **close)
     np.testing.assert_allclose(combined, batch(arrays["outputs/combined"]), **close)
-    for name, ours in zip(("gates", "x", "expert_kernel", "expert_bias"), found):
+    for name, mine in zip(("gates", "x", "expert_kernel", "expert_bias"), actual):
         np.testing.assert_allclose(
-            ours,
-            arrays[f"grads/{name}"].reshape(ours.shape),
+            mine,
+            arrays[f"grads/{name}"].reshape(mine.shape),
             rtol=1e-4,
             atol=1e-6,
             err_msg=name,
@@ -165,7 +165,7 @@ def test_both_forms_have_the_same_gradients():
         keras.ops.convert_to_tensor, (normal(3, 2, 4, 2, 3), normal(4, 2, 7, 6))
     )
 
-    def found(form):
+    def actual(form):
         to_slots, to_tokens = FORMS[form]
 
         def scalar(gates, tokens, outputs):
@@ -176,8 +176,8 @@ def test_both_forms_have_the_same_gradients():
 
         return gradient(scalar, gates, tokens, outputs)
 
-    for ours, theirs in zip(found("gather"), found("einsum")):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(actual("gather"), actual("einsum")):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @each_form

@@ -49,16 +49,16 @@ def test_rows_stand_by_expert_and_serve_every_choice(
     limited = token_choice(
         gates, gates, selected, tokens, mask=mask, normalize_gates=normalize_gates
     )
-    for found, wanted in zip(plan.served(), limited.served()):
-        np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), rtol=1e-6)
+    for actual, wanted in zip(plan.served(), limited.served()):
+        np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=1e-6)
     plan = RaggedPlan(*map(to_numpy, plan))
     num_rows = int(mask.sum()) * selected
     assert plan.group_sizes.sum() == num_rows
     assert (plan.row_tokens[num_rows:] == -1).all()
     owner = np.repeat(np.arange(experts), plan.group_sizes)
-    found = sorted(zip(owner, plan.row_tokens[:num_rows]))
+    actual = sorted(zip(owner, plan.row_tokens[:num_rows]))
     dispatched = to_numpy(limited.served()[0]).reshape(-1, experts)
-    assert found == sorted(zip(*np.nonzero(dispatched.T)))
+    assert actual == sorted(zip(*np.nonzero(dispatched.T)))
     # Each choice finds its row again.
     kept = plan.token_rows >= 0
     np.testing.assert_array_equal(kept, np.broadcast_to(mask[..., None], kept.shape))
@@ -89,8 +89,8 @@ def test_outputs_and_gradients_are_those_of_room_for_everybody():
         return gradient_and_outputs(run, x, logits)
 
     for kind in ("dropless", "dense"):
-        for found, wanted in zip(layer(kind), layer("limited")):
-            for a, b in zip(found, wanted):
+        for actual, wanted in zip(layer(kind), layer("limited")):
+            for a, b in zip(actual, wanted):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert (layer("dropless")[1][0][1, 2] == 0).all()
 

@@ -35,8 +35,8 @@ ARRAYS, CONFIG = golden.load("10_mumoe/entmax15")
 def test_reference(name):
     x, cotangent = ARRAYS[f"inputs/{name}/x"], ARRAYS[f"inputs/{name}/cotangent"]
     axis = 1 if name == "axis1" else -1
-    found = to_numpy(entmax(x, axis=axis))
-    np.testing.assert_allclose(found, ARRAYS[f"outputs/{name}/y"], atol=CONFIG["atol"])
+    actual = to_numpy(entmax(x, axis=axis))
+    np.testing.assert_allclose(actual, ARRAYS[f"outputs/{name}/y"], atol=CONFIG["atol"])
     (slope,) = gradient(
         lambda x: ops.sum(ops.multiply(entmax(x, axis=axis), cotangent)), x
     )
@@ -50,10 +50,10 @@ def test_exact_for_any_alpha(alpha, size, spread):
     generator = np.random.default_rng(size)
     logits = (spread * generator.normal(size=(4, size))).astype("float32")
     program = one_program(lambda x: entmax(x, alpha))
-    found = to_numpy(program(ops.convert_to_tensor(logits)))
+    actual = to_numpy(program(ops.convert_to_tensor(logits)))
     expected = np.stack([exact(row, alpha) for row in logits])
-    np.testing.assert_allclose(found, expected, atol=3e-6)
-    np.testing.assert_allclose(found.sum(axis=-1), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=3e-6)
+    np.testing.assert_allclose(actual.sum(axis=-1), 1.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 16384])
@@ -64,16 +64,16 @@ def test_one_logit_and_very_many(size):
     # Nearly all of the weight where most are alike: the slowest there is to find.
     logits[3] = -1.6 * np.linspace(0, 1, size) ** 0.3
     program = one_program(entmax)
-    found = to_numpy(program(ops.convert_to_tensor(logits)))
+    actual = to_numpy(program(ops.convert_to_tensor(logits)))
     expected = np.stack([exact(row, 1.5) for row in logits])
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_masked_logits_get_nothing():
     logits = np.array([[1.0, -np.inf, 0.5], [-np.inf, 2.0, -np.inf]], "float32")
-    found = to_numpy(entmax(logits))
-    np.testing.assert_allclose(found[0, [0, 2]], exact([1.0, 0.5], 1.5), atol=1e-6)
-    np.testing.assert_allclose(found[:, [1]].T, [[0, 1]], atol=1e-6)
+    actual = to_numpy(entmax(logits))
+    np.testing.assert_allclose(actual[0, [0, 2]], exact([1.0, 0.5], 1.5), atol=1e-6)
+    np.testing.assert_allclose(actual[:, [1]].T, [[0, 1]], atol=1e-6)
     (slope,) = gradient(lambda x: ops.sum(entmax(x)[..., 0]), logits)
     assert np.isfinite(slope).all()
 
@@ -83,7 +83,7 @@ def test_gradient_is_that_of_the_function(alpha):
     generator = np.random.default_rng(1)
     logits = generator.normal(size=6).astype("float32")
     weights = generator.normal(size=6)
-    (found,) = gradient(
+    (actual,) = gradient(
         lambda x: ops.sum(ops.multiply(entmax(x, alpha), weights.astype("float32"))),
         logits,
     )
@@ -97,7 +97,7 @@ def test_gradient_is_that_of_the_function(alpha):
         / (2 * step)
         for i in range(6)
     ]
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 def test_near_one_it_is_softmax():
@@ -110,18 +110,20 @@ def test_near_one_it_is_softmax():
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_logits_of_any_size(alpha):
     logits = np.array([[3e30, 1e30, -3e38], [-1e9, -1e9, -2e9]], "float32")
-    found = to_numpy(entmax(logits, alpha))
-    np.testing.assert_allclose(found, [[1, 0, 0], [0.5, 0.5, 0]], atol=1e-6)
+    actual = to_numpy(entmax(logits, alpha))
+    np.testing.assert_allclose(actual, [[1, 0, 0], [0.5, 0.5, 0]], atol=1e-6)
     (slope,) = gradient(lambda x: ops.sum(entmax(x, alpha)[..., 0]), logits)
     assert np.isfinite(slope).all()
 
 
 def test_half_precision_is_computed_in_float32():
     logits = ops.cast(np.array([[0.0, 0.125, 0.25]], "float32"), "bfloat16")
-    found = entmax(logits)
-    assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
+    actual = entmax(logits)
+    assert keras.backend.standardize_dtype(actual.dtype) == "bfloat16"
     np.testing.assert_allclose(
-        to_numpy(ops.cast(found, "float32"))[0], exact([0, 0.125, 0.25], 1.5), atol=4e-3
+        to_numpy(ops.cast(actual, "float32"))[0],
+        exact([0, 0.125, 0.25], 1.5),
+        atol=4e-3,
     )
 
 
@@ -139,7 +141,7 @@ def test_alpha_out_of_range_is_refused(alpha):
 def test_logits_that_crowd_below_the_threshold(counts):
     """Newton's steps are slow where many logits have nearly no share."""
     logits = np.repeat(list(counts), list(counts.values())).astype("float32")
-    found = to_numpy(entmax(logits))
+    actual = to_numpy(entmax(logits))
     low, high = -1.0, 0.0
     halves = logits.astype("float64") / 2
     for _ in range(100):
@@ -147,5 +149,5 @@ def test_logits_that_crowd_below_the_threshold(counts):
         total = (np.maximum(halves - tau, 0) ** 2).sum()
         low, high = (tau, high) if total > 1 else (low, tau)
     expected = np.maximum(halves - tau, 0) ** 2
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert np.abs(found - expected).sum() < 1e-4
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    assert np.abs(actual - expected).sum() < 1e-4

@@ -73,17 +73,17 @@ def test_golden_layer(case, form):
     )
     mask, weights, buffers, combined = outputs
     np.testing.assert_array_equal(mask > 0, batch(arrays["outputs/dispatch_mask"]))
-    for found, name in (
+    for actual, name in (
         (weights, "combine_weights"),
         (buffers, "buffers"),
         (combined, "combined"),
     ):
         expected = batch(arrays[f"outputs/{name}"])
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=name)
-    for found, name in zip(gradients, ("gates", "x", "expert_kernel", "expert_bias")):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    for actual, name in zip(gradients, ("gates", "x", "expert_kernel", "expert_bias")):
         expected = arrays[f"grads/{name}"]
         expected = batch(expected) if name in ("gates", "x") else expected
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @some
@@ -102,8 +102,8 @@ def test_follows_the_definition(shape, seed, ties, masked):
     mask = generator.random((groups, tokens)) >= masked
     plan = route(affinity, gates, capacity, mask)
     expected = reference.expert_choice(affinity, gates, capacity, mask)
-    for found, wanted in zip(plan, expected):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, wanted in zip(plan, expected):
+        np.testing.assert_array_equal(actual, wanted)
     dispatched, combined = map(to_numpy, plan.served())
     np.testing.assert_array_equal(dispatched, expected[1] >= 0)
     np.testing.assert_array_equal(combined, np.where(expected[1] >= 0, gates, 0))

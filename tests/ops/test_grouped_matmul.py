@@ -57,9 +57,11 @@ def program(function, form=FORMS[0], dtype="float32"):
             keras.ops.cast(x, dtype) for x in (rows, kernels, cotangent)
         )
         sizes = keras.ops.convert_to_tensor(np.array(sizes, "int32"))
-        found = run(rows, kernels, sizes, cotangent)
-        assert [keras.backend.standardize_dtype(x.dtype) for x in found] == [dtype] * 3
-        return [keras.ops.convert_to_numpy(keras.ops.cast(x, "float32")) for x in found]
+        actual = run(rows, kernels, sizes, cotangent)
+        assert [keras.backend.standardize_dtype(x.dtype) for x in actual] == [dtype] * 3
+        return [
+            keras.ops.convert_to_numpy(keras.ops.cast(x, "float32")) for x in actual
+        ]
 
     return outputs_and_gradients
 
@@ -116,8 +118,8 @@ def reference():
     return program(grouped_matmul_reference, REFERENCE_FORM)
 
 
-def assert_equal(found, expected, rtol=1e-5):
-    for name, x, y in zip(("outputs", "rows", "kernels"), found, expected):
+def assert_equal(actual, expected, rtol=1e-5):
+    for name, x, y in zip(("outputs", "rows", "kernels"), actual, expected):
         # A sum of many terms may be much smaller than they are.
         atol = rtol * max(np.abs(y).max(initial=0), 1)
         np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
@@ -127,15 +129,15 @@ def assert_equal(found, expected, rtol=1e-5):
 @pytest.mark.parametrize("sizes", [SIZES, (26, 26, 26, 26, 26)])
 def test_parity(form, sizes):
     rows, kernels, cotangent = example(ROWS, len(sizes))
-    found = program(grouped_matmul, form)(rows, kernels, sizes, cotangent)
+    actual = program(grouped_matmul, form)(rows, kernels, sizes, cotangent)
     expected = reference()(rows, kernels, sizes, cotangent)
-    assert_equal(found, expected)
-    np.testing.assert_array_equal(found[0][sum(sizes) :], 0)
+    assert_equal(actual, expected)
+    np.testing.assert_array_equal(actual[0][sum(sizes) :], 0)
 
 
 def test_the_reference_is_a_matmul_per_expert():
     rows, kernels, cotangent = example(10, 3)
-    found = reference()(rows, kernels, (4, 0, 5), cotangent)
+    actual = reference()(rows, kernels, (4, 0, 5), cotangent)
     first, last = slice(0, 4), slice(4, 9)
     outputs, row_gradients = np.zeros((10, H)), np.zeros((10, D))
     outputs[first] = rows[first] @ kernels[0]
@@ -149,7 +151,7 @@ def test_the_reference_is_a_matmul_per_expert():
             rows[last].T @ cotangent[last],
         ]
     )
-    assert_equal(found, (outputs, row_gradients, kernel_gradients))
+    assert_equal(actual, (outputs, row_gradients, kernel_gradients))
 
 
 @st.composite
@@ -172,9 +174,9 @@ def test_any_group_sizes(num_rows, num_experts, data):
     rows, kernels, cotangent = example(num_rows, num_experts)
     # Quicker to trace than to compile, with the same code.
     form = "graph" if "graph" in FORMS else FORMS[0]
-    found = program(grouped_matmul, form)(rows, kernels, sizes, cotangent)
+    actual = program(grouped_matmul, form)(rows, kernels, sizes, cotangent)
     expected = reference()(rows, kernels, sizes, cotangent)
-    assert_equal(found, expected)
+    assert_equal(actual, expected)
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="shapes are known elsewhere")
@@ -184,8 +186,8 @@ def test_rows_unknown_while_tracing(num_rows):
     rows, kernels, cotangent = example(num_rows, len(SIZES))
     sizes = (0, num_rows // 2, 0, num_rows // 3, 0)
     expected = reference()(rows, kernels, sizes, cotangent)
-    found = program(grouped_matmul, "unknown")(rows, kernels, sizes, cotangent)
-    assert_equal(found, expected)
+    actual = program(grouped_matmul, "unknown")(rows, kernels, sizes, cotangent)
+    assert_equal(actual, expected)
 
 
 @each_form
@@ -194,10 +196,10 @@ def test_rows_of_nobody_are_never_read(form):
     expected = program(grouped_matmul, form)(rows, kernels, SIZES, cotangent)
     first = sum(SIZES)
     rows[first:], cotangent[first:] = np.nan, np.inf
-    found = program(grouped_matmul, form)(rows, kernels, SIZES, cotangent)
-    assert_equal(found, expected, rtol=1e-6)
-    np.testing.assert_array_equal(found[0][first:], 0)
-    np.testing.assert_array_equal(found[1][first:], 0)
+    actual = program(grouped_matmul, form)(rows, kernels, SIZES, cotangent)
+    assert_equal(actual, expected, rtol=1e-6)
+    np.testing.assert_array_equal(actual[0][first:], 0)
+    np.testing.assert_array_equal(actual[1][first:], 0)
 
 
 @each_form
@@ -215,7 +217,7 @@ def test_neighbours_do_not_mix(form):
 
 def test_bfloat16():
     arrays = rows, kernels, cotangent = example(ROWS, len(SIZES))
-    found = program(grouped_matmul, dtype="bfloat16")(rows, kernels, SIZES, cotangent)
+    actual = program(grouped_matmul, dtype="bfloat16")(rows, kernels, SIZES, cotangent)
     rounded = [
         keras.ops.convert_to_numpy(
             keras.ops.cast(keras.ops.cast(x, "bfloat16"), x.dtype)
@@ -226,7 +228,7 @@ def test_bfloat16():
     expected = reference()(rows, kernels, SIZES, cotangent)
     # From the same rounded inputs: a result has 8 bits, and TensorFlow's has been
     # rounded once for each block of rows before they are added.
-    assert_equal(found, expected, rtol=2**-7)
+    assert_equal(actual, expected, rtol=2**-7)
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="a kernel of JAX")
@@ -238,7 +240,7 @@ def test_ragged_dot():
 
     rows, kernels, cotangent = example(ROWS, len(SIZES))
     sizes = np.array(SIZES, "int32")
-    found, expected = (
+    actual, expected = (
         (
             jax.jit(forward)(rows, kernels, sizes),
             *jax.jit(backward)(rows, kernels, sizes, cotangent),
@@ -248,7 +250,7 @@ def test_ragged_dot():
             (block_loops.forward, block_loops.backward),
         )
     )
-    assert_equal(found, expected)
+    assert_equal(actual, expected)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
@@ -263,14 +265,14 @@ def test_grouped_mm(sizes):
         torch.tensor(rows), torch.tensor(kernels)
     ):
         pytest.skip("this PyTorch has no such kernel on CPUs")
-    found, expected = (
+    actual, expected = (
         program(function)(rows, kernels, sizes, cotangent)
         for function in (
             grouped_matmul_torch.with_kernel,
             grouped_matmul_torch.with_loop,
         )
     )
-    assert_equal(found, expected)
+    assert_equal(actual, expected)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
@@ -281,14 +283,14 @@ def test_cotangents_and_inputs_of_any_layout():
     sizes = torch.tensor([3, 4], dtype=torch.int32)
     expected = reference()(rows, kernels, sizes, cotangent)
     for layout in (lambda x: x.mT.contiguous().mT, lambda x: _shifted(x)):
-        found = program(grouped_matmul)(
+        actual = program(grouped_matmul)(
             layout(rows.detach()), layout(kernels.detach()), sizes, layout(cotangent)
         )
-        assert_equal(found, expected)
-    found = program(grouped_matmul)(
+        assert_equal(actual, expected)
+    actual = program(grouped_matmul)(
         rows.detach(), kernels.detach(), sizes, torch.ones(()).expand(7, H)
     )
-    assert np.all(np.isfinite(found[1]))
+    assert np.all(np.isfinite(actual[1]))
 
 
 def _shifted(x):

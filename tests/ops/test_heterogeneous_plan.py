@@ -105,8 +105,8 @@ def test_dropless_is_token_choice_with_room_for_all(
     )
     plan = program(*map(keras.ops.convert_to_tensor, (gates, mask)))
     assert isinstance(plan, HeterogeneousPlan)
-    for found, wanted in zip(plan.served(), limited.served()):
-        np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), rtol=1e-6)
+    for actual, wanted in zip(plan.served(), limited.served()):
+        np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=1e-6)
     # Rows for the first experts alone; what acts in place has none.
     sizes = to_numpy(limited.served()[0]).sum(axis=(0, 1))[: experts - in_place]
     np.testing.assert_array_equal(to_numpy(plan.plan.group_sizes), sizes)
@@ -162,8 +162,8 @@ def test_gradients_reach_the_gates_of_every_kind():
         scale = keras.ops.convert_to_tensor([1.0, 10.0, 100.0])
         return keras.ops.sum(plan.served()[1] * scale)
 
-    (found,) = gradient(weights, gates)
-    np.testing.assert_allclose(found, [[[0, 10, 100], [1, 0, 100]]])
+    (actual,) = gradient(weights, gates)
+    np.testing.assert_allclose(actual, [[[0, 10, 100], [1, 0, 100]]])
 
 
 @pytest.mark.backend_free
@@ -186,11 +186,11 @@ def test_equation_10():
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_capacities(tokens, ffn, in_place, tau, factor, selected):
     kinds = ExpertKinds(ffn, zero=in_place)
-    found = heterogeneous_capacity(tokens, kinds, tau, factor, selected)
+    actual = heterogeneous_capacity(tokens, kinds, tau, factor, selected)
     if not in_place:
-        assert found == (expert_capacity(tokens, ffn, factor, selected), None)
+        assert actual == (expert_capacity(tokens, ffn, factor, selected), None)
         return
-    own, other = found
+    own, other = actual
     # Room for all assignments, and shares as tau says, up to the rounding.
     assert own * ffn + other * in_place >= tokens * selected * 0.999
     assert own - 1 < other * tau + 1e-6
@@ -213,11 +213,11 @@ def test_capacities_are_equation_8s_numbers():
 def test_capacities_round_half_to_even(tokens, expected):
     """tau * 8 + 4 = 10: 3.5 goes to 4, 2.5 to 2, and 1.5 to 2."""
     kinds = ExpertKinds(8, 1, 1, 2)
-    found = heterogeneous_capacity(tokens, kinds, 0.75, 1.0, rounding="round")
-    assert found == expected
+    actual = heterogeneous_capacity(tokens, kinds, 0.75, 1.0, rounding="round")
+    assert actual == expected
     # Binary numbers do not hold the tenth of ten times as many tokens.
-    found = heterogeneous_capacity(10 * tokens, kinds, 0.75, 0.1, rounding="round")
-    assert found == expected
+    actual = heterogeneous_capacity(10 * tokens, kinds, 0.75, 0.1, rounding="round")
+    assert actual == expected
 
 
 @pytest.mark.skipif(
@@ -230,11 +230,11 @@ def test_capacities_of_a_tensor_are_those_of_a_number(rounding):
     for tokens in (14, 15, 25, 35, 40, 350, 400):
         for tau, factor in ((0.75, 1.0), (0.75, 1.1), (1 / 3, 1.0)):
             arguments = (kinds, tau, factor, 2, rounding)
-            found = heterogeneous_capacity(
+            actual = heterogeneous_capacity(
                 keras.ops.convert_to_tensor(tokens), *arguments
             )
             expected = heterogeneous_capacity(tokens, *arguments)
-            assert tuple(int(value) for value in found) == expected
+            assert tuple(int(value) for value in actual) == expected
 
 
 @pytest.mark.backend_free

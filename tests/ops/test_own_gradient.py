@@ -30,9 +30,11 @@ def test_of_several_inputs_and_outputs():
         product, added = outputs
         return ops.sum(product * product) + ops.sum(3.0 * added)
 
-    found = gradient(lambda *xs: total(with_own_gradient(forward, backward, *xs)), X, Y)
+    actual = gradient(
+        lambda *xs: total(with_own_gradient(forward, backward, *xs)), X, Y
+    )
     expected = gradient(lambda *xs: total(forward(*xs)[0]), X, Y)
-    for one, other in zip(found, expected):
+    for one, other in zip(actual, expected):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
@@ -55,10 +57,10 @@ def test_projections_are_matmuls():
 
         return run
 
-    found = gradient_and_outputs(loss(projections), inputs, *matrices)
+    actual = gradient_and_outputs(loss(projections), inputs, *matrices)
     expected = gradient_and_outputs(loss(plain), inputs, *matrices)
-    for ours, theirs in zip(found, expected):
-        for one, other in zip(ours, theirs):
+    for mine, theirs in zip(actual, expected):
+        for one, other in zip(mine, theirs):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -84,7 +86,7 @@ def test_second_derivatives():
     if BACKEND == "jax":
         import jax
 
-        found = jax.grad(
+        actual = jax.grad(
             lambda x: (jax.grad(lambda x: (entmax(x) * w).sum())(x) * w).sum()
         )(x)
     else:
@@ -92,7 +94,7 @@ def test_second_derivatives():
 
         x, w = torch.tensor(x, requires_grad=True), torch.tensor(w)
         (first,) = torch.autograd.grad((entmax(x) * w).sum(), x, create_graph=True)
-        (found,) = torch.autograd.grad((first * w).sum(), x)
+        (actual,) = torch.autograd.grad((first * w).sum(), x)
     # By central differences of the first, in float64.
     expected = [-0.850316, 0.425158, 0.425158, 0.0]
-    np.testing.assert_allclose(ops.convert_to_numpy(found), expected, atol=1e-4)
+    np.testing.assert_allclose(ops.convert_to_numpy(actual), expected, atol=1e-4)

@@ -73,9 +73,9 @@ def test_golden_gradient(case):
         plan = sinkhorn(logits, iterations).plan
         return keras.ops.sum(keras.ops.multiply(plan, arrays["inputs/cotangent_plan"]))
 
-    (found,) = gradient(scalar, arrays["inputs/logits"])
+    (actual,) = gradient(scalar, arrays["inputs/logits"])
     expected = arrays["grads/unrolled_plan/logits"]
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e3, 1e4])
@@ -165,8 +165,8 @@ def test_minus_infinity_forbids_a_pair():
         cotangent = np.arange(18, dtype="float32").reshape(1, 6, 3)
         return keras.ops.sum(keras.ops.multiply(sinkhorn(logits).plan, cotangent))
 
-    (found,) = gradient(scalar, logits.astype("float32"))
-    assert np.isfinite(found).all()
+    (actual,) = gradient(scalar, logits.astype("float32"))
+    assert np.isfinite(actual).all()
 
 
 @pytest.mark.parametrize(

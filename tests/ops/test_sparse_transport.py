@@ -42,10 +42,10 @@ def _program(side, max_nonzeros, solver, iterations):
 def transport(utility, side, max_nonzeros, solver="newton", iterations=None, mask=None):
     """The transport in NumPy, computed as in training."""
     mask = np.ones(utility.shape[:2], bool) if mask is None else mask
-    found = _program(side, max_nonzeros, solver, iterations)(
+    actual = _program(side, max_nonzeros, solver, iterations)(
         *map(keras.ops.convert_to_tensor, (utility, mask))
     )
-    return Transport(*map(keras.ops.convert_to_numpy, found))
+    return Transport(*map(keras.ops.convert_to_numpy, actual))
 
 
 def random_utility(seed, shape, std=1.0, ties=False):
@@ -70,8 +70,8 @@ def solve_with_objective(utility, side, max_nonzeros):
         for solver in SOLVERS:
             steps = ITERATIONS[solver]
             problem = mass, target, side, max_nonzeros
-            found, _ = potentials(values, *problem, solver, steps)
-            worth = semi_dual(found, values, values > -1.0, mass, target, max_nonzeros)
+            actual, _ = potentials(values, *problem, solver, steps)
+            worth = semi_dual(actual, values, values > -1.0, mass, target, max_nonzeros)
             results.append(
                 (sparse_transport(utility, side, max_nonzeros, solver), worth)
             )
@@ -99,19 +99,19 @@ def test_golden_plan(name):
         bound = config["check"]["nnz_per_expert"]
     logits = arrays["inputs/logits"]
     exp = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    found = transport(
+    actual = transport(
         exp / exp.sum(axis=-1, keepdims=True),
         config["side"],
         bound,
         "adam",
         config["maxiter"],
     )
-    np.testing.assert_allclose(found.plan, arrays["outputs/plan"], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(actual.plan, arrays["outputs/plan"], rtol=0, atol=2e-5)
     np.testing.assert_allclose(
-        found.row_marginals, arrays["outputs/plan_row_sums"], atol=1e-4
+        actual.row_marginals, arrays["outputs/plan_row_sums"], atol=1e-4
     )
     np.testing.assert_allclose(
-        found.column_marginals, arrays["outputs/plan_col_sums"], atol=1e-4
+        actual.column_marginals, arrays["outputs/plan_col_sums"], atol=1e-4
     )
 
 
@@ -122,34 +122,34 @@ def test_golden_plan(name):
 def test_a_balanced_assignment(side):
     # All prefer expert 0; the two that lose least go to expert 1.
     utility = np.array([[[0.9, 0.1], [0.5, 0.5], [0.8, 0.2], [0.6, 0.4]]], "float32")
-    found = transport(utility, side, 2 if side == "expert" else 1)
+    actual = transport(utility, side, 2 if side == "expert" else 1)
     expected = [[1, 0], [0, 1], [1, 0], [0, 1]]
-    np.testing.assert_allclose(found.plan[0], expected, atol=0.02)
+    np.testing.assert_allclose(actual.plan[0], expected, atol=0.02)
 
 
 def test_one_step_of_adam_on_the_expert_side():
     # At zero, expert 0 takes tokens 0 and 1 (mean 0.7), expert 1 takes 2 and 0: the
     # rows sum to 2.05, 0.9, 1.05 and 0, and the first step has the gradient's sign.
     utility = np.array([[[0.8, 0.2], [0.6, 0.1], [0.5, 0.3], [0.4, 0.0]]], "float32")
-    found = transport(utility, "expert", 2, "adam", 1)
+    actual = transport(utility, "expert", 2, "adam", 1)
     values = utility[0] + 0.01 * np.array([[-1], [1], [-1], [1]])
     expected = np.zeros((4, 2))
     for e, kept in enumerate([[0, 1], [0, 2]]):
         top = values[kept, e]
         expected[kept, e] = top - top.mean() + 1
-    np.testing.assert_allclose(found.plan[0], expected, atol=1e-5)
+    np.testing.assert_allclose(actual.plan[0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_one_expert_takes_all(solver):
-    found = transport(np.ones((1, 4, 1), "float32"), "expert", 4, solver)
-    np.testing.assert_allclose(found.plan, np.ones((1, 4, 1)), atol=1e-5)
+    actual = transport(np.ones((1, 4, 1), "float32"), "expert", 4, solver)
+    np.testing.assert_allclose(actual.plan, np.ones((1, 4, 1)), atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_equal_utilities_go_to_the_lowest(solver):
-    found = transport(np.full((1, 4, 2), 0.5, "float32"), "token", 1, solver, 1)
-    assert found.plan[0].tolist()[0] in ([1, 0], [0, 1])
+    actual = transport(np.full((1, 4, 2), 0.5, "float32"), "token", 1, solver, 1)
+    assert actual.plan[0].tolist()[0] in ([1, 0], [0, 1])
     first = transport(np.full((1, 6, 3), 0.5, "float32"), "expert", 2, solver, 1)
     np.testing.assert_array_equal((first.plan[0] > 0).sum(axis=0), [2, 2, 2])
 
@@ -172,21 +172,21 @@ def test_bound_and_marginals(shape, seed, kind, side, solver, masked_share):
     if kind == "equal":
         utility = np.full_like(utility, 0.25)
     mask = np.random.default_rng(seed).random((groups, tokens)) >= masked_share
-    found = transport(utility, side, bound, solver, 3, mask)
-    assert np.all(np.isfinite(found.plan))
-    assert np.all(found.plan >= 0)
-    assert np.all(found.plan[~mask] == 0)
-    nonzeros = (found.plan > 0).sum(axis=1 if side == "expert" else 2)
+    actual = transport(utility, side, bound, solver, 3, mask)
+    assert np.all(np.isfinite(actual.plan))
+    assert np.all(actual.plan >= 0)
+    assert np.all(actual.plan[~mask] == 0)
+    nonzeros = (actual.plan > 0).sum(axis=1 if side == "expert" else 2)
     assert nonzeros.max() <= bound
-    np.testing.assert_allclose(found.plan.sum(2), found.row_marginals, atol=1e-5)
-    np.testing.assert_allclose(found.plan.sum(1), found.column_marginals, atol=1e-5)
+    np.testing.assert_allclose(actual.plan.sum(2), actual.row_marginals, atol=1e-5)
+    np.testing.assert_allclose(actual.plan.sum(1), actual.column_marginals, atol=1e-5)
     real = mask.sum(axis=1, keepdims=True)
     if side == "expert":
         np.testing.assert_allclose(
-            found.column_marginals, np.repeat(real / experts, experts, 1), atol=1e-4
+            actual.column_marginals, np.repeat(real / experts, experts, 1), atol=1e-4
         )
     else:
-        np.testing.assert_allclose(found.row_marginals, mask, atol=1e-5)
+        np.testing.assert_allclose(actual.row_marginals, mask, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_newton_is_no_worse_than_adam(side, shape, bound):
     (newton, lower), (adam, upper) = solve_with_objective(utility, side, bound)
     assert np.all(lower <= upper + 1e-6 * np.abs(upper))
     errors = []
-    for found in (newton, adam):
-        own, other = found.column_marginals * shape[1] / shape[0], found.row_marginals
+    for actual in (newton, adam):
+        own, other = actual.column_marginals * shape[1] / shape[0], actual.row_marginals
         own, other = (own, other) if side == "expert" else (other, own)
         np.testing.assert_allclose(own, np.ones_like(own), atol=1e-5)
         errors.append(np.abs(other - 1).mean(axis=1))
@@ -225,8 +225,8 @@ def test_tokens_in_image_order_are_sampled_fairly(side):
     mask[:, ::2] = False
     for real, capacity in ((None, 256), (mask, 128)):
         bound = capacity if side == "expert" else 1
-        found = transport(utility, side, bound, mask=real)
-        rows, columns = found.row_marginals[0], found.column_marginals[0]
+        actual = transport(utility, side, bound, mask=real)
+        rows, columns = actual.row_marginals[0], actual.column_marginals[0]
         if real is not None:
             rows = rows[real[0]]
         error = np.abs(rows - 1).mean() if side == "expert" else 0.0
@@ -236,16 +236,16 @@ def test_tokens_in_image_order_are_sampled_fairly(side):
 
 def test_newton_balances_well():
     utility = random_utility(1, (1, 1024, 8))
-    found = transport(utility, "expert", 128)
-    assert np.abs(found.row_marginals - 1).mean() < 0.03
+    actual = transport(utility, "expert", 128)
+    assert np.abs(actual.row_marginals - 1).mean() < 0.03
 
 
 @pytest.mark.parametrize("side", ["expert", "token"])
 def test_without_a_bound_marginals_are_met(side):
     utility = random_utility(0, (2, 40, 4))
-    found = transport(utility, side, None)
-    np.testing.assert_allclose(found.row_marginals, np.ones((2, 40)), atol=1e-3)
-    np.testing.assert_allclose(found.column_marginals, np.full((2, 4), 10), atol=1e-2)
+    actual = transport(utility, side, None)
+    np.testing.assert_allclose(actual.row_marginals, np.ones((2, 40)), atol=1e-3)
+    np.testing.assert_allclose(actual.column_marginals, np.full((2, 4), 10), atol=1e-2)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -255,14 +255,14 @@ def test_masked_tokens_and_an_empty_group(side, bound, solver):
     utility[0, 8:] = np.nan
     mask = np.zeros((2, 12), bool)
     mask[0, :8] = True
-    found = transport(utility, side, bound, solver, mask=mask)
-    assert np.all(found.plan[~mask] == 0)
-    assert np.all(np.isfinite(found.plan))
-    total = found.plan[0].sum()
+    actual = transport(utility, side, bound, solver, mask=mask)
+    assert np.all(actual.plan[~mask] == 0)
+    assert np.all(np.isfinite(actual.plan))
+    total = actual.plan[0].sum()
     np.testing.assert_allclose(total, 8, atol=1e-4)
     if solver == "newton" and side == "expert":
         without = transport(utility[:1, :8], side, bound)
-        np.testing.assert_allclose(found.plan[:1, :8], without.plan, atol=1e-3)
+        np.testing.assert_allclose(actual.plan[:1, :8], without.plan, atol=1e-3)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -271,9 +271,9 @@ def test_forbidden_pairs(side, solver):
     utility = random_utility(0, (2, 12, 4))
     utility[0, 2:6, 1] = -np.inf
     utility[0, 7] = -np.inf
-    found = transport(utility, side, 3 if side == "expert" else 2, solver)
-    assert np.all(np.isfinite(found.plan))
-    assert np.all(found.plan[np.isneginf(utility)] == 0)
+    actual = transport(utility, side, 3 if side == "expert" else 2, solver)
+    assert np.all(np.isfinite(actual.plan))
+    assert np.all(actual.plan[np.isneginf(utility)] == 0)
 
 
 @pytest.mark.parametrize("side", ["expert", "token"])
@@ -296,9 +296,9 @@ def test_extreme_shapes(shape, bound, side):
 def test_eager_agrees_with_compiled():
     side, bound = "expert", 3
     utility = random_utility(0, (2, 12, 4))
-    found = sparse_transport(keras.ops.convert_to_tensor(utility), side, bound)
+    actual = sparse_transport(keras.ops.convert_to_tensor(utility), side, bound)
     np.testing.assert_allclose(
-        keras.ops.convert_to_numpy(found.plan),
+        keras.ops.convert_to_numpy(actual.plan),
         transport(utility, side, bound).plan,
         atol=2e-3,
     )
@@ -312,10 +312,10 @@ def test_gradient_is_that_of_the_projection():
     def weighted(utility):
         return keras.ops.sum(sparse_transport(utility, "expert", 3).plan * tensor)
 
-    (found,) = gradient(weighted, utility)
+    (actual,) = gradient(weighted, utility)
     active = transport(utility, "expert", 3).plan > 0
     mean = (weight * active).sum(1, keepdims=True) / active.sum(1, keepdims=True)
-    np.testing.assert_allclose(found, active * (weight - mean), atol=1e-5)
+    np.testing.assert_allclose(actual, active * (weight - mean), atol=1e-5)
 
 
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="tf.function")
@@ -330,9 +330,9 @@ def test_unknown_sizes(side, solver):
 
     utility = random_utility(0, (2, 12, 4))
     bound = 3 if side == "expert" else 2
-    found = program(utility, bound)
+    actual = program(utility, bound)
     np.testing.assert_allclose(
-        found.plan, transport(utility, side, bound, solver).plan, atol=2e-3
+        actual.plan, transport(utility, side, bound, solver).plan, atol=2e-3
     )
 
 

@@ -70,8 +70,8 @@ def random_gates(seed, shape, ties=False):
 
 
 def assert_same_plan(plan, expected):
-    for name, ours, theirs in zip(RoutingPlan._fields, plan, expected):
-        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+    for name, mine, theirs in zip(RoutingPlan._fields, plan, expected):
+        np.testing.assert_array_equal(mine, theirs, err_msg=name)
 
 
 # Golden data

@@ -90,7 +90,7 @@ def test_a_number_at_inference_is_the_reference_s_capacity(case):
     ],
 )
 def test_the_official_evaluation_is_one_argument(arguments, spelt_out):
-    found = router_of(evaluation="official", **arguments).get_config()
+    actual = router_of(evaluation="official", **arguments).get_config()
     if arguments.get("router") != "soft":
         spelt_out = {**spelt_out, "router_options": {
             **arguments.get("router_options", {}), "batch_invariant": False
@@ -98,9 +98,9 @@ def test_the_official_evaluation_is_one_argument(arguments, spelt_out):
     expected = router_of(**{**arguments, **spelt_out}).get_config()
     if "router" in arguments:
         # Experts choose with the capacity of training already.
-        expected["eval_capacity_factor"] = found["eval_capacity_factor"] = None
-    assert found == expected
-    assert not found.get("batch_invariant", False)
+        expected["eval_capacity_factor"] = actual["eval_capacity_factor"] = None
+    assert actual == expected
+    assert not actual.get("batch_invariant", False)
 
 
 @backend_free
@@ -172,11 +172,11 @@ def test_routers_and_backbones_have_the_same_defaults():
         "soft": SoftRouter(4, num_slots=2, num_selected_experts=2),
     }
     for name, alone in cases.items():
-        ours, expected = router_of(router=name).get_config(), alone.get_config()
-        for both in (ours, expected):
+        mine, expected = router_of(router=name).get_config(), alone.get_config()
+        for both in (mine, expected):
             for argument in ("seed", "name"):
                 both.pop(argument)
-        assert ours == expected, name
+        assert mine == expected, name
     with_zero = router_of(zero_experts=1)
     expected = PathwayAwareRouter(5, zero_experts=1).get_config()
     assert {**with_zero.get_config(), "seed": None} == {**expected, "seed": None}

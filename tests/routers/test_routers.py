@@ -70,9 +70,9 @@ def test_golden_expert_choice(case, monkeypatch):
         cotangent = arrays["inputs/cotangent_combine"]
         return ops.sum(ops.multiply(outputs[0].dense().combine_weights, cotangent))
 
-    (found,) = training_gradients(router, tokens, scalar, training)
+    (actual,) = training_gradients(router, tokens, scalar, training)
     expected = arrays["grads/sum_combine_cotangent/params/dense/kernel"]
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def transport_router(config):
@@ -181,8 +181,8 @@ def test_only_softmax_routers_have_noise_by_default(name):
     clean_by_default = name.endswith("token_choice") and router.noise_std == 0
     assert (router.noisy_combine, again.noisy_combine) == (not clean_by_default,) * 2
     for noise_std, noisy_combine in ((2.0, True), (0.5, False)):
-        given = {"noise_std": noise_std, "noisy_combine": noisy_combine}
-        config = routers.get(name, 4, **given).get_config()
+        supplied = {"noise_std": noise_std, "noisy_combine": noisy_combine}
+        config = routers.get(name, 4, **supplied).get_config()
         again = type(router).from_config(config)
         assert (again.noise_std, again.noisy_combine) == (noise_std, noisy_combine)
 
@@ -211,8 +211,8 @@ def test_gradients_pass_through_the_plan_only_where_asked(affinity, combine):
         unused = 0.0 * ops.sum(outputs[1].gates)
         return unused + ops.sum(ops.multiply(outputs[1].affinity, cotangent))
 
-    (found,) = training_gradients(router, tokens, through_the_plan, training=False)
-    assert (np.abs(found).max() > 1e-3) == (combine == "affinity")
+    (actual,) = training_gradients(router, tokens, through_the_plan, training=False)
+    assert (np.abs(actual).max() > 1e-3) == (combine == "affinity")
 
 
 def moe(name, num_experts=4, group_size=None, dtype=None, **options):
@@ -363,9 +363,9 @@ def test_routing_is_float32_under_every_policy(name, policy):
     outputs, routing = call(half, tokens)
     assert keras.backend.standardize_dtype(outputs.dtype) == dtype
     _, expected = call(full, tokens)
-    for found, wanted in zip(routing, expected):
-        assert keras.backend.standardize_dtype(found.dtype) == "float32"
-        np.testing.assert_allclose(to_numpy(found), to_numpy(wanted), rtol=1e-5)
+    for actual, wanted in zip(routing, expected):
+        assert keras.backend.standardize_dtype(actual.dtype) == "float32"
+        np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -515,8 +515,8 @@ def test_tokens_of_an_unknown_modality_are_not_routed(cls, pools):
     if cls is TokenChoiceRouter:
         known = [0, 1, 3, 5]
         _, alone = call(router, tokens[:, known], modality_ids=ids[:, known])
-        found = to_numpy(alone.dispatched)[0]
-        np.testing.assert_array_equal(dispatched[known], found)
+        actual = to_numpy(alone.dispatched)[0]
+        np.testing.assert_array_equal(dispatched[known], actual)
 
 
 def test_k_may_be_all_experts_and_priority_the_sum_of_gates():

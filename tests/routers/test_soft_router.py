@@ -55,14 +55,14 @@ def test_golden_layer(case):
     plan, routing = call(moe.router, arrays["inputs/x"])
     assert plan.combine_weights.shape[-1] == config["num_slots"]
     outputs, record = call(moe, arrays["inputs/x"], training=True)
-    for found, name in (
+    for actual, name in (
         (plan.dispatch_weights, "dispatch_weights"),
         (plan.combine_weights, "combine_weights"),
         (plan.dispatch(arrays["inputs/x"]), "slot_inputs"),
         (outputs, "y"),
     ):
         expected = arrays[f"outputs/{name}"]
-        np.testing.assert_allclose(to_numpy(found), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(to_numpy(actual), expected, rtol=1e-5, atol=1e-6)
     for a, b in zip(routing, record):
         np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
     np.testing.assert_allclose(
@@ -79,10 +79,10 @@ def test_golden_gradients(case):
         return ops.sum(ops.multiply(outputs[0], arrays["inputs/cotangent"]))
 
     gradients = training_gradients(moe, arrays["inputs/x"], scalar)
-    for weight, found in zip(moe.trainable_weights, gradients):
+    for weight, actual in zip(moe.trainable_weights, gradients):
         expected = arrays[f"grads/params/{golden_name(weight)}"]
         np.testing.assert_allclose(
-            found, expected, rtol=1e-4, atol=1e-6, err_msg=weight.path
+            actual, expected, rtol=1e-4, atol=1e-6, err_msg=weight.path
         )
 
 
@@ -129,10 +129,10 @@ def test_masked_tokens_leave_the_rest_as_if_alone():
     mask = np.arange(7)[None] < 4
     plan, _ = call(router, tokens, mask=mask)
     alone, _ = call(router, tokens[:, :4])
-    for found, expected in zip(plan, alone):
-        found = to_numpy(found)
-        np.testing.assert_allclose(found[:, :4], to_numpy(expected), rtol=1e-5)
-        assert (found[:, 4:] == 0).all()
+    for actual, expected in zip(plan, alone):
+        actual = to_numpy(actual)
+        np.testing.assert_allclose(actual[:, :4], to_numpy(expected), rtol=1e-5)
+        assert (actual[:, 4:] == 0).all()
 
 
 def test_a_number_of_slots_serves_any_number_of_tokens():

@@ -103,8 +103,8 @@ def live(folder):
 
 
 def newest(folder):
-    found = training.list_checkpoints(folder)
-    return int(found[-1].name.removeprefix("step-")) if found else 0
+    actual = training.list_checkpoints(folder)
+    return int(actual[-1].name.removeprefix("step-")) if actual else 0
 
 
 def is_writing(folder):

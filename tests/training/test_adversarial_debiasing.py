@@ -52,7 +52,7 @@ def test_features_forget_the_attribute():
     inputs[labels == 1, :8] += 1.0
     inputs[labels == 0, 8:] += 1.0
     inputs[attributes == 1] += 1.0
-    found = {}
+    actual = {}
     for weight in (0.0, 3.0):
         keras.utils.set_random_seed(0)
         sizes = {**SMALL, "num_layers": 1, "moe_layers": None, "seed": 0}
@@ -63,11 +63,11 @@ def test_features_forget_the_attribute():
         model = training.adversarial_debiasing(classifier, 2, weight)
         targets = {"predictions": labels, "attribute": attributes}
         history = model.fit(inputs, targets, batch_size=32, epochs=60, verbose=0)
-        found[weight] = history.history["attribute_loss"][-1]
+        actual[weight] = history.history["attribute_loss"][-1]
         assert history.history["predictions_accuracy"][-1] > 0.9
     # An adversary that knows nothing has a loss of log 2.
-    assert found[0.0] < 0.7 * np.log(2)
-    assert found[3.0] > 0.9 * np.log(2)
+    assert actual[0.0] < 0.7 * np.log(2)
+    assert actual[3.0] > 0.9 * np.log(2)
     # The classifier has learnt with the model.
     predicted = classifier.predict(inputs, verbose=0).argmax(axis=1)
     assert (predicted == labels).mean() > 0.9

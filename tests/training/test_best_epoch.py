@@ -75,14 +75,14 @@ def run(folder, mine, *callbacks, every=3, **options):
 
 
 def variables(trained):
-    found = [*trained.model.variables, *trained.model.optimizer.variables]
-    return [to_numpy(variable.value) for variable in found]
+    actual = [*trained.model.variables, *trained.model.optimizer.variables]
+    return [to_numpy(variable.value) for variable in actual]
 
 
-def assert_same(found, expected):
-    assert found.history == expected.history
-    assert found.score == expected.score
-    for a, b in zip(variables(found), variables(expected), strict=True):
+def assert_same(actual, expected):
+    assert actual.history == expected.history
+    assert actual.score == expected.score
+    for a, b in zip(variables(actual), variables(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -151,10 +151,10 @@ def test_one_process_of_several_restores_the_best_once_it_is_alone(
     assert_same(run(tmp_path, mine), expected)
     monkeypatch.setattr(keras.distribution, "distribution", lambda: "a distribution")
     with pytest.warns(UserWarning, match=r"last epoch, as several processes"):
-        found = training.run._training(
+        actual = training.run._training(
             expected.model, expected.history, mine, training.RunCheckpoint(tmp_path, 7)
         )
-    assert found.score == expected.history["val_accuracy"][-1]
+    assert actual.score == expected.history["val_accuracy"][-1]
 
 
 @backend_free
@@ -171,9 +171,9 @@ def test_a_best_checkpoint_that_cannot_be_written_leaves_the_one_before(
     monkeypatch.setattr(training.LocalStorage, "save", full_disk)
     mine = recipe(monitor="score", best="restore")
     with pytest.warns(UserWarning, match="checkpoint of step 35"):
-        found = run(tmp_path, mine, keep_checkpoints=1)
+        actual = run(tmp_path, mine, keep_checkpoints=1)
     assert names(tmp_path) == ["step-00000014", "step-00000042"]
-    assert found.score == found.history["val_accuracy"][1]
+    assert actual.score == actual.history["val_accuracy"][1]
 
 
 @backend_free
@@ -181,16 +181,16 @@ def test_what_is_better():
     def rows(values, **options):
         best = BestEpoch("x/y", **options)
         best.set_model(keras.Sequential())
-        found = []
+        actual = []
         for epoch, value in enumerate(values):
             best.on_epoch_begin(epoch)
             best.on_epoch_end(epoch, {} if value is None else {"x/y": value})
-            found.append(best.row)
+            actual.append(best.row)
             # A checkpoint does the same.
             state, best = best.get_state(), BestEpoch("x/y", **options)
             best.set_model(keras.Sequential())
             best.set_state(state)
-        return found
+        return actual
 
     nan = float("nan")
     assert rows([nan, 1, nan, 2, None, 1]) == [None, 1, 1, 3, 3, 3]
@@ -215,8 +215,8 @@ def test_a_run_without_a_best_epoch_says_so(tmp_path, monitor, reason):
         pytest.warns(UserWarning, match=message),
         pytest.warns(UserWarning, match="last epoch: there is no checkpoint of a best"),
     ):
-        found = run(tmp_path, mine, Nan())
-    assert found.score == found.history["val_accuracy"][-1]
+        actual = run(tmp_path, mine, Nan())
+    assert actual.score == actual.history["val_accuracy"][-1]
 
 
 @backend_free
@@ -295,11 +295,11 @@ def test_a_longer_run_is_the_one_that_had_been_longer(tmp_path, short, long):
         # Killed in between.
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, mine, Ends(5), extend=True)
-        found = run(tmp_path, mine, extend=True)
-    assert_same(found, run(tmp_path / "longer", mine))
-    assert len(found.history["loss"]) == 3
+        actual = run(tmp_path, mine, extend=True)
+    assert_same(actual, run(tmp_path / "longer", mine))
+    assert len(actual.history["loss"]) == 3
     # It is its own recipe's now.
-    assert run(tmp_path, mine, Ends(0)).history == found.history
+    assert run(tmp_path, mine, Ends(0)).history == actual.history
     with pytest.raises(ValueError, match="at least 21 steps to extend; rec"):
         run(tmp_path, recipe(**short), extend=True)
     with pytest.raises(ValueError, match=r"learning_rate=0\.5 "):
@@ -311,9 +311,9 @@ def test_a_schedule_that_begins_again_is_told(tmp_path):
     run(tmp_path, recipe(epochs=2))
     message = r"step 14 the learning rate goes from 0 to 0\.00\d+, .*21 steps.*steps=14"
     with pytest.warns(UserWarning, match=message):
-        found = run(tmp_path, recipe(epochs=3), extend=True)
-    assert len(found.history["val_loss"]) == 3
-    assert int(found.model.optimizer.iterations) == 21
+        actual = run(tmp_path, recipe(epochs=3), extend=True)
+    assert len(actual.history["val_loss"]) == 3
+    assert int(actual.model.optimizer.iterations) == 21
 
 
 @backend_free
@@ -321,22 +321,22 @@ def test_a_run_that_ended_within_an_epoch_goes_on(tmp_path):
     settings = {"decay": "constant", "epochs": None}
     run(tmp_path, recipe(steps=9, **settings))
     mine = recipe(steps=14, **settings)
-    found = run(tmp_path, mine, extend=True)
+    actual = run(tmp_path, mine, extend=True)
     whole = train(mine, verbose=0)
-    for a, b in zip(variables(found), variables(whole), strict=True):
+    for a, b in zip(variables(actual), variables(whole), strict=True):
         np.testing.assert_array_equal(a, b)
     # Both parts of the epoch that was cut have a row of their own.
-    assert len(found.history["loss"]) == 3
-    assert found.history["val_loss"][-1] == whole.history["val_loss"][-1]
+    assert len(actual.history["loss"]) == 3
+    assert actual.history["val_loss"][-1] == whole.history["val_loss"][-1]
 
 
 @backend_free
 def test_a_run_that_stopped_early_goes_on_with_more_patience(tmp_path):
     run(tmp_path, recipe(monitor="score", patience=1))
     mine = recipe(monitor="score", patience=2)
-    found = run(tmp_path, mine, extend=True)
-    assert_same(found, run(tmp_path / "whole", mine))
-    assert len(found.history["score"]) == 4
+    actual = run(tmp_path, mine, extend=True)
+    assert_same(actual, run(tmp_path / "whole", mine))
+    assert len(actual.history["score"]) == 4
 
 
 @backend_free

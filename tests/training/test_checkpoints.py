@@ -47,14 +47,14 @@ def save(folder, step, seed=0, keep=3):
     )
 
 
-def restored(found):
+def restored(actual):
     made = variables(99)
-    training.restore_checkpoint(found, {"model": made})
+    training.restore_checkpoint(actual, {"model": made})
     return made
 
 
-def assert_same(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def assert_same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
 
 
@@ -64,10 +64,10 @@ def names(folder):
 
 def test_what_is_saved_comes_back(tmp_path):
     save(tmp_path, 5, seed=1)
-    found = training.find_checkpoint(tmp_path)
-    assert (found.step, found.state) == (5, {"seed": 1})
-    assert_same(restored(found), variables(1))
-    assert found.variables["model"][2]["dtype"] == "bfloat16"
+    actual = training.find_checkpoint(tmp_path)
+    assert (actual.step, actual.state) == (5, {"seed": 1})
+    assert_same(restored(actual), variables(1))
+    assert actual.variables["model"][2]["dtype"] == "bfloat16"
 
 
 @backend_free
@@ -76,9 +76,9 @@ def test_the_arrays_are_a_safetensors_file(tmp_path):
 
     path = save(tmp_path, 5, seed=1)
     (file,) = path.glob("arrays-*.safetensors")
-    found = load_file(file)
-    key = next(name for name in found if name.startswith("model/00000/"))
-    np.testing.assert_array_equal(found[key], to_numpy(variables(1)[0].value))
+    actual = load_file(file)
+    key = next(name for name in actual if name.startswith("model/00000/"))
+    np.testing.assert_array_equal(actual[key], to_numpy(variables(1)[0].value))
 
 
 @backend_free
@@ -111,9 +111,9 @@ def test_a_corrupt_checkpoint_is_skipped_with_a_warning(tmp_path, name, damage):
     (file,) = (tmp_path / "step-00000003").glob(f"{name}*")
     damage(file)
     with pytest.warns(UserWarning, match=r"step-00000003 \(.*step-00000002 is whole"):
-        found = training.find_checkpoint(tmp_path)
-    assert found.step == 2
-    assert_same(restored(found), variables(2))
+        actual = training.find_checkpoint(tmp_path)
+    assert actual.step == 2
+    assert_same(restored(actual), variables(2))
     # A corrupt one does not stand in the way.
     save(tmp_path, 3, seed=4)
     assert training.find_checkpoint(tmp_path).state == {"seed": 4}
@@ -355,19 +355,19 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
 @backend_free
 def test_other_variables_are_refused(tmp_path):
     save(tmp_path, 1)
-    found = training.find_checkpoint(tmp_path)
+    actual = training.find_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"Expected 1 variables of 'model' .*: 5"):
-        training.restore_checkpoint(found, {"model": variables()[:1]})
+        training.restore_checkpoint(actual, {"model": variables()[:1]})
     with pytest.raises(ValueError, match=r"variables of 'other' .*: None"):
-        training.restore_checkpoint(found, {"other": variables()})
+        training.restore_checkpoint(actual, {"other": variables()})
     with pytest.raises(ValueError, match=r"Expected shape \(3, 5\)"):
-        training.restore_checkpoint(found, {"model": [variables()[0]] * 5})
+        training.restore_checkpoint(actual, {"model": [variables()[0]] * 5})
     for other in (
         keras.Variable(np.zeros((3, 5), "int32"), trainable=False, name="w0"),
         keras.Variable(np.zeros((3, 5), "float32"), name="bias"),
     ):
         with pytest.raises(ValueError, match=f"of {other.path} in .*w0"):
-            training.restore_checkpoint(found, {"model": [other, *variables()[1:]]})
+            training.restore_checkpoint(actual, {"model": [other, *variables()[1:]]})
 
 
 @backend_free
@@ -437,10 +437,10 @@ def test_pieces_that_are_not_the_variable_are_refused(tmp_path, name, message):
         "bytes": file.stat().st_size,
     }
     rewritten(path, {file.name: entry})
-    found = training.open_checkpoint(path)
+    actual = training.open_checkpoint(path)
     variable = keras.Variable(np.ones(4), name="w", trainable=False)
     with pytest.raises(ValueError, match=f"Expected {message}; received"):
-        training.restore_checkpoint(found, {"model": [variable]})
+        training.restore_checkpoint(actual, {"model": [variable]})
 
 
 @backend_free

@@ -63,10 +63,10 @@ def test_names_of_sources(tmp_path):
         assert data.class_names(f"tfrecord:{folder}") == names
     hierarchy = data.LabelHierarchy(["odd", *"0123456789"], {"1": ["odd"]})
     hierarchy.save(tmp_path / "classes.json")
-    found = recipe(
+    actual = recipe(
         objective={
             "name": "multi_label",
             "hierarchy": str(tmp_path / "classes.json"),
         }
     )
-    assert found.class_names() == ("odd", *"0123456789")
+    assert actual.class_names() == ("odd", *"0123456789")

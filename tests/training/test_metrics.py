@@ -81,7 +81,7 @@ def test_fit_reports_them(sparse_labels):
         ],
     )
     labels = sparse if sparse_labels else dense
-    found = model.evaluate(
+    actual = model.evaluate(
         logits,
         labels,
         sample_weight=weights,
@@ -89,12 +89,12 @@ def test_fit_reports_them(sparse_labels):
         verbose=0,
         return_dict=True,
     )
-    assert found["precision_at_1"] == pytest.approx(
+    assert actual["precision_at_1"] == pytest.approx(
         precision_at_1(dense, logits, weights)
     )
     # The layer may carry a logit over the edge of a bin.
     rounded = np.floor((logits + 20) / 0.1)
-    assert found["mean_average_precision"] == pytest.approx(
+    assert actual["mean_average_precision"] == pytest.approx(
         mean_average_precision(dense, rounded, weights), abs=5e-3
     )
 

@@ -89,19 +89,19 @@ def test_an_objective_from_outside_trains(tmp_path):
     assert mine.objective == Brightness(scale=3.0)
     mine.save(tmp_path / "mine.json")
     assert training.load_recipe(tmp_path / "mine.json") == mine
-    found = train(mine, verbose=0, checkpoint_dir=tmp_path / "run")
-    assert set(found.history) == {"loss", "error", "val_loss", "val_error"}
-    assert found.score == found.history["val_error"][-1]
-    images, targets = mine.datasets(found.model).test
-    predicted = found.model.predict(images, verbose=0)
+    actual = train(mine, verbose=0, checkpoint_dir=tmp_path / "run")
+    assert set(actual.history) == {"loss", "error", "val_loss", "val_error"}
+    assert actual.score == actual.history["val_error"][-1]
+    images, targets = mine.datasets(actual.model).test
+    predicted = actual.model.predict(images, verbose=0)
     assert predicted.shape == (24, 1)
-    assert found.score == pytest.approx(np.abs(predicted - targets).mean(), rel=1e-4)
+    assert actual.score == pytest.approx(np.abs(predicted - targets).mean(), rel=1e-4)
     # Its headline metric says which epoch is the best: the lowest.
     state = training.find_checkpoint(tmp_path / "run").state
-    errors = found.history["val_error"]
+    errors = actual.history["val_error"]
     assert state["best"][1] == int(np.argmin(errors))
     # A preset's names of classes are not those of an objective without classes.
-    assert found.model.preprocessor.class_names is None
+    assert actual.model.preprocessor.class_names is None
     # It goes on like any other.
     with pytest.raises(KeyboardInterrupt):
         train(
@@ -114,7 +114,7 @@ def test_an_objective_from_outside_trains(tmp_path):
     again = train(
         mine, verbose=0, checkpoint_dir=tmp_path / "ended", checkpoint_every=1
     )
-    assert again.history == found.history
+    assert again.history == actual.history
 
 
 @backend_free

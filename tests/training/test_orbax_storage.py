@@ -36,15 +36,15 @@ def files_of(path):
 
 def test_what_is_saved_comes_back(tmp_path):
     save(tmp_path, 5, seed=1)
-    found = training.find_checkpoint(tmp_path)
-    assert isinstance(found.storage, OrbaxStorage)
-    assert (found.step, found.state) == (5, {"seed": 1})
+    actual = training.find_checkpoint(tmp_path)
+    assert isinstance(actual.storage, OrbaxStorage)
+    assert (actual.step, actual.state) == (5, {"seed": 1})
     made = variables(99)
     # One group alone, and of the other dtype.
-    training.restore_checkpoint(found, {"model": made})
+    training.restore_checkpoint(actual, {"model": made})
     assert_same(made, variables(1))
     wide = keras.Variable(np.zeros((3, 5)), dtype="bfloat16", name="w0")
-    training.restore_checkpoint(found, {"optimizer": [wide, variables(0)[1]]})
+    training.restore_checkpoint(actual, {"optimizer": [wide, variables(0)[1]]})
     expected = keras.ops.cast(variables(51)[0].value, "bfloat16")
     np.testing.assert_array_equal(
         keras.ops.convert_to_numpy(wide.value), keras.ops.convert_to_numpy(expected)
@@ -86,9 +86,9 @@ def test_a_run_goes_on_from_it(tmp_path):
     expected, history = run(tmp_path / "whole", 3)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "ended", 3, end_at=2)
-    found, again = run(tmp_path / "ended", 3)
+    actual, again = run(tmp_path / "ended", 3)
     assert again == history
-    assert_same(found.variables, expected.variables)
+    assert_same(actual.variables, expected.variables)
 
 
 @backend_free
@@ -106,8 +106,8 @@ def test_every_file_is_compared(tmp_path):
                 continue
             damage(path / file)
             with pytest.warns(UserWarning, match=r"step-00000002 \(.*00001 is whole"):
-                found = training.find_checkpoint(tmp_path)
-            assert found.step == 1, file
+                actual = training.find_checkpoint(tmp_path)
+            assert actual.step == 1, file
             shutil.copyfile(whole / file, path / file)
     # Files that the manifest does not name are refused, and so are links.
     (path / "further").write_text("")
@@ -231,11 +231,11 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 @backend_free
 def test_other_variables_are_refused(tmp_path):
     save(tmp_path, 1)
-    found = training.find_checkpoint(tmp_path)
+    actual = training.find_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"Expected 1 variables of 'model' .*: 5"):
-        training.restore_checkpoint(found, {"model": variables()[:1]})
+        training.restore_checkpoint(actual, {"model": variables()[:1]})
     with pytest.raises(ValueError, match=r"Expected shape \(3, 5\)"):
-        training.restore_checkpoint(found, {"model": [variables()[0]] * 5})
+        training.restore_checkpoint(actual, {"model": [variables()[0]] * 5})
 
 
 @backend_free

@@ -20,14 +20,14 @@ to_numpy = keras.ops.convert_to_numpy
 
 def weights(value=1.0):
     """A kernel and a bias of a layer each for "one" and "two"."""
-    found = []
+    actual = []
     for scope in ("one", "two"):
         with keras.name_scope(scope):
-            found.append(
+            actual.append(
                 keras.Variable(np.full((2, 3), value, "float32"), name="kernel")
             )
-            found.append(keras.Variable(np.full((3,), value, "float32"), name="bias"))
-    return found
+            actual.append(keras.Variable(np.full((3,), value, "float32"), name="bias"))
+    return actual
 
 
 def apply(optimizer, variables, gradient=0.0):
@@ -48,8 +48,13 @@ GROUPS = [
 @backend_free
 def test_the_first_match_counts():
     paths = ["one/kernel", "one/bias", "two/kernel", "two/bias"]
-    found = group_factors(GROUPS, paths)
-    assert [tuple(f) for f in found] == [(1.0, 0.5), (1.0, 1.0), (0.1, 3.0), (0.0, 1.0)]
+    actual = group_factors(GROUPS, paths)
+    assert [tuple(f) for f in actual] == [
+        (1.0, 0.5),
+        (1.0, 1.0),
+        (0.1, 3.0),
+        (0.0, 1.0),
+    ]
 
 
 @backend_free
@@ -69,8 +74,8 @@ def test_names_of_groups(preset, arguments, names):
     paths = [weight.path for weight in model.trainable_variables]
 
     def of(name):
-        found = group_factors([{"match": name, "learning_rate": 9.0}], paths)
-        return {p for p, f in zip(paths, found, strict=True) if f.learning_rate == 9.0}
+        actual = group_factors([{"match": name, "learning_rate": 9.0}], paths)
+        return {p for p, f in zip(paths, actual, strict=True) if f.learning_rate == 9.0}
 
     groups = {name: of(name) for name in names}
     for name, words in {
@@ -135,8 +140,8 @@ def test_decay_relative_to_the_peak():
     np.testing.assert_allclose(apply(optimizer, variables), first, rtol=1e-6)
     optimizer.iterations.assign(5)
     second = [1 - 0.01 * 0.5 / 2, 1 - 0.01 / 2, 1 - 0.01 * 3.0 / 2, 1.0]
-    found = np.divide(apply(optimizer, variables), first)
-    np.testing.assert_allclose(found, second, rtol=1e-6)
+    actual = np.divide(apply(optimizer, variables), first)
+    np.testing.assert_allclose(actual, second, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
@@ -162,14 +167,14 @@ def test_groups_of_every_optimizer_are_that_optimizer(name):
 
 
 def test_without_groups_it_is_keras():
-    ours, theirs = weights(0.5), weights(0.5)
+    mine, theirs = weights(0.5), weights(0.5)
     options = {"learning_rate": 0.1, "weight_decay": 0.3, "global_clipnorm": 1.0}
     grouped = optimizer_class("adamw")(**options)
     plain = keras.optimizers.AdamW(**options)
     for step in range(3):
-        apply(grouped, ours, gradient=0.3 + step)
+        apply(grouped, mine, gradient=0.3 + step)
         apply(plain, theirs, gradient=0.3 + step)
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in zip(mine, theirs, strict=True):
         np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
     if keras.backend.backend() == "torch":
         # All weights in one call, as Keras's own.

@@ -72,22 +72,22 @@ def linear(monkeypatch):
 @backend_free
 def test_table_7():
     mixer, clip = load_recipe("mumoe_mixer_s16"), load_recipe("mumoe_clip_b32")
-    for found, expected in (
+    for actual, expected in (
         (mixer, (1e-3, 4096, 1e-4, 10_000, 300, "mixed_bfloat16", 0)),
         (clip, (3e-5, 4096, 1e-1, 500, 10, "mixed_float16", 0)),
     ):
         assert expected == (
-            found.schedule.learning_rate,
-            found.data.batch_size,
-            found.optimizer.weight_decay,
-            found.schedule.warmup_steps,
-            found.schedule.epochs,
-            found.model.dtype,
-            found.seed,
+            actual.schedule.learning_rate,
+            actual.data.batch_size,
+            actual.optimizer.weight_decay,
+            actual.schedule.warmup_steps,
+            actual.schedule.epochs,
+            actual.model.dtype,
+            actual.seed,
         )
-        assert found.model.overrides.get("dropout_rate", 0.0) == 0.0
-        assert found.optimizer.gradient_clipping == 1.0
-        assert found.optimizer.name == "adamw"
+        assert actual.model.overrides.get("dropout_rate", 0.0) == 0.0
+        assert actual.optimizer.gradient_clipping == 1.0
+        assert actual.optimizer.name == "adamw"
     assert mixer.model.overrides["stochastic_depth"] == 0.1
     assert "stochastic_depth" not in clip.model.overrides
     strengths = {x["name"]: x for x in mixer.data.augment if isinstance(x, dict)}
@@ -98,17 +98,17 @@ def test_table_7():
 
 @backend_free
 def test_celeb_a_is_the_papers():
-    found = load_recipe("mumoe_celeb_a")
-    head = found.model.overrides["head"]
+    actual = load_recipe("mumoe_celeb_a")
+    head = actual.model.overrides["head"]
     # Table 2: 578K parameters on CLIP's 768 features, beside 30.7K of a linear head.
     assert MuMoE(40, **head).cost((1, 768)).parameters == 578_048
-    assert (found.data.source, found.data.train_split) == ("tfds:celeb_a", "train")
-    assert found.objective == MultiLabel()
+    assert (actual.data.source, actual.data.train_split) == ("tfds:celeb_a", "train")
+    assert actual.objective == MultiLabel()
     # Editing Models with Task Arithmetic, appendix B.
-    schedule = found.schedule
-    assert (schedule.steps, found.data.batch_size) == (2000, 128)
+    schedule = actual.schedule
+    assert (schedule.steps, actual.data.batch_size) == (2000, 128)
     assert (schedule.warmup_steps, schedule.learning_rate) == (200, 1e-5)
-    assert found.optimizer.weight_decay == 0.1
+    assert actual.optimizer.weight_decay == 0.1
 
 
 PUBLISHED = {
@@ -128,25 +128,25 @@ PUBLISHED = {
 @backend_free
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_settings(name):
-    found = load_recipe(name)
-    schedule = found.schedule
+    actual = load_recipe(name)
+    schedule = actual.schedule
     assert PUBLISHED[name] == (
         schedule.learning_rate,
-        found.data.batch_size,
+        actual.data.batch_size,
         schedule.epochs,
         schedule.steps,
         schedule.warmup_steps,
         schedule.decay,
         schedule.final_learning_rate,
         schedule.cooldown_steps,
-        found.optimizer.weight_decay,
+        actual.optimizer.weight_decay,
     )
     # V-MoE clips H alone (common), but for its ImageNet runs.
     clipping = None if name == "routers_jft" else 1.0
-    assert found.optimizer.name == "adamw"
-    assert found.optimizer.gradient_clipping == clipping
+    assert actual.optimizer.name == "adamw"
+    assert actual.optimizer.gradient_clipping == clipping
     # Times the learning rate, as these releases have it.
-    assert found.optimizer.weight_decay_times == "learning_rate"
+    assert actual.optimizer.weight_decay_times == "learning_rate"
     assert schedule.timescale == 10_000
 
 
@@ -185,29 +185,29 @@ def test_published_mixing_and_heads():
 @pytest.mark.parametrize("name", list_recipes())
 def test_shipped_recipes_make_models(name):
     """All that a run needs but the data, with no weight in memory."""
-    found = load_recipe(name)
-    assert found.name == name
-    assert found.reference
+    actual = load_recipe(name)
+    assert actual.name == name
+    assert actual.reference
     assert re.search(rf"\b{name}\b", (ROOT / "docs" / "training.md").read_text())
     batches = 2000
-    settings, learning_rate = found.schedule, found.learning_rate(batches)
+    settings, learning_rate = actual.schedule, actual.learning_rate(batches)
     peak = float(learning_rate(settings.warmup_steps))
     assert peak == pytest.approx(settings.learning_rate)
-    last = float(learning_rate(found.total_steps(batches)))
+    last = float(learning_rate(actual.total_steps(batches)))
     assert last == pytest.approx(settings.final_learning_rate, abs=1e-9)
-    build_steps(found.data.augment, (32, 32, 3), found.seed)
-    preset, arguments = found.model.preset, found.model.overrides
+    build_steps(actual.data.augment, (32, 32, 3), actual.seed)
+    preset, arguments = actual.model.preset, actual.model.overrides
     if "://" in preset:
         return
     assert models.describe(preset, num_classes=10, **arguments).parameters
-    model = symbolic_model(lambda: found.new_model(num_classes=10))
-    found.compile(model, batches)
-    if not found.optimizer.groups:
+    model = symbolic_model(lambda: actual.new_model(num_classes=10))
+    actual.compile(model, batches)
+    if not actual.optimizer.groups:
         return
     # Kernels decay, biases and norms do not.
     paths = [weight.path for weight in model.trainable_variables]
     for path, factors in zip(
-        paths, group_factors(found.optimizer.groups, paths), strict=True
+        paths, group_factors(actual.optimizer.groups, paths), strict=True
     ):
         decays = path.endswith(("kernel", "router/scale"))
         head = name == "soft_moe_s16_jft" and path == "predictions/kernel"
@@ -308,10 +308,10 @@ def test_flat_recipes_of_earlier_versions_load(path):
 @pytest.mark.parametrize("warmup", [0, 20])
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_learning_rates(decay, warmup):
-    found = recipe(
+    actual = recipe(
         learning_rate=0.8, final_learning_rate=0.2, warmup_steps=warmup, decay=decay
     ).learning_rate(steps_per_epoch=40)
-    again = type(found).from_config(found.get_config())
+    again = type(actual).from_config(actual.get_config())
 
     def expected(step):
         if step < warmup:
@@ -321,7 +321,7 @@ def test_learning_rates(decay, warmup):
         return 0.2 + 0.6 * left
 
     steps = [0, 1, 10, 19, 20, 45, 70, 119, 120, 500]
-    for schedule in (found, again):
+    for schedule in (actual, again):
         rates = [float(schedule(step)) for step in steps]
         np.testing.assert_allclose(rates, [expected(s) for s in steps], atol=1e-6)
 
@@ -403,23 +403,23 @@ def test_several_labels_and_their_hierarchy(augment, tmp_path):
         },
         augment=augment,
     )
-    found = train(mine, verbose=0)
-    assert found.model.multi_label
-    assert found.model.num_classes == 12
+    actual = train(mine, verbose=0)
+    assert actual.model.multi_label
+    assert actual.model.num_classes == 12
     names = ("loss", "precision_at_1", "mean_average_precision")
-    assert set(found.history) == {*names, *(f"val_{name}" for name in names)}
-    assert found.history["val_loss"][-1] < found.history["val_loss"][0]
+    assert set(actual.history) == {*names, *(f"val_{name}" for name in names)}
+    assert actual.history["val_loss"][-1] < actual.history["val_loss"][0]
     # By itself, and of all that the model says.
     images, labels = data.load_digits("test", SMALL["image_shape"])
-    logits = found.model.predict(images, verbose=0)
+    logits = actual.model.predict(images, verbose=0)
     top, digit_and_parity = logits.argmax(axis=1), 10 + labels % 2
     right = (top == labels) | (top == digit_and_parity)
-    assert found.score == pytest.approx(right.mean())
+    assert actual.score == pytest.approx(right.mean())
     dense = np.zeros((len(labels), 12))
     dense[np.arange(len(labels)), labels] = 1
     dense[np.arange(len(labels)), digit_and_parity] = 1
     expected = np.sum(np.logaddexp(0, logits) - dense * logits, axis=1).mean()
-    assert found.history["val_loss"][-1] == pytest.approx(expected, rel=1e-4)
+    assert actual.history["val_loss"][-1] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.backend_free
@@ -518,8 +518,8 @@ def test_training_with_mixed_labels(linear):
     train_images = datasets.train.take(datasets.steps_per_epoch)
     labels = np.concatenate([y for _, y in train_images.as_numpy_iterator()])
     assert (labels.max(axis=1) < 0.99).mean() > 0.5
-    found = train(mine, verbose=0)
-    assert {name: len(values) for name, values in found.history.items()} == {
+    actual = train(mine, verbose=0)
+    assert {name: len(values) for name, values in actual.history.items()} == {
         "accuracy": 2,
         "loss": 2,
         "val_accuracy": 2,
@@ -530,14 +530,14 @@ def test_training_with_mixed_labels(linear):
         np.concatenate, zip(*datasets.test.as_numpy_iterator(), strict=True)
     )
     assert set(labels.max(axis=1)) == {1.0}
-    predicted = found.model.predict(images, verbose=0).argmax(axis=1)
+    predicted = actual.model.predict(images, verbose=0).argmax(axis=1)
     accuracy = (predicted == labels.argmax(axis=1)).mean()
-    assert found.score == pytest.approx(accuracy, abs=1e-6)
+    assert actual.score == pytest.approx(accuracy, abs=1e-6)
     assert accuracy > 0.5
-    assert int(found.model.optimizer.iterations) == 20
+    assert int(actual.model.optimizer.iterations) == 20
     # The seed says it all; and other images may take the place of the recipe's.
     again = train(mine, datasets=mine.datasets(linear_model()), verbose=0)
-    assert again.history == found.history
+    assert again.history == actual.history
 
 
 @backend_free
@@ -546,8 +546,8 @@ def test_datasets_begin_at_a_step():
     whole = list(mine.datasets(linear_model()).train.take(13).as_numpy_iterator())
     # The second epoch has begun.
     later = mine.datasets(linear_model(), start_step=11).train.take(2)
-    for found, expected in zip(later.as_numpy_iterator(), whole[11:], strict=True):
-        for mine, other in zip(found, expected):
+    for actual, expected in zip(later.as_numpy_iterator(), whole[11:], strict=True):
+        for mine, other in zip(actual, expected):
             np.testing.assert_array_equal(mine, other)
 
 

@@ -101,12 +101,12 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, Ends(batches), mine=mine)
     assert training.list_checkpoints(tmp_path)[-1].name == "step-00000009"
-    found = run(tmp_path, mine=mine)
-    assert found.history == expected.history
+    actual = run(tmp_path, mine=mine)
+    assert actual.history == expected.history
     # Not only close: the CPU computes the same program the same way.
-    for a, b in zip(found.model.variables, expected.model.variables, strict=True):
+    for a, b in zip(actual.model.variables, expected.model.variables, strict=True):
         np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
-    optimizers = found.model.optimizer.variables, expected.model.optimizer.variables
+    optimizers = actual.model.optimizer.variables, expected.model.optimizer.variables
     for a, b in zip(*optimizers, strict=True):
         np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
     # A run at its end is not trained again.
@@ -114,7 +114,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     assert again.history == expected.history
     assert again.score == expected.score
     np.testing.assert_array_equal(
-        to_numpy(again.model.weights[0].value), to_numpy(found.model.weights[0].value)
+        to_numpy(again.model.weights[0].value), to_numpy(actual.model.weights[0].value)
     )
 
 
@@ -124,17 +124,17 @@ def test_a_branch_is_the_run_until_it_leaves_it(quick, tmp_path):
     run(tmp_path / "long", mine=long, keep_checkpoints=9)
     start = tmp_path / "long" / "step-00000006"
     branch = training.cooldown_branch(long, 6, 4)
-    found = run(tmp_path / "branch", mine=branch, branch_from=start)
+    actual = run(tmp_path / "branch", mine=branch, branch_from=start)
     # Had the learning rate been known from the start, it were the same run.
     expected = train(branch, verbose=0)
-    for a, b in zip(found.model.variables, expected.model.variables, strict=True):
+    for a, b in zip(actual.model.variables, expected.model.variables, strict=True):
         np.testing.assert_array_equal(to_numpy(a.value), to_numpy(b.value))
     # The last of two epochs of 7 steps; the first is the other run's.
-    assert len(found.history["loss"]) == 2
-    assert found.history["val_loss"][-1] == expected.history["val_loss"][-1]
+    assert len(actual.history["loss"]) == 2
+    assert actual.history["val_loss"][-1] == expected.history["val_loss"][-1]
     # Ended and begun again, it goes on from its own checkpoints.
     again = run(tmp_path / "branch", Ends(0), mine=branch, branch_from=start)
-    assert again.history == found.history
+    assert again.history == actual.history
     with pytest.raises(ValueError, match="that is whole; received"):
         run(tmp_path / "b", mine=branch, branch_from=start.with_name("step-00000005"))
     with pytest.raises(ValueError, match="Expected a checkpoint_dir"):
@@ -238,10 +238,10 @@ def test_the_first_layer_that_is_not_finite_is_found():
     assert training.locate_non_finite(model, X, Y) is None
     model.layers[0].inner.amount.assign(1.0)
     before = [to_numpy(v.value).copy() for v in model.variables]
-    found = training.locate_non_finite(model, X, Y)
-    assert found.what == "output"
-    assert found.where.endswith("nested/inner")
-    assert str(found) == f"in the output of {found.where}"
+    actual = training.locate_non_finite(model, X, Y)
+    assert actual.what == "output"
+    assert actual.where.endswith("nested/inner")
+    assert str(actual) == f"in the output of {actual.where}"
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(to_numpy(variable.value), value)
     model.layers[0].inner.amount.assign(0.0)
@@ -250,9 +250,9 @@ def test_the_first_layer_that_is_not_finite_is_found():
     assert training.locate_non_finite(model, X, Y * np.nan).what == "inputs"
     assert training.locate_non_finite(model, X, Y * 1e38).what == "loss"
     model.layers[0].root.bias.assign([np.nan] * 4)
-    found = training.locate_non_finite(model, X, Y)
-    assert found.what == "weights"
-    assert found.where.endswith("nested/root/bias")
+    actual = training.locate_non_finite(model, X, Y)
+    assert actual.what == "weights"
+    assert actual.where.endswith("nested/root/bias")
     assert len(before) == len(model.variables)
 
 
@@ -260,8 +260,8 @@ def test_a_gradient_that_is_not_finite_is_found():
     model = compiled(keras.layers.Dense(4, name="first"), Root(name="root"))
     before = [to_numpy(v.value).copy() for v in model.variables]
     optimizer = model.optimizer
-    found = training.locate_non_finite(model, X, Y)
-    assert (found.what, found.where.split("/")[-1]) == ("gradient", "root")
+    actual = training.locate_non_finite(model, X, Y)
+    assert (actual.what, actual.where.split("/")[-1]) == ("gradient", "root")
     # Left as it was, and still of use.
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(to_numpy(variable.value), value)
@@ -330,11 +330,13 @@ def test_checkpoints_to_keep_and_averages_to_look_at(quick, tmp_path):
 
     mine = recipe(epochs=1, ema_momentum=0.9)
     look_on = training.PeriodicEvaluation({"look": look})
-    found = run(tmp_path, look_on, mine=mine, every=2, keep_every=4, keep_checkpoints=1)
+    actual = run(
+        tmp_path, look_on, mine=mine, every=2, keep_every=4, keep_checkpoints=1
+    )
     names = [path.name for path in training.list_checkpoints(tmp_path)]
     assert names == ["step-00000004", "step-00000007"]
     # The averages, which the weights are at the end of the run.
-    np.testing.assert_array_equal(seen[0], to_numpy(found.model.layers[-1].kernel))
+    np.testing.assert_array_equal(seen[0], to_numpy(actual.model.layers[-1].kernel))
     plain = run(tmp_path / "plain", mine=mine)
     np.testing.assert_array_equal(seen[0], to_numpy(plain.model.layers[-1].kernel))
 
@@ -360,9 +362,9 @@ def test_a_run_of_an_earlier_version_goes_on(quick, tmp_path):
         "seed": 0,
     }
     with_settings(tmp_path, as_before)
-    found = run(tmp_path)
-    assert len(found.history["loss"]) == 2
-    assert found.history == train(mine, verbose=0).history
+    actual = run(tmp_path)
+    assert len(actual.history["loss"]) == 2
+    assert actual.history == train(mine, verbose=0).history
     with_settings(tmp_path, {**as_before, "batch_size": 64})
     with pytest.raises(ValueError, match=r"data.batch_size=192 \(there 64\)"):
         run(tmp_path)
@@ -373,7 +375,7 @@ def test_a_run_of_an_earlier_version_goes_on(quick, tmp_path):
 
 def with_settings(folder, settings):
     """Writes the settings of a run's newest checkpoint anew, checksums and all."""
-    found = training.find_checkpoint(folder)
+    actual = training.find_checkpoint(folder)
     groups = {
         group: [
             keras.Variable(
@@ -384,8 +386,8 @@ def with_settings(folder, settings):
             )
             for x in entries
         ]
-        for group, entries in found.variables.items()
+        for group, entries in actual.variables.items()
     }
-    training.restore_checkpoint(found, groups)
-    state = {**found.state, "settings": settings}
-    training.save_checkpoint(folder, found.step, groups, state)
+    training.restore_checkpoint(actual, groups)
+    state = {**actual.state, "settings": settings}
+    training.save_checkpoint(folder, actual.step, groups, state)

@@ -47,12 +47,12 @@ def test_constant_by_hand():
 def test_nothing_jumps_where_parts_meet(decay):
     cooldown = {"cooldown_steps": 40} if decay in ("rsqrt", "constant") else {}
     schedule = warmup_schedule(decay, 1.0, 100, 20, timescale=10, **cooldown)
-    found = np.array(rates(schedule, range(105)))
-    assert found.max() == pytest.approx(1.0)
+    actual = np.array(rates(schedule, range(105)))
+    assert actual.max() == pytest.approx(1.0)
     # No step is longer than the steepest slope: that of the warm-up or, right after it,
     # of the square root, 1 / (2 timescale).
-    assert np.abs(np.diff(found)).max() <= 0.05 + 1e-6
-    assert found[100:] == pytest.approx(0.0, abs=1e-6)
+    assert np.abs(np.diff(actual)).max() <= 0.05 + 1e-6
+    assert actual[100:] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_branch_leaves_the_run_where_it_starts():

@@ -251,10 +251,10 @@ def test_checkpoints_of_a_run_make_a_soup(tmp_path):
         kernel.assign(np.full((2, 1), value))
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         save_checkpoint(tmp_path, step, {"model": variables}, {})
-    found = greedy_soup(
+    actual = greedy_soup(
         model,
         list_checkpoints(tmp_path),
         lambda soup: -abs(float(soup.layers[0].kernel[0, 0]) - 2.0),
     )
-    assert sorted(found.ingredients) == [0, 1]
+    assert sorted(actual.ingredients) == [0, 1]
     np.testing.assert_allclose(keras.ops.convert_to_numpy(kernel), 2.0)

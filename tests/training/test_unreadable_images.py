@@ -65,13 +65,13 @@ def test_a_run_whose_images_are_others_is_refused(path, tmp_path, monkeypatch):
         lambda examples: searched.append(examples) or search(examples),
     )
     mine = recipe_of(path, unreadable="exclude")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as report:
         warnings.simplefilter("always")
         run(mine)
         run(mine)
     # Once each for training and test images.
     assert len(searched) == 2
-    assert sum("cannot be read" in str(x.message) for x in told) == 1
+    assert sum("cannot be read" in str(x.message) for x in report) == 1
     state = find_checkpoint(tmp_path / "run").state
     assert state["settings"]["unreadable_images"]["train"]["left_out"] == 1
     # The error has passed: a search finds no such image.

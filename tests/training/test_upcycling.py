@@ -119,10 +119,10 @@ def test_the_function_is_preserved_where_theory_says_so(kind, arguments, preserv
     )
     assert report.preserved == preserved
     assert (report.largest_difference < 1e-4) == preserved
-    found = np.abs(
+    actual = np.abs(
         sparse.predict(images(), verbose=0) - dense.predict(images(), verbose=0)
     ).max()
-    np.testing.assert_allclose(report.largest_difference, found, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(report.largest_difference, actual, rtol=1e-3, atol=1e-6)
     assert report.blocks == ("block_0",)
     assert report.dense_parameters == dense.count_params()
     assert report.parameters == sparse.count_params()
@@ -146,11 +146,11 @@ def test_experts_are_copies_and_noise_makes_them_differ():
 
     noisy, _ = training.upcycle(dense, num_experts=64, noise=0.1, noise_seed=5)
     again, _ = training.upcycle(dense, num_experts=64, noise=0.1, noise_seed=5)
-    found = by_path(noisy)["block_1/moe/experts/hidden_kernel"]
+    actual = by_path(noisy)["block_1/moe/experts/hidden_kernel"]
     np.testing.assert_array_equal(
-        found, by_path(again)["block_1/moe/experts/hidden_kernel"]
+        actual, by_path(again)["block_1/moe/experts/hidden_kernel"]
     )
-    noise = found - kernel
+    noise = actual - kernel
     np.testing.assert_allclose(noise.std(), 0.1 * kernel.std(), rtol=0.02)
     assert np.abs(noise[0] - noise[1]).max() > 0
 
@@ -356,8 +356,8 @@ def test_accumulated_and_scaled_optimizers_are_carried_over():
     dense = compiled(optimizer=scaled)
     sparse, _ = training.upcycle(dense, num_experts=2, carry_optimizer=True)
     for name in ("step_counter", "dynamic_scale"):
-        ours = float(getattr(sparse.optimizer, name))
-        assert ours == float(getattr(dense.optimizer, name)), name
+        mine = float(getattr(sparse.optimizer, name))
+        assert mine == float(getattr(dense.optimizer, name)), name
     assert float(sparse.optimizer.dynamic_scale) != 2.0**15
     inner = sparse.optimizer.inner_optimizer
     assert max(float(keras.ops.max(slot)) for slot in inner._velocities) > 0
@@ -432,7 +432,7 @@ def test_the_settings_of_clip_up_are_one_argument():
         "num_selected_experts": 2,
         "capacity_factor": 1.0,
     }
-    found = []
+    actual = []
     for arguments in ({"preset": "clip_up"}, spelt_out):
         keras.utils.set_random_seed(0)
         sparse, report = training.upcycle(
@@ -442,8 +442,8 @@ def test_the_settings_of_clip_up_are_one_argument():
         assert not report.preserved
         assert report.largest_difference > 1e-3
         layer = getattr(sparse, "backbone", sparse).get_layer("block_0").feed_forward
-        found.append(layer.get_config())
-    assert found[0] == found[1]
+        actual.append(layer.get_config())
+    assert actual[0] == actual[1]
     # Arguments override, and without the preset the function is preserved.
     sparse, report = training.upcycle(
         dense, 4, [0], preset="clip_up", normalize_gates=True, capacity_factor=1.5

@@ -56,8 +56,8 @@ def values(model, name):
 def test_logits_of_the_releases(case, source, scheme):
     arrays, _ = golden.load(f"07_checkpoints/{case}_expected")
     model, report = models.convert(str(CHECKPOINTS / source))
-    found = predict(model, arrays["inputs/images"])
-    np.testing.assert_allclose(found, arrays["outputs/logits"], **TOLERANCE)
+    actual = predict(model, arrays["inputs/images"])
+    np.testing.assert_allclose(actual, arrays["outputs/logits"], **TOLERANCE)
     assert report.scheme == f"{scheme} (Google)"
     assert report.licence == "Apache-2.0"
     assert not report.new
@@ -67,7 +67,7 @@ def test_logits_of_the_releases(case, source, scheme):
     assert json.loads(json.dumps(report.to_dict()))["scheme"] == report.scheme
     np.testing.assert_array_equal(
         predict(models.from_preset(str(CHECKPOINTS / source)), arrays["inputs/images"]),
-        found,
+        actual,
     )
 
 
@@ -163,8 +163,8 @@ def test_normalised_queries_and_keys_of_vmoes_code(tmp_path, pooling):
     assert model.count_params() == config["param_count"]
     description = models.describe(model)
     assert description.parameters == model.count_params()
-    found = predict(model, arrays["inputs/images"])
-    np.testing.assert_allclose(found, arrays["outputs/logits"], **TOLERANCE)
+    actual = predict(model, arrays["inputs/images"])
+    np.testing.assert_allclose(actual, arrays["outputs/logits"], **TOLERANCE)
 
 
 @pytest.mark.backend_free
@@ -204,8 +204,8 @@ def test_a_training_state_gives_its_parameters(tmp_path, prefix):
         state[f"opt_state/0/mu/{name}"] = np.zeros_like(array)
     state["opt_state/0/count"] = np.int32(7)
     model, report = models.convert(write_vmoe(tmp_path / "state", state))
-    found = predict(model, arrays["inputs/images"])
-    np.testing.assert_allclose(found, arrays["outputs/logits"], **TOLERANCE)
+    actual = predict(model, arrays["inputs/images"])
+    np.testing.assert_allclose(actual, arrays["outputs/logits"], **TOLERANCE)
     assert set(report.ignored) == {x for x in state if not x.startswith(prefix)}
     assert "opt_state" in report.ignored["opt_state/0/count"]
     assert "optimizer" in report.ignored["opt_state/0/count"]
@@ -324,9 +324,9 @@ def test_a_smaller_patch_size_with_the_images_normalisation(tmp_path):
     seen = ((images + 1) / 2 - mean) / std
     seen = seen.reshape(2, 8, 4, 8, 4, 3)
     expected = np.einsum("byixjc,ijcd->byxd", seen, kernel).reshape(2, 64, -1)
-    found = model.backbone.get_layer("patch_embedding")(images)
+    actual = model.backbone.get_layer("patch_embedding")(images)
     np.testing.assert_allclose(
-        keras.ops.convert_to_numpy(found),
+        keras.ops.convert_to_numpy(actual),
         expected + arrays["state_dict/patch_embed.proj.bias"],
         **TOLERANCE,
     )
@@ -362,8 +362,8 @@ def test_positions_are_resized_as_the_releases_do_it(tmp_path, case):
     model = models.from_preset(
         str(tmp_path / "vit.npz"), task="backbone", image_shape=(size, size, 3)
     )
-    found = values(model, "position_embedding/embedding")
-    np.testing.assert_allclose(found, new, rtol=1e-5, atol=1e-5)
+    actual = values(model, "position_embedding/embedding")
+    np.testing.assert_allclose(actual, new, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.backend_free
@@ -867,8 +867,8 @@ def test_what_transformers_preprocessor_leaves_out(tmp_path, preprocessor, seen)
     )
     images = random_images((8, 8, 3))
     expected = clip_tower(tensors, seen((images + 1) / 2))
-    found = predict(models.from_preset(source), images)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+    actual = predict(models.from_preset(source), images)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.backend_free
@@ -894,8 +894,8 @@ def test_layer_scale_of_openclip(tmp_path):
             "preprocess_cfg": {"mean": HALF, "std": HALF},
         },
     )
-    found = predict(models.from_preset(source), random_images((8, 8, 3)))
-    np.testing.assert_allclose(found, expected, **TOLERANCE)
+    actual = predict(models.from_preset(source), random_images((8, 8, 3)))
+    np.testing.assert_allclose(actual, expected, **TOLERANCE)
 
 
 @pytest.mark.backend_free

@@ -49,8 +49,8 @@ def test_a_released_vmoe_is_downloaded_once(storage):
     expected, _ = golden.load("07_checkpoints/vmoe_tiny_expected")
     for _ in range(2):
         model = models.from_preset("gs://vmoe_checkpoints/vmoe_tiny")
-        found = model.predict(expected["inputs/images"], verbose=0)
-        np.testing.assert_allclose(found, expected["outputs/logits"], atol=1e-4)
+        actual = model.predict(expected["inputs/images"], verbose=0)
+        np.testing.assert_allclose(actual, expected["outputs/logits"], atol=1e-4)
     assert len(_Quiet.requests) == 4
 
 
@@ -92,5 +92,5 @@ def test_a_folder_behind_a_handle(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "get_file", get_file)
     monkeypatch.setattr(sources, "check_file_exists", exists)
     model = models.from_preset("hf://timm/vit")
-    found = model.predict(arrays["inputs/images"], verbose=0)
-    np.testing.assert_allclose(found, arrays["outputs/logits"], atol=1e-4)
+    actual = model.predict(arrays["inputs/images"], verbose=0)
+    np.testing.assert_allclose(actual, arrays["outputs/logits"], atol=1e-4)

@@ -36,13 +36,13 @@ def test_a_preprocessor_that_stays_behind_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("activation", "ours"),
+    ("activation", "mine"),
     [("linear", None), (keras.activations.softmax, "softmax"), ("sigmoid", "sigmoid")],
 )
-def test_activations_of_outputs(activation, ours):
+def test_activations_of_outputs(activation, mine):
     hub = keras_hub.models.ViTImageClassifier(hub_vit(), 3, activation=activation)
     model = models.from_preset(hub)
-    assert model.output_activation == ours
+    assert model.output_activation == mine
     images = np.zeros((1, 8, 12, 3), "float32")
     np.testing.assert_allclose(
         keras.ops.convert_to_numpy(model(images)),

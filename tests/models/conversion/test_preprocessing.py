@@ -27,8 +27,8 @@ def preprocessor_of(source, **overrides):
 
 
 def test_googles_images_are_whole_and_in_the_range_of_ours():
-    found = preprocessor_of(str(CHECKPOINTS / "vit_classic.npz"))
-    assert found == ImagePreprocessor((32, 32, 3))
+    actual = preprocessor_of(str(CHECKPOINTS / "vit_classic.npz"))
+    assert actual == ImagePreprocessor((32, 32, 3))
     mixer = preprocessor_of(str(CHECKPOINTS / "mixer.npz"), num_classes=2)
     assert mixer == ImagePreprocessor(mixer.image_shape)
 
@@ -109,9 +109,9 @@ def test_transformers(tmp_path, content, interpolation, center_crop):
         config,
         preprocessor_config=content or None,
     )
-    found = preprocessor_of(folder)
-    assert (found.interpolation, found.center_crop) == (interpolation, center_crop)
-    assert (found.mean, found.std) == ((0.5,), (0.5,))
+    actual = preprocessor_of(folder)
+    assert (actual.interpolation, actual.center_crop) == (interpolation, center_crop)
+    assert (actual.mean, actual.std) == ((0.5,), (0.5,))
 
 
 @pytest.mark.parametrize(("mode", "center_crop"), [(None, 1.0), ("squash", None)])
@@ -119,8 +119,8 @@ def test_openclips(tmp_path, mode, center_crop):
     cfg = {"interpolation": "bilinear", "resize_mode": mode}
     content = {"model_cfg": {"quick_gelu": True}, "preprocess_cfg": cfg}
     folder = write_folder(tmp_path, clip_tensors(), open_clip_config=content)
-    found = preprocessor_of(folder, num_heads=2)
-    assert (found.interpolation, found.center_crop) == ("bilinear", center_crop)
+    actual = preprocessor_of(folder, num_heads=2)
+    assert (actual.interpolation, actual.center_crop) == ("bilinear", center_crop)
 
 
 def hub_task(**converter):

@@ -137,8 +137,8 @@ def test_the_written_checkpoint_is_the_golden_one(tmp_path):
     # Without the changes of the cases below the checkpoint is whole.
     prefix = write_vmoe(tmp_path / "vmoe", vmoe_arrays())
     expected, _ = golden.load("07_checkpoints/vmoe_tiny_expected")
-    found = models.from_preset(prefix).predict(expected["inputs/images"], verbose=0)
-    np.testing.assert_allclose(found, expected["outputs/logits"], rtol=1e-4, atol=1e-5)
+    actual = models.from_preset(prefix).predict(expected["inputs/images"], verbose=0)
+    np.testing.assert_allclose(actual, expected["outputs/logits"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_missing_shard(copy):
