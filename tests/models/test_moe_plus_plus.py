@@ -55,6 +55,7 @@ def test_logits_go_from_moe_block_to_moe_block(cls, dtype):
     assert np.abs(logits[0]).max() > 0.01
 
 
+@pytest.mark.backend_free
 def test_a_residual_reaches_rematerialised_blocks():
     plain, again = backbone(), backbone(rematerialize=True)
     for router in routers_of(plain).values():

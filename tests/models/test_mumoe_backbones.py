@@ -81,6 +81,7 @@ def test_trains_saves_and_keeps_statistics(name, rematerialize, tmp_path):
     assert models.describe(backbone).parameters == trained
 
 
+@pytest.mark.backend_free
 def test_rematerialised_training_is_the_same():
     plain, again = (MODELS["mixer"](rematerialize=flag) for flag in (False, True))
     again.set_weights(plain.get_weights())

@@ -31,6 +31,7 @@ def outside():
         names.update(kept)
 
 
+@pytest.mark.backend_free
 def test_a_preset_trains_with_any_router(tmp_path, outside):
     for router in ("soft", "sinkhorn_expert_choice", "sharp_token_choice"):
         keras.utils.set_random_seed(0)

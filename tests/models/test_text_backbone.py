@@ -142,6 +142,7 @@ def test_modalities_have_pools_of_experts():
         assert served.any(axis=-1).all()
 
 
+@pytest.mark.backend_free
 def test_every_router_reads_texts():
     for router in ("soft", "softmax_expert_choice", "sinkhorn_token_choice", "mumoe"):
         model = text(**MOE, router=router)

@@ -162,7 +162,6 @@ def test_gradients(case, objective):
         )
 
 
-@pytest.mark.every_backend
 @pytest.mark.parametrize(
     "case", [x for x in CASES if not any(name in x for name in ("dense", *NO_LOSS))]
 )

@@ -508,6 +508,7 @@ def test_epochs_and_steps_take_each_others_place():
 # Training
 
 
+@pytest.mark.backend_free
 def test_training_with_mixed_labels(linear):
     mine = recipe(
         augment=[{"name": "mixup", "alpha": 1.0}], epochs=2, learning_rate=0.05
