@@ -15,6 +15,7 @@ from keras_moe.layers import (
     ExpertCoefficients,
     Experts,
     LayerNorm,
+    MaskedPooling,
     MoE,
     MoEEncoderBlock,
     MultilinearExperts,
@@ -23,6 +24,8 @@ from keras_moe.layers import (
     PatchEmbedding,
     PositionEmbedding,
     SelfAttention,
+    TextPositions,
+    TokenEmbedding,
     TokenMLP,
     TokenMuMoE,
     TokenPooling,
@@ -106,8 +109,11 @@ LAYERS = {
     "LayerNorm without offset": lambda: LayerNorm(center=False),
     "TokenPooling": lambda: TokenPooling("average"),
     "AttentionPooling": lambda: AttentionPooling(2, 16, query_key_norm=True),
+    "TokenEmbedding": lambda: TokenEmbedding(20, D),
+    "TextPositions": lambda: TextPositions(9),
+    "MaskedPooling": lambda: MaskedPooling("average"),
 }
-SHAPES = {PatchEmbedding: (8, 12, 3)}
+SHAPES = {PatchEmbedding: (8, 12, 3), TokenEmbedding: (N,)}
 
 
 def built(name):
@@ -180,6 +186,8 @@ def test_costs_add_up():
         ),
         # Four projections, and queries by keys and weights by values.
         ("SelfAttention", (288, 288, 2 * 6 * 4 * 64 + 2 * 2 * 6 * 6 * 8)),
+        # A row for each of 20 ids, of which a lookup multiplies none.
+        ("TokenEmbedding", (160, 160, 0)),
         # 4 x 3 patches of 2 x 4 x 3 numbers.
         ("PatchEmbedding", (200, 200, 2 * 12 * 24 * 8)),
     ],
