@@ -8,13 +8,12 @@ import keras
 from keras_moe.checks import (
     check_argument_names,
     check_bool,
-    check_integer,
     check_one_of,
 )
+from keras_moe.losses.pairs import check_similarity
 from keras_moe.losses.sigmoid_contrastive import sigmoid_contrastive_loss
 from keras_moe.losses.softmax_contrastive import (
     DIRECTIONS,
-    SIMILARITY_DTYPES,
     softmax_contrastive_loss,
 )
 
@@ -82,12 +81,8 @@ class ContrastiveLoss(keras.losses.Loss):
     ):
         super().__init__(name=name, reduction="mean_with_sample_weight")
         self.multi_positive = check_bool("multi_positive", multi_positive)
-        if chunk_size is not None:
-            chunk_size = check_integer("chunk_size", chunk_size)
-        self.chunk_size = chunk_size
-        self.similarity_dtype = check_one_of(
-            "similarity_dtype", similarity_dtype, SIMILARITY_DTYPES
-        )
+        self.chunk_size = check_similarity(similarity_dtype, chunk_size)
+        self.similarity_dtype = similarity_dtype
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         # Keras would cast ids to float32, and weigh padding after it was a negative.

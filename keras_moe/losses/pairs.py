@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from keras_moe.checks import check_integer, check_one_of
+
+SIMILARITY_DTYPES = ("float32", "bfloat16", "float16")
 # The smallest norm of an embedding: padding may be zeros.
 SMALLEST_NORM = 1e-12
 
@@ -28,6 +31,23 @@ class Pairs(NamedTuple):
     weights: Any
     counted: Any
     keys: tuple
+
+
+def check_similarity(similarity_dtype: str, chunk_size: int | None) -> int | None:
+    """Checks how the losses compute similarities.
+
+    Args:
+        similarity_dtype: dtype to which unit vectors are rounded.
+        chunk_size: number of texts whose logits are in memory at a time, or None.
+
+    Returns:
+        The `chunk_size` as a plain int, or None.
+
+    Raises:
+        ValueError: if one of them is out of range.
+    """
+    check_one_of("similarity_dtype", similarity_dtype, SIMILARITY_DTYPES)
+    return None if chunk_size is None else check_integer("chunk_size", chunk_size)
 
 
 def pairs_of(

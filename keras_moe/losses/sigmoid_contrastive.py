@@ -7,9 +7,9 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import check_integer, check_one_of
 from keras_moe.losses.pairs import (
     Pairs,
+    check_similarity,
     is_empty,
     loss_of_nothing,
     pairs_of,
@@ -17,7 +17,6 @@ from keras_moe.losses.pairs import (
     weighted_mean,
 )
 from keras_moe.losses.sigmoid_in_chunks import sigmoid_losses
-from keras_moe.losses.softmax_contrastive import SIMILARITY_DTYPES
 
 
 def sigmoid_contrastive_loss(
@@ -76,9 +75,7 @@ def sigmoid_contrastive_loss(
     >>> round(float(loss), 4)  # softplus(-1) for the positive and for the negative
     0.6265
     """
-    check_one_of("similarity_dtype", similarity_dtype, SIMILARITY_DTYPES)
-    if chunk_size is not None:
-        chunk_size = check_integer("chunk_size", chunk_size)
+    chunk_size = check_similarity(similarity_dtype, chunk_size)
     pairs = pairs_of(
         image_embeddings,
         text_embeddings,

@@ -7,9 +7,10 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.checks import check_integer, check_one_of
+from keras_moe.checks import check_one_of
 from keras_moe.losses.pairs import (
     Pairs,
+    check_similarity,
     is_empty,
     loss_of_nothing,
     pairs_of,
@@ -19,7 +20,6 @@ from keras_moe.losses.pairs import (
 from keras_moe.losses.softmax_in_chunks import NEVER, softmax_losses
 
 DIRECTIONS = ("both", "image_to_text", "text_to_image")
-SIMILARITY_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def softmax_contrastive_loss(
@@ -82,9 +82,7 @@ def softmax_contrastive_loss(
     1.3133
     """
     check_one_of("direction", direction, DIRECTIONS)
-    check_one_of("similarity_dtype", similarity_dtype, SIMILARITY_DTYPES)
-    if chunk_size is not None:
-        chunk_size = check_integer("chunk_size", chunk_size)
+    chunk_size = check_similarity(similarity_dtype, chunk_size)
     pairs = pairs_of(
         image_embeddings,
         text_embeddings,
