@@ -26,6 +26,10 @@ def copied(model: Any, config: dict, without: str | None = None) -> Any:
         # Through an array: on JAX both variables would share one buffer.
         new_weight.assign(keras.ops.convert_to_numpy(old_weight))
         new_weight.trainable = old_weight.trainable
+    preprocessor = getattr(model, "preprocessor", None)
+    if hasattr(preprocessor, "load_preset_assets"):
+        # Its config is without its assets, such as a vocabulary.
+        new.preprocessor = preprocessor
     if getattr(model, "compiled", False):
         try:
             new.compile_from_config(model.get_compile_config())

@@ -87,7 +87,8 @@ class CLIPBackbone(PairBackbone):
     >>> from keras_moe.models import CLIPBackbone
     >>> sizes = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
     >>> backbone = CLIPBackbone(
-    ...     image={"image_shape": (8, 8, 3), "patch_size": 4, **sizes, "num_experts": 4},
+    ...     image={"image_shape": (8, 8, 3), "patch_size": 4, **sizes,
+    ...         "moe_layers": "every_2", "num_experts": 4},
     ...     text={"vocabulary_size": 20, "max_length": 6, **sizes},
     ...     projection_dim=4,
     ... )

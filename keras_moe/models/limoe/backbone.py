@@ -235,7 +235,7 @@ class LIMoEBackbone(PairBackbone):
     @property
     def block_names(self) -> list[str]:
         """The names of the blocks, as the images' routing has them."""
-        return [f"image/{name}" for name in super().block_names]
+        return [f"image/block_{index}" for index in range(self._config["num_layers"])]
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
