@@ -55,17 +55,17 @@ def activation_of(name: str | None, file: Any, overrides: dict) -> Any:
     return ACTIVATIONS[name]
 
 
-def ignored(file: Any, **starts: tuple[str, ...]) -> dict[str, str]:
+def ignored(file: Any, **names: tuple[str, ...]) -> dict[str, str]:
     """The tensors of a file that a plan leaves out, with the reason.
 
     Args:
         file: a `PublishedTensors`.
-        **starts: starts of the names: `image`, `text` and `logits`.
+        **names: beginnings of the names by `image`, `text` and `logits`.
     """
     reasons = {"image": IMAGE_TOWER, "text": TEXT_TOWER, "logits": LOGITS}
     return {
         name: reasons[kind]
-        for kind, prefixes in starts.items()
+        for kind, prefixes in names.items()
         for name in file
         if name.startswith(prefixes)
     }

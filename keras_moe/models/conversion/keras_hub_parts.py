@@ -1,4 +1,4 @@
-"""What the plans for KerasHub's models have in common."""
+"""The names and rules that the plans for KerasHub's models share."""
 
 import dataclasses
 import re
