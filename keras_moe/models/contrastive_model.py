@@ -198,7 +198,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         """Embeds images.
 
         Args:
-            images: images (B, height, width, channels) as the model takes them; or, with
+            images: images (B, height, width, channels) as the model takes them; or with
                 an `image_preprocessor`, images of any size as that takes them.
             batch_size: images per batch.
             verbose: argument of `keras.Model.predict`: 1 shows the progress.

@@ -11,6 +11,7 @@ from typing import Any
 from keras_moe.checks import argument_names, check_argument_names
 from keras_moe.layers import MoEConfig, moe_config, updated_moe
 from keras_moe.layers.mumoe_config import MUMOE
+from keras_moe.models.registry import backbone_class
 
 # The fields that muMoE blocks had in configs of earlier versions.
 _MUMOE_FIELDS = (
@@ -36,16 +37,21 @@ def override_names(cls: type) -> list[str]:
         cls: class of backbones.
     """
     names = dict.fromkeys(argument_names(cls))
-    for family in _towers(cls).values():
+    for family in tower_families(cls).values():
         names.update(dict.fromkeys(override_names(family)))
-    if not _towers(cls):
+    if not tower_families(cls):
         names.update(dict.fromkeys(MOE_FIELDS))
     return list(names)
 
 
-def _towers(cls):
-    """The families of a backbone's towers by argument, where it has several."""
-    return getattr(cls, "towers", {})
+def tower_families(cls: type) -> dict[str, type]:
+    """The families of a backbone's towers by argument, where it has several.
+
+    Args:
+        cls: class of backbones; its `towers` has the names of registered families.
+    """
+    towers = getattr(cls, "towers", {})
+    return {name: backbone_class(family) for name, family in towers.items()}
 
 
 def tower_config(cls: type, name: str, config: Any) -> dict:
@@ -78,10 +84,10 @@ def nested_config(cls: type, config: dict) -> dict:
     """
     towers = {
         name: tower_config(family, name, config[name])
-        for name, family in _towers(cls).items()
+        for name, family in tower_families(cls).items()
         if config.get(name) is not None
     }
-    if _towers(cls):
+    if tower_families(cls):
         return {**config, **towers}
     own = {*argument_names(cls), *_MODEL_ARGUMENTS}
     fields = {k: v for k, v in config.items() if k not in own and k in MOE_FIELDS}
@@ -139,10 +145,10 @@ def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
     check_argument_names({**config, **overrides}, names, cls.__name__)
     config = nested_config(cls, config)
     own = {*argument_names(cls), *_MODEL_ARGUMENTS}
-    if _towers(cls):
+    if tower_families(cls):
         shared = {name: value for name, value in overrides.items() if name not in own}
         config.update(_tower_configs(cls, config, shared, overrides))
-        own -= {*_towers(cls)}
+        own -= {*tower_families(cls)}
         return {**config, **{k: v for k, v in overrides.items() if k in own}}
     config.update({k: v for k, v in overrides.items() if k in own})
     fields = {name: value for name, value in overrides.items() if name not in own}
@@ -154,9 +160,9 @@ def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
 
 def _tower_configs(cls, config, shared, overrides):
     """The configs of the towers, with overrides of all and of each."""
-    towers = {name: config.get(name) or {} for name in _towers(cls)}
+    towers = {name: config.get(name) or {} for name in tower_families(cls)}
     with_experts = [name for name, tower in towers.items() if tower.get("moe")]
-    for name, family in _towers(cls).items():
+    for name, family in tower_families(cls).items():
         own = override_names(family)
         if with_experts and name not in with_experts:
             own = [each for each in own if each not in MOE_FIELDS]
@@ -232,10 +238,10 @@ def complete_config(cls: type, config: dict) -> dict:
         for name in argument_names(cls)
         if name not in _MODEL_ARGUMENTS
     }
-    if _towers(cls):
+    if tower_families(cls):
         towers = {
             name: complete_config(family, complete[name] or {})
-            for name, family in _towers(cls).items()
+            for name, family in tower_families(cls).items()
         }
         return {**complete, **towers}
     moe = moe_config(complete["moe"])
@@ -254,11 +260,11 @@ def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
             field of `moe` belongs.
     """
     for name, value in kwargs.items():
-        if name in override_names(cls) and _towers(cls):
+        if name in override_names(cls) and tower_families(cls):
             raise ValueError(
                 f"Expected {name} in the config of a tower, such as {cls.__name__}("
-                f"{next(iter(_towers(cls)))}={{{name!r}: {value!r}}}); received: "
-                f"{name}={value!r}"
+                f"{next(iter(tower_families(cls)))}={{{name!r}: {value!r}}}); "
+                f"received: {name}={value!r}"
             )
         if name in MOE_FIELDS:
             raise ValueError(
