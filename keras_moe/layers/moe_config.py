@@ -109,7 +109,9 @@ class MoEConfig(BlockConfig):
             own in `router_options`.
         images_per_group: number of images that compete for an expert's capacity; None
             takes the whole batch. With soft routing each image is by itself.
-        auxiliary_losses: dict from name to weight; see `keras_moe.layers.MoE`.
+        auxiliary_losses: dict from name to weight or to options, such as
+            `{"load_balance": {"weight": 0.01, "choices": "all"}}` or
+            `keras_moe.losses.LIMOE_LOSSES["limoe_b16"]`; see `keras_moe.losses.get`.
             `"auto"` takes V-MoE's importance and load losses (load only with noise)
             for softmax token choice, and MoE++'s for its router; the other routers
             need none.
@@ -206,7 +208,7 @@ class MoEConfig(BlockConfig):
         # Plain values of the config's own: the caller's may change, or not be JSON.
         self._set(
             moe_layers=plain_moe_layers(self.moe_layers),
-            router=_plain_router(self.router),
+            router=plain_router(self.router),
             router_options=_plain_options(self.router_options),
             auxiliary_losses=_plain_losses(self.auxiliary_losses),
             expert_activation=activations.plain(self.expert_activation),
@@ -365,8 +367,15 @@ class MoEConfig(BlockConfig):
         )
 
 
-def _plain_router(router):
-    """A router as its name, or as the config of a layer."""
+def plain_router(router: Any) -> str | dict:
+    """A router as its name, or as the config of a layer.
+
+    Args:
+        router: name, subclass of `Router`, layer or its config.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
     if isinstance(router, dict):
         router = keras.saving.deserialize_keras_object(router)
     if isinstance(router, Router):
@@ -412,6 +421,8 @@ def plain_value(value: Any) -> Any:
 
 
 def _plain_losses(auxiliary_losses):
+    if isinstance(auxiliary_losses, dict):
+        losses.get(auxiliary_losses)
     if isinstance(auxiliary_losses, (str, dict)):
         return plain_value(auxiliary_losses)
     return losses.serialize(losses.get(auxiliary_losses))
