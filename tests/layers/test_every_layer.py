@@ -12,6 +12,7 @@ from keras_moe.layers import (
     ExpertCoefficients,
     Experts,
     LayerNorm,
+    LogitScale,
     MaskedPooling,
     MoE,
     MoEEncoderBlock,
@@ -264,6 +265,7 @@ MAKERS = {
         (2, 3), kind="learned", interpolation="bicubic", **kw
     ),
     "SelfAttention": attention,
+    "LogitScale": lambda **kw: LogitScale(3.0, 5.0, -1.0, **kw),
     "MaskedPooling": lambda **kw: MaskedPooling("last", **kw),
     "TextPositions": lambda **kw: TextPositions(7, **kw),
     "TokenEmbedding": lambda **kw: TokenEmbedding(
