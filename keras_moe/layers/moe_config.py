@@ -79,7 +79,8 @@ class MoEConfig(BlockConfig):
         capacity_factor: c. The experts' capacity is C = S K c / E for every router, so
             that all cost alike: with expert choice and soft routing, too, a token has
             K c slots on average. `"auto"` is the router's own default: 1.05 for token
-            choice, 1.1 for MoE++'s router, 1.0 for the others.
+            choice, 1.1 for MoE++'s router, 1.0 for the others. Switch's and CLIP-UP's
+            factor has no K in it: with K = 2 their 2.0 is 1.0 here, and their 4.0 2.0.
         evaluation: competition of tokens at inference, where there is neither noise nor
             dropout. `"batch_invariant"`: each image is a group, so that its result
             does not depend on the batch; token choice serves every token, unless a
@@ -273,9 +274,13 @@ class MoEConfig(BlockConfig):
         fields = {**dataclasses.asdict(self), **(self.router_options or {})}
         if fields["num_modalities"] is not None:
             return fields["num_modalities"]
-        for value in (fields["expert_pools"], fields["priority"]):
-            if isinstance(value, (list, tuple)):
-                return len(value)
+        if fields["expert_pools"] is not None:
+            return len(fields["expert_pools"])
+        # Where tokens do not choose, none is served before another.
+        cls, _ = router_class(self.router)
+        is_by_modality = isinstance(fields["priority"], (list, tuple))
+        if is_by_modality and getattr(cls, "side", None) == "token":
+            return len(fields["priority"])
         return None
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
