@@ -6,7 +6,8 @@
 #   make guides        the notebooks, from the guides' sources
 #   make clean         forget .venv, caches and built packages
 #
-# ARGS is passed on: make test ARGS="-k routing"
+# ARGS is passed on: make test ARGS="-k routing". PyTorch runs every test, JAX and
+# TensorFlow a share of them; ARGS=--whole runs everything on each.
 # BACKENDS narrows the suite: make test BACKENDS=torch
 
 KERAS_BACKEND ?= jax

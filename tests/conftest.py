@@ -3,7 +3,8 @@
 import contextlib
 import gc
 import os
-from collections import Counter
+import zlib
+from collections import defaultdict
 from importlib import metadata
 
 
@@ -53,7 +54,12 @@ def pytest_addoption(parser):
         "--skip-backend-free",
         action="store_true",
         help="deselect what another backend's run has: the tests marked backend_free, "
-        "and every second case of tests with several",
+        "and the cases that are not dealt to this backend",
+    )
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="deal no cases: all tests but those marked backend_free run everywhere",
     )
     parser.addoption(
         "--part",
@@ -77,7 +83,8 @@ def pytest_collection_modifyitems(config, items):
     chosen = items[:]
     if config.getoption("--skip-backend-free"):
         chosen = [x for x in items if not x.get_closest_marker("backend_free")]
-        chosen = _dealt(chosen, keras.backend.backend())
+        if not config.getoption("--whole"):
+            chosen = _dealt(chosen, keras.backend.backend())
     number, count = config.getoption("--part")
     files = list(dict.fromkeys(item.path for item in chosen))
     mine = set(files[number - 1 :: count])
@@ -89,24 +96,32 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _dealt(items, backend):
-    """Deals the cases of each test with three or more to JAX and TensorFlow.
+    """Deals cases to JAX and TensorFlow, one to each where a test has two or more.
 
-    One of the runs has all cases (see `tools/run_tests.py`), so that each case runs on
-    two backends and each test on all. Parity with a reference is marked
-    `every_backend`: all its cases run everywhere.
+    One of the runs has all tests (see `tools/run_tests.py`), so that each test runs on
+    two backends at least. Each case runs on one further backend, or every second one
+    where a test has four or more. Digests of their names decide which, so that a new
+    test leaves the others where they are. Tests marked `every_backend` run everywhere,
+    and so do those that a backend skips: another one has to run them.
     """
-    turns = Counter()
-    cases = Counter((item.path, item.originalname) for item in items)
-    kept = []
+    cases = defaultdict(list)
     for item in items:
-        test = item.path, item.originalname
-        if cases[test] < 3 or item.get_closest_marker("every_backend"):
-            kept.append(item)
-            continue
-        if turns[test] % 2 == (backend == "tensorflow"):
-            kept.append(item)
-        turns[test] += 1
-    return kept
+        marks = map(item.get_closest_marker, ("every_backend", "skipif"))
+        if not any(marks):
+            cases[item.path, item.originalname].append(item)
+    elsewhere = set()
+    for test in cases.values():
+        turns = 2 if len(test) < 4 else 4
+        mine = (_digest(test[0].nodeid.partition("[")[0]) + (backend == "jax")) % 2
+        # Cases next to each other have arguments in common: a digest mixes them.
+        for turn, case in enumerate(sorted(test, key=lambda x: _digest(x.nodeid))):
+            if turn % turns != mine:
+                elsewhere.add(case)
+    return [item for item in items if item not in elsewhere]
+
+
+def _digest(name):
+    return zlib.crc32(name.encode())
 
 
 _NOTHING_LEFT = pytest.StashKey[bool]()

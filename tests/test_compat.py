@@ -37,6 +37,7 @@ def own_classes() -> set[type]:
     }
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("method", compat.PRIVATE_METHODS, ids=lambda m: m.name)
 def test_private_methods_are_those_that_were_checked(method):
     signature = inspect.signature(getattr(method.owner, method.name))
@@ -45,6 +46,7 @@ def test_private_methods_are_those_that_were_checked(method):
     assert method.missing
 
 
+@pytest.mark.every_backend
 def test_no_other_private_method_is_overridden():
     known = {method.name for method in compat.PRIVATE_METHODS}
     overridden = set()
@@ -121,6 +123,7 @@ def test_a_planted_use_is_seen():
     assert private_uses(sources) == ["a.py:3: _tracker", "b.py:1: _flatten_layers"]
 
 
+@pytest.mark.every_backend
 def test_layers_and_their_variables():
     inner = keras.layers.Dense(2, name="inner")
     model = keras.Sequential([keras.Input((3,)), keras.Sequential([inner])])
@@ -133,6 +136,7 @@ def test_layers_and_their_variables():
     assert compat.own_variables(model, trainable=True) == []
 
 
+@pytest.mark.every_backend
 def test_a_built_layer_takes_weights_while_it_is_unlocked():
     layer = keras.layers.Dense(2)
     layer.build((None, 3))
@@ -143,6 +147,7 @@ def test_a_built_layer_takes_weights_while_it_is_unlocked():
         layer.other = layer.add_weight(name="other", shape=(2,))
 
 
+@pytest.mark.every_backend
 def test_an_optimizer_counts_batches_and_keeps_its_schedule():
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
     optimizer = keras.optimizers.SGD(

@@ -6,14 +6,17 @@
 A process can use one Keras backend only, so every backend gets pytests of its own, two
 at a time: most of the time goes into compiling, which takes one core. Each runs a part
 of the files, so that the cores are done at about the same time; JAX's processes share
-the programs that they have compiled. Tests that do not depend on the backend (marked
-`backend_free`) run with one of them. The last line has the form of pytest's closing
-line and counts every backend; the exit status is 0 only if every backend passed.
+the programs that they have compiled. PyTorch compiles nothing and runs every test. The
+tests marked `backend_free` run nowhere else, those marked `every_backend` on JAX and
+TensorFlow, too, and the others are dealt to these two (see `_dealt` in
+`tests/conftest.py`); `-- --whole` deals nothing. The last line has the form of pytest's
+closing line and counts every backend; the exit status is 0 only if every backend
+passed.
 
 pytest-xdist would not take this over. It deals every test to one of its workers, or to
-each of them, where this suite needs every test once for each backend, and some tests
-once altogether. With a call of xdist for each backend a core waits at the end of each
-of the three; here a free core goes on with the next backend. A worker of xdist would
+each of them, where this suite needs some tests on each backend, and the others on one
+or two. With a call of xdist for each backend a core waits at the end of each of the
+three; here a free core goes on with the next backend. A worker of xdist would
 also run files of several parts after one another, and the processes of today are about
 as long as JAX's compiler bears (see `forget_programs` in `tests/conftest.py`).
 """

@@ -18,6 +18,7 @@ def parsed(text=""):
     return make_parser().parse_args(["train", "mumoe_digits", *text.split()])
 
 
+@pytest.mark.every_backend
 def test_one_device():
     args = parsed("--devices 1 --expert-parallel batch")
     if keras.backend.backend() != "jax":

@@ -18,6 +18,7 @@ def test_no_epochs_are_refused(mistake, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.every_backend
 def test_the_quickstart_runs_end_to_end(
     program, tmp_path, monkeypatch, optimizers_before_training
 ):

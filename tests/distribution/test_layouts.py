@@ -138,6 +138,7 @@ def test_rules_that_do_not_fit_are_refused():
         check_paths(twice, ["block_1/moe/experts/hidden_kernel"])
 
 
+@pytest.mark.every_backend
 def test_other_backends_are_told_what_works():
     backend = keras.backend.backend()
     if backend == "jax":

@@ -123,11 +123,13 @@ def test_moe_plus_plus(options):
         check(layer, training)
 
 
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow",
+    reason="only TensorFlow traces with unknown sizes",
+)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("group_size", [12, None])
 def test_moe_with_a_batch_size_unknown_to_tensorflow(group_size, training):
-    if keras.backend.backend() != "tensorflow":
-        pytest.skip("only TensorFlow traces with unknown sizes")
     from tensorflow import TensorSpec, function
 
     layer = moe("softmax_token_choice", group_size, eval_capacity_factor=1.0)

@@ -101,6 +101,7 @@ def test_each_expert_has_a_pair_of_its_own():
     assert np.abs(after[1][4:] - before[1][4:]).min() > 1e-4
 
 
+@pytest.mark.every_backend
 def test_only_the_pairs_have_gradients():
     layer = experts()
     layer.enable_lora(RANK)
@@ -203,6 +204,7 @@ def test_int8_kernels_keep_their_paths_and_their_neighbours():
         )
 
 
+@pytest.mark.every_backend
 def test_int8_experts_are_saved_and_loaded(tmp_path):
     inputs = keras.Input((E, C, D))
     layer = experts()
@@ -244,6 +246,7 @@ def test_pairs_train_beside_int8_kernels(tmp_path):
     assert 0 < error < 0.02 * np.abs(expected).max()
 
 
+@pytest.mark.every_backend
 def test_int8_kernels_pass_gradients_to_the_tokens():
     layer = experts()
 

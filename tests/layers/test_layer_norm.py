@@ -20,6 +20,7 @@ def layers(epsilon=1e-3):
     return mine, reference
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("mean", [0.0, 100.0])
 @pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6)])
 def test_values_and_gradients_are_those_of_keras(shape, mean):

@@ -213,6 +213,7 @@ def test_a_loss_of_weight_zero_is_left_out():
     assert not moe.losses
 
 
+@pytest.mark.every_backend
 def test_noise_is_seeded_and_for_training_alone():
     tokens = images()
 
@@ -262,6 +263,7 @@ def test_experts_start_equal_or_each_by_itself():
     assert 0.9 * limit < np.abs(kernel).max() <= limit
 
 
+@pytest.mark.every_backend
 def test_a_tiny_fit_lowers_the_loss_with_uneven_batches():
     keras.utils.set_random_seed(0)
     generator = np.random.default_rng(0)

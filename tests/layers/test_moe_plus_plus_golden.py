@@ -196,6 +196,7 @@ def test_released_code(case):
         )
 
 
+@pytest.mark.every_backend
 def test_the_papers_equations():
     arrays, config = golden.load(PAPER)
     order = our_order(4)
@@ -253,6 +254,7 @@ def test_the_papers_equations():
     )
 
 
+@pytest.mark.every_backend
 def test_heterogeneous_balance_loss():
     arrays, config = golden.load("11_moepp/paper_balance_and_capacity")
     order = our_order(4)

@@ -101,6 +101,7 @@ def test_routing_still_leaves_the_block():
     assert len(block.losses) == 3
 
 
+@pytest.mark.every_backend
 def test_no_value_of_the_region_is_kept():
     """On JAX, the program tells; elsewhere the calls are counted."""
     calls = []

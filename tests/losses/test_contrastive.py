@@ -313,6 +313,7 @@ class Batches(keras.utils.PyDataset):
         return self.pairs, {"image_ids": IMAGE_IDS}, weights
 
 
+@pytest.mark.every_backend
 def test_fit():
     pairs = {"images": normal(0, 6, 3), "texts": normal(1, 6, 5)}
     model = PairModel()

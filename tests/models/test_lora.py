@@ -70,6 +70,7 @@ def test_only_the_pairs_of_the_named_layers_are_trainable(names, expected):
     assert len(model.trainable_weights) == 2 * pairs
 
 
+@pytest.mark.every_backend
 @pytest.mark.usefixtures("traced")
 def test_training_lowers_the_loss_and_changes_the_pairs_alone():
     model = classifier()

@@ -357,6 +357,7 @@ def test_a_grid_that_is_not_square_is_remembered(tmp_path):
     np.testing.assert_allclose(embedding[:, [1, 4, 13, 16]], table[:, [1, 8, 9, 16]])
 
 
+@pytest.mark.every_backend
 def test_keras_files_and_weights_round_trip(saved, tmp_path):
     model = models.from_preset(str(saved[0]))
     model.save(tmp_path / "model.keras")

@@ -61,6 +61,7 @@ def test_whole_examples_are_dropped_and_the_others_scaled():
         assert abs(actual - expected) < 4 * np.sqrt(expected * (1 - expected) / B)
 
 
+@pytest.mark.every_backend
 def test_draws_follow_from_the_seed_and_move_on():
     layer = block()
     first = branches(layer)

@@ -275,6 +275,7 @@ def test_every_argument_round_trips():
     assert model.get_layer("block_0").token_mixer._dropout == 0.2
 
 
+@pytest.mark.every_backend
 @pytest.mark.usefixtures("traced")
 def test_fit():
     keras.utils.set_random_seed(0)

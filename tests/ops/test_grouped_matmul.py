@@ -125,6 +125,7 @@ def assert_equal(actual, expected, rtol=1e-5):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
 
 
+@pytest.mark.every_backend
 @each_form
 @pytest.mark.parametrize("sizes", [SIZES, (26, 26, 26, 26, 26)])
 def test_parity(form, sizes):
@@ -215,6 +216,7 @@ def test_neighbours_do_not_mix(form):
     assert np.all(np.isfinite(np.delete(kernel_gradients, 2, axis=0)))
 
 
+@pytest.mark.every_backend
 def test_bfloat16():
     arrays = rows, kernels, cotangent = example(ROWS, len(SIZES))
     actual = program(grouped_matmul, dtype="bfloat16")(rows, kernels, SIZES, cotangent)
@@ -275,6 +277,7 @@ def test_grouped_mm(sizes):
     assert_equal(actual, expected)
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
 def test_cotangents_and_inputs_of_any_layout():
     import torch

@@ -18,6 +18,7 @@ generator = np.random.default_rng(0)
 X, Y = (generator.normal(size=(2, 3)).astype("float32") for _ in range(2))
 
 
+@pytest.mark.every_backend
 def test_of_several_inputs_and_outputs():
     def forward(x, y):
         return (x * y, x + y), (x, y)
@@ -38,6 +39,7 @@ def test_of_several_inputs_and_outputs():
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.every_backend
 def test_projections_are_matmuls():
     inputs = generator.normal(size=(2, 3, 4)).astype("float32")
     shapes = ((4, 5), (5, 2), (4, 1))

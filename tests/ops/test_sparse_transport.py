@@ -293,6 +293,7 @@ def test_extreme_shapes(shape, bound, side):
     np.testing.assert_allclose(plan.sum(), shape[1], rtol=1e-4)
 
 
+@pytest.mark.every_backend
 def test_eager_agrees_with_compiled():
     side, bound = "expert", 3
     utility = random_utility(0, (2, 12, 4))
@@ -304,6 +305,7 @@ def test_eager_agrees_with_compiled():
     )
 
 
+@pytest.mark.every_backend
 def test_gradient_is_that_of_the_projection():
     utility = random_utility(0, (1, 12, 4))
     weight = np.random.default_rng(1).normal(size=utility.shape).astype("float32")

@@ -37,6 +37,7 @@ def set_noise(monkeypatch, noise):
     monkeypatch.setattr(keras.random, "normal", normal)
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", golden.cases("03_router_losses/router_expert_choice*"))
 def test_golden_expert_choice(case, monkeypatch):
     arrays, config = golden.load(case)

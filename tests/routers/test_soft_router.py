@@ -86,6 +86,7 @@ def test_golden_gradients(case):
         )
 
 
+@pytest.mark.every_backend
 def test_golden_half_precision():
     """The reference casts to bfloat16 around dispatch and combine."""
     moe, arrays, _ = build("05_soft_moe/slots2", dtype="mixed_bfloat16")

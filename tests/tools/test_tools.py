@@ -140,10 +140,14 @@ def test_parts_of_the_suite_are_all_of_it():
         def get_closest_marker(self, name):
             return name == "backend_free" and self.free
 
+        @property
+        def nodeid(self):
+            return f"{self.path}::{self.originalname}[{self.number}]"
+
     every = [Item(file, i, i == 0 or file == "c") for file in "abcd" for i in range(3)]
 
-    def collected(part, skip):
-        options = {"--skip-backend-free": skip, "--part": part}
+    def collected(part, skip, whole=True):
+        options = {"--skip-backend-free": skip, "--part": part, "--whole": whole}
         deselected = []
         config = SimpleNamespace(
             getoption=options.get,
@@ -163,29 +167,48 @@ def test_parts_of_the_suite_are_all_of_it():
         parts = [collected((number, 2), skip)[0] for number in (1, 2)]
         assert {item.path for item in parts[0]}.isdisjoint(x.path for x in parts[1])
         assert sorted(parts[0] + parts[1]) == whole
+    assert set(collected((1, 1), True, whole=False)[0]) < set(whole)
     # No tests at all are an error, but not where another part has them.
     assert collected((5, 5), False) == ([], [True])
     every = []
     assert collected((1, 2), False) == ([], [False])
 
 
+class Case(NamedTuple):
+    """A test of the suite, with the argument that it is collected with."""
+
+    path: str
+    originalname: str
+    number: int = 0
+    mark: str = ""
+
+    @property
+    def nodeid(self):
+        return f"{self.path}::{self.originalname}[{self.number}]"
+
+    def get_closest_marker(self, name):
+        return name == self.mark
+
+
 def test_cases_are_dealt_to_the_backends_that_compile():
     dealt = runpy.run_path(str(ROOT / "tests" / "conftest.py"))["_dealt"]
-
-    class Item(NamedTuple):
-        path: str
-        originalname: str
-        case: int
-        everywhere: bool = False
-
-        def get_closest_marker(self, name):
-            return name == "every_backend" and self.everywhere
-
-    few = [Item("a", "few", case) for case in range(2)]
-    many = [Item("a", "many", case) for case in range(5)]
-    namesakes = [Item("b", "few", case) for case in range(1)]
-    parity = [Item("b", "parity", case, True) for case in range(4)]
-    every = [*few, *many, *namesakes, *parity]
-    jax, tensorflow = (dealt(every, name) for name in ("jax", "tensorflow"))
-    assert jax == [*few, *many[::2], *namesakes, *parity]
-    assert tensorflow == [*few, *many[1::2], *namesakes, *parity]
+    alone = [Case("a", f"alone_{number}") for number in range(100)]
+    few = [Case("a", "few", number) for number in range(3)]
+    many = [Case("a", "many", number) for number in range(20)]
+    namesakes = [Case("b", "few", number) for number in range(2)]
+    parity = [Case("b", "parity", number, "every_backend") for number in range(4)]
+    skipped = [Case("b", "skipped", number, "skipif") for number in range(4)]
+    every = [*alone, *few, *many, *namesakes, *parity, *skipped]
+    first, second = (dealt(every, name) for name in ("jax", "tensorflow"))
+    # In the order of the suite, everything somewhere, and what is marked twice.
+    assert first == [x for x in every if x in first]
+    assert {*first} & {*second} == {*parity, *skipped}
+    assert {*alone, *few, *namesakes} <= {*first, *second}
+    for backend in (first, second):
+        assert 30 < len({*alone} & {*backend}) < 70
+        assert len({*few} & {*backend}) in (1, 2)
+        assert len({*many} & {*backend}) == 5
+        assert len({*namesakes} & {*backend}) == 1
+    # A new test moves no other.
+    later = dealt([Case("a", "new", number) for number in range(5)] + every, "jax")
+    assert [x for x in later if x.originalname != "new"] == first

@@ -62,6 +62,7 @@ def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
+@pytest.mark.every_backend
 def test_what_is_saved_comes_back(tmp_path):
     save(tmp_path, 5, seed=1)
     actual = training.find_checkpoint(tmp_path)

@@ -34,6 +34,7 @@ def files_of(path):
     return sorted(x for x in Path(path).rglob("*") if x.is_file())
 
 
+@pytest.mark.every_backend
 def test_what_is_saved_comes_back(tmp_path):
     save(tmp_path, 5, seed=1)
     actual = training.find_checkpoint(tmp_path)

@@ -233,6 +233,7 @@ def test_accumulated_batches_are_one_batch(name):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
+@pytest.mark.every_backend
 def test_a_compiled_model_keeps_its_groups(tmp_path):
     optimizer = optimizer_class("adamw")(
         0.01, weight_decay=0.5, groups=[{"match": "two/.*", "weight_decay": 0.0}]

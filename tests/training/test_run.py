@@ -233,6 +233,7 @@ X = np.ones((2, 4), "float32")
 Y = np.ones((2, 1), "float32")
 
 
+@pytest.mark.every_backend
 def test_the_first_layer_that_is_not_finite_is_found():
     model = compiled(Nested(name="nested"))
     assert training.locate_non_finite(model, X, Y) is None
@@ -256,6 +257,7 @@ def test_the_first_layer_that_is_not_finite_is_found():
     assert len(before) == len(model.variables)
 
 
+@pytest.mark.every_backend
 def test_a_gradient_that_is_not_finite_is_found():
     model = compiled(keras.layers.Dense(4, name="first"), Root(name="root"))
     before = [to_numpy(v.value).copy() for v in model.variables]
