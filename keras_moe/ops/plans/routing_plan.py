@@ -128,7 +128,10 @@ class RoutingPlan(NamedTuple):
         Returns:
             A plan whose expert i is this plan's expert `experts[i]`.
         """
-        num_experts, capacity = self.slot_tokens.shape[1], ops.shape(self.slot_tokens)[2]
+        num_experts, capacity = (
+            self.slot_tokens.shape[1],
+            ops.shape(self.slot_tokens)[2],
+        )
         places = expert_places(experts, num_experts)
         served = self.token_slots >= 0
         slots = ops.where(served, self.token_slots, 0)
