@@ -17,6 +17,7 @@ from keras_moe.analysis.expert_ablation import (
     print_ablation,
 )
 from keras_moe.analysis.expert_editing import edit_expert_logits, mean_coefficients
+from keras_moe.analysis.expert_pruning import mask_experts, prune_experts
 from keras_moe.analysis.expert_views import ExpertView, expert_views
 from keras_moe.analysis.fairness import (
     FairnessMetrics,
@@ -63,6 +64,7 @@ __all__ = [
     "fairness_metrics",
     "ffn_experts_per_token",
     "load_by_kind",
+    "mask_experts",
     "mean_coefficients",
     "mean_polysemanticity",
     "print_ablation",
@@ -70,6 +72,7 @@ __all__ = [
     "print_load_by_kind",
     "print_statistics",
     "print_truncated_svd",
+    "prune_experts",
     "routing_scores",
     "routing_statistics",
     "steer_expert",

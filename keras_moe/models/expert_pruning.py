@@ -7,8 +7,10 @@ from typing import Any
 
 from keras import ops
 
+from keras_moe.checks import check_bool, check_one_of
 from keras_moe.models.copying import copied
-from keras_moe.routers.pruned import checked_kept
+from keras_moe.routers import TokenChoiceRouter
+from keras_moe.routers.pruned import METHODS, checked_kept
 
 
 def with_kept_experts(
@@ -43,6 +45,8 @@ def with_kept_experts(
         )
     before = moe.get("pruning") or {"kept_experts": {}, "removed": False}
     _check_like(before, method, removed)
+    check_one_of("method", method, METHODS)
+    check_bool("removed", removed)
     backbone = getattr(model, "backbone", model)
     kept, selections = {}, {}
     for name in {**before["kept_experts"], **kept_experts}:
@@ -95,7 +99,13 @@ def _moe_layer(backbone, name):
         raise ValueError(
             f"Expected the names of MoE blocks, among {names}; received: {name!r}"
         )
-    return backbone.get_layer(name).feed_forward
+    layer = backbone.get_layer(name).feed_forward
+    if not isinstance(layer.router, TokenChoiceRouter):
+        raise ValueError(
+            "Expected token choice routers, whose experts can be pruned; "
+            f"received: {type(layer.router).__name__}"
+        )
+    return layer
 
 
 def _selection(num_columns, experts, kept_before, removed_before, method):
