@@ -18,6 +18,19 @@ from keras_moe.analysis.expert_ablation import (
 )
 from keras_moe.analysis.expert_editing import edit_expert_logits, mean_coefficients
 from keras_moe.analysis.expert_pruning import mask_experts, prune_experts
+from keras_moe.analysis.expert_selection import (
+    CoverageCurve,
+    coverage_curves,
+    expert_scores,
+    print_coverage,
+    select_experts,
+)
+from keras_moe.analysis.expert_usage import (
+    BlockUsage,
+    ExpertUsage,
+    merged_usage,
+    routing_usage,
+)
 from keras_moe.analysis.expert_views import ExpertView, expert_views
 from keras_moe.analysis.fairness import (
     FairnessMetrics,
@@ -42,23 +55,31 @@ from keras_moe.analysis.truncated_svd import (
     truncate_kernel,
     truncated_svd,
 )
+from keras_moe.analysis.usage_pass import UsageProbe, expert_usage
 
 __all__ = [
+    "BlockUsage",
+    "CoverageCurve",
     "ExpertAblation",
+    "ExpertUsage",
     "ExpertView",
     "FairnessMetrics",
     "KindLoads",
     "RoutingScores",
     "RoutingStatistics",
     "TruncatedSVD",
+    "UsageProbe",
     "ablate_experts",
     "accuracy_changes",
     "class_polysemanticity",
     "compute_map",
+    "coverage_curves",
     "edit_expert_logits",
     "exclude_experts",
     "expert_centres",
     "expert_load",
+    "expert_scores",
+    "expert_usage",
     "expert_views",
     "experts_per_token",
     "fairness_metrics",
@@ -67,7 +88,9 @@ __all__ = [
     "mask_experts",
     "mean_coefficients",
     "mean_polysemanticity",
+    "merged_usage",
     "print_ablation",
+    "print_coverage",
     "print_fairness",
     "print_load_by_kind",
     "print_statistics",
@@ -75,6 +98,8 @@ __all__ = [
     "prune_experts",
     "routing_scores",
     "routing_statistics",
+    "routing_usage",
+    "select_experts",
     "steer_expert",
     "truncate_kernel",
     "truncated_svd",

@@ -87,6 +87,10 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
         return ExpertKinds(len(self.kept_experts) if self.removed else self.num_experts)
 
     @property
+    def expert_columns(self):
+        return self.kept_experts if self.removed else super().expert_columns
+
+    @property
     def _available(self):
         return [expert in self.kept_experts for expert in range(self.num_experts)]
 
