@@ -106,7 +106,9 @@ class MoEConfig(BlockConfig):
             rounded up where groups are larger than an image, which they never are
             with soft routing. V-MoE's presets have 4, as its released code has.
         priority: order in which token choice serves tokens when experts are full:
-            `"first_come"`, `"max_gate"` (batch priority routing) or `"sum_gates"`.
+            `"first_come"`, `"max_gate"` (batch priority routing), `"sum_gates"`,
+            `"shuffled"`, or modality ids such as `[1, 0]`; see
+            `keras_moe.routers.TokenChoiceRouter`.
         noise_std: standard deviation of the sparse routers' training noise, times E;
             None is the router's own: 1.0 for softmax routers, 0.0 for those with
             transport plans and for MoE++'s, as published. Soft routing has its
@@ -180,7 +182,7 @@ class MoEConfig(BlockConfig):
     dropless: bool = False
     capacity_rounding: str = AUTO
     capacity_multiple_of: int | None = None
-    priority: str = "first_come"
+    priority: Any = "first_come"
     noise_std: float | None = None
     images_per_group: int | None = 8
     auxiliary_losses: Any = AUTO
@@ -222,6 +224,7 @@ class MoEConfig(BlockConfig):
             expert_activation=activations.plain(self.expert_activation),
             expert_pools=plain_value(self.expert_pools),
             pruning=plain_pruning(self.pruning),
+            priority=_plain_priority(self.priority),
             **{
                 name: plain_value(getattr(self, name))
                 for name in ("num_selected_experts", "eval_capacity", "noise_std")
@@ -271,6 +274,20 @@ class MoEConfig(BlockConfig):
             self.copy_experts,
             self.constant_experts,
         )
+
+    @property
+    def modality_count(self) -> int | None:
+        """M if the routers tell modalities apart, which then need `modality_ids`."""
+        if isinstance(self.router, dict):
+            router = keras.saving.deserialize_keras_object(self.router)
+            return router.modality_count
+        fields = {**dataclasses.asdict(self), **(self.router_options or {})}
+        if fields["num_modalities"] is not None:
+            return fields["num_modalities"]
+        for value in (fields["expert_pools"], fields["priority"]):
+            if isinstance(value, (list, tuple)):
+                return len(value)
+        return None
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
         """The feed-forward layers of an encoder's blocks, not built.
@@ -375,6 +392,12 @@ def _plain_router(router):
         return keras.saving.serialize_keras_object(router)
     router_class(router)
     return router if isinstance(router, str) else router_name(router)
+
+
+def _plain_priority(priority):
+    """A priority as its name, or as a list of modality ids."""
+    priority = plain_value(priority)
+    return list(priority) if isinstance(priority, tuple) else priority
 
 
 def _plain_options(options):

@@ -105,20 +105,19 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
             multiple_of=multiple_of,
         )
 
-    def allocate(self, affinity, gates, mask=None, training=None):
+    def allocate(self, affinity, gates, mask=None, training=None, modality_ids=None):
         if self.method == "router_pred_top_k":
             affinity = ops.where(
                 ops.convert_to_tensor(self._available, "bool"), affinity, -float("inf")
             )
-        return super().allocate(affinity, gates, mask, training)
+        return super().allocate(affinity, gates, mask, training, modality_ids)
 
-    def choose(self, affinity, gates, mask, capacity, **arguments):
-        return super().choose(
-            affinity, gates, mask, capacity, available=self._available, **arguments
-        )
+    def choose(self, affinity, gates, mask, capacity, priority, **arguments):
+        arguments["available"] = self._available
+        return super().choose(affinity, gates, mask, capacity, priority, **arguments)
 
-    def route(self, logits, allowed, mask, training):
-        plan, routing = super().route(logits, allowed, mask, training)
+    def route(self, logits, allowed, mask, training, modality_ids=None):
+        plan, routing = super().route(logits, allowed, mask, training, modality_ids)
         return plan.of_experts(self.kept_experts) if self.removed else plan, routing
 
     def get_config(self):

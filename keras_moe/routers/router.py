@@ -87,6 +87,8 @@ class Router(keras.layers.Layer):
     gating_residual = False
     # The weight of zero-computation experts in balance and capacity.
     tau = 1.0
+    # The number of modalities that a router tells apart by `modality_ids`.
+    modality_count = None
 
     def __init__(
         self,
