@@ -54,7 +54,8 @@ class MoE(keras.layers.Layer):
         group_size: S, tokens per group; None makes one group of the whole batch.
             Some routers make each image a group of its own instead.
         auxiliary_losses: dict from name to weight such as
-            `{"importance": 0.005, "load": 0.005}`, or a list of `AuxiliaryLoss`.
+            `{"importance": 0.005, "load": 0.005}`, or a list of `AuxiliaryLoss`; see
+            `keras_moe.losses.get`.
             They are added, averaged over groups, in training only, so that
             `evaluate` reports the task's loss, and not if the layer is frozen.
         dispatcher: form in which experts with a capacity get their tokens: `"index"`

@@ -199,6 +199,7 @@ def test_a_name_is_taken_once():
         (lambda: MoEConfig(moe_layers=2), "moe_layers=2"),
         (lambda: MoEConfig(dropless=1), "dropless=1"),
         (lambda: MoEConfig(auxiliary_losses="all"), "auxiliary_losses='all'"),
+        (lambda: MoEConfig(auxiliary_losses={"loads": 1}), "nearest: load"),
         (lambda: MoEConfig().replace(num_expert=3), "nearest: num_experts"),
         (lambda: MoEConfig.from_dict({"tow": 3}), "MoEConfig; received: tow=3"),
         (lambda: MuMoEConfig(rank=0), "rank=0"),
@@ -230,6 +231,20 @@ def test_another_router_drops_the_options_of_the_one_before():
     assert updated_moe(mumoe, {"router": "soft"}).tau == MoEConfig().tau
     assert updated_moe(None, {}) is None
     assert updated_moe(None, {"num_experts": 3}).moe_layers is None
+
+
+def test_the_same_router_in_another_form_keeps_its_options():
+    name = "keras_moe>TokenChoiceRouter"
+    moe = MoEConfig(router=name, router_options={"combine": "affinity"})
+    for same in (name, TokenChoiceRouter):
+        changed = updated_moe(moe, {"router": same, "num_experts": 8})
+        assert changed == moe.replace(num_experts=8)
+    assert updated_moe(moe, {"router": SoftRouter}).router_options is None
+    own = MoEConfig(router=TokenChoiceRouter(4, 1), num_experts=4)
+    for same in (TokenChoiceRouter(4, 1), own.router):
+        assert updated_moe(own, {"router": same}) == own
+    with pytest.raises(ValueError, match="router='hard'"):
+        updated_moe(moe, {"router": "hard"})
 
 
 def test_another_kind_keeps_no_biases_of_the_one_before():

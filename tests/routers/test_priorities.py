@@ -201,6 +201,8 @@ def test_a_config_takes_them_to_each_block():
     own = TokenChoiceRouter(4, priority=TEXT_FIRST)
     assert MoEConfig(router=own).modality_count == 2
     assert MoEConfig().modality_count is None
+    chosen = MoEConfig(router="softmax_expert_choice", priority=TEXT_FIRST)
+    assert chosen.modality_count is None
 
 
 @pytest.mark.backend_free
