@@ -55,7 +55,7 @@ from keras_moe.analysis.truncated_svd import (
     truncate_kernel,
     truncated_svd,
 )
-from keras_moe.analysis.usage_pass import UsageProbe, expert_usage
+from keras_moe.analysis.usage_pass import expert_usage
 
 __all__ = [
     "BlockUsage",
@@ -68,7 +68,6 @@ __all__ = [
     "RoutingScores",
     "RoutingStatistics",
     "TruncatedSVD",
-    "UsageProbe",
     "ablate_experts",
     "accuracy_changes",
     "class_polysemanticity",

@@ -11,7 +11,6 @@ from keras_moe import models
 from keras_moe.analysis import (
     BlockUsage,
     ExpertUsage,
-    UsageProbe,
     coverage_curves,
     expert_scores,
     expert_usage,
@@ -23,6 +22,7 @@ from keras_moe.analysis import (
     routing_usage,
     select_experts,
 )
+from keras_moe.analysis.usage_pass import UsageProbe
 from keras_moe.ops import Routing
 from tests.small_models import SMALL, images, with_weights
 
