@@ -22,7 +22,13 @@ from keras_moe.layers.block_config import BlockConfig
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.moe import MoE
 from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
+from keras_moe.layers.pruning_config import (
+    check_pruned_blocks,
+    kept_experts_of,
+    plain_pruning,
+)
 from keras_moe.ops.expert_kinds import ExpertKinds, expert_kinds
+from keras_moe.routers.pruned import pruned_router
 from keras_moe.routers.registry import (
     router_class,
     router_class_for_kinds,
@@ -142,6 +148,11 @@ class MoEConfig(BlockConfig):
             which then need `modality_ids`; None has one kernel.
         expert_pools: numbers of the experts that serve each modality, a list for each,
             none of them in two; None lets every expert serve every modality.
+        pruning: dict with `"kept_experts"`, the numbers of the experts that are left of
+            the `num_experts`, by the block's name; `"method"`, see
+            `keras_moe.routers.pruned.PrunedTokenChoiceRouter`; and `"removed"`, whether
+            the layers have these experts alone. `keras_moe.analysis.prune_experts`
+            writes it; None has all experts.
 
     Raises:
         ValueError: if a field is out of range; what depends on the router's class is
@@ -191,6 +202,7 @@ class MoEConfig(BlockConfig):
     expert_activation: Any = None
     num_modalities: int | None = None
     expert_pools: Any = None
+    pruning: dict | None = None
 
     def __post_init__(self):
         for name in ("images_per_group", "expert_mlp_dim", "num_modalities"):
@@ -214,6 +226,7 @@ class MoEConfig(BlockConfig):
             auxiliary_losses=_plain_losses(self.auxiliary_losses),
             expert_activation=activations.plain(self.expert_activation),
             expert_pools=plain_value(self.expert_pools),
+            pruning=plain_pruning(self.pruning),
             priority=_plain_priority(self.priority),
             **{
                 name: plain_value(getattr(self, name))
@@ -298,6 +311,7 @@ class MoEConfig(BlockConfig):
         """
         indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
         residual = self._has_residual(len(indices))
+        check_pruned_blocks(self.pruning, indices)
         first = min(indices, default=0)
         if not indices:
             self._moe(encoder, 0, residual, is_first=True)
@@ -343,6 +357,11 @@ class MoEConfig(BlockConfig):
             encoder.num_tokens, encoder.seed_of(index, 3), residual and not is_first
         )
         router = self.make_router(site, residual)
+        kept = kept_experts_of(self.pruning, index)
+        if kept is not None:
+            router = pruned_router(
+                router, kept, self.pruning["method"], self.pruning["removed"]
+            )
         shared = self.shared_expert_initialization
         if shared == AUTO:
             shared = router.shares_expert_initialization
@@ -352,7 +371,7 @@ class MoEConfig(BlockConfig):
         return MoE(
             router,
             Experts(
-                self.num_experts,
+                router.kinds.ffn,
                 self.expert_mlp_dim or encoder.mlp_dim,
                 activation=self.expert_activation or encoder.activation,
                 dropout=self.expert_dropout,

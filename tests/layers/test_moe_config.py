@@ -61,6 +61,11 @@ NOT_DEFAULT = {
     "expert_activation": "silu",
     "num_modalities": 2,
     "expert_pools": [[0, 1], [2]],
+    "pruning": {
+        "method": "router_pred",
+        "kept_experts": {"block_1": [0, 2]},
+        "removed": True,
+    },
 }
 MUMOE_NOT_DEFAULT = {
     "moe_layers": "last_2",
