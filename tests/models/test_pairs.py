@@ -116,7 +116,7 @@ def test_limoe_routes_both_modalities_of_a_group_together():
     counts = sum((record.combined > 0).sum() for record in records.values())
     assert counts == 1
     first = with_weights(
-        limoe({**moe, "num_experts": 1, "router_options": {"dispatch_order": [1, 0]}})
+        limoe({**moe, "num_experts": 1, "noise_std": 0.0, "priority": [1, 0]})
     )
     records = outputs(keras.Model(first.input, first.routing), PAIRS)
     assert records["text/block_1"].combined.sum() > 0
