@@ -257,6 +257,11 @@ def test_another_kind_keeps_no_biases_of_the_one_before():
     assert not updated_moe(moe, {"router": "soft"}).expert_use_bias
 
 
+def test_only_routers_tell_modalities_apart():
+    assert MuMoEConfig().modality_count is MoEConfig().modality_count is None
+    assert MoEConfig(expert_pools=[[0], [1, 2]], num_experts=3).modality_count == 2
+
+
 def test_losses_may_be_objects():
     moe = MoEConfig(auxiliary_losses=[losses.AuxiliaryLoss("z", 0.25)], num_experts=4)
     (loss,) = blocks(moe_config(json.loads(json.dumps(moe.to_dict()))))[
