@@ -140,8 +140,8 @@ def main():
                 time.sleep(0.001)
             while kill % 2 and not is_writing(killed):
                 check_alive(child)
-            # A step and its checkpoint take about as long.
-            time.sleep(draw.uniform(0, 0.02))
+            # A step and its checkpoint take about 20 ms.
+            time.sleep(draw.uniform(0, 0.005 if kill % 2 else 0.02))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert status == signal.SIGKILL, status

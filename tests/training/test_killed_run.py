@@ -31,7 +31,7 @@ def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(tmp_path):
     assert len(results["steps"]) == 10
     assert results["steps"][-1] > 40
     assert len(set(results["steps"])) > 5
-    assert results["in a write"] > 1
+    assert results["in a write"] > 0
     killed, uninterrupted = (
         training.find_checkpoint(tmp_path / name)
         for name in ("killed", "uninterrupted")
