@@ -11,25 +11,18 @@ import keras
 import keras_hub
 
 from keras_moe.checks import check_image_shape
-from keras_moe.compat import TorchParameters
 from keras_moe.layers import MoEConfig, MuMoEConfig, activations, moe_config
-from keras_moe.models import block_kinds, input_checks, lora, overrides, registry
-from keras_moe.models.blueprint import build
-from keras_moe.models.class_property import ClassProperty
-from keras_moe.models.copying import config_with_router_options, copied
+from keras_moe.models import block_kinds, lora, overrides
 from keras_moe.models.description import Part
-from keras_moe.models.exporting import export_signature
 from keras_moe.models.features import image_features
-from keras_moe.models.preset_folder import staged
+from keras_moe.models.model import MoEModel
 from keras_moe.models.quantization import saved_policy, settle_policies
 from keras_moe.models.soft_slots import config_for_slots
-from keras_moe.models.state_recovery import state_kept
 from keras_moe.models.tower import Tower
-from keras_moe.models.weights_file import checked_weights, save_weights
 from keras_moe.ops.expert_kinds import ExpertKinds
 
 
-class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
+class MoEBackbone(MoEModel, keras_hub.models.Backbone):
     """A config, the tower that follows from it, and a functional model.
 
     This is the base of `ViTBackbone` and `MixerBackbone`, and of one's own backbones: a
@@ -227,155 +220,6 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
         image_shape = check_image_shape(config["image_shape"])
         return cls.tower(config, "float32").parts(image_shape)
 
-    def _check_inputs(self, inputs, labels=None):
-        input_checks.check_inputs(self, inputs)
-
-    def fit(
-        self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
-    ) -> keras.callbacks.History:
-        """Trains the model; see `keras.Model.fit`, and `MoETask.fit` for checks."""
-        input_checks.check_training(self, x, y, kwargs.get("validation_data"))
-        with state_kept(self, training=True):
-            return super().fit(x, y, *args, **kwargs)
-
-    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The loss and metrics; see `keras.Model.evaluate`, and `fit` for checks."""
-        input_checks.check_training(self, x, y)
-        with state_kept(self):
-            return super().evaluate(x, y, *args, **kwargs)
-
-    def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """The outputs; see `keras.Model.predict`. No images have empty outputs."""
-        input_checks.check_prediction(self, x)
-        if input_checks.has_no_examples(x):
-            return input_checks.outputs_of_none(self)
-        with state_kept(self):
-            return super().predict(x, *args, **kwargs)
-
-    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """One step of training; see `keras.Model.train_on_batch`, and `fit`."""
-        input_checks.check_training(self, x, y)
-        with state_kept(self, training=True):
-            return super().train_on_batch(x, y, *args, **kwargs)
-
-    def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Loss and metrics of a batch; see `keras.Model.test_on_batch`, and `fit`."""
-        input_checks.check_training(self, x, y)
-        with state_kept(self):
-            return super().test_on_batch(x, y, *args, **kwargs)
-
-    def predict_on_batch(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """The outputs of a batch; see `keras.Model.predict_on_batch`."""
-        input_checks.check_prediction(self, x)
-        if input_checks.has_no_examples(x):
-            return input_checks.outputs_of_none(self)
-        with state_kept(self):
-            return super().predict_on_batch(x, *args, **kwargs)
-
-    @ClassProperty
-    def presets(cls):
-        """The presets of this class that are known by name."""
-        return registry.presets_of(cls)
-
-    @classmethod
-    def from_preset(cls, preset: Any, load_weights: bool = True, **kwargs) -> Any:
-        """Makes a model from a preset.
-
-        Args:
-            preset: name of a preset (an architecture without weights), local folder,
-                or `hf://`, `kaggle://` or `gs://` handle; or weights that others have
-                published, see `keras_moe.models.convert`.
-            load_weights: whether to load the preset's weights, if it has any.
-            **kwargs: any argument of the backbone. Weights must fit,
-                except that position embeddings and the patch kernel are resized to
-                another `image_shape` or `patch_size`. The dtype policy is the saved
-                one.
-
-        Raises:
-            ValueError: if the preset is unknown (the nearest names are listed), is
-                of another class, is not whole, or an argument is unknown.
-        """
-        return build(preset, kwargs, cls=cls, load_weights=load_weights)
-
-    def save_to_preset(
-        self, preset_dir: str | os.PathLike, max_shard_size: float | None = 10
-    ) -> None:
-        """Saves config and weights to a preset folder, whole or not at all.
-
-        The SHA-256 of the weights is in `metadata.json`, and loading compares it.
-
-        Args:
-            preset_dir: a new folder, or one with an older preset, which is replaced
-                only when all files of the new one are written.
-            max_shard_size: largest size of one weights file in GB.
-
-        Raises:
-            ValueError: if `preset_dir` holds something else than a preset.
-            FolderInUse: an OSError that names the process that has been saving to
-                `preset_dir` for ten minutes.
-            OSError: with the path and the bytes, if a file cannot be written, as on a
-                full disk. The older preset stays as it was.
-        """
-        with staged(preset_dir) as folder:
-            super().save_to_preset(folder, max_shard_size=max_shard_size)
-
-    def save_weights(
-        self,
-        filepath: str | os.PathLike,
-        overwrite: bool = True,
-        max_shard_size: float | None = None,
-    ) -> None:
-        """Saves all weights, see `keras.Model.save_weights`, whole or not at all.
-
-        Raises:
-            OSError: with the path and the bytes, if a file cannot be written, as on a
-                full disk. Those that were there stay as they were.
-        """
-        save_weights(self, filepath, overwrite, max_shard_size)
-
-    def load_weights(
-        self, filepath: str | os.PathLike, skip_mismatch: bool = False, **kwargs
-    ) -> None:
-        """Loads weights, see `keras.Model.load_weights`.
-
-        Args:
-            filepath: path of a file that `save_weights` has written, or of a preset's,
-                which is compared with the checksum in its `metadata.json`.
-            skip_mismatch: whether to leave out weights that do not fit.
-            **kwargs: arguments of `keras.Model.load_weights`.
-
-        Raises:
-            ValueError: naming the file, if it is damaged, or does not fit.
-        """
-        with checked_weights(filepath):
-            super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
-
-    def copy(self) -> Any:
-        """A new model with the same config, weights and settings of training.
-
-        Its optimizer starts afresh.
-
-        Raises:
-            ValueError: if the model has weights that its config does not imply, such as
-                low-rank pairs.
-        """
-        return copied(self, self.get_config())
-
-    def with_router_options(self, **options: Any) -> Any:
-        """A new model whose routers have other options, and the same weights.
-
-        Its optimizer starts afresh.
-
-        Args:
-            **options: arguments of the router's class, beside or instead of those in
-                `router_options`.
-
-        Raises:
-            ValueError: as `copy`, or if the routers do not take an option, or have
-                other weights with it.
-        """
-        return copied(self, config_with_router_options(self, options))
-
     def default_lora_layer_names(self) -> list[str]:
         """The names of the layers that `enable_lora` changes by default."""
         return ["query", "value"]
@@ -424,26 +268,3 @@ class MoEBackbone(TorchParameters, keras_hub.models.Backbone):
             ValueError: if the file is damaged, or its pairs do not fit the backbone's.
         """
         lora.load_pairs(self, filepath)
-
-    def export(
-        self,
-        filepath: str | os.PathLike,
-        format: str = "tf_saved_model",
-        verbose: bool | None = None,
-        input_signature: Any = None,
-        **kwargs,
-    ) -> None:
-        """Exports the backbone in its inference form, as `MoETask.export` a task.
-
-        Raises:
-            ValueError: if the format cannot hold the model.
-        """
-        shapes = kwargs.get("dynamic_shapes")
-        signature = export_signature(self, format, input_signature, shapes)
-        super().export(
-            filepath,
-            format=format,
-            verbose=verbose,
-            input_signature=signature,
-            **kwargs,
-        )

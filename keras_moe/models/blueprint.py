@@ -24,6 +24,8 @@ from keras_moe.models.overrides import (
 )
 
 BACKBONE = "backbone"
+# The towers of models of pairs, by the kinds of their inputs.
+TOWERS = ("image", "text")
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ def resolve(
     cls: type | None = None,
     load_weights: bool = True,
     counts_only: bool = False,
+    tower: str | None = None,
 ) -> Blueprint:
     """The blueprint of a model from any source, with overrides of any argument.
 
@@ -181,6 +184,8 @@ def resolve(
         counts_only: whether the blueprint serves descriptions alone: no weight is
             read, and a task's arguments may be there without the task, as those of a
             model that is yet to get its head.
+        tower: `"image"` or `"text"` for one tower of published weights of pairs; None
+            for that of `cls` or `task`, and where they imply none for all of them.
 
     Raises:
         ValueError: if the source is unknown or not whole, an argument is unknown, or
@@ -211,13 +216,29 @@ def resolve(
                 f"Expected no further arguments with a model; received: {overrides}"
             )
         return Blueprint.of_model(source)
-    opened = open_model_source(source, overrides, load_weights, counts_only)
+    check_one_of("tower", tower, (None, *TOWERS))
+    tower = tower or _tower_of(task, cls, "num_classes" in overrides)
+    opened = open_model_source(source, overrides, load_weights, counts_only, tower)
     try:
         return _resolved(opened, overrides, task, cls, counts_only)
     except BaseException:
         if weights := opened.weights():
             weights.close()
         raise
+
+
+def _tower_of(task, cls, has_classes):
+    """The tower of a model of pairs that a class or a task implies, or None."""
+    backbone = cls
+    if cls is not None and registry.is_task(cls):
+        backbone, has_classes = cls.backbone_cls, has_classes or _takes_classes(cls)
+    if task not in (None, BACKBONE):
+        backbone = registry.first_task(task).backbone_cls
+    if has_classes:
+        return TOWERS[0]
+    if backbone is None or not registry.is_registered(backbone):
+        return None
+    return backbone.example if backbone.example in TOWERS else None
 
 
 def _resolved(source, overrides, task, cls, counts_only):

@@ -143,8 +143,9 @@ class _Published(ModelSource):
     kind = PUBLISHED
     must_fit = True
 
-    def __init__(self, source, overrides, load_weights):
-        self._file, self._plan = open_source(source, overrides, load_weights)
+    def __init__(self, source, overrides, load_weights, tower):
+        opened = open_source(source, overrides, load_weights, tower)
+        self._file, self._plan = opened
         self._load_weights = load_weights
         is_path = isinstance(source, (str, os.PathLike))
         self.name = os.fspath(source) if is_path else self._file.path
@@ -174,6 +175,7 @@ def open_model_source(
     overrides: dict[str, Any],
     load_weights: bool = True,
     counts_only: bool = False,
+    tower: str | None = None,
 ) -> ModelSource:
     """Opens the source of a model.
 
@@ -183,6 +185,8 @@ def open_model_source(
             understood, such as `num_heads`.
         load_weights: whether the weights are wanted.
         counts_only: whether the shapes of published weights are read alone.
+        tower: `"image"` or `"text"` for one tower of published weights of pairs; None
+            for the source's own.
 
     Raises:
         ValueError: if the source is unknown or not whole.
@@ -191,5 +195,5 @@ def open_model_source(
     if spec is not None:
         return _Architecture(source, spec)
     if is_convertible(source):
-        return _Published(source, overrides, load_weights and not counts_only)
+        return _Published(source, overrides, load_weights and not counts_only, tower)
     return _Saved(source, load_weights)

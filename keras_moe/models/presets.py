@@ -74,6 +74,7 @@ def convert(
     task: str | None = None,
     load_weights: bool = True,
     progress: Callable[[int, int, str], None] | None = None,
+    tower: str | None = None,
     **overrides,
 ) -> tuple[Any, ConversionReport]:
     """Makes a model of this library from published weights.
@@ -105,6 +106,8 @@ def convert(
         task: `"backbone"` or `"image_classifier"`; None decides as above.
         load_weights: whether to load the weights; False makes the architecture alone.
         progress: function of (done, all, name), called before each weight.
+        tower: `"image"` or `"text"` for one tower of a model of pairs, which
+            `ViTBackbone.from_preset` and `TextBackbone.from_preset` take, too.
         **overrides: any argument of the backbone or the task. With another
             `image_shape` or `patch_size` positions and the patch kernel are resized,
             and channels folded (a Mixer keeps its number of patches). The number of
@@ -136,7 +139,8 @@ def convert(
     """
     check_convertible(source)
     overrides["num_classes"] = num_classes
-    with resolve(source, overrides, task=task, load_weights=load_weights) as blueprint:
+    options = {"task": task, "load_weights": load_weights, "tower": tower}
+    with resolve(source, overrides, **options) as blueprint:
         return blueprint.build_with_report(progress)
 
 

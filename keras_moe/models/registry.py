@@ -232,6 +232,11 @@ def task_names() -> list[str]:
     return sorted({cls.task_name for cls in _TASKS.values()})
 
 
+def first_task(name: str) -> type:
+    """The first registered task of a name of `task_names`."""
+    return next(cls for cls in _TASKS.values() if cls.task_name == name)
+
+
 def is_registered(cls: type) -> bool:
     """Whether a class is a registered backbone, or a subclass of one."""
     return any(base in _BACKBONES.values() for base in cls.__mro__)

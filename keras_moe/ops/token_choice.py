@@ -29,11 +29,12 @@ def token_choice(
     gates: Any,
     num_selected_experts: int,
     capacity: Any,
-    priority: str = "first_come",
+    priority: Any = "first_come",
     mask: Any = None,
     normalize_gates: str | None = None,
     in_place_experts: int = 0,
     in_place_capacity: Any = None,
+    available: Any = None,
 ) -> RoutingPlan | HeterogeneousPlan:
     """Allocates slots to each token's K experts of largest affinity.
 
@@ -51,7 +52,8 @@ def token_choice(
         priority: order in which the tokens of a group are served:
             `"first_come"` as they stand, `"max_gate"` by decreasing largest
             affinity (batch priority routing of V-MoE), `"sum_gates"` by decreasing
-            sum of the K largest (*LIMoE*, appendix E.1). Ties keep their order.
+            sum of the K largest (*LIMoE*, appendix E.1); or numbers (G, S), of which
+            the smallest goes first. Ties keep their order.
         mask: boolean (G, S), False for tokens (padding) that are not routed and
             use no capacity; None routes every token.
         normalize_gates: normalisation; `"before"` divides the gates by the sum of the
@@ -61,6 +63,8 @@ def token_choice(
             tokens in place: they have no slots.
         in_place_capacity: number of tokens that each of these serves in a group; None
             is unlimited.
+        available: boolean (E,), False for experts that serve nobody: choices of these
+            are dropped. None is True for all.
 
     Returns:
         A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`. No tensor of
@@ -81,7 +85,8 @@ def token_choice(
     affinity = ops.convert_to_tensor(affinity)
     gates = ops.convert_to_tensor(gates)
     check_affinity(affinity, gates, capacity, mask)
-    _check(num_selected_experts, affinity.shape[-1], normalize_gates, priority)
+    _check(num_selected_experts, affinity.shape[-1], normalize_gates)
+    priority = _check_priority(priority, tuple(affinity.shape[:2]))
     num_groups, num_tokens, num_experts = ops.shape(affinity)
     num_slotted = _check_in_place(in_place_experts, num_experts)
 
@@ -90,24 +95,18 @@ def token_choice(
         # Masked tokens queue at an expert behind the last, which has no slots.
         mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
         experts = ops.where(mask, experts, num_experts)
+    if available is not None:
+        # So do tokens of an expert that serves nobody.
+        experts = ops.where(_at_experts(available, experts), experts, num_experts)
 
     # One integer holds group, expert, choice and place in the queue. Sorting these
     # serves every queue at once; a position is a rank minus the queue's start.
-    order = None
-    if priority != "first_come":
-        # The affinity allocates, and the gates only weigh the outputs.
-        if priority == "max_gate":
-            rank = max_along(affinity, axis=-1)
-        else:
-            _, chosen = top_experts(affinity, affinity, num_selected_experts)
-            rank = ops.sum(chosen, axis=-1)
-        rank = ops.stop_gradient(-rank)
-        order = ops.cast(ops.argsort(rank, axis=-1), "int32")
+    order = _order(priority, affinity, num_selected_experts)
+    experts_in_order = experts
+    if order is not None:
         experts_in_order = ops.take_along_axis(
             experts, ops.expand_dims(order, -1), axis=1
         )
-    else:
-        experts_in_order = experts
     queue_size = num_selected_experts * num_tokens
     num_queues = num_experts + 1
     _check_range(num_groups, num_queues, queue_size)
@@ -177,6 +176,7 @@ def dropless_token_choice(
     mask: Any = None,
     normalize_gates: str | None = None,
     in_place_experts: int = 0,
+    available: Any = None,
 ) -> RaggedPlan | HeterogeneousPlan:
     """Gives each token its K experts of largest affinity; no expert is ever full.
 
@@ -192,9 +192,12 @@ def dropless_token_choice(
         num_selected_experts: K, experts per token.
         mask: boolean (G, S), False for tokens (padding) that are not routed.
         normalize_gates: normalisation; `"before"` and `"after"` both divide a token's K
-            gates by their sum, since none is dropped; None leaves them as they are.
+            gates by their sum, since none is dropped unless its expert is not
+            available; None leaves them as they are.
         in_place_experts: Z, the number of experts at the end of the axis that act on
             tokens in place: they have no rows.
+        available: boolean (E,), False for experts that serve nobody; see
+            `token_choice`.
 
     Returns:
         A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.
@@ -234,6 +237,9 @@ def dropless_token_choice(
         mask = mask if routed is None else ops.logical_and(mask, routed)
     elif mask is not None:
         mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
+    if available is not None:
+        is_there = _at_experts(available, experts)
+        mask = is_there if mask is None else ops.logical_and(mask, is_there)
     if mask is not None:
         experts = ops.where(mask, experts, num_experts)
     num_rows = num_groups * num_tokens * num_selected_experts
@@ -337,6 +343,26 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
     return by_expert(experts, weights, ops.shape(affinity)[-1])[0]
 
 
+def _at_experts(available, experts):
+    """`available[experts[g, s, k]]`."""
+    return ops.take(ops.convert_to_tensor(available, "bool"), experts, axis=0)
+
+
+def _order(priority, affinity, num_selected_experts):
+    """The tokens (G, S) in the order in which they are served; None as they stand."""
+    if not isinstance(priority, str):
+        rank = priority
+    elif priority == "first_come":
+        return None
+    # The affinity allocates, and the gates only weigh the outputs.
+    elif priority == "max_gate":
+        rank = -max_along(affinity, axis=-1)
+    else:
+        _, chosen = top_experts(affinity, affinity, num_selected_experts)
+        rank = -ops.sum(chosen, axis=-1)
+    return ops.cast(ops.argsort(ops.stop_gradient(rank), axis=-1), "int32")
+
+
 def _at(order, places):
     """`order[g, places[g, e, c]]`."""
     num_groups, num_experts, capacity = ops.shape(places)
@@ -344,10 +370,27 @@ def _at(order, places):
     return ops.reshape(ops.take_along_axis(order, flat, axis=1), ops.shape(places))
 
 
-def _check(num_selected_experts, num_experts, normalize_gates, priority=PRIORITIES[0]):
+def _check(num_selected_experts, num_experts, normalize_gates):
     check_selected(num_selected_experts, num_experts)
-    check_one_of("priority", priority, PRIORITIES)
     check_one_of("normalize_gates", normalize_gates, NORMALIZATIONS)
+
+
+def _check_priority(priority, shape):
+    """`priority` as a name, or as a tensor of numbers by which tokens are served."""
+    if priority is None or isinstance(priority, str):
+        return check_one_of("priority", priority, PRIORITIES)
+    priority = ops.convert_to_tensor(priority)
+    # A size that is not known yet fits any other.
+    fits = len(priority.shape) == len(shape) and all(
+        a == b or None in (a, b) for a, b in zip(priority.shape, shape)
+    )
+    if not fits:
+        raise ValueError(
+            f"Expected priority to be one of {PRIORITIES}, or numbers of shape "
+            f"(groups, tokens)={shape}; received: "
+            f"priority.shape={tuple(priority.shape)}"
+        )
+    return priority
 
 
 def _check_range(num_groups, num_queues, queue_size):

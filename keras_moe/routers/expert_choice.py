@@ -175,7 +175,7 @@ class ExpertChoiceRouter(SparseRouter):
     def max_nonzeros(self, num_tokens, training):
         return self.group_capacity(num_tokens, training)
 
-    def allocate(self, affinity, gates, mask=None, training=None):
+    def allocate(self, affinity, gates, mask=None, training=None, modality_ids=None):
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
         filled_slots = None
         if mask is not None:

@@ -17,6 +17,7 @@ from keras_moe.checks import (
 from keras_moe.ops.capacity import heterogeneous_capacity
 from keras_moe.ops.expert_kinds import expert_kinds
 from keras_moe.ops.plans import HeterogeneousPlan
+from keras_moe.routers.modalities import both
 from keras_moe.routers.registry import register_pathway_aware
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
@@ -85,7 +86,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: ids without effect.
+        modality_ids: integers (G, S), where `priority` is by modality.
         previous_logits: float32 (G, S, E), `Routing.logits` of the MoE layer before;
             with `gating_residual` only.
         training: whether noise is added and the capacity limits.
@@ -136,7 +137,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
         dropless: bool = False,
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
-        priority: str = "first_come",
+        priority: Any = "first_come",
         excluded_experts: Any = (),
         noise_std: float | None = None,
         noisy_combine: bool | None = None,
@@ -245,7 +246,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
         logits = ops.matmul(hidden, self.kernel)
         if self.gating_residual:
             logits = logits + ops.matmul(previous_logits, self.residual_kernel)
-        return self.route(logits, None, mask, training)
+        mask = both(mask, self.known_tokens(modality_ids))
+        return self.route(logits, None, mask, training, modality_ids)
 
     def scale_logits(self, logits: Any) -> Any:
         if self.logits_norm_std is None:
@@ -275,7 +277,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
                 f"received: shape={shape}"
             )
 
-    def allocate(self, affinity, gates, mask=None, training=None):
+    def allocate(self, affinity, gates, mask=None, training=None, modality_ids=None):
         kinds = self.kinds
         if self.zero_gates == "remove" and kinds.zero:
             zero = kinds.slices()["zero"]
@@ -285,7 +287,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
         capacity, in_place_capacity = self.capacities(ops.shape(affinity)[1], training)
         if capacity is not None:
             arguments["in_place_capacity"] = in_place_capacity
-        return self.choose(affinity, gates, mask, capacity, **arguments)
+        priority = self.served_by(affinity, modality_ids, training)
+        return self.choose(affinity, gates, mask, capacity, priority, **arguments)
 
     def capacities(self, num_tokens: Any, training: bool | None) -> tuple[Any, Any]:
         """The capacities of an FFN and of a zero-computation expert (equation 8).

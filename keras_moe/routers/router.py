@@ -87,6 +87,8 @@ class Router(keras.layers.Layer):
     gating_residual = False
     # The weight of zero-computation experts in balance and capacity.
     tau = 1.0
+    # The number of modalities that a router tells apart by `modality_ids`.
+    modality_count = None
 
     def __init__(
         self,
@@ -214,6 +216,11 @@ class Router(keras.layers.Layer):
     def kinds(self) -> ExpertKinds:
         """The number of experts of each kind."""
         return ExpertKinds(self.num_experts)
+
+    @property
+    def expert_columns(self) -> tuple[int, ...]:
+        """The columns of the routing record that the layer's FFN experts have."""
+        return tuple(range(self.kinds.ffn))
 
     def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
         """Checks whether there must be logits of the MoE layer before, and their shape.

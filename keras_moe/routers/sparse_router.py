@@ -17,6 +17,12 @@ from keras_moe.checks import (
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.routing import Routing
 from keras_moe.routers import affinities
+from keras_moe.routers.modalities import (
+    allowed_experts,
+    both,
+    check_pools,
+    known_tokens,
+)
 from keras_moe.routers.router import Router
 
 COMBINES = ("softmax", "affinity")
@@ -142,7 +148,7 @@ class SparseRouter(Router):
         self.capacity_multiple_of = capacity_multiple_of
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.num_modalities = num_modalities
-        self.expert_pools = _check_pools(expert_pools, num_modalities, num_experts)
+        self.expert_pools = check_pools(expert_pools, num_modalities, num_experts)
 
     @classmethod
     def from_moe_config(cls, config, site, **arguments):
@@ -268,13 +274,46 @@ class SparseRouter(Router):
         modality_ids: Any = None,
         training: bool | None = None,
     ) -> tuple[Any, Routing]:
-        logits, allowed, known = self._logits(tokens, modality_ids)
-        if known is not None:
-            mask = known if mask is None else ops.logical_and(mask, known)
-        return self.route(logits, allowed, mask, training)
+        known = self.known_tokens(modality_ids)
+        logits, allowed = self._logits(tokens, modality_ids), None
+        if self.expert_pools is not None:
+            pools = self.expert_pools
+            allowed = allowed_experts(modality_ids, known, pools, self.num_experts)
+            logits = ops.where(allowed, logits, -float("inf"))
+        mask = both(mask, known)
+        return self.route(logits, allowed, mask, training, modality_ids)
+
+    @property
+    def modality_count(self) -> int | None:
+        """M if the router tells modalities apart; calls then take `modality_ids`."""
+        if self.num_modalities is None and self.expert_pools is not None:
+            return len(self.expert_pools)
+        return self.num_modalities
+
+    def by_modality(self) -> str:
+        """The arguments that tell modalities apart, for messages."""
+        return f"num_modalities={self.num_modalities}, expert_pools={self.expert_pools}"
+
+    def known_tokens(self, modality_ids: Any) -> Any:
+        """The tokens (G, S) of known modalities, or None if there are no others.
+
+        Args:
+            modality_ids: integers (G, S), or None.
+
+        Raises:
+            ValueError: if the router tells modalities apart, and there are no ids.
+        """
+        if self.modality_count is None:
+            return None
+        return known_tokens(modality_ids, self.modality_count, self.by_modality())
 
     def route(
-        self, logits: Any, allowed: Any, mask: Any, training: bool | None
+        self,
+        logits: Any,
+        allowed: Any,
+        mask: Any,
+        training: bool | None,
+        modality_ids: Any = None,
     ) -> tuple[Any, Routing]:
         """The plan and the record of logits.
 
@@ -283,6 +322,7 @@ class SparseRouter(Router):
             allowed: boolean (G, S, E), the experts that a token may go to, or None.
             mask: boolean (G, S), False for tokens that are not routed, or None.
             training: whether there is noise, and a limited capacity.
+            modality_ids: integers (G, S), for routers that tell modalities apart.
         """
         clean_logits = self.scale_logits(logits)
         noisy_logits = self.add_noise(
@@ -314,6 +354,7 @@ class SparseRouter(Router):
             affinity if differentiable else combine_gates,
             mask=mask,
             training=training,
+            modality_ids=modality_ids,
         )
         return plan, Routing(logits, noisy_logits, affinity, gates, *plan.served())
 
@@ -322,43 +363,22 @@ class SparseRouter(Router):
         return logits
 
     def _logits(self, tokens, modality_ids):
-        """The logits, the experts allowed to each token, and which tokens are routed.
-
-        The last two are None if all are.
-        """
-        if self.num_modalities is None and self.expert_pools is None:
-            return ops.matmul(tokens, self.kernel), None, None
-        if modality_ids is None:
-            raise ValueError(
-                "Expected modality_ids of shape (groups, tokens), since the router "
-                f"has num_modalities={self.num_modalities}, "
-                f"expert_pools={self.expert_pools}; received: modality_ids=None"
-            )
-        modality_ids = ops.cast(modality_ids, "int32")
-        count = self.num_modalities or len(self.expert_pools)
-        # A graph cannot raise for an unknown modality: its tokens are not routed.
-        known = ops.logical_and(modality_ids >= 0, modality_ids < count)
         if self.num_modalities is None:
-            logits = ops.matmul(tokens, self.kernel)
-        else:
-            logits = 0.0
-            for modality in range(self.num_modalities):
-                own = ops.matmul(tokens, self.kernel[modality])
-                is_own = ops.expand_dims(modality_ids == modality, -1)
-                logits = logits + ops.where(is_own, own, 0.0)
-        if self.expert_pools is None:
-            return logits, None, known
-        # Unknown ones keep their logits: a softmax of -inf alone is NaN.
-        allowed = ops.expand_dims(ops.logical_not(known), -1)
-        for modality, pool in enumerate(self.expert_pools):
-            in_pool = [expert in pool for expert in range(self.num_experts)]
-            is_own = ops.expand_dims(modality_ids == modality, -1)
-            own = ops.logical_and(is_own, ops.convert_to_tensor(in_pool, "bool"))
-            allowed = ops.logical_or(allowed, own)
-        return ops.where(allowed, logits, -float("inf")), allowed, known
+            return ops.matmul(tokens, self.kernel)
+        logits = 0.0
+        for modality in range(self.num_modalities):
+            own = ops.matmul(tokens, self.kernel[modality])
+            is_own = ops.expand_dims(ops.equal(modality_ids, modality), -1)
+            logits = logits + ops.where(is_own, own, 0.0)
+        return logits
 
     def allocate(
-        self, affinity: Any, gates: Any, mask: Any = None, training: bool | None = None
+        self,
+        affinity: Any,
+        gates: Any,
+        mask: Any = None,
+        training: bool | None = None,
+        modality_ids: Any = None,
     ) -> Any:
         """The plan from affinity and combine weights, both float32 (G, S, E)."""
         raise NotImplementedError
@@ -426,23 +446,3 @@ def _each(initializer):
         return ops.stack([initializer(shape[1:], dtype) for _ in range(shape[0])])
 
     return draw
-
-
-def _check_pools(expert_pools, num_modalities, num_experts):
-    if expert_pools is None:
-        return None
-    pools = [
-        sorted({check_integer("expert_pools", expert, minimum=0) for expert in pool})
-        for pool in expert_pools
-    ]
-    if num_modalities is not None and len(pools) != num_modalities:
-        raise ValueError(
-            f"Expected a pool for each of num_modalities={num_modalities}; "
-            f"received: expert_pools={expert_pools}"
-        )
-    if not pools or not all(pool and pool[-1] < num_experts for pool in pools):
-        raise ValueError(
-            "Expected for each modality at least one expert between 0 and num_experts "
-            f"- 1 = {num_experts - 1}; received: expert_pools={expert_pools}"
-        )
-    return pools

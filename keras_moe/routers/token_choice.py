@@ -10,22 +10,17 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_moe.checks import (
-    check_bool,
-    check_integer,
-    check_one_of,
-    check_selected,
-)
+from keras_moe.checks import check_bool, check_integer, check_selected
 from keras_moe.ops.by_group import by_group
 from keras_moe.ops.plans import RaggedPlan, RoutingPlan
 from keras_moe.ops.token_choice import (
     NORMALIZATIONS,
-    PRIORITIES,
     dropless_token_choice,
     token_choice,
 )
 from keras_moe.routers.affinities import SoftmaxAffinity
 from keras_moe.routers.evaluation import check_evaluation
+from keras_moe.routers.modalities import check_priority, ranks
 from keras_moe.routers.registry import register_router
 from keras_moe.routers.sparse_router import SparseRouter
 
@@ -55,8 +50,9 @@ class TokenChoiceRouter(SparseRouter):
             by the sum of the token's K, `"after"` by the sum of those that got a slot
             (*CLIP-UP*, appendix B.3), and None, the papers' default, leaves them as
             they are.
-        capacity_factor: C = S K c / E while training; 1.05 without this, `capacity` and
-            `dropless`.
+        capacity_factor: c, with C = S K c / E while training; 1.05 without this,
+            `capacity` and `dropless`. Switch and CLIP-UP leave K out: with K = 2, the
+            latter's 2.0 is 1.0 here.
         capacity: C itself, a number of tokens, instead of `capacity_factor`.
         eval_capacity_factor: c at inference; None serves every token.
         eval_capacity: C itself at inference, instead of `eval_capacity_factor`.
@@ -68,8 +64,14 @@ class TokenChoiceRouter(SparseRouter):
         capacity_rounding: rounding of the capacity, `"ceil"` or `"round"`.
         capacity_multiple_of: divisor of the capacity, which is rounded up to a multiple
             of it unless each image is a group, or None. The released V-MoEs take 4.
-        priority: order in which tokens are served: `"first_come"`, `"max_gate"` (batch
-            priority routing) or `"sum_gates"`; see `keras_moe.ops.token_choice`.
+        priority: order in which the tokens of a group are served:
+            `"first_come"` as they stand, `"max_gate"` (batch priority routing) or
+            `"sum_gates"` by their gates (see `keras_moe.ops.token_choice`);
+            `"shuffled"` in an order that each call draws anew; or modality ids, such as
+            `(1, 0)` to serve all tokens of modality 1 before those of modality 0, and
+            each modality's as they stand. Where tokens are shuffled, inference with a
+            capacity is first come, since its results must be repeatable; *LIMoE*
+            leaves that open.
         noise_std: standard deviation of the training noise, times `num_experts`; None
             is the affinity's: 1.0 for softmax, 0.0 for transport plans.
         noisy_combine: whether the softmax that weighs outputs has the noise, too; None
@@ -80,13 +82,14 @@ class TokenChoiceRouter(SparseRouter):
         expert_pools: experts of each modality, those that its tokens may go to.
         excluded_experts: experts that no token chooses; the softmax is over the
             others. See `keras_moe.analysis.exclude_experts`.
-        seed: seed of the noise.
+        seed: seed of the noise and of shuffled tokens.
         **kwargs: arguments of `keras.layers.Layer`; `dtype` is always float32.
 
     Call arguments:
         tokens: (G, S, D).
         mask: boolean (G, S), False for tokens that are not routed.
-        modality_ids: integers (G, S); tokens of ids that are not in [0, M) are not
+        modality_ids: integers (G, S), for `num_modalities`, `expert_pools` and a
+            `priority` of modalities; tokens of ids that are not in [0, M) are not
             routed.
         training: whether noise is added and the capacity limits.
 
@@ -98,7 +101,8 @@ class TokenChoiceRouter(SparseRouter):
         ValueError: if an argument is out of range.
 
     Reference:
-        *Routers in Vision Mixture of Experts*, sections 2.1 and 2.2, Algorithm 1.
+        *Routers in Vision Mixture of Experts*, sections 2.1 and 2.2, Algorithm 1;
+        *LIMoE*, figure 6, for the orders shuffled, image first and text first.
 
     Example:
 
@@ -129,7 +133,7 @@ class TokenChoiceRouter(SparseRouter):
         dropless: bool = False,
         capacity_rounding: str = "ceil",
         capacity_multiple_of: int | None = None,
-        priority: str = "first_come",
+        priority: Any = "first_come",
         noise_std: float | None = None,
         noisy_combine: bool | None = None,
         kernel_initializer: Any = "lecun_normal",
@@ -179,7 +183,7 @@ class TokenChoiceRouter(SparseRouter):
         self.eval_capacity = eval_capacity
         self.dropless = check_bool("dropless", dropless)
         self.excluded_experts = self._check_excluded(excluded_experts)
-        self.priority = check_one_of("priority", priority, PRIORITIES)
+        self.priority = check_priority(priority, super().modality_count)
 
     @classmethod
     def own_fields(cls, config, site):
@@ -232,15 +236,31 @@ class TokenChoiceRouter(SparseRouter):
         finally:
             self.excluded_experts = kept
 
+    @property
+    def modality_count(self) -> int | None:
+        """M if the router tells modalities apart; calls then take `modality_ids`."""
+        if isinstance(self.priority, list):
+            return len(self.priority)
+        return super().modality_count
+
+    def by_modality(self) -> str:
+        """The arguments that tell modalities apart, for messages."""
+        return f"{super().by_modality()}, priority={self.priority}"
+
     def route(
-        self, logits: Any, allowed: Any, mask: Any, training: bool | None
+        self,
+        logits: Any,
+        allowed: Any,
+        mask: Any,
+        training: bool | None,
+        modality_ids: Any = None,
     ) -> tuple[Any, Any]:
         if self.excluded_experts:
             kept = [e not in self.excluded_experts for e in range(self.num_experts)]
             kept = ops.convert_to_tensor(kept, "bool")
             kept = ops.broadcast_to(kept, ops.shape(logits))
             allowed = kept if allowed is None else ops.logical_and(allowed, kept)
-        return super().route(logits, allowed, mask, training)
+        return super().route(logits, allowed, mask, training, modality_ids)
 
     def serves_every_token(self, training: bool | None) -> bool:
         """Whether no expert can be full.
@@ -284,12 +304,38 @@ class TokenChoiceRouter(SparseRouter):
     def max_nonzeros(self, num_tokens, training):
         return self.num_selected_experts
 
-    def allocate(self, affinity, gates, mask=None, training=None):
+    def allocate(self, affinity, gates, mask=None, training=None, modality_ids=None):
         capacity = self.group_capacity(ops.shape(affinity)[1], training)
-        return self.choose(affinity, gates, mask, capacity)
+        priority = self.served_by(affinity, modality_ids, training)
+        return self.choose(affinity, gates, mask, capacity, priority)
+
+    def served_by(self, affinity: Any, modality_ids: Any, training: bool | None) -> Any:
+        """The `priority` of `token_choice`: a name, or numbers (G, S).
+
+        Args:
+            affinity: float32 (G, S, E).
+            modality_ids: integers (G, S), or None.
+            training: whether the router trains.
+        """
+        if isinstance(self.priority, list):
+            return ranks(modality_ids, self.priority)
+        if self.priority != "shuffled":
+            return self.priority
+        if not training or self.serves_every_token(training):
+            return "first_come"
+        # Equal numbers are rare, and keep the order of their tokens.
+        return keras.random.uniform(
+            ops.shape(affinity)[:2], dtype="float32", seed=self.seed_generator
+        )
 
     def choose(
-        self, affinity: Any, gates: Any, mask: Any, capacity: Any, **arguments: Any
+        self,
+        affinity: Any,
+        gates: Any,
+        mask: Any,
+        capacity: Any,
+        priority: Any,
+        **arguments: Any,
     ) -> Any:
         """The plan of token choice, which serves each token if there is no capacity.
 
@@ -298,6 +344,7 @@ class TokenChoiceRouter(SparseRouter):
             gates: float32 (G, S, E).
             mask: boolean (G, S), or None.
             capacity: C, or None.
+            priority: name of an order, or numbers (G, S).
             **arguments: further arguments of `token_choice`.
         """
         if capacity is None:
@@ -310,19 +357,21 @@ class TokenChoiceRouter(SparseRouter):
                 **arguments,
             )
 
-        def allocate(affinity, gates, mask):
+        numbers = None if isinstance(priority, str) else priority
+
+        def allocate(affinity, gates, mask, numbers):
             return token_choice(
                 affinity,
                 gates,
                 self.num_selected_experts,
                 capacity,
-                priority=self.priority,
+                priority=priority if numbers is None else numbers,
                 mask=mask,
                 normalize_gates=self.normalize_gates,
                 **arguments,
             )
 
-        return by_group(allocate, affinity, gates, mask)
+        return by_group(allocate, affinity, gates, mask, numbers)
 
     def total_slots(self, num_tokens: int) -> int:
         return num_tokens * self.num_selected_experts

@@ -1,108 +1,25 @@
-"""The names of CLIP's and SigLIP's image towers, in OpenCLIP and in transformers.
+"""The towers of CLIP and SigLIP, in OpenCLIP and in transformers."""
 
-The text tower is left out. CLIP's projection becomes a head without bias: the model's
-outputs are the image embeddings, before they are normalised.
-"""
-
-from keras_moe.models.conversion.image_range import Normalization, normalization
+from keras_moe.models.conversion.clip_image_names import (
+    openclip_image_plan,
+    transformers_image_plan,
+    transformers_image_root,
+)
+from keras_moe.models.conversion.openclip_text_names import (
+    openclip_text_plan,
+    openclip_text_root,
+)
 from keras_moe.models.conversion.plan import ConversionPlan
-from keras_moe.models.conversion.preprocessing import (
-    openclip_preprocessing,
-    transformers_preprocessing,
-)
-from keras_moe.models.conversion.sizes import (
-    agree,
-    numbered,
-    required,
-    square_grid,
-    usual_heads,
-)
-from keras_moe.models.conversion.timm_names import patches
-from keras_moe.models.conversion.torch_blocks import (
-    BlockNames,
-    attention_rules,
-    block_rules,
-)
-from keras_moe.models.conversion.weight_rules import (
-    Direct,
-    Filled,
-    Matrix,
-    Positions,
-    Squeezed,
-    linear,
-    norm,
+from keras_moe.models.conversion.transformers_text_names import (
+    transformers_text_plan,
+    transformers_text_root,
 )
 
-CLIP_IMAGES = Normalization(
-    (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-)
-_OPENCLIP_BLOCK = BlockNames(
-    norms=("ln_1.", "ln_2."),
-    mlp=("mlp.c_fc.", "mlp.c_proj."),
-    # PyTorch's own attention: `in_proj_weight`, `in_proj_bias`.
-    queries=("attn.in_proj_",),
-    output="attn.out_proj.",
-    scales=("ls_1.gamma", "ls_2.gamma"),
-)
-_TRANSFORMERS_BLOCK = BlockNames(
-    norms=("layer_norm1.", "layer_norm2."),
-    mlp=("mlp.fc1.", "mlp.fc2."),
-    queries=tuple(f"self_attn.{name}_proj." for name in "qkv"),
-    output="self_attn.out_proj.",
-)
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "quick_gelu": "quick_gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-}
-_OPENCLIP_CONFIG = "open_clip_config.json"
-# OpenCLIP's arguments of an image tower that do not matter here, or that follow from
-# the tensors; and those of which only the default is supported.
-_OPENCLIP_FREE = (
-    "layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size",
-    "ls_init_value", "patch_dropout", "attn_pooler_queries", "attn_pooler_heads",
-    "n_queries", "output_tokens", "timm_model_pretrained", "timm_pool", "timm_proj",
-    "timm_proj_bias", "timm_drop", "timm_drop_path", "timm_use_rope",
-)  # fmt: skip
-_OPENCLIP_DEFAULTS = {
-    "pool_type": ("tok",),
-    "pos_embed_type": ("learnable",),
-    "act_kwargs": (None, {}),
-    "norm_kwargs": (None, {}),
-    "timm_model_name": (None, ""),
-    **dict.fromkeys(
-        (
-            "attentional_pool", "final_ln_after_pool", "global_average_pool",
-            "input_patchnorm", "no_ln_pre", "qk_norm", "scaled_cosine_attn",
-            "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc",
-        ),
-        (None, False),
-    ),
-    "block_type": (None, "default"),
-}  # fmt: skip
-_TEXT = "of the text tower"
-_OPENCLIP_TEXT = (
-    "positional_embedding",
-    "text_projection",
-    "logit_scale",
-    "logit_bias",
-    "attn_mask",
-    "token_embedding.",
-    "ln_final.",
-    "transformer.",
-    # Later versions have `text.` instead.
-    "text.",
-    # Numbers that OpenAI's files have beside the weights.
-    "input_resolution",
-    "context_length",
-    "vocab_size",
-)
-_TRANSFORMERS_TEXT = ("text_model.", "text_projection.", "logit_scale", "logit_bias")
 
-
-def clip_plan(file, config: dict, overrides: dict) -> ConversionPlan | None:
-    """The plan for an image tower, or None if the names are others.
+def clip_plan(
+    file, config: dict, overrides: dict, tower: str | None = None
+) -> ConversionPlan | None:
+    """The plan for a tower, or None if the names are others.
 
     Args:
         file: a `PublishedTensors`.
@@ -110,247 +27,32 @@ def clip_plan(file, config: dict, overrides: dict) -> ConversionPlan | None:
             `open_clip_config.json`, or `{}`; `"preprocessor"` in it may hold that of
             `preprocessor_config.json`.
         overrides: arguments of the user.
+        tower: `"image"`, `"text"`, or None for the source's own.
 
     Raises:
-        ValueError: if neither config nor arguments have what the weights do not imply.
+        ValueError: if neither config nor arguments have what the weights do not imply,
+            or the source lacks the tower.
     """
-    if "visual.conv1.weight" in file:
-        return _openclip(file, config, overrides)
-    if "vision_model.embeddings.patch_embedding.weight" in file:
-        return _transformers(file, config, overrides)
-    if any(name.startswith("visual.trunk.") for name in file):
+    plans = _plans(file)
+    if not plans:
+        return None
+    if tower is not None and tower not in plans:
         raise ValueError(
-            "Expected an image tower of OpenCLIP's own kind; received one of timm "
-            f"('visual.trunk...') in {file.path}. Convert timm's release of it."
+            f"Expected weights with the {tower} tower of a CLIP or SigLIP; received: "
+            f"the {' and '.join(plans)} tower alone in {file.path}"
         )
-    return None
+    return plans[tower or next(iter(plans))](file, config, overrides)
 
 
-def _ignored(file, starts):
-    return {name: _TEXT for name in file if name.startswith(starts)}
-
-
-def _tower(file, kernel, positions, class_token, blocks, mlp, overrides, heads=None):
-    """The backbone's arguments that all towers have."""
-    hidden_dim, channels, height, width = required(file, kernel, 4)
-    rows, _ = required(file, positions, 2)
-    grid = square_grid(rows, class_token, f"{positions!r} in {file.path}")
-    heads = heads or overrides.get("num_heads") or usual_heads(hidden_dim, file.path)
-    return {
-        "image_shape": (grid * height, grid * width, channels),
-        "patch_size": height if height == width else (height, width),
-        "hidden_dim": hidden_dim,
-        "num_layers": len(blocks),
-        "num_heads": heads,
-        "mlp_dim": required(file, mlp, 2)[0],
-        "class_token": class_token,
-        "position_interpolation": "bicubic",
-    }
-
-
-def _activation(name, file, overrides):
-    if "activation" in overrides:
-        return overrides["activation"]
-    if name not in _ACTIVATIONS:
-        raise ValueError(
-            "Expected activation='quick_gelu' (OpenAI's weights) or 'gelu' (most of "
-            f"OpenCLIP's), which neither weights nor config of {file.path} tell; "
-            f"received: {name!r}"
-        )
-    return _ACTIVATIONS[name]
-
-
-def _check_openclip(vision, file):
-    """Refuses towers that `ViTBackbone` does not compute."""
-    for name, value in vision.items():
-        allowed = _OPENCLIP_DEFAULTS.get(name, ())
-        if name not in _OPENCLIP_FREE and value not in allowed:
-            raise ValueError(
-                "Expected an image tower of OpenCLIP with its defaults in the config "
-                f"of {file.path}; received: vision_cfg.{name}={value!r}"
-            )
-
-
-def _openclip(file, config, overrides):
-    visual, blocks_at = "visual.", "visual.transformer.resblocks."
-    blocks = numbered(file, r"visual\.transformer\.resblocks\.(\d+)\.")
-    model = config.get("model_cfg", {})
-    activation = None
-    if model:
-        activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
-    vision = model.get("vision_cfg", {})
-    _check_openclip(vision, file)
-    width = required(file, f"{visual}conv1.weight", 4)[0]
-    agree(file, vision, _OPENCLIP_CONFIG, width=width, layers=len(blocks))
-    if f"{visual}proj" in file:
-        embed_dim = required(file, f"{visual}proj", 2)[1]
-        agree(file, model, _OPENCLIP_CONFIG, embed_dim=embed_dim)
-    heads = None
-    if "width" in vision:
-        heads, rest = divmod(width, vision.get("head_width", 64))
-        if rest:
-            raise ValueError(
-                f"Expected a head_width that divides width={width} in the config of "
-                f"{file.path}; received: head_width={vision.get('head_width', 64)}"
-            )
-    arguments = {
-        **_tower(
-            file,
-            f"{visual}conv1.weight",
-            f"{visual}positional_embedding",
-            True,
-            blocks,
-            f"{blocks_at}0.mlp.c_fc.weight",
-            overrides,
-            heads,
-        ),
-        "embedding_norm": True,
-        "layer_norm_epsilon": 1e-5,
-        "activation": _activation(activation, file, overrides),
-    }
-    preprocessing = config.get("preprocess_cfg", {})
-    images = normalization(
-        arguments["image_shape"][2],
-        preprocessing.get("mean"),
-        preprocessing.get("std"),
-        config.get("preprocessor", {}),
-        CLIP_IMAGES,
-    )
-    rules = {
-        **patches(f"{visual}conv1.", f"{visual}conv1.bias" in file, True, images),
-        "class_token/token": Squeezed(f"{visual}class_embedding", axes=2),
-        "position_embedding/embedding": Positions(
-            f"{visual}positional_embedding", axes=1
-        ),
-        **norm("embedding_norm", f"{visual}ln_pre."),
-        **norm("final_norm", f"{visual}ln_post."),
-    }
-    for i in blocks:
-        block = f"{blocks_at}{i}."
-        rules.update(block_rules(file, f"block_{i}", block, _OPENCLIP_BLOCK))
-    task = None
-    if f"{visual}proj" in file:
-        # It is stored as here: (D, embedding).
-        rules["predictions/kernel"] = Direct(f"{visual}proj")
-        rules["predictions/bias"] = Filled()
-        size = required(file, f"{visual}proj", 2)[1]
-        task = {"num_classes": size, "pooling": "class_token"}
-    images_preprocessing, notes = openclip_preprocessing(preprocessing)
-    return ConversionPlan(
-        "CLIP (OpenCLIP)",
-        "ViTBackbone",
-        arguments,
-        rules,
-        task,
-        _ignored(file, _OPENCLIP_TEXT),
-        notes,
-        images_preprocessing,
-    )
-
-
-def _transformers(file, config, overrides):
-    root = "vision_model."
-    vision = config.get("vision_config") or config
-    blocks = numbered(file, r"vision_model\.encoder\.layers\.(\d+)\.")
-    embeddings = f"{root}embeddings."
-    class_token = f"{embeddings}class_embedding" in file
-    agree(
-        file,
-        vision,
-        "config.json",
-        hidden_size=required(file, f"{embeddings}patch_embedding.weight", 4)[0],
-        num_hidden_layers=len(blocks),
-        intermediate_size=required(file, f"{root}encoder.layers.0.mlp.fc1.weight", 2)[
-            0
-        ],
-    )
-    # Transformers leaves out the defaults of CLIP and SigLIP.
-    is_siglip = not class_token
-    activation = vision.get("hidden_act")
-    if activation is None and config.keys() - {"preprocessor"}:
-        activation = "gelu_pytorch_tanh" if is_siglip else "quick_gelu"
-    arguments = {
-        **_tower(
-            file,
-            f"{embeddings}patch_embedding.weight",
-            f"{embeddings}position_embedding.weight",
-            class_token,
-            blocks,
-            f"{root}encoder.layers.0.mlp.fc1.weight",
-            overrides,
-            vision.get("num_attention_heads"),
-        ),
-        "embedding_norm": f"{root}pre_layrnorm.weight" in file,
-        "layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6 if is_siglip else 1e-5),
-        "activation": _activation(activation, file, overrides),
-    }
-    preprocessor = config.get("preprocessor", {})
-    images = normalization(
-        arguments["image_shape"][2],
-        preprocessor.get("image_mean"),
-        preprocessor.get("image_std"),
-        preprocessor,
-        None if is_siglip else CLIP_IMAGES,
-    )
-    has_bias = f"{embeddings}patch_embedding.bias" in file
-    rules = {
-        **patches(f"{embeddings}patch_embedding.", has_bias, True, images),
-        "position_embedding/embedding": Positions(
-            f"{embeddings}position_embedding.weight", axes=1
-        ),
-        **norm("final_norm", f"{root}post_layernorm."),
-    }
-    if class_token:
-        token = Squeezed(f"{embeddings}class_embedding", axes=2)
-        rules["class_token/token"] = token
-    if arguments["embedding_norm"]:
-        # Spelt so in the release.
-        rules.update(norm("embedding_norm", f"{root}pre_layrnorm."))
-    for i in blocks:
-        block = f"{root}encoder.layers.{i}."
-        rules.update(block_rules(file, f"block_{i}", block, _TRANSFORMERS_BLOCK))
-    task = None
-    if "visual_projection.weight" in file:
-        rules["predictions/kernel"] = Matrix("visual_projection.weight")
-        rules["predictions/bias"] = Filled()
-        size = required(file, "visual_projection.weight", 2)[0]
-        task = {"num_classes": size, "pooling": "class_token"}
-    elif f"{root}head.probe" in file:
-        rules.update(_attention_pool(f"{root}head."))
-        task = {"num_classes": arguments["hidden_dim"], "pooling": "map"}
-    ignored = _ignored(file, _TRANSFORMERS_TEXT)
-    if f"{embeddings}position_ids" in file:
-        ignored[f"{embeddings}position_ids"] = "the numbers 0, 1, 2, ..."
-    images_preprocessing, notes = transformers_preprocessing(
-        preprocessor, not is_siglip
-    )
-    return ConversionPlan(
-        "SigLIP (transformers)" if is_siglip else "CLIP (transformers)",
-        "ViTBackbone",
-        arguments,
-        rules,
-        task,
-        ignored,
-        notes,
-        images_preprocessing,
-    )
-
-
-def _attention_pool(head):
-    """SigLIP's attention pooling; the pooled vector itself is the output."""
-    rules = {
-        "pooler/probe": Direct(f"{head}probe"),
-        **norm("pooler/norm", f"{head}layernorm."),
-        **linear("pooler/mlp/hidden", f"{head}mlp.fc1."),
-        **linear("pooler/mlp/output", f"{head}mlp.fc2."),
-        "predictions/kernel": Filled("identity"),
-        "predictions/bias": Filled(),
-    }
-    return {
-        **rules,
-        **attention_rules(
-            "pooler/attention",
-            [f"{head}attention.in_proj_"],
-            f"{head}attention.out_proj.",
-        ),
-    }
+def _plans(file):
+    """The functions that plan the towers of a file, by the towers' names."""
+    plans = {}
+    if any(name.startswith("visual.") for name in file):
+        plans["image"] = openclip_image_plan
+    elif transformers_image_root(file) is not None:
+        plans["image"] = transformers_image_plan
+    if openclip_text_root(file) is not None:
+        plans["text"] = openclip_text_plan
+    elif transformers_text_root(file) is not None:
+        plans["text"] = transformers_text_plan
+    return plans

@@ -82,6 +82,10 @@ _TIMM = {
     "img_size": _SIZES,
     "qk_norm": _BOOL,
 }
+_OPTIONAL_COUNT = (
+    "an integer of at least 0",
+    lambda value: value is None or is_count(value),
+)
 _TOWER = {
     "hidden_size": _SIZE,
     "intermediate_size": _SIZE,
@@ -90,10 +94,26 @@ _TOWER = {
     "hidden_act": _TEXT,
     "layer_norm_eps": _EPSILON,
 }
+_TEXT_TOWER = {
+    **_TOWER,
+    "vocab_size": _SIZE,
+    "max_position_embeddings": _SIZE,
+    "eos_token_id": _OPTIONAL_COUNT,
+}
+_OPENCLIP_TEXT = {
+    "width": _SIZE,
+    "heads": _SIZE,
+    "layers": _SIZE,
+    "vocab_size": _SIZE,
+    "context_length": _SIZE,
+    "no_causal_mask": _BOOL,
+    "pool_type": _TEXT,
+    "eos_id": _COUNT,
+}
 # The entries of a config that are read; a dict stands for an object of such entries.
 CONFIG = {
     **_TIMM,
-    **_TOWER,
+    **_TEXT_TOWER,
     "architecture": _TEXT,
     "num_features": _SIZE,
     "model_args": _TIMM,
@@ -109,10 +129,12 @@ CONFIG = {
         "label_names": _OPTIONAL_NAMES,
     },
     "vision_config": _TOWER,
+    "text_config": _TEXT_TOWER,
     "model_cfg": {
         "embed_dim": _SIZE,
         "quick_gelu": _BOOL,
         "vision_cfg": {"width": _SIZE, "head_width": _SIZE},
+        "text_cfg": _OPENCLIP_TEXT,
     },
     "preprocess_cfg": {
         "mean": _MEAN,

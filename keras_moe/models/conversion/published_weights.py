@@ -8,8 +8,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-from keras_moe.checks import check_pair
-from keras_moe.layers import fold_channels, resize_positions
+from keras_moe.models.conversion.image_sizes import KERNEL, ImageSizes
 from keras_moe.models.conversion.plan import ConversionPlan
 from keras_moe.models.conversion.published_tensors import FLOATS, PublishedTensors
 from keras_moe.models.conversion.report import (
@@ -17,9 +16,7 @@ from keras_moe.models.conversion.report import (
     ConvertedWeight,
     licence,
 )
-from keras_moe.models.conversion.weight_rules import Filled, PatchKernel
-
-_KERNEL, _POSITIONS = "patch_embedding/kernel", "position_embedding/embedding"
+from keras_moe.models.conversion.weight_rules import Filled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +54,19 @@ class PublishedWeights:
         """
         file, plan = self.file, self.plan
         weights = [w for w in model.weights if keras.backend.is_float_dtype(w.dtype)]
-        steps, new, ignored = _match(file, plan, weights, self.new_weights)
+        sizes = ImageSizes.of(plan.arguments)
+        steps, new, ignored = self._match(weights, sizes, hasattr(model, "backbone"))
+        target = ImageSizes.of(getattr(model, "backbone", model).get_config())
         done, nbytes = [], 0
         for number, (weight, rule, shape) in enumerate(steps if self.is_wanted else ()):
             if progress is not None:
                 progress(number, len(steps), weight.path)
-            rule = _resized(rule, plan, model)
+            how = ""
+            if sizes is not None:
+                rule = sizes.rule_for(rule, target)
             value = rule.make(functools.partial(_read, file), shape)
-            value, how = _fit(value, weight, plan, model)
+            if sizes is not None:
+                value, how = sizes.fit(value, weight.path, target)
             value = np.asarray(value, "float32", order="C")
             if not _is_finite(value):
                 raise ValueError(
@@ -90,6 +92,43 @@ class PublishedWeights:
             nbytes,
         )
 
+    def _match(self, weights, sizes, is_task):
+        """The assignment of tensors to weights: all are compared, and none is read."""
+        file, plan, replaced = self.file, self.plan, self.new_weights
+        steps, new, used = [], [], set()
+        for weight in weights:
+            # A backbone's own pooling is none of a head.
+            if is_task and weight.path.startswith(replaced):
+                new.append(weight.path)
+                continue
+            rule = plan.rules.get(weight.path)
+            if rule is None:
+                raise ValueError(
+                    f"Expected a tensor of {file.path} for each weight; received: none "
+                    f"for {weight.path!r} with shape {tuple(weight.shape)}"
+                )
+            shape = tuple(weight.shape)
+            if sizes is not None:
+                shape = sizes.shape_of(weight.path, shape)
+            for name, expected in rule.shapes(shape).items():
+                _check_tensor(file, name, expected, weight)
+            used.update(rule.names)
+            steps.append((weight, rule, shape))
+        ignored = dict(plan.ignored or {})
+        for path, rule in plan.rules.items():
+            if path.startswith(replaced):
+                for name in rule.names:
+                    if name not in used:
+                        ignored.setdefault(name, "of a head that is not wanted")
+        left = sorted(set(file) - used - set(ignored))
+        if left:
+            raise ValueError(
+                "Expected a weight of ours for each tensor; received: "
+                f"{len(left)} left over in {file[left[0]].file}: {left[:5]}"
+            )
+        kept = {name: ignored[name] for name in sorted(ignored) if name in file}
+        return steps, new, kept
+
     def check(self) -> None:
         """Does nothing: `load` compares names and shapes."""
 
@@ -103,7 +142,9 @@ class PublishedWeights:
 
 
 def _notes(plan):
-    normalization = getattr(plan.rules.get(_KERNEL), "normalization", None)
+    sizes = ImageSizes.of(plan.arguments)
+    rule = None if sizes is None else plan.rules.get(sizes.place + KERNEL)
+    normalization = getattr(rule, "normalization", None)
     if normalization is not None:
         yield (
             "images are in [-1, 1]: the source's normalisation, "
@@ -132,39 +173,6 @@ def _read(file, name, rows=None):
     return array
 
 
-def _match(file, plan, weights, replaced):
-    """The assignment of tensors to weights: all are compared, and none is read."""
-    steps, new, used = [], [], set()
-    for weight in weights:
-        if weight.path.startswith(replaced):
-            new.append(weight.path)
-            continue
-        rule = plan.rules.get(weight.path)
-        if rule is None:
-            raise ValueError(
-                f"Expected a tensor of {file.path} for each weight; received: none for "
-                f"{weight.path!r} with shape {tuple(weight.shape)}"
-            )
-        shape = _source_shape(weight, plan)
-        for name, expected in rule.shapes(shape).items():
-            _check_tensor(file, name, expected, weight)
-        used.update(rule.names)
-        steps.append((weight, rule, shape))
-    ignored = dict(plan.ignored or {})
-    for path, rule in plan.rules.items():
-        if path.startswith(replaced):
-            for name in rule.names:
-                if name not in used:
-                    ignored.setdefault(name, "of a head that is not wanted")
-    left = sorted(set(file) - used - set(ignored))
-    if left:
-        raise ValueError(
-            "Expected a weight of ours for each tensor; received: "
-            f"{len(left)} left over in {file[left[0]].file}: {left[:5]}"
-        )
-    return steps, new, {name: ignored[name] for name in sorted(ignored) if name in file}
-
-
 def _check_tensor(file, name, expected, weight):
     if name not in file:
         raise ValueError(
@@ -182,61 +190,6 @@ def _check_tensor(file, name, expected, weight):
             f"Expected floats as {name!r} for {weight.path!r} in {info.file}; "
             f"received: dtype={info.dtype}"
         )
-
-
-def _source_shape(weight, plan):
-    """The shape of a weight in a model of the source's image size."""
-    shape = tuple(weight.shape)
-    channels = plan.arguments["image_shape"][2]
-    if weight.path == _KERNEL:
-        return (*_patch_size(plan), channels, shape[3])
-    if weight.path == _POSITIONS:
-        rows, columns = _grid(plan)
-        class_token = plan.arguments.get("class_token", False)
-        return (1, rows * columns + class_token, shape[2])
-    return shape
-
-
-def _patch_size(plan):
-    return check_pair("patch_size", plan.arguments["patch_size"])
-
-
-def _grid(plan):
-    height, width = _patch_size(plan)
-    image = plan.arguments["image_shape"]
-    return image[0] // height, image[1] // width
-
-
-def _resized(rule, plan, model):
-    """The rule of the patch embedding for patches of the model's size."""
-    backbone = getattr(model, "backbone", model)
-    embedding = backbone.get_layer("patch_embedding")
-    if not isinstance(rule, PatchKernel) or embedding.patch_size == _patch_size(plan):
-        return rule
-    return dataclasses.replace(
-        rule,
-        patch_size=embedding.patch_size,
-        interpolation=embedding.interpolation,
-    )
-
-
-def _fit(value, weight, plan, model):
-    """`value` for the model's image size, and the steps that it took."""
-    if weight.path == _KERNEL:
-        how, channels, size = [], weight.shape[2], tuple(weight.shape[:2])
-        if size != _patch_size(plan):
-            how.append(f"resized from {_patch_size(plan)} to {size}")
-        if value.shape[2] != channels:
-            value = fold_channels(value, channels)
-            how.append(f"folded to {channels} channels")
-        return value, ", ".join(how)
-    if weight.path == _POSITIONS:
-        backbone = getattr(model, "backbone", model)
-        if backbone.grid != _grid(plan):
-            kind = backbone.get_config()["position_interpolation"]
-            table = resize_positions(value, _grid(plan), backbone.grid, kind)
-            return table, f"resized from {_grid(plan)} to {backbone.grid}, {kind}"
-    return value, None
 
 
 def _how(rule):

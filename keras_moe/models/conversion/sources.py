@@ -41,7 +41,11 @@ _VMOE_BUCKET = "gs://vmoe_checkpoints/"
 # Files whose reading runs code of their makers.
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy")
 _INDEX = ".safetensors.index.json"
-_CLIP_TYPES = ("clip", "clip_vision_model", "siglip", "siglip_vision_model")
+_CLIP_TYPES = tuple(
+    f"{model}{tower}"
+    for model in ("clip", "siglip", "siglip2")
+    for tower in ("", "_vision_model", "_text_model")
+)
 
 
 def is_convertible(source: Any) -> bool:
@@ -174,7 +178,10 @@ def _weights_file(folder):
 
 
 def open_source(
-    source: Any, overrides: dict, load_weights: bool = True
+    source: Any,
+    overrides: dict,
+    load_weights: bool = True,
+    tower: str | None = None,
 ) -> tuple[PublishedTensors, ConversionPlan]:
     """Opens a source and plans its conversion.
 
@@ -182,6 +189,8 @@ def open_source(
         source: source of `convert`.
         overrides: arguments of the user.
         load_weights: whether values are read beside names and shapes.
+        tower: `"image"` or `"text"` for one tower of a model of pairs; None for the
+            source's own.
 
     Returns:
         The tensors, to be closed, and the plan.
@@ -192,7 +201,7 @@ def open_source(
     check_convertible(source)
     kind = _kind(source)
     if kind == "hub":
-        return keras_hub_names.keras_hub_plan(hub_model(source, load_weights))
+        return keras_hub_names.keras_hub_plan(hub_model(source, load_weights), tower)
     text = os.fspath(source)
     config = {}
     if kind == "npz":
@@ -211,7 +220,7 @@ def open_source(
         for find in (
             lambda: google_plan(file, name, overrides),
             lambda: timm_plan(file, config, overrides),
-            lambda: clip_plan(file, config, overrides),
+            lambda: clip_plan(file, config, overrides, tower),
         ):
             plan = find()
             if plan is not None:
