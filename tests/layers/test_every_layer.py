@@ -378,6 +378,19 @@ def test_every_public_layer_is_checked():
         (lambda: TokenChoiceRouter(4, expert_pools=[[0], [4]]), "\\[4\\]"),
         (lambda: TokenChoiceRouter(4, expert_pools=[[0.5]]), "expert_pools=0.5"),
         (
+            lambda: TokenChoiceRouter(4, expert_pools=[[0, 1], [1, 2, 3]]),
+            r"nothing in common; received: expert_pools=\[\[0, 1\], \[1, 2, 3\]\]",
+        ),
+        (
+            lambda: ExpertChoiceRouter(4, expert_pools=[[0, 1], []]),
+            r"at least one expert.*received: expert_pools=\[\[0, 1\], \[\]\]",
+        ),
+        (
+            lambda: TokenChoiceRouter(4, expert_pools=[0, 1]),
+            r"a sequence of experts for each modality; received: expert_pools=\[0, 1\]",
+        ),
+        (lambda: TokenChoiceRouter(4, expert_pools=2), "expert_pools=2"),
+        (
             lambda: MoE(
                 TokenChoiceRouter(4, num_modalities=2, capacity_factor=1.0),
                 Experts(4, 8),
