@@ -72,7 +72,9 @@ class LogitScale(keras.layers.Layer):
 
     def build(self, input_shape=None):
         temperature = Temperature(self.scale, self.largest_scale, self.bias_value)
-        bound = None if self.largest_scale is None else LogScaleBound(self.largest_scale)
+        bound = (
+            None if self.largest_scale is None else LogScaleBound(self.largest_scale)
+        )
         self.log_scale = self._scalar("log_scale", temperature.log_scale, bound)
         self.bias = None
         if self.bias_value is not None:
@@ -144,4 +146,3 @@ class LogitScale(keras.layers.Layer):
             scale=self.scale, largest_scale=self.largest_scale, bias=self.bias_value
         )
         return config
-

@@ -200,7 +200,10 @@ class PatchEmbedding(keras.layers.Layer):
         height, width = self.patch_size
         channels = images.shape[-1]
         if self.padding == "same":
-            missing = (rows * height - images.shape[1], columns * width - images.shape[2])
+            missing = (
+                rows * height - images.shape[1],
+                columns * width - images.shape[2],
+            )
             around = [(n // 2, n - n // 2) for n in missing]
             images = ops.pad(images, ((0, 0), *around, (0, 0)))
         # A patch's row of pixels stays in one piece: the copy is then a fast one.
