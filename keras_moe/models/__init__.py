@@ -5,6 +5,7 @@ from keras_moe.models.blueprint import Blueprint, resolve
 from keras_moe.models.builtin import register_builtin_presets
 from keras_moe.models.classifying import ClassProbability
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight
+from keras_moe.models.conversion.export import export_weights
 from keras_moe.models.description import Description, Part
 from keras_moe.models.image_classifier import ImageClassifier
 from keras_moe.models.image_preprocessor import ImagePreprocessor
@@ -44,6 +45,7 @@ __all__ = [
     "ViTImageClassifier",
     "convert",
     "describe",
+    "export_weights",
     "from_preset",
     "list_presets",
     "register_backbone",

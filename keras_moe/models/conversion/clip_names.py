@@ -10,6 +10,10 @@ from keras_moe.models.conversion.openclip_text_names import (
     openclip_text_plan,
     openclip_text_root,
 )
+from keras_moe.models.conversion.openclip_timm_names import (
+    TRUNK,
+    openclip_timm_plan,
+)
 from keras_moe.models.conversion.pair_plan import pair_plan
 from keras_moe.models.conversion.plan import ConversionPlan
 from keras_moe.models.conversion.transformers_text_names import (
@@ -77,7 +81,9 @@ def _with_missing_tower(plan, tower, config):
 def _plans(file):
     """The functions that plan the towers of a file, by the towers' names."""
     plans = {}
-    if any(name.startswith("visual.") for name in file):
+    if any(name.startswith(TRUNK) for name in file):
+        plans["image"] = openclip_timm_plan
+    elif any(name.startswith("visual.") for name in file):
         plans["image"] = openclip_image_plan
     elif transformers_image_root(file) is not None:
         plans["image"] = transformers_image_plan

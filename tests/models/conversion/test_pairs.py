@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-import keras_moe.models.clip  # TEMP
 from keras_moe import models
+from tests import golden
 from tests.models.conversion import clip_models
 from tests.models.conversion.clip_models import IDS, PADDING
 from tests.models.conversion.test_conversion import (
@@ -16,7 +16,7 @@ from tests.models.conversion.test_conversion import (
     random_images,
 )
 from tests.models.conversion.test_conversion import randomized as hub_randomized
-from tests.models.conversion.writers import write_folder
+from tests.models.conversion.writers import write_folder, write_vmoe
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -131,3 +131,81 @@ def test_overrides_and_another_image_size(tmp_path):
     assert "resized from (2, 2) to (4, 4)" in positions.how
     other = models.convert(folder, text={"dropout_rate": 0.1})[0]
     assert other.get_config()["text"]["dropout_rate"] == 0.1
+
+
+@pytest.mark.parametrize("case", ["map_pooling_no_bias", "moe_both_towers"])
+def test_vmoes_two_towers(tmp_path, case):
+    arrays, config = golden.load(f"08_two_tower/{case}")
+    prefix = write_vmoe(
+        tmp_path / "checkpoint",
+        {
+            name.removeprefix("params/"): value
+            for name, value in arrays.items()
+            if name.startswith("params/")
+        },
+    )
+    # Weights do not tell with which capacity a group of images or texts competes.
+    overrides = {}
+    for tower in ("image", "text"):
+        if moe := config["model"][tower]["encoder"].get("moe"):
+            overrides[tower] = {
+                "num_selected_experts": moe["router"]["num_selected_experts"],
+                "capacity_factor": 1.0,
+                "eval_capacity_factor": 1.0,
+                "images_per_group": 4 if tower == "text" else moe["group_size"] // 16,
+                "priority": "max_gate",
+            }
+    backbone, report = models.convert(prefix, **overrides)
+    texts = arrays["inputs/texts"]
+    outputs = backbone(
+        {
+            "images": arrays["inputs/images"],
+            "token_ids": texts,
+            "padding_mask": np.ones_like(texts),
+        }
+    )
+    both = outputs["image_embeddings"], outputs["text_embeddings"]
+    logits = backbone.logit_scale.logits(*both)
+    for actual, name in zip((*both, logits), ("zimg", "ztxt", "logits")):
+        np.testing.assert_allclose(
+            keras.ops.convert_to_numpy(actual),
+            arrays[f"outputs/{name}"],
+            rtol=1e-4,
+            atol=1e-4,
+        )
+    assert report.scheme == "V-MoE (Google)"
+    text, report = models.convert(prefix, tower="text", **overrides.get("text", {}))
+    assert isinstance(text, models.TextBackbone)
+    assert "of the image tower" in report.ignored.values()
+
+
+@pytest.mark.backend_free
+def test_an_image_tower_of_timm_in_open_clip(tmp_path):
+    case = "vit_qk_norm_map"
+    arrays, _ = golden.load(f"12_timm/{case}")
+    tensors = {
+        name.replace("state_dict/", "visual.trunk."): value
+        for name, value in arrays.items()
+        if name.startswith("state_dict/") and "/head." not in name
+    }
+    size = tensors["visual.trunk.pos_embed"].shape[2]
+    text = {"pool_type": "last", "no_causal_mask": True, "proj_bias": True}
+    config = clip_models.open_clip_config(
+        text, embed_dim=size, init_logit_bias=-10.0, custom_text=True
+    )
+    other = clip_models.open_clip_model(config).state_dict()
+    tensors.update({k: v.numpy() for k, v in other.items() if "visual." not in k})
+    config["vision_cfg"] = {
+        "timm_model_name": "test_vit", "timm_pool": "map",
+        "timm_proj": "none",
+    }  # fmt: skip
+    preprocess = {"mean": [0.5] * 3, "std": [0.5] * 3}
+    content = {"model_cfg": config, "preprocess_cfg": preprocess}
+    folder = write_folder(tmp_path / "x", tensors, open_clip_config=content)
+    backbone, report = models.convert(folder)
+    assert report.ignored == {}
+    images = arrays["inputs/images"]
+    pooled = arrays["outputs/pre_logits"]
+    pooled = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+    received = backbone.encoder("image").predict(images, verbose=0)
+    np.testing.assert_allclose(received, pooled, rtol=1e-4, atol=1e-4)
