@@ -164,33 +164,39 @@ def check_class_labels(
         )
 
 
-def check_mask(name: str, mask: Any, shape: tuple) -> Any:
-    """`mask` as an array or tensor, if it has the shape, and booleans or integers."""
-    _check_like(name, mask, shape, ("bool", "int", "uint"), "boolean")
-    if mask is None or hasattr(mask, "dtype"):
-        return mask
-    return np.asarray(mask)
+def check_mask(name: str, mask: Any, *shapes: tuple) -> Any:
+    """`mask` as an array or tensor, if it has a shape, and booleans or integers."""
+    if mask is None:
+        return None
+    mask = mask if hasattr(mask, "dtype") else np.asarray(mask)
+    _check_like(name, mask, shapes, ("bool", "int", "uint"), "boolean")
+    return mask
 
 
 def check_ids(name: str, ids: Any, shape: tuple) -> None:
     """Checks that `ids` has the shape, and integers."""
-    _check_like(name, ids, shape, ("int", "uint"), "integer")
+    if ids is not None:
+        ids = ids if hasattr(ids, "dtype") else np.asarray(ids)
+        _check_like(name, ids, [shape], ("int", "uint"), "integer")
 
 
-def _check_like(name, value, shape, kinds, expected):
-    if value is None:
-        return
-    value = value if hasattr(value, "dtype") else np.asarray(value)
+def _check_like(name, value, shapes, kinds, expected):
+    """Checks that the dtype of an array is of one of the kinds, and its shape fits."""
     dtype = keras.backend.standardize_dtype(value.dtype)
-    # A size that is not known yet fits any other.
-    fits = len(value.shape) == len(shape) and all(
-        a == b or None in (a, b) for a, b in zip(value.shape, shape)
-    )
+    fits = any(_fits_shape(value.shape, shape) for shape in shapes)
     if not fits or not dtype.startswith(kinds):
         raise ValueError(
-            f"Expected {name} to be {expected}, of shape {tuple(shape)}; received: "
+            f"Expected {name} to be {expected}, of shape "
+            f"{' or '.join(str(tuple(shape)) for shape in shapes)}; received: "
             f"{name}.shape={tuple(value.shape)}, {name}.dtype={dtype}"
         )
+
+
+def _fits_shape(received, expected):
+    # A size that is not known yet fits any other.
+    return len(received) == len(expected) and all(
+        a == b or None in (a, b) for a, b in zip(received, expected)
+    )
 
 
 def check_disjoint(name: str, pools: Any) -> None:

@@ -11,7 +11,7 @@ import keras
 from keras_moe.checks import check_argument_names, check_integer
 from keras_moe.layers import activations
 from keras_moe.layers.block_config import BlockConfig
-from keras_moe.layers.moe_config import MoEConfig
+from keras_moe.layers.moe_config import MoEConfig, plain_router
 from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
 from keras_moe.layers.mumoe_block import MuMoEBlock
 
@@ -217,6 +217,10 @@ def updated_moe(moe: Any, changes: dict) -> MoEConfig | MuMoEConfig | None:
         moe = MoEConfig(moe_layers=None)
     fields = moe.to_dict()
     router = changes.get("router", moe.router)
+    if router != MUMOE:
+        # A class or a layer, too, may be the router that is there.
+        router = plain_router(router)
+        changes = {**changes, "router": router} if "router" in changes else changes
     cls = MuMoEConfig if router == MUMOE else MoEConfig
     is_other_kind = not isinstance(moe, cls)
     if router != moe.router or "router_options" in changes:

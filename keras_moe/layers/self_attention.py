@@ -122,10 +122,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     ) -> Any:
         context = tokens if context is None else context
         if mask is not None:
-            shape = (tokens.shape[0], context.shape[1])
-            if len(mask.shape) == 3:
-                shape = (*tokens.shape[:2], context.shape[1])
-            check_mask("mask", mask, shape)
+            pairs = (*tokens.shape[:2], context.shape[1])
+            mask = check_mask("mask", mask, (pairs[0], pairs[2]), pairs)
             mask = ops.cast(mask, "bool")
             mask = mask if len(mask.shape) == 3 else ops.expand_dims(mask, 1)
         return super().call(

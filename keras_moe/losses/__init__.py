@@ -1,6 +1,12 @@
 """Auxiliary losses of routers, losses of classification heads and of pairs."""
 
-from keras_moe.losses.auxiliary import AggregateLoss, AuxiliaryLoss, get, serialize
+from keras_moe.losses.auxiliary import (
+    AggregateLoss,
+    AuxiliaryLoss,
+    check_modalities,
+    get,
+    serialize,
+)
 from keras_moe.losses.classification import (
     SigmoidCrossentropy,
     SparseSigmoidCrossentropy,
@@ -18,19 +24,20 @@ from keras_moe.losses.entropy_losses import (
     mutual_information_loss,
     target_entropy_loss,
 )
-from keras_moe.losses.limoe import limoe_losses
+from keras_moe.losses.limoe import LIMOE_LOSSES, limoe_losses
 from keras_moe.losses.router_losses import (
     heterogeneous_balance_loss,
     importance_loss,
     load_balance_loss,
     load_loss,
-    z_loss,
+    router_z_loss,
 )
 from keras_moe.losses.sigmoid_contrastive import sigmoid_contrastive_loss
 from keras_moe.losses.softmax_contrastive import softmax_contrastive_loss
 from keras_moe.losses.temperature import TEMPERATURES, LogScaleBound, Temperature
 
 __all__ = [
+    "LIMOE_LOSSES",
     "TEMPERATURES",
     "AggregateLoss",
     "AuxiliaryLoss",
@@ -41,6 +48,7 @@ __all__ = [
     "SoftmaxContrastiveLoss",
     "SparseSigmoidCrossentropy",
     "Temperature",
+    "check_modalities",
     "count_duplicate_pairs",
     "get",
     "global_entropy_loss",
@@ -52,9 +60,9 @@ __all__ = [
     "local_entropy_loss",
     "merged_entropy_loss",
     "mutual_information_loss",
+    "router_z_loss",
     "serialize",
     "sigmoid_contrastive_loss",
     "softmax_contrastive_loss",
     "target_entropy_loss",
-    "z_loss",
 ]

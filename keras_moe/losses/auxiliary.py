@@ -3,13 +3,15 @@
 Axes: G groups, S group_size, E experts.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from keras_moe.checks import check_not_negative
+from keras_moe.checks import check_argument_names, check_not_negative, nearest
 from keras_moe.losses.auxiliary_functions import (
+    EARLIER_NAMES,
     FUNCTIONS,
     AuxiliaryFunction,
     checked_options,
@@ -27,7 +29,7 @@ class AuxiliaryLoss:
     | `"load"` | equal expected loads | noise, K | |
     | `"load_balance"` | equal loads and gates | K, if all count | `choices` |
     | `"heterogeneous_balance"` | the same of MoE++ | K, kinds, tau | |
-    | `"z"` | small logits | | |
+    | `"router_z"` | small logits | | |
     | `"local_entropy"` | tokens sure of their expert | | `modality` |
     | `"global_entropy"` | many experts in use | | `threshold`, `modality` |
     | `"mutual_information"` | experts by modality | | `num_modalities` |
@@ -43,7 +45,7 @@ class AuxiliaryLoss:
             function that is registered with Keras can be saved.
         weight: factor of the loss in the model's total loss. V-MoE has 0.005 for
             importance and load, Switch and MoE++ 0.01 for their balance, ST-MoE 0.001
-            for z.
+            for router z, and CLIP-UP 0.01 for balance and 0.0001 for router z.
         **options: options of the function. `choices` is `"first"`, to count each
             token's first choice as GShard, Switch and ST-MoE do whatever K is, or
             `"all"`, to count all K. `modality` is the id of the modality whose tokens
@@ -81,6 +83,8 @@ class AuxiliaryLoss:
     ):
         if isinstance(function, dict):
             function = keras.saving.deserialize_keras_object(function)
+        if isinstance(function, str):
+            function = EARLIER_NAMES.get(function, function)
         self.function = function
         self.weight = float(check_not_negative("weight", weight))
         if callable(function):
@@ -114,6 +118,14 @@ class AuxiliaryLoss:
         return self.weight * self._definition.compute(
             routing, router, mask, modality_ids, **self.options
         )
+
+    def check_modalities(self, count: int) -> None:
+        """Raises ValueError if the loss is of a modality above `count - 1`."""
+        if (self.options.get("modality") or 0) >= count:
+            raise ValueError(
+                f"Expected losses of the modalities 0 to {count - 1}; received: "
+                f"modality={self.options['modality']}, loss={self.name!r}"
+            )
 
     def check_router(self, router: Any) -> None:
         """Raises ValueError if the loss is not defined for this router.
@@ -158,7 +170,7 @@ class AggregateLoss:
     Example:
 
     >>> from keras_moe import losses
-    >>> parts = losses.get({"z": 1.0, "local_entropy": 1.0})
+    >>> parts = losses.get({"router_z": 1.0, "local_entropy": 1.0})
     >>> losses.AggregateLoss(parts).weight
     0.04
     """
@@ -186,6 +198,11 @@ class AggregateLoss:
         total = sum(loss(routing, router, mask, modality_ids) for loss in used)
         return self.weight * (total / self.total_weight)
 
+    def check_modalities(self, count: int) -> None:
+        """Raises ValueError if a loss is of a modality above `count - 1`."""
+        for loss in self.losses:
+            loss.check_modalities(count)
+
     def check_router(self, router: Any) -> None:
         """Raises ValueError if one of the losses is not defined for this router."""
         if self.weight > 0:
@@ -200,36 +217,72 @@ class AggregateLoss:
         return cls(**config)
 
 
+# Name -> function that makes an aggregate loss of its options.
+AGGREGATES: dict[str, Callable[..., AggregateLoss]] = {}
+
+
+def register_aggregate(name: str) -> Callable[[Callable], Callable]:
+    """Registers a function that makes an `AggregateLoss` under a name, as a decorator.
+
+    The name then stands in dicts of `get`, with the function's arguments.
+
+    Args:
+        name: name of the aggregate.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        ValueError: if the name is taken.
+
+    Example:
+
+    >>> from keras_moe.losses import auxiliary, limoe_losses
+    >>> auxiliary.AGGREGATES["limoe"] is limoe_losses
+    True
+    """
+
+    def register(make):
+        if name in FUNCTIONS or AGGREGATES.get(name, make) is not make:
+            raise ValueError(
+                f"Expected a new name of auxiliary losses; received: name={name!r}"
+            )
+        AGGREGATES[name] = make
+        return make
+
+    return register
+
+
 def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
     """Makes a list of auxiliary losses from what users write.
 
     Args:
-        identifier: None; a dict from name to weight, with the names of `AuxiliaryLoss`
-            (options have their defaults); or a list of `AuxiliaryLoss`, of
-            `AggregateLoss` and of their serialised configs.
+        identifier: None; a dict from name to weight, or to a dict of `weight` and
+            options, with the names of `AuxiliaryLoss` and `"limoe"` for the arguments
+            of `limoe_losses`; or a list of `AuxiliaryLoss`, of `AggregateLoss` and of
+            their serialised configs.
 
     Returns:
         A list of `AuxiliaryLoss` and `AggregateLoss`.
 
     Raises:
-        ValueError: if a name is unknown or an entry is none of these.
+        ValueError: if a name or an option is unknown, or an entry is none of these.
 
     Example:
 
     >>> from keras_moe import losses
-    >>> [loss.name for loss in losses.get({"importance": 0.1, "z": 0.01})]
-    ['importance', 'z']
+    >>> clip_up = {"load_balance": 0.01, "router_z": 1e-4}
+    >>> [loss.name for loss in losses.get(clip_up)]
+    ['load_balance', 'router_z']
+    >>> losses.get({"load_balance": {"weight": 0.01, "choices": "all"}})[0].options
+    {'choices': 'all'}
+    >>> losses.get({"limoe": {"thresholds": {"text": 2.2}}})[0].weight
+    0.04
     """
     if identifier is None:
         return []
     if isinstance(identifier, dict):
-        unknown = [name for name in identifier if name not in FUNCTIONS]
-        if unknown:
-            raise ValueError(
-                f"Expected names of auxiliary losses among {sorted(FUNCTIONS)}; "
-                f"received: {unknown[0]!r}"
-            )
-        return [AuxiliaryLoss(name, weight) for name, weight in identifier.items()]
+        return [_by_name(name, options) for name, options in identifier.items()]
     if not isinstance(identifier, (list, tuple)):
         raise ValueError(
             "Expected auxiliary_losses to be None, a dict from name to weight or a "
@@ -245,6 +298,56 @@ def get(identifier: Any) -> list[AuxiliaryLoss | AggregateLoss]:
     return losses
 
 
+def _by_name(name, options):
+    """The loss of a name, from its weight or a dict of its options."""
+    if not isinstance(options, dict):
+        options = {"weight": options}
+    owner = f"the auxiliary loss {name!r}"
+    name = EARLIER_NAMES.get(name, name)
+    if name in FUNCTIONS:
+        check_argument_names(options, ["weight", *FUNCTIONS[name].options], owner)
+        return AuxiliaryLoss(name, **options)
+    if name not in AGGREGATES:
+        names = sorted({*FUNCTIONS, *AGGREGATES})
+        raise ValueError(
+            f"Expected names of auxiliary losses among {names}; "
+            f"received: {name!r} ({nearest(str(name), names)})"
+        )
+    make = AGGREGATES[name]
+    signature = inspect.signature(make)
+    check_argument_names(options, list(signature.parameters), owner)
+    missing = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.default is parameter.empty and parameter.name not in options
+    ]
+    if missing:
+        raise ValueError(
+            f"Expected {', '.join(missing)} among the options of {owner}; "
+            f"received: {options}"
+        )
+    return make(**options)
+
+
+def check_modalities(auxiliary_losses: Any, count: int) -> None:
+    """Checks that all losses are of modalities that a model has.
+
+    Args:
+        auxiliary_losses: argument of `get`.
+        count: M, the number of modalities.
+
+    Raises:
+        ValueError: if one is of another modality, or as `get`.
+
+    Example:
+
+    >>> from keras_moe import losses
+    >>> losses.check_modalities({"global_entropy": {"modality": 1}}, count=2)
+    """
+    for loss in get(auxiliary_losses):
+        loss.check_modalities(count)
+
+
 def serialize(losses: list[AuxiliaryLoss | AggregateLoss]) -> list[dict]:
     """The configs from which `get` makes the same losses again.
 
@@ -257,8 +360,8 @@ def serialize(losses: list[AuxiliaryLoss | AggregateLoss]) -> list[dict]:
     Example:
 
     >>> from keras_moe import losses
-    >>> z_loss = losses.AuxiliaryLoss("z", 0.01)
-    >>> losses.get(losses.serialize([z_loss]))[0].weight
+    >>> loss = losses.AuxiliaryLoss("router_z", 0.01)
+    >>> losses.get(losses.serialize([loss]))[0].weight
     0.01
     """
     return [keras.saving.serialize_keras_object(loss) for loss in losses]
@@ -282,7 +385,7 @@ for _function, _class_name in {
     "load": "LoadLoss",
     "load_balance": "LoadBalanceLoss",
     "heterogeneous_balance": "HeterogeneousBalanceLoss",
-    "z": "ZLoss",
+    "router_z": "ZLoss",
     "local_entropy": "LocalEntropyLoss",
     "global_entropy": "GlobalEntropyLoss",
     "mutual_information": "MutualInformationLoss",

@@ -85,8 +85,7 @@ def _has_noise(router, name, options):
 
 
 def _has_modality(router, name, options):
-    pools = getattr(router, "expert_pools", None)
-    count = getattr(router, "num_modalities", None) or (pools and len(pools))
+    count = getattr(router, "modality_count", None)
     if count and (options["modality"] or 0) >= count:
         raise ValueError(
             f"Expected a modality of the router's, 0 to {count - 1}; received: "
@@ -134,8 +133,26 @@ def _heterogeneous_balance(routing, router, mask, modality_ids):
     )
 
 
-def _z(routing, router, mask, modality_ids):
-    return router_losses.z_loss(routing.logits, mask)
+def _router_z(routing, router, mask, modality_ids):
+    return router_losses.router_z_loss(routing.logits, mask)
+
+
+def _over_tokens(loss: Callable) -> Callable:
+    """A loss whose groups of padding alone do not count in the mean over groups.
+
+    Args:
+        loss: function `(routing, router, mask, modality_ids, **options)`.
+    """
+
+    def compute(routing, router, mask, modality_ids, **options):
+        losses = loss(routing, router, mask, modality_ids, **options)
+        return losses if mask is None else _over_groups(losses, mask)
+
+    return compute
+
+
+def _over_groups(losses, mask):
+    return over_counted_groups(losses, ops.any(mask, axis=1))
 
 
 def _over_modality(loss: Callable) -> Callable:
@@ -152,9 +169,7 @@ def _over_modality(loss: Callable) -> Callable:
             _check_modality_ids(modality_ids, {"modality": modality})
             mask = entropy_losses.modality_mask(modality_ids, modality, mask)
         losses = loss(routing, router, mask, **options)
-        if mask is None:
-            return losses
-        return over_counted_groups(losses, ops.any(mask, axis=1))
+        return losses if mask is None else _over_groups(losses, mask)
 
     return compute
 
@@ -227,16 +242,19 @@ def _of_experts(compute, options=None, *checks) -> AuxiliaryFunction:
 
 _BY_MODALITY = {"modality": None}
 
+# Names in configs of earlier versions.
+EARLIER_NAMES = {"z": "router_z"}
+
 FUNCTIONS = {
-    "importance": _of_experts(_importance),
-    "load": _of_experts(_load, {}, _has_selected_experts, _has_noise),
+    "importance": _of_experts(_over_tokens(_importance)),
+    "load": _of_experts(_over_tokens(_load), {}, _has_selected_experts, _has_noise),
     "load_balance": _of_experts(
-        _load_balance, {"choices": "first"}, _has_counted_choices
+        _over_tokens(_load_balance), {"choices": "first"}, _has_counted_choices
     ),
     "heterogeneous_balance": _of_experts(
-        _heterogeneous_balance, {}, _has_selected_experts
+        _over_tokens(_heterogeneous_balance), {}, _has_selected_experts
     ),
-    "z": _of_experts(_z),
+    "router_z": _of_experts(_over_tokens(_router_z)),
     "local_entropy": _of_experts(
         _over_modality(_local_entropy), _BY_MODALITY, _has_modality
     ),

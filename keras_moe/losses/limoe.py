@@ -1,14 +1,20 @@
 """LIMoE's auxiliary losses of all routers, as one weighted mean."""
 
+import math
 from collections.abc import Iterable
 
 from keras_moe.checks import check_one_of
-from keras_moe.losses.auxiliary import AggregateLoss, AuxiliaryLoss
+from keras_moe.losses.auxiliary import (
+    AggregateLoss,
+    AuxiliaryLoss,
+    register_aggregate,
+)
 
-CLASSIC = ("importance", "load", "z")
+CLASSIC = ("importance", "load", "router_z")
 LOCAL = ("local_entropy", "target_entropy", "merged_entropy")
 
 
+@register_aggregate("limoe")
 def limoe_losses(
     thresholds: dict[str, float | None],
     local_loss: str = "local_entropy",
@@ -30,10 +36,18 @@ def limoe_losses(
     `local_modalities`, as the global loss does for each modality; the paper leaves
     open whether it takes modalities as losses of their own.
 
+    In configs, and so in the JSON of presets, the arguments stand under the name
+    `"limoe"`: `"auxiliary_losses": {"limoe": {"thresholds": {"text": 2.4849, "image":
+    2.8332}}}`. `LIMOE_LOSSES` has these for each published model by the name of its
+    preset, and for routers that differ from it: `"several_experts"` for K > 1,
+    `"by_modality"` for a router of each modality (`num_modalities`), and
+    `"expert_pools"` for disjoint experts, which need no entropy losses (appendix E.3).
+
     Args:
         thresholds: entropy of each modality from which on its global loss is 0, such
             as `{"image": math.log(20), "text": math.log(9)}`; None for no such
-            entropy. A modality that is not there has no global loss.
+            entropy. A modality that is not there has no global loss. Those below 0 are
+            refused, such as the log(0.8) of table 5: 0 is the same, no loss.
         local_loss: name of the local loss: `"local_entropy"`, or for K > 1 experts
             per token `"target_entropy"` or `"merged_entropy"` (appendix E.1), of which
             the paper prefers the latter.
@@ -51,19 +65,23 @@ def limoe_losses(
 
     Warns:
         UserWarning: from the MoE layer, if a threshold is above log E: the loss cannot
-            reach 0.
+            reach 0. The paper itself has 25 for the images of 8 experts (appendix F.1).
 
     Reference:
-        *LIMoE*, appendices B.1 and E.1; its tables 4 and 5 have the thresholds.
+        *LIMoE*, appendices B.1 and E.1; its table 5 has the thresholds.
 
     Example:
 
     >>> import math
-    >>> from keras_moe.losses import limoe_losses
-    >>> loss = limoe_losses({"image": math.log(25), "text": math.log(4)})
-    >>> [part.name for part in loss.losses]
-    ['importance', 'load', 'z', 'local_entropy', 'global_entropy', 'global_entropy']
+    >>> from keras_moe import losses
+    >>> loss = losses.limoe_losses({"text": math.log(4), "image": math.log(25)})
+    >>> [part.name for part in loss.losses][3:]
+    ['local_entropy', 'global_entropy', 'global_entropy']
+    >>> (preset,) = losses.get(losses.LIMOE_LOSSES["limoe_h14"])
+    >>> preset.get_config() == loss.get_config()
+    True
     """
+    local_modalities = tuple(local_modalities)
     ids = {name: number for number, name in enumerate(modalities)}
     check_one_of("local_loss", local_loss, LOCAL)
     _check_names("thresholds", thresholds, ids)
@@ -75,6 +93,29 @@ def limoe_losses(
         for modality, threshold in thresholds.items()
     ]
     return AggregateLoss(parts, weight)
+
+
+def _settings(text, image, **options):
+    """`auxiliary_losses` of a config with thresholds of so many experts."""
+    thresholds = {"text": math.log(text), "image": math.log(image)}
+    return {"limoe": {"thresholds": thresholds, **options}}
+
+
+# `auxiliary_losses` by preset. Table 5 has the thresholds up to L/16, and those of
+# routers that differ; appendix A.3 has H/14's. All take noise_std=1.0, for the load.
+LIMOE_LOSSES = {
+    "limoe_s32": _settings(text=12, image=17),
+    "limoe_s16": _settings(text=9, image=20),
+    "limoe_b32": _settings(text=12, image=17),
+    "limoe_b16": _settings(text=9, image=20),
+    "limoe_l32": _settings(text=20, image=1),
+    "limoe_l16": _settings(text=28, image=8),
+    "limoe_h14": _settings(text=4, image=25),
+    # The merged entropy did best, with priority="sum_gates" (table 6).
+    "several_experts": _settings(text=4, image=25, local_loss="merged_entropy"),
+    "by_modality": _settings(text=4, image=25),
+    "expert_pools": {"limoe": {"thresholds": {}, "local_modalities": []}},
+}
 
 
 def _check_names(argument, names, ids):

@@ -179,7 +179,7 @@ def heterogeneous_balance_loss(
     return ops.sum(ops.convert_to_tensor(eta, "float32") * share * mean_gate, axis=-1)
 
 
-def z_loss(logits: Any, mask: Any = None) -> Any:
+def router_z_loss(logits: Any, mask: Any = None) -> Any:
     """Mean squared log-partition of the logits, which keeps them small.
 
     Args:
@@ -195,8 +195,8 @@ def z_loss(logits: Any, mask: Any = None) -> Any:
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.losses import z_loss
-    >>> round(float(z_loss(np.zeros((1, 3, 2), "float32"))[0]), 4)
+    >>> from keras_moe.losses import router_z_loss
+    >>> round(float(router_z_loss(np.zeros((1, 3, 2), "float32"))[0]), 4)
     0.4805
     """
     squared = ops.square(ops.logsumexp(logits, axis=-1, keepdims=True))

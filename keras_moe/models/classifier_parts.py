@@ -6,14 +6,21 @@ Axes: B batch, N tokens, D hidden.
 import math
 from typing import Any
 
+import keras
 import keras_hub
 
-from keras_moe.checks import argument_names, check_argument_names, check_one_of
-from keras_moe.layers import AttentionPooling, MuMoE, TokenPooling
+from keras_moe.checks import (
+    argument_names,
+    check_argument_names,
+    check_bool,
+    check_one_of,
+)
+from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
 
 HEAD_POSITIONS = ("final", "penultimate")
+OUTPUT_ACTIVATIONS = (None, "softmax", "sigmoid")
 
 
 def check_backbone(backbone: Any, backbone_cls: type) -> None:
@@ -23,6 +30,17 @@ def check_backbone(backbone: Any, backbone_cls: type) -> None:
         raise ValueError(
             f"Expected backbone to be a {backbone_cls.__name__}; "
             f"received: backbone={backbone!r}"
+        )
+
+
+def check_output_activation(output_activation: str | None, multi_label: bool) -> None:
+    """Raises ValueError for an activation that does not fit the kind of labels."""
+    check_one_of("output_activation", output_activation, OUTPUT_ACTIVATIONS)
+    if output_activation == ("softmax" if multi_label else "sigmoid"):
+        raise ValueError(
+            "Expected a sigmoid for multi_label=True and a softmax otherwise; "
+            f"received: output_activation={output_activation!r}, "
+            f"multi_label={multi_label}"
         )
 
 
@@ -117,6 +135,58 @@ def pooling_layer(
         ),
         dtype=dtype,
         name="pooler",
+    )
+
+
+def pooled_norm_layer(
+    backbone_config: dict, pooled_norm: bool, dtype: Any
+) -> LayerNorm | None:
+    """The normalisation of the pooled vector, not built; None for none."""
+    if not check_bool("pooled_norm", pooled_norm):
+        return None
+    epsilon = backbone_config["layer_norm_epsilon"]
+    return LayerNorm(epsilon, dtype=dtype, name="pooled_norm")
+
+
+def dropout_layer(
+    backbone_config: dict, rate: float, dtype: Any
+) -> keras.layers.Dropout:
+    """The dropout before the head, with a seed that follows from the backbone's."""
+    seed = backbone_config["seed"]
+    return keras.layers.Dropout(
+        rate,
+        seed=None if seed is None else seed + 1,
+        dtype=dtype,
+        name="output_dropout",
+    )
+
+
+def head_layer(head: MuMoE | None, dtype: Any) -> MuMoE | None:
+    """A muMoE head with the arguments of `head`, not built."""
+    if head is None:
+        return None
+    config = {**head.get_config(), "name": "head", "dtype": dtype}
+    return type(head).from_config(config)
+
+
+def predictions_layer(
+    num_classes: int,
+    activation: str | None,
+    head_bias: Any,
+    is_dense: bool,
+    dtype: Any,
+) -> keras.layers.Layer:
+    """The last layer: dense, or behind a final muMoE head the activation alone."""
+    if not is_dense:
+        return keras.layers.Activation(activation, dtype=dtype, name="predictions")
+    bias = keras.initializers.Constant(bias_value(head_bias, num_classes))
+    return keras.layers.Dense(
+        num_classes,
+        activation=activation,
+        kernel_initializer="zeros",
+        bias_initializer=bias,
+        dtype=dtype,
+        name="predictions",
     )
 
 

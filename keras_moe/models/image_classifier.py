@@ -14,17 +14,20 @@ from keras_moe.checks import (
     check_bool,
     check_dropout,
     check_integer,
-    check_one_of,
 )
 from keras_moe.layers import LayerNorm
 from keras_moe.models import classifying, head_editing
 from keras_moe.models.classifier_config import classifier_config, with_new_names
 from keras_moe.models.classifier_parts import (
-    bias_value,
     check_backbone,
     check_head,
+    check_output_activation,
     check_pooling,
+    dropout_layer,
+    head_layer,
+    pooled_norm_layer,
     pooling_layer,
+    predictions_layer,
 )
 from keras_moe.models.compile_defaults import (
     default_loss,
@@ -38,8 +41,6 @@ from keras_moe.models.model_sources import ModelSource, TaskConfig
 from keras_moe.models.quantization import quantized_head
 from keras_moe.models.task import MoETask
 from keras_moe.ops import Cost, Routing
-
-ACTIVATIONS = (None, "softmax", "sigmoid")
 
 
 class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
@@ -142,17 +143,10 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             type(self).__name__,
             argument_names(ImageClassifier),
         )
-        check_one_of("output_activation", output_activation, ACTIVATIONS)
-        if output_activation == ("softmax" if multi_label else "sigmoid"):
-            raise ValueError(
-                "Expected a sigmoid for multi_label=True and a softmax otherwise; "
-                f"received: output_activation={output_activation!r}, "
-                f"multi_label={multi_label}"
-            )
+        check_output_activation(output_activation, multi_label)
         check_backbone(backbone, self.backbone_cls)
         check_bool("multi_label", multi_label)
         backbone_config = backbone.get_config()
-        seed = backbone_config["seed"]
         policy = head_dtype or backbone.dtype_policy
         pooling = check_pooling(pooling, backbone.class_token)
         if isinstance(preprocessor, ImagePreprocessor):
@@ -165,36 +159,18 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         self.pooler = pooling_layer(
             backbone_config, pooling, pooling_query_key_norm, dtype=policy
         )
-        self.pooled_normalization = None
-        if check_bool("pooled_norm", pooled_norm):
-            self.pooled_normalization = LayerNorm(
-                backbone_config["layer_norm_epsilon"], dtype=policy, name="pooled_norm"
-            )
-        self.output_dropout = keras.layers.Dropout(
-            dropout,
-            seed=None if seed is None else seed + 1,
-            dtype=policy,
-            name="output_dropout",
+        self.pooled_normalization = pooled_norm_layer(
+            backbone_config, pooled_norm, dtype=policy
         )
-        self.head = None
-        if head is not None:
-            config = {**head.get_config(), "name": "head", "dtype": policy}
-            self.head = type(head).from_config(config)
-        if self.head is None or head_position == "penultimate":
-            self.output_dense = keras.layers.Dense(
-                num_classes,
-                activation=output_activation,
-                kernel_initializer="zeros",
-                bias_initializer=keras.initializers.Constant(
-                    bias_value(head_bias, num_classes)
-                ),
-                dtype=policy,
-                name="predictions",
-            )
-        else:
-            self.output_dense = keras.layers.Activation(
-                output_activation, dtype=policy, name="predictions"
-            )
+        self.output_dropout = dropout_layer(backbone_config, dropout, dtype=policy)
+        self.head = head_layer(head, dtype=policy)
+        self.output_dense = predictions_layer(
+            num_classes,
+            output_activation,
+            head_bias,
+            is_dense=head is None or head_position == "penultimate",
+            dtype=policy,
+        )
 
         # === Functional model ===
         inputs = self.backbone.input
@@ -206,14 +182,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
                 representation_dim, activation="tanh", dtype=policy, name="pre_logits"
             )
             features = self.representation(features)
-        outputs, routing = self.output_dropout(features), dict(backbone.routing)
-        if self.head is not None:
-            outputs, record = self.head(outputs)
-            # The pooled feature is an image's only token.
-            routing["head"] = Routing(*(keras.ops.expand_dims(x, 1) for x in record))
-            if head_position == "penultimate":
-                outputs = keras.ops.relu(outputs)
-        outputs = self.output_dense(outputs)
+        outputs, routing = self._classified(features, head_position)
         # The constructor compiles, and reads both: Keras lets a model have plain
         # attributes only after it.
         object.__setattr__(self, "multi_label", multi_label)
@@ -230,6 +199,17 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         self.dropout = dropout
         self.head_dtype = head_dtype
         self.head_position = head_position
+
+    def _classified(self, features, head_position):
+        """The outputs for pooled features, and the model's records of routing."""
+        outputs, routing = self.output_dropout(features), dict(self.backbone.routing)
+        if self.head is not None:
+            outputs, record = self.head(outputs)
+            # The pooled feature is an image's only token.
+            routing["head"] = Routing(*(keras.ops.expand_dims(x, 1) for x in record))
+            if head_position == "penultimate":
+                outputs = keras.ops.relu(outputs)
+        return self.output_dense(outputs), routing
 
     @property
     def features(self) -> Any:

@@ -76,9 +76,13 @@ class PairBackbone(MoEBackbone):
             ValueError: if `modality` is unknown.
         """
         check_one_of("modality", modality, MODALITIES)
-        if modality not in self._encoders:
-            self._encoders[modality] = self._encoder(modality)
-        return self._encoders[modality]
+        encoder, weights = self._encoders.get(modality, (None, None))
+        # Quantised layers and low-rank pairs have other weights, which a compiled
+        # function does not know.
+        if encoder is None or weights != _identities(encoder):
+            encoder = self._encoder(modality)
+            self._encoders[modality] = encoder, _identities(encoder)
+        return encoder
 
     @property
     def logit_scale(self) -> LogitScale:
@@ -196,6 +200,11 @@ def plain_temperature(temperature: Any) -> dict[str, Any]:
     fields = {**Temperature(10.0)._asdict(), **temperature}
     layer = LogitScale(**fields)
     return {name: layer.get_config()[name] for name in fields}
+
+
+def _identities(model):
+    """The weights of a model by identity."""
+    return [id(weight) for weight in model.weights]
 
 
 def _check_numbers(inputs):

@@ -62,6 +62,8 @@ class MoETask(MoEModel):
     """
 
     task_name: str
+    # Whether the task has weights beside its backbone's, in a file of their own.
+    has_head = True
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

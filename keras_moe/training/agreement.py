@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from keras_moe.locks import FolderInUse
 from keras_moe.processes import process_shard
 from keras_moe.training.tensor_writer import NonFiniteValues
 
@@ -17,6 +18,7 @@ from keras_moe.training.tensor_writer import NonFiniteValues
 _KINDS = {
     "non-finite": NonFiniteValues,
     "value": ValueError,
+    "in use": FolderInUse,
     "os": OSError,
     "other": RuntimeError,
 }

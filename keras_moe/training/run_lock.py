@@ -9,6 +9,7 @@ from pathlib import Path
 
 from keras_moe.locks import locked
 from keras_moe.processes import process_shard
+from keras_moe.training.agreement import first_decides, shared_by
 from keras_moe.training.storage import is_remote
 
 LOCK = ".run.lock"
@@ -21,7 +22,8 @@ def run_lock(folder: str | os.PathLike) -> Iterator[None]:
     Two runs that save to one folder would remove each other's checkpoints. The lock
     says which process holds it, on which host, and since when; that of a process that
     was killed is taken over. The first of the processes that train one model together
-    holds the lock for all. A remote folder, as `gs://bucket/run`, is not locked.
+    holds the lock for all: they call this together, and have its error together. A
+    remote folder, as `gs://bucket/run`, is not locked.
 
     Args:
         folder: folder of the checkpoints, made if it is not there.
@@ -42,12 +44,18 @@ def run_lock(folder: str | os.PathLike) -> Iterator[None]:
     keras_moe.locks.FolderInUse: Expected no one else at work on the run in ...
     """
     # A store of objects has no locks.
-    if process_shard()[0] or is_remote(folder):
+    if is_remote(folder):
         yield
         return
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / LOCK, f"the run in {folder}"):
+
+    def hold() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        held.enter_context(locked(folder / LOCK, f"the run in {folder}"))
+
+    with contextlib.ExitStack() as held:
+        if shared_by()[1] > 1 or process_shard()[0] == 0:
+            first_decides(hold)
         yield
 
 

@@ -13,7 +13,7 @@ UPCYCLING_PRESETS = {
     "clip_up": {
         "normalize_gates": False,
         "noise_std": 0.0,
-        "auxiliary_losses": {"load_balance": 0.01, "z": 1e-4},
+        "auxiliary_losses": {"load_balance": 0.01, "router_z": 1e-4},
         "num_selected_experts": 2,
         # The paper's 2.0 is Switch's convention, C = 2.0 S / E whatever K is; here C is
         # K times the factor.

@@ -12,6 +12,7 @@ from keras_moe.layers import (
     ExpertCoefficients,
     Experts,
     LayerNorm,
+    LogitScale,
     MaskedPooling,
     MoE,
     MoEEncoderBlock,
@@ -264,6 +265,7 @@ MAKERS = {
         (2, 3), kind="learned", interpolation="bicubic", **kw
     ),
     "SelfAttention": attention,
+    "LogitScale": lambda **kw: LogitScale(3.0, 5.0, -1.0, **kw),
     "MaskedPooling": lambda **kw: MaskedPooling("last", **kw),
     "TextPositions": lambda **kw: TextPositions(7, **kw),
     "TokenEmbedding": lambda **kw: TokenEmbedding(
@@ -377,6 +379,19 @@ def test_every_public_layer_is_checked():
         (lambda: TokenChoiceRouter(4, num_modalities=0), "num_modalities=0"),
         (lambda: TokenChoiceRouter(4, expert_pools=[[0], [4]]), "\\[4\\]"),
         (lambda: TokenChoiceRouter(4, expert_pools=[[0.5]]), "expert_pools=0.5"),
+        (
+            lambda: TokenChoiceRouter(4, expert_pools=[[0, 1], [1, 2, 3]]),
+            r"nothing in common; received: expert_pools=\[\[0, 1\], \[1, 2, 3\]\]",
+        ),
+        (
+            lambda: ExpertChoiceRouter(4, expert_pools=[[0, 1], []]),
+            r"at least one expert.*received: expert_pools=\[\[0, 1\], \[\]\]",
+        ),
+        (
+            lambda: TokenChoiceRouter(4, expert_pools=[0, 1]),
+            r"a sequence of experts for each modality; received: expert_pools=\[0, 1\]",
+        ),
+        (lambda: TokenChoiceRouter(4, expert_pools=2), "expert_pools=2"),
         (
             lambda: MoE(
                 TokenChoiceRouter(4, num_modalities=2, capacity_factor=1.0),

@@ -61,6 +61,11 @@ NOT_DEFAULT = {
     "expert_activation": "silu",
     "num_modalities": 2,
     "expert_pools": [[0, 1], [2]],
+    "pruning": {
+        "method": "router_pred",
+        "kept_experts": {"block_1": [0, 2]},
+        "removed": True,
+    },
 }
 MUMOE_NOT_DEFAULT = {
     "moe_layers": "last_2",
@@ -194,6 +199,7 @@ def test_a_name_is_taken_once():
         (lambda: MoEConfig(moe_layers=2), "moe_layers=2"),
         (lambda: MoEConfig(dropless=1), "dropless=1"),
         (lambda: MoEConfig(auxiliary_losses="all"), "auxiliary_losses='all'"),
+        (lambda: MoEConfig(auxiliary_losses={"loads": 1}), "nearest: load"),
         (lambda: MoEConfig().replace(num_expert=3), "nearest: num_experts"),
         (lambda: MoEConfig.from_dict({"tow": 3}), "MoEConfig; received: tow=3"),
         (lambda: MuMoEConfig(rank=0), "rank=0"),
@@ -227,6 +233,20 @@ def test_another_router_drops_the_options_of_the_one_before():
     assert updated_moe(None, {"num_experts": 3}).moe_layers is None
 
 
+def test_the_same_router_in_another_form_keeps_its_options():
+    name = "keras_moe>TokenChoiceRouter"
+    moe = MoEConfig(router=name, router_options={"combine": "affinity"})
+    for same in (name, TokenChoiceRouter):
+        changed = updated_moe(moe, {"router": same, "num_experts": 8})
+        assert changed == moe.replace(num_experts=8)
+    assert updated_moe(moe, {"router": SoftRouter}).router_options is None
+    own = MoEConfig(router=TokenChoiceRouter(4, 1), num_experts=4)
+    for same in (TokenChoiceRouter(4, 1), own.router):
+        assert updated_moe(own, {"router": same}) == own
+    with pytest.raises(ValueError, match="router='hard'"):
+        updated_moe(moe, {"router": "hard"})
+
+
 def test_another_kind_keeps_no_biases_of_the_one_before():
     moe = MoEConfig(num_experts=8, expert_use_bias=False)
     assert updated_moe(moe, {"router": "mumoe"}).expert_use_bias
@@ -235,6 +255,11 @@ def test_another_kind_keeps_no_biases_of_the_one_before():
     assert not updated_moe(without, {"num_experts": 4}).expert_use_bias
     assert updated_moe(without, {"router": "soft"}).expert_use_bias
     assert not updated_moe(moe, {"router": "soft"}).expert_use_bias
+
+
+def test_only_routers_tell_modalities_apart():
+    assert MuMoEConfig().modality_count is MoEConfig().modality_count is None
+    assert MoEConfig(expert_pools=[[0], [1, 2]], num_experts=3).modality_count == 2
 
 
 def test_losses_may_be_objects():

@@ -8,6 +8,7 @@ from keras_moe.layers import (
     AttentionPooling,
     MaskedPooling,
     MoEConfig,
+    SelfAttention,
     TextPositions,
     TokenEmbedding,
 )
@@ -56,6 +57,21 @@ def test_a_probe_reads_no_padding():
     assert np.abs(to_numpy(layer(other)) - expected).max() > 1e-3
     shorter = to_numpy(layer(tokens[:1, :4]))
     np.testing.assert_allclose(shorter, expected[:1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "mask", [MASK, MASK[:, None] & MASK[..., None]], ids=["tokens", "pairs"]
+)
+def test_attention_takes_lists_as_masks(mask, op_by_op):
+    layer, tokens = SelfAttention(1, 4), np.ones((2, 6, 4), "float32") * TOKENS
+    expected = to_numpy(layer(tokens, mask=mask))
+    as_list = to_numpy(layer(tokens, mask=mask.tolist()))
+    np.testing.assert_array_equal(as_list, expected)
+    assert np.abs(to_numpy(layer(tokens)) - expected).max() > 1e-3
+    with pytest.raises(ValueError, match=r"\(2, 6\) or \(2, 6, 6\); received: mask.sh"):
+        layer(tokens, mask=mask[:, 1:].tolist())
+    with pytest.raises(ValueError, match=r"mask\.dtype=float"):
+        layer(tokens, mask=mask.astype(float).tolist())
 
 
 def test_places_of_short_texts():

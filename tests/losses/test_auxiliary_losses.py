@@ -15,6 +15,7 @@ from keras_moe import losses
 from keras_moe.layers import Experts, MoE
 from keras_moe.losses import AggregateLoss, AuxiliaryLoss
 from keras_moe.losses.auxiliary_functions import FUNCTIONS
+from keras_moe.ops import ExpertKinds, Routing
 from keras_moe.routers import TokenChoiceRouter
 from tests.losses.entropies import LOSSES, ROUTER, normal, numbers, routing_of, tensor
 
@@ -65,12 +66,28 @@ def test_a_modality_that_no_group_has_costs_nothing(loss):
     np.testing.assert_array_equal(actual, 0.0)
 
 
-def test_groups_of_padding_do_not_dilute_either():
-    logits, loss = normal(0, 2, 6, 4), AuxiliaryLoss("local_entropy")
-    mask = np.array([[True] * 6, [False] * 6])
-    actual = numbers(lambda x, m: loss(routing_of(x), ROUTER, m), logits, mask)
-    expected = numbers(LOSSES["local"], logits[:1], IDS[:1])
-    np.testing.assert_allclose(actual.mean(), expected[0], rtol=1e-5)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_groups_of_padding_do_not_dilute_either(name):
+    logits, loss = normal(0, 3, 6, 4), AuxiliaryLoss(name)
+    noisy, mask = logits + 0.1 * normal(1, 3, 6, 4), np.ones((3, 6), bool)
+    mask[1] = mask[2, 2] = False
+    router = SimpleNamespace(**vars(ROUTER), kinds=ExpertKinds(4), tau=1.0)
+
+    def losses_of(x, noisy, mask, ids):
+        gates = keras.ops.softmax(noisy, axis=-1)
+        routing = Routing(x, noisy, gates, gates, None, None)
+        return loss(routing, router, mask, ids)
+
+    def values(groups):
+        arrays = (logits[groups], noisy[groups], mask[groups], IDS[[0, 1, 0]][groups])
+        return numbers(losses_of, *arrays)
+
+    whole = values([0, 1, 2])
+    assert whole[1] == 0
+    assert abs(whole[0]) > 1e-3
+    np.testing.assert_allclose(whole.mean(), values([0, 2]).mean(), rtol=1e-5)
+    nothing = numbers(losses_of, logits, noisy, np.zeros_like(mask), IDS)
+    np.testing.assert_array_equal(nothing, 0.0)
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -112,7 +129,7 @@ def test_mutual_information_loss_is_its_function():
         AuxiliaryLoss("mutual_information"),
         AggregateLoss(
             [
-                AuxiliaryLoss("z"),
+                AuxiliaryLoss("router_z"),
                 AuxiliaryLoss("local_entropy", modality=1),
             ]
         ),
@@ -129,7 +146,7 @@ def test_a_modality_needs_modality_ids(loss):
 
 PARTS = (
     AuxiliaryLoss("importance"),
-    AuxiliaryLoss("z"),
+    AuxiliaryLoss("router_z"),
     AuxiliaryLoss("local_entropy", modality=1),
     AuxiliaryLoss("global_entropy", threshold=1.3, modality=1),
     AuxiliaryLoss("mutual_information"),
@@ -153,7 +170,7 @@ def test_the_aggregate_of_other_weights_is_their_weighted_mean():
     logits, mask = normal(0, 3, 6, 4), tensor(MASK)
     weights = (3.0, 0.5, 0.0)
     functions = (
-        losses.z_loss,
+        losses.router_z_loss,
         losses.local_entropy_loss,
         # Not defined without noisy logits, and not computed.
         lambda x, mask: keras.ops.zeros((3,)),
@@ -161,7 +178,7 @@ def test_the_aggregate_of_other_weights_is_their_weighted_mean():
 
     def program(x):
         whole = AggregateLoss(
-            {"z": 3.0, "local_entropy": 0.5, "load": 0.0}, weight=0.2
+            {"router_z": 3.0, "local_entropy": 0.5, "load": 0.0}, weight=0.2
         )(routing_of(x), ROUTER, mask)
         return keras.ops.stack([whole, *(fn(x, mask) for fn in functions)])
 
@@ -171,14 +188,14 @@ def test_the_aggregate_of_other_weights_is_their_weighted_mean():
 
 
 def test_an_aggregate_may_hold_an_aggregate():
-    inner = AggregateLoss({"z": 1.0, "local_entropy": 1.0}, weight=2.0)
+    inner = AggregateLoss({"router_z": 1.0, "local_entropy": 1.0}, weight=2.0)
     outer = AggregateLoss([inner, AuxiliaryLoss("importance", 6.0)], weight=0.5)
 
     def program(x):
         return keras.ops.stack(
             [
                 outer(routing_of(x), ROUTER),
-                losses.z_loss(x),
+                losses.router_z_loss(x),
                 losses.local_entropy_loss(x),
                 losses.importance_loss(x),
             ]
@@ -212,7 +229,9 @@ def test_config_round_trip(loss):
     config = loss.get_config()
     # Every argument is there, and none at its default.
     first = "losses" if isinstance(loss, AggregateLoss) else "function"
-    defaults = type(loss)({"z": 1} if first == "losses" else loss.function).get_config()
+    defaults = type(loss)(
+        {"router_z": 1} if first == "losses" else loss.function
+    ).get_config()
     assert config.keys() == defaults.keys()
     assert all(config[name] != defaults[name] for name in config if name != "function")
     stored = json.loads(json.dumps(losses.serialize([loss])))
@@ -231,6 +250,10 @@ def test_losses_by_name():
     weights = {name: 0.1 * (i + 1) for i, name in enumerate(FUNCTIONS)}
     made = losses.get(weights)
     assert len(made) == 10
+    assert losses.get({"z": 0.5})[0].get_config() == {
+        "function": "router_z",
+        "weight": 0.5,
+    }
     assert {loss.name: loss.weight for loss in made} == weights
     assert {loss.function for loss in made} == set(weights)
 
@@ -243,7 +266,7 @@ def test_losses_by_name():
         ("LoadLoss", {}, "load"),
         ("LoadBalanceLoss", {"choices": "all"}, "load_balance"),
         ("HeterogeneousBalanceLoss", {}, "heterogeneous_balance"),
-        ("ZLoss", {}, "z"),
+        ("ZLoss", {}, "router_z"),
         ("LocalEntropyLoss", {"modality": 1}, "local_entropy"),
         ("GlobalEntropyLoss", {"modality": 0, "threshold": 1.5}, "global_entropy"),
         ("MutualInformationLoss", {"num_modalities": 3}, "mutual_information"),
@@ -302,7 +325,7 @@ def test_a_function_of_ones_own():
             "num_modalities=0",
         ),
         (lambda: AuxiliaryLoss("y"), "function='y'"),
-        (lambda: AuxiliaryLoss("z", modality=1), "modality=1"),
+        (lambda: AuxiliaryLoss("router_z", modality=1), "modality=1"),
         (
             lambda: AuxiliaryLoss("load_balance", choice="all"),
             "choice='all' (nearest: choices)",
@@ -311,6 +334,30 @@ def test_a_function_of_ones_own():
         (lambda: AggregateLoss({"z": 0.0, "load": 0}), "weights=[0.0, 0.0]"),
         (lambda: AggregateLoss({"z": 1.0}, weight=-1), "weight=-1"),
         (lambda: AggregateLoss({"y": 1.0}), "'y'"),
+        (lambda: losses.get({"router_zz": 1.0}), "'router_zz' (nearest: router_z)"),
+        (
+            lambda: losses.get({"load_balance": {"choices": "second"}}),
+            "choices='second'",
+        ),
+        (
+            lambda: losses.get({"load_balance": {"function": "z"}}),
+            "function='z'",
+        ),
+        (
+            lambda: losses.check_modalities({"global_entropy": {"modality": 2}}, 2),
+            "modality=2, loss='global_entropy'",
+        ),
+        (
+            lambda: losses.check_modalities(
+                [
+                    losses.limoe_losses(
+                        {"c": 1.0}, modalities="abc", local_modalities=()
+                    )
+                ],
+                2,
+            ),
+            "modality=2, loss='global_entropy'",
+        ),
     ],
 )
 def test_bad_input(call, received):

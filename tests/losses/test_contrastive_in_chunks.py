@@ -116,9 +116,10 @@ def test_a_batch_of_unknown_size():
     assert traced(*(x[:0] for x in INPUTS[:2]))[0].numpy() == 0
 
 
-@pytest.mark.backend_free
-def test_eight_devices_are_one():
-    script = Path(__file__).with_name("contrastive_on_eight_devices.py")
+@pytest.fixture(scope="module")
+def on_eight_devices():
+    """What the contrastive losses and the routers by modality give there."""
+    script = Path(__file__).with_name("eight_devices.py")
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=ROOT,
@@ -127,12 +128,28 @@ def test_eight_devices_are_one():
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    results = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULTS "))
+    return json.loads(done.stdout.splitlines()[-1].removeprefix("RESULTS "))
+
+
+@pytest.mark.backend_free
+def test_eight_devices_are_one(on_eight_devices):
+    results, _ = on_eight_devices
     assert len(results) == 4
     for case, result in results.items():
         # Largest differences of the value and the gradients.
         assert len(result["differences"]) == 5, case
-        assert max(result["differences"]) < 1e-5, case
+        assert all(difference < 1e-5 for difference in result["differences"]), case
         # A device has the logits of its own images, and of a chunk of texts alone.
         assert result["own_logits"], case
         assert result["others"] == [], case
+
+
+@pytest.mark.backend_free
+def test_eight_devices_route_modalities_as_one(on_eight_devices):
+    _, result = on_eight_devices
+    # The value, the gradients of weights and tokens, and the tokens that are served.
+    assert len(result["differences"]) == 1 + 5 + 1 + 1
+    assert all(difference < 1e-5 for difference in result["differences"])
+    # Each group fills most of its six experts' two slots.
+    assert result["served"] > 8 * 6
+    assert result["in_other_pools"] == 0

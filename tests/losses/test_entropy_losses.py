@@ -52,7 +52,7 @@ def of_golden(name, logits, ids, tau, config):
     if name == "mutual":
         return [losses.mutual_information_loss(logits, ids, num_modalities)]
     if name == "z":
-        return [losses.z_loss(logits)]
+        return [losses.router_z_loss(logits)]
     of_modality = {
         "local": lambda m, mask: losses.local_entropy_loss(logits, mask),
         "global": lambda m, mask: losses.global_entropy_loss(logits, mask=mask),

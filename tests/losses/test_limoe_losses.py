@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from keras_moe import losses
-from keras_moe.layers import Experts, MoE
+from keras_moe.layers import Experts, MoE, MoEConfig
 from keras_moe.losses import limoe_losses
 from keras_moe.routers import TokenChoiceRouter
 from tests import golden
@@ -88,7 +88,7 @@ def test_golden_in_training(case, local_loss):
 def test_groups_without_a_modality_do_not_dilute_its_losses():
     logits = normal(0, 3, 6, 4)
     ids = np.array([[0, 1, 0, 1, 1, 0], [0] * 6, [1, 0, 0, 1, 0, 1]])
-    loss = limoe_losses({"text": 5.0}, classic=("z",), weight=3.0)
+    loss = limoe_losses({"text": 5.0}, classic=("router_z",), weight=3.0)
     router = SimpleNamespace(num_experts=4)
 
     def mean(groups):
@@ -97,7 +97,7 @@ def test_groups_without_a_modality_do_not_dilute_its_losses():
             *(logits[groups], ids[groups]),
         )
 
-    z = numbers(losses.z_loss, logits)
+    z = numbers(losses.router_z_loss, logits)
     # Three losses, of which two are the text's, in the groups 0 and 2.
     expected = mean([0, 2]) - z[[0, 2]].mean() + z.mean()
     np.testing.assert_allclose(mean([0, 1, 2]), expected, rtol=1e-5)
@@ -110,13 +110,13 @@ def test_parts_and_config():
         {"image": 2.0, "text": None},
         "merged_entropy",
         local_modalities=("image", "text"),
-        classic=("importance", "z"),
+        classic=("importance", "router_z"),
         weight=0.1,
     )
     parts = [(part.name, part.options) for part in loss.losses]
     assert parts == [
         ("importance", {}),
-        ("z", {}),
+        ("router_z", {}),
         ("merged_entropy", {"modality": 0}),
         ("merged_entropy", {"modality": 1}),
         ("global_entropy", {"threshold": 2.0, "modality": 0}),
@@ -125,6 +125,53 @@ def test_parts_and_config():
     stored = json.loads(json.dumps(losses.serialize([loss])))
     assert losses.get(stored)[0].get_config() == loss.get_config()
     assert loss.weight == 0.1
+
+
+# Text, image.
+EXPERTS = {
+    "limoe_s32": (12, 17),
+    "limoe_b32": (12, 17),
+    "limoe_s16": (9, 20),
+    "limoe_b16": (9, 20),
+    "limoe_l32": (20, 1),
+    "limoe_l16": (28, 8),
+    "limoe_h14": (4, 25),
+    "several_experts": (4, 25),
+    "by_modality": (4, 25),
+}
+
+
+@pytest.mark.backend_free
+def test_settings_of_presets_are_json_and_the_published_ones():
+    stored = json.loads(json.dumps(losses.LIMOE_LOSSES))
+    assert stored == losses.LIMOE_LOSSES
+    assert {*stored} == {*EXPERTS, "expert_pools"}
+    for name, (text, image) in EXPERTS.items():
+        local = "merged_entropy" if name == "several_experts" else "local_entropy"
+        # By a config, as a preset has them.
+        moe = MoEConfig.from_dict({"auxiliary_losses": stored[name]})
+        (loss,) = losses.get(moe.to_dict()["auxiliary_losses"])
+        assert loss.weight == 0.04
+        assert [(part.name, part.weight, part.options) for part in loss.losses] == [
+            ("importance", 1.0, {}),
+            ("load", 1.0, {}),
+            ("router_z", 1.0, {}),
+            (local, 1.0, {"modality": 1}),
+            ("global_entropy", 1.0, {"threshold": math.log(text), "modality": 1}),
+            ("global_entropy", 1.0, {"threshold": math.log(image), "modality": 0}),
+        ]
+    (loss,) = losses.get(stored["expert_pools"])
+    assert [part.name for part in loss.losses] == ["importance", "load", "router_z"]
+
+
+@pytest.mark.backend_free
+def test_a_weight_of_the_bag_is_an_option():
+    options = {"thresholds": {"text": 1.0}, "weight": 0.5, "classic": ["importance"]}
+    importance, bag = losses.get({"importance": 0.1, "limoe": options})
+    assert (importance.weight, bag.weight, len(bag.losses)) == (0.1, 0.5, 3)
+    with pytest.raises(ValueError, match="name='limoe'"):
+        losses.auxiliary.register_aggregate("limoe")(lambda: None)
+    assert losses.auxiliary.register_aggregate("limoe")(limoe_losses) is limoe_losses
 
 
 @pytest.mark.backend_free
@@ -161,6 +208,15 @@ def test_an_moe_layer_trains_with_them_and_warns_of_a_threshold():
         (lambda: limoe_losses({}, "global_entropy"), "local_loss='global_entropy'"),
         (lambda: limoe_losses({"text": -1.0}), "threshold=-1.0"),
         (lambda: limoe_losses({}, classic=("y",)), "function='y'"),
+        (lambda: losses.get({"limoe": 0.04}), "Expected thresholds among the options"),
+        (
+            lambda: losses.get({"limoe": {"threshold": {}}}),
+            r"loss 'limoe'; received: threshold=\{\} \(nearest: thresholds\)",
+        ),
+        (
+            lambda: losses.get({"limoe": {"thresholds": {"audio": 1.0}}}),
+            "thresholds .*received: 'audio'",
+        ),
     ],
 )
 def test_bad_input(call, received):

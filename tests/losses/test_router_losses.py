@@ -15,7 +15,7 @@ from keras_moe.losses import (
     importance_loss,
     load_balance_loss,
     load_loss,
-    z_loss,
+    router_z_loss,
 )
 from keras_moe.ops import Routing, token_choice
 from tests import golden
@@ -36,7 +36,7 @@ def value_of(name, logits, noise=0.0, noise_std=0.5, selected=1, mask=None):
     if name == "load":
         return load_loss(logits, noisy, noise_std, selected, mask=mask)
     if name == "z":
-        return z_loss(logits, mask=mask)
+        return router_z_loss(logits, mask=mask)
     chosen = logits if name == "gshard_clean" else noisy
     return load_balance_loss(keras.ops.softmax(chosen, axis=-1), mask=mask)
 
@@ -231,7 +231,7 @@ def test_z_by_hand():
     logits = np.array([[[0, 0, 0], [1, 1, 1]]], "float32")
     expected = (math.log(3) ** 2 + (1 + math.log(3)) ** 2) / 2
     np.testing.assert_allclose(compute("z", logits), [expected], rtol=1e-6)
-    (actual,) = gradient(lambda x: keras.ops.sum(z_loss(x)), logits)
+    (actual,) = gradient(lambda x: keras.ops.sum(router_z_loss(x)), logits)
     # d lse^2 / d logits = 2 lse softmax, averaged over the two tokens.
     np.testing.assert_allclose(actual[0, 0], [math.log(3) / 3] * 3, rtol=1e-5)
 

@@ -30,10 +30,9 @@ def test_thresholds_above_the_largest_entropy_warn():
     with pytest.warns(UserWarning, match=received):
         loss.check_router(router)
     with pytest.warns(UserWarning, match=received):
-        AggregateLoss([AuxiliaryLoss("z"), loss]).check_router(router)
+        AggregateLoss([AuxiliaryLoss("router_z"), loss]).check_router(router)
     # Modality 1 has a pool of 2.
-    pools = [[0, 1, 2, 3], [0, 1]]
-    router = TokenChoiceRouter(num_experts=4, expert_pools=pools)
+    router = TokenChoiceRouter(num_experts=4, expert_pools=[[0, 1], [2, 3]])
     with pytest.warns(UserWarning, match="entropy of 2 experts.*at least 0.6931"):
         AuxiliaryLoss("global_entropy", threshold=math.log(4), modality=1).check_router(
             router
@@ -70,7 +69,7 @@ class ExpertChoiceRouter:
 
 
 EVERY = {name: AuxiliaryLoss(name) for name in FUNCTIONS}
-EVERY["aggregate"] = AggregateLoss({"z": 1.0})
+EVERY["aggregate"] = AggregateLoss({"router_z": 1.0})
 
 
 @pytest.mark.backend_free
@@ -99,7 +98,7 @@ NEED_K = (
 def test_some_losses_need_the_number_of_selected_experts(name):
     loss = EVERY[name]
     if name == "aggregate":
-        loss = AggregateLoss({"z": 1.0, "target_entropy": 1.0})
+        loss = AggregateLoss({"router_z": 1.0, "target_entropy": 1.0})
     loss.check_router(TokenChoiceRouter(num_experts=4))
     with pytest.raises(
         ValueError, match="num_selected_experts; received: router=ExpertChoiceRouter"
@@ -128,4 +127,4 @@ def test_losses_of_weight_zero_fit_every_router():
     for name in FUNCTIONS:
         AuxiliaryLoss(name, 0.0).check_router(SoftRouter())
         AggregateLoss({name: 1.0}, weight=0).check_router(SoftRouter())
-    AggregateLoss({"load": 0.0, "z": 1.0}).check_router(ExpertChoiceRouter())
+    AggregateLoss({"load": 0.0, "router_z": 1.0}).check_router(ExpertChoiceRouter())

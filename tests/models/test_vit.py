@@ -140,7 +140,7 @@ def test_losses_may_be_given_as_objects():
     )
     again = ViTBackbone.from_config(plain(backbone.get_config()))
     (loss,) = again.get_layer("block_1").feed_forward.auxiliary_losses
-    assert (loss.name, loss.weight) == ("z", 0.25)
+    assert (loss.name, loss.weight) == ("router_z", 0.25)
 
 
 @pytest.mark.backend_free
@@ -454,7 +454,9 @@ def test_which_losses_auto_means():
     assert names(noise_std=0.0) == ["importance"]
     assert names(router="sinkhorn_token_choice") == []
     assert names(router="soft") == []
-    assert names(router="softmax_expert_choice", auxiliary_losses={"z": 1.0}) == ["z"]
+    assert names(
+        router="softmax_expert_choice", auxiliary_losses={"router_z": 1.0}
+    ) == ["router_z"]
 
 
 @pytest.mark.backend_free

@@ -6,8 +6,10 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe.training import LocalStorage, agreement, local_storage
+from keras_moe.locks import FolderInUse, locked
+from keras_moe.training import LocalStorage, agreement, local_storage, run_lock
 from keras_moe.training.agreement import agreed, first_decides
+from keras_moe.training.run_lock import LOCK
 from keras_moe.training.tensor_writer import NonFiniteValues
 from tests.training.test_checkpoints import cut, names
 
@@ -82,6 +84,18 @@ def test_an_error_of_one_is_an_error_of_all(both, error, expected, failing):
     assert [str(result) for result in results] == [message] * 2
     assert results[failing].__cause__ is error
     assert results[1 - failing].__cause__ is None
+
+
+def test_a_folder_in_use_is_an_error_of_all(both, tmp_path):
+    def hold(number):
+        with run_lock(tmp_path):
+            return number
+
+    with locked(tmp_path / LOCK, "the run"):
+        results = both(hold)
+    assert [type(result) for result in results] == [FolderInUse] * 2
+    assert all(f"the run in {tmp_path}; rec" in str(result) for result in results)
+    assert both(hold) == [0, 1]
 
 
 def test_a_process_alone_has_its_own_error():

@@ -428,7 +428,7 @@ def test_the_settings_of_clip_up_are_one_argument():
     spelt_out = {
         "normalize_gates": False,
         "noise_std": 0.0,
-        "auxiliary_losses": {"load_balance": 0.01, "z": 1e-4},
+        "auxiliary_losses": {"load_balance": 0.01, "router_z": 1e-4},
         "num_selected_experts": 2,
         "capacity_factor": 1.0,
     }

@@ -7,11 +7,16 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_bool, check_integer, check_seed
+from keras_moe.checks import check_bool, check_integer, check_one_of, check_seed
 from keras_moe.layers import LogitScale
+from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.classifier_parts import check_pooling, pooling_layer
 from keras_moe.models.description import Part
-from keras_moe.models.overrides import complete_config, tower_config
+from keras_moe.models.overrides import (
+    complete_config,
+    tower_config,
+    tower_families,
+)
 from keras_moe.models.pair_backbone import (
     MODALITIES,
     PairBackbone,
@@ -20,9 +25,7 @@ from keras_moe.models.pair_backbone import (
 )
 from keras_moe.models.projection import embedding_projection
 from keras_moe.models.registry import register_backbone
-from keras_moe.models.text import TextBackbone
 from keras_moe.models.tower import TowerOutputs
-from keras_moe.models.vit import ViTBackbone
 from keras_moe.ops import Cost
 
 # Added to the seed for the tower of texts, so that both draw for themselves.
@@ -87,7 +90,8 @@ class CLIPBackbone(PairBackbone):
     >>> from keras_moe.models import CLIPBackbone
     >>> sizes = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
     >>> backbone = CLIPBackbone(
-    ...     image={"image_shape": (8, 8, 3), "patch_size": 4, **sizes, "num_experts": 4},
+    ...     image={"image_shape": (8, 8, 3), "patch_size": 4, **sizes,
+    ...         "moe_layers": "every_2", "num_experts": 4},
     ...     text={"vocabulary_size": 20, "max_length": 6, **sizes},
     ...     projection_dim=4,
     ... )
@@ -103,7 +107,7 @@ class CLIPBackbone(PairBackbone):
     """
 
     # The families of the towers by argument, for overrides and descriptions.
-    towers = {"image": ViTBackbone, "text": TextBackbone}
+    towers = {"image": "ViTBackbone", "text": "TextBackbone"}
 
     def __init__(
         self,
@@ -139,7 +143,7 @@ class CLIPBackbone(PairBackbone):
         check_seed("seed", config["seed"])
         check_bool("projection_bias", config["projection_bias"])
         config = {**config, "temperature": plain_temperature(config["temperature"])}
-        for name, family in cls.towers.items():
+        for name, family in tower_families(cls).items():
             tower = tower_config(family, name, config[name] or {})
             config[name] = family._plain_config(complete_config(family, tower))
         text, projection_dim = config["text"], config["projection_dim"]
@@ -202,7 +206,7 @@ class CLIPBackbone(PairBackbone):
     def _layer_of(self, modality, name):
         return self.get_layer(modality).get_layer(name)
 
-    def tower_backbone(self, modality: str) -> ViTBackbone | TextBackbone:
+    def tower_backbone(self, modality: str) -> MoEBackbone:
         """The backbone of one modality, which shares this one's weights.
 
         Args:
@@ -211,7 +215,8 @@ class CLIPBackbone(PairBackbone):
         Raises:
             ValueError: if `modality` is unknown.
         """
-        return self.encoder(modality) and self.get_layer(modality).tower_backbone
+        check_one_of("modality", modality, MODALITIES)
+        return self.get_layer(modality).tower_backbone
 
     @property
     def moe(self) -> dict:
@@ -250,7 +255,7 @@ class CLIPBackbone(PairBackbone):
     def config_for_weights(cls, saved: dict, config: dict) -> dict:
         towers = {
             name: family.config_for_weights(saved[name], config[name])
-            for name, family in cls.towers.items()
+            for name, family in tower_families(cls).items()
         }
         return {**config, **towers}
 
@@ -259,7 +264,7 @@ class CLIPBackbone(PairBackbone):
         config = complete_config(cls, config)
         return [
             block
-            for name, family in cls.towers.items()
+            for name, family in tower_families(cls).items()
             for block in family.unbuilt_blocks(**config[name])
         ]
 
@@ -267,7 +272,7 @@ class CLIPBackbone(PairBackbone):
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
         config = cls._plain_config(complete_config(cls, config))
         parts, num_tokens, dims = [], 0, {}
-        for name, family in cls.towers.items():
+        for name, family in tower_families(cls).items():
             of_tower, tokens, dims[name] = family.describe_parts(**config[name])
             parts += [part._replace(name=f"{name}/{part.name}") for part in of_tower]
             if name == "image":
@@ -312,7 +317,7 @@ def _tower_backbone(config, modality, dtype):
     tower = dict(config[modality])
     if tower["seed"] is None and seed is not None:
         tower["seed"] = seed + MODALITIES.index(modality) * _TEXT_SEED
-    return CLIPBackbone.towers[modality](**tower, dtype=dtype)
+    return tower_families(CLIPBackbone)[modality](**tower, dtype=dtype)
 
 
 def _encoder_model(backbone, embedding, modality):
