@@ -180,32 +180,40 @@ def test_vmoes_two_towers(tmp_path, case):
 
 
 @pytest.mark.backend_free
-def test_an_image_tower_of_timm_in_open_clip(tmp_path):
-    case = "vit_qk_norm_map"
+@pytest.mark.parametrize("case", ["vit_token", "vit_qk_norm_map"])
+def test_an_image_tower_of_timm_in_open_clip(tmp_path, case):
     arrays, _ = golden.load(f"12_timm/{case}")
     tensors = {
         name.replace("state_dict/", "visual.trunk."): value
         for name, value in arrays.items()
         if name.startswith("state_dict/") and "/head." not in name
     }
-    size = tensors["visual.trunk.pos_embed"].shape[2]
+    size, is_map = tensors["visual.trunk.pos_embed"].shape[2], case.endswith("map")
     text = {"pool_type": "last", "no_causal_mask": True, "proj_bias": True}
-    config = clip_models.open_clip_config(
-        text, embed_dim=size, init_logit_bias=-10.0, custom_text=True
-    )
+    model = {"init_logit_bias": -10.0, "custom_text": True}
+    config = clip_models.open_clip_config(text, **model)
+    config["embed_dim"] = size if is_map else 5
     other = clip_models.open_clip_model(config).state_dict()
     tensors.update({k: v.numpy() for k, v in other.items() if "visual." not in k})
+    expected = arrays["outputs/pre_logits"]
+    if not is_map:
+        projection = np.random.default_rng(0).normal(size=(5, size)).astype("float32")
+        tensors["visual.head.proj.weight"] = projection
+        expected = expected @ projection.T
     config["vision_cfg"] = {
-        "timm_model_name": "test_vit", "timm_pool": "map",
-        "timm_proj": "none",
-    }  # fmt: skip
+        "timm_model_name": "test_vit",
+        "timm_pool": "map" if is_map else "token",
+        "timm_proj": "none" if is_map else "linear",
+    }
     preprocess = {"mean": [0.5] * 3, "std": [0.5] * 3}
     content = {"model_cfg": config, "preprocess_cfg": preprocess}
-    folder = write_folder(tmp_path / "x", tensors, open_clip_config=content)
-    backbone, report = models.convert(folder)
-    assert report.ignored == {}
-    images = arrays["inputs/images"]
-    pooled = arrays["outputs/pre_logits"]
-    pooled = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
-    received = backbone.encoder("image").predict(images, verbose=0)
-    np.testing.assert_allclose(received, pooled, rtol=1e-4, atol=1e-4)
+    folder = write_folder(tmp_path, tensors, open_clip_config=content)
+    # No pair has norms of queries and keys in the blocks alone.
+    model, report = models.convert(folder, tower="image" if is_map else None)
+    if is_map:
+        received = model.predict(arrays["inputs/images"], verbose=0)
+    else:
+        assert report.ignored == {}
+        received = model.encoder("image").predict(arrays["inputs/images"], verbose=0)
+        expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-4)
