@@ -39,6 +39,7 @@ from keras_moe.models.tower import (
     layer_cost,
 )
 from keras_moe.ops import Cost, Routing
+from keras_moe.routers import SoftRouter
 
 
 @register_backbone
@@ -227,8 +228,16 @@ class LIMoEBackbone(PairBackbone):
             )
 
         final_norm = LayerNorm(epsilon, dtype=dtype, name="final_norm")
+        blocks = spec.blocks(attention)
+        for block in blocks:
+            if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
+                raise ValueError(
+                    "Expected a router that sends each token to experts, since soft "
+                    "routing would mix images with texts; received: "
+                    f"router={block.feed_forward.router.summary!r}"
+                )
         # Each modality has an embedding of its own, before this tower.
-        return Tower((), spec.blocks(attention), final_norm)
+        return Tower((), blocks, final_norm)
 
     @classmethod
     def _functional(cls, config, dtype):

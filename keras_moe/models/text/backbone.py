@@ -243,4 +243,3 @@ class TextBackbone(MoEBackbone):
         parts, num_tokens, dim = tower.parts((config["max_length"],))
         pooler = text_pooler(config, "float32")
         return parts + pooler.parts((num_tokens, dim)), num_tokens, dim
-
