@@ -133,6 +133,7 @@ def test_overrides_and_another_image_size(tmp_path):
     assert other.get_config()["text"]["dropout_rate"] == 0.1
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("case", ["map_pooling_no_bias", "moe_both_towers"])
 def test_vmoes_two_towers(tmp_path, case):
     arrays, config = golden.load(f"08_two_tower/{case}")
@@ -182,7 +183,7 @@ def test_vmoes_two_towers(tmp_path, case):
 @pytest.mark.backend_free
 @pytest.mark.parametrize("case", ["vit_token", "vit_qk_norm_map"])
 def test_an_image_tower_of_timm_in_open_clip(tmp_path, case):
-    arrays, _ = golden.load(f"12_timm/{case}")
+    arrays, info = golden.load(f"12_timm/{case}")
     tensors = {
         name.replace("state_dict/", "visual.trunk."): value
         for name, value in arrays.items()
@@ -209,7 +210,9 @@ def test_an_image_tower_of_timm_in_open_clip(tmp_path, case):
     content = {"model_cfg": config, "preprocess_cfg": preprocess}
     folder = write_folder(tmp_path, tensors, open_clip_config=content)
     # No pair has norms of queries and keys in the blocks alone.
-    model, report = models.convert(folder, tower="image" if is_map else None)
+    heads = {"num_heads": info["kwargs"]["num_heads"]}
+    overrides = {"tower": "image", **heads} if is_map else {"image": heads}
+    model, report = models.convert(folder, **overrides)
     if is_map:
         received = model.predict(arrays["inputs/images"], verbose=0)
     else:

@@ -255,3 +255,20 @@ def test_a_patch_bias_becomes_part_of_the_positions(tmp_path):
         expected.text_embeds,
         expected.logits_per_image,
     )
+
+
+@pytest.mark.backend_free
+def test_a_contrastive_model_keeps_the_preparation_of_its_images(tmp_path):
+    preprocessor = {"resample": 2, "size": {"shortest_edge": 10}, "crop_size": 8}
+    preprocessor.update(image_mean=MEAN.tolist(), image_std=STD.tolist())
+    clip_models.transformers_clip().save_pretrained(tmp_path / "source")
+    path = "preprocessor_config.json"
+    (tmp_path / "source" / path).write_text(json.dumps(preprocessor))
+    model = models.ContrastiveModel.from_preset(str(tmp_path / "source"))
+    assert model.image_preprocessor.center_crop == 0.8
+    models.export_weights(model, "transformers", tmp_path / "exported")
+    content = json.loads((tmp_path / "exported" / path).read_text())
+    assert {name: content[name] for name in preprocessor} == {
+        **preprocessor,
+        "crop_size": {"height": 8, "width": 8},
+    }
