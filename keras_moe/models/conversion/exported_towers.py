@@ -103,6 +103,11 @@ class ExportedModel(NamedTuple):
         """
         backbone = getattr(model, "backbone", model)
         names = {base.__name__ for base in type(backbone).__mro__}
+        if not names & {"CLIPBackbone", "TextBackbone", "ViTBackbone"}:
+            raise ValueError(
+                "Expected a CLIPBackbone, a ViTBackbone, a TextBackbone or a task "
+                f"around one; received: {type(backbone).__name__}"
+            )
         values = _values(model)
         preprocessor = getattr(model, "image_preprocessor", None)
         if "CLIPBackbone" in names:
@@ -110,11 +115,6 @@ class ExportedModel(NamedTuple):
             return cls(*parts, preprocessor)
         if "TextBackbone" in names:
             return cls({"text": ExportedTower(backbone.get_config(), values)}, {})
-        if "ViTBackbone" not in names:
-            raise ValueError(
-                "Expected a CLIPBackbone, a ViTBackbone, a TextBackbone or a task "
-                f"around one; received: {type(backbone).__name__}"
-            )
         config, pooling, size = backbone.get_config(), None, None
         if model is not backbone:
             head = model.get_config()

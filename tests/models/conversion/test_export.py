@@ -205,6 +205,8 @@ def test_other_models_and_folders_are_refused(tmp_path):
     )  # fmt: skip
     with pytest.raises(ValueError, match="MixerBackbone"):
         models.export_weights(mixer, "transformers", tmp_path / "x")
+    with pytest.raises(ValueError, match="received: int"):
+        models.export_weights(3, "transformers", tmp_path / "x")
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="older export"):
         models.export_weights(text, "transformers", tmp_path)
