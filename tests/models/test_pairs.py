@@ -66,7 +66,7 @@ def outputs(model, inputs, training=False):
     return keras.tree.map_structure(keras.ops.convert_to_numpy, results)
 
 
-# What they compute
+# Results
 
 
 @pytest.mark.every_backend
@@ -395,7 +395,7 @@ def test_parts_are_those_of_the_layers(backbone):
     assert description.parameters == sum(counts.values())
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.backend_free
