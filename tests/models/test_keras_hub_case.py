@@ -9,13 +9,17 @@ import keras_hub
 import numpy as np
 import pytest
 
+from keras_moe.layers import LogitScale
 from keras_moe.models import (
+    CLIPBackbone,
+    LIMoEBackbone,
     MixerBackbone,
     MixerImageClassifier,
     TextBackbone,
     ViTBackbone,
     ViTImageClassifier,
 )
+from keras_moe.models.pair_backbone import PairBackbone
 from keras_moe.routers import Router
 
 
@@ -73,7 +77,8 @@ class Case(TestCase):
         pass
 
     def run_precision_test(self, cls, init_kwargs, input_data):
-        if init_kwargs["moe"] is None:
+        is_dense = "moe" in init_kwargs and init_kwargs["moe"] is None
+        if is_dense and not issubclass(cls, PairBackbone):
             super().run_precision_test(cls, init_kwargs, input_data)
             return
         # KerasHub's own asks every weight and layer to have the policy's dtypes.
@@ -85,12 +90,14 @@ class Case(TestCase):
             outputs, spec = model(input_data), model.compute_output_spec(input_data)
             for output in keras.tree.flatten((outputs, spec)):
                 dtype = keras.backend.standardize_dtype(output.dtype)
-                assert dtype == policy.compute_dtype
+                # Embeddings of pairs are float32, too.
+                is_pair = issubclass(cls, PairBackbone)
+                assert dtype == ("float32" if is_pair else policy.compute_dtype)
             for layer in model._flatten_layers(include_self=False):
                 if isinstance(layer, keras.layers.InputLayer):
                     continue
                 expected = policy
-                if isinstance(layer, Router):
+                if isinstance(layer, (LogitScale, Router)):
                     expected = keras.dtype_policies.get("float32")
                 assert layer.compute_dtype == expected.compute_dtype, layer.path
                 assert layer.variable_dtype == expected.variable_dtype, layer.path
@@ -182,3 +189,26 @@ def test_text_backbone(case, moe):
     case.run_model_saving_test(
         cls=TextBackbone, init_kwargs=init_kwargs, input_data=texts()
     )
+
+
+IMAGE = {**VIT, "moe": MOE}
+TEXT = {name: value for name, value in TEXTS.items() if name != "projection_dim"}
+PAIRS = {
+    "clip": (CLIPBackbone, {"image": IMAGE, "text": TEXT, "projection_dim": 4}),
+    "limoe": (LIMoEBackbone, {**IMAGE, **TEXTS, "moe": MOE}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pair_backbone(case, name):
+    cls, init_kwargs = PAIRS[name]
+    pairs = {"images": images(), **texts()}
+    shorter = {k: x if k == "images" else x[:, :3] for k, x in pairs.items()}
+    case.run_backbone_test(
+        cls=cls,
+        init_kwargs=dict(init_kwargs),
+        input_data=pairs,
+        expected_output_shape={"image_embeddings": (2, 4), "text_embeddings": (2, 4)},
+        variable_length_data=[shorter],
+    )
+    case.run_model_saving_test(cls=cls, init_kwargs=init_kwargs, input_data=pairs)

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_moe.checks import check_bool, check_integer, check_one_of, check_seed
+from keras_moe.compat import set_dtype_policy
 from keras_moe.layers import LogitScale
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.classifier_parts import check_pooling, pooling_layer
@@ -328,6 +329,8 @@ def _encoder_model(backbone, embedding, modality):
         "block_tokens": backbone._block_tokens,
     }
     encoder = keras.Model(backbone.input, outputs, name=modality)
+    # A functional model takes no policy.
+    set_dtype_policy(encoder, backbone.dtype_policy)
     # A plain attribute: Keras would save the layers twice.
     object.__setattr__(encoder, "tower_backbone", backbone)
     return encoder
