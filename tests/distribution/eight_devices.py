@@ -170,7 +170,7 @@ def evaluation(classifier, images, labels, on_several):
     return metrics, classifier.predict(images, batch_size=16, verbose=0)
 
 
-# What evaluates is compiled, and serves several numbers of images.
+# Models that evaluate are compiled once, and serve several numbers of images.
 EVALUATED = {}
 
 
