@@ -166,9 +166,10 @@ def test_bad_choices_are_refused(model, prune, kept, message):
     [
         ({"router": "soft"}, "SoftRouter"),
         ({"router": "softmax_expert_choice"}, "ExpertChoiceRouter"),
-        ({"router": "mumoe"}, "mumoe"),
+        ({"router": "mumoe"}, "ExpertCoefficients"),
         ({"zero_experts": 1}, "PathwayAwareRouter"),
         ({"moe_layers": None}, "received: 'block_0'"),
+        ({"moe_layers": [1]}, r"among \['block_1'\]; received: 'block_0'"),
     ],
 )
 def test_other_mixtures_are_refused_by_name(changes, message):
