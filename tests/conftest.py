@@ -105,9 +105,9 @@ def _dealt(items, backend):
     two backends at least. Each case of up to three runs on one further backend, of more
     every second one, and of a dozen every fourth. Tests marked `every_backend` have
     each case of up to seven on JAX and TensorFlow, and else one half on each. A test
-    that a backend skips runs everywhere, for another has to run it; one marked `dealt_to` runs
-    on the backend that the mark names. Digests of names decide about all others, so
-    that a new test leaves them where they are.
+    that a backend skips runs everywhere, for another has to run it; one marked
+    `dealt_to` runs on the backend that the mark names. Digests of names decide about
+    all others, so that a new test leaves them where they are.
     """
     cases = defaultdict(list)
     for item in items:
