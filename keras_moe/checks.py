@@ -88,6 +88,16 @@ def check_positive(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_number(name: str, value: Any) -> float:
+    """`value` as a float, if it is a finite number."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not -float("inf") < value < float("inf"):
+        raise ValueError(
+            f"Expected {name} to be a finite number; received: {name}={value!r}"
+        )
+    return float(value)
+
+
 def check_not_negative(name: str, value: Any) -> float:
     """`value`, if it is a finite number of at least 0."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

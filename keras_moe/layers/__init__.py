@@ -8,6 +8,7 @@ from keras_moe.layers.encoder_spec import EncoderSpec
 from keras_moe.layers.expert_coefficients import ExpertCoefficients
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.initializers import PerExpert
+from keras_moe.layers.logit_scale import LogitScale
 from keras_moe.layers.masked_pooling import MaskedPooling
 from keras_moe.layers.mlp import MLP
 from keras_moe.layers.moe import MoE
@@ -46,6 +47,7 @@ __all__ = [
     "ExpertCoefficients",
     "Experts",
     "LayerNorm",
+    "LogitScale",
     "MaskedPooling",
     "MoE",
     "MoEConfig",

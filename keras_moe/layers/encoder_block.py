@@ -6,6 +6,7 @@ Axes: B batch, N tokens, D hidden, H mlp, E experts.
 from typing import Any
 
 import keras
+from keras import ops
 
 from keras_moe.checks import (
     check_bool,
@@ -51,6 +52,8 @@ class EncoderBlock(keras.layers.Layer):
         mask: boolean (B, N), False for padding, to which no token attends. A token
             mixer that is no attention takes none.
         modality_ids: integers (B, N); a dense block has no use for them.
+        boundaries: places, as ints, at which the tokens of an example are cut: tokens
+            attend within their own run only, such as those of one modality.
         training: whether dropout and stochastic depth apply.
 
     Output shape:
@@ -119,7 +122,7 @@ class EncoderBlock(keras.layers.Layer):
         self.feed_forward_norm.build(input_shape)
         build_once(self.feed_forward, input_shape)
 
-    def _mix(self, tokens, training, mask=None, ablated=None):
+    def _mix(self, tokens, training, mask=None, ablated=None, boundaries=()):
         """The tokens, and a list with the record of a token mixer that has experts.
 
         Such a mixer leaves out the expert in `ablated`, one for each example.
@@ -127,12 +130,31 @@ class EncoderBlock(keras.layers.Layer):
         x, records = self.mixer_norm(tokens), ()
         if ablated is not None:
             x = self.token_mixer.ablated(x, ablated)
+        elif boundaries:
+            x = self._mix_runs(x, training, mask, boundaries)
         else:
             x = self.token_mixer(x, training=training, **_present(mask=mask))
             if self.mixes_by_experts:
                 x, *records = x
         x = self.dropout_layer(x, training=training)
         return tokens + self.depth_layer(x, training=training), tuple(records)
+
+    def _mix_runs(self, tokens, training, mask, boundaries):
+        """Mixes the tokens of each run by themselves."""
+        if not getattr(self.token_mixer, "takes_mask", False):
+            raise ValueError(
+                "Expected boundaries=() for a token mixer whose weights have the "
+                f"number of tokens for a shape; received: boundaries={boundaries}, "
+                f"token_mixer={type(self.token_mixer).__name__}"
+            )
+        places = list(boundaries)
+        runs = ops.split(tokens, places, axis=1)
+        masks = [None] * len(runs) if mask is None else ops.split(mask, places, axis=1)
+        mixed = [
+            self.token_mixer(run, training=training, **_present(mask=run_mask))
+            for run, run_mask in zip(runs, masks)
+        ]
+        return ops.concatenate(mixed, axis=1)
 
     @property
     def mixes_by_experts(self) -> bool:
@@ -144,13 +166,16 @@ class EncoderBlock(keras.layers.Layer):
         tokens: Any,
         mask: Any = None,
         modality_ids: Any = None,
+        boundaries: tuple[int, ...] = (),
         training: bool | None = None,
     ) -> Any:
         mask = self._checked_mask(tokens, mask, modality_ids)
-        tokens = keras.ops.cast(tokens, self.compute_dtype)
+        tokens = ops.cast(tokens, self.compute_dtype)
         if self.rematerialize and training:
-            return rematerialized(self, lambda x: self._run(x, mask, training), tokens)
-        return self._run(tokens, mask, training)
+            return rematerialized(
+                self, lambda x: self._run(x, mask, boundaries, training), tokens
+            )
+        return self._run(tokens, mask, boundaries, training)
 
     def _checked_mask(self, tokens, mask, modality_ids):
         shape = tuple(tokens.shape)[:2]
@@ -164,13 +189,15 @@ class EncoderBlock(keras.layers.Layer):
             )
         return mask
 
-    def _run(self, tokens, mask, training):
-        tokens, _ = self._mix(tokens, training, mask)
+    def _run(self, tokens, mask, boundaries, training):
+        tokens, _ = self._mix(tokens, training, mask, boundaries=boundaries)
         x = self.feed_forward_norm(tokens)
         x = self.feed_forward(x, training=training)
         return tokens + self.depth_layer(x, training=training)
 
-    def compute_output_spec(self, tokens, mask=None, modality_ids=None, training=None):
+    def compute_output_spec(
+        self, tokens, mask=None, modality_ids=None, boundaries=(), training=None
+    ):
         return keras.KerasTensor(tokens.shape, self.compute_dtype)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
@@ -238,6 +265,8 @@ class MoEEncoderBlock(EncoderBlock):
             routed.
         modality_ids: integers (B, N), for routers and losses that tell modalities
             apart.
+        boundaries: places, as ints, at which the tokens of an example are cut: tokens
+            attend within their own run only, and are routed together.
         training: whether dropout and stochastic depth apply.
 
     Output shape:
@@ -265,23 +294,28 @@ class MoEEncoderBlock(EncoderBlock):
         previous_logits: Any = None,
         mask: Any = None,
         modality_ids: Any = None,
+        boundaries: tuple[int, ...] = (),
         training: bool | None = None,
     ) -> tuple:
         if mask is None:
             # Keras hands it on to calls of one tensor only.
             mask = get_keras_mask(tokens)
         mask = self._checked_mask(tokens, mask, modality_ids)
-        tokens = keras.ops.cast(tokens, self.compute_dtype)
+        tokens = ops.cast(tokens, self.compute_dtype)
         inputs = (tokens,) if previous_logits is None else (tokens, previous_logits)
         fixed = _present(mask=mask, modality_ids=modality_ids)
         if self.rematerialize and training:
             return rematerialized(
-                self, lambda *inputs: self._run_moe(training, fixed, *inputs), *inputs
+                self,
+                lambda *inputs: self._run_moe(training, fixed, boundaries, *inputs),
+                *inputs,
             )
-        return self._run_moe(training, fixed, *inputs)
+        return self._run_moe(training, fixed, boundaries, *inputs)
 
-    def _run_moe(self, training, fixed, tokens, previous_logits=None):
-        tokens, mixer_records = self._mix(tokens, training, fixed.get("mask"))
+    def _run_moe(self, training, fixed, boundaries, tokens, previous_logits=None):
+        tokens, mixer_records = self._mix(
+            tokens, training, fixed.get("mask"), boundaries=boundaries
+        )
         x = self.feed_forward_norm(tokens)
         x, routing = self.feed_forward(
             x, training=training, **fixed, **_present(previous_logits=previous_logits)
@@ -302,7 +336,7 @@ class MoEEncoderBlock(EncoderBlock):
         Reference:
             *Multilinear Mixture of Experts*, section 4.1.2.
         """
-        tokens = keras.ops.cast(tokens, self.compute_dtype)
+        tokens = ops.cast(tokens, self.compute_dtype)
         tokens, _ = self._mix(tokens, False, ablated=experts if mixer else None)
         x = self.feed_forward_norm(tokens)
         if mixer:
@@ -315,6 +349,7 @@ class MoEEncoderBlock(EncoderBlock):
         previous_logits=None,
         mask=None,
         modality_ids=None,
+        boundaries=(),
         training=None,
     ):
         tokens = keras.KerasTensor(tokens.shape, self.compute_dtype)

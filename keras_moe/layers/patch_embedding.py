@@ -18,6 +18,7 @@ from keras_moe.layers.interpolation import (
 )
 from keras_moe.ops.cost import Cost
 
+PADDINGS = ("valid", "same")
 # Longest side of the patches of stored weights.
 _LONGEST_SIDE = 1024
 
@@ -121,6 +122,9 @@ class PatchEmbedding(keras.layers.Layer):
             channels, D).
         interpolation: interpolation of loaded weights of another patch size; see
             `resize_patch_kernel`.
+        padding: `"valid"` for images that the patch size divides, or `"same"`, which
+            adds zeros around an image up to whole patches, one more behind than
+            before where their number is odd, as convolutions do.
         **kwargs: arguments of `keras.layers.Layer`.
 
     Input shape:
@@ -150,9 +154,11 @@ class PatchEmbedding(keras.layers.Layer):
         patch_size: Any,
         kernel_initializer: Any = "lecun_normal",
         interpolation: str = "bilinear",
+        padding: str = "valid",
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.padding = check_one_of("padding", padding, PADDINGS)
         self.interpolation = check_one_of(
             "interpolation", interpolation, INTERPOLATIONS
         )
@@ -179,6 +185,8 @@ class PatchEmbedding(keras.layers.Layer):
                 f"known sizes; received: shape={tuple(image_shape)}"
             )
         height, width = image_shape[-3:-1]
+        if self.padding == "same":
+            return -(-height // self.patch_size[0]), -(-width // self.patch_size[1])
         if height % self.patch_size[0] or width % self.patch_size[1]:
             raise ValueError(
                 "Expected an image that the patch size divides; received: "
@@ -191,6 +199,13 @@ class PatchEmbedding(keras.layers.Layer):
         rows, columns = self.grid(tuple(images.shape))
         height, width = self.patch_size
         channels = images.shape[-1]
+        if self.padding == "same":
+            missing = (
+                rows * height - images.shape[1],
+                columns * width - images.shape[2],
+            )
+            around = [(n // 2, n - n // 2) for n in missing]
+            images = ops.pad(images, ((0, 0), *around, (0, 0)))
         # A patch's row of pixels stays in one piece: the copy is then a fast one.
         x = ops.reshape(images, (-1, rows, height, columns, width * channels))
         x = ops.transpose(x, (0, 1, 3, 2, 4))
@@ -255,5 +270,6 @@ class PatchEmbedding(keras.layers.Layer):
             patch_size=self.patch_size,
             kernel_initializer=keras.initializers.serialize(self.kernel_initializer),
             interpolation=self.interpolation,
+            padding=self.padding,
         )
         return config

@@ -128,9 +128,14 @@ def loss_of_nothing(pairs: Pairs, logit_scale: Any) -> Any:
 
 
 def _unit(embeddings, is_counted):
-    embeddings = ops.cast(embeddings, "float32")
     # Padding may hold anything, and 0 times NaN is NaN.
-    embeddings = ops.where(ops.expand_dims(is_counted, 1), embeddings, 0.0)
+    is_counted = ops.expand_dims(is_counted, 1)
+    return unit_vectors(ops.where(is_counted, ops.cast(embeddings, "float32"), 0.0))
+
+
+def unit_vectors(embeddings: Any) -> Any:
+    """Embeddings (B, D) scaled to unit length, float32; zeros stay zeros."""
+    embeddings = ops.cast(embeddings, "float32")
     squared = ops.sum(ops.square(embeddings), axis=-1, keepdims=True)
     return embeddings / ops.sqrt(ops.maximum(squared, SMALLEST_NORM**2))
 

@@ -4,10 +4,14 @@ from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.blueprint import Blueprint, resolve
 from keras_moe.models.builtin import register_builtin_presets
 from keras_moe.models.classifying import ClassProbability
+from keras_moe.models.clip import CLIPBackbone
+from keras_moe.models.contrastive_model import ContrastiveModel
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight
+from keras_moe.models.conversion.export import export_weights
 from keras_moe.models.description import Description, Part
 from keras_moe.models.image_classifier import ImageClassifier
 from keras_moe.models.image_preprocessor import ImagePreprocessor
+from keras_moe.models.limoe import LIMoEBackbone
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.presets import convert, describe, from_preset, list_presets
 from keras_moe.models.registry import (
@@ -24,12 +28,15 @@ from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 __all__ = [
     "VARIANTS",
     "Blueprint",
+    "CLIPBackbone",
     "ClassProbability",
+    "ContrastiveModel",
     "ConversionReport",
     "ConvertedWeight",
     "Description",
     "ImageClassifier",
     "ImagePreprocessor",
+    "LIMoEBackbone",
     "MixerBackbone",
     "MixerImageClassifier",
     "MoEBackbone",
@@ -44,6 +51,7 @@ __all__ = [
     "ViTImageClassifier",
     "convert",
     "describe",
+    "export_weights",
     "from_preset",
     "list_presets",
     "register_backbone",

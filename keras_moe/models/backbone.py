@@ -70,15 +70,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
     def __init__(self, config: dict, dtype: Any = None, **kwargs):
         cls = type(self)
         overrides.check_constructor_arguments(cls, kwargs)
-        # Plain values of the backbone's own: the caller's may change, or not be JSON.
-        moe = moe_config(config["moe"])
-        moe = moe and moe.for_layers(config["num_layers"])
-        config = {
-            **copy.deepcopy({k: v for k, v in config.items() if k != "moe"}),
-            **cls._checked_sizes(config),
-            "activation": activations.plain(config["activation"]),
-            "moe": moe and moe.to_dict(),
-        }
+        config = cls._plain_config(config)
 
         # === Layers and functional model ===
         inputs, outputs, encoded = cls._functional(config, dtype)
@@ -90,6 +82,18 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
         # === Config ===
         object.__setattr__(self, "_config", config)
+
+    @classmethod
+    def _plain_config(cls, config):
+        """Plain values of the backbone's own: the caller's may change or be no JSON."""
+        moe = moe_config(config["moe"])
+        moe = moe and moe.for_layers(config["num_layers"])
+        return {
+            **copy.deepcopy({k: v for k, v in config.items() if k != "moe"}),
+            **cls._checked_sizes(config),
+            "activation": activations.plain(config["activation"]),
+            "moe": moe and moe.to_dict(),
+        }
 
     @classmethod
     def _checked_sizes(cls, config):
@@ -127,6 +131,11 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         """
         features = image_features(self.output, self.grid, self.class_token)
         return {**features, **self._block_tokens}
+
+    @property
+    def block_names(self) -> list[str]:
+        """The names of the blocks, by which `routing` and `get_layer` have them."""
+        return [f"block_{index}" for index in range(self._config["num_layers"])]
 
     @property
     def expert_kinds(self) -> ExpertKinds | None:

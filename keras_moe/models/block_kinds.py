@@ -47,5 +47,4 @@ def check_block_kinds(backbone: Any, store: Mapping[str, Any]) -> None:
 
 def _block_kinds(backbone):
     """Whether each block is a mixture of experts."""
-    blocks = range(backbone.get_config()["num_layers"])
-    return np.array([f"block_{index}" in backbone.routing for index in blocks])
+    return np.array([name in backbone.routing for name in backbone.block_names])

@@ -12,7 +12,8 @@ from keras_moe.models.variants import VARIANTS
 def builtin_presets() -> dict[str, dict]:
     """Every built-in preset by name.
 
-    Each is a dict with `description`, `source`, `variant`, the class names `backbone`
+    Each is a dict with `description`, `source`, `variant` (a dict by tower where there
+    are several), the class names `backbone`
     and `task`, and their arguments `config` (the variant's sizes included) and
     `task_config`; and `class_names` where its classes have names. The caller may
     change what it gets.
@@ -25,9 +26,17 @@ def _read_presets():
     presets = {}
     for name, path in shipped_files("presets").items():
         preset = json.loads(path.read_text(encoding="utf-8"))
-        sizes = VARIANTS[preset["variant"]].config()
-        presets[name] = {**preset, "config": {**sizes, **preset["config"]}}
+        config = _with_sizes(preset["config"], preset["variant"])
+        presets[name] = {**preset, "config": config}
     return presets
+
+
+def _with_sizes(config, variant):
+    """The config with the sizes of a variant, or of one for each tower."""
+    if isinstance(variant, dict):
+        towers = {name: _with_sizes(config[name], variant[name]) for name in variant}
+        return {**config, **towers}
+    return {**VARIANTS[variant].config(), **config}
 
 
 def register_builtin_presets() -> None:

@@ -38,6 +38,10 @@ def copied(
             "Expected a model that its config makes again; received weights beside "
             "it, such as low-rank pairs: save_to_preset and load it first"
         )
+    preprocessor = getattr(model, "preprocessor", None)
+    if hasattr(preprocessor, "load_preset_assets"):
+        # Its config is without its assets, such as a vocabulary.
+        new.preprocessor = preprocessor
     if getattr(model, "compiled", False):
         try:
             new.compile_from_config(model.get_compile_config())
@@ -63,18 +67,25 @@ def config_with_router_options(model: Any, options: dict[str, Any]) -> dict[str,
     """
     config = model.get_config()
     backbone = config["backbone"]["config"] if "backbone" in config else config
-    moe = backbone["moe"]
-    if moe is None:
+    towers = [backbone]
+    if "moe" not in backbone:
+        # A pair's towers have routers of their own.
+        towers = [x for x in backbone.values() if isinstance(x, dict)]
+    towers = [tower for tower in towers if tower.get("moe") is not None]
+    if not towers:
         raise ValueError(
             "Expected a model with MoE blocks, whose routers have options; "
             f"received: {type(model).__name__} without"
         )
+    for tower in towers:
+        tower["moe"] = _with_options(tower["moe"], options)
+    return config
+
+
+def _with_options(moe, options):
     router = moe["router"]
     if isinstance(router, dict):
         arguments = {**router["config"], **options}
-        moe = {**moe, "router": {**router, "config": arguments}}
-    else:
-        before = moe.get("router_options") or {}
-        moe = {**moe, "router_options": {**before, **options}}
-    backbone["moe"] = moe
-    return config
+        return {**moe, "router": {**router, "config": arguments}}
+    before = moe.get("router_options") or {}
+    return {**moe, "router_options": {**before, **options}}

@@ -16,7 +16,7 @@ from keras_moe.layers import (
     PatchEmbedding,
     PositionEmbedding,
 )
-from keras_moe.models.tower import Tower, encoder_spec
+from keras_moe.models.tower import Tower, embedding_dropout, encoder_spec
 
 _SWITCHES = ("class_token", "embedding_norm", "final_norm")
 
@@ -41,9 +41,31 @@ def image_tower(
     Raises:
         ValueError: if an argument is out of range.
     """
-    image_shape = check_image_shape(config["image_shape"])
-    # Before seeds and layers are made of them.
+    # Before seeds and layers are made of it.
     check_seed("seed", config["seed"])
+    embedding, num_tokens = image_embedding(config, dtype)
+    embedding += (embedding_dropout(config, dtype),)
+    spec = encoder_spec(config, num_tokens, dtype)
+    blocks = spec.blocks(lambda index: token_mixer(spec, index))
+    final_norm = None
+    if config.get("final_norm", True):
+        epsilon = config["layer_norm_epsilon"]
+        final_norm = LayerNorm(epsilon, dtype=dtype, name="final_norm")
+    return Tower(embedding, blocks, final_norm)
+
+
+def image_embedding(config: dict, dtype: Any) -> tuple[tuple, int]:
+    """The layers from images to tokens but dropout, not built, and the tokens' number.
+
+    Args:
+        config: arguments as in `image_tower`, and `patch_padding`, which is the
+            `padding` of `PatchEmbedding`, where it is not `"valid"`.
+        dtype: dtype policy.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+    image_shape = check_image_shape(config["image_shape"])
     hidden_dim = check_integer("hidden_dim", config["hidden_dim"])
     for name in _SWITCHES:
         check_bool(name, config.get(name, False))
@@ -53,13 +75,12 @@ def image_tower(
         hidden_dim,
         config["patch_size"],
         interpolation=interpolation,
+        padding=config.get("patch_padding", "valid"),
         dtype=dtype,
         name="patch_embedding",
     )
     rows, columns = patches.grid(image_shape)
     has_class_token = config.get("class_token", False)
-    num_tokens = rows * columns + int(has_class_token)
-    spec = encoder_spec(config, num_tokens, dtype)
     embedding = [patches]
     if has_class_token:
         embedding.append(ClassToken(dtype=dtype, name="class_token"))
@@ -75,16 +96,4 @@ def image_tower(
         )
     if config.get("embedding_norm", False):
         embedding.append(LayerNorm(epsilon, dtype=dtype, name="embedding_norm"))
-    embedding.append(
-        keras.layers.Dropout(
-            config["dropout_rate"],
-            seed=spec.seed_of(-1, 0),
-            dtype=dtype,
-            name="embedding_dropout",
-        )
-    )
-    blocks = spec.blocks(lambda index: token_mixer(spec, index))
-    final_norm = None
-    if config.get("final_norm", True):
-        final_norm = LayerNorm(epsilon, dtype=dtype, name="final_norm")
-    return Tower(tuple(embedding), blocks, final_norm)
+    return tuple(embedding), rows * columns + int(has_class_token)

@@ -11,6 +11,7 @@ from typing import Any
 from keras_moe.checks import argument_names, check_argument_names
 from keras_moe.layers import MoEConfig, moe_config, updated_moe
 from keras_moe.layers.mumoe_config import MUMOE
+from keras_moe.models.registry import backbone_class
 
 # The fields that muMoE blocks had in configs of earlier versions.
 _MUMOE_FIELDS = (
@@ -35,8 +36,42 @@ def override_names(cls: type) -> list[str]:
     Args:
         cls: class of backbones.
     """
-    own = argument_names(cls)
-    return [*own, *(name for name in MOE_FIELDS if name not in own)]
+    names = dict.fromkeys(argument_names(cls))
+    for family in tower_families(cls).values():
+        names.update(dict.fromkeys(override_names(family)))
+    if not tower_families(cls):
+        names.update(dict.fromkeys(MOE_FIELDS))
+    return list(names)
+
+
+def tower_families(cls: type) -> dict[str, type]:
+    """The families of a backbone's towers by argument, where it has several.
+
+    Args:
+        cls: class of backbones; its `towers` has the names of registered families.
+    """
+    towers = getattr(cls, "towers", {})
+    return {name: backbone_class(family) for name, family in towers.items()}
+
+
+def tower_config(cls: type, name: str, config: Any) -> dict:
+    """The nested config of one of several towers.
+
+    Args:
+        cls: class of the tower's backbone.
+        name: argument that holds the tower.
+        config: arguments of the tower by name, nested or flat.
+
+    Raises:
+        ValueError: if it is no dict, or a name has no owner (the nearest are listed).
+    """
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
+            f"received: {name}={config!r}"
+        )
+    check_argument_names(config, [*override_names(cls), "trainable"], cls.__name__)
+    return nested_config(cls, config)
 
 
 def nested_config(cls: type, config: dict) -> dict:
@@ -47,6 +82,13 @@ def nested_config(cls: type, config: dict) -> dict:
         config: arguments by name, some of which may be fields of `moe`, as in presets'
             files and configs of earlier versions; they override those in `moe`.
     """
+    towers = {
+        name: tower_config(family, name, config[name])
+        for name, family in tower_families(cls).items()
+        if config.get(name) is not None
+    }
+    if tower_families(cls):
+        return {**config, **towers}
     own = {*argument_names(cls), *_MODEL_ARGUMENTS}
     fields = {k: v for k, v in config.items() if k not in own and k in MOE_FIELDS}
     if not fields:
@@ -77,7 +119,10 @@ def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
         cls: class of backbones.
         config: arguments by name, nested or flat.
         overrides: new values by flat name, or `moe` as a whole. Another `router`
-            than the config's drops `router_options`.
+            than the config's drops `router_options`. With several towers a dict by
+            tower holds for that one, and a name of the towers' own for each that has
+            it; fields of `moe` hold for the towers that have experts, or where none
+            has, for all.
 
     Returns:
         The nested config.
@@ -100,12 +145,38 @@ def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
     check_argument_names({**config, **overrides}, names, cls.__name__)
     config = nested_config(cls, config)
     own = {*argument_names(cls), *_MODEL_ARGUMENTS}
+    if tower_families(cls):
+        shared = {name: value for name, value in overrides.items() if name not in own}
+        config.update(_tower_configs(cls, config, shared, overrides))
+        own -= {*tower_families(cls)}
+        return {**config, **{k: v for k, v in overrides.items() if k in own}}
     config.update({k: v for k, v in overrides.items() if k in own})
     fields = {name: value for name, value in overrides.items() if name not in own}
     if fields:
         moe = updated_moe(config.get("moe"), fields)
         config["moe"] = moe and moe.to_dict()
     return config
+
+
+def _tower_configs(cls, config, shared, overrides):
+    """The configs of the towers, with overrides of all and of each."""
+    towers = {name: config.get(name) or {} for name in tower_families(cls)}
+    with_experts = [name for name, tower in towers.items() if tower.get("moe")]
+    for name, family in tower_families(cls).items():
+        own = override_names(family)
+        if with_experts and name not in with_experts:
+            own = [each for each in own if each not in MOE_FIELDS]
+        fitting = {k: v for k, v in shared.items() if k in own}
+        tower = apply_overrides(family, towers[name], fitting)
+        if name in overrides:
+            # The error of a value that is no dict names the tower.
+            new = overrides[name]
+            if isinstance(new, dict):
+                tower = apply_overrides(family, tower, new)
+            else:
+                tower = tower_config(family, name, new)
+        towers[name] = tower
+    return towers
 
 
 def split_overrides(
@@ -167,6 +238,12 @@ def complete_config(cls: type, config: dict) -> dict:
         for name in argument_names(cls)
         if name not in _MODEL_ARGUMENTS
     }
+    if tower_families(cls):
+        towers = {
+            name: complete_config(family, complete[name] or {})
+            for name, family in tower_families(cls).items()
+        }
+        return {**complete, **towers}
     moe = moe_config(complete["moe"])
     return {**complete, "moe": moe and moe.to_dict()}
 
@@ -183,6 +260,12 @@ def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
             field of `moe` belongs.
     """
     for name, value in kwargs.items():
+        if name in override_names(cls) and tower_families(cls):
+            raise ValueError(
+                f"Expected {name} in the config of a tower, such as {cls.__name__}("
+                f"{next(iter(tower_families(cls)))}={{{name!r}: {value!r}}}); "
+                f"received: {name}={value!r}"
+            )
         if name in MOE_FIELDS:
             raise ValueError(
                 f"Expected {name} in the config of the experts, such as "

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
+import keras
 
 from keras_moe.files import (
     new_partial,
@@ -219,6 +220,8 @@ def check_folder(folder: str | os.PathLike) -> None:
         ("task.weights.h5", "task.json"),
     ):
         if (folder / other).exists() and not (folder / name).exists():
+            if other == "task.json" and not _has_head(folder / other):
+                continue
             raise ValueError(
                 f"Expected {name} beside {other} in the preset folder {folder}; "
                 f"received: {sorted(path.name for path in folder.iterdir())}"
@@ -231,3 +234,9 @@ def check_folder(folder: str | os.PathLike) -> None:
                 f"Expected a whole HDF5 file at {path}; received: {error}. "
                 "The file is truncated or of another kind."
             ) from error
+
+
+def _has_head(path):
+    """Whether the task of a file has weights beside its backbone's."""
+    name = json.loads(path.read_text(encoding="utf-8"))["registered_name"]
+    return getattr(keras.saving.get_registered_object(str(name)), "has_head", True)

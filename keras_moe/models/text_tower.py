@@ -19,20 +19,20 @@ from keras_moe.layers import (
 )
 from keras_moe.layers.masked_pooling import MASKED_POOLINGS
 from keras_moe.models.description import Part
-from keras_moe.models.tower import Tower, encoder_spec
+from keras_moe.models.projection import embedding_projection
+from keras_moe.models.tower import Tower, embedding_dropout, encoder_spec
 from keras_moe.ops import Cost
 
 TEXT_POOLINGS = (*MASKED_POOLINGS, "map")
 
 
-def text_embedding(config: dict, dtype: Any, seed: int | None = None) -> tuple:
-    """The layers from token ids (B, N) to tokens (B, N, D), not built.
+def text_embedding(config: dict, dtype: Any) -> tuple:
+    """The layers from token ids (B, N) to tokens (B, N, D) but dropout, not built.
 
     Args:
-        config: arguments of a backbone's constructor: `vocabulary_size`, `max_length`,
-            `hidden_dim` and `dropout_rate`, among others.
+        config: arguments of a backbone's constructor: `vocabulary_size`, `max_length`
+            and `hidden_dim`, among others.
         dtype: dtype policy.
-        seed: seed of the dropout.
 
     Raises:
         ValueError: if a size is not a positive integer.
@@ -45,9 +45,6 @@ def text_embedding(config: dict, dtype: Any, seed: int | None = None) -> tuple:
             name="token_embedding",
         ),
         TextPositions(config["max_length"], dtype=dtype, name="text_positions"),
-        keras.layers.Dropout(
-            config["dropout_rate"], seed=seed, dtype=dtype, name="embedding_dropout"
-        ),
     )
 
 
@@ -91,7 +88,7 @@ def text_tower(
     if check_bool("final_norm", config.get("final_norm", True)):
         epsilon = config["layer_norm_epsilon"]
         final_norm = LayerNorm(epsilon, dtype=dtype, name="final_norm")
-    embedding = text_embedding(config, dtype, spec.seed_of(-1, 0))
+    embedding = (*text_embedding(config, dtype), embedding_dropout(config, dtype))
     blocks = spec.blocks(lambda index: token_mixer(spec, index))
     return Tower(embedding, blocks, final_norm)
 
@@ -186,14 +183,5 @@ def text_pooler(config: dict, dtype: Any) -> TextPooler:
                 "projection_dim=None"
             )
         return TextPooler(pooler)
-    projection = keras.layers.Dense(
-        check_integer("projection_dim", config["projection_dim"]),
-        use_bias=use_bias,
-        # A standard deviation of 1 / sqrt(D), as in CLIP.
-        kernel_initializer=keras.initializers.VarianceScaling(
-            1.0, "fan_in", "untruncated_normal"
-        ),
-        dtype=dtype,
-        name="projection",
-    )
+    projection = embedding_projection(config["projection_dim"], use_bias, dtype)
     return TextPooler(pooler, projection)

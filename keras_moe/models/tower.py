@@ -83,7 +83,11 @@ class Tower(NamedTuple):
         return self.encode(x, mask, modality_ids)
 
     def encode(
-        self, tokens: Any, mask: Any = None, modality_ids: Any = None
+        self,
+        tokens: Any,
+        mask: Any = None,
+        modality_ids: Any = None,
+        boundaries: tuple[int, ...] = (),
     ) -> TowerOutputs:
         """Runs the blocks and the last norm on tokens that are embedded.
 
@@ -91,12 +95,16 @@ class Tower(NamedTuple):
             tokens: (B, N, D).
             mask: boolean (B, N), False for padding, or None.
             modality_ids: integers (B, N), or None.
+            boundaries: places at which the tokens of an example are cut: they attend
+                within their own run only.
         """
         if modality_ids is None:
             self._check_one_modality()
         x = tokens
         fixed = {"mask": mask, "modality_ids": modality_ids}
         fixed = {name: value for name, value in fixed.items() if value is not None}
+        if boundaries:
+            fixed["boundaries"] = tuple(boundaries)
         routing, block_tokens, logits = {}, {}, None
         for block in self.blocks:
             if isinstance(block, MoEEncoderBlock):
@@ -115,13 +123,14 @@ class Tower(NamedTuple):
     def _check_one_modality(self):
         for block in self.blocks:
             router = getattr(block.feed_forward, "router", None)
-            for name in ("num_modalities", "expert_pools"):
-                if getattr(router, name, None) is not None:
-                    raise ValueError(
-                        f"Expected {name}=None for an encoder whose tokens are of one "
-                        "modality, or modality_ids; received: modality_ids=None, "
-                        f"{name}={getattr(router, name)}"
-                    )
+            if getattr(router, "modality_count", None) is not None:
+                raise ValueError(
+                    "Expected num_modalities=None, expert_pools=None and no priority "
+                    "by modality for an encoder whose tokens are of one modality, or "
+                    "modality_ids; received: modality_ids=None, num_modalities="
+                    f"{router.num_modalities}, expert_pools={router.expert_pools}, "
+                    f"priority={getattr(router, 'priority', None)!r}"
+                )
 
     @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:
@@ -143,10 +152,7 @@ class Tower(NamedTuple):
         kind = "patches" if len(input_shape) == 3 else "tokens"
         parts = [Part("embedding", kind, *embedding)]
         for block in self.blocks:
-            kind = "dense"
-            if isinstance(block, MoEEncoderBlock):
-                router = block.feed_forward.router
-                kind = f"MoE {router.kinds}, {router.summary}"
+            kind = block_kind(block)
             parts.append(Part(block.name, kind, *layer_cost(block, shape)))
         if self.final_norm is not None:
             parts.append(
@@ -168,6 +174,30 @@ def encoder_spec(config: dict, num_tokens: int, dtype: Any) -> EncoderSpec:
     settings = {name: config[name] for name in _SETTINGS}
     moe = moe_config(config["moe"])
     return EncoderSpec(num_tokens=num_tokens, moe=moe, dtype=dtype, **settings)
+
+
+def block_kind(block: keras.layers.Layer) -> str:
+    """Kind of a block for descriptions: "dense", or its experts and router."""
+    if not isinstance(block, MoEEncoderBlock):
+        return "dense"
+    router = block.feed_forward.router
+    return f"MoE {router.kinds}, {router.summary}"
+
+
+def embedding_dropout(config: dict, dtype: Any) -> keras.layers.Dropout:
+    """The dropout on an encoder's embedded tokens, not built.
+
+    Args:
+        config: arguments of the backbone's constructor: `dropout_rate` and `seed`.
+        dtype: dtype policy.
+    """
+    return keras.layers.Dropout(
+        config["dropout_rate"],
+        # The first of the encoder's sites.
+        seed=config["seed"],
+        dtype=dtype,
+        name="embedding_dropout",
+    )
 
 
 def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:

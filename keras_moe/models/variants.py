@@ -33,6 +33,10 @@ class Variant(NamedTuple):
 
 _SCALING = "Scaling Vision Transformers, Table 2; big_vision models/vit.py"
 _MIXER = "MLP-Mixer, Table 1; vit_jax configs/models.py"
+_CLIP = (
+    "Learning Transferable Visual Models From Natural Language Supervision, Table 20"
+)
+_SIGLIP = "Sigmoid Loss for Language Image Pre-Training; big_vision models/vit.py"
 _VMOE = "google-research/vmoe configs/vmoe_paper; LIMoE, Table 4"
 
 # V-MoE's and LIMoE's S is 8 layers of 512, ViT's S is 12 layers of 384: their authors
@@ -51,6 +55,15 @@ VARIANTS = {
     "mixer/B": Variant(768, 12, None, 3072, _MIXER, token_mlp_dim=384),
     "mixer/L": Variant(1024, 24, None, 4096, _MIXER, token_mlp_dim=512),
     "mixer/H": Variant(1280, 32, None, 5120, _MIXER, token_mlp_dim=640),
+    # CLIP's towers of images are ViTs; those of texts are narrower.
+    "clip_text/B": Variant(512, 12, 8, 2048, _CLIP),
+    "clip_text/L": Variant(768, 12, 12, 3072, _CLIP),
+    # Both towers alike.
+    "siglip/B": Variant(768, 12, 12, 3072, _SIGLIP),
+    "siglip/L": Variant(1024, 24, 16, 4096, _SIGLIP),
+    "siglip/So400m": Variant(
+        1152, 27, 16, 4304, "Getting ViT in Shape, Table 1; big_vision models/vit.py"
+    ),
     "digits/Ti": Variant(
         64, 4, 4, 128, "keras_moe: trains on 8 x 8 digits in about a minute"
     ),

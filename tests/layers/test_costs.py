@@ -15,6 +15,7 @@ from keras_moe.layers import (
     ExpertCoefficients,
     Experts,
     LayerNorm,
+    LogitScale,
     MaskedPooling,
     MoE,
     MoEEncoderBlock,
@@ -112,8 +113,9 @@ LAYERS = {
     "TokenEmbedding": lambda: TokenEmbedding(20, D),
     "TextPositions": lambda: TextPositions(9),
     "MaskedPooling": lambda: MaskedPooling("average"),
+    "LogitScale": lambda: LogitScale(bias=-1.0),
 }
-SHAPES = {PatchEmbedding: (8, 12, 3), TokenEmbedding: (N,)}
+SHAPES = {PatchEmbedding: (8, 12, 3), TokenEmbedding: (N,), LogitScale: (D,)}
 
 
 def built(name):

@@ -196,6 +196,14 @@ class TextTokenizer:
         return "text_tokenizer"
 
     @property
+    def has_vocabulary(self) -> bool:
+        """Whether the vocabulary is read: it is an asset beside the config."""
+        try:
+            return self.vocabulary_size > 0
+        except ValueError:
+            return False
+
+    @property
     def vocabulary_size(self) -> int:
         """The number of token ids."""
         return self.tokenizer.vocabulary_size()

@@ -1,0 +1,146 @@
+"""Unit embeddings, and the learned scale and bias of their similarities.
+
+Axes: B batch, D embedding.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.checks import check_number, check_positive
+from keras_moe.losses.pairs import unit_vectors
+from keras_moe.losses.temperature import LogScaleBound, Temperature
+from keras_moe.ops.cost import Cost
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class LogitScale(keras.layers.Layer):
+    """Scales embeddings to unit length, and owns the scale and bias of their logits.
+
+    The logits of pairs are `scale * images @ texts.T + bias`, see `logits`. The scale
+    is learned as its logarithm. Both weights are float32 under every dtype policy, and
+    so are the unit vectors.
+
+    Args:
+        scale: scale at the start, the inverse temperature.
+        largest_scale: bound of the scale, None for none.
+        bias: bias at the start, None for no bias.
+        **kwargs: arguments of `keras.layers.Layer`.
+
+    Call arguments:
+        embeddings: float (B, D), or a list or dict of such.
+
+    Output shape:
+        That of the input, float32.
+
+    Raises:
+        ValueError: if `scale` or `largest_scale` is not positive, or `bias` no number.
+
+    Reference:
+        *Learning Transferable Visual Models From Natural Language Supervision*,
+        section 2.5; *Sigmoid Loss for Language Image Pre-Training*, section 3.2.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.layers import LogitScale
+    >>> layer = LogitScale(scale=2.0, bias=-1.0)
+    >>> units = layer(np.array([[3.0, 4.0], [0.0, 2.0]], "float32"))
+    >>> np.asarray(layer.logits(units, units)).round(2).tolist()
+    [[1.0, 0.6], [0.6, 1.0]]
+    """
+
+    def __init__(
+        self,
+        scale: float = 10.0,
+        largest_scale: float | None = None,
+        bias: float | None = None,
+        **kwargs,
+    ):
+        # Float32 under every policy.
+        super().__init__(**{**kwargs, "dtype": "float32"})
+        self.scale = check_positive("scale", scale)
+        if largest_scale is not None:
+            check_positive("largest_scale", largest_scale)
+            if scale > largest_scale:
+                raise ValueError(
+                    f"Expected a scale of at most largest_scale={largest_scale}; "
+                    f"received: scale={scale}"
+                )
+        self.largest_scale = largest_scale
+        self.bias_value = None if bias is None else check_number("bias", bias)
+
+    def build(self, input_shape=None):
+        temperature = Temperature(self.scale, self.largest_scale, self.bias_value)
+        bound = (
+            None if self.largest_scale is None else LogScaleBound(self.largest_scale)
+        )
+        self.log_scale = self._scalar("log_scale", temperature.log_scale, bound)
+        self.bias = None
+        if self.bias_value is not None:
+            self.bias = self._scalar("bias", self.bias_value)
+
+    def _scalar(self, name, value, constraint=None):
+        return self.add_weight(
+            name=name,
+            shape=(),
+            initializer=keras.initializers.Constant(value),
+            constraint=constraint,
+        )
+
+    def call(self, embeddings: Any) -> Any:
+        return keras.tree.map_structure(unit_vectors, embeddings)
+
+    def parameters(self) -> dict[str, Any]:
+        """The scalars that a contrastive loss reads beside the embeddings, by name."""
+        scalars = {"logit_scale": ops.exp(ops.convert_to_tensor(self.log_scale))}
+        if self.bias is not None:
+            scalars["logit_bias"] = ops.convert_to_tensor(self.bias)
+        return scalars
+
+    def logits(self, image_embeddings: Any, text_embeddings: Any) -> Any:
+        """The scaled similarities of images and texts.
+
+        Args:
+            image_embeddings: unit vectors (B, D).
+            text_embeddings: unit vectors (C, D).
+
+        Returns:
+            float32 (B, C).
+        """
+        images, texts = (
+            ops.cast(ops.convert_to_tensor(x), "float32")
+            for x in (image_embeddings, text_embeddings)
+        )
+        scalars = self.parameters()
+        logits = scalars["logit_scale"] * ops.matmul(images, ops.transpose(texts))
+        return logits + scalars.get("logit_bias", 0.0)
+
+    def compute_output_spec(self, embeddings):
+        return keras.tree.map_structure(
+            lambda x: keras.KerasTensor(x.shape, "float32"), embeddings
+        )
+
+    def weight_shapes(self, shape: tuple | None = None) -> dict[str, tuple]:
+        """The shapes of the trained weights by name.
+
+        Args:
+            shape: shape of an embedding, on which they do not depend.
+        """
+        return {"log_scale": (), **({} if self.bias_value is None else {"bias": ()})}
+
+    def cost(self, shape: tuple) -> Cost:
+        """The cost for one embedding: no matmul.
+
+        Args:
+            shape: (dim,).
+        """
+        return Cost.all_active(self.weight_shapes())
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            scale=self.scale, largest_scale=self.largest_scale, bias=self.bias_value
+        )
+        return config

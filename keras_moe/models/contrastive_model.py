@@ -1,0 +1,334 @@
+"""The task of pairs: images and their texts embed alike, all others apart.
+
+Axes: B images, C texts, N tokens, P embedding.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+
+from keras_moe.checks import check_integer
+from keras_moe.losses import (
+    ContrastiveLoss,
+    SigmoidContrastiveLoss,
+    SoftmaxContrastiveLoss,
+)
+from keras_moe.models.image_preprocessor import ImagePreprocessor
+from keras_moe.models.input_checks import has_no_examples, outputs_of_none
+from keras_moe.models.model_sources import ModelSource, TaskConfig
+from keras_moe.models.pair_backbone import PairBackbone
+from keras_moe.models.registry import register_task
+from keras_moe.models.state_recovery import state_kept
+from keras_moe.models.task import MoETask
+from keras_moe.models.text import TextTokenizer
+
+
+@register_task
+@keras.saving.register_keras_serializable("keras_moe")
+class ContrastiveModel(MoETask, keras_hub.models.Task):
+    """A backbone of pairs with what training, encoding and comparing them needs.
+
+    `fit` takes pairs without labels: a dict of `"images"`, `"token_ids"` and
+    `"padding_mask"`. Pairs that share an image or a caption are negatives of each
+    other, unless `y` is a dict of their `"image_ids"` or `"text_ids"` and the loss is
+    compiled with `multi_positive=True`. Padded pairs of a last batch have a
+    `sample_weight` of 0. The constructor compiles the model with defaults.
+
+    Args:
+        backbone: `CLIPBackbone` or `LIMoEBackbone`.
+        preprocessor: `TextTokenizer`, by which `encode_text` takes captions, and which
+            is saved with the model; or None.
+        image_preprocessor: `ImagePreprocessor`, by which `encode_images` takes images
+            of any size; None takes images that are prepared already.
+        **kwargs: arguments of `keras_hub.models.Task`.
+
+    Input shape:
+        That of the backbone.
+
+    Output shape:
+        A dict: `"image_embeddings"` and `"text_embeddings"`, unit vectors, float32
+        (B, P).
+
+    Raises:
+        ValueError: if the backbone is of another kind, the tokenizer has more ids or
+            longer rows than the backbone, or the images are of another size.
+
+    Reference:
+        *Learning Transferable Visual Models From Natural Language Supervision*, figure
+        3; *Multimodal Contrastive Learning with LIMoE*, section 2.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.models import ContrastiveModel, LIMoEBackbone
+    >>> backbone = LIMoEBackbone(
+    ...     image_shape=(8, 8, 3), patch_size=4, vocabulary_size=20, max_length=6,
+    ...     hidden_dim=8, num_layers=2, num_heads=2, mlp_dim=16, projection_dim=4,
+    ...     moe={"num_experts": 4, "num_selected_experts": 1},
+    ... )
+    >>> model = ContrastiveModel(backbone)
+    >>> token_ids = np.array([[1, 7, 19, 0], [1, 5, 6, 19]])
+    >>> texts = {"token_ids": token_ids, "padding_mask": token_ids != 0}
+    >>> images = np.zeros((2, 8, 8, 3), "float32")
+    >>> history = model.fit({"images": images, **texts}, verbose=0)
+    >>> model.similarity(images, texts).shape
+    (2, 2)
+    """
+
+    task_name = "contrastive"
+    has_head = False
+    has_metrics = False
+    backbone_cls = PairBackbone
+
+    def __init__(
+        self,
+        backbone: PairBackbone,
+        preprocessor: TextTokenizer | None = None,
+        image_preprocessor: ImagePreprocessor | None = None,
+        **kwargs,
+    ):
+        if not isinstance(backbone, PairBackbone):
+            raise ValueError(
+                "Expected backbone to be a CLIPBackbone or a LIMoEBackbone; received: "
+                f"backbone={backbone!r}"
+            )
+        if isinstance(preprocessor, TextTokenizer) and preprocessor.has_vocabulary:
+            preprocessor.check_fits(backbone)
+        image_preprocessor = _image_preprocessor(image_preprocessor, backbone)
+
+        # === Layers ===
+        self.backbone = backbone
+        self.preprocessor = preprocessor
+
+        # === Functional model ===
+        super().__init__(
+            backbone.input,
+            backbone.output,
+            backbone.features,
+            backbone.routing,
+            **kwargs,
+        )
+
+        # === Config ===
+        object.__setattr__(self, "image_preprocessor", image_preprocessor)
+
+    @classmethod
+    def config_from(
+        cls, source: ModelSource, overrides: dict, backbone_config: dict
+    ) -> TaskConfig:
+        config = dict(source.task_config())
+        if isinstance(config.get("preprocessor"), ImagePreprocessor):
+            # Published weights come with the preparation of their images.
+            config["image_preprocessor"] = config.pop("preprocessor")
+        return TaskConfig({**config, **overrides})
+
+    def default_loss(self) -> ContrastiveLoss:
+        """The sigmoid loss for a model whose similarities have a bias, else softmax."""
+        if "logit_bias" in self.backbone.logit_scale.parameters():
+            return SigmoidContrastiveLoss()
+        return SoftmaxContrastiveLoss()
+
+    def compile(
+        self,
+        optimizer: Any = "auto",
+        loss: Any = "auto",
+        *,
+        metrics: Any = "auto",
+        **kwargs,
+    ) -> None:
+        """Configures training; see `MoETask.compile`.
+
+        Args:
+            optimizer: optimizer as in `MoETask.compile`.
+            loss: a `keras_moe.losses.ContrastiveLoss`; `"auto"` is `default_loss()`.
+            metrics: None, `"auto"` or an empty list, since there are no labels.
+            **kwargs: arguments of `keras.Model.compile`.
+
+        Raises:
+            ValueError: if the loss is of another kind, or reads a bias that the model
+                does not have, or there are metrics.
+        """
+        if isinstance(loss, str) and loss == "auto":
+            loss = self.default_loss()
+        if not isinstance(loss, ContrastiveLoss):
+            raise ValueError(
+                "Expected a ContrastiveLoss, such as SoftmaxContrastiveLoss(); "
+                f"received: loss={loss!r}"
+            )
+        scalars = self.backbone.logit_scale.parameters()
+        if missing := [name for name in loss.parameters if name not in scalars]:
+            raise ValueError(
+                "Expected a model with all that the loss reads, such as "
+                f"temperature='siglip'; received: {type(loss).__name__} for a model "
+                f"without {missing}"
+            )
+        if metrics and metrics != "auto":
+            raise ValueError(
+                "Expected no metrics, which would need labels: evaluate retrieval with "
+                f"`similarity`; received: metrics={metrics!r}"
+            )
+        super().compile(optimizer, loss, metrics=None, **kwargs)
+
+    def _check_inputs(self, inputs, labels=None):
+        self.backbone._check_inputs(inputs)
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """The contrastive loss of a batch, and the auxiliary losses.
+
+        Args:
+            x: inputs of the batch.
+            y: None, or a dict of ids; see `ContrastiveLoss`.
+            y_pred: outputs of the model.
+            sample_weight: None, or float (B,).
+            training: whether the model is trained.
+        """
+        outputs = {**y_pred, **self.backbone.logit_scale.parameters()}
+        return sum(self.losses, self.loss(y, outputs, sample_weight))
+
+    def encode_images(
+        self, images: Any, batch_size: int = 32, verbose: Any = 0
+    ) -> np.ndarray:
+        """Embeds images.
+
+        Args:
+            images: images (B, height, width, channels) as the model takes them; or with
+                an `image_preprocessor`, images of any size as that takes them.
+            batch_size: images per batch.
+            verbose: argument of `keras.Model.predict`: 1 shows the progress.
+
+        Returns:
+            Unit vectors, float32 (B, P).
+
+        Raises:
+            ValueError: if the images do not fit.
+        """
+        if self.image_preprocessor is not None and not self._is_prepared(images):
+            images = self.image_preprocessor(images)
+            images = images if images.ndim == 4 else images[None]
+        self.backbone.check_modality("image", images)
+        return self._encode("image", images, batch_size, verbose)
+
+    def encode_text(
+        self, texts: Any, batch_size: int = 32, verbose: Any = 0
+    ) -> np.ndarray:
+        """Embeds texts.
+
+        Args:
+            texts: captions, one string or several, for a model with a tokenizer; or a
+                dict of `"token_ids"` and `"padding_mask"`, integers (B, N).
+            batch_size: texts per batch.
+            verbose: argument of `keras.Model.predict`: 1 shows the progress.
+
+        Returns:
+            Unit vectors, float32 (B, P).
+
+        Raises:
+            ValueError: if a caption is no string, there is no tokenizer for captions,
+                or the texts do not fit the backbone.
+        """
+        if not isinstance(texts, dict):
+            if not isinstance(self.preprocessor, TextTokenizer):
+                raise ValueError(
+                    "Expected a dict of token_ids and padding_mask, or a model with a "
+                    "TextTokenizer for its preprocessor; received: "
+                    f"texts={texts!r}, preprocessor={self.preprocessor!r}"
+                )
+            texts = self.preprocessor(texts)
+        self.backbone.check_modality("text", texts)
+        return self._encode("text", texts, batch_size, verbose)
+
+    def similarity(self, images: Any, texts: Any, batch_size: int = 32) -> np.ndarray:
+        """The scaled similarities of images and texts, the logits of the loss.
+
+        Args:
+            images: images as in `encode_images`, or their embeddings (B, P).
+            texts: texts as in `encode_text`, or their embeddings (C, P).
+            batch_size: examples per batch.
+
+        Returns:
+            float32 (B, C).
+
+        Raises:
+            ValueError: as `encode_images` and `encode_text`.
+        """
+        if not _are_embeddings(images):
+            images = self.encode_images(images, batch_size)
+        if not _are_embeddings(texts):
+            texts = self.encode_text(texts, batch_size)
+        logits = self.backbone.logit_scale.logits(images, texts)
+        return keras.ops.convert_to_numpy(logits)
+
+    def _is_prepared(self, images):
+        """Whether images are of the model's size, and no bytes."""
+        shape = tuple(getattr(images, "shape", ()))
+        is_whole = (
+            keras.backend.standardize_dtype(getattr(images, "dtype", "float32"))
+            == "uint8"
+        )
+        return shape[1:] == tuple(self.backbone.image_shape) and not is_whole
+
+    def _encode(self, modality, inputs, batch_size, verbose):
+        batch_size = check_integer("batch_size", batch_size)
+        encoder = self.backbone.encoder(modality)
+        if has_no_examples(inputs):
+            return outputs_of_none(encoder)
+        with state_kept(encoder):
+            return encoder.predict(inputs, batch_size=batch_size, verbose=verbose)
+
+    def save_assets(self, dir_path: str) -> None:
+        """Saves the tokenizer's vocabulary to the folder of a `.keras` file.
+
+        Args:
+            dir_path: folder.
+        """
+        if isinstance(self.preprocessor, TextTokenizer):
+            self.preprocessor.tokenizer.save_assets(dir_path)
+
+    def load_assets(self, dir_path: str) -> None:
+        """Reads what `save_assets` has written.
+
+        Args:
+            dir_path: folder.
+        """
+        if isinstance(self.preprocessor, TextTokenizer):
+            self.preprocessor.tokenizer.load_assets(dir_path)
+
+    def get_config(self):
+        preprocessor = self.image_preprocessor
+        if preprocessor is not None:
+            preprocessor = keras.saving.serialize_keras_object(preprocessor)
+        return {**super().get_config(), "image_preprocessor": preprocessor}
+
+
+def _image_preprocessor(preprocessor, backbone):
+    """The preprocessor, from itself or its config, if it fits the backbone."""
+    if isinstance(preprocessor, dict):
+        preprocessor = keras.saving.deserialize_keras_object(preprocessor)
+    if preprocessor is None:
+        return None
+    if not isinstance(preprocessor, ImagePreprocessor):
+        raise ValueError(
+            "Expected image_preprocessor to be an ImagePreprocessor or None; received: "
+            f"image_preprocessor={preprocessor!r}"
+        )
+    if tuple(preprocessor.image_shape) != tuple(backbone.image_shape):
+        raise ValueError(
+            f"Expected an image_preprocessor for images of {backbone.image_shape}; "
+            f"received: image_shape={preprocessor.image_shape}"
+        )
+    return preprocessor
+
+
+def _are_embeddings(value: Any | Sequence) -> bool:
+    """Whether `value` is an array of vectors."""
+    return len(getattr(value, "shape", ())) == 2

@@ -1,0 +1,216 @@
+"""The base of backbones of pairs of images and texts.
+
+Axes: B batch, N tokens, P embedding.
+"""
+
+from typing import Any
+
+import keras
+
+from keras_moe.checks import check_argument_names, check_one_of
+from keras_moe.layers import LogitScale
+from keras_moe.losses.temperature import TEMPERATURES, Temperature
+from keras_moe.models.backbone import MoEBackbone
+from keras_moe.models.input_checks import check_inputs, is_array
+from keras_moe.models.text.input_checks import check_texts
+
+# A modality's id is its place here.
+MODALITIES = ("image", "text")
+_INPUTS = {"image": ("images",), "text": ("token_ids", "padding_mask")}
+
+
+class PairBackbone(MoEBackbone):
+    """A backbone that embeds images and texts into one space.
+
+    This is the base of `CLIPBackbone`, with a tower for each modality, and of
+    `LIMoEBackbone`, with one for both. A subclass has, beside the methods of
+    `MoEBackbone`, `_encoder`: the model of one modality alone.
+
+    `backbone.routing` and `backbone.features` are by modality, such as
+    `"image/block_1"`, and so is `get_layer`: where both modalities share a block, both
+    of its names give the same layer.
+
+    Args:
+        config: the subclass's arguments by name, with `temperature`.
+        dtype: dtype policy.
+        **kwargs: arguments of `keras_hub.models.Backbone`.
+
+    Input shape:
+        A dict: `"images"` (B, height, width, channels), `"token_ids"`, integers (B, N),
+        and `"padding_mask"`, boolean or integers (B, N), False for padding.
+
+    Output shape:
+        A dict: `"image_embeddings"` and `"text_embeddings"`, unit vectors, float32
+        (B, P).
+
+    Example:
+
+    >>> from keras_moe.models import CLIPBackbone, LIMoEBackbone
+    >>> from keras_moe.models.pair_backbone import PairBackbone
+    >>> issubclass(CLIPBackbone, PairBackbone), issubclass(LIMoEBackbone, PairBackbone)
+    (True, True)
+    """
+
+    example = "pair"
+
+    def __init__(self, config: dict, dtype: Any = None, **kwargs):
+        super().__init__(config, dtype=dtype, **kwargs)
+        # A plain attribute: Keras would track the models, whose layers it has.
+        object.__setattr__(self, "_encoders", {})
+
+    def _encoder(self, modality: str) -> keras.Model:
+        """The model of `encoder`."""
+        raise NotImplementedError
+
+    def encoder(self, modality: str) -> keras.Model:
+        """The model of one modality alone, which shares this backbone's weights.
+
+        Args:
+            modality: modality, `"image"` or `"text"`.
+
+        Returns:
+            A `keras.Model` from images, or from a dict of `"token_ids"` and
+            `"padding_mask"`, to unit vectors (B, P).
+
+        Raises:
+            ValueError: if `modality` is unknown.
+        """
+        check_one_of("modality", modality, MODALITIES)
+        encoder, weights = self._encoders.get(modality, (None, None))
+        # Quantised layers and low-rank pairs have other weights, which a compiled
+        # function does not know.
+        if encoder is None or weights != _identities(encoder):
+            encoder = self._encoder(modality)
+            self._encoders[modality] = encoder, _identities(encoder)
+        return encoder
+
+    @property
+    def logit_scale(self) -> LogitScale:
+        """The layer with the learned scale and bias of the similarities."""
+        return self.get_layer("logit_scale")
+
+    @property
+    def features(self) -> dict:
+        """Symbolic features by name, for `keras.Model(backbone.input, ...)`.
+
+        The outputs `"image_embeddings"` and `"text_embeddings"` (B, P), and by modality
+        the tokens behind each block, such as `"text/block_0"` (B, N, D).
+        """
+        return {**self.output, **self._block_tokens}
+
+    def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
+        """A layer by name; see `keras.Model.get_layer`.
+
+        Args:
+            name: name of the layer, or that of a modality's, such as `"text/block_1"`.
+            index: index of the layer, in the place of its name.
+
+        Raises:
+            ValueError: if there is no such layer.
+        """
+        modality, slash, inner = str(name).partition("/")
+        if slash and modality in MODALITIES:
+            return self._layer_of(modality, inner)
+        return super().get_layer(name, index)
+
+    def _layer_of(self, modality, name):
+        """The layer of a modality's tower."""
+        return super().get_layer(name)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V."""
+        return self._text_config["vocabulary_size"]
+
+    @property
+    def max_length(self) -> int:
+        """N of the longest text."""
+        return self._text_config["max_length"]
+
+    @property
+    def _text_config(self):
+        return self._config
+
+    def _check_inputs(self, inputs, labels=None):
+        if isinstance(inputs, dict):
+            self.check_modality("text", inputs)
+            if "images" not in inputs:
+                raise ValueError(
+                    "Expected a dict of images, token_ids, padding_mask; received: "
+                    f"{sorted(inputs)}. encoder('text') takes texts alone."
+                )
+            _check_numbers(inputs)
+        check_inputs(self, inputs)
+
+    def check_modality(self, modality: str, inputs: Any) -> None:
+        """Checks the inputs of one modality, as far as they are known.
+
+        Args:
+            modality: modality, `"image"` or `"text"`.
+            inputs: images, or a dict of texts.
+
+        Raises:
+            ValueError: if images are of another size; or as
+                `keras_moe.models.text.input_checks.check_texts`.
+        """
+        check_one_of("modality", modality, MODALITIES)
+        if modality == "image":
+            check_inputs(self.encoder("image"), inputs)
+            return
+        config = self._text_config
+        check_texts(
+            inputs,
+            config["vocabulary_size"],
+            config["max_length"],
+            _INPUTS["text"],
+            config.get("end_of_text_id"),
+            may_be_empty=not config["mask_padding"],
+        )
+
+
+def text_inputs() -> dict[str, keras.KerasTensor]:
+    """Symbolic inputs of texts by name."""
+    return {
+        "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
+        "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),
+    }
+
+
+def plain_temperature(temperature: Any) -> dict[str, Any]:
+    """The fields of a `keras_moe.losses.Temperature`, checked.
+
+    Args:
+        temperature: a `Temperature`, a dict of its fields, or the name of a published
+            one, a key of `keras_moe.losses.TEMPERATURES`.
+
+    Raises:
+        ValueError: if the name or a field is unknown, or a value is out of range.
+    """
+    if isinstance(temperature, str):
+        check_one_of("temperature", temperature, tuple(TEMPERATURES))
+        temperature = TEMPERATURES[temperature]
+    if isinstance(temperature, Temperature):
+        temperature = temperature._asdict()
+    if not isinstance(temperature, dict):
+        raise ValueError(
+            "Expected temperature to be a Temperature, a dict of its fields or one of "
+            f"{list(TEMPERATURES)}; received: temperature={temperature!r}"
+        )
+    check_argument_names(temperature, list(Temperature._fields), "Temperature")
+    fields = {**Temperature(10.0)._asdict(), **temperature}
+    layer = LogitScale(**fields)
+    return {name: layer.get_config()[name] for name in fields}
+
+
+def _identities(model):
+    """The weights of a model by identity."""
+    return [id(weight) for weight in model.weights]
+
+
+def _check_numbers(inputs):
+    """Raises ValueError unless there are as many images as texts."""
+    numbers = {name: len(x) for name, x in inputs.items() if is_array(x) and x.ndim}
+    if len(set(numbers.values())) > 1:
+        raise ValueError(
+            f"Expected pairs: as many images as texts; received: {numbers}"
+        )

@@ -1,0 +1,474 @@
+"""Backbones of pairs and their task: towers, LIMoE's trunk, overrides, bad input."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from keras_moe.layers import PatchEmbedding
+from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss, Temperature
+from keras_moe.models import (
+    CLIPBackbone,
+    ContrastiveModel,
+    ImagePreprocessor,
+    LIMoEBackbone,
+    TextBackbone,
+    TextTokenizer,
+    ViTBackbone,
+)
+from keras_moe.models.builtin import builtin_presets
+from tests.small_models import images, with_weights
+from tests.symbolic import symbolic_model
+
+SIZES = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
+IMAGE = {"image_shape": (8, 8, 3), "patch_size": 4, **SIZES}
+TEXT = {"vocabulary_size": 20, "max_length": 6, **SIZES}
+MOE = {"moe_layers": [1], "num_experts": 4}
+UNKNOWN = {"limoe": {"thresholds": {"sound": 1.0}}}
+PROJECTED = {**TEXT, "projection_dim": 5}
+IDS = np.array([[1, 7, 19, 0, 0], [1, 5, 6, 8, 19], [1, 3, 19, 0, 0]], "int32")
+TEXTS = {"token_ids": IDS, "padding_mask": IDS != 0}
+IMAGES = images(3, 8, 8, 3)
+PAIRS = {"images": IMAGES, **TEXTS}
+KINDS = ("clip", "limoe")
+PAIR_PRESETS = sorted(
+    name for name, spec in builtin_presets().items() if "Contrastive" in spec["task"]
+)
+
+
+def clip(**kwargs):
+    """CLIP-UP's separated backbone, small."""
+    towers = {"image": {**IMAGE, **MOE}, "text": {**TEXT, **MOE}}
+    return CLIPBackbone(**{**towers, "projection_dim": 4, "seed": 3, **kwargs})
+
+
+def limoe(moe=(), **kwargs):
+    """LIMoE with its losses, small; dense with `moe=None`."""
+    if moe is not None:
+        losses = {"limoe": {"thresholds": {"text": 0.7, "image": 1.1}}}
+        fields = {**MOE, "num_selected_experts": 1, "auxiliary_losses": losses}
+        moe = {**fields, **dict(moe)}
+    sizes = {**IMAGE, **TEXT, "projection_dim": 4, "seed": 3}
+    return LIMoEBackbone(**{**sizes, "moe": moe, **kwargs})
+
+
+MAKERS = {"clip": clip, "limoe": limoe}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def backbone(request):
+    keras.utils.set_random_seed(1)
+    return with_weights(MAKERS[request.param]())
+
+
+def outputs(model, inputs, training=False):
+    results = model(inputs, training=training)
+    return keras.tree.map_structure(keras.ops.convert_to_numpy, results)
+
+
+# Results
+
+
+@pytest.mark.every_backend
+@pytest.mark.usefixtures("op_by_op")
+def test_modalities_and_examples_do_not_see_each_other(backbone):
+    expected = outputs(backbone, PAIRS)
+    for name, value in expected.items():
+        assert value.shape == (3, 4), name
+        np.testing.assert_allclose(np.linalg.norm(value, axis=-1), 1, rtol=1e-5)
+    # Each modality alone, and other neighbours, at inference.
+    alone = outputs(backbone.encoder("image"), IMAGES)
+    np.testing.assert_allclose(alone, expected["image_embeddings"], atol=2e-6)
+    alone = outputs(backbone.encoder("text"), TEXTS)
+    np.testing.assert_allclose(alone, expected["text_embeddings"], atol=2e-6)
+    other = {**PAIRS, "images": IMAGES[::-1].copy()}
+    received = outputs(backbone, other)
+    for name, order in (("text", [0, 1, 2]), ("image", [2, 1, 0])):
+        name = f"{name}_embeddings"
+        np.testing.assert_allclose(received[name], expected[name][order], atol=2e-6)
+
+
+def test_limoe_attends_within_a_modality_while_training():
+    """Without experts nothing but attention could mix them."""
+    model = with_weights(limoe(moe=None, mask_padding=True))
+    expected = outputs(model, PAIRS, training=True)
+    other = {**PAIRS, "images": IMAGES + 1}
+    received = outputs(model, other, training=True)
+    text, image = "text_embeddings", "image_embeddings"
+    np.testing.assert_allclose(received[text], expected[text], atol=2e-6)
+    assert np.abs(received[image] - expected[image]).max() > 1e-3
+    # Masked padding has no part in a text.
+    ids = np.where(IDS == 0, 9, IDS)
+    received = outputs(model, {**PAIRS, "token_ids": ids})
+    np.testing.assert_allclose(received[text], expected[text], atol=2e-6)
+    routed = with_weights(limoe(moe=None))
+    before, after = (
+        outputs(routed, {**PAIRS, "token_ids": x})[text] for x in (IDS, ids)
+    )
+    assert np.abs(after - before)[[0, 2]].max() > 1e-3
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_limoe_routes_both_modalities_of_a_group_together():
+    """With room for one token of a group an expert serves one modality's alone."""
+    moe = {"images_per_group": None, "evaluation": "official", "eval_capacity": 1}
+    moe.update(num_experts=1, auxiliary_losses=None)
+    model = with_weights(limoe(moe))
+    routing = keras.Model(model.input, model.routing)
+    records = outputs(routing, PAIRS)
+    served = {name: record.combined.sum() > 0 for name, record in records.items()}
+    # First come: images come first.
+    assert served == {"image/block_1": True, "text/block_1": False}
+    counts = sum((record.combined > 0).sum() for record in records.values())
+    assert counts == 1
+    first = with_weights(limoe({**moe, "priority": [1, 0]}))
+    records = outputs(keras.Model(first.input, first.routing), PAIRS)
+    assert records["text/block_1"].combined.sum() > 0
+    assert records["image/block_1"].combined.sum() == 0
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_pools_serve_their_modality_alone():
+    model = with_weights(limoe({"expert_pools": [[0, 1, 2], [3]]}))
+    records = outputs(keras.Model(model.input, model.routing), PAIRS)
+    assert records["image/block_1"].combined[..., 3].max() == 0
+    assert records["text/block_1"].combined[..., :3].max() == 0
+    assert records["text/block_1"].combined[..., 3].min() > 0
+
+
+def test_by_hand():
+    """Without blocks' weights the embedding is that of the averaged input."""
+    model = limoe(moe=None, num_layers=1)
+    for weight in model.weights:
+        if "block_0" in weight.path or "positions" in weight.path:
+            weight.assign(np.zeros(weight.shape))
+    table = model.get_layer("token_embedding").embeddings
+    tokens = keras.ops.convert_to_numpy(table)[IDS]
+    tokens = tokens - tokens.mean(-1, keepdims=True)
+    tokens = tokens / np.sqrt(tokens.var(-1, keepdims=True) + 1e-6)
+    kernel = keras.ops.convert_to_numpy(model.get_layer("text_projection").kernel)
+    expected = tokens.mean(1) @ kernel
+    expected /= np.linalg.norm(expected, axis=-1, keepdims=True)
+    received = outputs(model, PAIRS)["text_embeddings"]
+    np.testing.assert_allclose(received, expected, atol=1e-5)
+
+
+def test_patches_are_padded():
+    model = limoe(moe=None, image_shape=(10, 8, 3))
+    assert model.grid == (3, 2)
+    embedding = with_weights(model).get_layer("patch_embedding")
+    exact = PatchEmbedding(8, 4)
+    padded = np.pad(images(1, 10, 8, 3), ((0, 0), (1, 1), (0, 0), (0, 0)))
+    exact.build(padded.shape)
+    exact.set_weights(embedding.get_weights())
+    expected = outputs(exact, padded)
+    received = outputs(embedding, images(1, 10, 8, 3))
+    np.testing.assert_allclose(received, expected, atol=1e-6)
+
+
+# Training
+
+
+@pytest.mark.every_backend
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("kind", ["clip", "limoe", "shared"])
+def test_pairs_are_told_apart_after_training(kind):
+    keras.utils.set_random_seed(1)
+    if kind == "shared":
+        losses = {"load_balance": 0.01, "router_z": 1e-4}
+        backbone = limoe({"num_selected_experts": 2, "auxiliary_losses": losses})
+    else:
+        backbone = MAKERS[kind]()
+    model = ContrastiveModel(backbone)
+    model.compile(keras.optimizers.Adam(3e-3))
+    scale = model.backbone.logit_scale
+    before = float(scale.parameters()["logit_scale"])
+    history = model.fit(PAIRS, batch_size=3, epochs=12, verbose=0).history["loss"]
+    assert history[-1] < 0.7 * history[0]
+    assert float(scale.parameters()["logit_scale"]) != before
+    # Auxiliary losses are those of training alone.
+    logits = model.similarity(IMAGES, TEXTS)
+    losses = -(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)).diagonal()
+    losses -= (logits - np.logaddexp.reduce(logits, axis=0, keepdims=True)).diagonal()
+    evaluated = model.evaluate(PAIRS, batch_size=3, verbose=0)
+    # The loss of float32 logits of about 10 is rounded to 1e-6.
+    np.testing.assert_allclose(evaluated, losses.mean() / 2, rtol=1e-4, atol=2e-6)
+
+
+def test_the_sigmoid_loss_is_the_default_with_a_bias():
+    model = ContrastiveModel(clip(temperature="siglip"))
+    assert isinstance(model.loss, SigmoidContrastiveLoss)
+    logits = model.similarity(IMAGES, TEXTS)
+    signs = 2 * np.eye(3) - 1
+    expected = np.logaddexp(0, -signs * logits).sum() / 3
+    assert model.evaluate(PAIRS, verbose=0) == pytest.approx(expected, rel=1e-4)
+    assert isinstance(ContrastiveModel(clip()).loss, SoftmaxContrastiveLoss)
+
+
+def test_ids_make_positives():
+    model = ContrastiveModel(with_weights(clip()))
+    alone = model.evaluate(PAIRS, verbose=0)
+    model.compile(loss=SoftmaxContrastiveLoss(multi_positive=True))
+    ids = {"image_ids": np.array([0, 1, 0])}
+    assert model.evaluate(PAIRS, ids, verbose=0) != pytest.approx(alone)
+
+
+# Presets, copies and the rest of a model's life
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return TextTokenizer.trained(["two cats", "a cat"], vocabulary_size=518)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tokenizer):
+    keras.utils.set_random_seed(1)
+    rows = TextTokenizer(tokenizer.tokenizer, 9, tokenizer.start_id, tokenizer.end_id)
+    sizes = {"vocabulary_size": 520, "max_length": 9}
+    if request.param == "clip":
+        backbone = clip(text={**TEXT, **MOE, **sizes}, temperature=Temperature(5, 50))
+    else:
+        backbone = limoe(mask_padding=True, **sizes)
+    prepared = ImagePreprocessor((8, 8, 3), mean=0.4)
+    return ContrastiveModel(with_weights(backbone), rows, prepared)
+
+
+@pytest.mark.every_backend
+def test_a_preset_keeps_the_tokenizer_and_the_results(model, tmp_path):
+    captions = ["two cats", "a cat"]
+    expected = model.similarity(IMAGES, captions)
+    model.save_to_preset(tmp_path / "pairs")
+    again = models.from_preset(str(tmp_path / "pairs"))
+    assert type(again) is ContrastiveModel
+    assert again.image_preprocessor == model.image_preprocessor
+    np.testing.assert_array_equal(again.similarity(IMAGES, captions), expected)
+    assert again.backbone.get_config() == model.backbone.get_config()
+
+
+@pytest.mark.backend_free
+def test_files_and_copies(model, tmp_path):
+    captions = ["two cats", "a cat"]
+    expected = model.similarity(IMAGES, captions)
+    model.save(tmp_path / "pairs.keras")
+    again = keras.saving.load_model(tmp_path / "pairs.keras")
+    np.testing.assert_array_equal(again.similarity(IMAGES, captions), expected)
+    np.testing.assert_array_equal(model.copy().similarity(IMAGES, captions), expected)
+    # Photos of any size go through the preprocessor.
+    photo = np.full((5, 7, 3), 200, "uint8")
+    assert model.encode_images([photo, photo[:3]]).shape == (2, 4)
+    assert model.encode_images(IMAGES[:0]).shape == (0, 4)
+
+
+@pytest.mark.backend_free
+def test_adapted_and_quantised_models_encode_with_their_new_weights(model):
+    captions = ["two cats", "a cat"]
+    adapted = model.copy()
+    before = adapted.similarity(IMAGES, captions)
+    adapted.enable_lora(2)
+    for weight in adapted.trainable_weights:
+        if "lora" in weight.name:
+            weight.assign(np.ones(weight.shape))
+    assert np.abs(adapted.similarity(IMAGES, captions) - before).max() > 1e-3
+    quantised = model.copy()
+    quantised.similarity(IMAGES, captions)
+    quantised.quantize("int8")
+    received = quantised.similarity(IMAGES, captions)
+    assert 0 < np.abs(received - before).max() < 2
+
+
+@pytest.mark.backend_free
+def test_routing_and_features_have_both_modalities(model):
+    records = keras.Model(model.input, model.routing).predict(PAIRS, verbose=0)
+    assert set(records) == {"image/block_1", "text/block_1"}
+    assert records["text/block_1"].gates.shape == (3, 5, 4)
+    features = keras.Model(model.input, model.features).predict(PAIRS, verbose=0)
+    assert features["text/block_0"].shape == (3, 5, 8)
+    assert features["image_embeddings"].shape == (3, 4)
+    assert model.backbone.get_layer("text/block_1").feed_forward.router
+
+
+@pytest.mark.backend_free
+def test_towers_of_ones_own_bring_their_weights():
+    image = with_weights(ViTBackbone(**IMAGE))
+    text = with_weights(TextBackbone(**TEXT), seed=2)
+    pair = CLIPBackbone(image=image, text=text, projection_dim=4)
+    of_images, of_texts = (pair.tower_backbone(name) for name in ("image", "text"))
+    np.testing.assert_array_equal(outputs(of_images, IMAGES), outputs(image, IMAGES))
+    np.testing.assert_array_equal(
+        outputs(of_texts, TEXTS)["tokens"], outputs(text, TEXTS)["tokens"]
+    )
+
+
+# Overrides and descriptions
+
+
+@pytest.mark.backend_free
+def test_overrides_go_to_their_tower():
+    def experts(**overrides):
+        blueprint = models.resolve("clip_up_b32", overrides)
+        return [
+            (blueprint.config[name]["moe"] or {}).get("num_experts")
+            for name in ("image", "text")
+        ]
+
+    assert experts() == [8, 8]
+    assert experts(num_experts=16) == [16, 16]
+    assert experts(num_experts=16, text={"num_experts": 4}) == [16, 4]
+    assert experts(image={"moe": None}) == [None, 8]
+    # A tower without experts gets none by a field of the experts.
+    blueprint = models.resolve("clip_up_b32", {"image": {"moe": None}, "moe": None})
+    assert blueprint.config["text"]["moe"] is None
+    config = models.resolve("clip_b32", {"image_shape": (64, 64, 3)}).config
+    assert config["image"]["image_shape"] == (64, 64, 3)
+    assert "image_shape" not in config["text"]
+    with pytest.raises(ValueError, match="num_experts"):
+        models.resolve("clip_b32", {"num_expert": 3})
+    with pytest.raises(ValueError, match="Expected image to be a dict"):
+        models.resolve("clip_b32", {"image": 3})
+    with pytest.raises(ValueError, match="num_experts"):
+        models.resolve("clip_b32", {"image": {"num_expert": 3}})
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("preset", "overrides", "gflops"),
+    [
+        # CLIP-UP, Table 3 (two digits more than there).
+        ("clip_b32", {}, 14.78),
+        ("clip_b16", {}, 41.09),
+        ("clip_l14", {}, 175.33),
+        ("clip_up_b32", {}, 19.55),
+        ("clip_up_b16", {}, 54.20),
+        ("clip_up_l14", {}, 231.48),
+        ("clip_up_l14", {"text": {"moe": None}}, 227.07),
+        ("clip_up_l14", {"image": {"moe": None}}, 179.69),
+    ],
+)
+def test_published_operations(preset, overrides, gflops):
+    received = models.describe(preset, **overrides).gflops
+    assert received == pytest.approx(gflops, rel=0.005)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("preset", "millions", "active", "gflops"),
+    [
+        ("limoe_s32", 304, 43.8, 3.48),
+        ("limoe_s16", 303, 42.7, 11.49),
+        ("limoe_b32", 991, 113.0, 11.39),
+        ("limoe_b16", 990, 111.3, 37.73),
+        ("limoe_l32", 3462, 339.7, 39.9),
+        ("limoe_l16", 3460, 337.5, 132.3),
+        # LIMoE, section 3.2: 5.6B and 675M. 551 GFLOPs are those of 20 x 20 patches;
+        # with padding there are 21 x 21.
+        ("limoe_h14", 5554, 675.7, 608.1),
+    ],
+)
+def test_sizes_of_limoe(preset, millions, active, gflops):
+    received = models.describe(preset)
+    assert received.parameters / 1e6 == pytest.approx(millions, rel=0.005)
+    assert received.active_parameters / 1e6 == pytest.approx(active, rel=0.005)
+    assert received.gflops == pytest.approx(gflops, rel=0.005)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("preset", PAIR_PRESETS)
+def test_every_preset_builds_and_describe_counts_it(preset):
+    model = symbolic_model(lambda: models.from_preset(preset, task="contrastive"))
+    description = models.describe(preset)
+    count = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
+    assert description.parameters == count
+    assert 0 < description.active_parameters <= description.parameters
+
+
+@pytest.mark.backend_free
+def test_parts_are_those_of_the_layers(backbone):
+    description = models.describe(backbone)
+    counts = {}
+    for weight in backbone.trainable_weights:
+        parts = weight.path.split("/")
+        name = "/".join(parts[:2]) if parts[0] in ("image", "text") else parts[0]
+        counts[name] = counts.get(name, 0) + int(np.prod(weight.shape))
+    for part in description.parts:
+        if part.name in counts:
+            assert part.parameters == counts[part.name], part
+    assert description.parameters == sum(counts.values())
+
+
+# Refusals
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": IDS + 1}, "vocabulary_size - 1 = 19; received: 20"),
+        ({"images": IMAGES[:2]}, "as many images as texts"),
+        ({"images": images(3, 16, 8, 3)}, r"Expected images of shape \(batch, 8, 8"),
+        (
+            {k: np.pad(v, ((0, 0), (0, 2))) for k, v in TEXTS.items()},
+            "at most max_length=6",
+        ),
+        ({"token_ids": IDS.astype("float32")}, "integers"),
+    ],
+)
+def test_bad_pairs(backbone, changes, message):
+    for model in (backbone, ContrastiveModel(backbone)):
+        with pytest.raises(ValueError, match=message):
+            model.predict({**PAIRS, **changes}, verbose=0)
+
+
+@pytest.mark.backend_free
+def test_bad_calls(model, backbone):
+    with pytest.raises(ValueError, match="none of \\['padding_mask'\\]"):
+        backbone.predict({"images": IMAGES, "token_ids": IDS})
+    with pytest.raises(ValueError, match="encoder\\('text'\\) takes texts alone"):
+        backbone.predict(TEXTS)
+    with pytest.raises(ValueError, match="received: modality='sound'"):
+        backbone.encoder("sound")
+    with pytest.raises(ValueError, match=r"captions\[0\]=3"):
+        model.encode_text([3])
+    empty = {**TEXTS, "padding_mask": np.zeros(IDS.shape, bool)}
+    with pytest.raises(ValueError, match="a token that is no padding"):
+        model.encode_text(empty)
+    plain = ContrastiveModel(backbone)
+    with pytest.raises(ValueError, match="TextTokenizer for its preprocessor"):
+        plain.encode_text(["a cat"])
+    with pytest.raises(ValueError, match="Expected a ContrastiveLoss"):
+        plain.compile(loss="mse")
+    with pytest.raises(ValueError, match="Expected no metrics"):
+        plain.compile(metrics=["accuracy"])
+    with pytest.raises(ValueError, match=r"without \['logit_bias'\]"):
+        plain.compile(loss=SigmoidContrastiveLoss())
+    with pytest.raises(ValueError, match="vocabulary_size"):
+        ContrastiveModel(backbone, model.preprocessor)
+    with pytest.raises(ValueError, match="image_preprocessor for images of"):
+        ContrastiveModel(backbone, None, ImagePreprocessor((9, 9, 3)))
+    with pytest.raises(ValueError, match="CLIPBackbone or a LIMoEBackbone"):
+        ContrastiveModel(ViTBackbone(**IMAGE))
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: clip(projection_dim=None, text=PROJECTED), "one size"),
+        (lambda: clip(text=PROJECTED), "that of the pair, 4"),
+        (lambda: clip(num_experts=4), "in the config of a tower"),
+        (lambda: clip(temperature="hot"), "temperature"),
+        (lambda: clip(temperature={"scale": -1.0}), "scale > 0"),
+        (lambda: clip(temperature={"scale": 200.0, "largest_scale": 100.0}), "at most"),
+        (lambda: clip(image_pooling="last"), "pooling"),
+        (lambda: clip(image=3), "Expected image to be a dict"),
+        (lambda: limoe({"router": "soft", "auxiliary_losses": None}), "soft routing"),
+        (lambda: limoe({"num_modalities": 3}), "2 modalities"),
+        (lambda: limoe({"auxiliary_losses": UNKNOWN}), "modalit"),
+        (lambda: limoe({"expert_pools": [[0, 1], [1, 2]]}), "expert_pools"),
+        (lambda: limoe(num_heads=3), "num_heads"),
+        (lambda: limoe(projection_dim=0), "projection_dim"),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
