@@ -17,6 +17,20 @@ from keras_moe.analysis.expert_ablation import (
     print_ablation,
 )
 from keras_moe.analysis.expert_editing import edit_expert_logits, mean_coefficients
+from keras_moe.analysis.expert_pruning import mask_experts, prune_experts
+from keras_moe.analysis.expert_selection import (
+    CoverageCurve,
+    coverage_curves,
+    expert_scores,
+    print_coverage,
+    select_experts,
+)
+from keras_moe.analysis.expert_usage import (
+    BlockUsage,
+    ExpertUsage,
+    merged_usage,
+    routing_usage,
+)
 from keras_moe.analysis.expert_views import ExpertView, expert_views
 from keras_moe.analysis.fairness import (
     FairnessMetrics,
@@ -41,9 +55,13 @@ from keras_moe.analysis.truncated_svd import (
     truncate_kernel,
     truncated_svd,
 )
+from keras_moe.analysis.usage_pass import expert_usage
 
 __all__ = [
+    "BlockUsage",
+    "CoverageCurve",
     "ExpertAblation",
+    "ExpertUsage",
     "ExpertView",
     "FairnessMetrics",
     "KindLoads",
@@ -54,24 +72,33 @@ __all__ = [
     "accuracy_changes",
     "class_polysemanticity",
     "compute_map",
+    "coverage_curves",
     "edit_expert_logits",
     "exclude_experts",
     "expert_centres",
     "expert_load",
+    "expert_scores",
+    "expert_usage",
     "expert_views",
     "experts_per_token",
     "fairness_metrics",
     "ffn_experts_per_token",
     "load_by_kind",
+    "mask_experts",
     "mean_coefficients",
     "mean_polysemanticity",
+    "merged_usage",
     "print_ablation",
+    "print_coverage",
     "print_fairness",
     "print_load_by_kind",
     "print_statistics",
     "print_truncated_svd",
+    "prune_experts",
     "routing_scores",
     "routing_statistics",
+    "routing_usage",
+    "select_experts",
     "steer_expert",
     "truncate_kernel",
     "truncated_svd",

@@ -18,6 +18,8 @@ class BlockConfig:
     """
 
     moe_layers: Any
+    # The number of modalities that routers tell apart, by `modality_ids`.
+    modality_count = None
 
     @classmethod
     def field_names(cls) -> list[str]:

@@ -4,6 +4,8 @@ Axes: B batch, N tokens of an image, G groups, S group_size, E experts, C capaci
 D hidden.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -144,6 +146,7 @@ class MoE(keras.layers.Layer):
         for loss in self.auxiliary_losses:
             loss.check_router(self.router)
         self.supports_masking = True
+        self._measures_contributions = False
 
     def build(self, input_shape):
         if len(input_shape) != 3 or input_shape[-1] is None:
@@ -206,6 +209,8 @@ class MoE(keras.layers.Layer):
             self._add_losses(routing, group_mask, group_ids)
         if self.input_scale != 1:
             grouped = self.input_scale * grouped
+        if self._measures_contributions:
+            routing = routing._replace(affinity=self._contributions(grouped, plan))
         outputs = self._run_experts(grouped, plan, training)
         if by_image:
             return outputs, routing
@@ -225,13 +230,50 @@ class MoE(keras.layers.Layer):
             previous_logits = _without_padding(previous_logits, mask)
         return {"previous_logits": previous_logits}
 
-    def _run_experts(self, tokens, plan, training):
+    @contextlib.contextmanager
+    def measuring_contributions(self) -> Iterator[None]:
+        """A context in which the record has what each expert adds to each token.
+
+        In the place of `Routing.affinity` there is the weight of an expert in the
+        token's output times the norm of the expert's own output, as REAP prunes by.
+        Functions that were compiled before the context still have the affinity.
+
+        Reference:
+            *REAP the Experts: Why Pruning Prevails for One-Shot MoE compression*,
+            arXiv 2510.13999.
+        """
+        self._measures_contributions = True
+        try:
+            yield
+        finally:
+            self._measures_contributions = False
+
+    def _contributions(self, tokens, plan):
+        """Weights times norms of the experts' outputs, float32 (G, S, E)."""
+        outputs, plan = self._expert_outputs(tokens, plan, training=False)
+        norms = ops.norm(ops.cast(outputs, "float32"), axis=-1, keepdims=True)
+        # Each expert's norms stand in its column, where combining keeps them apart.
+        columns = ops.one_hot(self.router.expert_columns, self.router.num_experts)
+        if plan.group_sizes is None:
+            return plan.combine(norms * ops.expand_dims(columns, 1))
+        ends = ops.cumsum(plan.group_sizes)
+        rows = ops.arange(ops.shape(norms)[0], dtype="int32")
+        owner = ops.searchsorted(ends, rows, side="right")
+        owner = ops.minimum(owner, columns.shape[0] - 1)
+        return plan.combine(norms * ops.take(columns, owner, axis=0))
+
+    def _expert_outputs(self, tokens, plan, training):
+        """The outputs by slot or row, and the plan that combines them."""
         # Rows stay rows: without a capacity equation 2's tensors have no bound.
         if self.dispatcher == "einsum" and plan.group_sizes is None:
             plan = plan.dense()
         outputs = self.experts(
             plan.dispatch(tokens), plan.group_sizes, training=training
         )
+        return outputs, plan
+
+    def _run_experts(self, tokens, plan, training):
+        outputs, plan = self._expert_outputs(tokens, plan, training)
         outputs = plan.combine(outputs)
         if self.zero_computation_experts is not None:
             in_place = self.zero_computation_experts(tokens, plan.in_place_weights)

@@ -22,7 +22,13 @@ from keras_moe.layers.block_config import BlockConfig
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.moe import MoE
 from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
+from keras_moe.layers.pruning_config import (
+    check_pruned_blocks,
+    kept_experts_of,
+    plain_pruning,
+)
 from keras_moe.ops.expert_kinds import ExpertKinds, expert_kinds
+from keras_moe.routers.pruned import pruned_router
 from keras_moe.routers.registry import (
     router_class,
     router_class_for_kinds,
@@ -79,7 +85,8 @@ class MoEConfig(BlockConfig):
         capacity_factor: c. The experts' capacity is C = S K c / E for every router, so
             that all cost alike: with expert choice and soft routing, too, a token has
             K c slots on average. `"auto"` is the router's own default: 1.05 for token
-            choice, 1.1 for MoE++'s router, 1.0 for the others.
+            choice, 1.1 for MoE++'s router, 1.0 for the others. Switch's and CLIP-UP's
+            factor has no K in it: with K = 2 their 2.0 is 1.0 here, and their 4.0 2.0.
         evaluation: competition of tokens at inference, where there is neither noise nor
             dropout. `"batch_invariant"`: each image is a group, so that its result
             does not depend on the batch; token choice serves every token, unless a
@@ -141,6 +148,11 @@ class MoEConfig(BlockConfig):
             which then need `modality_ids`; None has one kernel.
         expert_pools: numbers of the experts that serve each modality, a list for each,
             none of them in two; None lets every expert serve every modality.
+        pruning: dict with `"kept_experts"`, the numbers of the experts that are left of
+            the `num_experts`, by the block's name; `"method"`, see
+            `keras_moe.routers.pruned.PrunedTokenChoiceRouter`; and `"removed"`, whether
+            the layers have these experts alone. `keras_moe.analysis.prune_experts`
+            writes it; None has all experts.
 
     Raises:
         ValueError: if a field is out of range; what depends on the router's class is
@@ -190,6 +202,7 @@ class MoEConfig(BlockConfig):
     expert_activation: Any = None
     num_modalities: int | None = None
     expert_pools: Any = None
+    pruning: dict | None = None
 
     def __post_init__(self):
         for name in ("images_per_group", "expert_mlp_dim", "num_modalities"):
@@ -213,6 +226,7 @@ class MoEConfig(BlockConfig):
             auxiliary_losses=_plain_losses(self.auxiliary_losses),
             expert_activation=activations.plain(self.expert_activation),
             expert_pools=plain_value(self.expert_pools),
+            pruning=plain_pruning(self.pruning),
             priority=_plain_priority(self.priority),
             **{
                 name: plain_value(getattr(self, name))
@@ -273,9 +287,13 @@ class MoEConfig(BlockConfig):
         fields = {**dataclasses.asdict(self), **(self.router_options or {})}
         if fields["num_modalities"] is not None:
             return fields["num_modalities"]
-        for value in (fields["expert_pools"], fields["priority"]):
-            if isinstance(value, (list, tuple)):
-                return len(value)
+        if fields["expert_pools"] is not None:
+            return len(fields["expert_pools"])
+        # Where tokens do not choose, none is served before another.
+        cls, _ = router_class(self.router)
+        is_by_modality = isinstance(fields["priority"], (list, tuple))
+        if is_by_modality and getattr(cls, "side", None) == "token":
+            return len(fields["priority"])
         return None
 
     def feed_forwards(self, encoder: Any) -> list[keras.layers.Layer]:
@@ -293,6 +311,7 @@ class MoEConfig(BlockConfig):
         """
         indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
         residual = self._has_residual(len(indices))
+        check_pruned_blocks(self.pruning, indices)
         first = min(indices, default=0)
         if not indices:
             self._moe(encoder, 0, residual, is_first=True)
@@ -338,6 +357,11 @@ class MoEConfig(BlockConfig):
             encoder.num_tokens, encoder.seed_of(index, 3), residual and not is_first
         )
         router = self.make_router(site, residual)
+        kept = kept_experts_of(self.pruning, index)
+        if kept is not None:
+            router = pruned_router(
+                router, kept, self.pruning["method"], self.pruning["removed"]
+            )
         shared = self.shared_expert_initialization
         if shared == AUTO:
             shared = router.shares_expert_initialization
@@ -347,7 +371,7 @@ class MoEConfig(BlockConfig):
         return MoE(
             router,
             Experts(
-                self.num_experts,
+                router.kinds.ffn,
                 self.expert_mlp_dim or encoder.mlp_dim,
                 activation=self.expert_activation or encoder.activation,
                 dropout=self.expert_dropout,

@@ -68,7 +68,7 @@ def limoe_losses(
             reach 0. The paper itself has 25 for the images of 8 experts (appendix F.1).
 
     Reference:
-        *LIMoE*, appendices B.1 and E.1; its tables 4 and 5 have the thresholds.
+        *LIMoE*, appendices B.1 and E.1; its table 5 has the thresholds.
 
     Example:
 

@@ -172,6 +172,24 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             )
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
 
+    def _check_inputs(self, inputs, labels=None):
+        self.backbone._check_inputs(inputs)
+
+    def compute_metrics(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+    ) -> dict:
+        """The mean loss: Keras would look for a label of each output.
+
+        Args:
+            x: inputs of the batch.
+            y: None, or a dict of ids.
+            y_pred: outputs of the model.
+            sample_weight: None, or float (B,).
+        """
+        # Metrics that `compile` would add have no result before they see a label.
+        trackers = [x for x in self.metrics if isinstance(x, keras.metrics.Mean)]
+        return {tracker.name: tracker.result() for tracker in trackers}
+
     def compute_loss(
         self,
         x: Any = None,

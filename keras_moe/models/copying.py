@@ -1,31 +1,43 @@
 """Copies of models, which share nothing with them."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 
-def copied(model: Any, config: dict, without: str | None = None) -> Any:
+def copied(
+    model: Any,
+    config: dict,
+    without: str | None = None,
+    value: Callable[[Any], Any] = keras.ops.convert_to_numpy,
+) -> Any:
     """A model of a changed config, with the weights that both have.
 
     Args:
         model: a backbone or a task.
         config: its config, changed.
         without: name of weights that may be new or change their shape.
+        value: function from a weight to its value in the copy.
     """
     new = type(model).from_config(config)
     both = [[w for w in each.weights if w.name != without] for each in (model, new)]
-    shapes = [[(w.name, tuple(w.shape)) for w in weights] for weights in both]
-    if shapes[0] != shapes[1]:
+    names = [[w.name for w in weights] for weights in both]
+    fits = names[0] == names[1]
+    for old_weight, new_weight in zip(*both) if fits else ():
+        # Through an array: on JAX both variables would share one buffer.
+        array = value(old_weight)
+        fits = fits and tuple(array.shape) == tuple(new_weight.shape)
+        if not fits:
+            break
+        new_weight.assign(array)
+        new_weight.trainable = old_weight.trainable
+    if not fits:
         raise ValueError(
             "Expected a model that its config makes again; received weights beside "
             "it, such as low-rank pairs: save_to_preset and load it first"
         )
-    for old_weight, new_weight in zip(*both):
-        # Through an array: on JAX both variables would share one buffer.
-        new_weight.assign(keras.ops.convert_to_numpy(old_weight))
-        new_weight.trainable = old_weight.trainable
     preprocessor = getattr(model, "preprocessor", None)
     if hasattr(preprocessor, "load_preset_assets"):
         # Its config is without its assets, such as a vocabulary.
@@ -55,18 +67,25 @@ def config_with_router_options(model: Any, options: dict[str, Any]) -> dict[str,
     """
     config = model.get_config()
     backbone = config["backbone"]["config"] if "backbone" in config else config
-    moe = backbone["moe"]
-    if moe is None:
+    towers = [backbone]
+    if "moe" not in backbone:
+        # A pair's towers have routers of their own.
+        towers = [x for x in backbone.values() if isinstance(x, dict)]
+    towers = [tower for tower in towers if tower.get("moe") is not None]
+    if not towers:
         raise ValueError(
             "Expected a model with MoE blocks, whose routers have options; "
             f"received: {type(model).__name__} without"
         )
+    for tower in towers:
+        tower["moe"] = _with_options(tower["moe"], options)
+    return config
+
+
+def _with_options(moe, options):
     router = moe["router"]
     if isinstance(router, dict):
         arguments = {**router["config"], **options}
-        moe = {**moe, "router": {**router, "config": arguments}}
-    else:
-        before = moe.get("router_options") or {}
-        moe = {**moe, "router_options": {**before, **options}}
-    backbone["moe"] = moe
-    return config
+        return {**moe, "router": {**router, "config": arguments}}
+    before = moe.get("router_options") or {}
+    return {**moe, "router_options": {**before, **options}}

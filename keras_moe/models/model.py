@@ -14,6 +14,7 @@ from keras_moe.models import registry
 from keras_moe.models.blueprint import build
 from keras_moe.models.class_property import ClassProperty
 from keras_moe.models.copying import config_with_router_options, copied
+from keras_moe.models.expert_pruning import with_kept_experts
 from keras_moe.models.exporting import export_signature
 from keras_moe.models.input_checks import (
     check_inputs,
@@ -222,6 +223,28 @@ class MoEModel(TorchParameters):
                 other weights with it.
         """
         return copied(self, config_with_router_options(self, options))
+
+    def with_kept_experts(
+        self,
+        kept_experts: dict[str, Any],
+        method: str = "router_drop",
+        removed: bool = True,
+    ) -> Any:
+        """A new model whose MoE blocks keep some of their experts.
+
+        Its optimizer starts afresh. See `keras_moe.analysis.prune_experts`.
+
+        Args:
+            kept_experts: numbers of the experts to keep by the block's name, such as
+                `{"block_1": [0, 3]}`; the other blocks stay as they are.
+            method: `"router_drop"`, `"router_pred"` or `"router_pred_top_k"`.
+            removed: whether the other experts are removed, or only serve nobody.
+
+        Raises:
+            ValueError: if there is no such block or expert, fewer than K are left, or
+                the routers are not of token choice.
+        """
+        return with_kept_experts(self, kept_experts, method, removed)
 
     def export(
         self,

@@ -123,13 +123,14 @@ class Tower(NamedTuple):
     def _check_one_modality(self):
         for block in self.blocks:
             router = getattr(block.feed_forward, "router", None)
-            for name in ("num_modalities", "expert_pools"):
-                if getattr(router, name, None) is not None:
-                    raise ValueError(
-                        f"Expected {name}=None for an encoder whose tokens are of one "
-                        "modality, or modality_ids; received: modality_ids=None, "
-                        f"{name}={getattr(router, name)}"
-                    )
+            if getattr(router, "modality_count", None) is not None:
+                raise ValueError(
+                    "Expected num_modalities=None, expert_pools=None and no priority "
+                    "by modality for an encoder whose tokens are of one modality, or "
+                    "modality_ids; received: modality_ids=None, num_modalities="
+                    f"{router.num_modalities}, expert_pools={router.expert_pools}, "
+                    f"priority={getattr(router, 'priority', None)!r}"
+                )
 
     @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:

@@ -34,6 +34,7 @@ def token_choice(
     normalize_gates: str | None = None,
     in_place_experts: int = 0,
     in_place_capacity: Any = None,
+    available: Any = None,
 ) -> RoutingPlan | HeterogeneousPlan:
     """Allocates slots to each token's K experts of largest affinity.
 
@@ -62,6 +63,8 @@ def token_choice(
             tokens in place: they have no slots.
         in_place_capacity: number of tokens that each of these serves in a group; None
             is unlimited.
+        available: boolean (E,), False for experts that serve nobody: choices of these
+            are dropped. None is True for all.
 
     Returns:
         A `RoutingPlan`; with `in_place_experts` a `HeterogeneousPlan`. No tensor of
@@ -92,6 +95,9 @@ def token_choice(
         # Masked tokens queue at an expert behind the last, which has no slots.
         mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
         experts = ops.where(mask, experts, num_experts)
+    if available is not None:
+        # So do tokens of an expert that serves nobody.
+        experts = ops.where(_at_experts(available, experts), experts, num_experts)
 
     # One integer holds group, expert, choice and place in the queue. Sorting these
     # serves every queue at once; a position is a rank minus the queue's start.
@@ -170,6 +176,7 @@ def dropless_token_choice(
     mask: Any = None,
     normalize_gates: str | None = None,
     in_place_experts: int = 0,
+    available: Any = None,
 ) -> RaggedPlan | HeterogeneousPlan:
     """Gives each token its K experts of largest affinity; no expert is ever full.
 
@@ -185,9 +192,12 @@ def dropless_token_choice(
         num_selected_experts: K, experts per token.
         mask: boolean (G, S), False for tokens (padding) that are not routed.
         normalize_gates: normalisation; `"before"` and `"after"` both divide a token's K
-            gates by their sum, since none is dropped; None leaves them as they are.
+            gates by their sum, since none is dropped unless its expert is not
+            available; None leaves them as they are.
         in_place_experts: Z, the number of experts at the end of the axis that act on
             tokens in place: they have no rows.
+        available: boolean (E,), False for experts that serve nobody; see
+            `token_choice`.
 
     Returns:
         A `RaggedPlan`; with `in_place_experts` a `HeterogeneousPlan`.
@@ -227,6 +237,9 @@ def dropless_token_choice(
         mask = mask if routed is None else ops.logical_and(mask, routed)
     elif mask is not None:
         mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
+    if available is not None:
+        is_there = _at_experts(available, experts)
+        mask = is_there if mask is None else ops.logical_and(mask, is_there)
     if mask is not None:
         experts = ops.where(mask, experts, num_experts)
     num_rows = num_groups * num_tokens * num_selected_experts
@@ -328,6 +341,11 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
     check_selected(num_selected_experts, affinity.shape[-1])
     experts, weights = top_experts(affinity, affinity, num_selected_experts)
     return by_expert(experts, weights, ops.shape(affinity)[-1])[0]
+
+
+def _at_experts(available, experts):
+    """`available[experts[g, s, k]]`."""
+    return ops.take(ops.convert_to_tensor(available, "bool"), experts, axis=0)
 
 
 def _order(priority, affinity, num_selected_experts):

@@ -217,6 +217,11 @@ class Router(keras.layers.Layer):
         """The number of experts of each kind."""
         return ExpertKinds(self.num_experts)
 
+    @property
+    def expert_columns(self) -> tuple[int, ...]:
+        """The columns of the routing record that the layer's FFN experts have."""
+        return tuple(range(self.kinds.ffn))
+
     def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
         """Checks whether there must be logits of the MoE layer before, and their shape.
 

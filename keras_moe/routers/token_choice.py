@@ -50,8 +50,9 @@ class TokenChoiceRouter(SparseRouter):
             by the sum of the token's K, `"after"` by the sum of those that got a slot
             (*CLIP-UP*, appendix B.3), and None, the papers' default, leaves them as
             they are.
-        capacity_factor: C = S K c / E while training; 1.05 without this, `capacity` and
-            `dropless`.
+        capacity_factor: c, with C = S K c / E while training; 1.05 without this,
+            `capacity` and `dropless`. Switch and CLIP-UP leave K out: with K = 2, the
+            latter's 2.0 is 1.0 here.
         capacity: C itself, a number of tokens, instead of `capacity_factor`.
         eval_capacity_factor: c at inference; None serves every token.
         eval_capacity: C itself at inference, instead of `eval_capacity_factor`.

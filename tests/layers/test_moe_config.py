@@ -61,6 +61,11 @@ NOT_DEFAULT = {
     "expert_activation": "silu",
     "num_modalities": 2,
     "expert_pools": [[0, 1], [2]],
+    "pruning": {
+        "method": "router_pred",
+        "kept_experts": {"block_1": [0, 2]},
+        "removed": True,
+    },
 }
 MUMOE_NOT_DEFAULT = {
     "moe_layers": "last_2",
@@ -250,6 +255,11 @@ def test_another_kind_keeps_no_biases_of_the_one_before():
     assert not updated_moe(without, {"num_experts": 4}).expert_use_bias
     assert updated_moe(without, {"router": "soft"}).expert_use_bias
     assert not updated_moe(moe, {"router": "soft"}).expert_use_bias
+
+
+def test_only_routers_tell_modalities_apart():
+    assert MuMoEConfig().modality_count is MoEConfig().modality_count is None
+    assert MoEConfig(expert_pools=[[0], [1, 2]], num_experts=3).modality_count == 2
 
 
 def test_losses_may_be_objects():

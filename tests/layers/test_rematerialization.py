@@ -32,9 +32,14 @@ def dense_block(**kwargs):
 
 def moe_block(dropless=False, **kwargs):
     router = TokenChoiceRouter(
-        E, 2, noise_std=0.5, seed=1, **({"dropless": True} if dropless else {})
+        E,
+        2,
+        noise_std=0.5,
+        seed=1,
+        priority="shuffled",
+        **({"dropless": True} if dropless else {}),
     )
-    losses = {"importance": 0.5, "load": 0.5, "z": 0.1}
+    losses = {"importance": 0.5, "load": 0.5, "router_z": 0.1}
     moe = MoE(router, Experts(E, 16, dropout=0.1, seed=3), auxiliary_losses=losses)
     attention = SelfAttention(2, D // 2, dropout=0.2, seed=4)
     return MoEEncoderBlock(

@@ -373,6 +373,9 @@ def test_keras_files_and_weights_round_trip(saved, tmp_path):
 def test_saved_here_loads_on_every_backend(saved, other, tmp_path):
     folder, expected = saved
     np.save(tmp_path / "images.npy", images())
+    # Its blocks have different numbers of experts.
+    pruned = models.from_preset(str(folder)).with_kept_experts({"block_1": [0, 2, 5]})
+    pruned.save_to_preset(tmp_path / "pruned")
     program = f"""
 import keras, numpy as np
 from keras_moe import models
@@ -380,10 +383,15 @@ assert keras.backend.backend() == {other!r}
 model = models.from_preset({str(folder)!r})
 images = np.load({str(tmp_path / "images.npy")!r}, allow_pickle=False)
 np.save({str(tmp_path / "logits.npy")!r}, model.predict(images, verbose=0))
+pruned = models.from_preset({str(tmp_path / "pruned")!r})
+np.save({str(tmp_path / "pruned.npy")!r}, pruned.predict(images, verbose=0))
 """
     environment = {**os.environ, "KERAS_BACKEND": other}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
     logits = np.load(tmp_path / "logits.npy", allow_pickle=False)
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+    logits = np.load(tmp_path / "pruned.npy", allow_pickle=False)
+    expected = pruned.predict(images(), verbose=0)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -201,6 +201,8 @@ def test_a_config_takes_them_to_each_block():
     own = TokenChoiceRouter(4, priority=TEXT_FIRST)
     assert MoEConfig(router=own).modality_count == 2
     assert MoEConfig().modality_count is None
+    chosen = MoEConfig(router="softmax_expert_choice", priority=TEXT_FIRST)
+    assert chosen.modality_count is None
 
 
 @pytest.mark.backend_free
@@ -251,9 +253,11 @@ def test_gradients_reach_the_kernel_of_a_router_with_an_order():
     assert np.abs(actual).max() > 1e-3
 
 
-def test_a_model_of_unknown_batch_size_trains():
+@pytest.mark.parametrize("priority", [TEXT_FIRST, "shuffled"])
+def test_a_model_of_unknown_batch_size_trains(priority):
     tokens, ids = keras.Input((5, 2)), keras.Input((5,), dtype="int32")
-    moe = MoE(router_of(TEXT_FIRST, kernel_initializer="ones"), Experts(2, 4))
+    router = router_of(priority, kernel_initializer="ones")
+    moe = MoE(router, Experts(2, 4), group_size=4)
     model = keras.Model((tokens, ids), moe(tokens, modality_ids=ids)[0])
     model.compile("sgd", "mse")
     model.fit((LOGITS, IDS), LOGITS, verbose=0)

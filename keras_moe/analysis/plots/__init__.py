@@ -7,6 +7,7 @@ from keras_moe.analysis.plots.compute_allocation import (
     plot_tau_study,
 )
 from keras_moe.analysis.plots.constant_experts import plot_constant_experts
+from keras_moe.analysis.plots.coverage import plot_coverage
 from keras_moe.analysis.plots.expert_images import (
     plot_expert_images,
     plot_expert_patches,
@@ -37,6 +38,7 @@ __all__ = [
     "plot_ablation",
     "plot_compute_maps",
     "plot_constant_experts",
+    "plot_coverage",
     "plot_expert_images",
     "plot_expert_load",
     "plot_expert_patches",

@@ -13,8 +13,11 @@ from keras_moe.layers import (
     LayerNorm,
     LogitScale,
     MaskedPooling,
+    MoEConfig,
     SelfAttention,
+    moe_config,
 )
+from keras_moe.losses import check_modalities
 from keras_moe.models.description import Part
 from keras_moe.models.image_tower import image_embedding
 from keras_moe.models.overrides import complete_config
@@ -36,6 +39,7 @@ from keras_moe.models.tower import (
     layer_cost,
 )
 from keras_moe.ops import Cost, Routing
+from keras_moe.routers import SoftRouter
 
 
 @register_backbone
@@ -51,8 +55,9 @@ class LIMoEBackbone(PairBackbone):
 
     Routers tell modalities apart by ids, 0 for images and 1 for texts, if `moe` says
     so: `num_modalities=2` gives each a kernel of its own, `expert_pools` experts of its
-    own (appendix E.3), and `priority` and `dispatch_order` say which tokens a full
-    expert serves (appendix E.1 and figure 6).
+    own (appendix E.3), and `priority` says which tokens a full expert serves: those of
+    the largest gates (appendix E.1), `[0, 1]` images first, `[1, 0]` texts first, or
+    `"shuffled"` (figure 6).
 
     The published text is without these points, which are this library's own: padding is
     like any other token unless `mask_padding`, dropout and pre-norms are as in ViT, and
@@ -187,6 +192,20 @@ class LIMoEBackbone(PairBackbone):
         }
 
     @classmethod
+    def _plain_config(cls, config):
+        config = super()._plain_config(config)
+        moe = moe_config(config["moe"])
+        count = getattr(moe, "modality_count", None)
+        if count not in (None, len(MODALITIES)):
+            raise ValueError(
+                f"Expected a moe for {len(MODALITIES)} modalities, images and texts; "
+                f"received: one for {count}"
+            )
+        if isinstance(moe, MoEConfig) and moe.auxiliary_losses != "auto":
+            check_modalities(moe.auxiliary_losses, len(MODALITIES))
+        return config
+
+    @classmethod
     def tower(cls, config: dict, dtype: Any = None) -> Tower:
         check_seed("seed", config["seed"])
         hidden_dim = check_integer("hidden_dim", config["hidden_dim"])
@@ -209,8 +228,16 @@ class LIMoEBackbone(PairBackbone):
             )
 
         final_norm = LayerNorm(epsilon, dtype=dtype, name="final_norm")
+        blocks = spec.blocks(attention)
+        for block in blocks:
+            if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
+                raise ValueError(
+                    "Expected a router that sends each token to experts, since soft "
+                    "routing would mix images with texts; received: "
+                    f"router={block.feed_forward.router.summary!r}"
+                )
         # Each modality has an embedding of its own, before this tower.
-        return Tower((), spec.blocks(attention), final_norm)
+        return Tower((), blocks, final_norm)
 
     @classmethod
     def _functional(cls, config, dtype):

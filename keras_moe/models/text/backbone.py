@@ -192,7 +192,7 @@ class TextBackbone(MoEBackbone):
             "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
             "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),
         }
-        if _has_modalities(config["moe"]):
+        if getattr(moe_config(config["moe"]), "modality_count", None) is not None:
             ids = keras.Input((None,), dtype="int32", name="modality_ids")
             inputs["modality_ids"] = ids
         mask = inputs["padding_mask"] if config["mask_padding"] else None
@@ -243,9 +243,3 @@ class TextBackbone(MoEBackbone):
         parts, num_tokens, dim = tower.parts((config["max_length"],))
         pooler = text_pooler(config, "float32")
         return parts + pooler.parts((num_tokens, dim)), num_tokens, dim
-
-
-def _has_modalities(moe):
-    """Whether the routers of a config tell modalities apart."""
-    names = ("num_modalities", "expert_pools")
-    return any(getattr(moe_config(moe), name, None) is not None for name in names)

@@ -32,6 +32,20 @@ def by_expert(chosen: Any, weights: Any, num_experts: Any) -> tuple[Any, Any]:
     return dispatched, combined
 
 
+def expert_places(experts: Any, num_experts: int) -> list[int]:
+    """The place of each expert among some of them; the others have the one behind.
+
+    Args:
+        experts: numbers of the experts.
+        num_experts: E.
+    """
+    experts = list(experts)
+    return [
+        experts.index(expert) if expert in experts else len(experts)
+        for expert in range(num_experts)
+    ]
+
+
 def sum_of_choices(outputs: Any, weights: Any, rows: Any, owners: Any) -> Any:
     """The weighted sum of each token's choices, in float32.
 

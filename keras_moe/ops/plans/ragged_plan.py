@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_moe.ops.plans.choices import by_expert, sum_of_choices
+from keras_moe.ops.plans.choices import by_expert, expert_places, sum_of_choices
 from keras_moe.ops.plans.dense_plan import DensePlan
 from keras_moe.ops.plans.shapes import checked_rows, checked_tokens
 from keras_moe.ops.row_moves import take_rows
@@ -108,6 +108,25 @@ class RaggedPlan(NamedTuple):
         """
         num_experts = ops.shape(self.group_sizes)[0]
         return by_expert(self.token_experts, self.combine_weights, num_experts)
+
+    def of_experts(self, experts: Any) -> "RaggedPlan":
+        """The plan of some experts alone; no other expert may serve a token.
+
+        Args:
+            experts: increasing numbers of the experts.
+
+        Returns:
+            A plan whose expert i is this plan's expert `experts[i]`.
+        """
+        places = ops.convert_to_tensor(
+            # An expert behind the last serves nobody.
+            expert_places(experts, self.group_sizes.shape[0] + 1),
+            "int32",
+        )
+        return self._replace(
+            token_experts=ops.take(places, self.token_experts, axis=0),
+            group_sizes=ops.take(self.group_sizes, list(experts), axis=0),
+        )
 
     def _choices(self):
         """The row of each token's K choices, (G x S, K)."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from keras_moe.ops.by_group import by_group
-from keras_moe.ops.plans.choices import by_expert, sum_of_choices
+from keras_moe.ops.plans.choices import by_expert, expert_places, sum_of_choices
 from keras_moe.ops.plans.dense_plan import DensePlan, tokens_in_slots
 from keras_moe.ops.plans.shapes import checked_slots, checked_tokens
 from keras_moe.ops.row_moves import take_rows
@@ -118,6 +118,32 @@ class RoutingPlan(NamedTuple):
         # floor(-1 / C) = -1 matches no expert: dropped choices vanish by themselves.
         chosen = ops.floor_divide(self.token_slots, capacity)
         return by_expert(chosen, self.combine_weights, num_experts)
+
+    def of_experts(self, experts: Any) -> "RoutingPlan":
+        """The plan of some experts alone; no other expert may serve a token.
+
+        Args:
+            experts: increasing numbers of the experts.
+
+        Returns:
+            A plan whose expert i is this plan's expert `experts[i]`.
+        """
+        num_experts, capacity = (
+            self.slot_tokens.shape[1],
+            ops.shape(self.slot_tokens)[2],
+        )
+        places = expert_places(experts, num_experts)
+        served = self.token_slots >= 0
+        slots = ops.where(served, self.token_slots, 0)
+        expert = ops.take(
+            ops.convert_to_tensor(places, "int32"),
+            ops.floor_divide(slots, capacity),
+            axis=0,
+        )
+        return self._replace(
+            slot_tokens=ops.take(self.slot_tokens, list(experts), axis=1),
+            token_slots=ops.where(served, expert * capacity + slots % capacity, -1),
+        )
 
 
 def _gather(tokens, plan):

@@ -1,0 +1,285 @@
+"""A pass over data that counts the use of each expert.
+
+Axes: B batch, N tokens, E experts, U groups of tokens (modalities or classes).
+"""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from keras_moe.analysis.expert_usage import (
+    ALL,
+    BlockUsage,
+    ExpertUsage,
+    checked_usage,
+    merged_usage,
+    routing_usage,
+)
+from keras_moe.checks import check_bool, check_integer
+
+# In the place of groups: the second part of each batch.
+LABELS = "labels"
+
+
+def expert_usage(
+    model: Any,
+    inputs: Any,
+    groups: Any = None,
+    group_names: list[str] | None = None,
+    mask: str | None = None,
+    contributions: bool = False,
+    batch_size: int = 32,
+    verbose: Any = "auto",
+) -> ExpertUsage:
+    """Counts how much each expert is used, in a pass over data.
+
+    Models of two modalities whose blocks are shared, such as LIMoE, are counted by
+    modality. Others have one group, unless `groups` divides their tokens.
+
+    Args:
+        model: backbone or task with MoE blocks.
+        inputs: the model's inputs, an array or a dict of arrays by name; or an iterable
+            of batches of these, or of tuples `(inputs, labels)`.
+        groups: integers (B,) or (B, N) beside arrays, the group of each example or
+            token, such as its class; the name of an input that has them, such as
+            `"modality_ids"`; or `"labels"`, the second part of each batch. Tokens of
+            negative groups do not count.
+        group_names: names of the U groups; None numbers those of an array.
+        mask: name of an input (B, N), such as `"padding_mask"`, that is False for
+            tokens that do not count; None counts each token that an expert serves.
+        contributions: whether to measure the norms of experts' outputs, too, which
+            REAP's criterion needs; experts then run twice.
+        batch_size: number of examples in a batch of arrays.
+        verbose: whether to show a progress bar.
+
+    Returns:
+        `ExpertUsage`.
+
+    Raises:
+        ValueError: if the model has no MoE blocks, or soft routing or muMoE, where all
+            experts serve all tokens; there is no example; or arguments do not fit.
+
+    Reference:
+        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("vmoe_digits", num_classes=10)
+    >>> images = np.zeros((4, 16, 16, 1), "float32")
+    >>> labels = np.array([0, 1, 1, 2])
+    >>> usage = analysis.expert_usage(model, images, groups=labels, verbose=0)
+    >>> usage.blocks["block_1"].tokens.sum(axis=1).tolist()  # 17 tokens, K=2
+    [34.0, 68.0, 34.0]
+    """
+    probe = UsageProbe(model, contributions)
+    names = _group_names(groups, group_names)
+    bar = keras.utils.Progbar(None, unit_name="batch") if verbose else None
+    total = None
+    for number, (batch, owners) in enumerate(_batches(inputs, groups, batch_size)):
+        counted = None if mask is None else _input(batch, "mask", mask)
+        usage = probe.count(batch, owners, names, counted)
+        total = usage if total is None else merged_usage([total, usage])
+        if bar is not None:
+            bar.update(number + 1)
+    if total is None:
+        raise ValueError("Expected at least one batch of inputs; received: none")
+    return checked_usage(total)
+
+
+def _group_names(groups, group_names):
+    """The names of the groups, or None where they follow from the model."""
+    if groups is None:
+        if group_names is not None:
+            raise ValueError(
+                "Expected group_names=None without groups; "
+                f"received: group_names={group_names}"
+            )
+        return None
+    if group_names is not None:
+        return [str(name) for name in group_names]
+    if isinstance(groups, str):
+        raise ValueError(
+            "Expected group_names for groups that come with each batch; received: "
+            f"group_names=None, groups={groups!r}"
+        )
+    return [str(number) for number in range(int(np.max(groups, initial=0)) + 1)]
+
+
+def _batches(inputs, groups, batch_size):
+    """Pairs of a batch of inputs and its groups."""
+    batch_size = check_integer("batch_size", batch_size)
+    arrays = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+    if not all(hasattr(array, "shape") for array in arrays.values()):
+        yield from (_batch(each, groups) for each in inputs)
+        return
+    sizes = {name: len(array) for name, array in arrays.items()}
+    if groups is not None and not isinstance(groups, str):
+        sizes["groups"] = len(groups)
+    if len({*sizes.values()}) > 1:
+        raise ValueError(
+            f"Expected inputs and groups of one length; received: lengths {sizes}"
+        )
+    for start in range(0, min(sizes.values()), batch_size):
+        place = slice(start, start + batch_size)
+        batch = {name: array[place] for name, array in arrays.items()}
+        batch = batch if isinstance(inputs, dict) else batch["inputs"]
+        if groups is None or isinstance(groups, str):
+            yield _batch(batch, groups)
+        else:
+            yield batch, np.asarray(groups)[place]
+
+
+def _batch(each, groups):
+    inputs, *labels = each if isinstance(each, (tuple, list)) else (each,)
+    if groups is None:
+        return inputs, None
+    if groups != LABELS:
+        return inputs, _input(inputs, "groups", groups)
+    if not labels:
+        raise ValueError(
+            "Expected batches (inputs, labels) for groups='labels'; received: inputs "
+            "alone"
+        )
+    return inputs, np.asarray(labels[0])
+
+
+def _input(batch, argument, name):
+    if not isinstance(batch, dict) or name not in batch:
+        names = list(batch) if isinstance(batch, dict) else "one array"
+        raise ValueError(
+            f"Expected {argument} to be the name of an input, of {names}; "
+            f"received: {argument}={name!r}"
+        )
+    return np.asarray(batch[name])
+
+
+class UsageProbe:
+    """Counts the use of experts in batches of a model's inputs.
+
+    Args:
+        model: backbone or task with MoE blocks.
+        contributions: whether norms of the experts' outputs are measured.
+        training: whether tokens are routed as in training.
+
+    Raises:
+        ValueError: if the model has no MoE blocks, or soft routing or muMoE.
+    """
+
+    def __init__(self, model: Any, contributions: bool = False, training: bool = False):
+        backbone, routing = getattr(model, "backbone", model), model.routing
+        if not routing:
+            raise ValueError(
+                "Expected a model with MoE blocks, whose `routing` has their records; "
+                f"received: {type(model).__name__} without"
+            )
+        layers = {key: _moe_layer(backbone, key) for key in routing}
+        self._layers = list({id(layer): layer for layer in layers.values()}.values())
+        self._keys = _keys_by_block(layers)
+        self._fields = ["dispatched", "combined"]
+        if check_bool("contributions", contributions):
+            # The context of `count` puts them there.
+            self._fields.append("affinity")
+        records = {
+            key: {name: getattr(record, name) for name in self._fields}
+            for key, record in routing.items()
+        }
+        self._records = _Records(keras.Model(model.input, records), training)
+
+    def count(
+        self,
+        inputs: Any,
+        groups: Any = None,
+        group_names: list[str] | None = None,
+        mask: Any = None,
+    ) -> ExpertUsage:
+        """The use of experts in one batch.
+
+        Args:
+            inputs: one batch of the model's inputs.
+            groups: argument of `routing_usage`.
+            group_names: names of the groups; None is those of modalities, or `"all"`.
+            mask: argument of `routing_usage`.
+
+        Raises:
+            ValueError: if groups or mask do not fit the records.
+        """
+        modalities = list(next(iter(self._keys.values())))
+        if modalities != [ALL] and (groups is not None or mask is not None):
+            raise ValueError(
+                "Expected groups=None and mask=None for a model whose records are by "
+                f"modality; received: records of {modalities}"
+            )
+        count = 1 if group_names is None else len(group_names)
+        with contextlib.ExitStack() as stack:
+            if "affinity" in self._fields:
+                for layer in self._layers:
+                    stack.enter_context(layer.measuring_contributions())
+            records = self._records.predict_on_batch(inputs)
+        blocks = {}
+        for name, keys in self._keys.items():
+            usages = [
+                routing_usage(
+                    _Served(records[key]["dispatched"], records[key]["combined"]),
+                    groups,
+                    count,
+                    mask,
+                    records[key].get("affinity"),
+                )
+                for key in keys.values()
+            ]
+            # A row for each modality.
+            rows = (None if x[0] is None else np.concatenate(x) for x in zip(*usages))
+            blocks[name] = BlockUsage(*rows)
+        return ExpertUsage(group_names or modalities, blocks)
+
+
+class _Served(NamedTuple):
+    """The part of a `Routing` that counts."""
+
+    dispatched: Any
+    combined: Any
+
+
+class _Records(keras.Model):
+    """The records of a model, as they are in training if need be."""
+
+    def __init__(self, records, in_training):
+        # The global policy is not the model's.
+        super().__init__(name="usage_probe", dtype="float32")
+        self.records, self.in_training = records, in_training
+
+    def call(self, inputs):
+        return self.records(inputs, training=self.in_training)
+
+
+def _moe_layer(backbone, key):
+    """The MoE layer of a routing record, if its experts can be counted."""
+    place = None if key == "head" or key.endswith("/token_mixer") else key
+    layer = None if place is None else backbone.get_layer(place).feed_forward
+    if getattr(getattr(layer, "router", None), "side", None) is None:
+        mixture = key if layer is None else type(layer.router).__name__
+        raise ValueError(
+            "Expected token or expert choice routers, since all experts serve all "
+            f"tokens otherwise; received: {mixture} in {type(backbone).__name__}"
+        )
+    return layer
+
+
+def _keys_by_block(layers):
+    """The keys of the records by block and modality.
+
+    A block that several records share has one for each modality, such as "text" of
+    "text/block_1"; others have the modality "all".
+    """
+    keys = {}
+    for key, layer in layers.items():
+        modality, _, block = key.rpartition("/")
+        if sum(other is layer for other in layers.values()) > 1:
+            keys.setdefault(block, {})[modality] = key
+        else:
+            keys[key] = {ALL: key}
+    return keys

@@ -1,0 +1,232 @@
+"""Routers of a layer some of whose experts are pruned.
+
+Axes: G groups, S group_size, E experts, C capacity, K selected experts, D hidden.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.checks import check_bool, check_integer, check_one_of
+from keras_moe.ops.capacity import expert_capacity
+from keras_moe.ops.expert_kinds import ExpertKinds
+from keras_moe.routers.affinities import SparsityConstrainedAffinity
+from keras_moe.routers.router import Router
+from keras_moe.routers.token_choice import TokenChoiceRouter
+
+METHODS = ("router_drop", "router_pred", "router_pred_top_k")
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class PrunedTokenChoiceRouter(TokenChoiceRouter):
+    """Token choice among the experts that pruning has kept.
+
+    | method | gates are the softmax over | a token that prefers a pruned expert |
+    |---|---|---|
+    | `"router_drop"` | the kept experts: they are renormalised | takes the best kept |
+    | `"router_pred"` | all experts | loses that choice; the residual carries it |
+    | `"router_pred_top_k"` | all experts | takes the best kept, with its small gate |
+
+    *LIMoE* defines "router-pred" by a softmax over all experts and a top-K operation
+    that ignores those unavailable. `"router_pred"` reads this as choices that get
+    lost, and `"router_pred_top_k"` as K choices among the kept.
+
+    The routing record has all E experts, in which no pruned one serves a token. The
+    capacity is C = S K c / E of E kept experts where these take all tokens, and with
+    `"router_pred"`, which routes as before, of all experts.
+
+    Args:
+        num_experts: E, the pruned ones included.
+        kept_experts: numbers of the kept experts, at least K.
+        method: `"router_drop"`, `"router_pred"` or `"router_pred_top_k"`.
+        removed: whether the layer has the kept experts alone, so that plans have no
+            slots and rows of the others; otherwise it has all.
+        **kwargs: arguments of `TokenChoiceRouter`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Reference:
+        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.routers.pruned import PrunedTokenChoiceRouter
+    >>> router = PrunedTokenChoiceRouter(
+    ...     4, kept_experts=[1, 3], num_selected_experts=1, method="router_pred"
+    ... )
+    >>> plan, routing = router(np.ones((1, 2, 8), "float32"))
+    >>> float(np.array(routing.dispatched)[..., [0, 2]].sum())
+    0.0
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        kept_experts: Any,
+        method: str = "router_drop",
+        removed: bool = False,
+        **kwargs,
+    ):
+        self.kept_experts = checked_kept(kept_experts, num_experts)
+        self.method = check_one_of("method", method, METHODS)
+        self.removed = check_bool("removed", removed)
+        if method == "router_drop":
+            kwargs["excluded_experts"] = tuple(
+                expert
+                for expert in range(num_experts)
+                if expert not in self.kept_experts
+            )
+        super().__init__(num_experts, **kwargs)
+        _check_choices(self, self.kept_experts, method)
+
+    @property
+    def kinds(self):
+        return ExpertKinds(len(self.kept_experts) if self.removed else self.num_experts)
+
+    @property
+    def expert_columns(self):
+        return self.kept_experts if self.removed else super().expert_columns
+
+    @property
+    def _available(self):
+        return [expert in self.kept_experts for expert in range(self.num_experts)]
+
+    def capacity_of(self, num_tokens, factor, selected, multiple_of):
+        routes_as_before = self.method == "router_pred"
+        return expert_capacity(
+            num_tokens,
+            self.num_experts if routes_as_before else len(self.kept_experts),
+            factor,
+            num_selected_experts=selected,
+            rounding=self.capacity_rounding,
+            multiple_of=multiple_of,
+        )
+
+    def allocate(self, affinity, gates, mask=None, training=None, modality_ids=None):
+        if self.method == "router_pred_top_k":
+            affinity = ops.where(
+                ops.convert_to_tensor(self._available, "bool"), affinity, -float("inf")
+            )
+        return super().allocate(affinity, gates, mask, training, modality_ids)
+
+    def choose(self, affinity, gates, mask, capacity, priority, **arguments):
+        arguments["available"] = self._available
+        return super().choose(affinity, gates, mask, capacity, priority, **arguments)
+
+    def route(self, logits, allowed, mask, training, modality_ids=None):
+        plan, routing = super().route(logits, allowed, mask, training, modality_ids)
+        return plan.of_experts(self.kept_experts) if self.removed else plan, routing
+
+    def get_config(self):
+        config = super().get_config()
+        if self.method == "router_drop":
+            del config["excluded_experts"]
+        config.update(
+            kept_experts=list(self.kept_experts),
+            method=self.method,
+            removed=self.removed,
+        )
+        return config
+
+
+def checked_kept(kept_experts: Any, num_experts: int) -> tuple[int, ...]:
+    """Numbers of kept experts in their order, if they are different and in range.
+
+    Args:
+        kept_experts: sequence of numbers of experts.
+        num_experts: E.
+
+    Raises:
+        ValueError: if there is none, or a number is out of range or twice there.
+    """
+    if not isinstance(kept_experts, (list, tuple)) or not kept_experts:
+        raise ValueError(
+            "Expected kept_experts to be a sequence of at least one expert; "
+            f"received: kept_experts={kept_experts!r}"
+        )
+    kept = sorted({check_integer("kept_experts", expert, 0) for expert in kept_experts})
+    if kept[-1] >= num_experts or len(kept) < len(kept_experts):
+        raise ValueError(
+            f"Expected different kept_experts below num_experts={num_experts}; "
+            f"received: kept_experts={kept_experts}"
+        )
+    return tuple(kept)
+
+
+def _check_choices(router, kept, method):
+    """Checks that each token can choose K of the kept experts."""
+    pools = [range(router.num_experts)]
+    if method != "router_pred":
+        # There a token of a pool may lose all its choices.
+        pools += router.expert_pools or []
+    for pool in pools:
+        left = sorted({*pool} & {*kept})
+        if len(left) < router.num_selected_experts:
+            raise ValueError(
+                "Expected kept_experts of which each token can choose "
+                f"num_selected_experts={router.num_selected_experts}; "
+                f"received: {left} of {list(pool)}"
+            )
+
+
+def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool) -> Any:
+    """A router like another one, which chooses among some of its experts.
+
+    With `removed` and `"router_drop"` the result is a router of the same class with
+    fewer experts, whose kernel has the columns of the kept ones, and noise of the same
+    deviation as before. Its `num_experts` defines the capacity.
+
+    Args:
+        router: token choice router.
+        kept_experts: numbers of the kept experts.
+        method: argument of `PrunedTokenChoiceRouter`.
+        removed: argument of `PrunedTokenChoiceRouter`.
+
+    Raises:
+        ValueError: if the router is not one of token choice, excludes experts, or
+            allocates by a sparsity-constrained plan of the kept experts.
+
+    Example:
+
+    >>> from keras_moe.routers import TokenChoiceRouter
+    >>> from keras_moe.routers.pruned import pruned_router
+    >>> router = TokenChoiceRouter(num_experts=8)
+    >>> pruned_router(router, [1, 5, 6], "router_drop", removed=True).num_experts
+    3
+    """
+    check_one_of("method", method, METHODS)
+    # A subclass may do something else with the experts' columns.
+    if type(router) is not TokenChoiceRouter:
+        raise ValueError(
+            "Expected a TokenChoiceRouter, whose experts can be pruned; "
+            f"received: {type(router).__name__}"
+        )
+    if router.excluded_experts:
+        raise ValueError(
+            "Expected excluded_experts=() of routers whose experts are pruned; "
+            f"received: excluded_experts={router.excluded_experts}"
+        )
+    is_transport = isinstance(router.affinity, SparsityConstrainedAffinity)
+    if method == "router_drop" and is_transport:
+        # Its plan gives each expert S / E of the tokens, the excluded ones, too.
+        raise ValueError(
+            "Expected method='router_pred' or 'router_pred_top_k' for sparsity-"
+            f"constrained routers; received: method={method!r}"
+        )
+    kept = checked_kept(kept_experts, router.num_experts)
+    _check_choices(router, kept, method)
+    config = router.get_config()
+    if method != "router_drop" or not removed:
+        config.update(kept_experts=kept, method=method, removed=removed)
+        return PrunedTokenChoiceRouter.from_config(config)
+    config["num_experts"] = len(kept)
+    config["noise_std"] = router.noise_std * len(kept) / router.num_experts
+    if router.expert_pools is not None:
+        config["expert_pools"] = [
+            [kept.index(expert) for expert in pool if expert in kept]
+            for pool in router.expert_pools
+        ]
+    return type(router).from_config(config)

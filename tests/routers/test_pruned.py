@@ -1,0 +1,177 @@
+"""Routers of layers some of whose experts are pruned."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.layers import Experts, MoE
+from keras_moe.routers import (
+    ExpertChoiceRouter,
+    PathwayAwareRouter,
+    SoftRouter,
+    TokenChoiceRouter,
+)
+from keras_moe.routers.pruned import METHODS, PrunedTokenChoiceRouter, pruned_router
+
+to_numpy = ops.convert_to_numpy
+KEPT = (0, 2, 5)
+GONE = (1, 3, 4)
+TOKENS = np.random.default_rng(0).normal(size=(2, 9, 4)).astype("float32")
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+
+def layer(router, experts, seed=1):
+    """An MoE layer with the weights of some of six experts."""
+    moe = MoE(router, Experts(len(experts), 3, activation="relu"))
+    moe.build(TOKENS.shape)
+    generator = np.random.default_rng(seed)
+    for weight in moe.experts.weights:
+        values = generator.normal(size=(6, *weight.shape[1:]))
+        weight.assign(values[list(experts)])
+    kernel = generator.normal(size=(4, 6))
+    is_whole = router.num_experts == 6
+    router.kernel.assign(kernel if is_whole else kernel[:, list(KEPT)])
+    return moe
+
+
+def softmax(x):
+    return np.exp(x) / np.exp(x).sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gates_and_choices_follow_the_definitions(method):
+    whole = layer(TokenChoiceRouter(6, num_selected_experts=2), range(6))
+    router = pruned_router(whole.router, KEPT, method, removed=False)
+    _, routing = layer(router, range(6))(TOKENS)
+    logits = TOKENS @ to_numpy(whole.router.kernel)
+    gates = softmax(logits)
+    preferred = gates.copy()
+    if method == "router_drop":
+        gates = np.zeros_like(logits)
+        gates[..., KEPT] = softmax(logits[..., KEPT])
+        preferred = gates
+    elif method == "router_pred_top_k":
+        preferred[..., GONE] = -1.0
+    chosen = np.zeros_like(logits)
+    order = np.argsort(-preferred, axis=-1)[..., :2]
+    np.put_along_axis(chosen, order, 1.0, axis=-1)
+    if method == "router_pred":
+        # Some tokens lose one choice, some both.
+        assert {*chosen[..., GONE].sum(axis=-1).ravel()} == {0.0, 1.0, 2.0}
+        chosen[..., GONE] = 0.0
+    np.testing.assert_array_equal(to_numpy(routing.dispatched), chosen)
+    np.testing.assert_allclose(to_numpy(routing.gates), gates, rtol=1e-5)
+    np.testing.assert_allclose(to_numpy(routing.combined), chosen * gates, rtol=1e-5)
+
+
+@pytest.mark.parametrize("affinity", ["softmax", "sinkhorn"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalize_gates": "before"},
+        {"normalize_gates": "after"},
+        {"eval_capacity_factor": 1.0, "batch_invariant": False},
+        {
+            "eval_capacity": 2,
+            "batch_invariant": False,
+            "normalize_gates": "after",
+            "priority": "max_gate",
+        },
+    ],
+)
+def test_removed_experts_change_no_output(method, affinity, options):
+    whole = TokenChoiceRouter(6, num_selected_experts=2, affinity=affinity, **options)
+    masked = layer(pruned_router(whole, KEPT, method, removed=False), range(6))
+    small = layer(pruned_router(whole, KEPT, method, removed=True), KEPT)
+    expected, actual = masked(TOKENS)[0], small(TOKENS)[0]
+    assert np.abs(to_numpy(expected)).max() > 0.1
+    np.testing.assert_allclose(to_numpy(actual), to_numpy(expected), atol=1e-5)
+
+
+def test_the_einsum_dispatcher_takes_smaller_plans():
+    options = {"eval_capacity_factor": 1.0, "batch_invariant": False}
+    router = TokenChoiceRouter(6, num_selected_experts=2, **options)
+    outputs = []
+    for dispatcher in ("index", "einsum"):
+        moe = layer(pruned_router(router, KEPT, "router_pred", removed=True), KEPT)
+        moe.dispatcher = dispatcher
+        outputs.append(to_numpy(moe(TOKENS)[0]))
+    np.testing.assert_allclose(*outputs, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "capacity"),
+    [("router_drop", 6), ("router_pred", 3), ("router_pred_top_k", 6)],
+)
+@pytest.mark.filterwarnings("ignore:eval_capacity_factor=1.0")
+@pytest.mark.parametrize("removed", [False, True])
+def test_the_capacity_counts_the_experts_that_serve_all_tokens(
+    method, capacity, removed
+):
+    router = TokenChoiceRouter(6, num_selected_experts=2, eval_capacity_factor=1.0)
+    pruned = pruned_router(router, KEPT, method, removed)
+    assert pruned.group_capacity(9, training=False) == capacity
+
+
+def test_the_noise_of_fewer_experts_has_the_same_deviation():
+    router = TokenChoiceRouter(6, noise_std=1.0)
+    small = pruned_router(router, KEPT, "router_drop", removed=True)
+    assert small.noise_std / small.num_experts == pytest.approx(1 / 6)
+
+
+def test_pools_keep_their_experts():
+    router = TokenChoiceRouter(
+        6, num_selected_experts=1, expert_pools=[[0, 1, 2], [3, 4, 5]]
+    )
+    small = pruned_router(router, KEPT, "router_drop", removed=True)
+    assert small.expert_pools == [[0, 1], [2]]
+    ids = np.arange(18).reshape(2, 9) % 2
+    small = layer(small, KEPT)
+    masked = layer(pruned_router(router, KEPT, "router_drop", False), range(6))
+    expected = masked(TOKENS, modality_ids=ids)[0]
+    actual = small(TOKENS, modality_ids=ids)[0]
+    np.testing.assert_allclose(to_numpy(actual), to_numpy(expected), atol=1e-5)
+    for method in ("router_drop", "router_pred_top_k"):
+        for removed in (False, True):
+            with pytest.raises(ValueError, match=r"received: \[\] of \[3, 4, 5\]"):
+                pruned_router(router, [0, 1], method, removed)
+
+
+def test_the_config_makes_an_equal_router():
+    router = TokenChoiceRouter(6, num_selected_experts=1, priority="max_gate")
+    for method in METHODS:
+        pruned = pruned_router(router, [5, 0], method, removed=False)
+        again = PrunedTokenChoiceRouter.from_config(pruned.get_config())
+        assert again.get_config() == pruned.get_config()
+        assert again.priority == "max_gate"
+        assert again.kept_experts == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("router", "kept", "message"),
+    [
+        (SoftRouter(4), [0], "received: SoftRouter"),
+        (ExpertChoiceRouter(4), [0], "received: ExpertChoiceRouter"),
+        (PathwayAwareRouter(4), [0, 1], "received: PathwayAwareRouter"),
+        (TokenChoiceRouter(4, excluded_experts=(1,)), [0, 2], "excluded_experts"),
+        (TokenChoiceRouter(4), [0], r"received: \[0\] of"),
+        (TokenChoiceRouter(4), [0, 4], "below num_experts=4"),
+        (TokenChoiceRouter(4), [0, -1], "kept_experts >= 0"),
+        (TokenChoiceRouter(4), [1, 1, 2], "different"),
+        (TokenChoiceRouter(4), [], "at least one expert"),
+        (TokenChoiceRouter(4), "01", "sequence"),
+        (
+            TokenChoiceRouter(4, affinity="sparsity_constrained"),
+            [0, 1],
+            "router_pred_top_k",
+        ),
+    ],
+)
+@pytest.mark.backend_free
+def test_errors_name_what_cannot_be_pruned(router, kept, message):
+    with pytest.raises(ValueError, match=message):
+        pruned_router(router, kept, "router_drop", removed=True)
+    with pytest.raises(ValueError, match="method"):
+        pruned_router(router, kept, "drop", removed=True)
