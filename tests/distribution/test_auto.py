@@ -45,6 +45,8 @@ CASES = [
     *itertools.product(["mumoe"], ["data", "model and data"]),
     ("mixer", "all three"),
     ("mixer", "model"),
+    ("clip", "experts on the batch"),
+    ("limoe", "experts on the batch"),
 ]
 # With the number of images: those of the last batch of 16 are no multiple of 8.
 EVALUATIONS = [
