@@ -16,8 +16,11 @@ def _at_least(package, *wanted):
     return tuple(int(part) for part in version.split(".")[:2]) >= wanted
 
 
-# On JAX a small test is mostly compilation, and this takes a quarter off it.
-XLA_FLAGS = "--xla_backend_optimization_level=0"
+# On JAX a small test is mostly compilation, and this takes a quarter off it. Programs
+# are compiled in one piece: pieces are for several cores, and each costs something.
+XLA_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+)
 # Without XLA's newest emitters the rest takes half the time. XLA ends the process over
 # a flag that it does not know; TensorFlow's XLA, which runs on JAX, too, reads them.
 if os.environ.get("KERAS_BACKEND", "jax") == "jax" and (
@@ -99,25 +102,38 @@ def _dealt(items, backend):
     """Deals cases to JAX and TensorFlow, one to each where a test has two or more.
 
     One of the runs has all tests (see `tools/run_tests.py`), so that each test runs on
-    two backends at least. Each case runs on one further backend, or every second one
-    where a test has four or more. Digests of their names decide which, so that a new
-    test leaves the others where they are. Tests marked `every_backend` run everywhere,
-    and so do those that a backend skips: another one has to run them.
+    two backends at least. Each case of up to three runs on one further backend, of more
+    every second one, and of a dozen every fourth. Of tests marked `every_backend` JAX
+    and TensorFlow run each case of up to seven, and else each one half. A test that a
+    backend skips runs everywhere, for another has to run it; one marked `dealt_to` runs
+    on the backend that the mark names. Digests of names decide about all others, so
+    that a new test leaves them where they are.
     """
     cases = defaultdict(list)
     for item in items:
-        marks = map(item.get_closest_marker, ("every_backend", "skipif"))
-        if not any(marks):
-            cases[item.path, item.originalname].append(item)
+        cases[item.path, item.originalname].append(item)
     elsewhere = set()
     for test in cases.values():
-        turns = 2 if len(test) < 4 else 4
+        chosen = test[0].get_closest_marker("dealt_to")
+        if chosen:
+            elsewhere.update(test if backend not in chosen.args else ())
+            continue
+        turns = _turns(test[0], len(test))
         mine = (_digest(test[0].nodeid.partition("[")[0]) + (backend == "jax")) % 2
         # Cases next to each other have arguments in common: a digest mixes them.
         for turn, case in enumerate(sorted(test, key=lambda x: _digest(x.nodeid))):
-            if turn % turns != mine:
+            if turns and turn % turns != mine:
                 elsewhere.add(case)
     return [item for item in items if item not in elsewhere]
+
+
+def _turns(item, cases):
+    """JAX and TensorFlow each run one case of so many of a test; 0 for all cases."""
+    if item.get_closest_marker("skipif"):
+        return 0
+    if item.get_closest_marker("every_backend"):
+        return 0 if cases < 8 else 2
+    return 2 if cases < 4 else 4 if cases < 12 else 8
 
 
 def _digest(name):
@@ -147,7 +163,7 @@ def optimizers_before_training():
     """On TensorFlow, makes an optimizer's variables before training is traced.
 
     Where tracing makes them, it takes twice as long. Only the suite does it: the
-    quickstart's test trains as users do.
+    test of `keras-moe train` trains as users do.
     """
     if keras.backend.backend() != "tensorflow":
         yield None

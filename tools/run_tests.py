@@ -5,13 +5,13 @@
 
 A process can use one Keras backend only, so every backend gets pytests of its own, two
 at a time: most of the time goes into compiling, which takes one core. Each runs a part
-of the files, so that the cores are done at about the same time; JAX's processes share
-the programs that they have compiled. PyTorch compiles nothing and runs every test. The
-tests marked `backend_free` run nowhere else, those marked `every_backend` on JAX and
-TensorFlow, too, and the others are dealt to these two (see `_dealt` in
-`tests/conftest.py`); `-- --whole` deals nothing. The last line has the form of pytest's
-closing line and counts every backend; the exit status is 0 only if every backend
-passed.
+of the files, PyTorch's first, which take longest, so that the cores are done at about
+the same time; JAX's processes share the programs that they have compiled. PyTorch
+compiles nothing and runs every test. The tests marked `backend_free` run nowhere else,
+those marked `every_backend` on JAX and TensorFlow, too, and the others are dealt to
+these two (see `_dealt` in `tests/conftest.py`); `-- --whole` deals nothing. The last
+line has the form of pytest's closing line and counts every backend; the exit status is
+0 only if every backend passed.
 
 pytest-xdist would not take this over. It deals every test to one of its workers, or to
 each of them, where this suite needs some tests on each backend, and the others on one
@@ -89,6 +89,8 @@ def run_backend(
         "KERAS_BACKEND": backend,
         "PYTHONUNBUFFERED": "1",
     }
+    # The processes of the tests would compile the package's modules again and again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     counts = None
     start = time.monotonic()
     with subprocess.Popen(
@@ -160,8 +162,13 @@ def main(argv: list[str] | None = None) -> int:
     ):
         # On PyTorch nothing is compiled: what need not run everywhere is fastest there.
         everything = "torch" if "torch" in args.backends else args.backends[0]
+        # The longest come first, so that the cores are done at about the same time.
+        order = sorted(
+            itertools.product(parts, args.backends),
+            key=lambda part: part[1] != everything,
+        )
         running = {}
-        for part, backend in itertools.product(parts, args.backends):
+        for part, backend in order:
             once = [] if backend == everything else ["--skip-backend-free"]
             pytest_args = [f"--part={part}/{count}", *once, *args.pytest_args]
             label = f"{backend} {part}/{count}"

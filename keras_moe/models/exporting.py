@@ -34,6 +34,9 @@ def export_signature(
             _check_any_batch(routers)
     if keras.backend.backend() == "jax" and format == "tf_saved_model":
         _check_groups(_routers(model), input_signature)
+    if input_signature is None and keras.backend.backend() != "tensorflow":
+        # Programs of the other two have one number of tokens.
+        return _signature(model, batch=None)
     return input_signature
 
 
@@ -76,7 +79,7 @@ def _routers(model):
 def _one_example(model, input_signature):
     """The signature, of one example by default."""
     if input_signature is None:
-        return [keras.tree.map_structure(_spec_of_one, model.input)]
+        return _signature(model, batch=1)
     shapes = [tuple(spec.shape) for spec in keras.tree.flatten(input_signature)]
     if any(None in shape for shape in shapes):
         raise ValueError(
@@ -86,9 +89,17 @@ def _one_example(model, input_signature):
     return input_signature
 
 
-def _spec_of_one(symbolic):
-    shape = (1, *symbolic.shape[1:])
-    return keras.InputSpec(shape=shape, dtype=symbolic.dtype, name=symbolic.name)
+def _signature(model, batch):
+    """The model's inputs for a size of batch, and texts of the largest length."""
+    length = getattr(getattr(model, "backbone", model), "max_length", None)
+
+    def spec(symbolic):
+        sizes = (length if size is None else size for size in symbolic.shape[1:])
+        return keras.InputSpec(
+            shape=(batch, *sizes), dtype=symbolic.dtype, name=symbolic.name
+        )
+
+    return [keras.tree.map_structure(spec, model.input)]
 
 
 def _check_onnx(model, routers):

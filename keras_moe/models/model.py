@@ -263,10 +263,13 @@ class MoEModel(TorchParameters):
                 `"torch"` (PyTorch), for one image, or with `dynamic_shapes={0:
                 torch.export.Dim("batch", max=256)}` for any number where each image
                 is routed by itself: dense models, soft routing and token choice; or
-                `"onnx"`, on PyTorch for dense models and soft routing.
+                `"onnx"`, on PyTorch for dense models and soft routing. Texts have
+                `max_length` tokens, or on TensorFlow any number.
             verbose: whether to print a message.
             input_signature: `[keras.InputSpec((batch, height, width, channels))]`, for
-                another number of images than one.
+                another number of images than one; a list of one dict by the inputs'
+                names, where there are several, and `dynamic_shapes` is a dict of
+                dicts.
             **kwargs: arguments of `keras.Model.export`.
 
         Raises:

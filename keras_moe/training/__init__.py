@@ -49,6 +49,7 @@ from keras_moe.training.schedules import (
 from keras_moe.training.souping import Soup, cooldown_branch, greedy_soup
 from keras_moe.training.storage import Checkpoint, Retention, Storage
 from keras_moe.training.upcycling import UpcyclingReport, upcycle
+from keras_moe.training.usage_recorder import UsageRecorder
 from keras_moe.training.weight_averages import EvaluateAverages
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "Storage",
     "Training",
     "UpcyclingReport",
+    "UsageRecorder",
     "ViTGAdafactor",
     "WarmupCooldown",
     "WarmupLinearDecay",

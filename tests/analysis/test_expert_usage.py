@@ -306,6 +306,7 @@ def test_pruned_experts_are_not_used(model):
             assert figure.sum() == pytest.approx(figure[0, experts].sum())
 
 
+@pytest.mark.backend_free
 def test_modalities_come_with_the_inputs(text):
     inputs = texts()
     usage = expert_usage(

@@ -18,15 +18,8 @@ def test_no_epochs_are_refused(mistake, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.every_backend
-def test_the_quickstart_runs_end_to_end(
-    program, tmp_path, monkeypatch, optimizers_before_training
-):
-    if optimizers_before_training is not None:
-        # Users train so: the optimizer's variables are made where `fit` is traced.
-        monkeypatch.setattr(
-            keras.Model, "make_train_function", optimizers_before_training
-        )
+@pytest.mark.dealt_to("jax")
+def test_the_quickstart_runs_end_to_end(program, tmp_path):
     done = program("quickstart", "--epochs", 2, "--output", tmp_path)
     assert done.status == 0, done.errors
     assert "predictions are identical" in done.output

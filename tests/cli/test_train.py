@@ -30,7 +30,15 @@ def train(program):
     return lambda *arguments: program("train", *arguments)
 
 
-def test_one_command_trains_and_saves(train, tmp_path):
+@pytest.mark.dealt_to("tensorflow")
+def test_one_command_trains_and_saves(
+    train, tmp_path, monkeypatch, optimizers_before_training
+):
+    if optimizers_before_training is not None:
+        # Users train so: the optimizer's variables are made where `fit` is traced.
+        monkeypatch.setattr(
+            keras.Model, "make_train_function", optimizers_before_training
+        )
     status, output, errors = train(
         "mumoe_digits", "--output", tmp_path / "run",
         "--recipe-set", *SETTINGS, "--set", *SMALL,

@@ -18,6 +18,7 @@ os.environ.update(
     JAX_PLATFORMS="cpu",
     XLA_FLAGS="--xla_force_host_platform_device_count=8 "
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1 "
     f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text "
     "--xla_dump_hlo_module_re=.*(train_step|call).*",
 )
@@ -176,8 +177,9 @@ def collectives(program):
     return actual
 
 
-def evaluation(classifier, images, labels, on_several):
-    """Loss, metrics and logits, of batches of 16 of which the last is not full."""
+def for_evaluation(model):
+    """The classifier with weights to evaluate."""
+    classifier = make(model)
     generator = np.random.default_rng(0)
     for weight in classifier.weights:
         if "seed_generator" not in weight.path:
@@ -187,6 +189,11 @@ def evaluation(classifier, images, labels, on_several):
         metrics=None,
         weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()],
     )
+    return classifier
+
+
+def evaluation(classifier, images, labels, on_several):
+    """Loss, metrics and logits, of batches of 16 of which the last is not full."""
     if on_several:
         batches = data.padded(images, labels, batch_size=16, model=classifier)
         logits = data.predictions(classifier, images, batch_size=16, verbose=0)
@@ -195,15 +202,24 @@ def evaluation(classifier, images, labels, on_several):
     return actual, classifier.predict(images, batch_size=16, verbose=0)
 
 
+# What evaluates is compiled, and serves several numbers of images.
+EVALUATED = {}
+
+
 def evaluated(model, layout, count):
     """How far evaluation of `count` images is from that on one device."""
     images = np.concatenate([IMAGES, IMAGES[:, ::-1]])[:count]
     labels = np.arange(count) % 3
     overrides = {k: v for k, v in MODELS[model].items() if k != "seed"}
     actual = distribution.auto(preset_of(model), **LAYOUTS[layout], **overrides)
-    expected, expected_logits = evaluation(make(model), images, labels, False)
+    if model not in EVALUATED:
+        EVALUATED[model] = for_evaluation(model)
+    expected, expected_logits = evaluation(EVALUATED[model], images, labels, False)
     with actual.scope():
-        figures, logits = evaluation(make(model), images, labels, True)
+        if (model, layout) not in EVALUATED:
+            EVALUATED[model, layout] = for_evaluation(model)
+        distributed = EVALUATED[model, layout]
+        figures, logits = evaluation(distributed, images, labels, True)
     return {
         "figures": [abs(a - b) for a, b in zip(figures, expected)],
         "logits": np.abs(logits - expected_logits).max(axis=-1).tolist(),

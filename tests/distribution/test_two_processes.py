@@ -27,13 +27,13 @@ def start(*arguments):
     )
 
 
-def loss_of(process):
+def losses_of(process):
     try:
         output, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 0, errors[-4000:]
-    return float(output.split("LOSS")[-1])
+    return [float(loss) for loss in output.split("LOSSES")[-1].split()]
 
 
 def weights_of(path):
@@ -53,12 +53,10 @@ def test_two_processes_train_and_save_what_one_does(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    together, alone = tmp_path / "two.weights.h5", tmp_path / "one.weights.h5"
-    processes = [start(number, port, together) for number in (0, 1)]
-    losses = [loss_of(process) for process in processes]
-    expected = loss_of(start(0, "alone", alone))
-    assert losses == pytest.approx([expected, expected], rel=1e-5)
-    actual, wanted = weights_of(together), weights_of(alone)
+    processes = [start(number, port, tmp_path) for number in (0, 1)]
+    (first, expected), (second,) = map(losses_of, processes)
+    assert [first, second] == pytest.approx([expected, expected], rel=1e-5)
+    actual, wanted = (weights_of(tmp_path / f"{n}.weights.h5") for n in ("two", "one"))
     assert actual.keys() == wanted.keys()
     assert len(actual) > 15
     for name, value in wanted.items():

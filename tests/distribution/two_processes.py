@@ -1,20 +1,21 @@
 """One of two processes on loopback, which train one step together; one saves.
 
-Arguments: the process's number, the port of the first, and the file to save to; with
-"alone" for a port, the step of one process with one device.
+Arguments: the process's number, the port of the first, and the folder to save to. The
+first one makes the step by itself, too, with one device.
 """
 
 import os
 import sys
+from pathlib import Path
 
-NUMBER, PORT, PATH = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-ALONE = PORT == "alone"
+NUMBER, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 os.environ.update(
     KERAS_BACKEND="jax",
     JAX_PLATFORMS="cpu",
     JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
-    XLA_FLAGS="--xla_backend_optimization_level=0 "
-    f"--xla_force_host_platform_device_count={1 if ALONE else 2}",
+    XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_force_host_platform_device_count=2",
 )
 
 import keras  # noqa: E402
@@ -53,30 +54,32 @@ def state(model):
     return [*model.weights, *model.optimizer.variables]
 
 
+def step(model, images):
+    return float(np.ravel(model.train_on_batch(IMAGES[images], LABELS[images]))[0])
+
+
 def main():
     keras.utils.set_random_seed(0)
-    mine = slice(None)
-    if not ALONE:
-        # Before anything asks for devices.
-        keras.distribution.initialize(f"127.0.0.1:{PORT}", 2, NUMBER)
-        from keras_moe import distribution
+    # Before anything asks for devices.
+    keras.distribution.initialize(f"127.0.0.1:{PORT}", 2, NUMBER)
+    from keras_moe import distribution
 
-        actual = distribution.auto("vit_s16", batch_size=len(IMAGES), **CONFIG)
-        assert actual.device_mesh.shape == (4,), actual.device_mesh
-        keras.distribution.set_distribution(actual)
-        mine = slice(4 * NUMBER, 4 * NUMBER + 4)
+    actual = distribution.auto("vit_s16", batch_size=len(IMAGES), **CONFIG)
+    assert actual.device_mesh.shape == (4,), actual.device_mesh
+    keras.distribution.set_distribution(actual)
     model = make()
-    loss = float(np.ravel(model.train_on_batch(IMAGES[mine], LABELS[mine]))[0])
-    if not ALONE:
-        values = [distribution.gathered(weight) for weight in state(model)]
-        # A model of this process alone.
+    losses = [step(model, slice(4 * NUMBER, 4 * NUMBER + 4))]
+    values = [distribution.gathered(weight) for weight in state(model)]
+    if NUMBER == 0:
+        # Models of this process alone: with the weights of both, and trained by it.
         keras.distribution.set_distribution(None)
-        model = make()
+        model, alone = make(), make()
         for weight, value in zip(state(model), values):
             weight.assign(value)
-    if NUMBER == 0:
-        model.save_weights(PATH)
-    print("LOSS", loss)
+        model.save_weights(FOLDER / "two.weights.h5")
+        losses.append(step(alone, slice(None)))
+        alone.save_weights(FOLDER / "one.weights.h5")
+    print("LOSSES", *losses)
 
 
 if __name__ == "__main__":

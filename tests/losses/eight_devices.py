@@ -13,7 +13,8 @@ os.environ.update(
     KERAS_BACKEND="jax",
     JAX_PLATFORMS="cpu",
     XLA_FLAGS="--xla_force_host_platform_device_count=8 "
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
 
 import jax

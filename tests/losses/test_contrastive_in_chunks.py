@@ -118,7 +118,7 @@ def test_a_batch_of_unknown_size():
 
 @pytest.fixture(scope="module")
 def on_eight_devices():
-    """What the contrastive losses and the routers by modality give there."""
+    """The results of the contrastive losses and the routers by modality there."""
     script = Path(__file__).with_name("eight_devices.py")
     done = subprocess.run(
         [sys.executable, str(script)],

@@ -9,9 +9,11 @@ import pytest
 from keras_moe.models import (
     MixerBackbone,
     MixerImageClassifier,
+    TextBackbone,
     ViTBackbone,
     ViTImageClassifier,
 )
+from keras_moe.models.exporting import export_signature
 from tests.small_models import SMALL
 
 on_torch = pytest.mark.skipif(
@@ -157,3 +159,46 @@ def test_a_classifier_is_exported_too(tmp_path):
             rtol=1e-4,
             atol=1e-5,
         )
+
+
+def texts(**moe):
+    """A small backbone of texts, with three texts of the largest length."""
+    model = TextBackbone(
+        vocabulary_size=20, max_length=5, hidden_dim=4, num_layers=1, num_heads=1,
+        mlp_dim=4, moe={"moe_layers": [0], "num_experts": 2, **moe},
+    )  # fmt: skip
+    token_ids = np.array([[1, 7, 3, 19, 0], [1, 5, 6, 8, 19], [2, 19, 0, 0, 0]])
+    token_ids = token_ids.astype("int32")
+    return model, {"token_ids": token_ids, "padding_mask": token_ids != 0}
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "torch", reason="SavedModels come from the other two"
+)
+def test_texts_are_exported_as_saved_models(tmp_path):
+    import tensorflow as tf
+
+    model, inputs = texts()
+    model.export(tmp_path / "model", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "model")
+    expected = model.predict(inputs, verbose=0)
+    for rows in (slice(1), slice(3)):
+        outputs = loaded.serve({name: value[rows] for name, value in inputs.items()})
+        assert outputs.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(outputs[name], value[rows], rtol=1e-4, atol=1e-5)
+    if keras.backend.backend() == "tensorflow":
+        # No token sees those behind it.
+        outputs = loaded.serve({name: value[:, :4] for name, value in inputs.items()})
+        np.testing.assert_allclose(
+            outputs["tokens"], expected["tokens"][:, :4], rtol=1e-4, atol=1e-5
+        )
+
+
+@on_torch
+def test_texts_are_exported_with_the_largest_length():
+    model, inputs = texts(router="soft")
+    for format, batch in (("torch", None), ("onnx", 1)):
+        (signature,) = export_signature(model, format, None)
+        shapes = {name: spec.shape for name, spec in signature.items()}
+        assert shapes == dict.fromkeys(inputs, (batch, 5))

@@ -245,6 +245,35 @@ def test_captions_of_any_sequence():
         bare(["a", " "])
 
 
+@pytest.mark.parametrize("name", ["clip", "own", "spm"])
+def test_ids_in_a_tf_data_pipeline_are_the_same(name, request):
+    import tensorflow as tf
+
+    tokenizer = {
+        "clip": lambda: request.getfixturevalue("clip"),
+        "own": lambda: own(max_length=20),
+        "spm": lambda: TextTokenizer.sentence_piece(
+            request.getfixturevalue("sentence_piece"), 20
+        ),
+    }[name]()
+    # KerasHub's own path in a graph neither lower-cases nor splits as CLIP does.
+    captions = ["A Photo of a cat.", "two  dogs\tand 12 B\u00dcRDS \U0001f431", ""]
+    expected = tokenizer(captions)
+    dataset = tf.data.Dataset.from_tensor_slices(captions)
+    (whole,) = dataset.batch(3).map(tokenizer)
+    for row, texts in enumerate(dataset.map(tokenizer)):
+        assert texts.keys() == expected.keys()
+        for key, value in texts.items():
+            np.testing.assert_array_equal(value, expected[key][row])
+            np.testing.assert_array_equal(whole[key], expected[key])
+    specs = dataset.batch(2).map(tokenizer).element_spec
+    assert specs["token_ids"].shape.as_list() == [None, tokenizer.max_length]
+    assert (specs["token_ids"].dtype, specs["padding_mask"].dtype) == ("int32", "bool")
+    for other in (tf.zeros((2,)), tf.fill((2, 2), "a")):
+        with pytest.raises(ValueError, match=r"\(batch,\); received: dtype="):
+            tokenizer(other)
+
+
 def test_bad_arguments():
     inner = own().tokenizer
     for kwargs, message in (

@@ -21,7 +21,8 @@ os.environ.update(
     CUDA_VISIBLE_DEVICES="",
     TF_CPP_MIN_LOG_LEVEL="3",
     JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
-    XLA_FLAGS="--xla_backend_optimization_level=0",
+    XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
 
 import keras  # noqa: E402

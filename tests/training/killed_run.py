@@ -18,7 +18,8 @@ os.environ.update(
     JAX_PLATFORMS="cpu",
     CUDA_VISIBLE_DEVICES="",
     TF_CPP_MIN_LOG_LEVEL="3",
-    XLA_FLAGS="--xla_backend_optimization_level=0",
+    XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1",
     JAX_COMPILATION_CACHE_DIR=str(Path(sys.argv[1]) / "programs"),
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
@@ -128,19 +129,19 @@ def main():
     for kill in range(wanted):
         start = newest(killed)
         child = live(killed)
-        if kill % 10 == 9:
+        if kill % 10 == 4:
             # While it starts.
             time.sleep(draw.uniform(0, 1))
         else:
             # All over the run, and not to its end.
-            goal = min(start + draw.randrange(4 * EVERY), 4 * (kill + 1))
+            goal = min(start + draw.randrange(8 * EVERY), 8 * (kill + 1))
             while newest(killed) < goal:
                 check_alive(child)
                 time.sleep(0.001)
             while kill % 2 and not is_writing(killed):
                 check_alive(child)
-            # A step and its checkpoint take about as long.
-            time.sleep(draw.uniform(0, 0.02))
+            # A step and its checkpoint take about 20 ms.
+            time.sleep(draw.uniform(0, 0.005 if kill % 2 else 0.02))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert status == signal.SIGKILL, status

@@ -14,7 +14,8 @@ os.environ.update(
     KERAS_BACKEND="jax",
     JAX_PLATFORMS="cpu",
     JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
-    XLA_FLAGS="--xla_backend_optimization_level=0 "
+    XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1 "
     "--xla_force_host_platform_device_count=2",
 )
 

@@ -1,4 +1,4 @@
-"""A run that is killed twenty times is the run that never was: bit for bit, on JAX."""
+"""A run that is killed ten times is the run that never was: bit for bit, on JAX."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.backend_free
 def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(tmp_path):
     script = Path(__file__).with_name("killed_run.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), "20"],
+        [sys.executable, str(script), str(tmp_path), "10"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -28,10 +28,10 @@ def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(done.stdout.split("RESULTS ")[1])
     # All over the run, and while checkpoints were being written.
-    assert len(results["steps"]) == 20
+    assert len(results["steps"]) == 10
     assert results["steps"][-1] > 40
-    assert len(set(results["steps"])) > 10
-    assert results["in a write"] > 2
+    assert len(set(results["steps"])) > 5
+    assert results["in a write"] > 0
     killed, uninterrupted = (
         training.find_checkpoint(tmp_path / name)
         for name in ("killed", "uninterrupted")

@@ -123,7 +123,8 @@ def on_devices(counts: list[int], processes: int, steps: int, report: Report) ->
         by_count[count] += rows_of_process(
             f"--child={count}",
             f"--steps={steps}",
-            XLA_FLAGS=f"--xla_force_host_platform_device_count={count}",
+            XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} "
+            f"--xla_force_host_platform_device_count={count}",
         )
     medians = {
         count: {name: statistics.median(run[name] for run in runs) for name in runs[0]}

@@ -18,6 +18,7 @@ from keras_moe.checks import check_bool, check_integer
 from keras_moe.compat import load_json
 from keras_moe.files import write_json
 from keras_moe.models.text.vocabularies import clip_byte_pairs, trained_byte_pairs
+from keras_moe.ops.kernels.strings_tensorflow import call_on_strings, is_tensorflow
 
 # Not one of the files that saving a model replaces: the tokenizer stays.
 _FILE = "text_tokenizer.json"
@@ -32,6 +33,10 @@ class TextTokenizer:
     tokens and the end token, and is padded to `max_length`. A longer one loses tokens
     before its end token: `num_truncated` counts these captions, and the first of them
     warns.
+
+    `dataset.map(tokenizer)` gives the same ids in a `tf.data.Dataset`, on batches of
+    captions or on single ones: TensorFlow calls the Python process for it, and needs
+    no TensorFlow Text.
 
     `save_to_preset` writes it to a preset's folder, beside the weights, and
     `TextTokenizer.from_preset` reads it. A task that has it for its `preprocessor`
@@ -203,19 +208,25 @@ class TextTokenizer:
         """The number of token ids."""
         return self.tokenizer.vocabulary_size()
 
-    def __call__(self, captions: Any) -> dict[str, np.ndarray]:
+    def __call__(self, captions: Any) -> dict[str, Any]:
         """Tokenizes captions.
 
         Args:
-            captions: sequence or array of B strings, or one string.
+            captions: sequence or array of B strings, or one string; or a `tf.Tensor`
+                of strings, as in `tf.data.Dataset.map`.
 
         Returns:
             A dict: `"token_ids"`, int32 (B, N), and `"padding_mask"`, bool (B, N),
-            False for padding. One string has B = 1.
+            False for padding. One string has B = 1; a tensor has tensors, and a scalar
+            one has them of shape (N,).
 
         Raises:
             ValueError: if a caption is no string, or has no token at all.
         """
+        if is_tensorflow(captions):
+            row = (self.max_length,)
+            rows = {"token_ids": (row, "int32"), "padding_mask": (row, "bool")}
+            return call_on_strings(self, captions, rows)
         captions = _strings([captions] if isinstance(captions, str) else captions)
         token_ids = np.full((len(captions), self.max_length), self.padding_id, "int32")
         mask = np.zeros(token_ids.shape, bool)
