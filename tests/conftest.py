@@ -103,11 +103,11 @@ def _dealt(items, backend):
 
     One of the runs has all tests (see `tools/run_tests.py`), so that each test runs on
     two backends at least. Each case of up to three runs on one further backend, of more
-    every second one, and of a dozen every fourth. Of tests marked `every_backend` JAX
-    and TensorFlow run each case of up to seven, and else each one half. A test that a
-    backend skips runs everywhere, for another has to run it; one marked `dealt_to` runs
-    on the backend that the mark names. Digests of names decide about all others, so
-    that a new test leaves them where they are.
+    every second one, and of a dozen every fourth. Tests marked `every_backend` have
+    each case of up to seven on JAX and TensorFlow, and else one half on each. A test
+    that a backend skips runs everywhere, for another has to run it; one marked
+    `dealt_to` runs on the backend that the mark names. Digests of names decide about
+    all others, so that a new test leaves them where they are.
     """
     cases = defaultdict(list)
     for item in items:

@@ -28,7 +28,7 @@ def expert_usage(
     inputs: Any,
     groups: Any = None,
     group_names: list[str] | None = None,
-    mask: str | None = None,
+    mask: Any = None,
     contributions: bool = False,
     batch_size: int = 32,
     verbose: Any = "auto",
@@ -48,7 +48,8 @@ def expert_usage(
             negative groups do not count.
         group_names: names of the U groups; None numbers those of an array.
         mask: name of an input (B, N), such as `"padding_mask"`, that is False for
-            tokens that do not count; None counts each token that an expert serves.
+            tokens that do not count, or a dict from modalities to such names, such as
+            `{"text": "padding_mask"}`; None counts each token that an expert serves.
         contributions: whether to measure the norms of experts' outputs, too, which
             REAP's criterion needs; experts then run twice.
         batch_size: number of examples in a batch of arrays.
@@ -80,8 +81,7 @@ def expert_usage(
     bar = keras.utils.Progbar(None, unit_name="batch") if verbose else None
     total = None
     for number, (batch, owners) in enumerate(_batches(inputs, groups, batch_size)):
-        counted = None if mask is None else _input(batch, "mask", mask)
-        usage = probe.count(batch, owners, names, counted)
+        usage = probe.count(batch, owners, names, mask)
         total = usage if total is None else merged_usage([total, usage])
         if bar is not None:
             bar.update(number + 1)
@@ -157,6 +157,20 @@ def _input(batch, argument, name):
     return np.asarray(batch[name])
 
 
+def _masks(inputs, mask, modalities):
+    """The mask of each modality that has one."""
+    if mask is None:
+        return {}
+    names = mask if isinstance(mask, dict) else {ALL: mask}
+    if not {*names} <= {*modalities}:
+        expected = "the name of an input" if modalities == [ALL] else "a dict of names"
+        raise ValueError(
+            f"Expected mask to be {expected} for records of {modalities}; "
+            f"received: mask={mask!r}"
+        )
+    return {key: _input(inputs, "mask", name) for key, name in names.items()}
+
+
 class UsageProbe:
     """Counts the use of experts in batches of a model's inputs.
 
@@ -202,17 +216,18 @@ class UsageProbe:
             inputs: one batch of the model's inputs.
             groups: argument of `routing_usage`.
             group_names: names of the groups; None is those of modalities, or `"all"`.
-            mask: argument of `routing_usage`.
+            mask: argument of `expert_usage`.
 
         Raises:
             ValueError: if groups or mask do not fit the records.
         """
         modalities = list(next(iter(self._keys.values())))
-        if modalities != [ALL] and (groups is not None or mask is not None):
+        if modalities != [ALL] and groups is not None:
             raise ValueError(
-                "Expected groups=None and mask=None for a model whose records are by "
-                f"modality; received: records of {modalities}"
+                "Expected groups=None for a model whose records are by modality; "
+                f"received: groups, records of {modalities}"
             )
+        masks = _masks(inputs, mask, modalities)
         count = 1 if group_names is None else len(group_names)
         with contextlib.ExitStack() as stack:
             if "affinity" in self._fields:
@@ -226,10 +241,10 @@ class UsageProbe:
                     _Served(records[key]["dispatched"], records[key]["combined"]),
                     groups,
                     count,
-                    mask,
+                    masks.get(modality),
                     records[key].get("affinity"),
                 )
-                for key in keys.values()
+                for modality, key in keys.items()
             ]
             # A row for each modality.
             rows = (None if x[0] is None else np.concatenate(x) for x in zip(*usages))

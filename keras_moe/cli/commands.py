@@ -237,6 +237,9 @@ def convert(commands: Any) -> None:
     add_target(parser)
     add_num_classes(parser, "classes of a new head")
     parser.add_argument("--task", choices=("backbone", "image_classifier"))
+    parser.add_argument(
+        "--tower", choices=("image", "text"), help="one tower of a model of pairs"
+    )
     add_overrides(parser)
     parser.add_argument("--no-verify", action="store_true", help="compare nothing")
     parser.add_argument("--quiet", action="store_true", help="print no table")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,10 +28,32 @@ class Uncompared(Exception):
     """The reason why the source's own model cannot be asked."""
 
 
-def fixed_image(model: keras.Model) -> np.ndarray:
-    """One image (1, height, width, channels) in [-1, 1], always the same."""
-    shape = (1, *model.input_shape[1:])
-    return np.random.default_rng(0).uniform(-1, 1, shape).astype("float32")
+def fixed_inputs(model: keras.Model) -> Any:
+    """One example, always the same: an image in [-1, 1], a text, or a pair of both.
+
+    Args:
+        model: backbone, or task around one.
+    """
+    generator = np.random.default_rng(0)
+    inputs = model.input if isinstance(model.input, dict) else {"images": model.input}
+    example = {}
+    if "images" in inputs:
+        shape = (1, *inputs["images"].shape[1:])
+        example["images"] = generator.uniform(-1, 1, shape).astype("float32")
+    if not isinstance(model.input, dict):
+        return example["images"]
+    backbone = getattr(model, "backbone", model)
+    config = backbone.get_config()
+    shape = (1, backbone.max_length)
+    token_ids = generator.integers(0, backbone.vocabulary_size, shape)
+    end = config.get("text", config).get("end_of_text_id")
+    if end is not None:
+        token_ids[:, -1] = end
+    return {
+        **example,
+        "token_ids": token_ids.astype("int32"),
+        "padding_mask": np.ones(shape, "bool"),
+    }
 
 
 def verify(source: str, scheme: str, model: keras.Model, changed: bool) -> str:
@@ -41,7 +64,9 @@ def verify(source: str, scheme: str, model: keras.Model, changed: bool) -> str:
     """
     if changed:
         return f"{UNCOMPARED}: arguments were overridden"
-    images = fixed_image(model)
+    images = fixed_inputs(model)
+    if isinstance(images, dict):
+        return f"{UNCOMPARED}: this program compares images alone"
     expected = None
     if scheme.endswith("(KerasHub)"):
         expected = keras_hub_outputs(source, images)
@@ -140,9 +165,10 @@ def keras_hub_outputs(source: str, images: np.ndarray) -> np.ndarray | None:
 
 def compare_saved(preset: str, model: keras.Model) -> None:
     """Reads the preset again: it must be the model that was saved."""
-    images = fixed_image(model)
+    inputs = fixed_inputs(model)
     again = models.from_preset(str(preset))
-    if not np.allclose(
-        again.predict(images, verbose=0), model.predict(images, verbose=0), atol=1e-5
-    ):
+    both = (
+        keras.tree.flatten(each.predict(inputs, verbose=0)) for each in (again, model)
+    )
+    if not all(np.allclose(x, y, atol=1e-5) for x, y in zip(*both)):
         raise ValueError(f"Expected the saved model back from {preset}; it differs")

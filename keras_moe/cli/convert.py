@@ -27,6 +27,7 @@ OWN = {
     "task": "--task",
     "load_weights": "this program",
     "progress": "this program",
+    "tower": "--tower",
 }
 
 
@@ -88,5 +89,6 @@ def convert(
             num_classes=args.num_classes,
             task=args.task,
             progress=show,
+            tower=args.tower,
             **overrides,
         )

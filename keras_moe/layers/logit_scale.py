@@ -58,7 +58,8 @@ class LogitScale(keras.layers.Layer):
         bias: float | None = None,
         **kwargs,
     ):
-        super().__init__(autocast=False, **kwargs)
+        # Float32 under every policy.
+        super().__init__(**{**kwargs, "dtype": "float32"})
         self.scale = check_positive("scale", scale)
         if largest_scale is not None:
             check_positive("largest_scale", largest_scale)
@@ -86,9 +87,6 @@ class LogitScale(keras.layers.Layer):
             shape=(),
             initializer=keras.initializers.Constant(value),
             constraint=constraint,
-            dtype="float32",
-            # Autocasting would hand out bfloat16.
-            autocast=False,
         )
 
     def call(self, embeddings: Any) -> Any:

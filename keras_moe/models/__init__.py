@@ -7,6 +7,7 @@ from keras_moe.models.classifying import ClassProbability
 from keras_moe.models.clip import CLIPBackbone
 from keras_moe.models.contrastive_model import ContrastiveModel
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight
+from keras_moe.models.conversion.export import export_weights
 from keras_moe.models.description import Description, Part
 from keras_moe.models.image_classifier import ImageClassifier
 from keras_moe.models.image_preprocessor import ImagePreprocessor
@@ -50,6 +51,7 @@ __all__ = [
     "ViTImageClassifier",
     "convert",
     "describe",
+    "export_weights",
     "from_preset",
     "list_presets",
     "register_backbone",

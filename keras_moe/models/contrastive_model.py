@@ -80,6 +80,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
 
     task_name = "contrastive"
     has_head = False
+    has_metrics = False
     backbone_cls = PairBackbone
 
     def __init__(
@@ -141,10 +142,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         """Configures training; see `MoETask.compile`.
 
         Args:
-            optimizer: as in `MoETask.compile`.
+            optimizer: optimizer as in `MoETask.compile`.
             loss: a `keras_moe.losses.ContrastiveLoss`; `"auto"` is `default_loss()`.
-            metrics: none beside the loss, since there are no labels: None, `"auto"` or
-                an empty list.
+            metrics: None, `"auto"` or an empty list, since there are no labels.
             **kwargs: arguments of `keras.Model.compile`.
 
         Raises:
@@ -170,25 +170,10 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                 "Expected no metrics, which would need labels: evaluate retrieval with "
                 f"`similarity`; received: metrics={metrics!r}"
             )
-        super().compile(optimizer, loss, metrics=metrics, **kwargs)
+        super().compile(optimizer, loss, metrics=None, **kwargs)
 
     def _check_inputs(self, inputs, labels=None):
         self.backbone._check_inputs(inputs)
-
-    def compute_metrics(
-        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
-    ) -> dict:
-        """The mean loss: Keras would look for a label of each output.
-
-        Args:
-            x: inputs of the batch.
-            y: None, or a dict of ids.
-            y_pred: outputs of the model.
-            sample_weight: None, or float (B,).
-        """
-        # Metrics that `compile` would add have no result before they see a label.
-        trackers = [x for x in self.metrics if isinstance(x, keras.metrics.Mean)]
-        return {tracker.name: tracker.result() for tracker in trackers}
 
     def compute_loss(
         self,

@@ -12,6 +12,8 @@ from keras_moe.models.copying import copied
 from keras_moe.routers import TokenChoiceRouter
 from keras_moe.routers.pruned import METHODS, checked_kept
 
+_UNPRUNED = {"kept_experts": {}, "removed": False}
+
 
 def with_kept_experts(
     model: Any, kept_experts: dict[str, Any], method: str, removed: bool
@@ -30,27 +32,93 @@ def with_kept_experts(
         ValueError: if there is no such block or expert, fewer than K are left, the
             routers are not of token choice, or the model is pruned otherwise.
     """
-    config = model.get_config()
-    backbone_config = config["backbone"]["config"] if "backbone" in config else config
-    moe = backbone_config.get("moe")
-    if moe is None or moe["router"] == "mumoe":
-        raise ValueError(
-            "Expected a model with MoE blocks whose tokens choose experts; received: "
-            f"{type(model).__name__} with router={moe and moe['router']!r}"
-        )
+    check_one_of("method", method, METHODS)
+    check_bool("removed", removed)
     if not isinstance(kept_experts, dict) or not kept_experts:
         raise ValueError(
             "Expected kept_experts to be a dict from blocks to experts; "
             f"received: kept_experts={kept_experts!r}"
         )
-    before = moe.get("pruning") or {"kept_experts": {}, "removed": False}
-    _check_like(before, method, removed)
-    check_one_of("method", method, METHODS)
-    check_bool("removed", removed)
+    config = model.get_config()
+    towers = _towers(config["backbone"]["config"] if "backbone" in config else config)
     backbone = getattr(model, "backbone", model)
+    layers = _moe_layers(backbone, towers)
+    for name in kept_experts:
+        if name not in layers:
+            raise ValueError(
+                "Expected the names of MoE blocks whose tokens choose experts, among "
+                f"{list(layers)}; received: {name!r} of {type(model).__name__}"
+            )
+    selections = {}
+    for prefix, tower in towers.items():
+        own = {
+            name.removeprefix(prefix): experts
+            for name, experts in kept_experts.items()
+            if name.startswith(prefix)
+        }
+        if own:
+            before = tower["moe"].get("pruning") or _UNPRUNED
+            _check_like(before, method, removed)
+            blocks = {name: layers[prefix + name] for name in own}
+            kept = before["kept_experts"]
+            blocks.update({name: layers[prefix + name] for name in kept})
+            kept, smaller = _selections(blocks, own, before, method, removed)
+            selections.update(smaller)
+            pruning = {"method": method, "kept_experts": kept, "removed": removed}
+            tower["moe"] = {**tower["moe"], "pruning": pruning}
+
+    def value(weight):
+        array = ops.convert_to_numpy(weight)
+        if id(weight) not in selections:
+            return array
+        axis, numbers = selections[id(weight)]
+        return array.take(numbers, axis=axis)
+
+    return copied(model, config, value=value)
+
+
+def _towers(config):
+    """The configs with a `moe` by what their blocks' names begin with."""
+    if "moe" in config:
+        return {"": config}
+    # A pair of towers with blocks of their own.
+    nested = {name: each for name, each in config.items() if isinstance(each, dict)}
+    return {f"{name}/": each for name, each in nested.items() if "moe" in each}
+
+
+def _moe_layers(backbone, towers):
+    """The MoE layers whose experts can be pruned by their blocks' names."""
+    layers = {}
+    for key in backbone.routing:
+        if key.endswith("/token_mixer"):
+            continue
+        # Modalities that share a block have a record each.
+        name = key.rpartition("/")[2] if "" in towers else key
+        layers[name] = backbone.get_layer(name).feed_forward
+        if not isinstance(layers[name].router, TokenChoiceRouter):
+            raise ValueError(
+                "Expected token choice routers, whose experts can be pruned; "
+                f"received: {type(layers[name].router).__name__} in {name}"
+            )
+    return layers
+
+
+def _selections(blocks, kept_experts, before, method, removed):
+    """The kept experts of blocks, and what is left of their weights.
+
+    Args:
+        blocks: MoE layers by block.
+        kept_experts: experts to keep by block.
+        before: field `pruning` of the tower's `moe`.
+        method: argument of `with_kept_experts`.
+        removed: argument of `with_kept_experts`.
+
+    Returns:
+        The kept experts by block, in numbers before any pruning, and a dict from the id
+        of a weight that becomes smaller to an axis and the numbers to take there.
+    """
     kept, selections = {}, {}
-    for name in {**before["kept_experts"], **kept_experts}:
-        layer = _moe_layer(backbone, name)
+    for name, layer in blocks.items():
         kept[name], columns, places = _selection(
             layer.router.num_experts,
             kept_experts.get(name),
@@ -63,19 +131,7 @@ def with_kept_experts(
             selections.update({id(weight): (0, places) for weight in weights})
         if removed and method == "router_drop":
             selections[id(layer.router.kernel)] = (-1, columns)
-    backbone_config["moe"] = {
-        **moe,
-        "pruning": {"method": method, "kept_experts": kept, "removed": removed},
-    }
-
-    def value(weight):
-        array = ops.convert_to_numpy(weight)
-        if id(weight) not in selections:
-            return array
-        axis, numbers = selections[id(weight)]
-        return array.take(numbers, axis=axis)
-
-    return copied(model, config, value=value)
+    return kept, selections
 
 
 def _check_like(before, method, removed):
@@ -89,23 +145,6 @@ def _check_like(before, method, removed):
             "Expected a model that has all its experts, since they are to keep their "
             "weights; received: one whose pruned experts are removed"
         )
-
-
-def _moe_layer(backbone, name):
-    # Backbones of two modalities have the modality before the block's name.
-    names = dict.fromkeys(key.rpartition("/")[2] for key in backbone.routing)
-    names = [name for name in names if name.startswith("block_")]
-    if name not in names:
-        raise ValueError(
-            f"Expected the names of MoE blocks, among {names}; received: {name!r}"
-        )
-    layer = backbone.get_layer(name).feed_forward
-    if not isinstance(layer.router, TokenChoiceRouter):
-        raise ValueError(
-            "Expected token choice routers, whose experts can be pruned; "
-            f"received: {type(layer.router).__name__}"
-        )
-    return layer
 
 
 def _selection(num_columns, experts, kept_before, removed_before, method):

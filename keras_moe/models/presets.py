@@ -80,7 +80,7 @@ def convert(
     """Makes a model of this library from published weights.
 
     Every tensor of the source must be used, or be known to belong to another part than
-    the image model, and every weight of the model must be filled. Names, shapes and
+    the model, and every weight of the model must be filled. Names, shapes and
     sizes are checked before anything is read.
 
     One tensor at a time is in memory beside the model, which is float32 unless `dtype`
@@ -100,9 +100,10 @@ def convert(
             Google's releases (also `gs://vit_models/...`, `gs://mixer_models/...`); a
             folder or `hf://` of a timm ViT or Mixer, of OpenCLIP, or of
             transformers' CLIP or SigLIP, with `.safetensors` weights, or such a file;
-            or a KerasHub ViT, CLIP or SigLIP: a model or a preset.
-        num_classes: classes of a new head. Without, the source's head is taken: its
-            classes, the embedding of CLIP and SigLIP, or none.
+            or a KerasHub ViT, CLIP or SigLIP: a model or a preset. Images and texts
+            become a `CLIPBackbone`.
+        num_classes: classes of a new head of the image tower. Without, the source's
+            head is taken: its classes, the embedding of an image tower, or none.
         task: `"backbone"` or `"image_classifier"`; None decides as above.
         load_weights: whether to load the weights; False makes the architecture alone.
         progress: function of (done, all, name), called before each weight.

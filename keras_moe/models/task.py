@@ -64,6 +64,8 @@ class MoETask(MoEModel):
     task_name: str
     # Whether the task has weights beside its backbone's, in a file of their own.
     has_head = True
+    # Whether metrics compare outputs with labels.
+    has_metrics = True
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -162,7 +164,7 @@ class MoETask(MoEModel):
             loss = self.default_loss()
         if isinstance(metrics, str) and metrics == "auto":
             metrics = self.default_metrics(loss)
-        if metrics is None:
+        if metrics is None and self.has_metrics:
             # With None Keras would keep the metrics of the compilation before.
             metrics = []
         keras_hub.models.Task.compile(

@@ -38,6 +38,7 @@ class UsageRecorder(PeriodicCallback):
             its class or modality; None is one group, or the modalities of a model
             whose records are by modality.
         group_names: names of the groups; None numbers them.
+        mask: argument of `keras_moe.analysis.expert_usage`.
         every: number of steps or epochs between counts.
         unit: `"steps"` or `"epochs"`.
         last: length of the window in this unit.
@@ -75,6 +76,7 @@ class UsageRecorder(PeriodicCallback):
         inputs: Any,
         groups: Any = None,
         group_names: list[str] | None = None,
+        mask: Any = None,
         every: int = 50,
         unit: str = "steps",
         last: int = 2500,
@@ -108,7 +110,7 @@ class UsageRecorder(PeriodicCallback):
             group_names = [str(number) for number in range(int(groups.max()) + 1)]
         (self.num_examples,) = lengths
         self.inputs = arrays if isinstance(inputs, dict) else arrays["inputs"]
-        self.groups, self.group_names = groups, group_names
+        self.groups, self.group_names, self.mask = groups, group_names, mask
         self.batch_size = check_integer("batch_size", batch_size)
         self.training = check_bool("training", training)
         self.contributions = check_bool("contributions", contributions)
@@ -138,7 +140,8 @@ class UsageRecorder(PeriodicCallback):
         else:
             batch = self.inputs[rows]
         groups = None if self.groups is None else self.groups[rows]
-        self._counts.append(self._probe.count(batch, groups, self.group_names))
+        names, mask = self.group_names, self.mask
+        self._counts.append(self._probe.count(batch, groups, names, mask))
         curves = coverage_curves(self._counts[-1]).values()
         needed = [np.argmax(curve.covered >= _COVERED) + 1 for curve in curves]
         return {"usage/experts": float(statistics.fmean(needed))}

@@ -8,11 +8,18 @@ import pytest
 from keras import ops
 
 from keras_moe import models
-from keras_moe.analysis import exclude_experts, mask_experts, prune_experts
+from keras_moe.analysis import (
+    exclude_experts,
+    expert_usage,
+    mask_experts,
+    prune_experts,
+    select_experts,
+)
 from keras_moe.routers.pruned import METHODS
 from tests.small_models import SMALL, images, with_weights
 
 to_numpy = ops.convert_to_numpy
+PRUNINGS = (mask_experts, prune_experts)
 SHAPE = (3, 16, 8, 2)
 SIZES = {**SMALL, "moe_layers": [0, 1], "num_experts": 5}
 KEPT = {"block_0": [1, 3, 4], "block_1": [0, 2]}
@@ -166,9 +173,10 @@ def test_bad_choices_are_refused(model, prune, kept, message):
     [
         ({"router": "soft"}, "SoftRouter"),
         ({"router": "softmax_expert_choice"}, "ExpertChoiceRouter"),
-        ({"router": "mumoe"}, "mumoe"),
+        ({"router": "mumoe"}, "ExpertCoefficients"),
         ({"zero_experts": 1}, "PathwayAwareRouter"),
         ({"moe_layers": None}, "received: 'block_0'"),
+        ({"moe_layers": [1]}, r"among \['block_1'\]; received: 'block_0'"),
     ],
 )
 def test_other_mixtures_are_refused_by_name(changes, message):
@@ -195,3 +203,65 @@ def test_another_pruning_than_before_is_refused(model):
         prune_experts(exclude_experts(model, [1]), KEPT)
     with pytest.raises(ValueError, match="excluded_experts"):
         exclude_experts(prune_experts(model, KEPT), [0])
+
+
+SMALL_PAIR = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
+IMAGE = {"image_shape": (8, 8, 3), "patch_size": 4}
+TEXT = {"vocabulary_size": 20, "max_length": 5}
+
+
+def pairs():
+    ids = np.random.default_rng(0).integers(1, 20, (3, 5))
+    mask = np.arange(5) < [[5], [3], [4]]
+    return {
+        "images": images(3, 8, 8, 3),
+        "token_ids": np.where(mask, ids, 0),
+        "padding_mask": mask,
+    }
+
+
+@pytest.mark.backend_free
+def test_limoe_is_pruned_for_its_texts():
+    moe = {"num_experts": 6, "num_selected_experts": 1}
+    model = with_weights(
+        models.LIMoEBackbone(**SMALL_PAIR, **IMAGE, **TEXT, projection_dim=4, moe=moe)
+    )
+    usage = expert_usage(model, pairs(), mask={"text": "padding_mask"}, verbose=0)
+    assert usage.groups == ["image", "text"]
+    np.testing.assert_array_equal(
+        usage.blocks["block_1"].tokens.sum(axis=1), [3 * 4, 12]
+    )
+    kept = select_experts(usage, coverage=1.0, groups="text")
+    assert len(kept["block_1"]) < 6
+    masked, pruned = (f(model, kept, "router_pred")(pairs()) for f in PRUNINGS)
+    for name, expected in masked.items():
+        np.testing.assert_allclose(
+            to_numpy(pruned[name]), to_numpy(expected), atol=1e-5
+        )
+
+
+@pytest.mark.backend_free
+def test_towers_are_pruned_by_modality():
+    moe = {"moe_layers": [1], "num_experts": 4, "num_selected_experts": 1}
+    model = with_weights(
+        models.CLIPBackbone(
+            image={**SMALL_PAIR, **IMAGE, **moe},
+            text={**SMALL_PAIR, **TEXT, **moe},
+            projection_dim=4,
+        )
+    )
+    usage = expert_usage(model, pairs(), verbose=0)
+    assert list(usage.blocks) == ["image/block_1", "text/block_1"]
+    used = np.argmax(usage.blocks["text/block_1"].tokens[0])
+    kept = {"text/block_1": [e for e in range(4) if e != used][:2]}
+    masked, pruned = (f(model, kept)(pairs()) for f in PRUNINGS)
+    whole = model(pairs())
+    name = "text_embeddings"
+    np.testing.assert_allclose(
+        to_numpy(pruned[name]), to_numpy(masked[name]), atol=1e-5
+    )
+    assert np.abs(to_numpy(whole[name] - pruned[name])).max() > 1e-3
+    name = "image_embeddings"
+    np.testing.assert_allclose(to_numpy(pruned[name]), to_numpy(whole[name]), atol=1e-6)
+    with pytest.raises(ValueError, match="received: 'block_1' of CLIPBackbone"):
+        prune_experts(model, {"block_1": [0]})

@@ -323,7 +323,7 @@ def test_modalities_come_with_the_inputs(text):
 
 
 class TwoModalities(keras.Model):
-    """A text tower whose block has a record for each of two halves of the tokens."""
+    """A text tower whose block has two records, as if of two modalities."""
 
     def __init__(self, backbone):
         super().__init__(backbone.inputs, backbone.outputs)
@@ -331,7 +331,7 @@ class TwoModalities(keras.Model):
         record = backbone.routing["block_1"]
         self.routing = {
             "image/block_1": Routing(*(x[:, :2] for x in record)),
-            "text/block_1": Routing(*(x[:, 2:] for x in record)),
+            "text/block_1": Routing(*(ops.copy(x) for x in record)),
         }
 
     @property
@@ -351,10 +351,16 @@ def test_records_of_a_shared_block_are_modalities(text):
     assert list(usage.blocks) == ["block_1"]
     record = keras.Model(text.input, text.routing).predict(inputs, verbose=0)
     served = record["block_1"].dispatched
-    halves = [served[:, :2].sum(axis=(0, 1)), served[:, 2:].sum(axis=(0, 1))]
-    np.testing.assert_array_equal(usage.blocks["block_1"].tokens, halves)
+    totals = [served[:, :2].sum(axis=(0, 1)), served.sum(axis=(0, 1))]
+    np.testing.assert_array_equal(usage.blocks["block_1"].tokens, totals)
     with pytest.raises(ValueError, match="records of \\['image', 'text'\\]"):
         expert_usage(both, inputs, "modality_ids", ["a", "b"], verbose=0)
+    with pytest.raises(ValueError, match=r"a dict of names .*mask='padding_mask'"):
+        expert_usage(both, inputs, mask="padding_mask", verbose=0)
+    # Any input that is 0 for tokens that do not count is a mask.
+    usage = UsageProbe(both).count(inputs, mask={"text": "modality_ids"})
+    counted = served[inputs["modality_ids"] == 1].sum(axis=0)
+    np.testing.assert_array_equal(usage.blocks["block_1"].tokens, [totals[0], counted])
 
 
 @pytest.mark.backend_free

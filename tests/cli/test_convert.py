@@ -9,7 +9,12 @@ from keras_moe import models
 from keras_moe.cli import comparison
 from keras_moe.models.preset_folder import is_preset
 from tests import golden
-from tests.models.conversion.test_conversion import hub_vit, randomized, timm_folder
+from tests.models.conversion.test_conversion import (
+    hub_clip,
+    hub_vit,
+    randomized,
+    timm_folder,
+)
 
 CHECKPOINTS = golden.FOLDER / "07_checkpoints"
 
@@ -295,3 +300,17 @@ def test_a_task_is_compared_with_the_task(tmp_path, convert):
     )
     assert status == 0
     assert "arguments were overridden" in stdout
+
+
+def test_pairs_and_their_towers(tmp_path, convert):
+    randomized(hub_clip()).save_to_preset(tmp_path / "hub")
+    for arguments, name in (
+        ((), "CLIPBackbone"),
+        (("--tower", "text"), "TextBackbone"),
+    ):
+        out = tmp_path / name
+        status, stdout, stderr = convert(tmp_path / "hub", out, "--quiet", *arguments)
+        assert status == 0, stderr
+        # The console breaks lines.
+        assert "compares images alone" in " ".join(stdout.split())
+        assert type(models.from_preset(str(out))).__name__ == name

@@ -66,7 +66,7 @@ def outputs(model, inputs, training=False):
     return keras.tree.map_structure(keras.ops.convert_to_numpy, results)
 
 
-# What they compute
+# Results
 
 
 @pytest.mark.every_backend
@@ -191,7 +191,8 @@ def test_pairs_are_told_apart_after_training(kind):
     losses = -(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)).diagonal()
     losses -= (logits - np.logaddexp.reduce(logits, axis=0, keepdims=True)).diagonal()
     evaluated = model.evaluate(PAIRS, batch_size=3, verbose=0)
-    np.testing.assert_allclose(evaluated, losses.mean() / 2, rtol=1e-4)
+    # The loss of float32 logits of about 10 is rounded to 1e-6.
+    np.testing.assert_allclose(evaluated, losses.mean() / 2, rtol=1e-4, atol=2e-6)
 
 
 def test_the_sigmoid_loss_is_the_default_with_a_bias():
@@ -395,7 +396,7 @@ def test_parts_are_those_of_the_layers(backbone):
     assert description.parameters == sum(counts.values())
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.backend_free

@@ -5,6 +5,7 @@ embeddings, before they are normalised.
 """
 
 import re
+from typing import Any
 
 from keras_moe.models.conversion.clip_parts import (
     LOGIT_NAMES,
@@ -126,11 +127,6 @@ def openclip_image_plan(file, config: dict, overrides: dict) -> ConversionPlan:
             or the tower is none that `ViTBackbone` can be.
     """
     visual, blocks_at = "visual.", "visual.transformer.resblocks."
-    if any(name.startswith("visual.trunk.") for name in file):
-        raise ValueError(
-            "Expected an image tower of OpenCLIP's own kind; received one of timm "
-            f"('visual.trunk...') in {file.path}. Convert timm's release of it."
-        )
     blocks = numbered(file, r"visual\.transformer\.resblocks\.(\d+)\.")
     model = config.get("model_cfg", {})
     activation = None
@@ -174,18 +170,8 @@ def openclip_image_plan(file, config: dict, overrides: dict) -> ConversionPlan:
         config.get("preprocessor", {}),
         CLIP_IMAGES,
     )
-    rules = {
-        **patches(f"{visual}conv1.", f"{visual}conv1.bias" in file, True, images),
-        "class_token/token": Squeezed(f"{visual}class_embedding", axes=2),
-        "position_embedding/embedding": Positions(
-            f"{visual}positional_embedding", axes=1
-        ),
-        **norm("embedding_norm", f"{visual}ln_pre."),
-        **norm("final_norm", f"{visual}ln_post."),
-    }
-    for i in blocks:
-        block = f"{blocks_at}{i}."
-        rules.update(block_rules(file, f"block_{i}", block, OPENCLIP_BLOCK))
+    has_bias = f"{visual}conv1.bias" in file
+    rules = openclip_image_rules(len(blocks), images, has_bias, file)
     task = None
     if f"{visual}proj" in file:
         # It is stored as here: (D, embedding).
@@ -227,6 +213,11 @@ def transformers_image_plan(file, config: dict, overrides: dict) -> ConversionPl
         ValueError: if neither config nor arguments have what the weights do not imply.
     """
     root = transformers_image_root(file)
+    if len(file[f"{root}embeddings.patch_embedding.weight"].shape) == 2:
+        raise ValueError(
+            "Expected a SigLIP 2 of one image size; received: one for images of any "
+            f"shape (NaFlex) in {file.path}"
+        )
     vision = config.get("vision_config") or config
     blocks = numbered(file, rf"{re.escape(root)}encoder\.layers\.(\d+)\.")
     embeddings = f"{root}embeddings."
@@ -270,22 +261,7 @@ def transformers_image_plan(file, config: dict, overrides: dict) -> ConversionPl
         None if is_siglip else CLIP_IMAGES,
     )
     has_bias = f"{embeddings}patch_embedding.bias" in file
-    rules = {
-        **patches(f"{embeddings}patch_embedding.", has_bias, True, images),
-        "position_embedding/embedding": Positions(
-            f"{embeddings}position_embedding.weight", axes=1
-        ),
-        **norm("final_norm", f"{root}post_layernorm."),
-    }
-    if class_token:
-        token = Squeezed(f"{embeddings}class_embedding", axes=2)
-        rules["class_token/token"] = token
-    if arguments["embedding_norm"]:
-        # Spelt so in the release.
-        rules.update(norm("embedding_norm", f"{root}pre_layrnorm."))
-    for i in blocks:
-        block = f"{root}encoder.layers.{i}."
-        rules.update(block_rules(file, f"block_{i}", block, TRANSFORMERS_BLOCK))
+    rules = transformers_image_rules(root, arguments, images, has_bias)
     task = None
     if "visual_projection.weight" in file:
         rules["predictions/kernel"] = Matrix("visual_projection.weight")
@@ -293,7 +269,7 @@ def transformers_image_plan(file, config: dict, overrides: dict) -> ConversionPl
         size = required(file, "visual_projection.weight", 2)[0]
         task = {"num_classes": size, "pooling": "class_token"}
     elif f"{root}head.probe" in file:
-        rules.update(_attention_pool(f"{root}head."))
+        rules.update(siglip_pooler_rules(f"{root}head."))
         task = {"num_classes": arguments["hidden_dim"], "pooling": "map"}
     left = ignored(file, text=_TRANSFORMERS_TEXT, logits=LOGIT_NAMES)
     if f"{embeddings}position_ids" in file:
@@ -313,8 +289,76 @@ def transformers_image_plan(file, config: dict, overrides: dict) -> ConversionPl
     )
 
 
-def _attention_pool(head):
-    """SigLIP's attention pooling; the pooled vector itself is the output."""
+def openclip_image_rules(
+    num_layers: int,
+    images: Normalization | None = None,
+    has_bias: bool = False,
+    file: Any = (),
+) -> dict:
+    """Rules of OpenCLIP's image tower without its projection.
+
+    Args:
+        num_layers: number of blocks.
+        images: normalisation of the images, or None for this library's.
+        has_bias: whether the patches' convolution has a bias.
+        file: a `PublishedTensors`, which tells whether there is LayerScale.
+    """
+    visual = "visual."
+    rules = {
+        **patches(f"{visual}conv1.", has_bias, True, images),
+        "class_token/token": Squeezed(f"{visual}class_embedding", axes=2),
+        "position_embedding/embedding": Positions(
+            f"{visual}positional_embedding", axes=1
+        ),
+        **norm("embedding_norm", f"{visual}ln_pre."),
+        **norm("final_norm", f"{visual}ln_post."),
+    }
+    for i in range(num_layers):
+        block = f"{visual}transformer.resblocks.{i}."
+        rules.update(block_rules(file, f"block_{i}", block, OPENCLIP_BLOCK))
+    return rules
+
+
+def transformers_image_rules(
+    root: str,
+    arguments: dict,
+    images: Normalization | None = None,
+    has_bias: bool = False,
+) -> dict:
+    """Rules of transformers' image tower without its head.
+
+    Args:
+        root: start of the names.
+        arguments: arguments of the backbone.
+        images: normalisation of the images, or None for this library's.
+        has_bias: whether the patches' convolution has a bias.
+    """
+    embeddings = f"{root}embeddings."
+    rules = {
+        **patches(f"{embeddings}patch_embedding.", has_bias, True, images),
+        "position_embedding/embedding": Positions(
+            f"{embeddings}position_embedding.weight", axes=1
+        ),
+        **norm("final_norm", f"{root}post_layernorm."),
+    }
+    if arguments["class_token"]:
+        token = Squeezed(f"{embeddings}class_embedding", axes=2)
+        rules["class_token/token"] = token
+    if arguments["embedding_norm"]:
+        # Spelt so in the release.
+        rules.update(norm("embedding_norm", f"{root}pre_layrnorm."))
+    for i in range(arguments["num_layers"]):
+        block = f"{root}encoder.layers.{i}."
+        rules.update(block_rules((), f"block_{i}", block, TRANSFORMERS_BLOCK))
+    return rules
+
+
+def siglip_pooler_rules(head: str) -> dict:
+    """Rules of SigLIP's attention pooling; the pooled vector itself is the output.
+
+    Args:
+        head: start of the names.
+    """
     rules = {
         "pooler/probe": Direct(f"{head}probe"),
         **norm("pooler/norm", f"{head}layernorm."),

@@ -32,9 +32,13 @@ _ROUTING = (
     "auxiliary_losses",
     "expert_dropout",
 )
+UNKNOWN_ROUTING = (
+    "weights do not tell how tokens are allocated: taken are the defaults of router, "
+    "num_selected_experts and capacity_factor, where no argument is given"
+)
 # The releases evaluate on the whole image, resized without antialiasing.
 _PREPROCESSING = {"interpolation": "bilinear", "antialias": False}
-_PREFIXES = ("", "params/", "opt/target/", "target/")
+PREFIXES = ("", "params/", "opt/target/", "target/")
 # Entries of a training state that hold moments and counts of an optimizer.
 _OPTIMIZER = ("opt", "opt_state")
 
@@ -62,15 +66,15 @@ def google_plan(file, name: str, overrides: dict) -> ConversionPlan | None:
         name: name of the checkpoint, which implies arguments that the weights do not.
         overrides: arguments of the user.
     """
-    for prefix in _PREFIXES:
+    for prefix in PREFIXES:
         if f"{prefix}stem/kernel" in file:
             return _mixer(file, prefix)
         if f"{prefix}embedding/kernel" in file:
-            return _vit(file, prefix, name, overrides)
+            return vit_plan(file, prefix, name, overrides)
     return None
 
 
-def _ignored(file, prefix):
+def left_of_state(file, prefix):
     """All that is no parameter, such as the other parts of a training state."""
     reasons = {}
     for name in file:
@@ -103,7 +107,7 @@ def _flax_norm(place, name):
     return norm(place, name, "scale", "bias")
 
 
-def _head(file, prefix):
+def head_rules(file, prefix):
     """Rules and arguments of representation and head; None without a head."""
     if f"{prefix}head/kernel" not in file:
         return {}, None
@@ -117,7 +121,15 @@ def _head(file, prefix):
     return rules, arguments
 
 
-def _vit(file, prefix, name, overrides):
+def vit_plan(file, prefix: str, name: str, overrides: dict) -> ConversionPlan:
+    """The plan for a ViT, V-MoE or Soft MoE.
+
+    Args:
+        file: a `PublishedTensors`.
+        prefix: start of the names.
+        name: name of the checkpoint.
+        overrides: arguments of the user.
+    """
     if name.startswith("eee_"):
         raise ValueError(
             "Expected a V-MoE; received an efficient ensemble of experts, whose "
@@ -128,52 +140,26 @@ def _vit(file, prefix, name, overrides):
     root = f"{prefix}Encoder/"
     if not any(tensor.startswith(root) for tensor in file):
         root = f"{prefix}Transformer/"
-    blocks = numbered(file, rf"{root}encoderblock_(\d+)/")
-    attentions = ("SelfAttention", *(f"MultiHeadDotProductAttention_{i}" for i in "10"))
     class_token = f"{prefix}cls" in file
-    arguments = {
-        "patch_size": height if height == width else (height, width),
-        "hidden_dim": hidden_dim,
-        "num_layers": len(blocks),
-        "class_token": class_token,
-        "activation": "gelu_tanh",
-        "layer_norm_epsilon": 1e-6,
-    }
-    rules = {
-        "patch_embedding/kernel": PatchKernel(kernel),
-        "patch_embedding/bias": Direct(f"{prefix}embedding/bias"),
-        **_flax_norm("final_norm", f"{root}encoder_norm/"),
-    }
+    rules, arguments = encoder_rules(file, root)
+    moe_layers = arguments.get("moe_layers")
+    arguments.update(
+        patch_size=height if height == width else (height, width),
+        hidden_dim=hidden_dim,
+        class_token=class_token,
+    )
+    rules.update(
+        {
+            "patch_embedding/kernel": PatchKernel(kernel),
+            "patch_embedding/bias": Direct(f"{prefix}embedding/bias"),
+        }
+    )
     if class_token:
         rules["class_token/token"] = Direct(f"{prefix}cls")
-    moe_layers = []
-    for i in blocks:
-        block, target = f"{root}encoderblock_{i}/", f"block_{i}"
-        attention = _module(file, block, *attentions)
-        query_key_norm = f"{attention}query_ln/scale" in file
-        second = _module(file, block, "LayerNorm_2", "LayerNorm_1")
-        rules.update(_flax_norm(f"{target}/mixer_norm", f"{block}LayerNorm_0/"))
-        rules.update(_flax_norm(f"{target}/feed_forward_norm", second))
-        rules.update(_attention(f"{target}/attention", attention, query_key_norm))
-        if any(tensor.startswith(f"{block}Moe/") for tensor in file):
-            moe_layers.append(i)
-            rules.update(_moe(file, f"{target}/moe", f"{block}Moe/", arguments))
-        else:
-            mlp = _module(file, block, "Mlp", "MlpBlock_3", "MlpBlock_0")
-            rules.update(_mlp(f"{target}/mlp", mlp))
-            arguments["mlp_dim"] = required(file, f"{mlp}Dense_0/kernel", 2)[1]
-        if i == 0:
-            query = required(file, f"{attention}query/kernel", 3)
-            arguments.update(num_heads=query[1], query_key_norm=query_key_norm)
     notes = []
-    if moe_layers:
-        arguments["moe_layers"] = moe_layers
-        expert_mlp_dim = arguments.pop("experts' mlp_dim")
-        if arguments.setdefault("mlp_dim", expert_mlp_dim) != expert_mlp_dim:
-            arguments["expert_mlp_dim"] = expert_mlp_dim
-    head, task = _head(file, prefix)
+    head, task = head_rules(file, prefix)
     rules.update(head)
-    pooler, pooling = _map_head(file, prefix)
+    pooler, pooling = map_head_rules(file, prefix)
     rules.update(pooler)
     if task is not None:
         task["pooling"] = pooling or ("class_token" if class_token else "average")
@@ -188,11 +174,7 @@ def _vit(file, prefix, name, overrides):
         if task is not None and "_ft_" not in name:
             task["multi_label"] = preset["task_config"].get("multi_label", False)
     elif moe_layers and "router" not in arguments:
-        notes.append(
-            "weights do not tell how tokens are allocated: taken are the defaults of "
-            "router, num_selected_experts and capacity_factor, where no argument is "
-            "given"
-        )
+        notes.append(UNKNOWN_ROUTING)
     positions = _first(
         file, f"{root}posembed_input/pos_embedding", f"{prefix}pos_embedding"
     )
@@ -221,10 +203,52 @@ def _vit(file, prefix, name, overrides):
         arguments,
         rules,
         task,
-        _ignored(file, prefix),
+        left_of_state(file, prefix),
         tuple(notes),
         _PREPROCESSING,
     )
+
+
+def encoder_rules(file, root: str) -> tuple[dict, dict]:
+    """Rules of an encoder's blocks and last norm, and the arguments that they imply.
+
+    Args:
+        file: a `PublishedTensors`.
+        root: start of the encoder's names.
+    """
+    blocks = numbered(file, rf"{root}encoderblock_(\d+)/")
+    attentions = ("SelfAttention", *(f"MultiHeadDotProductAttention_{i}" for i in "10"))
+    arguments = {
+        "num_layers": len(blocks),
+        "activation": "gelu_tanh",
+        "layer_norm_epsilon": 1e-6,
+    }
+    rules = _flax_norm("final_norm", f"{root}encoder_norm/")
+    moe_layers = []
+    for i in blocks:
+        block, target = f"{root}encoderblock_{i}/", f"block_{i}"
+        attention = _module(file, block, *attentions)
+        query_key_norm = f"{attention}query_ln/scale" in file
+        second = _module(file, block, "LayerNorm_2", "LayerNorm_1")
+        rules.update(_flax_norm(f"{target}/mixer_norm", f"{block}LayerNorm_0/"))
+        rules.update(_flax_norm(f"{target}/feed_forward_norm", second))
+        rules.update(_attention(f"{target}/attention", attention, query_key_norm))
+        if any(tensor.startswith(f"{block}Moe/") for tensor in file):
+            moe_layers.append(i)
+            rules.update(_moe(file, f"{target}/moe", f"{block}Moe/", arguments))
+        else:
+            mlp = _module(file, block, "Mlp", "MlpBlock_3", "MlpBlock_0")
+            rules.update(_mlp(f"{target}/mlp", mlp))
+            arguments["mlp_dim"] = required(file, f"{mlp}Dense_0/kernel", 2)[1]
+        if i == 0:
+            query = required(file, f"{attention}query/kernel", 3)
+            arguments.update(num_heads=query[1], query_key_norm=query_key_norm)
+    if moe_layers:
+        arguments["moe_layers"] = moe_layers
+        expert_mlp_dim = arguments.pop("experts' mlp_dim")
+        if arguments.setdefault("mlp_dim", expert_mlp_dim) != expert_mlp_dim:
+            arguments["expert_mlp_dim"] = expert_mlp_dim
+    return rules, arguments
 
 
 def _moe(file, place, name, arguments):
@@ -251,7 +275,7 @@ def _moe(file, place, name, arguments):
     return rules
 
 
-def _map_head(file, prefix):
+def map_head_rules(file, prefix):
     """Rules of attention pooling, if there is one."""
     root = _module(file, prefix, "MapHead", "MAPHead_0")
     if f"{root}probe" not in file:
@@ -285,7 +309,7 @@ def _mixer(file, prefix):
         rules.update(_flax_norm(f"{target}/feed_forward_norm", f"{block}LayerNorm_1/"))
         rules.update(_mlp(f"{target}/token_mlp", f"{block}token_mixing/"))
         rules.update(_mlp(f"{target}/mlp", f"{block}channel_mixing/"))
-    head, task = _head(file, prefix)
+    head, task = head_rules(file, prefix)
     return ConversionPlan(
         "MLP-Mixer (Google)",
         "MixerBackbone",
@@ -301,6 +325,6 @@ def _mixer(file, prefix):
         },
         {**rules, **head},
         task,
-        _ignored(file, prefix),
+        left_of_state(file, prefix),
         preprocessing=_PREPROCESSING,
     )

@@ -11,27 +11,34 @@ class KerasHubModel(PublishedTensors):
 
     Args:
         model: a Keras model.
-        layers: layers whose weights are read; None takes all.
+        layers: layers whose weights are read, by what their names begin with; None
+            takes all weights by their paths.
 
     Raises:
         ValueError: if two weights have one path.
     """
 
-    def __init__(self, model: keras.Model, layers: list | None = None):
+    def __init__(self, model: keras.Model, layers: dict[str, list] | None = None):
         label = f"{type(model).__name__} {model.name!r}"
         self._weights = {}
         tensors = {}
-        for weight in (w for layer in layers or [model] for w in layer.weights):
-            if "seed_generator" in weight.path:
+        for weight, start in (
+            (weight, start)
+            for start, parts in (layers or {"": [model]}).items()
+            for layer in parts
+            for weight in layer.weights
+        ):
+            name = start + weight.path
+            if "seed_generator" in name:
                 continue
-            if weight.path in tensors:
+            if name in tensors:
                 raise ValueError(
                     f"Expected a path for each weight of {label}; received: "
-                    f"{weight.path!r} twice"
+                    f"{name!r} twice"
                 )
-            self._weights[weight.path] = weight
+            self._weights[name] = weight
             dtype = keras.backend.standardize_dtype(weight.dtype)
-            tensors[weight.path] = TensorInfo(tuple(weight.shape), dtype, label)
+            tensors[name] = TensorInfo(tuple(weight.shape), dtype, label)
         super().__init__(label, tensors)
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:

@@ -3,6 +3,7 @@
 import keras
 import keras_hub
 
+from keras_moe.models.conversion.clip_parts import LOGIT_NAMES
 from keras_moe.models.conversion.keras_hub_image_names import (
     image_tower_plan,
     vit_plan,
@@ -10,6 +11,7 @@ from keras_moe.models.conversion.keras_hub_image_names import (
 from keras_moe.models.conversion.keras_hub_model import KerasHubModel
 from keras_moe.models.conversion.keras_hub_parts import Names
 from keras_moe.models.conversion.keras_hub_text_names import text_tower_plan
+from keras_moe.models.conversion.pair_plan import pair_plan
 from keras_moe.models.conversion.plan import ConversionPlan
 from keras_moe.models.conversion.preprocessing import keras_hub_preprocessing
 from keras_moe.models.conversion.published_tensors import PublishedTensors
@@ -34,21 +36,20 @@ def keras_hub_plan(
 
     Args:
         model: one of `CLASSES`.
-        tower: `"image"`, `"text"`, or None for the source's own.
+        tower: `"image"`, `"text"`, or None for all that the source has.
 
     Raises:
         ValueError: if the model has parts that this library's has not, or lacks the
             tower.
     """
+    if isinstance(model, _PAIRS):
+        return _both_towers(model) if tower is None else _one_tower(model, tower)
     own = "text" if isinstance(model, _TEXTS) else "image"
-    tower = tower or own
-    if tower != own and not isinstance(model, _PAIRS):
+    if tower not in (None, own):
         raise ValueError(
             f"Expected a model of KerasHub with a {tower} tower; received: "
             f"{type(model).__name__} {model.name!r}"
         )
-    if isinstance(model, _PAIRS):
-        return _of_pair(model, tower)
     encoder, around = model, None
     if isinstance(model, _hub.ViTImageClassifier):
         encoder, around = model.backbone, model
@@ -57,18 +58,39 @@ def keras_hub_plan(
     return file, _completed(plan, model, encoder)
 
 
-def _of_pair(model, tower):
-    """The weights of one tower, which may have the paths of the other's."""
-    encoder = model.text_encoder if tower == "text" else model.vision_encoder
-    layers, around, other = [encoder], None, "image" if tower == "text" else "text"
-    if isinstance(model, _hub.CLIPBackbone):
-        around = model
-        is_text = tower == "text"
-        layers.append(model.text_projection if is_text else model.vision_projection)
-    file = KerasHubModel(model, layers)
-    plan = _plan(encoder, around, Names(file))
+def _parts(model, tower):
+    """The layers of a tower and the CLIP around it, or None."""
+    is_text = tower == "text"
+    parts = [model.text_encoder if is_text else model.vision_encoder]
+    if not isinstance(model, _hub.CLIPBackbone):
+        return parts, None
+    return [
+        *parts,
+        model.text_projection if is_text else model.vision_projection,
+    ], model
+
+
+def _one_tower(model, tower):
+    parts, around = _parts(model, tower)
+    file = KerasHubModel(model, {"": parts})
+    plan = _plan(parts[0], around, Names(file))
+    other = "image" if tower == "text" else "text"
     plan.notes += (f"the {other} tower and the logits' scale are left out",)
-    return file, _completed(plan, model, encoder)
+    return file, _completed(plan, model, parts[0])
+
+
+def _both_towers(model):
+    """The weights of a pair, in which both towers have the same paths."""
+    parts = {tower: _parts(model, tower) for tower in ("image", "text")}
+    head = model.clip_head if parts["image"][1] else model.siglip_head
+    layers = {f"{tower}/": layers for tower, (layers, _) in parts.items()}
+    file = KerasHubModel(model, {**layers, "": [head]})
+    plans = {}
+    for tower, ((encoder, *_), around) in parts.items():
+        names = Names(name for name in file if name.startswith(f"{tower}/"))
+        plans[tower] = _completed(_plan(encoder, around, names), model, encoder)
+    scalars = [next((x for x in file if x.endswith(end)), None) for end in LOGIT_NAMES]
+    return file, pair_plan(file, **plans, log_scale=scalars[0], bias=scalars[1])
 
 
 def _plan(encoder, around, names):

@@ -22,12 +22,12 @@ class Names(dict):
     """The paths of a model's weights by short ones; a missing one stands for itself.
 
     Args:
-        file: a `KerasHubModel`.
+        paths: full paths.
     """
 
-    def __init__(self, file):
+    def __init__(self, paths):
         super().__init__()
-        for name in file:
+        for name in paths:
             match = re.search(rf"(?:^|[_/])((?:{_ROOTS}).*)$", name)
             if match:
                 self.setdefault(match[1], name)

@@ -1,6 +1,7 @@
 """OpenCLIP's names of text towers."""
 
 import re
+from typing import Any
 
 from keras_moe.models.conversion.clip_parts import (
     LOGIT_NAMES,
@@ -112,16 +113,11 @@ def openclip_text_plan(file, config: dict, overrides: dict) -> ConversionPlan:
         "activation": activation_of(activation, file, overrides),
     }
     rules = {
-        "token_embedding/embeddings": Direct(embedding),
-        "text_positions/embedding": Squeezed(positions),
-        **norm("final_norm", f"{root}ln_final."),
+        **openclip_text_rules(root, len(blocks), file),
         **_projection(file, root, arguments),
     }
     if "projection_dim" in arguments:
         agree(file, model, OPENCLIP_CONFIG, embed_dim=arguments["projection_dim"])
-    for i in blocks:
-        block = f"{blocks_at}{i}."
-        rules.update(block_rules(file, f"block_{i}", block, OPENCLIP_BLOCK))
     notes = ()
     if not model:
         notes = (
@@ -139,6 +135,25 @@ def openclip_text_plan(file, config: dict, overrides: dict) -> ConversionPlan:
         ignored=left,
         notes=notes,
     )
+
+
+def openclip_text_rules(root: str, num_layers: int, file: Any = ()) -> dict:
+    """Rules of a text tower without its projection.
+
+    Args:
+        root: start of the names.
+        num_layers: number of blocks.
+        file: a `PublishedTensors`, which tells whether there is LayerScale.
+    """
+    rules = {
+        "token_embedding/embeddings": Direct(f"{root}token_embedding.weight"),
+        "text_positions/embedding": Squeezed(f"{root}positional_embedding"),
+        **norm("final_norm", f"{root}ln_final."),
+    }
+    for i in range(num_layers):
+        block = f"{root}transformer.resblocks.{i}."
+        rules.update(block_rules(file, f"block_{i}", block, OPENCLIP_BLOCK))
+    return rules
 
 
 def _check(text, model, file):

@@ -16,11 +16,11 @@ class ConversionPlan:
 
     Args:
         scheme: name of the naming scheme.
-        backbone: name of the class, `"ViTBackbone"` or `"MixerBackbone"`.
+        backbone: name of the class, such as `"ViTBackbone"`.
         arguments: arguments of the backbone, as the checkpoint was made.
         rules: rule for each weight of the model, by its path.
         task_arguments: arguments of the classifier; None if there is no head.
-        ignored: tensors that are none of the image model's, with the reason.
+        ignored: tensors that are none of the model's, with the reason.
         notes: remarks for the user.
         preprocessing: arguments of `ImagePreprocessor` beside the images' shape; None
             where the source's images are not known.
@@ -39,4 +39,5 @@ class ConversionPlan:
         """The preprocessor of the source's images, or None where it is not known."""
         if self.preprocessing is None:
             return None
-        return ImagePreprocessor(self.arguments["image_shape"], **self.preprocessing)
+        image = self.arguments.get("image", self.arguments)
+        return ImagePreprocessor(image["image_shape"], **self.preprocessing)

@@ -19,6 +19,7 @@ from keras_moe.models.conversion.configs import (
     read_object,
 )
 from keras_moe.models.conversion.google_names import google_plan
+from keras_moe.models.conversion.google_pair_names import google_pair_plan
 from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
 from keras_moe.models.conversion.plan import ConversionPlan
 from keras_moe.models.conversion.published_tensors import PublishedTensors
@@ -218,6 +219,7 @@ def open_source(
         name = text
     try:
         for find in (
+            lambda: google_pair_plan(file, name, overrides, tower),
             lambda: google_plan(file, name, overrides),
             lambda: timm_plan(file, config, overrides),
             lambda: clip_plan(file, config, overrides, tower),

@@ -89,20 +89,13 @@ def transformers_text_plan(file, config: dict, overrides: dict) -> ConversionPla
         ),
         "activation": activation_of(settings.get("hidden_act"), file, overrides),
     }
-    rules = {
-        "token_embedding/embeddings": Direct(embedding),
-        "text_positions/embedding": Squeezed(positions),
-        **norm("final_norm", f"{root}final_layer_norm."),
-    }
-    for i in blocks:
-        block = f"{root}encoder.layers.{i}."
-        rules.update(block_rules(file, f"block_{i}", block, TRANSFORMERS_BLOCK))
+    rules = transformers_text_rules(root, len(blocks))
     notes = ()
     if is_siglip:
         arguments.update(causal=False, pooling="last", mask_padding=False)
         arguments["projection_dim"] = required(file, f"{root}head.weight", 2)[0]
         arguments["projection_bias"] = True
-        rules.update(linear("projection", f"{root}head."))
+        rules.update(transformers_text_projection(root, is_siglip))
     else:
         arguments["end_of_text_id"], notes = _end_of_text(
             settings, vocabulary_size, file, overrides
@@ -110,7 +103,7 @@ def transformers_text_plan(file, config: dict, overrides: dict) -> ConversionPla
         if "text_projection.weight" in file:
             size = required(file, "text_projection.weight", 2)[0]
             arguments["projection_dim"] = size
-            rules["projection/kernel"] = Matrix("text_projection.weight")
+            rules.update(transformers_text_projection(root, is_siglip))
     left = ignored(
         file, image=("vision_model.", "visual_projection."), logits=LOGIT_NAMES
     )
@@ -124,6 +117,40 @@ def transformers_text_plan(file, config: dict, overrides: dict) -> ConversionPla
         ignored=left,
         notes=notes,
     )
+
+
+def transformers_text_rules(root: str, num_layers: int) -> dict:
+    """Rules of a text tower without its projection.
+
+    Args:
+        root: start of the names.
+        num_layers: number of blocks.
+    """
+    rules = {
+        "token_embedding/embeddings": Direct(
+            f"{root}embeddings.token_embedding.weight"
+        ),
+        "text_positions/embedding": Squeezed(
+            f"{root}embeddings.position_embedding.weight"
+        ),
+        **norm("final_norm", f"{root}final_layer_norm."),
+    }
+    for i in range(num_layers):
+        block = f"{root}encoder.layers.{i}."
+        rules.update(block_rules((), f"block_{i}", block, TRANSFORMERS_BLOCK))
+    return rules
+
+
+def transformers_text_projection(root: str, is_siglip: bool) -> dict:
+    """Rules of a text tower's projection.
+
+    Args:
+        root: start of the names.
+        is_siglip: whether it is SigLIP's, which has a bias, or CLIP's.
+    """
+    if is_siglip:
+        return linear("projection", f"{root}head.")
+    return {"projection/kernel": Matrix("text_projection.weight")}
 
 
 def _end_of_text(settings, vocabulary_size, file, overrides):

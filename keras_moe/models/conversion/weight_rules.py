@@ -5,8 +5,10 @@ a given shape, and how to make that weight's values. Shapes are compared before
 anything is read. Axes: D hidden, N tokens.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +48,23 @@ class Squeezed(Direct):
 
     def shapes(self, target):
         return {self.name: target[self.axes :]}
+
+    def make(self, read, target):
+        return read(self.name).reshape(target)
+
+
+@dataclass(frozen=True)
+class Scalar(Direct):
+    """One number, which may be stored with axes of size 1.
+
+    Args:
+        shape: shape of the tensor.
+    """
+
+    shape: tuple[int, ...] = ()
+
+    def shapes(self, target):
+        return {self.name: self.shape}
 
     def make(self, read, target):
         return read(self.name).reshape(target)
@@ -238,6 +257,21 @@ class Filled:
         if self.value == "identity":
             return np.eye(*target, dtype="float32")
         return np.zeros(target, "float32")
+
+
+def renamed(rule: Any, rename: Callable[[str], str]) -> Any:
+    """The same rule for tensors of other names.
+
+    Args:
+        rule: one of the rules of this file.
+        rename: function from a tensor's name to its other name.
+    """
+    fields = {
+        field: rename(getattr(rule, field))
+        for field in ("name", "ids", "bias", "scale")
+        if getattr(rule, field, None) is not None
+    }
+    return dataclasses.replace(rule, **fields) if fields else rule
 
 
 def norm(place: str, name: str, scale: str = "weight", offset: str = "bias") -> dict:

@@ -10,6 +10,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests.models.conversion.writers import write_folder
+
 IDS = np.array([[18, 3, 19, 0, 0, 0], [18, 4, 5, 6, 7, 19], [18, 8, 9, 19, 2, 2]])
 # Behind the ends of text.
 PADDING = np.array([[1, 1, 1, 0, 0, 0], [1] * 6, [1, 1, 1, 1, 0, 0]])
@@ -134,3 +136,14 @@ def open_clip_model(config):
     custom = config.pop("custom_text", False)
     kind = open_clip.CustomTextCLIP if custom else open_clip.CLIP
     return randomized(kind(**config))
+
+
+def save_open_clip(model, config, folder):
+    """Saves OpenCLIP's model as its releases are; returns the folder's path."""
+    state = {name: x.detach().numpy() for name, x in model.state_dict().items()}
+    return write_folder(
+        folder,
+        state,
+        name="open_clip_model.safetensors",
+        open_clip_config={"model_cfg": config, "preprocess_cfg": {}},
+    )

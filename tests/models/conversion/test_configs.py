@@ -250,7 +250,7 @@ def test_openclips_defaults_are_accepted(tmp_path):
         norm_kwargs=None,
         output_tokens=False,
     )
-    model, report = models.convert(folder)
+    model, report = models.convert(folder, tower="image")
     assert report.scheme == "CLIP (OpenCLIP)"
     assert np.isfinite(model.predict(np.zeros((1, 8, 8, 3)), verbose=0)).all()
 

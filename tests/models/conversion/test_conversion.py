@@ -661,7 +661,7 @@ def test_embeddings_of_keras_hubs_clip(trained_ids):
         # Its presets have these; a new model has zeros.
         clip.vision_encoder.embedding.position_ids.assign(np.arange(5)[None])
     images = random_images((8, 8, 3))
-    model, report = models.convert(clip)
+    model, report = models.convert(clip, tower="image")
     expected = keras.ops.convert_to_numpy(clip.get_vision_embeddings(images))
     np.testing.assert_allclose(predict(model, images), expected, **TOLERANCE)
     assert report.notes == ["the text tower and the logits' scale are left out"]
@@ -679,7 +679,7 @@ def test_embeddings_of_keras_hubs_siglip(activation):
     images = random_images((8, 8, 3))
     expected = predict(siglip.vision_encoder, {"images": images})
     for source in (siglip, siglip.vision_encoder):
-        model = models.from_preset(source)
+        model = models.convert(source, tower="image")[0]
         np.testing.assert_allclose(predict(model, images), expected, **TOLERANCE)
 
 
@@ -836,7 +836,7 @@ def test_embeddings_of_clip(tmp_path, kind):
     else:
         config = {"model_type": "clip", "vision_config": {"num_attention_heads": 2}}
         source = write_folder(tmp_path, as_transformers(tensors), config)
-    model, report = models.convert(source, **overrides)
+    model, report = models.convert(source, tower="image", **overrides)
     images = random_images((8, 8, 3))
     expected = clip_tower(tensors, ((images + 1) / 2 - MEAN) / STD)
     np.testing.assert_allclose(predict(model, images), expected, **TOLERANCE)
@@ -867,7 +867,8 @@ def test_what_transformers_preprocessor_leaves_out(tmp_path, preprocessor, seen)
     )
     images = random_images((8, 8, 3))
     expected = clip_tower(tensors, seen((images + 1) / 2))
-    actual = predict(models.from_preset(source), images)
+    model = models.convert(source, tower="image")[0]
+    actual = predict(model, images)
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -894,7 +895,8 @@ def test_layer_scale_of_openclip(tmp_path):
             "preprocess_cfg": {"mean": HALF, "std": HALF},
         },
     )
-    actual = predict(models.from_preset(source), random_images((8, 8, 3)))
+    model = models.from_preset(source, task="image_classifier")
+    actual = predict(model, random_images((8, 8, 3)))
     np.testing.assert_allclose(actual, expected, **TOLERANCE)
 
 

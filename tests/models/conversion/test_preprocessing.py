@@ -109,7 +109,7 @@ def test_transformers(tmp_path, content, interpolation, center_crop):
         config,
         preprocessor_config=content or None,
     )
-    actual = preprocessor_of(folder)
+    actual = preprocessor_of(folder, tower="image")
     assert (actual.interpolation, actual.center_crop) == (interpolation, center_crop)
     assert (actual.mean, actual.std) == ((0.5,), (0.5,))
 
@@ -119,7 +119,7 @@ def test_openclips(tmp_path, mode, center_crop):
     cfg = {"interpolation": "bilinear", "resize_mode": mode}
     content = {"model_cfg": {"quick_gelu": True}, "preprocess_cfg": cfg}
     folder = write_folder(tmp_path, clip_tensors(), open_clip_config=content)
-    actual = preprocessor_of(folder, num_heads=2)
+    actual = preprocessor_of(folder, tower="image", num_heads=2)
     assert (actual.interpolation, actual.center_crop) == ("bilinear", center_crop)
 
 

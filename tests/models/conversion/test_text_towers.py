@@ -116,13 +116,7 @@ def test_open_clip(tmp_path, text, model):
     ids = np.where(IDS == 19, 9, IDS) if "eos_id" in text else IDS
     with torch.no_grad():
         expected = reference.encode_text(torch.tensor(ids)).numpy()
-    state = {name: x.numpy() for name, x in reference.state_dict().items()}
-    folder = write_folder(
-        tmp_path,
-        state,
-        name="open_clip_model.safetensors",
-        open_clip_config={"model_cfg": config, "preprocess_cfg": {}},
-    )
+    folder = clip_models.save_open_clip(reference, config, tmp_path)
     backbone = models.TextBackbone.from_preset(folder)
     received = backbone({"token_ids": ids, "padding_mask": PADDING})["pooled"]
     np.testing.assert_allclose(

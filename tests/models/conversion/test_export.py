@@ -1,0 +1,276 @@
+"""Exported weights are those that were converted, and other libraries load them."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from keras_moe import models
+from tests.models.conversion import clip_models
+from tests.models.conversion.clip_models import IDS, PADDING
+from tests.models.conversion.test_conversion import MEAN, STD
+from tests.models.conversion.test_clip_pairs import check, pixels
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+
+def half_precision_patches(model):
+    """Gives the patches' kernel values of half precision, as OpenAI's have."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("patch_embedding.weight", "conv1.weight")):
+                weight.copy_(weight.half().float())
+    return model
+
+
+def check_equal(source, target):
+    """Compares all tensors of two files bit for bit."""
+    before, after = load_file(source), load_file(target)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_pairs_of_transformers(tmp_path, kind):
+    reference = getattr(clip_models, f"transformers_{kind}")()
+    half_precision_patches(reference).save_pretrained(tmp_path / "source")
+    backbone = models.from_preset(str(tmp_path / "source"))
+    models.export_weights(backbone, "transformers", tmp_path / "exported")
+    file = "model.safetensors"
+    check_equal(tmp_path / "source" / file, tmp_path / "exported" / file)
+    cls = type(reference)
+    loaded, report = cls.from_pretrained(
+        tmp_path / "exported", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    content = json.loads((tmp_path / "exported/preprocessor_config.json").read_text())
+    mean, std = content["image_mean"], content["image_std"]
+    assert mean == (MEAN.tolist() if kind == "clip" else [0.5] * 3)
+    arguments = {
+        "input_ids": torch.tensor(IDS),
+        "pixel_values": pixels(np.array(mean), np.array(std)),
+    }
+    if kind == "clip":
+        arguments["attention_mask"] = torch.tensor(PADDING)
+    with torch.no_grad():
+        expected = loaded.eval()(**arguments)
+    check(
+        backbone,
+        expected.image_embeds,
+        expected.text_embeds,
+        expected.logits_per_image,
+    )
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("clip", "CLIPTextModelWithProjection"),
+        ("clip", "CLIPTextModel"),
+        ("clip", "CLIPVisionModelWithProjection"),
+        ("clip", "CLIPVisionModel"),
+        ("siglip", "SiglipTextModel"),
+        ("siglip", "SiglipVisionModel"),
+    ],
+)
+def test_towers_of_transformers(tmp_path, name, cls):
+    reference = getattr(clip_models, f"transformers_{name}")(cls)
+    half_precision_patches(reference).save_pretrained(tmp_path / "source")
+    model = models.from_preset(str(tmp_path / "source"))
+    models.export_weights(model, "transformers", tmp_path / "exported")
+    loaded, report = getattr(transformers, cls).from_pretrained(
+        tmp_path / "exported", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    state = loaded.state_dict()
+    for key, value in reference.state_dict().items():
+        np.testing.assert_array_equal(state[key].numpy(), value.numpy(), err_msg=key)
+    content = json.loads((tmp_path / "exported/config.json").read_text())
+    assert content["architectures"] == [cls]
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ({}, {"quick_gelu": True}),
+        (
+            {
+                "no_causal_mask": True,
+                "proj_bias": True,
+                "pool_type": "last",
+                "norm_kwargs": {"eps": 1e-6},
+                "act_kwargs": {"approximate": "tanh"},
+                "mlp_ratio": 2.5,
+            },
+            {"init_logit_bias": -10.0},
+        ),
+        ({"pool_type": "eos", "eos_id": 9}, {}),
+    ],
+)
+def test_pairs_of_open_clip(tmp_path, text, model):
+    config = clip_models.open_clip_config(text, **model)
+    reference = half_precision_patches(clip_models.open_clip_model(config))
+    source = clip_models.save_open_clip(reference, config, tmp_path / "source")
+    backbone = models.from_preset(source)
+    models.export_weights(backbone, "open_clip", tmp_path / "exported")
+    file = "open_clip_model.safetensors"
+    check_equal(f"{source}/{file}", tmp_path / "exported" / file)
+    content = (tmp_path / "exported/open_clip_config.json").read_text()
+    content = json.loads(content)
+    assert content["preprocess_cfg"]["std"] == STD.tolist()
+    loaded = clip_models.open_clip_model(content["model_cfg"])
+    state = {
+        k: torch.tensor(v) for k, v in load_file(tmp_path / "exported" / file).items()
+    }
+    loaded.load_state_dict(state)
+    normalized, ids = pixels(MEAN, STD), torch.tensor(IDS)
+    if "eos_id" in text:
+        ids = torch.where(ids == 19, 9, ids)
+    with torch.no_grad():
+        for encode, argument in (("encode_image", normalized), ("encode_text", ids)):
+            np.testing.assert_array_equal(
+                getattr(loaded, encode)(argument), getattr(reference, encode)(argument)
+            )
+
+
+TEXT = {
+    "vocabulary_size": 20, "max_length": 6, "hidden_dim": 8, "num_layers": 1,
+    "num_heads": 2, "mlp_dim": 16,
+}  # fmt: skip
+IMAGE = {
+    "image_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 8, "num_layers": 1,
+    "num_heads": 2, "mlp_dim": 16, "embedding_norm": True,
+    "activation": "quick_gelu", "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"moe": {"moe_layers": [0], "num_experts": 2}}, "moe="),
+        ({"pooling": "average"}, "pooling='end_of_text'"),
+        ({"final_norm": False}, "final_norm=True"),
+        ({"activation": "relu"}, "activation='relu'"),
+        ({"end_of_text_id": 2}, "end_of_text_id=2"),
+        ({"causal": False}, "pooling='last'"),
+    ],
+)
+def test_texts_that_transformers_has_not(tmp_path, arguments, word):
+    backbone = models.TextBackbone(**{**TEXT, **arguments})
+    with pytest.raises(ValueError, match=word):
+        models.export_weights(backbone, "transformers", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    ("image", "arguments", "word"),
+    [
+        ({"moe": {"moe_layers": [0], "num_experts": 2}}, {}, "moe="),
+        ({"embedding_norm": False}, {}, "embedding_norm=True"),
+        ({"layer_norm_epsilon": 1e-6}, {}, "layer_norm_epsilon=1e-05"),
+        ({}, {"image_pooling": "map"}, "image_pooling='class_token'"),
+        ({"activation": "gelu"}, {}, "quick_gelu"),
+        ({}, {"projection_dim": None}, "projection_dim=None"),
+    ],
+)
+def test_pairs_that_open_clip_has_not(tmp_path, image, arguments, word):
+    arguments = {"projection_dim": 4, **arguments}
+    backbone = models.CLIPBackbone({**IMAGE, **image}, TEXT, **arguments)
+    with pytest.raises(ValueError, match=word):
+        models.export_weights(backbone, "open_clip", tmp_path)
+
+
+@pytest.mark.backend_free
+def test_other_models_and_folders_are_refused(tmp_path):
+    text = models.TextBackbone(**TEXT)
+    with pytest.raises(ValueError, match="library='keras'"):
+        models.export_weights(text, "keras", tmp_path / "x")
+    with pytest.raises(ValueError, match="the text tower"):
+        models.export_weights(text, "open_clip", tmp_path / "x")
+    mixer = models.MixerBackbone(
+        image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=1,
+        token_mlp_dim=4, mlp_dim=8,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="MixerBackbone"):
+        models.export_weights(mixer, "transformers", tmp_path / "x")
+    with pytest.raises(ValueError, match="received: int"):
+        models.export_weights(3, "transformers", tmp_path / "x")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="older export"):
+        models.export_weights(text, "transformers", tmp_path)
+    text.save_to_preset(tmp_path / "preset")
+    with pytest.raises(ValueError, match="older export"):
+        models.export_weights(text, "transformers", tmp_path / "preset")
+
+
+@pytest.mark.backend_free
+def test_a_failed_export_leaves_the_older_one(tmp_path, monkeypatch):
+    text = models.TextBackbone(**TEXT)
+    folder = tmp_path / "x"
+    models.export_weights(text, "transformers", folder)
+    (folder / "tokenizer.json").write_text("{}")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("keras_moe.models.conversion.export.write_json", fail)
+        with pytest.raises(OSError, match="No space"):
+            models.export_weights(text, "transformers", folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    models.export_weights(text, "transformers", folder)
+    assert (folder / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.backend_free
+def test_a_patch_bias_becomes_part_of_the_positions(tmp_path):
+    backbone = models.CLIPBackbone(IMAGE, TEXT, projection_dim=4)
+    generator = np.random.default_rng(0)
+    for weight in backbone.weights:
+        if weight.path == "image/patch_embedding/bias":
+            weight.assign(generator.normal(size=weight.shape))
+    models.export_weights(backbone, "transformers", tmp_path / "x")
+    loaded = transformers.CLIPModel.from_pretrained(tmp_path / "x").eval()
+    with torch.no_grad():
+        expected = loaded(
+            input_ids=torch.tensor(IDS),
+            attention_mask=torch.tensor(PADDING),
+            pixel_values=pixels(),
+        )
+    check(
+        backbone,
+        expected.image_embeds,
+        expected.text_embeds,
+        expected.logits_per_image,
+    )
+
+
+@pytest.mark.backend_free
+def test_a_contrastive_model_keeps_the_preparation_of_its_images(tmp_path):
+    preprocessor = {"resample": 2, "size": {"shortest_edge": 10}, "crop_size": 8}
+    preprocessor.update(image_mean=MEAN.tolist(), image_std=STD.tolist())
+    clip_models.transformers_clip().save_pretrained(tmp_path / "source")
+    path = "preprocessor_config.json"
+    (tmp_path / "source" / path).write_text(json.dumps(preprocessor))
+    model = models.ContrastiveModel.from_preset(str(tmp_path / "source"))
+    assert model.image_preprocessor.center_crop == 0.8
+    models.export_weights(model, "transformers", tmp_path / "exported")
+    content = json.loads((tmp_path / "exported" / path).read_text())
+    assert {name: content[name] for name in preprocessor} == {
+        **preprocessor,
+        "crop_size": {"height": 8, "width": 8},
+    }
