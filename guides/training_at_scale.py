@@ -13,11 +13,11 @@
 # %% [markdown]
 # # Training at scale, on paper
 #
-# What does it take to train V-MoE-H/14 or LIMoE-H/14? This guide does the arithmetic
-# before any machine is rented: does the model fit, what travels between the chips, how
-# long is a step, and which command starts it. Every figure below is computed when the
-# guide runs, by `keras_moe.distribution.costs`. It needs no accelerator, and no weight
-# is ever made.
+# This guide does the arithmetic of training V-MoE-H/14 and LIMoE-H/14 before any
+# machine is rented: whether the model fits, what travels between the chips, how long a
+# step is, and which command starts it. Every figure below is computed when the guide
+# runs, by `keras_moe.distribution.costs`. The guide needs no accelerator, and allocates
+# no weight.
 #
 # In Colab, install the library from a checkout first: `%pip install -q
 # ./keras_moe[jax]`.
@@ -66,8 +66,8 @@ print(f"for one token: {model.active_parameters / 1e9:.2f}B")
 print(f"one image:     {model.num_tokens} tokens, {model.gflops:.0f} GFLOPs forward")
 
 # %% [markdown]
-# Nearly all parameters are experts', and a token meets few of them. That is why the
-# experts are what we split: each device keeps some of them, and tokens travel.
+# Nearly all parameters are experts', and a token meets few of them. Therefore the
+# experts are split: each device keeps some of them, and tokens travel.
 #
 # ## Does it fit?
 #
@@ -81,9 +81,9 @@ print(f"16 bytes x {model.parameters / 1e9:.2f}B = {need / GIB:.0f} GiB")
 print(f"one {chip.name} has {chip.memory / GIB:.0f} GiB")
 
 # %% [markdown]
-# It does not fit whole. What if a pod slice of 256 chips shares out the experts? With
-# `expert_parallel=n`, n chips deal the experts among them, and 256 / n groups of chips
-# do the same with their own part of the batch.
+# The whole state does not fit. A pod slice of 256 chips can share the experts: with
+# `expert_parallel=n`, n chips divide the experts among them, and 256 / n groups of
+# chips do the same with their own part of the batch.
 
 # %%
 CHIPS, BATCH = 256, 4096
@@ -91,16 +91,16 @@ CHIPS, BATCH = 256, 4096
 
 def plan(name, preset, devices, batch_size, **options):
     """One row: what a layout costs."""
-    found = distribution.costs(preset, devices, batch_size, **options)
-    fastest, slowest = found.step_seconds
+    costs = distribution.costs(preset, devices, batch_size, **options)
+    fastest, slowest = costs.step_seconds
     return {
         "layout": name,
-        "weights": f"{found.memory['weights'] / GIB:.1f}",
-        "activations": f"{found.memory['activations'] / GIB:.1f}",
-        "all GiB": f"{found.memory_bytes / GIB:.1f}",
-        "fits": "yes" if found.fits else "no",
-        "all-to-all": f"{found.traffic['all-to-all (tokens)'] / 1e9:.2f}",
-        "all-reduce GB": f"{found.traffic['all-reduce (gradients)'] / 1e9:.2f}",
+        "weights": f"{costs.memory['weights'] / GIB:.1f}",
+        "activations": f"{costs.memory['activations'] / GIB:.1f}",
+        "all GiB": f"{costs.memory_bytes / GIB:.1f}",
+        "fits": "yes" if costs.fits else "no",
+        "all-to-all": f"{costs.traffic['all-to-all (tokens)'] / 1e9:.2f}",
+        "all-reduce GB": f"{costs.traffic['all-reduce (gradients)'] / 1e9:.2f}",
         "step ms": f"{1e3 * fastest:.0f} to {1e3 * slowest:.0f}",
     }
 
@@ -117,8 +117,7 @@ table(
 # Memory is in GiB, what leaves a chip in a step in GB. Read the rows from the top.
 # Plain data parallelism (`expert_parallel=1`) has all experts everywhere: too much
 # memory, and every gradient is summed over all chips. Each doubling halves the experts
-# on a chip. What is not halved any more are attention, the dense blocks and the
-# activations.
+# on a chip; attention, the dense blocks and the activations stay as they are.
 #
 # **Split over as many devices as the experts allow (32 here), unless memory is
 # plentiful**: the experts' gradients then need to be summed over 256 / 32 chips only,
@@ -128,8 +127,8 @@ table(
 #
 # A group of 8 images is routed together. An expert takes at most `C` of its tokens,
 # `C = ceil(S K c / E)` rounded up to a multiple of 4. Slots are sent whether they are
-# full or not, to the experts and back, and for the gradient once more. Of all that, the
-# part for a chip's own experts stays.
+# full or not, to the experts and back, and for the gradient once more. The part for a
+# chip's own experts stays on it.
 
 # %%
 S = 8 * model.num_tokens
@@ -152,16 +151,16 @@ print(
     f" x {ways - 1}/{ways} = {sent / 1e9:.2f} GB from each chip,"
     f" {CHIPS * sent / 1e12:.2f} TB from all"
 )
-found = distribution.costs("vmoe_h14", CHIPS, BATCH, expert_parallel=ways)
-assert found.traffic["all-to-all (tokens)"] == sent
+costs = distribution.costs("vmoe_h14", CHIPS, BATCH, expert_parallel=ways)
+assert costs.traffic["all-to-all (tokens)"] == sent
 
 # %% [markdown]
 # ## How long is a step?
 #
 # The backward pass does twice the forward pass's work: three times the FLOPs in all.
-# No chip reaches its peak. We assume 40% of it; measure yours, and put it in as
+# No chip reaches its peak. We assume 40% of it; measure yours, and pass it as
 # `utilization=`. In a torus most data pass through other chips on their way, so that an
-# all-to-all gets a part of the links' bandwidth only.
+# all-to-all gets only a part of the links' bandwidth.
 
 # %%
 flops = 3 * 1e9 * model.gflops * BATCH / CHIPS
@@ -175,7 +174,7 @@ print(
     f"all-to-all: {sent / 1e9:.2f} GB at {rate / 1e9:.0f} GB/s"
     f" = {1e3 * sent / rate:.0f} ms (all links: {chip.bandwidth / 1e9:.0f} GB/s)"
 )
-found.print(console)
+costs.print(console)
 
 # %% [markdown]
 # The last two rows are the ends of a range: sending hides wholly behind computing, or
@@ -184,10 +183,10 @@ found.print(console)
 #
 # ## Other pods, and eight H200
 #
-# When activations are too much, `rematerialize=True` ("again" in the tables) keeps the
-# blocks' inputs alone and computes the rest again: a third more work, and tokens travel
-# half as often again. When the optimizer's state is
-# too much, Adafactor keeps a bfloat16 moment and sums of rows and columns.
+# Where activations are too large, `rematerialize=True` ("again" in the tables) keeps
+# only the blocks' inputs and computes the rest again: a third more work, and tokens
+# travel one and a half times as often. Where the optimizer's state is too large,
+# Adafactor keeps a bfloat16 moment and sums of rows and columns.
 
 # %%
 for name in ("tpu_v4", "tpu_v5e", "tpu_v5p"):
@@ -215,7 +214,7 @@ for name in ("tpu_v4", "tpu_v5e", "tpu_v5p"):
 # %% [markdown]
 # Eight H200 in one machine are few chips with much memory each. With 8 devices each has
 # four experts of a block. Every GPU reaches every other directly, so nothing passes
-# through a third one. The batch is what the memory leaves room for.
+# through a third one. The batch is as large as the memory allows.
 
 # %%
 table(
@@ -243,9 +242,9 @@ table(
 
 # %% [markdown]
 # Splitting heads and hidden units (`model_parallel=2`) saves weights outside the
-# experts, which are few, and pays by sums of activations in every block. **Take it only
-# where one image's share of a block does not fit otherwise**; for these models it does
-# not pay.
+# experts, which are few, and costs sums of activations in every block. **Take it only
+# where one image's share of a block does not fit otherwise**; for these models it is
+# not worth its cost.
 #
 # ## LIMoE-H/14
 #
@@ -254,14 +253,14 @@ table(
 # token, images of 288 pixels, 16 text tokens, a batch of 21,502, Adafactor.
 #
 # The model itself is not in the zoo, so we describe it as `vmoe_h14` with other
-# arguments. What is approximated:
+# arguments. Three things are approximated:
 #
 # - 288 is no multiple of 14. We take 294, which gives 441 patches, 27.6 for each text
 #   token; the paper says that there are about 27.
 # - The batch is rounded up to a multiple of the chips. All that lies on a chip is one
 #   group, as in the paper; the capacity factor is V-MoE's.
 # - The text's embedding, the contrastive head and its exchange of representations are
-#   left out. So is attention's mask, and the two modalities' different positions.
+#   left out, and so are attention's mask and the two modalities' different positions.
 
 # %%
 LIMOE = {
@@ -309,14 +308,14 @@ table(
 )
 
 # %% [markdown]
-# The published batch is too much for eight GPUs. A contrastive loss needs its whole
-# batch at once: it cannot be cut into pieces whose gradients are added up. So a batch
-# that does not fit means rematerialisation or more chips, not accumulation.
+# The published batch is too large for eight GPUs. A contrastive loss needs its whole
+# batch at once: it cannot be cut into pieces whose gradients are added up. A batch that
+# does not fit therefore needs rematerialisation or more chips, not accumulation.
 #
 # ## The command
 #
-# One process runs on each host. All of them are told who they are, and each reads its
-# own part of the data. The layout is the one of the tables above.
+# One process runs on each host. Each one gets its index, and reads its own part of the
+# data. The layout is that of the tables above.
 
 
 # %%
@@ -349,7 +348,7 @@ print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
 #
 # ## When it does not fit
 #
-# In this order, since each costs more than the one before:
+# Take these steps in this order, since each costs more than the one before:
 #
 # 1. split experts over more devices (`expert_parallel="batch"` where it divides);
 # 2. Adafactor in the place of Adam;
@@ -358,7 +357,7 @@ print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
 # 5. `model_parallel=2`;
 # 6. more chips.
 #
-# How far to trust it: bytes of weights and of the all-to-all are exact (the tests
-# compare them with compiled programs). Activations are counted as XLA keeps them on a
-# CPU, where it fuses least: a pod needs less. What nobody can compute is the
-# utilisation: time ten steps, and put in what you see.
+# Bytes of weights and of the all-to-all are exact (the tests compare them with compiled
+# programs). Activations are counted as XLA keeps them on a CPU, where it fuses least: a
+# pod needs less. The utilisation cannot be computed: time ten steps, and pass the share
+# of the peak that they reach.

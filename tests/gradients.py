@@ -13,7 +13,7 @@ def gradient(fn: Callable, *arrays: np.ndarray) -> list[np.ndarray]:
 
     Args:
         fn: function from one tensor per array to a scalar tensor.
-        *arrays: point at which the gradient is taken.
+        *arrays: point at which the gradient is grads.
     """
     return gradient_and_outputs(lambda *tensors: (fn(*tensors), ()), *arrays)[0]
 
@@ -28,7 +28,7 @@ def gradient_and_outputs(
     Args:
         fn: function from one tensor per array to a scalar tensor and a sequence of
             further tensors.
-        *arrays: point at which the gradient is taken.
+        *arrays: point at which the gradient is grads.
     """
     backend = keras.backend.backend()
     if backend == "jax":
@@ -36,7 +36,7 @@ def gradient_and_outputs(
 
         tensors = [keras.ops.convert_to_tensor(array) for array in arrays]
         argnums = tuple(range(len(tensors)))
-        actual, outputs = jax.jit(jax.grad(fn, argnums=argnums, has_aux=True))(*tensors)
+        grads, outputs = jax.jit(jax.grad(fn, argnums=argnums, has_aux=True))(*tensors)
     elif backend == "tensorflow":
         import tensorflow as tf
 
@@ -44,16 +44,16 @@ def gradient_and_outputs(
         with tf.GradientTape() as tape:
             tape.watch(tensors)
             value, outputs = fn(*tensors)
-        actual = tape.gradient(value, tensors)
+        grads = tape.gradient(value, tensors)
     else:
         import torch
 
         tensors = [torch.tensor(array, requires_grad=True) for array in arrays]
         value, outputs = fn(*tensors)
-        actual = torch.autograd.grad(value, tensors, allow_unused=True)
+        grads = torch.autograd.grad(value, tensors, allow_unused=True)
     gradients = [
         np.zeros_like(array) if grad is None else keras.ops.convert_to_numpy(grad)
-        for grad, array in zip(actual, arrays)
+        for grad, array in zip(grads, arrays)
     ]
     return gradients, [keras.ops.convert_to_numpy(output) for output in outputs]
 

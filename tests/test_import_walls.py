@@ -76,19 +76,19 @@ def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, s
 
 def find_violations(package: Path) -> list[str]:
     """Returns one line for every import below a package that crosses a wall."""
-    actual = {}
+    violations = {}
     for path in sorted(package.rglob("*.py")):
         place = path.relative_to(package)
         folder = place.parts[0] if len(place.parts) > 1 else None
         if folder is not None and folder not in ALLOWED:
-            actual[f"{place}: the folder {folder} has no entry in ALLOWED"] = None
+            violations[f"{place}: the folder {folder} has no entry in ALLOWED"] = None
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         parents = [package.name, *place.parts[:-1]]
         for line, name in imported_modules(tree, parents):
             if reason := why_forbidden(package, place, folder, name):
-                actual[f"{place}:{line}: {reason}"] = None
-    return list(actual)
+                violations[f"{place}:{line}: {reason}"] = None
+    return list(violations)
 
 
 def why_forbidden(
@@ -329,7 +329,7 @@ print(json.dumps({"seconds": seconds, "new": new}))
 @pytest.fixture(scope="module")
 def imports():
     """The cost of importing the core after Keras, in one process per backend."""
-    actual = {}
+    by_backend = {}
     for backend in ("jax", "tensorflow", "torch"):
         done = subprocess.run(
             [sys.executable, "-c", IMPORT_PROBE],
@@ -339,13 +339,15 @@ def imports():
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        actual[backend] = json.loads(done.stdout.splitlines()[-1])
-    return actual
+        by_backend[backend] = json.loads(done.stdout.splitlines()[-1])
+    return by_backend
 
 
 def test_the_core_imports_no_heavy_library(imports):
     heavy = {"jax", "tensorflow", "torch", "keras_hub", "matplotlib"}
-    added = {backend: heavy & set(actual["new"]) for backend, actual in imports.items()}
+    added = {
+        backend: heavy & set(modules["new"]) for backend, modules in imports.items()
+    }
     assert added == {"jax": set(), "tensorflow": set(), "torch": set()}
 
 

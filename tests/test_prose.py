@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.backend_free
 
 # The folders whose prose is checked.
-CHECKED = ("keras_moe", "tools", "tests")
+CHECKED = ("keras_moe", "tools", "tests", "guides")
 # A sentence begins with its subject.
 SENTENCE = re.compile(r"(?:^|[.!?][\"')`]*\s)((?:Of|What|As)\s\S*)")
 # An entry of `Args` begins with a noun and its article, and with none of these words.

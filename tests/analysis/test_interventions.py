@@ -47,8 +47,8 @@ def classifier(num_experts=4, position="final", units=None, **kwargs):
 
 def features(model, inputs):
     parts = {"features": model.features, "gates": model.routing["head"].gates}
-    actual = keras.Model(model.input, parts).predict(inputs, verbose=0)
-    return actual["features"], actual["gates"][:, 0]
+    outputs = keras.Model(model.input, parts).predict(inputs, verbose=0)
+    return outputs["features"], outputs["gates"][:, 0]
 
 
 def weights_of_experts(model):

@@ -77,8 +77,8 @@ def test_fairness_by_hand():
 
 
 def test_fairness_table(capsys):
-    actual = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
-    analysis.print_fairness({"linear": actual}, (1, 1), Console(width=120))
+    metrics = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
+    analysis.print_fairness({"linear": metrics}, (1, 1), Console(width=120))
     assert "0.000" in capsys.readouterr().out
 
 
@@ -99,7 +99,7 @@ def test_pictures_are_drawn(tmp_path):
     gates = np.random.default_rng(1).dirichlet([0.2] * 3, (12, 1))
     head = Routing(*[gates] * 6)
     block = Routing(*[np.random.default_rng(2).dirichlet([0.2] * 3, (12, 5))] * 6)
-    actual = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
+    metrics = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
     svd = analysis.TruncatedSVD([0.5, 0.1], [0.9, 0.4], 0.95, [])
     names = list("abcdefghijkl")
     for name, draw in {
@@ -116,7 +116,7 @@ def test_pictures_are_drawn(tmp_path):
         ),
         "load": lambda path: plots.plot_expert_load({"a": head, "b": block}, path),
         "subpopulations": lambda path: plots.plot_subpopulations(
-            actual, actual, path, target=(1, 1)
+            metrics, metrics, path, target=(1, 1)
         ),
         "svd": lambda path: plots.plot_truncated_svd({"vit": svd}, path),
     }.items():

@@ -141,8 +141,8 @@ def test_images_that_cannot_be_read_are_left_out(photos):
         assert num_examples(source, "train", unreadable="exclude", exclude=[0]) == 17
     # Found once, for all runs.
     path = photos / "unreadable.json"
-    actual = find_unreadable(source, "train")
-    write_exclusion(path, source, "train", 20, actual)
+    unreadable = find_unreadable(source, "train")
+    write_exclusion(path, source, "train", 20, unreadable)
     assert numbers(load(source, "train", SHAPE, 18, shuffle=False, exclude=path)) == [
         left
     ]
@@ -165,7 +165,7 @@ def test_batches_follow_from_the_arguments_without_unreadable_images(photos):
     options = {"repeat": True, "seed": 3, "unreadable": "exclude", "augment": "flip"}
 
     def batches(start=0, shard=(0, 1)):
-        actual = load(
+        dataset = load(
             f"folder:{photos}",
             "train",
             SHAPE,
@@ -174,7 +174,7 @@ def test_batches_follow_from_the_arguments_without_unreadable_images(photos):
             shard=shard,
             **options,
         )
-        return numbers(actual.take(9 - start))
+        return numbers(dataset.take(9 - start))
 
     whole = batches()
     assert sorted(n for batch in whole[:3] for n in batch) == [

@@ -164,17 +164,17 @@ def shards(variable):
 
 def compiled(name):
     """The newest program of that name."""
-    actual = DUMPS.glob(f"*{name}*after_optimizations.txt")
-    return max(actual, key=lambda path: path.stat().st_mtime).read_text()
+    dumps = DUMPS.glob(f"*{name}*after_optimizations.txt")
+    return max(dumps, key=lambda path: path.stat().st_mtime).read_text()
 
 
 def collectives(program):
     """The shapes of the operands of each kind of collective operation."""
-    actual = {}
+    shapes = {}
     pattern = r"= (.*?) (all-to-all|all-gather|reduce-scatter)(?:-start)?\("
     for result, kind in re.findall(pattern, program):
-        actual.setdefault(kind, []).extend(re.findall(r"\w+\[[\d,]*\]", result))
-    return actual
+        shapes.setdefault(kind, []).extend(re.findall(r"\w+\[[\d,]*\]", result))
+    return shapes
 
 
 def for_evaluation(model):
@@ -198,11 +198,11 @@ def evaluation(classifier, images, labels, on_several):
         batches = data.padded(images, labels, batch_size=16, model=classifier)
         logits = data.predictions(classifier, images, batch_size=16, verbose=0)
         return classifier.evaluate(batches, verbose=0), logits
-    actual = classifier.evaluate(images, labels, batch_size=16, verbose=0)
-    return actual, classifier.predict(images, batch_size=16, verbose=0)
+    metrics = classifier.evaluate(images, labels, batch_size=16, verbose=0)
+    return metrics, classifier.predict(images, batch_size=16, verbose=0)
 
 
-# What evaluates is compiled, and serves several numbers of images.
+# Models that evaluate are compiled once, and serve several numbers of images.
 EVALUATED = {}
 
 
@@ -211,11 +211,13 @@ def evaluated(model, layout, count):
     images = np.concatenate([IMAGES, IMAGES[:, ::-1]])[:count]
     labels = np.arange(count) % 3
     overrides = {k: v for k, v in MODELS[model].items() if k != "seed"}
-    actual = distribution.auto(preset_of(model), **LAYOUTS[layout], **overrides)
+    layout_of_model = distribution.auto(
+        preset_of(model), **LAYOUTS[layout], **overrides
+    )
     if model not in EVALUATED:
         EVALUATED[model] = for_evaluation(model)
     expected, expected_logits = evaluation(EVALUATED[model], images, labels, False)
-    with actual.scope():
+    with layout_of_model.scope():
         if (model, layout) not in EVALUATED:
             EVALUATED[model, layout] = for_evaluation(model)
         distributed = EVALUATED[model, layout]
@@ -231,13 +233,13 @@ def arithmetic(model, arguments, overrides):
     if model not in PAIRS:
         overrides = {**overrides, "num_classes": 3}
     try:
-        actual = distribution.costs(
+        costs = distribution.costs(
             preset_of(model), 8, len(IMAGES), optimizer="momentum", dtype="float32",
             **arguments, **overrides,
         )  # fmt: skip
     except ValueError as error:
         return str(error)
-    return {**actual.memory, **actual.traffic}
+    return {**costs.memory, **costs.traffic}
 
 
 SINGLE = {}
@@ -248,11 +250,11 @@ def run(model, layout):
     overrides = {k: v for k, v in MODELS[model].items() if k != "seed"}
     if overrides.get("router") == "mumoe":
         arguments.pop("expert_parallel")
-    actual = distribution.auto(
+    layout_of_model = distribution.auto(
         preset_of(model), batch_size=len(IMAGES), **arguments, **overrides
     )
     if model == "large":
-        with actual.scope():
+        with layout_of_model.scope():
             classifier = make(model)
         program = compiled("jit___call")
         return {
@@ -261,7 +263,7 @@ def run(model, layout):
         }
     if model not in SINGLE:
         SINGLE[model] = train_step(make(model))
-    with actual.scope():
+    with layout_of_model.scope():
         classifier = make(model)
         weights = [shards(weight) for weight in classifier.weights]
         loss, changes = train_step(classifier)
@@ -273,7 +275,7 @@ def run(model, layout):
         if "momentum" in variable.path
     ]
     return {
-        "class": type(actual).__name__,
+        "class": type(layout_of_model).__name__,
         "costs": arithmetic(model, arguments, overrides),
         "loss": abs(loss - expected_loss) / max(1, abs(expected_loss)),
         "gradients": max(

@@ -95,9 +95,9 @@ def results(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     line = done.stdout.splitlines()[-1].removeprefix("RESULTS ")
-    actual = {tuple(case): result for *case, result in json.loads(line)}
-    actual["stderr"] = done.stderr
-    return actual
+    by_case = {tuple(case): result for *case, result in json.loads(line)}
+    by_case["stderr"] = done.stderr
+    return by_case
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)

@@ -102,8 +102,8 @@ def test_layouts_change_what_they_should():
 @pytest.mark.backend_free
 def test_optimizers_and_text():
     def state(optimizer):
-        actual = costs("vit_s16", 1, 8, optimizer=optimizer, num_layers=1)
-        return actual.memory[f"optimizer ({optimizer})"], actual.parameters
+        estimate = costs("vit_s16", 1, 8, optimizer=optimizer, num_layers=1)
+        return estimate.memory[f"optimizer ({optimizer})"], estimate.parameters
 
     (none, size), (adam, _), (adafactor, _) = map(state, ("sgd", "adam", "adafactor"))
     assert (none, adam) == (0, 8 * size)

@@ -37,16 +37,16 @@ def losses_of(process):
 
 
 def weights_of(path):
-    actual = {}
+    weights = {}
     with h5py.File(path) as file:
         file.visititems(
             lambda name, item: (
-                actual.update({name: np.array(item)})
+                weights.update({name: np.array(item)})
                 if hasattr(item, "dtype")
                 else None
             )
         )
-    return actual
+    return weights
 
 
 def test_two_processes_train_and_save_what_one_does(tmp_path):

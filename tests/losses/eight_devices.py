@@ -121,7 +121,7 @@ def routers_by_modality():
     expected = results(TOKENS, MODALITY_IDS)
     distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
     with distribution.scope():
-        actual = results(
+        sharded = results(
             *(
                 keras.distribution.distribute_tensor(
                     x, distribution.get_data_layout(x.shape)
@@ -129,11 +129,11 @@ def routers_by_modality():
                 for x in (TOKENS, MODALITY_IDS)
             )
         )
-    dispatched = actual[-1]
+    dispatched = sharded[-1]
     text = MODALITY_IDS == 1
     return {
         "differences": [
-            float(np.abs(a - b).max()) for a, b in zip(actual, expected, strict=True)
+            float(np.abs(a - b).max()) for a, b in zip(sharded, expected, strict=True)
         ],
         "served": float(dispatched.sum()),
         "in_other_pools": float(

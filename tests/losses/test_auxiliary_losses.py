@@ -157,9 +157,9 @@ def test_the_aggregate_of_equal_weights_is_the_mean_times_0_04():
     logits, ids = normal(0, 3, 6, 4), tensor(IDS)
 
     def program(x):
-        actual = [part(routing_of(x), ROUTER, None, ids) for part in PARTS]
+        parts = [part(routing_of(x), ROUTER, None, ids) for part in PARTS]
         whole = AggregateLoss(PARTS)(routing_of(x), ROUTER, None, ids)
-        return keras.ops.stack([whole, *actual])
+        return keras.ops.stack([whole, *parts])
 
     whole, *actual = numbers(program, logits)
     np.testing.assert_allclose(whole, 0.04 * np.mean(actual, axis=0), rtol=1e-5)
@@ -182,8 +182,8 @@ def test_the_aggregate_of_other_weights_is_their_weighted_mean():
         )(routing_of(x), ROUTER, mask)
         return keras.ops.stack([whole, *(fn(x, mask) for fn in functions)])
 
-    whole, *actual = numbers(program, logits)
-    expected = 0.2 * np.average(actual, axis=0, weights=weights)
+    whole, *parts = numbers(program, logits)
+    expected = 0.2 * np.average(parts, axis=0, weights=weights)
     np.testing.assert_allclose(whole, expected, rtol=1e-5)
 
 

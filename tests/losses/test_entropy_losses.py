@@ -24,8 +24,8 @@ def with_gradient(loss_of, logits):
         loss = loss_of(logits)
         return keras.ops.sum(loss), (loss,)
 
-    (actual,), (loss,) = gradient_and_outputs(program, logits)
-    return loss, actual
+    (gradient,), (loss,) = gradient_and_outputs(program, logits)
+    return loss, gradient
 
 
 def entropy(*p):
@@ -72,9 +72,9 @@ def test_golden(case, name):
     ids = tensor(arrays["inputs/modality"][None])
 
     def program(logits):
-        actual = of_golden(name, logits, ids, arrays["inputs/tau"], config)
-        actual = keras.ops.concatenate(actual)
-        return keras.ops.sum(actual), (actual,)
+        losses_of_groups = of_golden(name, logits, ids, arrays["inputs/tau"], config)
+        losses_of_groups = keras.ops.concatenate(losses_of_groups)
+        return keras.ops.sum(losses_of_groups), (losses_of_groups,)
 
     (actual,), (loss,) = gradient_and_outputs(
         program, arrays["inputs/logits"].astype("float32")[None]
@@ -309,7 +309,7 @@ def expected_gradient(name, logits, ids):
     Where gates tie, the experts that are merged stay: a step would exchange them.
     """
     kept = two_largest(logits)
-    actual = np.zeros(logits.shape)
+    gradient = np.zeros(logits.shape)
     for place in np.ndindex(*logits.shape):
         if np.isinf(logits[place]):
             continue
@@ -318,8 +318,8 @@ def expected_gradient(name, logits, ids):
             moved = logits.astype("float64")
             moved[place] += step
             ends.append(expected_loss(name, moved, ids, kept))
-        actual[place] = (ends[0] - ends[1]) / 2e-5
-    return actual
+        gradient[place] = (ends[0] - ends[1]) / 2e-5
+    return gradient
 
 
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")

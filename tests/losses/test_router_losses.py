@@ -54,8 +54,8 @@ def with_gradient(name, logits, noise=0.0, **options):
         loss = value_of(name, logits, noise, **options)
         return keras.ops.sum(loss), (loss,)
 
-    (actual,), (loss,) = gradient_and_outputs(program, logits)
-    return loss, actual
+    (gradient,), (loss,) = gradient_and_outputs(program, logits)
+    return loss, gradient
 
 
 @pytest.mark.every_backend

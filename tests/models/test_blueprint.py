@@ -36,8 +36,8 @@ def sources(tmp_path_factory):
     model = models.from_preset("vit_of_tests", num_classes=2, pooling="average")
     model.save_to_preset(folder / "task")
     model.backbone.save_to_preset(folder / "backbone")
-    actual = ("vmoe_digits", "vit_of_tests", str(folder / "backbone"))
-    return dict(zip(KINDS, (*actual, str(folder / "task"), PUBLISHED, hub_vit())))
+    names = ("vmoe_digits", "vit_of_tests", str(folder / "backbone"))
+    return dict(zip(KINDS, (*names, str(folder / "task"), PUBLISHED, hub_vit())))
 
 
 @pytest.mark.parametrize("kind", KINDS)

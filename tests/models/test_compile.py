@@ -26,14 +26,14 @@ def classifier(num_classes=3, **kwargs):
 @pytest.fixture(scope="module")
 def models():
     """A model of each kind of labels and outputs, which the tests compile anew."""
-    actual = {
+    classifiers = {
         "logits": classifier(),
         "softmax": classifier(output_activation="softmax"),
         "multi_label": classifier(multi_label=True),
     }
-    for model in actual.values():
+    for model in classifiers.values():
         model.output_dense.kernel.assign(images(16, 3))
-    return actual
+    return classifiers
 
 
 class Own(losses.Loss):

@@ -292,9 +292,11 @@ def test_changed_weights_are_refused(copies, folder, name):
     assert set(listed) == {path.name for path in folder.glob("*.h5")}
     # A bit of a weight: HDF5 would not see it.
     with h5py.File(folder / name, "r+") as file:
-        actual = []
-        file.visititems(lambda _, x: actual.append(x) if hasattr(x, "shape") else None)
-        actual[0][...] = actual[0][...] + 1
+        datasets = []
+        file.visititems(
+            lambda _, x: datasets.append(x) if hasattr(x, "shape") else None
+        )
+        datasets[0][...] = datasets[0][...] + 1
     message = f"{name} of SHA-256 {listed[name]}; received: "
     with pytest.raises(ValueError, match=message):
         models.from_preset(folder)
@@ -421,15 +423,15 @@ def test_the_files_are_those_that_keras_writes(model, tmp_path, size):
 
 
 def contents(file):
-    actual = {}
+    by_path = {}
 
     def add(path, value):
         is_array = hasattr(value, "shape")
         attributes = {k: str(v) for k, v in value.attrs.items()}
-        actual[path] = (attributes, value[()].tobytes() if is_array else None)
+        by_path[path] = (attributes, value[()].tobytes() if is_array else None)
 
     file.visititems(add)
-    return actual
+    return by_path
 
 
 @backend_free

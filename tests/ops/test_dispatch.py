@@ -97,11 +97,11 @@ def test_golden_layer(case, form):
         combined = to_tokens(outputs, plan)
         return keras.ops.sum(combined * cotangent), (buffers, combined)
 
-    actual, (buffers, combined) = gradient_and_outputs(layer, gates, x, kernel, bias)
+    gradients, (buffers, combined) = gradient_and_outputs(layer, gates, x, kernel, bias)
     close = {"rtol": 1e-5, "atol": 1e-6}
     np.testing.assert_allclose(buffers, batch(arrays["outputs/buffers"]), **close)
     np.testing.assert_allclose(combined, batch(arrays["outputs/combined"]), **close)
-    for name, mine in zip(("gates", "x", "expert_kernel", "expert_bias"), actual):
+    for name, mine in zip(("gates", "x", "expert_kernel", "expert_bias"), gradients):
         np.testing.assert_allclose(
             mine,
             arrays[f"grads/{name}"].reshape(mine.shape),

@@ -31,11 +31,11 @@ def test_of_several_inputs_and_outputs():
         product, added = outputs
         return ops.sum(product * product) + ops.sum(3.0 * added)
 
-    actual = gradient(
+    gradients = gradient(
         lambda *xs: total(with_own_gradient(forward, backward, *xs)), X, Y
     )
     expected = gradient(lambda *xs: total(forward(*xs)[0]), X, Y)
-    for one, other in zip(actual, expected):
+    for one, other in zip(gradients, expected):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 

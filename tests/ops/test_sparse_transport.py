@@ -42,10 +42,10 @@ def _program(side, max_nonzeros, solver, iterations):
 def transport(utility, side, max_nonzeros, solver="newton", iterations=None, mask=None):
     """The transport in NumPy, computed as in training."""
     mask = np.ones(utility.shape[:2], bool) if mask is None else mask
-    actual = _program(side, max_nonzeros, solver, iterations)(
+    outputs = _program(side, max_nonzeros, solver, iterations)(
         *map(keras.ops.convert_to_tensor, (utility, mask))
     )
-    return Transport(*map(keras.ops.convert_to_numpy, actual))
+    return Transport(*map(keras.ops.convert_to_numpy, outputs))
 
 
 def random_utility(seed, shape, std=1.0, ties=False):
@@ -70,8 +70,10 @@ def solve_with_objective(utility, side, max_nonzeros):
         for solver in SOLVERS:
             steps = ITERATIONS[solver]
             problem = mass, target, side, max_nonzeros
-            actual, _ = potentials(values, *problem, solver, steps)
-            worth = semi_dual(actual, values, values > -1.0, mass, target, max_nonzeros)
+            solution, _ = potentials(values, *problem, solver, steps)
+            worth = semi_dual(
+                solution, values, values > -1.0, mass, target, max_nonzeros
+            )
             results.append(
                 (sparse_transport(utility, side, max_nonzeros, solver), worth)
             )
@@ -204,8 +206,8 @@ def test_newton_is_no_worse_than_adam(side, shape, bound):
     (newton, lower), (adam, upper) = solve_with_objective(utility, side, bound)
     assert np.all(lower <= upper + 1e-6 * np.abs(upper))
     errors = []
-    for actual in (newton, adam):
-        own, other = actual.column_marginals * shape[1] / shape[0], actual.row_marginals
+    for plan in (newton, adam):
+        own, other = plan.column_marginals * shape[1] / shape[0], plan.row_marginals
         own, other = (own, other) if side == "expert" else (other, own)
         np.testing.assert_allclose(own, np.ones_like(own), atol=1e-5)
         errors.append(np.abs(other - 1).mean(axis=1))
@@ -225,8 +227,8 @@ def test_tokens_in_image_order_are_sampled_fairly(side):
     mask[:, ::2] = False
     for real, capacity in ((None, 256), (mask, 128)):
         bound = capacity if side == "expert" else 1
-        actual = transport(utility, side, bound, mask=real)
-        rows, columns = actual.row_marginals[0], actual.column_marginals[0]
+        plan = transport(utility, side, bound, mask=real)
+        rows, columns = plan.row_marginals[0], plan.column_marginals[0]
         if real is not None:
             rows = rows[real[0]]
         error = np.abs(rows - 1).mean() if side == "expert" else 0.0

@@ -104,8 +104,8 @@ def live(folder):
 
 
 def newest(folder):
-    actual = training.list_checkpoints(folder)
-    return int(actual[-1].name.removeprefix("step-")) if actual else 0
+    checkpoints = training.list_checkpoints(folder)
+    return int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
 
 
 def is_writing(folder):

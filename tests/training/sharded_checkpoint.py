@@ -78,10 +78,10 @@ def main():
     storage.save(1, groups(model), {})
     # A collective, so that the first process has committed.
     values(model)
-    actual = training.find_checkpoint(FOLDER / "run")
+    checkpoint = training.find_checkpoint(FOLDER / "run")
     other = make(model_parallel=2)
     before = [variable.value.sharding for variable in other.variables]
-    training.restore_checkpoint(actual, groups(other))
+    training.restore_checkpoint(checkpoint, groups(other))
     for a, b in zip(values(other), expected, strict=True):
         np.testing.assert_array_equal(a, b)
     assert [variable.value.sharding for variable in other.variables] == before

@@ -124,7 +124,7 @@ def test_two_processes_take_one_local_checkpoint(both, tmp_path, monkeypatch):
     ]
 
     def newest():
-        return [actual.step for actual in both(lambda n: storages[n].newest())]
+        return [checkpoint.step for checkpoint in both(lambda n: storages[n].newest())]
 
     assert newest() == [2, 2]
     # One that the second sees, and the first has just removed.

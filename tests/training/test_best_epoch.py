@@ -75,8 +75,8 @@ def run(folder, mine, *callbacks, every=3, **options):
 
 
 def variables(trained):
-    actual = [*trained.model.variables, *trained.model.optimizer.variables]
-    return [to_numpy(variable.value) for variable in actual]
+    all_variables = [*trained.model.variables, *trained.model.optimizer.variables]
+    return [to_numpy(variable.value) for variable in all_variables]
 
 
 def assert_same(actual, expected):
@@ -181,16 +181,16 @@ def test_what_is_better():
     def rows(values, **options):
         best = BestEpoch("x/y", **options)
         best.set_model(keras.Sequential())
-        actual = []
+        best_rows = []
         for epoch, value in enumerate(values):
             best.on_epoch_begin(epoch)
             best.on_epoch_end(epoch, {} if value is None else {"x/y": value})
-            actual.append(best.row)
+            best_rows.append(best.row)
             # A checkpoint does the same.
             state, best = best.get_state(), BestEpoch("x/y", **options)
             best.set_model(keras.Sequential())
             best.set_state(state)
-        return actual
+        return best_rows
 
     nan = float("nan")
     assert rows([nan, 1, nan, 2, None, 1]) == [None, 1, 1, 3, 3, 3]

@@ -47,9 +47,9 @@ def save(folder, step, seed=0, keep=3):
     )
 
 
-def restored(actual):
+def restored(checkpoint):
     made = variables(99)
-    training.restore_checkpoint(actual, {"model": made})
+    training.restore_checkpoint(checkpoint, {"model": made})
     return made
 
 
@@ -356,19 +356,21 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
 @backend_free
 def test_other_variables_are_refused(tmp_path):
     save(tmp_path, 1)
-    actual = training.find_checkpoint(tmp_path)
+    checkpoint = training.find_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"Expected 1 variables of 'model' .*: 5"):
-        training.restore_checkpoint(actual, {"model": variables()[:1]})
+        training.restore_checkpoint(checkpoint, {"model": variables()[:1]})
     with pytest.raises(ValueError, match=r"variables of 'other' .*: None"):
-        training.restore_checkpoint(actual, {"other": variables()})
+        training.restore_checkpoint(checkpoint, {"other": variables()})
     with pytest.raises(ValueError, match=r"Expected shape \(3, 5\)"):
-        training.restore_checkpoint(actual, {"model": [variables()[0]] * 5})
+        training.restore_checkpoint(checkpoint, {"model": [variables()[0]] * 5})
     for other in (
         keras.Variable(np.zeros((3, 5), "int32"), trainable=False, name="w0"),
         keras.Variable(np.zeros((3, 5), "float32"), name="bias"),
     ):
         with pytest.raises(ValueError, match=f"of {other.path} in .*w0"):
-            training.restore_checkpoint(actual, {"model": [other, *variables()[1:]]})
+            training.restore_checkpoint(
+                checkpoint, {"model": [other, *variables()[1:]]}
+            )
 
 
 @backend_free
@@ -438,10 +440,10 @@ def test_pieces_that_are_not_the_variable_are_refused(tmp_path, name, message):
         "bytes": file.stat().st_size,
     }
     rewritten(path, {file.name: entry})
-    actual = training.open_checkpoint(path)
+    checkpoint = training.open_checkpoint(path)
     variable = keras.Variable(np.ones(4), name="w", trainable=False)
     with pytest.raises(ValueError, match=f"Expected {message}; received"):
-        training.restore_checkpoint(actual, {"model": [variable]})
+        training.restore_checkpoint(checkpoint, {"model": [variable]})
 
 
 @backend_free

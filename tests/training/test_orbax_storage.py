@@ -232,11 +232,11 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 @backend_free
 def test_other_variables_are_refused(tmp_path):
     save(tmp_path, 1)
-    actual = training.find_checkpoint(tmp_path)
+    checkpoint = training.find_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"Expected 1 variables of 'model' .*: 5"):
-        training.restore_checkpoint(actual, {"model": variables()[:1]})
+        training.restore_checkpoint(checkpoint, {"model": variables()[:1]})
     with pytest.raises(ValueError, match=r"Expected shape \(3, 5\)"):
-        training.restore_checkpoint(actual, {"model": [variables()[0]] * 5})
+        training.restore_checkpoint(checkpoint, {"model": [variables()[0]] * 5})
 
 
 @backend_free

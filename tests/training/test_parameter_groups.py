@@ -20,14 +20,14 @@ to_numpy = keras.ops.convert_to_numpy
 
 def weights(value=1.0):
     """A kernel and a bias of a layer each for "one" and "two"."""
-    actual = []
+    made = []
     for scope in ("one", "two"):
         with keras.name_scope(scope):
-            actual.append(
+            made.append(
                 keras.Variable(np.full((2, 3), value, "float32"), name="kernel")
             )
-            actual.append(keras.Variable(np.full((3,), value, "float32"), name="bias"))
-    return actual
+            made.append(keras.Variable(np.full((3,), value, "float32"), name="bias"))
+    return made
 
 
 def apply(optimizer, variables, gradient=0.0):
@@ -74,8 +74,10 @@ def test_names_of_groups(preset, arguments, names):
     paths = [weight.path for weight in model.trainable_variables]
 
     def of(name):
-        actual = group_factors([{"match": name, "learning_rate": 9.0}], paths)
-        return {p for p, f in zip(paths, actual, strict=True) if f.learning_rate == 9.0}
+        factors = group_factors([{"match": name, "learning_rate": 9.0}], paths)
+        return {
+            p for p, f in zip(paths, factors, strict=True) if f.learning_rate == 9.0
+        }
 
     groups = {name: of(name) for name in names}
     for name, words in {

@@ -308,10 +308,10 @@ def test_flat_recipes_of_earlier_versions_load(path):
 @pytest.mark.parametrize("warmup", [0, 20])
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_learning_rates(decay, warmup):
-    actual = recipe(
+    schedule_of_recipe = recipe(
         learning_rate=0.8, final_learning_rate=0.2, warmup_steps=warmup, decay=decay
     ).learning_rate(steps_per_epoch=40)
-    again = type(actual).from_config(actual.get_config())
+    again = type(schedule_of_recipe).from_config(schedule_of_recipe.get_config())
 
     def expected(step):
         if step < warmup:
@@ -321,7 +321,7 @@ def test_learning_rates(decay, warmup):
         return 0.2 + 0.6 * left
 
     steps = [0, 1, 10, 19, 20, 45, 70, 119, 120, 500]
-    for schedule in (actual, again):
+    for schedule in (schedule_of_recipe, again):
         rates = [float(schedule(step)) for step in steps]
         np.testing.assert_allclose(rates, [expected(s) for s in steps], atol=1e-6)
 

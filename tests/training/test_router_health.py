@@ -160,7 +160,7 @@ def test_training_is_the_same_with_it(tmp_path):
 def _events(folder, hidden_from):
     import tensorflow as tf
 
-    actual = {}
+    values = {}
     for path in folder.glob("events*"):
         for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
             event = tf.compat.v1.Event.FromString(record)
@@ -168,8 +168,8 @@ def _events(folder, hidden_from):
             if event.session_log.status == tf.compat.v1.SessionLog.START:
                 hidden_from.append(event.step)
             for value in event.summary.value:
-                actual[value.tag, event.step] = value.simple_value
-    return actual
+                values[value.tag, event.step] = value.simple_value
+    return values
 
 
 @pytest.mark.backend_free

@@ -377,7 +377,7 @@ def test_a_run_of_an_earlier_version_goes_on(quick, tmp_path):
 
 def with_settings(folder, settings):
     """Writes the settings of a run's newest checkpoint anew, checksums and all."""
-    actual = training.find_checkpoint(folder)
+    checkpoint = training.find_checkpoint(folder)
     groups = {
         group: [
             keras.Variable(
@@ -388,8 +388,8 @@ def with_settings(folder, settings):
             )
             for x in entries
         ]
-        for group, entries in actual.variables.items()
+        for group, entries in checkpoint.variables.items()
     }
-    training.restore_checkpoint(actual, groups)
-    state = {**actual.state, "settings": settings}
-    training.save_checkpoint(folder, actual.step, groups, state)
+    training.restore_checkpoint(checkpoint, groups)
+    state = {**checkpoint.state, "settings": settings}
+    training.save_checkpoint(folder, checkpoint.step, groups, state)

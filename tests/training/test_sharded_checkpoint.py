@@ -57,7 +57,7 @@ def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path, storag
     assert split == [11, 11]
 
     # This process has one device, and another backend.
-    actual = training.find_checkpoint(tmp_path / "run")
+    checkpoint = training.find_checkpoint(tmp_path / "run")
     with np.load(tmp_path / "expected.npz", allow_pickle=False) as stored:
         expected = list(stored.values())
     made = {
@@ -65,9 +65,9 @@ def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path, storag
             keras.Variable(np.zeros(x["shape"]), dtype=x["dtype"], trainable=False)
             for x in described
         ]
-        for group, described in actual.variables.items()
+        for group, described in checkpoint.variables.items()
     }
-    training.restore_checkpoint(actual, made)
+    training.restore_checkpoint(checkpoint, made)
     for variable, value in zip(
         [*made["model"], *made["optimizer"]], expected, strict=True
     ):
@@ -75,14 +75,14 @@ def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path, storag
             keras.ops.convert_to_numpy(variable.value), value, err_msg=variable.path
         )
 
-    assert type(actual.storage).__name__ == storage
+    assert type(checkpoint.storage).__name__ == storage
     if storage == "OrbaxStorage":
-        owners = {re.search(r"process_\d", name) for name in actual.files}
+        owners = {re.search(r"process_\d", name) for name in checkpoint.files}
         assert {x[0] for x in owners if x} == {"process_0", "process_1"}
         return
     # Each process wrote two of four experts, one of each device.
-    files = sorted(actual.path.glob("arrays-*.safetensors"))
-    manifest = json.loads((actual.path / "manifest.json").read_text())
+    files = sorted(checkpoint.path.glob("arrays-*.safetensors"))
+    manifest = json.loads((checkpoint.path / "manifest.json").read_text())
     assert {path.name for path in files} == manifest["files"].keys() - {"state.json"}
     assert [path.name for path in files] == [
         "arrays-00000-of-00002.safetensors",

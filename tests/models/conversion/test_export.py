@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 from keras_moe import models
 from tests.models.conversion import clip_models
 from tests.models.conversion.clip_models import IDS, PADDING
-from tests.models.conversion.test_conversion import MEAN, STD
 from tests.models.conversion.test_clip_pairs import check, pixels
+from tests.models.conversion.test_conversion import MEAN, STD
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
