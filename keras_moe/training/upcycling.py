@@ -226,7 +226,8 @@ def _as_own(model):
             "or SigLIP of KerasHub; received: "
             f"{model if isinstance(model, str) else type(model).__name__}"
         )
-    return convert(model)[0]
+    # A pair gives its images' tower.
+    return convert(model, tower="image")[0]
 
 
 def _sparse_twin(dense_model, overrides, moe_arguments):
