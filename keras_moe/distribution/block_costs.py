@@ -21,6 +21,7 @@ class Share(NamedTuple):
         batch_size: images of all devices together.
         sequences: tokens of each sequence of an image: its own, and those of a text
             that goes with it.
+        grouped: tokens of an image by which the layers count the size of a group.
         dim: D.
         model_parallel: number of devices over which heads and hidden units are split.
         itemsize: bytes of a number in the tokens' dtype.
@@ -29,6 +30,7 @@ class Share(NamedTuple):
     images: int
     batch_size: int
     sequences: tuple
+    grouped: int
     dim: int
     model_parallel: int
     itemsize: int
@@ -62,7 +64,7 @@ def expert_slots(block: Any, share: Share) -> int:
     else:
         images = share.batch_size
         if moe.group_size is not None:
-            images = min(images, moe.group_size // share.sequences[0])
+            images = min(images, moe.group_size // share.grouped)
         # Images with their texts.
         size = images * sum(share.sequences)
         num_groups, rest = divmod(share.tokens, size)

@@ -181,7 +181,8 @@ def costs(
             `"float32"`; weights stay float32.
         utilization: share of the chip's peak that matmuls reach; measure it.
         text_tokens: tokens of a text that goes through the same blocks with each image,
-            as in LIMoE; its embedding is not counted.
+            whose embedding is not counted; 0 for models of pairs, which have texts of
+            their own length.
         num_classes: number of classes of a head, which is counted, too.
         **overrides: arguments of the model that differ from the preset.
 
@@ -190,6 +191,7 @@ def costs(
 
     Raises:
         ValueError: see `layouts`; if groups of tokens do not lie whole on each device;
+            if `text_tokens` goes with a model of texts;
             if experts without capacity would be gathered on several devices; or for
             muMoE blocks, whose intermediates are not counted.
 
@@ -219,36 +221,50 @@ def costs(
     batch_size = check_integer("batch_size", batch_size)
     overrides["num_classes"] = num_classes
     with resolve(model_or_preset, overrides, counts_only=True) as blueprint:
-        blocks, model = blueprint.unbuilt_blocks(), blueprint.describe()
+        towers, model = blueprint.unbuilt_towers(), blueprint.describe()
+    if text_tokens and model.example != "image":
+        raise ValueError(
+            "Expected text_tokens=0 for a model that has texts of its own; received: "
+            f"text_tokens={text_tokens}"
+        )
+    blocks = [block for tower in towers for block in tower.blocks]
     layouts = layouts_of_blocks(
         blocks, num_devices, expert_parallel, model_parallel, batch_size
     )
-    dim, batch_devices = model.hidden_dim, layouts.mesh[BATCH]
-    sequences = (model.num_tokens, text_tokens) if text_tokens else (model.num_tokens,)
-    share = Share(
-        batch_size // batch_devices,
-        batch_size,
-        sequences,
-        dim,
-        model_parallel,
-        itemsize,
-    )
+    batch_devices = layouts.mesh[BATCH]
     _check_capacity(blocks, batch_devices)
+    # Each block with the share of its tower.
+    shared, shapes, block_flops, described_flops = [], {}, 0, 0
+    for tower in towers:
+        dim, num_tokens = tower.hidden_dim, sum(tower.sequences)
+        sequences = (*tower.sequences, *((text_tokens,) if text_tokens else ()))
+        share = Share(
+            batch_size // batch_devices,
+            batch_size,
+            sequences,
+            num_tokens,
+            dim,
+            model_parallel,
+            itemsize,
+        )
+        for block in tower.blocks:
+            shared.append((block, share))
+            block_shapes = block.weight_shapes((num_tokens, dim))
+            shapes.update(under(f"{tower.prefix}{block.name}", block_shapes))
+            flops = [block.cost((n, dim)).flops for n in sequences]
+            block_flops += sum(flops)
+            described_flops += sum(flops[: len(tower.sequences)])
 
     # Weights of blocks, which a layout may split, by path; the rest as one vector.
-    shapes = {}
-    for block in blocks:
-        block_shapes = block.weight_shapes((model.num_tokens, dim))
-        shapes.update(under(block.name, block_shapes))
     listed = sum(map(math.prod, shapes.values()))
     shapes["rest"] = (model.parameters - listed,)
     weights = _split(shapes, layouts, OPTIMIZERS[optimizer])
 
     rematerialize = any(block.rematerialize for block in blocks)
-    kept = [activation_bytes(block, share) for block in blocks]
+    kept = [activation_bytes(block, share) for block, share in shared]
     if rematerialize:
-        inputs = share.tokens * dim * itemsize
-        activations = len(blocks) * inputs + max(kept)
+        inputs = sum(share.tokens * share.dim for _, share in shared) * itemsize
+        activations = inputs + max(kept)
     else:
         activations = sum(kept)
     memory = {
@@ -260,9 +276,9 @@ def costs(
 
     # Forward, again if rematerialised, and for the gradient.
     passes = 3 if rematerialize else 2
-    slots = sum(expert_slots(block, share) for block in blocks)
-    tokens_sent = 2 * passes * slots * dim * itemsize
-    summed = sum(model_parallel_bytes(block, share) for block in blocks)
+    sent = sum(expert_slots(block, share) * share.dim for block, share in shared)
+    tokens_sent = 2 * passes * sent * itemsize
+    summed = sum(model_parallel_bytes(block, share) for block, share in shared)
     expert_devices = weights.expert_devices
     traffic = {
         "all-to-all (tokens)": tokens_sent * (expert_devices - 1) // expert_devices,
@@ -271,11 +287,7 @@ def costs(
             passes * summed * _ring(model_parallel)
         ),
     }
-    block_flops, image_flops = (
-        sum(block.cost((n, dim)).flops for block in blocks for n in lengths)
-        for lengths in (sequences, sequences[:1])
-    )
-    other_flops = sum(part.flops for part in model.parts) - image_flops
+    other_flops = sum(part.flops for part in model.parts) - described_flops
     flops = 3 * other_flops + (4 if rematerialize else 3) * block_flops
     flops *= batch_size / num_devices
     rates = [

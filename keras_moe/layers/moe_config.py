@@ -17,16 +17,11 @@ from keras_moe.checks import (
     check_one_of,
     check_positive,
 )
-from keras_moe.layers import activations
+from keras_moe.layers import activations, pruning_config
 from keras_moe.layers.block_config import BlockConfig
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.moe import MoE
 from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
-from keras_moe.layers.pruning_config import (
-    check_pruned_blocks,
-    kept_experts_of,
-    plain_pruning,
-)
 from keras_moe.ops.expert_kinds import ExpertKinds, expert_kinds
 from keras_moe.routers.pruned import pruned_router
 from keras_moe.routers.registry import (
@@ -226,7 +221,7 @@ class MoEConfig(BlockConfig):
             auxiliary_losses=_plain_losses(self.auxiliary_losses),
             expert_activation=activations.plain(self.expert_activation),
             expert_pools=plain_value(self.expert_pools),
-            pruning=plain_pruning(self.pruning),
+            pruning=pruning_config.plain_pruning(self.pruning),
             priority=_plain_priority(self.priority),
             **{
                 name: plain_value(getattr(self, name))
@@ -311,7 +306,7 @@ class MoEConfig(BlockConfig):
         """
         indices = resolve_moe_layers(self.moe_layers, encoder.num_layers)
         residual = self._has_residual(len(indices))
-        check_pruned_blocks(self.pruning, indices)
+        pruning_config.check_pruned_blocks(self.pruning, indices)
         first = min(indices, default=0)
         if not indices:
             self._moe(encoder, 0, residual, is_first=True)
@@ -357,7 +352,7 @@ class MoEConfig(BlockConfig):
             encoder.num_tokens, encoder.seed_of(index, 3), residual and not is_first
         )
         router = self.make_router(site, residual)
-        kept = kept_experts_of(self.pruning, index)
+        kept = pruning_config.kept_experts_of(self.pruning, index)
         if kept is not None:
             router = pruned_router(
                 router, kept, self.pruning["method"], self.pruning["removed"]

@@ -229,6 +229,15 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         image_shape = check_image_shape(config["image_shape"])
         return cls.tower(config, "float32").parts(image_shape)
 
+    @classmethod
+    def sequence_lengths(cls, **config) -> tuple[int, ...]:
+        """The numbers of tokens of an example's sequences, which attend to each other.
+
+        Args:
+            **config: arguments of the constructor. No weight is allocated.
+        """
+        return (cls.describe_parts(**config)[1],)
+
     def default_lora_layer_names(self) -> list[str]:
         """The names of the layers that `enable_lora` changes by default."""
         return ["query", "value"]

@@ -7,7 +7,7 @@ A name, a folder, a handle, published weights or a model becomes, with its overr
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -19,13 +19,32 @@ from keras_moe.models.description import Description
 from keras_moe.models.model_sources import SAVED, Weights, open_model_source
 from keras_moe.models.overrides import (
     apply_overrides,
+    complete_config,
     nested_config,
     split_overrides,
+    tower_families,
 )
 
 BACKBONE = "backbone"
 # The towers of models of pairs, by the kinds of their inputs.
 TOWERS = ("image", "text")
+
+
+class UnbuiltTower(NamedTuple):
+    """One tower of a backbone before it is made.
+
+    Attributes:
+        prefix: beginning of its weights' paths, such as `"text/"`; `""` for a backbone
+            of one tower.
+        blocks: blocks without weights.
+        sequences: tokens of each sequence of an example, which attend to each other.
+        hidden_dim: D.
+    """
+
+    prefix: str
+    blocks: list
+    sequences: tuple[int, ...]
+    hidden_dim: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +119,24 @@ class Blueprint:
         """The blocks of the backbone as layers without weights."""
         with self._explained():
             return self.backbone.unbuilt_blocks(**self._sizes())
+
+    def unbuilt_towers(self) -> list[UnbuiltTower]:
+        """The towers of the backbone, each with its blocks and its tokens."""
+        families = tower_families(self.backbone)
+        with self._explained():
+            config = complete_config(self.backbone, self.config)
+            towers = {"": (self.backbone, config)}
+            if families:
+                towers = {f"{k}/": (cls, config[k]) for k, cls in families.items()}
+            return [
+                UnbuiltTower(
+                    prefix,
+                    cls.unbuilt_blocks(**config),
+                    cls.sequence_lengths(**config),
+                    config["hidden_dim"],
+                )
+                for prefix, (cls, config) in towers.items()
+            ]
 
     def build(self) -> keras.Model:
         """The model, with the source's weights if they are wanted."""

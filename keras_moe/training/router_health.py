@@ -55,8 +55,9 @@ class RouterHealth(PeriodicCallback):
     written with the next ones.
 
     Args:
-        images: (B, height, width, channels), the probe. A batch of training's size
-            meets the capacity of training.
+        images: (B, height, width, channels), the probe; for models of texts and pairs
+            the dict that they take. A batch of training's size meets the capacity of
+            training. Padding that is not routed does not count.
         every: number of epochs or steps between probes.
         unit: `"epochs"` or `"steps"`.
         training: whether to route as in training, with its capacity, noise and dropout,
@@ -98,20 +99,16 @@ class RouterHealth(PeriodicCallback):
         max_dead: float = 0.5,
     ):
         super().__init__(every, unit)
-        shape = getattr(images, "shape", ())
-        if len(shape) != 4 or not shape[0]:
-            raise ValueError(
-                "Expected an array of at least one image (batch, height, width, "
-                f"channels); received: shape={tuple(shape)}"
-            )
+        number = _number_of_examples(images)
         devices = batch_devices()
-        if shape[0] < devices:
+        if number < devices:
             raise ValueError(
                 f"Expected at least as many images as the {devices} devices that share "
-                f"a batch; received: shape={tuple(shape)}"
+                f"a batch; received: {number}"
             )
         # Each device has the same number.
-        self.images = np.asarray(images)[: shape[0] - shape[0] % devices]
+        number -= number % devices
+        self.images = keras.tree.map_structure(lambda x: np.asarray(x)[:number], images)
         self.training = check_bool("training", training)
         self.csv_path, self.tensorboard = csv_path, tensorboard
         if tensorboard is not None:
@@ -137,8 +134,8 @@ class RouterHealth(PeriodicCallback):
         if self._of is not self.model:
             self._of, self._probe = self.model, _RoutingProbe(self.model, self.training)
         self._rows = [
-            _row(name, routing_statistics(record, selected))
-            for name, (record, selected) in self._probe.route(self.images).items()
+            _row(name, routing_statistics(record, selected, mask))
+            for name, (record, selected, mask) in self._probe.route(self.images).items()
         ]
         dropped = [
             row["dropped_tokens"]
@@ -236,26 +233,61 @@ class _RoutingProbe(keras.Model):
         self.in_training = training
         # Plain numbers, which Keras need not track.
         self.selected = {name: _num_selected_experts(model, name) for name in routing}
+        self.without_padding = [name for name in routing if _masks_padding(model, name)]
 
-    def call(self, images):
-        return self.records(images, training=self.in_training)
+    def call(self, inputs):
+        return self.records(inputs, training=self.in_training)
 
-    def route(self, images):
+    def route(self, inputs):
         for number, variable in enumerate(self.records.non_trainable_variables):
             if variable.path.endswith("seed_generator_state"):
                 variable.assign(ops.cast([number, 0], variable.dtype))
-        records = self.predict_on_batch(images)
-        return {name: (records[name], self.selected[name]) for name in self.selected}
+        records = self.predict_on_batch(inputs)
+        masks = dict.fromkeys(self.selected)
+        for name in self.without_padding:
+            masks[name] = np.asarray(inputs["padding_mask"], bool)
+        return {
+            name: (records[name], selected, masks[name])
+            for name, selected in self.selected.items()
+        }
+
+
+def _number_of_examples(inputs):
+    """B of images, or of a dict of arrays."""
+    if isinstance(inputs, dict):
+        numbers = {len(x) if np.ndim(x) else 0 for x in inputs.values()}
+        if len(numbers) == 1 and 0 not in numbers:
+            return numbers.pop()
+        raise ValueError(
+            "Expected arrays of one number of examples, at least one; received: "
+            f"{ ({name: np.shape(x) for name, x in inputs.items()}) }"
+        )
+    shape = tuple(getattr(inputs, "shape", ()))
+    if len(shape) != 4 or not shape[0]:
+        raise ValueError(
+            "Expected an array of at least one image (batch, height, width, "
+            f"channels); received: shape={shape}"
+        )
+    return shape[0]
 
 
 def _num_selected_experts(model, name):
     backbone = getattr(model, "backbone", model)
     # In a head or a token mixer of muMoE all experts take part.
-    if name == "head" or "/" in name:
+    if name == "head" or name.endswith("/token_mixer"):
         return None
     block = backbone.get_layer(name)
     router = getattr(block.feed_forward, "router", None)
     return getattr(router, "num_selected_experts", None)
+
+
+def _masks_padding(model, name):
+    """Whether a block routes texts without their padding."""
+    backbone = getattr(model, "backbone", model)
+    if not isinstance(model.input, dict) or name.startswith("image/"):
+        return False
+    config = backbone.get_config()
+    return config.get("text", config)["mask_padding"]
 
 
 def _row(name, figures):

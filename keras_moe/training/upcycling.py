@@ -1,111 +1,28 @@
 """Sparse upcycling: a dense model becomes a mixture of experts of itself.
 
-Axes: E experts, D hidden, H mlp.
+Axes: B batch, N tokens, E experts, K selected experts.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from keras_moe.checks import (
-    check_argument_names,
-    check_bool,
-    check_integer,
-    check_not_negative,
-    check_one_of,
-)
-from keras_moe.compat import flatten_layers, own_variables
-from keras_moe.layers import MuMoEBlock
-from keras_moe.layers.activations import entmax15
-from keras_moe.layers.expert_coefficients import check_levels, total_experts
-from keras_moe.layers.mumoe_config import MUMOE
+from keras_moe.checks import check_not_negative
+from keras_moe.compat import flatten_layers
 from keras_moe.models import Blueprint, convert, describe, registry
 from keras_moe.models.conversion import is_convertible
-from keras_moe.models.overrides import apply_overrides
-from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
-from keras_moe.training.factors_of_dense import factors_of_dense
-from keras_moe.training.upcycling_presets import upcycling_settings
-
-# Arguments of a backbone that an upcycled model may take.
-MOE_ARGUMENTS = (
-    "router_options",
-    "num_selected_experts",
-    "capacity_factor",
-    "evaluation",
-    "eval_capacity_factor",
-    "eval_capacity",
-    "dropless",
-    "capacity_rounding",
-    "capacity_multiple_of",
-    "priority",
-    "noise_std",
-    "images_per_group",
-    "auxiliary_losses",
-    "expert_dropout",
-    "dispatcher",
-    "zero_experts",
-    "copy_experts",
-    "constant_experts",
-    "tau",
-    "gating_residual",
-    "seed",
+from keras_moe.models.overrides import apply_overrides, tower_families
+from keras_moe.training.upcycled_weights import carry_state, copy_weights
+from keras_moe.training.upcycling_arguments import upcycling_overrides
+from keras_moe.training.upcycling_report import (
+    UpcyclingReport,
+    example_inputs,
+    largest_differences,
+    modality_reports,
+    preserves,
 )
-# The end of an expert weight's path, and of the dense one it is tiled from.
-_TILED = {
-    f"moe/experts/{layer}_{kind}": f"mlp/{layer}/{kind}"
-    for layer in ("hidden", "output")
-    for kind in ("kernel", "bias")
-}
-# Lists of an optimizer that are not one kind of slot.
-_NOT_SLOTS = ("_variables", "_trainable_variables")
-
-
-class UpcyclingReport(NamedTuple):
-    """The result of upcycling.
-
-    Attributes:
-        blocks: the names of the blocks that became mixtures of experts.
-        dense_parameters: parameters before.
-        parameters: parameters after.
-        active_parameters: parameters after that one token meets.
-        largest_difference: between the outputs before and after, at inference.
-        largest_token_difference: the same between the backbone's tokens, which a
-            head that is still zero would hide.
-        preserved: whether the theory says that the function is the same.
-        slots: variables of the optimizer that were carried over.
-    """
-
-    blocks: tuple[str, ...]
-    dense_parameters: int
-    parameters: int
-    active_parameters: int
-    largest_difference: float
-    largest_token_difference: float
-    preserved: bool
-    slots: int
-
-    def to_dict(self) -> dict:
-        """The report as plain data, for JSON."""
-        return {**self._asdict(), "blocks": list(self.blocks)}
-
-    def print(self, console: Console | None = None) -> None:
-        """Prints the report as a table."""
-        table = Table("sparse upcycling", "")
-        table.add_row("blocks with experts", ", ".join(self.blocks))
-        table.add_row("parameters before", f"{self.dense_parameters:,}")
-        table.add_row("parameters after", f"{self.parameters:,}")
-        table.add_row("active per token", f"{self.active_parameters:,}")
-        table.add_row("largest difference of outputs", f"{self.largest_difference:.2e}")
-        tokens = f"{self.largest_token_difference:.2e}"
-        table.add_row("largest difference of tokens", tokens)
-        theory = "the same" if self.preserved else "not the same"
-        table.add_row("the function, in theory", theory)
-        table.add_row("optimizer variables carried over", str(self.slots))
-        (console or Console()).print(table)
 
 
 def upcycle(
@@ -119,6 +36,7 @@ def upcycle(
     carry_optimizer: bool = False,
     images: Any = None,
     noise_seed: int = 0,
+    towers: Any = None,
     **moe_arguments,
 ) -> tuple[Any, UpcyclingReport]:
     """Turns a dense model into its mixture of experts.
@@ -130,9 +48,11 @@ def upcycle(
     and soft routing mixes them: the function changes.
 
     Args:
-        dense_model: a `ViTBackbone`, a `MixerBackbone` or an image classifier on one,
-            without MoE blocks; or a backbone of KerasHub: `ViTBackbone`, or a
-            `CLIPBackbone` or `SigLIPBackbone`, whose vision encoder is taken.
+        dense_model: model without MoE blocks: a `ViTBackbone`, a `MixerBackbone` or an
+            image classifier on one; a `TextBackbone`; a `CLIPBackbone` with two towers,
+            a `LIMoEBackbone` with one for both modalities, or a `ContrastiveModel` on
+            either; or a backbone of KerasHub: `ViTBackbone`, or a `CLIPBackbone` or
+            `SigLIPBackbone`, whose vision encoder is taken.
         num_experts: E, at least 2; with muMoE also one number for each level.
         moe_layers: the blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
         router: router that `keras_moe.routers.get` knows; or `"mumoe"`, whose experts
@@ -155,15 +75,21 @@ def upcycle(
         carry_optimizer: give the new model the state of a compiled dense one's
             optimizer, too: iterations, and slots, which are tiled as the weights are.
         images: (B, height, width, channels), at least one, for the report's difference;
-            None takes four images of noise.
+            for texts and pairs the dict that the backbone takes; None takes four
+            examples of noise.
         noise_seed: seed of `noise`.
+        towers: towers of a `CLIPBackbone` to upcycle: None for both, a tuple such as
+            `("image",)`, which leaves the other tower as it is, or a dict from tower to
+            arguments that override those here, such as
+            `{"image": {"num_experts": 16}, "text": {}}`. None for models of one tower.
         **moe_arguments: further arguments of the backbone that concern its MoE
             layers, such as `num_selected_experts=1`, or `zero_experts=1` for MoE++;
             the backbone's defaults otherwise, whatever the dense model's are.
 
     Returns:
         `(model, report)`. The dense model is left as it was. The new one is
-        compiled alike, and frozen layers stay frozen.
+        compiled alike, and frozen layers stay frozen. The report of a model of pairs
+        has results by modality, too.
 
     Raises:
         ValueError: if the model is not dense or unknown, has low-rank pairs or is
@@ -182,22 +108,7 @@ def upcycle(
     >>> report.blocks, report.largest_difference < 1e-4
     (('block_1', 'block_3'), True)
     """
-    is_mumoe = router == MUMOE
-    # One expert is the dense MLP.
-    if not is_mumoe:
-        check_integer("num_experts", num_experts, minimum=2)
-    elif total_experts(check_levels(num_experts)) < 2:
-        raise ValueError(
-            f"Expected at least two experts; received: num_experts={num_experts}"
-        )
     check_not_negative("noise", noise)
-    check_one_of("router", router, [*ROUTERS, MUMOE])
-    check_argument_names(moe_arguments, MOE_ARGUMENTS, "MoE layers")
-    settings = upcycling_settings(preset, router)
-    normalizes = settings.pop("normalize_gates", True)
-    if normalize_gates is not None:
-        normalizes = check_bool("normalize_gates", normalize_gates)
-    moe_arguments = {**settings, **moe_arguments}
     original = dense_model
     dense_model = _as_own(original)
     if carry_optimizer and dense_model is not original:
@@ -206,21 +117,91 @@ def upcycle(
             f"received: {type(original).__name__}"
         )
     backbone = getattr(dense_model, "backbone", dense_model)
+    overrides = upcycling_overrides(
+        type(backbone),
+        towers,
+        {
+            "num_experts": num_experts,
+            "moe_layers": moe_layers,
+            "router": router,
+            "normalize_gates": normalize_gates,
+            "preset": preset,
+            **moe_arguments,
+        },
+    )
     if images is None:
-        shape = (4, *backbone.image_shape)
-        images = np.random.default_rng(0).normal(size=shape).astype("float32")
-    shape = tuple(np.shape(images))
+        images = example_inputs(backbone)
+    _check_inputs(backbone, images)
+    _check_dense(dense_model, overrides)
+    if carry_optimizer and not getattr(dense_model, "optimizer", None):
+        raise ValueError(
+            "Expected a compiled model for carry_optimizer=True; "
+            f"received: {type(dense_model).__name__} without an optimizer"
+        )
+    sparse_model = _sparse_twin(dense_model, overrides, moe_arguments)
+    sparse_backbone = getattr(sparse_model, "backbone", sparse_model)
+    blocks = [name for name in sparse_backbone.routing if name not in backbone.routing]
+    for tower, arguments in overrides.items():
+        if not _names_of(tower, blocks):
+            raise ValueError(
+                "Expected at least one block to upcycle; received: "
+                f"moe_layers={arguments['moe_layers']}"
+            )
+    copy_weights(dense_model, sparse_model, noise, noise_seed)
+    _freeze(dense_model, sparse_model)
+    if getattr(dense_model, "compiled", False):
+        _compile(dense_model, sparse_model)
+    slots = 0
+    if carry_optimizer and dense_model.optimizer.built:
+        sparse_model.optimizer.build(sparse_model.trainable_variables)
+        slots = carry_state(dense_model.optimizer, sparse_model.optimizer)
+
+    description = describe(sparse_model)
+    differences = largest_differences(dense_model, sparse_model, images)
+    report = UpcyclingReport(
+        blocks=tuple(blocks),
+        dense_parameters=describe(dense_model).parameters,
+        parameters=description.parameters,
+        active_parameters=description.active_parameters,
+        largest_difference=max(differences[0].values()),
+        largest_token_difference=max(differences[1].values()),
+        preserved=preserves(sparse_backbone, blocks, noise),
+        slots=slots,
+        modalities=modality_reports(sparse_backbone, blocks, differences, noise),
+    )
+    return sparse_model, report
+
+
+def _check_inputs(backbone, inputs):
+    """Raises ValueError unless the inputs fit, with one example at least."""
+    if isinstance(backbone.input, dict):
+        if not isinstance(inputs, dict):
+            raise ValueError(
+                f"Expected images to be a dict of {sorted(backbone.input)} for "
+                f"{type(backbone).__name__}; received: {type(inputs).__name__}"
+            )
+        backbone._check_inputs(inputs)
+        shapes = {name: tuple(np.shape(x)) for name, x in inputs.items()}
+        if not all(shape and shape[0] for shape in shapes.values()):
+            raise ValueError(f"Expected at least one example; received: {shapes}")
+        return
+    shape = tuple(np.shape(inputs))
     if shape[1:] != backbone.image_shape or not shape[0]:
         raise ValueError(
             f"Expected images (B, {', '.join(map(str, backbone.image_shape))}), at "
             f"least one; received: images.shape={shape}"
         )
-    if backbone.routing:
+
+
+def _check_dense(model, towers):
+    """Raises ValueError unless the towers are dense, and weights are plain."""
+    routing = getattr(model, "backbone", model).routing
+    if sparse := [name for tower in towers for name in _names_of(tower, routing)]:
         raise ValueError(
             "Expected a dense model; received: one with mixtures of experts in "
-            f"{list(backbone.routing)}"
+            f"{sparse}"
         )
-    for layer in flatten_layers(dense_model):
+    for layer in flatten_layers(model):
         if getattr(layer, "lora_enabled", False) or layer.quantization_mode:
             raise ValueError(
                 "Expected a model of plain weights (saving merges low-rank pairs); "
@@ -228,52 +209,11 @@ def upcycle(
                 f"{getattr(layer, 'lora_enabled', False)}, "
                 f"quantization_mode={layer.quantization_mode!r}"
             )
-    if carry_optimizer and not getattr(dense_model, "optimizer", None):
-        raise ValueError(
-            "Expected a compiled model for carry_optimizer=True; "
-            f"received: {type(dense_model).__name__} without an optimizer"
-        )
-    options = dict(moe_arguments.pop("router_options", None) or {})
-    is_soft = not is_mumoe and issubclass(ROUTERS[router][0], SoftRouter)
-    if normalizes and not is_mumoe and not is_soft:
-        options.setdefault("normalize_gates", "after")
-    sparse_model = _sparse_twin(
-        dense_model,
-        moe_layers=moe_layers,
-        num_experts=num_experts,
-        router=router,
-        router_options=options,
-        **moe_arguments,
-    )
-    if not getattr(sparse_model, "backbone", sparse_model).routing:
-        raise ValueError(
-            f"Expected at least one block to upcycle; received: moe_layers={moe_layers}"
-        )
-    _copy_weights(dense_model, sparse_model, noise, noise_seed)
-    _freeze(dense_model, sparse_model)
-    if getattr(dense_model, "compiled", False):
-        _compile(dense_model, sparse_model)
-    slots = 0
-    if carry_optimizer and dense_model.optimizer.built:
-        sparse_model.optimizer.build(sparse_model.trainable_variables)
-        slots = _carry_state(dense_model.optimizer, sparse_model.optimizer)
 
-    sparse_backbone = getattr(sparse_model, "backbone", sparse_model)
-    layers = [
-        sparse_backbone.get_layer(name).feed_forward for name in sparse_backbone.routing
-    ]
-    description = describe(sparse_model)
-    report = UpcyclingReport(
-        blocks=tuple(sparse_backbone.routing),
-        dense_parameters=describe(dense_model).parameters,
-        parameters=description.parameters,
-        active_parameters=description.active_parameters,
-        largest_difference=_difference(dense_model, sparse_model, images),
-        largest_token_difference=_difference(backbone, sparse_backbone, images),
-        preserved=noise == 0 and all(map(_preserves, layers)),
-        slots=slots,
-    )
-    return sparse_model, report
+
+def _names_of(tower, names):
+    """The names of a tower's blocks; of all blocks without towers."""
+    return [name for name in names if tower is None or name.startswith(f"{tower}/")]
 
 
 def _as_own(model):
@@ -290,57 +230,25 @@ def _as_own(model):
     return convert(model, tower="image")[0]
 
 
-def _sparse_twin(dense_model, **moe_arguments):
+def _sparse_twin(dense_model, overrides, moe_arguments):
     """A new model like the dense one, but for its MoE blocks."""
     blueprint = Blueprint.of_model(dense_model)
-    # Whatever experts a dense model's config names, the copies of an MLP are others.
-    config = {k: v for k, v in blueprint.config.items() if k != "moe"}
-    config = apply_overrides(blueprint.backbone, config, moe_arguments)
+    families = tower_families(blueprint.backbone)
+    config = dict(blueprint.config)
+    for tower, arguments in overrides.items():
+        if tower is None:
+            config = _with_experts(blueprint.backbone, config, arguments)
+        else:
+            config[tower] = _with_experts(families[tower], config[tower], arguments)
+    if families and "seed" in moe_arguments:
+        config["seed"] = moe_arguments["seed"]
     return dataclasses.replace(blueprint, config=config).build()
 
 
-def _copy_weights(dense_model, sparse_model, noise, seed):
-    dense = {weight.path: weight for weight in dense_model.weights}
-    generator = np.random.default_rng(seed)
-    _copy_to_mumoe(dense_model, sparse_model, noise, generator)
-    for weight in sparse_model.weights:
-        source = dense.get(weight.path)
-        if source is not None:
-            # A copy: on JAX two models would share, and donate, one buffer.
-            weight.assign(keras.ops.convert_to_numpy(source))
-            continue
-        end = next((end for end in _TILED if weight.path.endswith(end)), None)
-        if end is None:
-            continue  # The routers' own.
-        source = dense[weight.path.removesuffix(end) + _TILED[end]]
-        value = keras.ops.convert_to_numpy(source).astype("float32")
-        scale = noise * value.std()
-        tiled = np.repeat(value[None], weight.shape[0], axis=0)
-        if scale:
-            tiled += generator.normal(scale=scale, size=tiled.shape).astype("float32")
-        weight.assign(tiled)
-
-
-def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
-    dense, sparse = (
-        getattr(model, "backbone", model) for model in (dense_model, sparse_model)
-    )
-    for name in sparse.routing:
-        block = sparse.get_layer(name).feed_forward
-        if not isinstance(block, MuMoEBlock):
-            return
-        mlp = dense.get_layer(name).feed_forward
-        for layer, experts in (
-            (mlp.hidden, block.hidden),
-            (mlp.output_dense, block.output_experts),
-        ):
-            kernel, bias = (
-                keras.ops.convert_to_numpy(keras.ops.cast(weight, "float32"))
-                for weight in (layer.kernel, layer.bias)
-            )
-            values = factors_of_dense(kernel, bias, experts, noise, generator)
-            for factor, value in zip(experts.factors, values):
-                factor.assign(value)
+def _with_experts(cls, config, arguments):
+    # Whatever experts a dense model's config names, the copies of an MLP are others.
+    config = {name: value for name, value in config.items() if name != "moe"}
+    return apply_overrides(cls, config, arguments)
 
 
 def _freeze(dense_model, sparse_model):
@@ -367,64 +275,3 @@ def _compile(dense_model, sparse_model):
             f"that is not compiled; received: {error}"
         ) from error
     sparse_model.compile(loss=dense_model.loss, **config)
-
-
-def _difference(dense, sparse, images):
-    before, after = (model.predict(images, verbose=0) for model in (dense, sparse))
-    return float(np.abs(before.astype("float32") - after.astype("float32")).max())
-
-
-def _carry_state(dense, sparse):
-    """Copies one optimizer's state; returns the number of its variables."""
-    carried = 0
-    if hasattr(dense, "inner_optimizer"):
-        carried += _carry_state(dense.inner_optimizer, sparse.inner_optimizer)
-    dense_paths = [weight.path for weight in own_variables(dense, trainable=True)]
-    sparse_paths = [weight.path for weight in own_variables(sparse, trainable=True)]
-    places = {path: place for place, path in enumerate(dense_paths)}
-    for name, slots in vars(dense).items():
-        # A kind of slot is a list with one for each trainable variable.
-        if isinstance(slots, keras.Variable):
-            # Such as the iterations and the scale of a loss.
-            getattr(sparse, name).assign(keras.ops.convert_to_numpy(slots))
-            carried += 1
-            continue
-        if name in _NOT_SLOTS or not _is_slots(slots, len(dense_paths)):
-            continue
-        for path, slot in zip(sparse_paths, getattr(sparse, name)):
-            end = next((end for end in _TILED if path.endswith(end)), None)
-            if end is not None:
-                path = path.removesuffix(end) + _TILED[end]
-            if path not in places:
-                continue  # A router's.
-            value = keras.ops.convert_to_numpy(slots[places[path]])
-            if end is not None:
-                value = np.broadcast_to(value, slot.shape)
-            slot.assign(value)
-            carried += 1
-    return carried
-
-
-def _is_slots(value, length):
-    is_list = isinstance(value, (list, tuple)) and len(value) == length
-    return is_list and all(isinstance(slot, keras.Variable) for slot in value)
-
-
-def _preserves(layer):
-    """Whether equal experts in this layer do what the MLP did."""
-    router = layer.router
-    if isinstance(layer, MuMoEBlock):
-        # Coefficients that sum to one, and room for all of the matrices.
-        sums_to_one = router.activation in (entmax15, keras.activations.softmax)
-        return sums_to_one and all(
-            experts.holds_any_matrix for experts in (layer.hidden, layer.output_experts)
-        )
-    if not isinstance(router, TokenChoiceRouter) or router.normalize_gates is None:
-        return False
-    if router.kinds.zero_computation:
-        return False
-    factor = router.eval_capacity_factor
-    if factor is None:
-        return router.serves_every_token(False)
-    # So large a capacity drops nobody.
-    return factor * router.num_selected_experts >= router.num_experts

@@ -46,7 +46,32 @@ MIXER = {
     for name, value in VIT.items()
     if name not in ("num_heads", "class_token")
 }
+TEXT = {"vocabulary_size": 20, "max_length": 6}
+OF_BLOCKS = ("hidden_dim", "num_layers", "mlp_dim", "num_heads", "moe_layers")
+EXPERTS = {"num_experts": 8, "num_selected_experts": 2, "images_per_group": 1}
+# Losses are averages over the whole batch: no threshold of an entropy is in the way.
+LOSSES = {"load_balance": 0.01, "router_z": 1e-4}
+PAIRS = {
+    "clip": {
+        "image": {"image_shape": (16, 16, 3), "patch_size": 8},
+        "text": TEXT,
+        "projection_dim": 4,
+        **{name: VIT[name] for name in OF_BLOCKS},
+        **EXPERTS,
+        "seed": 0,
+    },
+    "limoe": {
+        **{name: VIT[name] for name in (*OF_BLOCKS, "image_shape", "patch_size")},
+        **TEXT,
+        "projection_dim": 4,
+        **EXPERTS,
+        "auxiliary_losses": LOSSES,
+        "noise_std": 0.0,
+        "seed": 0,
+    },
+}
 MODELS = {
+    **PAIRS,
     "token choice": {**VIT, "num_layers": 2, "moe_layers": "last_1"},
     "max gate": {**VIT, "priority": "max_gate"},
     "dropless": {**VIT, "dropless": True},
@@ -91,16 +116,21 @@ LAYOUTS = {
 }
 IMAGES = np.random.default_rng(1).normal(size=(16, 16, 16, 3)).astype("float32")
 LABELS = np.arange(16) % 3
+IDS = np.random.default_rng(2).integers(1, 20, (16, 6))
+IDS[::3, 4:] = 0
 
 
 def preset_of(model):
+    if model in PAIRS:
+        return {"clip": "clip_up_b32", "limoe": "limoe_s32"}[model]
     return "mixer_s16" if "token_mlp_dim" in MODELS[model] else "vit_s16"
 
 
 def make(model):
-    """The classifier as a user makes it."""
+    """The model as a user makes it."""
     keras.utils.set_random_seed(0)
-    return models.from_preset(preset_of(model), num_classes=3, **MODELS[model])
+    task = {"task": "contrastive"} if model in PAIRS else {"num_classes": 3}
+    return models.from_preset(preset_of(model), **task, **MODELS[model])
 
 
 def train_step(classifier):
@@ -108,12 +138,14 @@ def train_step(classifier):
     generator = np.random.default_rng(0)
     for weight in classifier.trainable_weights:
         weight.assign(generator.normal(size=weight.shape) * 0.3)
-    classifier.compile(
-        optimizer=keras.optimizers.SGD(1.0, momentum=0.9),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
+    inputs, labels = IMAGES, LABELS
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if isinstance(classifier, models.ContrastiveModel):
+        inputs = {"images": IMAGES, "token_ids": IDS, "padding_mask": IDS != 0}
+        labels, loss = None, "auto"
+    classifier.compile(keras.optimizers.SGD(1.0, momentum=0.9), loss)
     before = [np.asarray(weight.value) for weight in classifier.trainable_weights]
-    loss = float(np.ravel(classifier.train_on_batch(IMAGES, LABELS))[0])
+    loss = float(np.ravel(classifier.train_on_batch(inputs, labels))[0])
     after = [np.asarray(weight.value) for weight in classifier.trainable_weights]
     return loss, [new - old for new, old in zip(after, before)]
 
@@ -198,10 +230,12 @@ def evaluated(model, layout, count):
 
 def arithmetic(model, arguments, overrides):
     """The costs on paper, or the reason why there are none."""
+    if model not in PAIRS:
+        overrides = {**overrides, "num_classes": 3}
     try:
         costs = distribution.costs(
             preset_of(model), 8, len(IMAGES), optimizer="momentum", dtype="float32",
-            num_classes=3, **arguments, **overrides,
+            **arguments, **overrides,
         )  # fmt: skip
     except ValueError as error:
         return str(error)

@@ -119,6 +119,33 @@ def test_optimizers_and_text():
 
 
 @pytest.mark.backend_free
+def test_pairs():
+    """One tower costs what a ViT with texts costs, and two what both do."""
+    text = {"vocabulary_size": 20, "max_length": 5}
+    one = {**SMALL, **text, "projection_dim": 4, "auxiliary_losses": None}
+    limoe = costs("limoe_s32", 4, 8, **one)
+    image = small(4, 8, class_token=False, text_tokens=5)
+    for name in ("all-to-all (tokens)", "all-reduce (heads, hidden units)"):
+        assert limoe.traffic[name] == image.traffic[name]
+    assert limoe.memory["activations"] == image.memory["activations"]
+    model = models.describe("limoe_s32", **one)
+    assert limoe.flops == 3 * sum(part.flops for part in model.parts) * 2
+
+    blocks = {k: x for k, x in SMALL.items() if k not in ("image_shape", "patch_size")}
+    of_text = {**blocks, "hidden_dim": 4, "mlp_dim": 6, **text}
+    clip = {"image": SMALL, "text": of_text, "projection_dim": 4}
+    clip = costs("clip_b32", 4, 8, **clip)
+    towers = small(4, 8), costs(models.TextBackbone.from_config(of_text), 4, 8)
+    assert clip.memory["activations"] == sum(x.memory["activations"] for x in towers)
+    name = "all-to-all (tokens)"
+    assert clip.traffic[name] == sum(tower.traffic[name] for tower in towers)
+    rest = clip.parameters - sum(tower.parameters for tower in towers)
+    assert clip.device_parameters == rest + sum(x.device_parameters for x in towers)
+    with pytest.raises(ValueError, match="text_tokens=5"):
+        costs("limoe_s32", 4, 8, **one, text_tokens=5)
+
+
+@pytest.mark.backend_free
 def test_a_torus_passes_data_on():
     assert torus_sides(24, 3) == (2, 3, 4)
     assert torus_sides(7, 2) == (1, 7)

@@ -19,6 +19,12 @@ SMALL = {
 }
 VIT = {**SMALL, "num_heads": 4}
 MIXER = {**SMALL, "token_mlp_dim": 8}
+SEQUENCES = {name: value for name, value in VIT.items() if "image" not in name}
+del SEQUENCES["patch_size"]
+TEXT = {"vocabulary_size": 20, "max_length": 6}
+CLIP = {"image": VIT, "text": {**SEQUENCES, **TEXT}, "projection_dim": 4}
+# A preset has losses of two modalities, whose thresholds are for 32 experts.
+LIMOE = {**VIT, **TEXT, "projection_dim": 4, "auxiliary_losses": None}
 SWIGLU = {
     "gated_experts": True,
     "expert_use_bias": False,
@@ -31,6 +37,8 @@ SWIGLU = {
 @pytest.mark.parametrize(
     ("cls", "preset", "config"),
     [
+        (models.CLIPBackbone, "clip_b32", CLIP),
+        (models.LIMoEBackbone, "limoe_s32", LIMOE),
         (models.ViTBackbone, "vit_s16", VIT),
         (models.ViTBackbone, "vit_s16", {**VIT, "moe_layers": None}),
         (models.ViTBackbone, "vit_s16", {**VIT, "gated_experts": True}),
@@ -60,6 +68,9 @@ def test_each_rule_has_weights_and_each_weight_one_rule(cls, preset, config):
         matched = [w for w in backbone.weights if re.fullmatch(rule, w.path)]
         assert matched, rule
         assert {len(weight.shape) for weight in matched} == {len(axes)}
+        if cls is models.CLIPBackbone:
+            towers = {weight.path.split("/")[0] for weight in matched}
+            assert towers == {"image", "text"}, rule
 
 
 @pytest.mark.backend_free

@@ -69,6 +69,36 @@ def test_every_router_has_figures(name):
         assert inference.measure()["router/dropped"] == 0
 
 
+@pytest.mark.backend_free
+@pytest.mark.parametrize("mask_padding", [True, False])
+def test_pairs_have_figures_by_modality(mask_padding):
+    blocks = {k: x for k, x in VIT.items() if k not in ("image_shape", "patch_size")}
+    text = {"vocabulary_size": 9, "max_length": 4, "mask_padding": mask_padding}
+    image = {**VIT, "evaluation": "batch_invariant", "eval_capacity": 1}
+    keras.utils.set_random_seed(0)
+    backbone = models.CLIPBackbone(image=image, text={**blocks, **text})
+    model = models.ContrastiveModel(backbone)
+    token_ids = np.array([[1, 7, 8, 0], [1, 8, 0, 0]], "int32")
+    padding_mask = token_ids != 0
+    pairs = {"images": IMAGES, "token_ids": token_ids, "padding_mask": padding_mask}
+    with pytest.raises(ValueError, match=r"one number.*'token_ids': \(2, 4\)"):
+        training.RouterHealth(pairs)
+    pairs["images"] = IMAGES[:2]
+    health = training.RouterHealth(pairs, training=False)
+    health.set_model(model)
+    health.measure()
+    of_images, of_texts = health._rows
+    assert (of_images["layer"], of_texts["layer"]) == ("image/block_1", "text/block_1")
+    # Experts of images serve one token each; nothing else limits those of texts, and
+    # padding is no token that was dropped.
+    assert of_images["dropped_choices"] > 0
+    assert of_texts["dropped_choices"] == of_texts["dropped_tokens"] == 0
+    records = keras.Model(model.input, model.routing).predict(pairs, verbose=0)
+    gates = records["text/block_1"].gates.max(axis=-1)
+    expected = gates[padding_mask].mean() if mask_padding else gates.mean()
+    np.testing.assert_allclose(of_texts["mean_max_gate"], expected, rtol=1e-6)
+
+
 def test_training_is_the_same_with_it(tmp_path):
     plain, watched = classifier(**ROUTERS["token choice"]), None
     expected = fit(plain)

@@ -291,6 +291,12 @@ class LIMoEBackbone(PairBackbone):
         parts.append(Part("logit_scale", "scale", *cost))
         return parts, num_patches + max_length, dim
 
+    @classmethod
+    def sequence_lengths(cls, **config) -> tuple[int, ...]:
+        config = complete_config(cls, config)
+        _, num_patches = image_embedding(_padded(config), "float32")
+        return num_patches, config["max_length"]
+
 
 def _padded(config):
     """The arguments of the images' embedding."""
