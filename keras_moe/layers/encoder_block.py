@@ -148,8 +148,14 @@ class EncoderBlock(keras.layers.Layer):
                 f"token_mixer={type(self.token_mixer).__name__}"
             )
         places = list(boundaries)
-        runs = ops.split(tokens, places, axis=1)
-        masks = [None] * len(runs) if mask is None else ops.split(mask, places, axis=1)
+        # Slices: TensorFlow splits no axis of unknown size, as exported texts have it.
+        runs, masks = (
+            x
+            if x is None
+            else [x[:, a:b] for a, b in zip([0, *places], [*places, None])]
+            for x in (tokens, mask)
+        )
+        masks = [None] * len(runs) if masks is None else masks
         mixed = [
             self.token_mixer(run, training=training, **_present(mask=run_mask))
             for run, run_mask in zip(runs, masks)
