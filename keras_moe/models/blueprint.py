@@ -22,6 +22,7 @@ from keras_moe.models.overrides import (
     nested_config,
     split_overrides,
 )
+from keras_moe.models.saved_preset import HUB_MODELS
 
 BACKBONE = "backbone"
 # The towers of models of pairs, by the kinds of their inputs.
@@ -349,6 +350,8 @@ def build(source: Any, overrides: dict[str, Any] | None = None, **options) -> An
         ValueError: as `resolve`.
     """
     if isinstance(source, keras.Model) and not is_convertible(source):
-        raise ValueError(f"Expected the name of a preset; received: {source!r}")
+        raise ValueError(
+            f"Expected the name of a preset; received: {source!r}. {HUB_MODELS}"
+        )
     with resolve(source, overrides, **options) as blueprint:
         return blueprint.build()

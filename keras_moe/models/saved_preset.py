@@ -21,7 +21,7 @@ from keras_moe.models.weights_checksums import INDEX, compare_preset
 
 _WEIGHTS, _TASK, _TASK_WEIGHTS = "model.weights.h5", "task.json", "task.weights.h5"
 
-_HUB_MODELS = (
+HUB_MODELS = (
     "KerasHub's ViT, CLIP and SigLIP become models of this library, see "
     "keras_moe.models.convert; its other backbones do not"
 )
@@ -77,7 +77,7 @@ def read_preset(preset: str | os.PathLike) -> SavedPreset:
             raise ValueError(
                 "Expected a preset of a registered backbone, one of "
                 f"{registry.backbone_names()}; received: "
-                f"{content.get('registered_name')!r} in {path}. {_HUB_MODELS}"
+                f"{content.get('registered_name')!r} in {path}. {HUB_MODELS}"
             )
         config = content["config"]
         if not check_file_exists(path, _TASK):
@@ -166,7 +166,7 @@ def check_preset(preset: str | os.PathLike) -> str:
     """
     if not isinstance(preset, (str, os.PathLike)):
         raise ValueError(
-            f"Expected the name of a preset; received: {preset!r}. {_HUB_MODELS}"
+            f"Expected the name of a preset; received: {preset!r}. {HUB_MODELS}"
         )
     if "://" in str(preset):
         return str(preset)
