@@ -24,6 +24,7 @@ from keras_moe.models.overrides import (
     split_overrides,
     tower_families,
 )
+from keras_moe.models.saved_preset import HUB_MODELS
 
 BACKBONE = "backbone"
 # The towers of models of pairs, by the kinds of their inputs.
@@ -386,6 +387,8 @@ def build(source: Any, overrides: dict[str, Any] | None = None, **options) -> An
         ValueError: as `resolve`.
     """
     if isinstance(source, keras.Model) and not is_convertible(source):
-        raise ValueError(f"Expected the name of a preset; received: {source!r}")
+        raise ValueError(
+            f"Expected the name of a preset; received: {source!r}. {HUB_MODELS}"
+        )
     with resolve(source, overrides, **options) as blueprint:
         return blueprint.build()

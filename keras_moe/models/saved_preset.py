@@ -21,6 +21,11 @@ from keras_moe.models.weights_checksums import INDEX, compare_preset
 
 _WEIGHTS, _TASK, _TASK_WEIGHTS = "model.weights.h5", "task.json", "task.weights.h5"
 
+HUB_MODELS = (
+    "KerasHub's ViT, CLIP and SigLIP become models of this library, see "
+    "keras_moe.models.convert; its other backbones do not"
+)
+
 
 class SavedPreset(NamedTuple):
     """The configs of a saved preset.
@@ -72,7 +77,7 @@ def read_preset(preset: str | os.PathLike) -> SavedPreset:
             raise ValueError(
                 "Expected a preset of a registered backbone, one of "
                 f"{registry.backbone_names()}; received: "
-                f"{content.get('registered_name')!r} in {path}"
+                f"{content.get('registered_name')!r} in {path}. {HUB_MODELS}"
             )
         config = content["config"]
         if not check_file_exists(path, _TASK):
@@ -160,7 +165,9 @@ def check_preset(preset: str | os.PathLike) -> str:
         ValueError: if `preset` is neither, or the folder is not whole.
     """
     if not isinstance(preset, (str, os.PathLike)):
-        raise ValueError(f"Expected the name of a preset; received: {preset!r}")
+        raise ValueError(
+            f"Expected the name of a preset; received: {preset!r}. {HUB_MODELS}"
+        )
     if "://" in str(preset):
         return str(preset)
     folder = readable(preset)

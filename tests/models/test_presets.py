@@ -757,3 +757,12 @@ def test_saving_over_something_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match="file"):
         models.from_preset("vmoe_digits").save_to_preset(tmp_path / "thesis.txt")
     assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.backend_free
+def test_other_backbones_of_kerashub_are_refused_with_those_that_convert(tmp_path):
+    bert = keras_hub.models.BertBackbone(5, 1, 1, 4, 4, max_sequence_length=4)
+    bert.save_to_preset(tmp_path / "bert")
+    for source in (bert, str(tmp_path / "bert")):
+        with pytest.raises(ValueError, match=r"BertBackbone.*SigLIP.*models\.convert;"):
+            models.from_preset(source)
