@@ -3,6 +3,7 @@
 Axes: B batch, N tokens, D hidden, H mlp, E experts.
 """
 
+import itertools
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from keras_moe.checks import (
     check_mask,
     check_positive,
     check_seed,
+    positive_integers,
 )
 from keras_moe.compat import get_keras_mask
 from keras_moe.layers.nested import build_once, layer_argument
@@ -147,7 +149,7 @@ class EncoderBlock(keras.layers.Layer):
                 f"number of tokens for a shape; received: boundaries={boundaries}, "
                 f"token_mixer={type(self.token_mixer).__name__}"
             )
-        places = list(boundaries)
+        places = _checked_places(boundaries, tokens.shape[1])
         # Slices: TensorFlow splits no axis of unknown size, as exported texts have it.
         runs, masks = (
             x
@@ -368,6 +370,18 @@ class MoEEncoderBlock(EncoderBlock):
         if not self.mixes_by_experts:
             return spec
         return *spec, self.token_mixer.compute_output_spec(tokens)[1]
+
+
+def _checked_places(boundaries, num_tokens):
+    """The places as a list, if they cut the tokens into runs of at least one."""
+    places = positive_integers(boundaries)
+    ends = None if places is None else [0, *places, num_tokens or float("inf")]
+    if ends is None or any(a >= b for a, b in itertools.pairwise(ends)):
+        raise ValueError(
+            f"Expected boundaries of increasing integers between 0 and {num_tokens} "
+            f"tokens; received: boundaries={boundaries!r}"
+        )
+    return list(places)
 
 
 def _present(**arguments):

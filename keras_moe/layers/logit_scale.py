@@ -94,6 +94,9 @@ class LogitScale(keras.layers.Layer):
 
     def parameters(self) -> dict[str, Any]:
         """The scalars that a contrastive loss reads beside the embeddings, by name."""
+        if not self.built:
+            self.build()
+            self.built = True
         scalars = {"logit_scale": ops.exp(ops.convert_to_tensor(self.log_scale))}
         if self.bias is not None:
             scalars["logit_bias"] = ops.convert_to_tensor(self.bias)
@@ -113,6 +116,12 @@ class LogitScale(keras.layers.Layer):
             ops.cast(ops.convert_to_tensor(x), "float32")
             for x in (image_embeddings, text_embeddings)
         )
+        if images.shape[-1] != texts.shape[-1]:
+            raise ValueError(
+                "Expected embeddings of one size; received: "
+                f"image_embeddings.shape={tuple(images.shape)}, "
+                f"text_embeddings.shape={tuple(texts.shape)}"
+            )
         scalars = self.parameters()
         logits = scalars["logit_scale"] * ops.matmul(images, ops.transpose(texts))
         return logits + scalars.get("logit_bias", 0.0)

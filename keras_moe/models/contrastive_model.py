@@ -10,12 +10,13 @@ import keras
 import keras_hub
 import numpy as np
 
-from keras_moe.checks import check_integer
+from keras_moe.checks import argument_names, check_argument_names, check_integer
 from keras_moe.losses import (
     ContrastiveLoss,
     SigmoidContrastiveLoss,
     SoftmaxContrastiveLoss,
 )
+from keras_moe.losses.contrastive import IDS
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.input_checks import has_no_examples, outputs_of_none
 from keras_moe.models.model_sources import ModelSource, TaskConfig
@@ -24,6 +25,7 @@ from keras_moe.models.registry import register_task
 from keras_moe.models.state_recovery import state_kept
 from keras_moe.models.task import MoETask
 from keras_moe.models.text import TextTokenizer
+from keras_moe.models.text.input_checks import check_input_names
 
 
 @register_task
@@ -90,10 +92,22 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         image_preprocessor: ImagePreprocessor | None = None,
         **kwargs,
     ):
+        check_argument_names(
+            kwargs,
+            ["name", "trainable", "compile"],
+            type(self).__name__,
+            argument_names(ContrastiveModel),
+        )
         if not isinstance(backbone, PairBackbone):
             raise ValueError(
                 "Expected backbone to be a CLIPBackbone or a LIMoEBackbone; received: "
                 f"backbone={backbone!r}"
+            )
+        kinds = (TextTokenizer, keras_hub.models.Preprocessor)
+        if preprocessor is not None and not isinstance(preprocessor, kinds):
+            raise ValueError(
+                "Expected preprocessor to be a TextTokenizer or None; received: "
+                f"preprocessor={preprocessor!r}"
             )
         if isinstance(preprocessor, TextTokenizer) and preprocessor.has_vocabulary:
             preprocessor.check_fits(backbone)
@@ -170,10 +184,68 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                 "Expected no metrics, which would need labels: evaluate retrieval with "
                 f"`similarity`; received: metrics={metrics!r}"
             )
+        for name in ("weighted_metrics", "loss_weights"):
+            if kwargs.get(name):
+                raise ValueError(
+                    f"Expected {name}=None, since one loss reads all outputs; "
+                    f"received: {name}={kwargs[name]!r}"
+                )
         super().compile(optimizer, loss, metrics=None, **kwargs)
 
     def _check_inputs(self, inputs, labels=None):
         self.backbone._check_inputs(inputs)
+        if labels is None:
+            return
+        if not isinstance(labels, dict):
+            raise ValueError(
+                f"Expected y to be None or a dict of ids among {list(IDS)}; received: "
+                f"y of {type(labels).__name__}"
+            )
+        check_argument_names(labels, list(IDS), "y")
+
+    def fit(
+        self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
+    ) -> keras.callbacks.History:
+        y = _weighable(x, y, kwargs.get("sample_weight"))
+        validation = kwargs.get("validation_data")
+        if isinstance(validation, (tuple, list)) and len(validation) == 3:
+            inputs, labels, weights = validation
+            labels = _weighable(inputs, labels, weights)
+            kwargs["validation_data"] = (inputs, labels, weights)
+        return super().fit(x, y, *args, **kwargs)
+
+    def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+        y = _weighable(x, y, kwargs.get("sample_weight"))
+        return super().evaluate(x, y, *args, **kwargs)
+
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
+    ) -> Any:
+        y = _weighable(x, y, sample_weight)
+        return super().train_on_batch(x, y, sample_weight, **kwargs)
+
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
+    ) -> Any:
+        y = _weighable(x, y, sample_weight)
+        return super().test_on_batch(x, y, sample_weight, **kwargs)
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        # Batches of datasets are seen here first.
+        if isinstance(inputs, dict):
+            check_input_names(inputs, tuple(self.input))
+        return super().call(inputs, training=training, mask=mask)
+
+    def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
+        """A layer by name, also by modality; see `PairBackbone.get_layer`.
+
+        Args:
+            name: name of the layer, such as `"text/block_1"`.
+            index: index of the layer, in the place of its name.
+        """
+        if "/" in str(name):
+            return self.backbone.get_layer(name)
+        return super().get_layer(name, index)
 
     def compute_loss(
         self,
@@ -193,6 +265,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             training: whether the model is trained.
         """
         outputs = {**y_pred, **self.backbone.logit_scale.parameters()}
+        if isinstance(sample_weight, dict):
+            # Keras makes one for each kind of ids, all alike.
+            sample_weight = next(iter(sample_weight.values()))
         return sum(self.losses, self.loss(y, outputs, sample_weight))
 
     def encode_images(
@@ -202,7 +277,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
 
         Args:
             images: images (B, height, width, channels) as the model takes them; or with
-                an `image_preprocessor`, images of any size as that takes them.
+                an `image_preprocessor`, images of any size as that takes them. Floats
+                of the model's size count as prepared.
             batch_size: images per batch.
             verbose: argument of `keras.Model.predict`: 1 shows the progress.
 
@@ -215,6 +291,11 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         if self.image_preprocessor is not None and not self._is_prepared(images):
             images = self.image_preprocessor(images)
             images = images if images.ndim == 4 else images[None]
+        if images is None or not hasattr(images, "shape"):
+            raise ValueError(
+                "Expected an array of images (batch, height, width, channels), or a "
+                f"model with an image_preprocessor; received: {type(images).__name__}"
+            )
         self.backbone.check_modality("image", images)
         return self._encode("image", images, batch_size, verbose)
 
@@ -244,6 +325,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                     f"texts={texts!r}, preprocessor={self.preprocessor!r}"
                 )
             texts = self.preprocessor(texts)
+        # The dict of a pair has images, too.
+        texts = {k: x for k, x in texts.items() if k != "images"}
         self.backbone.check_modality("text", texts)
         return self._encode("text", texts, batch_size, verbose)
 
@@ -271,11 +354,9 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     def _is_prepared(self, images):
         """Whether images are of the model's size, and no bytes."""
         shape = tuple(getattr(images, "shape", ()))
-        is_whole = (
-            keras.backend.standardize_dtype(getattr(images, "dtype", "float32"))
-            == "uint8"
-        )
-        return shape[1:] == tuple(self.backbone.image_shape) and not is_whole
+        # Pixels of any integer dtype are raw.
+        is_raw = "int" in str(getattr(images, "dtype", ""))
+        return shape[1:] == tuple(self.backbone.image_shape) and not is_raw
 
     def _encode(self, modality, inputs, batch_size, verbose):
         batch_size = check_integer("batch_size", batch_size)
@@ -327,6 +408,20 @@ def _image_preprocessor(preprocessor, backbone):
             f"received: image_shape={preprocessor.image_shape}"
         )
     return preprocessor
+
+
+def _weighable(inputs: Any, labels: Any, sample_weight: Any) -> Any:
+    """Labels with which Keras hands on weights of arrays: without any it drops them."""
+    if sample_weight is None or not isinstance(inputs, dict):
+        return labels
+    number = len(next(iter(inputs.values())))
+    if len(sample_weight) != number:
+        raise ValueError(
+            f"Expected a sample_weight for each of {number} pairs; received: "
+            f"{len(sample_weight)}"
+        )
+    # Each pair has an image of its own.
+    return {"image_ids": np.arange(number)} if labels is None else labels
 
 
 def _are_embeddings(value: Any | Sequence) -> bool:

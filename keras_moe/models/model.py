@@ -54,7 +54,7 @@ class MoEModel(TorchParameters):
         check_inputs(self, inputs)
 
     def _training_method(self, name: str) -> Callable:
-        """The Keras class's own `fit`, `evaluate` or `predict`."""
+        """The Keras class's own method, such as `fit` or `train_on_batch`."""
         return getattr(super(), name)
 
     def fit(
@@ -96,13 +96,13 @@ class MoEModel(TorchParameters):
         """One step of training; see `keras.Model.train_on_batch`, and `fit`."""
         check_training(self, x, y)
         with state_kept(self, training=True):
-            return super().train_on_batch(x, y, *args, **kwargs)
+            return self._training_method("train_on_batch")(x, y, *args, **kwargs)
 
     def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Loss and metrics of a batch; see `keras.Model.test_on_batch`, and `fit`."""
         check_training(self, x, y)
         with state_kept(self):
-            return super().test_on_batch(x, y, *args, **kwargs)
+            return self._training_method("test_on_batch")(x, y, *args, **kwargs)
 
     def predict_on_batch(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """The outputs of a batch; see `keras.Model.predict_on_batch`."""

@@ -70,7 +70,8 @@ def tower_config(cls: type, name: str, config: Any) -> dict:
             f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
             f"received: {name}={config!r}"
         )
-    check_argument_names(config, [*override_names(cls), "trainable"], cls.__name__)
+    names = [x for x in override_names(cls) if x not in _MODEL_ARGUMENTS]
+    check_argument_names(config, names, cls.__name__)
     return nested_config(cls, config)
 
 

@@ -12,7 +12,7 @@ from keras_moe.layers import LogitScale
 from keras_moe.losses.temperature import TEMPERATURES, Temperature
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.input_checks import check_inputs, is_array
-from keras_moe.models.text.input_checks import check_texts
+from keras_moe.models.text.input_checks import check_input_names, check_texts
 
 # A modality's id is its place here.
 MODALITIES = ("image", "text")
@@ -131,15 +131,28 @@ class PairBackbone(MoEBackbone):
     def _text_config(self):
         return self._config
 
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        # Batches of datasets are seen here first.
+        if isinstance(inputs, dict):
+            check_input_names(inputs, tuple(self.input))
+        return super().call(inputs, training=training, mask=mask)
+
     def _check_inputs(self, inputs, labels=None):
         if isinstance(inputs, dict):
-            self.check_modality("text", inputs)
             if "images" not in inputs:
                 raise ValueError(
                     "Expected a dict of images, token_ids, padding_mask; received: "
                     f"{sorted(inputs)}. encoder('text') takes texts alone."
                 )
+            check_input_names(inputs, tuple(self.input))
+            self.check_modality("text", {k: inputs[k] for k in _INPUTS["text"]})
             _check_numbers(inputs)
+        elif is_array(inputs):
+            raise ValueError(
+                "Expected a dict of images, token_ids, padding_mask; received: an "
+                f"array of shape {tuple(inputs.shape)}. encoder('image') takes images "
+                "alone."
+            )
         check_inputs(self, inputs)
 
     def check_modality(self, modality: str, inputs: Any) -> None:
@@ -164,7 +177,6 @@ class PairBackbone(MoEBackbone):
             config["max_length"],
             _INPUTS["text"],
             config.get("end_of_text_id"),
-            may_be_empty=not config["mask_padding"],
         )
 
 

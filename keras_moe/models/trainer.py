@@ -24,7 +24,7 @@ def training_method(task: keras_hub.models.Task, name: str) -> Callable:
 
     Args:
         task: the task.
-        name: `"fit"`, `"evaluate"` or `"predict"`.
+        name: name of the method, such as `"fit"` or `"train_on_batch"`.
 
     Returns:
         The method of `keras_hub.models.Task` for a task with a preprocessor of

@@ -25,6 +25,7 @@ IMAGE = {"image_shape": (8, 8, 3), "patch_size": 4, **SIZES}
 TEXT = {"vocabulary_size": 20, "max_length": 6, **SIZES}
 MOE = {"moe_layers": [1], "num_experts": 4}
 UNKNOWN = {"limoe": {"thresholds": {"sound": 1.0}}}
+BY_MODALITY = {"auxiliary_losses": {"limoe": {"thresholds": {"text": 0.7}}}}
 PROJECTED = {**TEXT, "projection_dim": 5}
 IDS = np.array([[1, 7, 19, 0, 0], [1, 5, 6, 8, 19], [1, 3, 19, 0, 0]], "int32")
 TEXTS = {"token_ids": IDS, "padding_mask": IDS != 0}
@@ -213,6 +214,53 @@ def test_ids_make_positives():
     assert model.evaluate(PAIRS, ids, verbose=0) != pytest.approx(alone)
 
 
+FOUR = {name: np.concatenate([x, x[:1]]) for name, x in PAIRS.items()}
+
+
+@pytest.mark.backend_free
+def test_padded_pairs_do_not_count():
+    """The weights of arrays reach the loss, with ids and without."""
+    model = ContrastiveModel(with_weights(clip()))
+    expected = model.evaluate(PAIRS, verbose=0)
+    weights = np.array([1.0, 1.0, 1.0, 0.0])
+    options = {"sample_weight": weights, "verbose": 0}
+    assert model.evaluate(FOUR, **options) == pytest.approx(expected, rel=1e-5)
+    assert model.test_on_batch(FOUR, None, weights) == pytest.approx(expected, rel=1e-5)
+    model.compile(
+        keras.optimizers.SGD(0.0), SoftmaxContrastiveLoss(multi_positive=True)
+    )
+    ids = {"image_ids": np.arange(4)}
+    assert model.evaluate(FOUR, ids, **options) == pytest.approx(expected, rel=1e-5)
+    validation = (FOUR, None, weights)
+    history = model.fit(FOUR, validation_data=validation, **options).history
+    assert history["val_loss"][0] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="for each of 4 pairs"):
+        model.evaluate(FOUR, sample_weight=weights[:2])
+
+
+@pytest.mark.every_backend
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_any_length_in_a_dataset(kind):
+    tf = pytest.importorskip("tensorflow")
+    model = ContrastiveModel(
+        MAKERS[kind](rematerialize=True) if kind == "limoe" else clip()
+    )
+    lengths = [{**PAIRS, **{k: x[:, :n] for k, x in TEXTS.items()}} for n in (3, 5)]
+    signature = {
+        "images": tf.TensorSpec((None, 8, 8, 3)),
+        "token_ids": tf.TensorSpec((None, None), "int32"),
+        "padding_mask": tf.TensorSpec((None, None), "bool"),
+    }
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(lengths), output_signature=signature
+    )
+    assert np.isfinite(model.fit(dataset, verbose=0).history["loss"]).all()
+    extra = dataset.map(lambda x: {**x, "image_ids": x["token_ids"][:, 0]})
+    with pytest.raises(ValueError, match=r"alone; received: \['image_ids'\]"):
+        model.predict(extra, verbose=0)
+
+
 # Presets, copies and the rest of a model's life
 
 
@@ -285,7 +333,7 @@ def test_routing_and_features_have_both_modalities(model):
     features = keras.Model(model.input, model.features).predict(PAIRS, verbose=0)
     assert features["text/block_0"].shape == (3, 5, 8)
     assert features["image_embeddings"].shape == (3, 4)
-    assert model.backbone.get_layer("text/block_1").feed_forward.router
+    assert model.get_layer("text/block_1").feed_forward.router
 
 
 @pytest.mark.backend_free
@@ -298,6 +346,22 @@ def test_towers_of_ones_own_bring_their_weights():
     np.testing.assert_array_equal(
         outputs(of_texts, TEXTS)["tokens"], outputs(text, TEXTS)["tokens"]
     )
+    again = CLIPBackbone(image=of_images, text=of_texts, projection_dim=4)
+    np.testing.assert_array_equal(
+        outputs(again.tower_backbone("image"), IMAGES), outputs(image, IMAGES)
+    )
+    image.enable_lora(2)
+    with pytest.raises(ValueError, match="nor with low-rank pairs"):
+        CLIPBackbone(image=image, text=text, projection_dim=4)
+
+
+@pytest.mark.backend_free
+def test_a_saved_pair_takes_another_projection(tmp_path):
+    clip().save_to_preset(tmp_path / "pair")
+    again = models.from_preset(
+        str(tmp_path / "pair"), projection_dim=6, load_weights=False
+    )
+    assert again.output["text_embeddings"].shape == (None, 6)
 
 
 # Overrides and descriptions
@@ -411,6 +475,9 @@ def test_parts_are_those_of_the_layers(backbone):
             "at most max_length=6",
         ),
         ({"token_ids": IDS.astype("float32")}, "integers"),
+        ({"image_ids": np.arange(3)}, r"alone; received: \['image_ids'\]"),
+        ({k: v[:, :0] for k, v in TEXTS.items()}, "at least one token"),
+        ({"padding_mask": np.zeros(IDS.shape, bool)}, "a token that is no padding"),
     ],
 )
 def test_bad_pairs(backbone, changes, message):
@@ -443,6 +510,20 @@ def test_bad_calls(model, backbone):
         plain.compile(loss=SigmoidContrastiveLoss())
     with pytest.raises(ValueError, match="vocabulary_size"):
         ContrastiveModel(backbone, model.preprocessor)
+    with pytest.raises(ValueError, match="TextTokenizer or None"):
+        ContrastiveModel(backbone, 3)
+    with pytest.raises(ValueError, match="nope"):
+        ContrastiveModel(backbone, nope=3)
+    with pytest.raises(ValueError, match="weighted_metrics=None"):
+        plain.compile(weighted_metrics=["accuracy"])
+    with pytest.raises(ValueError, match="y of ndarray"):
+        plain.fit(PAIRS, np.zeros(3))
+    with pytest.raises(ValueError, match="received: NoneType"):
+        plain.encode_images(None)
+    with pytest.raises(ValueError, match="embeddings of one size"):
+        plain.similarity(np.ones((2, 3)), np.ones((2, 4)))
+    with pytest.raises(ValueError, match="an array of shape"):
+        plain.predict(IMAGES)
     with pytest.raises(ValueError, match="image_preprocessor for images of"):
         ContrastiveModel(backbone, None, ImagePreprocessor((9, 9, 3)))
     with pytest.raises(ValueError, match="CLIPBackbone or a LIMoEBackbone"):
@@ -456,6 +537,9 @@ def test_bad_calls(model, backbone):
         (lambda: clip(projection_dim=None, text=PROJECTED), "one size"),
         (lambda: clip(text=PROJECTED), "that of the pair, 4"),
         (lambda: clip(num_experts=4), "in the config of a tower"),
+        (lambda: clip(image={**IMAGE, "dtype": "float16"}), "dtype"),
+        (lambda: clip(text={**TEXT, **MOE, "num_modalities": 2}), "the tower text"),
+        (lambda: clip(text={**TEXT, **MOE, **BY_MODALITY}), "of one modality"),
         (lambda: clip(temperature="hot"), "temperature"),
         (lambda: clip(temperature={"scale": -1.0}), "scale > 0"),
         (lambda: clip(temperature={"scale": 200.0, "largest_scale": 100.0}), "at most"),

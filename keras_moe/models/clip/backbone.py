@@ -8,8 +8,9 @@ from typing import Any
 import keras
 
 from keras_moe.checks import check_bool, check_integer, check_one_of, check_seed
-from keras_moe.compat import set_dtype_policy
-from keras_moe.layers import LogitScale
+from keras_moe.compat import flatten_layers, set_dtype_policy
+from keras_moe.layers import LogitScale, moe_config
+from keras_moe.losses import check_modalities
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.classifier_parts import check_pooling, pooling_layer
 from keras_moe.models.description import Part
@@ -52,7 +53,7 @@ class CLIPBackbone(PairBackbone):
 
     Args:
         image: arguments of `ViTBackbone` by name, those of `moe` also flatly; or a
-            `ViTBackbone`, whose weights are copied.
+            `ViTBackbone`, whose weights are copied (not by `from_preset`).
         text: arguments of `TextBackbone`, likewise. Its `projection_dim` and
             `projection_bias` follow from those below, unless `projection_dim` is None.
         projection_dim: P, to which both towers' pooled vectors are projected; None has
@@ -137,7 +138,7 @@ class CLIPBackbone(PairBackbone):
         )
         for modality, tower in (("image", image), ("text", text)):
             if isinstance(tower, keras.Model):
-                _copy_weights(tower, self.tower_backbone(modality))
+                _copy_weights(tower, self.tower_backbone(modality), modality)
 
     @classmethod
     def _plain_config(cls, config):
@@ -147,6 +148,7 @@ class CLIPBackbone(PairBackbone):
         for name, family in tower_families(cls).items():
             tower = tower_config(family, name, config[name] or {})
             config[name] = family._plain_config(complete_config(family, tower))
+            _check_one_modality(name, config[name]["moe"])
         text, projection_dim = config["text"], config["projection_dim"]
         if projection_dim is not None:
             check_integer("projection_dim", projection_dim)
@@ -219,6 +221,13 @@ class CLIPBackbone(PairBackbone):
         check_one_of("modality", modality, MODALITIES)
         return self.get_layer(modality).tower_backbone
 
+    def get_config(self):
+        config = super().get_config()
+        if config["projection_dim"] is not None:
+            # They follow from the pair's, which may be overridden.
+            config["text"].update(projection_dim=None, projection_bias=False)
+        return config
+
     @property
     def moe(self) -> dict:
         """Which blocks are mixtures of experts, and of what, by tower."""
@@ -289,18 +298,54 @@ def _config_of(tower):
     """The arguments of a tower, from a dict, a backbone or None."""
     if isinstance(tower, keras.Model):
         config = tower.get_config()
-        return {k: v for k, v in config.items() if k not in ("name", "dtype")}
+        not_own = ("name", "trainable", "dtype")
+        return {k: v for k, v in config.items() if k not in not_own}
     return tower
 
 
-def _copy_weights(source, target):
-    """Copies the weights of a backbone, whose tower may have a projection beside it."""
-    values = {w.path: w for w in source.weights}
-    for weight in target.weights:
-        path = weight.path.partition("/")[2]
-        if path in values:
+def _copy_weights(source, target, modality):
+    """Copies the weights of a backbone, layer by layer."""
+    for layer in source.layers:
+        weights = [w for w in layer.weights if "seed_generator" not in w.path]
+        if not weights:
+            continue
+        new = target.get_layer(layer.name)
+        others = [w for w in new.weights if "seed_generator" not in w.path]
+        kinds = [[(w.name, tuple(w.shape)) for w in x] for x in (weights, others)]
+        is_int8 = any(
+            getattr(x, "quantization_mode", None) for x in flatten_layers(layer)
+        )
+        if kinds[0] != kinds[1] or is_int8:
+            raise ValueError(
+                f"Expected {modality} to be a backbone with the weights of its config, "
+                "neither quantised nor with low-rank pairs: save it to a preset and "
+                f"load it first; received: layer {layer.name!r} of others"
+            )
+        for weight, other in zip(weights, others):
             # Through an array: on JAX both variables would share one buffer.
-            weight.assign(keras.ops.convert_to_numpy(values[path]))
+            other.assign(keras.ops.convert_to_numpy(weight))
+        new.trainable = layer.trainable
+
+
+def _check_one_modality(name, moe):
+    """Raises ValueError for experts that tell modalities apart in a tower of one."""
+    moe = moe_config(moe)
+    count = getattr(moe, "modality_count", None)
+    if count is not None:
+        raise ValueError(
+            f"Expected experts of one modality in the tower {name}, with "
+            "num_modalities=None, expert_pools=None and no priority by modality; "
+            f"received: a moe for {count} modalities"
+        )
+    losses = getattr(moe, "auxiliary_losses", None)
+    if losses not in (None, "auto"):
+        try:
+            check_modalities(losses, 1)
+        except ValueError as error:
+            raise ValueError(
+                f"Expected losses of one modality in the tower {name}; received: "
+                f"{losses} ({error})"
+            ) from error
 
 
 def _embedding_sizes(config):

@@ -151,6 +151,9 @@ def _pair(config, values, preprocessor):
         path.replace("projection/", "predictions/"): value
         for path, value in of("image").items()
     }
+    text = dict(config["text"])
+    if config["projection_dim"] is not None:
+        text.update({k: config[k] for k in ("projection_dim", "projection_bias")})
     towers = {
         "image": ExportedTower(
             config["image"],
@@ -159,6 +162,6 @@ def _pair(config, values, preprocessor):
             config["projection_dim"],
             images_of(config["image"], preprocessor),
         ),
-        "text": ExportedTower(config["text"], of("text")),
+        "text": ExportedTower(text, of("text")),
     }
     return towers, of("logit_scale")

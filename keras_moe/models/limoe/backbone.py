@@ -76,7 +76,8 @@ class LIMoEBackbone(PairBackbone):
         mlp_dim: H.
         projection_dim: P.
         mask_padding: whether no token attends to padding, which is neither routed nor
-            averaged. The paper routes it.
+            averaged. The paper routes it. In both cases a text has at least one token
+            that is no padding.
         activation: activation of the feed-forward layers.
         dropout_rate: dropout rate on embeddings, attention outputs and dense
             feed-forward layers.

@@ -46,11 +46,7 @@ def check_texts(
     """
     if not isinstance(inputs, dict):
         return
-    if missing := [name for name in names if name not in inputs]:
-        raise ValueError(
-            f"Expected a dict of {', '.join(names)}; received: none of {missing}, but "
-            f"{sorted(inputs)}"
-        )
+    check_input_names(inputs, names)
     arrays = {name: array_values(inputs[name]) for name in names}
     arrays = {name: value for name, value in arrays.items() if value is not None}
     for name, value in arrays.items():
@@ -70,11 +66,36 @@ def check_texts(
         _check_each(ends, f"the token end_of_text_id={end_of_text_id}")
 
 
+def check_input_names(inputs: dict, names: tuple[str, ...]) -> None:
+    """Raises ValueError unless a dict has the inputs of a model and no others.
+
+    Keras would take the values in the order of their names, whatever these are.
+
+    Args:
+        inputs: inputs by name.
+        names: names of the model's inputs.
+    """
+    if missing := [name for name in names if name not in inputs]:
+        raise ValueError(
+            f"Expected a dict of {', '.join(names)}; received: none of {missing}, but "
+            f"{sorted(inputs)}"
+        )
+    if unknown := sorted(set(inputs) - set(names)):
+        raise ValueError(
+            f"Expected a dict of {', '.join(names)} alone; received: {unknown}, too"
+        )
+
+
 def _check_array(name, value, max_length):
     if value.ndim != 2 or value.dtype.kind not in "biu":
         raise ValueError(
             f"Expected {name} to be integers of shape (batch, num_tokens); received: "
             f"shape={value.shape}, dtype={value.dtype}"
+        )
+    if value.shape[1] == 0:
+        raise ValueError(
+            f"Expected texts of at least one token; received: {name}.shape="
+            f"{value.shape}"
         )
     if value.shape[1] > max_length:
         raise ValueError(
