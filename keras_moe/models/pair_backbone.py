@@ -3,6 +3,7 @@
 Axes: B batch, N tokens, P embedding.
 """
 
+import os
 from typing import Any
 
 import keras
@@ -11,12 +12,51 @@ from keras_moe.checks import check_argument_names, check_one_of
 from keras_moe.layers import LogitScale
 from keras_moe.losses.temperature import TEMPERATURES, Temperature
 from keras_moe.models.backbone import MoEBackbone
+from keras_moe.models.exporting import export_signature
 from keras_moe.models.input_checks import check_inputs, is_array
 from keras_moe.models.text.input_checks import check_input_names, check_texts
 
 # A modality's id is its place here.
 MODALITIES = ("image", "text")
 _INPUTS = {"image": ("images",), "text": ("token_ids", "padding_mask")}
+
+
+class PairEncoder(keras.Model):
+    """The model of one modality, which `PairBackbone.encoder` makes.
+
+    Args:
+        inputs: symbolic images, or a dict of symbolic token ids and padding masks.
+        outputs: symbolic embeddings (B, P).
+        max_length: N of the longest text.
+        **kwargs: arguments of `keras.Model`.
+    """
+
+    def __init__(self, inputs: Any, outputs: Any, max_length: int, **kwargs):
+        super().__init__(inputs, outputs, **kwargs)
+        self.max_length = max_length
+
+    def export(
+        self,
+        filepath: str | os.PathLike,
+        format: str = "tf_saved_model",
+        verbose: bool | None = None,
+        input_signature: Any = None,
+        **kwargs,
+    ) -> None:
+        """Exports the encoder in its inference form, as `MoETask.export` a task.
+
+        Raises:
+            ValueError: if the format cannot hold the model.
+        """
+        shapes = kwargs.get("dynamic_shapes")
+        signature = export_signature(self, format, input_signature, shapes)
+        super().export(
+            filepath,
+            format=format,
+            verbose=verbose,
+            input_signature=signature,
+            **kwargs,
+        )
 
 
 class PairBackbone(MoEBackbone):
@@ -58,18 +98,18 @@ class PairBackbone(MoEBackbone):
         # A plain attribute: Keras would track the models, whose layers it has.
         object.__setattr__(self, "_encoders", {})
 
-    def _encoder(self, modality: str) -> keras.Model:
-        """The model of `encoder`."""
+    def _encoder(self, modality: str) -> tuple[Any, Any]:
+        """The symbolic inputs and outputs of `encoder`."""
         raise NotImplementedError
 
-    def encoder(self, modality: str) -> keras.Model:
+    def encoder(self, modality: str) -> PairEncoder:
         """The model of one modality alone, which shares this backbone's weights.
 
         Args:
             modality: modality, `"image"` or `"text"`.
 
         Returns:
-            A `keras.Model` from images, or from a dict of `"token_ids"` and
+            A `PairEncoder` from images, or from a dict of `"token_ids"` and
             `"padding_mask"`, to unit vectors (B, P).
 
         Raises:
@@ -80,7 +120,9 @@ class PairBackbone(MoEBackbone):
         # Quantised layers and low-rank pairs have other weights, which a compiled
         # function does not know.
         if encoder is None or weights != _identities(encoder):
-            encoder = self._encoder(modality)
+            encoder = PairEncoder(
+                *self._encoder(modality), self.max_length, name=f"{modality}_encoder"
+            )
             self._encoders[modality] = encoder, _identities(encoder)
         return encoder
 

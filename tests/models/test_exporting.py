@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from keras_moe.models import (
+    CLIPBackbone,
+    ContrastiveModel,
+    LIMoEBackbone,
     MixerBackbone,
     MixerImageClassifier,
     TextBackbone,
@@ -193,6 +196,61 @@ def test_texts_are_exported_as_saved_models(tmp_path):
         np.testing.assert_allclose(
             outputs["tokens"], expected["tokens"][:, :4], rtol=1e-4, atol=1e-5
         )
+
+
+def pair(kind):
+    """A small model of pairs, with two pairs of the longest text."""
+    sizes = {"hidden_dim": 4, "num_layers": 1, "num_heads": 1, "mlp_dim": 4}
+    image = {"image_shape": (4, 4, 1), "patch_size": 2, **sizes}
+    text = {"vocabulary_size": 20, "max_length": 3, **sizes}
+    moe = {"moe_layers": [0], "num_experts": 2}
+    if kind == "clip":
+        backbone = CLIPBackbone({**image, "moe": moe}, text, projection_dim=2)
+    else:
+        backbone = LIMoEBackbone(**{**image, **text}, projection_dim=2, moe=moe)
+    token_ids = np.array([[1, 7, 19], [3, 19, 0]], "int32")
+    texts = {"token_ids": token_ids, "padding_mask": token_ids != 0}
+    photos = np.random.default_rng(0).normal(size=(2, 4, 4, 1)).astype("float32")
+    return ContrastiveModel(backbone), {"images": photos, **texts}
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "torch", reason="SavedModels come from the other two"
+)
+@pytest.mark.parametrize("kind", ["clip", "limoe"])
+def test_pairs_and_each_modality_are_exported_as_saved_models(kind, tmp_path):
+    import tensorflow as tf
+
+    model, inputs = pair(kind)
+    expected = model.predict(inputs, verbose=0)
+    model.export(tmp_path / "pair", verbose=False)
+    # The loaded program has to live as long as its function.
+    loaded = tf.saved_model.load(tmp_path / "pair")
+    outputs = loaded.serve(inputs)
+    for name, value in expected.items():
+        np.testing.assert_allclose(outputs[name], value, rtol=1e-4, atol=1e-5)
+    model.backbone.encoder("text").export(tmp_path / "text", verbose=False)
+    texts = {name: inputs[name] for name in ("token_ids", "padding_mask")}
+    loaded = tf.saved_model.load(tmp_path / "text")
+    np.testing.assert_allclose(
+        loaded.serve(texts), expected["text_embeddings"], rtol=1e-4, atol=1e-5
+    )
+
+
+@on_torch
+@pytest.mark.parametrize("kind", ["clip", "limoe"])
+def test_pairs_are_exported_as_pytorch_programs(kind, tmp_path):
+    import torch
+
+    model, inputs = pair(kind)
+    path = tmp_path / "pair.pt2"
+    model.export(path, format="torch", verbose=False)
+    program = torch.export.load(path).module()
+    one = {name: torch.tensor(value[:1]) for name, value in inputs.items()}
+    outputs = program(one)
+    for name, value in model.predict(inputs, verbose=0).items():
+        received = outputs[name].detach().numpy()
+        np.testing.assert_allclose(received, value[:1], rtol=1e-4, atol=1e-5)
 
 
 @on_torch

@@ -378,6 +378,14 @@ def test_saved_here_loads_on_every_backend(saved, other, tmp_path):
     # Its blocks have different numbers of experts.
     pruned = models.from_preset(str(folder)).with_kept_experts({"block_1": [0, 2, 5]})
     pruned.save_to_preset(tmp_path / "pruned")
+    pairs = models.ContrastiveModel(
+        models.LIMoEBackbone(
+            image_shape=(16, 16, 1), patch_size=8, vocabulary_size=9, max_length=2,
+            hidden_dim=4, num_layers=1, num_heads=1, mlp_dim=4, projection_dim=3,
+            moe={"moe_layers": [0], "num_experts": 2},
+        )
+    )  # fmt: skip
+    pairs.save_to_preset(tmp_path / "pairs")
     program = f"""
 import keras, numpy as np
 from keras_moe import models
@@ -387,6 +395,9 @@ images = np.load({str(tmp_path / "images.npy")!r}, allow_pickle=False)
 np.save({str(tmp_path / "logits.npy")!r}, model.predict(images, verbose=0))
 pruned = models.from_preset({str(tmp_path / "pruned")!r})
 np.save({str(tmp_path / "pruned.npy")!r}, pruned.predict(images, verbose=0))
+pairs = models.from_preset({str(tmp_path / "pairs")!r})
+texts = dict(token_ids=np.array([[1, 2]]), padding_mask=np.array([[True, True]]))
+np.save({str(tmp_path / "pairs.npy")!r}, pairs.similarity(images, texts))
 """
     environment = {**os.environ, "KERAS_BACKEND": other}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
@@ -395,6 +406,10 @@ np.save({str(tmp_path / "pruned.npy")!r}, pruned.predict(images, verbose=0))
     logits = np.load(tmp_path / "pruned.npy", allow_pickle=False)
     expected = pruned.predict(images(), verbose=0)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+    similarity = np.load(tmp_path / "pairs.npy", allow_pickle=False)
+    texts = {"token_ids": np.array([[1, 2]]), "padding_mask": np.array([[True, True]])}
+    expected = pairs.similarity(images(), texts)
+    np.testing.assert_allclose(similarity, expected, rtol=1e-4, atol=1e-4)
 
 
 # Bad input

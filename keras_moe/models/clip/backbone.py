@@ -203,8 +203,7 @@ class CLIPBackbone(PairBackbone):
     def _encoder(self, modality):
         encoder = self.get_layer(modality)
         embedding = encoder(encoder.input)["embedding"]
-        name = f"{modality}_encoder"
-        return keras.Model(encoder.input, self.logit_scale(embedding), name=name)
+        return encoder.input, self.logit_scale(embedding)
 
     def _layer_of(self, modality, name):
         return self.get_layer(modality).get_layer(name)

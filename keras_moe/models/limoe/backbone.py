@@ -257,8 +257,7 @@ class LIMoEBackbone(PairBackbone):
             inputs = {k: x for k, x in self.input.items() if k != "images"}
             by_name = inputs
         outputs, _ = _run(self.get_layer, self._config, by_name)
-        embedding = outputs[f"{modality}_embeddings"]
-        return keras.Model(inputs, embedding, name=f"{modality}_encoder")
+        return inputs, outputs[f"{modality}_embeddings"]
 
     @property
     def block_names(self) -> list[str]:
