@@ -252,7 +252,8 @@ def upcycle(commands: Any) -> None:
         "turn a dense model into a mixture of experts",
         "keras-moe upcycle runs/dense runs/sparse --num-experts 8\n"
         "keras-moe upcycle runs/dense runs/sparse --set num_selected_experts=1\n"
-        "keras-moe upcycle runs/dense runs/sparse --settings clip_up",
+        "keras-moe upcycle runs/dense runs/sparse --settings clip_up\n"
+        "keras-moe upcycle runs/clip runs/sparse --settings clip_up --towers image",
         "The report has the parameters before and after, and how far the outputs are "
         "apart; it is also written to `upcycling.json` in the new preset.",
     )
@@ -285,6 +286,13 @@ def upcycle(commands: Any) -> None:
         metavar="NAME",
         help="published settings, such as clip_up, in the place of those that keep "
         "the function",
+    )
+    parser.add_argument(
+        "--towers",
+        type=json_or_string,
+        metavar="TOWER",
+        help="image or text, of a pair of two towers; or a JSON dict by tower of their "
+        "own settings; both towers by default",
     )
     add_overrides(parser, what="arguments of the MoE layers")
 

@@ -24,6 +24,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     check_target(args.source, args.output)
     overrides = dict(args.set)
     check_argument_names(overrides, MOE_ARGUMENTS, "MoE layers")
+    towers = [args.towers] if isinstance(args.towers, str) else args.towers
     model, report = training.upcycle(
         models.from_preset(args.source),
         num_experts=args.num_experts,
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         router=args.router,
         noise=args.noise,
         preset=args.settings,
+        towers=towers,
         **overrides,
     )
     with staged(args.output) as folder:
