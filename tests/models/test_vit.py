@@ -95,8 +95,9 @@ def test_every_argument_of_the_backbone_round_trips():
     backbone = ViTBackbone.from_config(NOT_DEFAULT)
     config = backbone.get_config()
     flat = {**config, **config["moe"]}
-    # With zero-computation experts a router has one kernel.
-    assert {*NOT_DEFAULT, "moe", "num_modalities", "expert_pools"} == set(flat)
+    # With zero-computation experts a router has one kernel, and cannot be pruned.
+    elsewhere = {"moe", "num_modalities", "expert_pools", "pruning"}
+    assert {*NOT_DEFAULT, *elsewhere} == set(flat)
     for name, value in NOT_DEFAULT.items():
         if name not in ("dtype", "router_options"):
             assert plain(flat)[name] == plain(value), name
