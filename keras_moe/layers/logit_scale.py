@@ -46,10 +46,10 @@ class LogitScale(keras.layers.Layer):
     >>> import keras
     >>> import numpy as np
     >>> from keras_moe.layers import LogitScale
-    >>> layer = LogitScale(scale=2.0, bias=-1.0)
+    >>> layer = LogitScale(scale=5.0, bias=-1.0)
     >>> units = layer(np.array([[3.0, 4.0], [0.0, 2.0]], "float32"))
     >>> keras.ops.convert_to_numpy(layer.logits(units, units)).round(2).tolist()
-    [[1.0, 0.6], [0.6, 1.0]]
+    [[4.0, 3.0], [3.0, 4.0]]
     """
 
     def __init__(
