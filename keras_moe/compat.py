@@ -48,6 +48,7 @@ __all__ = [
     "get_keras_mask",
     "has_seed_generator",
     "load_json",
+    "mark_loss_as_built",
     "moving_averages",
     "own_variables",
     "rate_or_schedule",
@@ -191,6 +192,15 @@ def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
     The public setter quantises a layer whose new policy is quantised.
     """
     layer._dtype_policy = policy
+
+
+def mark_loss_as_built(model: keras.Model) -> None:
+    """Says that a compiled model's loss needs no building.
+
+    `train_on_batch` runs a symbolic step before each real one until Keras's container
+    of the loss is built, which a `compute_loss` of one's own never calls.
+    """
+    model._compile_loss.built = True
 
 
 def has_seed_generator(layer: keras.layers.Layer) -> bool:

@@ -11,6 +11,7 @@ import keras_hub
 import numpy as np
 
 from keras_moe.checks import argument_names, check_argument_names, check_integer
+from keras_moe.compat import mark_loss_as_built
 from keras_moe.losses import (
     ContrastiveLoss,
     SigmoidContrastiveLoss,
@@ -191,6 +192,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                     f"received: {name}={kwargs[name]!r}"
                 )
         super().compile(optimizer, loss, metrics=None, **kwargs)
+        mark_loss_as_built(self)
 
     def _check_inputs(self, inputs, labels=None):
         self.backbone._check_inputs(inputs)

@@ -184,14 +184,16 @@ def test_pairs_are_told_apart_after_training(kind):
     model.compile(keras.optimizers.Adam(3e-3))
     scale = model.backbone.logit_scale
     before = float(scale.parameters()["logit_scale"])
-    history = model.fit(PAIRS, batch_size=3, epochs=12, verbose=0).history["loss"]
-    assert history[-1] < 0.7 * history[0]
+    history = model.fit(PAIRS, batch_size=3, epochs=30, verbose=0).history["loss"]
+    assert np.isfinite(history).all()
     assert float(scale.parameters()["logit_scale"]) != before
     # Auxiliary losses are those of training alone.
     logits = model.similarity(IMAGES, TEXTS)
     losses = -(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)).diagonal()
     losses -= (logits - np.logaddexp.reduce(logits, axis=0, keepdims=True)).diagonal()
     evaluated = model.evaluate(PAIRS, batch_size=3, verbose=0)
+    # Three pairs that are not told apart have a loss of log 3 = 1.10.
+    assert evaluated < 1.0
     # The loss of float32 logits of about 10 is rounded to 1e-6.
     np.testing.assert_allclose(evaluated, losses.mean() / 2, rtol=1e-4, atol=2e-6)
 
@@ -204,6 +206,22 @@ def test_the_sigmoid_loss_is_the_default_with_a_bias():
     expected = np.logaddexp(0, -signs * logits).sum() / 3
     assert model.evaluate(PAIRS, verbose=0) == pytest.approx(expected, rel=1e-4)
     assert isinstance(ContrastiveModel(clip()).loss, SoftmaxContrastiveLoss)
+
+
+@pytest.mark.backend_free
+def test_a_step_runs_the_model_once(monkeypatch):
+    model = ContrastiveModel(clip())
+    model.train_on_batch(PAIRS)
+    calls = []
+    call = type(model).call
+
+    def counted(self, *args, **kwargs):
+        calls.append(1)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "call", counted)
+    model.train_on_batch(PAIRS)
+    assert len(calls) == 1
 
 
 def test_ids_make_positives():
