@@ -1,6 +1,7 @@
 """Checks before `export`: which models a format can hold on a backend."""
 
 import importlib.util
+import os
 from typing import Any
 
 import keras
@@ -132,3 +133,46 @@ def _check_any_batch(routers):
                 f"router={router.summary!r}. Export it for one size of batch, by "
                 "input_signature."
             )
+
+
+class Exportable:
+    """The method `export` of models, before that of their Keras class."""
+
+    def export(
+        self,
+        filepath: str | os.PathLike,
+        format: str = "tf_saved_model",
+        verbose: bool | None = None,
+        input_signature: Any = None,
+        **kwargs,
+    ) -> None:
+        """Exports the model in its inference form.
+
+        Args:
+            filepath: path of the file or folder to write.
+            format: `"tf_saved_model"` (JAX and TensorFlow), which serves any batch (on
+                JAX of one size where groups are larger than an image);
+                `"torch"` (PyTorch), for one image, or with `dynamic_shapes={0:
+                torch.export.Dim("batch", max=256)}` for any number where each image
+                is routed by itself: dense models, soft routing and token choice; or
+                `"onnx"`, on PyTorch for dense models and soft routing. Texts have
+                `max_length` tokens, or on TensorFlow any number.
+            verbose: whether to print a message.
+            input_signature: `[keras.InputSpec((batch, height, width, channels))]`, for
+                another number of images than one; a list of one dict by the inputs'
+                names, where there are several, and `dynamic_shapes` is a dict of
+                dicts.
+            **kwargs: arguments of `keras.Model.export`.
+
+        Raises:
+            ValueError: if the format cannot hold the model.
+        """
+        shapes = kwargs.get("dynamic_shapes")
+        signature = export_signature(self, format, input_signature, shapes)
+        super().export(
+            filepath,
+            format=format,
+            verbose=verbose,
+            input_signature=signature,
+            **kwargs,
+        )

@@ -15,7 +15,7 @@ from keras_moe.models.blueprint import build
 from keras_moe.models.class_property import ClassProperty
 from keras_moe.models.copying import config_with_router_options, copied
 from keras_moe.models.expert_pruning import with_kept_experts
-from keras_moe.models.exporting import export_signature
+from keras_moe.models.exporting import Exportable
 from keras_moe.models.input_checks import (
     check_inputs,
     check_prediction,
@@ -28,7 +28,7 @@ from keras_moe.models.state_recovery import state_kept
 from keras_moe.models.weights_file import checked_weights, save_weights
 
 
-class MoEModel(TorchParameters):
+class MoEModel(Exportable, TorchParameters):
     """The methods that a backbone and a task have in common, ready for Keras.
 
     They check their arguments, and do what the model's Keras class does, which is the
@@ -245,42 +245,3 @@ class MoEModel(TorchParameters):
                 the routers are not of token choice.
         """
         return with_kept_experts(self, kept_experts, method, removed)
-
-    def export(
-        self,
-        filepath: str | os.PathLike,
-        format: str = "tf_saved_model",
-        verbose: bool | None = None,
-        input_signature: Any = None,
-        **kwargs,
-    ) -> None:
-        """Exports the model in its inference form.
-
-        Args:
-            filepath: path of the file or folder to write.
-            format: `"tf_saved_model"` (JAX and TensorFlow), which serves any batch (on
-                JAX of one size where groups are larger than an image);
-                `"torch"` (PyTorch), for one image, or with `dynamic_shapes={0:
-                torch.export.Dim("batch", max=256)}` for any number where each image
-                is routed by itself: dense models, soft routing and token choice; or
-                `"onnx"`, on PyTorch for dense models and soft routing. Texts have
-                `max_length` tokens, or on TensorFlow any number.
-            verbose: whether to print a message.
-            input_signature: `[keras.InputSpec((batch, height, width, channels))]`, for
-                another number of images than one; a list of one dict by the inputs'
-                names, where there are several, and `dynamic_shapes` is a dict of
-                dicts.
-            **kwargs: arguments of `keras.Model.export`.
-
-        Raises:
-            ValueError: if the format cannot hold the model.
-        """
-        shapes = kwargs.get("dynamic_shapes")
-        signature = export_signature(self, format, input_signature, shapes)
-        super().export(
-            filepath,
-            format=format,
-            verbose=verbose,
-            input_signature=signature,
-            **kwargs,
-        )

@@ -3,7 +3,6 @@
 Axes: B batch, N tokens, P embedding.
 """
 
-import os
 from typing import Any
 
 import keras
@@ -12,7 +11,7 @@ from keras_moe.checks import check_argument_names, check_one_of
 from keras_moe.layers import LogitScale
 from keras_moe.losses.temperature import TEMPERATURES, Temperature
 from keras_moe.models.backbone import MoEBackbone
-from keras_moe.models.exporting import export_signature
+from keras_moe.models.exporting import Exportable
 from keras_moe.models.input_checks import check_inputs, is_array
 from keras_moe.models.text.input_checks import check_input_names, check_texts
 
@@ -21,7 +20,7 @@ MODALITIES = ("image", "text")
 _INPUTS = {"image": ("images",), "text": ("token_ids", "padding_mask")}
 
 
-class PairEncoder(keras.Model):
+class PairEncoder(Exportable, keras.Model):
     """The model of one modality, which `PairBackbone.encoder` makes.
 
     Args:
@@ -34,29 +33,6 @@ class PairEncoder(keras.Model):
     def __init__(self, inputs: Any, outputs: Any, max_length: int, **kwargs):
         super().__init__(inputs, outputs, **kwargs)
         self.max_length = max_length
-
-    def export(
-        self,
-        filepath: str | os.PathLike,
-        format: str = "tf_saved_model",
-        verbose: bool | None = None,
-        input_signature: Any = None,
-        **kwargs,
-    ) -> None:
-        """Exports the encoder in its inference form, as `MoETask.export` a task.
-
-        Raises:
-            ValueError: if the format cannot hold the model.
-        """
-        shapes = kwargs.get("dynamic_shapes")
-        signature = export_signature(self, format, input_signature, shapes)
-        super().export(
-            filepath,
-            format=format,
-            verbose=verbose,
-            input_signature=signature,
-            **kwargs,
-        )
 
 
 class PairBackbone(MoEBackbone):
