@@ -13,23 +13,51 @@ from keras_moe.evaluation.few_shot import (
     few_shot_from_model,
     sample_shots,
 )
+from keras_moe.evaluation.prompts import (
+    TEMPLATES,
+    prompts,
+    read_class_names,
+    read_templates,
+)
+from keras_moe.evaluation.retrieval import (
+    ContrastiveAccuracy,
+    RetrievalResult,
+    contrastive_accuracy,
+    retrieval,
+)
 from keras_moe.evaluation.ridge_regression import (
     RidgeClassifier,
     few_shot_accuracies,
     ridge_regression,
 )
+from keras_moe.evaluation.zero_shot import (
+    ZeroShotResult,
+    class_embeddings,
+    zero_shot,
+)
 
 __all__ = [
+    "TEMPLATES",
+    "ContrastiveAccuracy",
     "FewShotResult",
+    "RetrievalResult",
     "RidgeClassifier",
+    "ZeroShotResult",
     "average_precision",
     "best_l2",
+    "class_embeddings",
+    "contrastive_accuracy",
     "few_shot",
     "few_shot_accuracies",
     "few_shot_from_model",
     "mean_average_precision",
     "precision_at_1",
+    "prompts",
+    "read_class_names",
+    "read_templates",
+    "retrieval",
     "ridge_regression",
     "sample_shots",
     "streamed_average_precision",
+    "zero_shot",
 ]

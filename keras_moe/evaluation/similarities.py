@@ -1,0 +1,114 @@
+"""Cosine similarities that are exact, so that a tie is a tie on every machine.
+
+Unit vectors are rounded to multiples of 2^-26, less than float32 resolves. All sums of
+their products are then multiples of 2^-52 below 2, which float64 holds: a similarity is
+the same in any order of summation, and with it in any chunk and on any processor.
+
+Axes: N examples, P embedding, R rows, S columns of a chunk.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from keras_moe.evaluation.feature_checks import NAMED, to_numpy
+
+_STEPS = 2.0**26
+CHUNK_SIZE = 2048
+
+
+def check_embeddings(name: str, embeddings: Any, dim: int | None = None) -> np.ndarray:
+    """Embeddings as an array (N, P), if they are finite, none of them is 0, and P fits.
+
+    Args:
+        name: name of the argument, for errors.
+        embeddings: array or tensor (N, P) of any floating dtype.
+        dim: P that is wanted, or None.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    embeddings = to_numpy(embeddings)
+    if embeddings.ndim != 2 or not embeddings.size:
+        raise ValueError(
+            f"Expected {name} of shape (examples, dim), neither of them 0; "
+            f"received: shape={embeddings.shape}"
+        )
+    if dim is not None and embeddings.shape[1] != dim:
+        raise ValueError(
+            f"Expected {name} of dim {dim}, that of the others; "
+            f"received: shape={embeddings.shape}"
+        )
+    for start in range(0, len(embeddings), CHUNK_SIZE):
+        norms = _norms(embeddings[start : start + CHUNK_SIZE].astype("float64"))
+        bad = start + np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))
+        if bad.size:
+            raise ValueError(
+                f"Expected finite {name}, none of them 0; received: others, first at "
+                f"indices {bad[:NAMED].tolist()}"
+            )
+    return embeddings
+
+
+def unit_vectors(embeddings: np.ndarray) -> np.ndarray:
+    """Embeddings of length 1, rounded so that their products are exact; float64.
+
+    Args:
+        embeddings: (N, P), as of `check_embeddings`.
+
+    Example:
+
+    >>> from keras_moe.evaluation.similarities import unit_vectors
+    >>> import numpy as np
+    >>> unit_vectors(np.array([[3.0, 0.0], [0.0, -0.1]])).tolist()
+    [[1.0, 0.0], [0.0, -1.0]]
+    """
+    embeddings = np.ascontiguousarray(embeddings, "float64")
+    units = embeddings / _norms(embeddings)[:, None]
+    units *= _STEPS
+    np.rint(units, out=units)
+    units /= _STEPS
+    return units
+
+
+def count_before(
+    similarities: np.ndarray, own: np.ndarray, own_column: np.ndarray, start: int = 0
+) -> np.ndarray:
+    """For each row, the number of columns that are ranked before its own.
+
+    These have a higher similarity, or the same one and a lower number.
+
+    Args:
+        similarities: (R, S), those of columns `start`, ..., `start + S - 1`.
+        own: (R,), similarity of each row's own column.
+        own_column: (R,), number of that column among all, in this chunk or not.
+        start: number of the chunk's first column.
+
+    Returns:
+        int64 (R,).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.evaluation.similarities import count_before
+    >>> similarities = np.array([[0.5, 0.9, 0.5], [0.1, 0.1, 0.1]])
+    >>> count_before(similarities, np.array([0.5, 0.1]), np.array([2, 1])).tolist()
+    [2, 1]
+    """
+    stop = start + similarities.shape[1]
+    # Where equal ones count, "at least" is "more than the next lower number".
+    limit = np.where(own_column >= stop, np.nextafter(own, -np.inf), own)
+    is_higher = similarities > limit[:, None]
+    count = is_higher.view("uint8").sum(axis=1, dtype="int64")
+    rows = np.flatnonzero((start <= own_column) & (own_column < stop))
+    if rows.size:
+        is_equal = similarities[rows] == own[rows, None]
+        is_equal &= np.arange(start, stop) < own_column[rows, None]
+        count[rows] += is_equal.sum(axis=1)
+    return count
+
+
+def _norms(embeddings):
+    # A NaN or an infinity is one of the norm; huge values do not overflow float64.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.sqrt(np.square(embeddings).sum(axis=1))

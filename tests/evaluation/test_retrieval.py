@@ -1,0 +1,155 @@
+"""Retrieval and contrastive accuracy against brute force."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_moe.evaluation import contrastive_accuracy, retrieval
+
+pytestmark = pytest.mark.backend_free
+
+
+def pairs(images, texts, dim, seed, distinct=5):
+    """Embeddings with many ties, of lengths that do not matter, and owners."""
+    rng = np.random.default_rng(seed)
+    images = rng.integers(1, distinct, size=(images, dim))
+    texts = rng.integers(1, distinct, size=(texts, dim)) * 3.0
+    extra = rng.integers(len(images), size=len(texts) - len(images))
+    owner = rng.permutation(np.concatenate([np.arange(len(images)), extra]))
+    return images.astype("float32"), texts.astype("float32"), owner
+
+
+def brute_force(images, texts, owner):
+    """Ranks by a stable sort of the products of integers, which Python has exactly."""
+    images, texts = (
+        np.array(np.rint(2**26 * x / np.linalg.norm(x, axis=1)[:, None]), "int64")
+        for x in (images.astype("float64"), texts.astype("float64"))
+    )
+    products = images.astype(object) @ texts.astype(object).T
+
+    def ranks(rows, is_own):
+        result = []
+        for i, row in enumerate(rows):
+            order = sorted(range(len(row)), key=lambda j: (-row[j], j))
+            result.append(1 + next(r for r, j in enumerate(order) if is_own(i, j)))
+        return result
+
+    return (
+        ranks(products, lambda i, j: owner[j] == i),
+        ranks(products.T, lambda j, i: owner[j] == i),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    images=st.integers(2, 9),
+    more=st.integers(0, 9),
+    dim=st.integers(1, 4),
+    chunk_size=st.integers(1, 8),
+    seed=st.integers(0, 2**16),
+)
+def test_ranks_are_those_of_a_stable_sort(images, more, dim, chunk_size, seed):
+    x, y, owner = pairs(images, images + more, dim, seed)
+    result = retrieval(x, y, owner, ks=(1, 2), chunk_size=chunk_size)
+    image_ranks, text_ranks = brute_force(x, y, owner)
+    assert result.image_ranks.tolist() == image_ranks
+    assert result.text_ranks.tolist() == text_ranks
+    assert result.image_to_text[1] == np.mean(np.array(image_ranks) <= 2)
+    assert result.text_to_image[0] == np.mean(np.array(text_ranks) <= 1)
+
+
+def test_recalls_by_hand():
+    # The cosines of the texts are (1, 0), (0.6, 0.8), (0, 1) and (0.8, 0.6).
+    images = np.eye(2)
+    texts = np.array([[2, 0], [0.6, 0.8], [0, 3], [0.8, 0.6]])
+    result = retrieval(images, texts, [1, 0, 0, 1], ks=(1, 2))
+    # Image 0 orders its texts 0 3 1 2 and image 1 2 1 3 0.
+    assert result.image_ranks.tolist() == [3, 3]
+    assert result.text_ranks.tolist() == [2, 2, 2, 2]
+    assert result.figures() == {
+        "image_to_text_r1": 0.0, "image_to_text_r2": 0.0,
+        "text_to_image_r1": 0.0, "text_to_image_r2": 1.0,
+    }  # fmt: skip
+
+
+def test_a_collapsed_model_has_the_recall_of_chance():
+    result = retrieval(np.ones((20, 7)), np.full((20, 7), 0.1), ks=(1, 5))
+    assert (
+        result.image_to_text.tolist() == result.text_to_image.tolist() == [0.05, 0.25]
+    )
+    assert contrastive_accuracy(np.ones((8, 3)), np.ones((8, 3)), 4).accuracy == 0.25
+
+
+def test_chunks_change_nothing_at_float32(monkeypatch):
+    rng = np.random.default_rng(0)
+    texts = rng.normal(size=(130, 64)).astype("float32")
+    # Images that several texts have exactly in common, in the memory order of columns.
+    images = np.asfortranarray(np.repeat(texts[:30], 2, axis=0))
+    owner = np.arange(130) % 60
+    whole = retrieval(images, texts, owner)
+    for chunk_size in (1, 7, 64):
+        parts = retrieval(images, texts, owner, chunk_size=chunk_size)
+        for name in ("image_ranks", "text_ranks"):
+            np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name))
+    cosines = (texts / np.linalg.norm(texts, axis=1, keepdims=True)).astype("float64")
+    order = np.argsort(-(cosines @ cosines[:30].T), axis=1, kind="stable")
+    ranks = [1 + list(row).index(own // 2) for row, own in zip(order, owner)]
+    # The first of two equal images is nearer.
+    np.testing.assert_array_equal((whole.text_ranks + 1 - owner % 2) / 2, ranks)
+
+
+def test_contrastive_accuracy_by_batch_and_ids():
+    images = np.eye(5)
+    # In batches of two: texts 0, 1 are swapped, text 2 is right, text 3 has image 2's.
+    texts = np.eye(5)[[1, 0, 2, 2, 4]]
+    result = contrastive_accuracy(images, texts, batch_size=2)
+    # Image 3 is equally far from both texts, and takes the first; text 3 image 2.
+    assert result == (0.25, 0.25, 2, 4)
+    assert result.figures()["accuracy"] == result.accuracy == 0.25
+    ids = contrastive_accuracy(images, texts, 2, image_ids=[7, 7, -1, 3, 3])
+    assert ids[:2] == (0.75, 0.75)
+    ids = contrastive_accuracy(images, texts, 2, text_ids=[0, 1, 5, 5, 2])
+    assert ids[:2] == (0.5, 0.5)
+    ids = contrastive_accuracy(images, texts, 2, [7, 7, 2, 3, 3], [0, 1, 5, 5, 2])
+    assert ids.accuracy == 1.0
+
+
+GOOD = np.ones((4, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.ones((0, 3)), GOOD), r"image_embeddings of shape .* shape=\(0, 3\)"),
+        ((np.ones(3), GOOD), r"shape=\(3,\)"),
+        ((GOOD, np.ones((4, 2))), r"text_embeddings of dim 3.*shape=\(4, 2\)"),
+        ((GOOD, np.full((4, 3), np.nan)), r"finite text_embeddings.*\[0, 1, 2, 3\]"),
+        ((GOOD, [[1.0] * 3] * 2 + [[0.0] * 3] * 2), r"none of them 0.*\[2, 3\]"),
+        ((GOOD, np.ones((5, 3))), "image_of_text=None, 4 images and 5 texts"),
+        ((GOOD, GOOD, [0, 1, 2]), "for 4 examples"),
+        ((GOOD, GOOD, [0, 1, 2, 4]), r"in \[0, 4\); received: 4"),
+        ((GOOD, GOOD, [0, 1, 1, 3]), "none of 1 of 4 images, first of index 2"),
+        ((GOOD, GOOD, None, (1, 5)), r"k from 1 to 4.*ks=\(1, 5\)"),
+        ((GOOD, GOOD, None, (0,)), "ks"),
+        ((GOOD, GOOD, None, ()), r"ks=\(\)"),
+        ((GOOD, GOOD, None, (1,), 0), "chunk_size"),
+    ],
+)
+def test_mistakes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        retrieval(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((GOOD, np.ones((5, 3)), 2), "4 images and 5 texts"),
+        ((GOOD, GOOD, 5), "batch_size=5"),
+        ((GOOD, GOOD, 2, [1, 2]), "image_ids"),
+        ((GOOD, GOOD, 2, None, [0.5] * 4), "dtype=float64"),
+    ],
+)
+def test_mistakes_of_contrastive_accuracy(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        contrastive_accuracy(*arguments)
