@@ -11,6 +11,12 @@ from keras_moe.data.label_hierarchy import LabelHierarchy
 from keras_moe.data.loading import LoadOptions, load, num_classes, num_examples
 from keras_moe.data.oversampling import oversample
 from keras_moe.data.padding import padded, predictions
+from keras_moe.data.pairs import (
+    PairOptions,
+    load_captions,
+    load_pairs,
+    num_pairs,
+)
 from keras_moe.data.rand_augment import RandAugment
 from keras_moe.data.random_resized_crop import RandomResizedCrop
 from keras_moe.data.reading import reading_errors
@@ -27,6 +33,7 @@ __all__ = [
     "ImageHashes",
     "LabelHierarchy",
     "LoadOptions",
+    "PairOptions",
     "RandAugment",
     "RandomResizedCrop",
     "class_names",
@@ -36,9 +43,12 @@ __all__ = [
     "find_unreadable",
     "image_hashes",
     "load",
+    "load_captions",
     "load_digits",
+    "load_pairs",
     "num_classes",
     "num_examples",
+    "num_pairs",
     "oversample",
     "padded",
     "predictions",

@@ -43,8 +43,8 @@ def read_examples(path: str, split: str) -> IndexedExamples:
         files = _files_of_classes(root / split)
     if not files:
         raise ValueError(
-            f"Expected images ({', '.join(_suffixes())}) in the folders of classes "
-            f"below folder:{path}, or in {LABELS}; "
+            f"Expected images ({', '.join(image_suffixes())}) in the folders of "
+            f"classes below folder:{path}, or in {LABELS}; "
             f"received: split={split!r} without any"
         )
     _report_others(root / split, {file for file, _ in files})
@@ -84,8 +84,8 @@ def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
             files += [file for file, _ in _files_of_classes(root / split)]
     if not files and not missing:
         raise ValueError(
-            f"Expected images ({', '.join(_suffixes())}) in a split of folder:{path}; "
-            "received: none"
+            f"Expected images ({', '.join(image_suffixes())}) in a split of "
+            f"folder:{path}; received: none"
         )
     if not files:
         return None, missing
@@ -98,8 +98,8 @@ def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:
     return [
         (file, [name])
         for name in _folders(folder)
-        for file in _files(folder / name)
-        if file.suffix.lower() in _suffixes()
+        for file in files_below(folder / name)
+        if file.suffix.lower() in image_suffixes()
     ]
 
 
@@ -157,12 +157,12 @@ def _listed(
     for file, classes in listed.items():
         place = Path(file)
         outside = place.is_absolute() or ".." in place.parts
-        known = place.suffix.lower() in _suffixes()
+        known = place.suffix.lower() in image_suffixes()
         is_there = not outside and known and (root / split / file).is_file()
         if outside or not known or (missing is None and not is_there):
             raise ValueError(
-                f"Expected images ({', '.join(_suffixes())}) relative to the folder of "
-                f"{path}; received: {file!r}"
+                f"Expected images ({', '.join(image_suffixes())}) relative to the "
+                f"folder of {path}; received: {file!r}"
             )
         if is_there:
             there[file] = classes
@@ -196,7 +196,7 @@ def _folders(path: Path) -> list[str]:
     )
 
 
-def _suffixes() -> tuple[str, ...]:
+def image_suffixes() -> tuple[str, ...]:
     """The suffixes of the files that the installed TensorFlow decodes."""
     import tensorflow as tf
 
@@ -204,7 +204,7 @@ def _suffixes() -> tuple[str, ...]:
     return SUFFIXES if has_webp else tuple(x for x in SUFFIXES if x != ".webp")
 
 
-def _files(folder: Path) -> list[Path]:
+def files_below(folder: Path) -> list[Path]:
     """All files in a folder and below it, but for hidden ones, sorted."""
 
     def stop(error):
@@ -226,14 +226,14 @@ def _files(folder: Path) -> list[Path]:
 
 def _report_others(folder: Path, used: set[Path]) -> None:
     """Warns of the files of a split that are not among its images."""
-    others = [x for x in _files(folder) if x not in used and x != folder / LABELS]
+    others = [x for x in files_below(folder) if x not in used and x != folder / LABELS]
     if not others:
         return
     kinds = Counter(file.suffix.lower() or "no suffix" for file in others)
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     warnings.warn(
         f"{len(others)} files in {folder} are not among its images ({counts}), such "
-        f"as {others[0]}: images are {', '.join(_suffixes())} in the folder of a "
+        f"as {others[0]}: images are {', '.join(image_suffixes())} in the folder of a "
         f"class, or listed in {LABELS}",
         stacklevel=5,
     )

@@ -38,11 +38,12 @@ class Labels(NamedTuple):
     dense: bool
     closure: np.ndarray | None
 
-    def __call__(self, labels: Any) -> Any:
+    def __call__(self, labels: Any, key: Any = None) -> Any:
         """Labels of one example, as tensors of TensorFlow.
 
         Args:
             labels: int32, () or (any,); negative numbers are padding.
+            key: key of the example, from which random targets follow; not used.
         """
         import tensorflow as tf
 

@@ -6,16 +6,21 @@ from typing import Any
 from keras_moe.checks import check_argument_names, check_image_shape, check_integer
 from keras_moe.data import digits
 from keras_moe.data.augmentation import build_steps
-from keras_moe.data.examples import Examples, Share
+from keras_moe.data.examples import Examples
 from keras_moe.data.label_hierarchy import as_hierarchy
 from keras_moe.data.labels import Labels, make_labels
+from keras_moe.data.order_options import (
+    OrderOptions,
+    check_split,
+    check_tensorflow,
+)
 from keras_moe.data.pipeline import BatchSettings, batches
 from keras_moe.data.sources import count_classes, open_source
 from keras_moe.data.unreadable import left_out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class LoadOptions(OrderOptions):
     """Options of `load` for long runs, several labels, several hosts and bad images.
 
     Args:
@@ -60,22 +65,12 @@ class LoadOptions:
     100
     """
 
-    repeat: bool = False
-    start_batch: int = 0
-    shard: tuple[int, int] = (0, 1)
     multi_label: bool = False
     hierarchy: Any = None
     max_labels: int | None = None
-    exclude: Any = ()
-    unreadable: str = "raise"
 
     def __post_init__(self):
-        check_integer("start_batch", self.start_batch, minimum=0)
-        if self.start_batch and not self.repeat:
-            raise ValueError(
-                "Expected repeat=True with a batch to start at; received: "
-                f"repeat={self.repeat}, start_batch={self.start_batch}"
-            )
+        super().__post_init__()
         if self.max_labels is not None:
             check_integer("max_labels", self.max_labels)
 
@@ -90,21 +85,6 @@ class LoadOptions:
             self.max_labels,
             one_hot,
         )
-
-    def share_of(self, batch_size: int) -> Share:
-        """The host's share of batches of a size."""
-        try:
-            index, count = self.shard
-            index = check_integer("shard[0]", index, minimum=0)
-            count = check_integer("shard[1]", count)
-        except (TypeError, ValueError):
-            index, count = 0, 0
-        if index >= count or batch_size % count:
-            raise ValueError(
-                "Expected (index, count) with 0 <= index < count, where count divides "
-                f"batch_size; received: shard={self.shard!r}, batch_size={batch_size}"
-            )
-        return Share(index, count, batch_size // count)
 
 
 def load(
@@ -213,14 +193,14 @@ def load(
         digits.check_channels(image_shape)
     check_integer("batch_size", batch_size)
     check_integer("seed", seed, minimum=0)
-    _check_split(split)
+    check_split(split)
     known = [field.name for field in dataclasses.fields(LoadOptions)]
     check_argument_names(options, known, "load")
     options = LoadOptions(**options)
     share = options.share_of(batch_size)
     steps = build_steps(augment, image_shape, seed)
     one_hot = one_hot or any(step.mixes_labels for step in steps)
-    _tensorflow()
+    check_tensorflow()
 
     examples = open_source(source, split, data_dir)
     labels = options.labels_of(examples, source, one_hot)
@@ -228,16 +208,12 @@ def load(
     if len(excluded):
         examples = examples.without(excluded)
     full = bool(drop_remainder or options.repeat)
-    rest = examples.count % batch_size
-    if (options.repeat and examples.count < batch_size) or (
-        not full and 0 < rest < share.count
-    ):
-        what = "without them" if len(excluded) else f"of {source!r}, split={split!r}"
-        raise ValueError(
-            "Expected a batch no larger than the examples, and an example of a last "
-            f"batch for each shard or drop_remainder=True; there are {examples.count} "
-            f"examples {what}; received: batch_size={batch_size}, shard={options.shard}"
-        )
+    options.check_count(
+        examples.count,
+        batch_size,
+        full,
+        "without them" if len(excluded) else f"of {source!r}, split={split!r}",
+    )
     return batches(
         examples,
         BatchSettings(
@@ -248,7 +224,7 @@ def load(
             shuffle=split.startswith("train") if shuffle is None else bool(shuffle),
             seed=int(seed),
             drop_remainder=full,
-            start_batch=int(options.start_batch) if options.repeat else None,
+            start_batch=options.first_batch,
         ),
     )
 
@@ -299,22 +275,7 @@ def num_examples(
     >>> num_examples("digits", "test")
     450
     """
-    _check_split(split)
-    _tensorflow()
+    check_split(split)
+    check_tensorflow()
     examples = open_source(source, split, data_dir)
     return examples.count - len(left_out(examples, source, split, exclude, unreadable))
-
-
-def _tensorflow() -> Any:
-    try:
-        import tensorflow as tf
-    except ImportError as error:
-        raise ImportError(
-            'Input pipelines are tf.data: pip install "keras-moe[data]"'
-        ) from error
-    return tf
-
-
-def _check_split(split: Any) -> None:
-    if not isinstance(split, str):
-        raise ValueError(f"Expected the name of a split; received: split={split!r}")

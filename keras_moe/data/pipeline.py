@@ -1,11 +1,11 @@
 """Batches of examples: their order, decoding, augmentation and batching."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keras_moe.data.augmentation import Step
 from keras_moe.data.examples import IndexedExamples, RecordExamples, Share
-from keras_moe.data.labels import Labels
 from keras_moe.data.random_resized_crop import RandomResizedCrop
 
 
@@ -15,7 +15,8 @@ class BatchSettings(NamedTuple):
     Fields:
         image_shape: (height, width, channels) of the images.
         steps: steps of the augmentation.
-        labels: labels to make.
+        labels: labels to make: `Labels`, or another function from the labels that the
+            source reads, and the key of the example, to a structure of tensors.
         share: share of the host.
         shuffle: whether the order is random.
         seed: seed of the order and of the augmentation.
@@ -26,7 +27,7 @@ class BatchSettings(NamedTuple):
 
     image_shape: tuple[int, int, int]
     steps: list[Step]
-    labels: Labels
+    labels: Callable[[Any, Any], Any]
     share: Share
     shuffle: bool
     seed: int
@@ -59,7 +60,7 @@ def batches(examples: IndexedExamples | RecordExamples, settings: BatchSettings)
         position, item = placed
         key = tf.stack([number_of_pass, position])
         stored, labels = examples.read(item)
-        seed = None if crop is None else _seed(tf, key, crop[0])
+        seed = None if crop is None else key_seed(key, crop[0])
         if crop is not None and _decodes_in_part(examples, crop[1]):
             pixels = examples.decoded(
                 item,
@@ -75,9 +76,9 @@ def batches(examples: IndexedExamples | RecordExamples, settings: BatchSettings)
             if crop is not None:
                 pixels, _ = crop[1].function(pixels, None, seed)
         pixels = tf.image.resize(pixels, (height, width))
-        labels = settings.labels(labels)
+        labels = settings.labels(labels, key)
         for number, step in at_once:
-            pixels, labels = step.function(pixels, labels, _seed(tf, key, number))
+            pixels, labels = step.function(pixels, labels, key_seed(key, number))
         if not one_by_one and not per_batch:
             pixels = scaled(pixels)
         return pixels, labels, key
@@ -156,7 +157,7 @@ def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
 
         def apply(images, labels, key, step=step, number=number):
             # A batch has the key of its first image.
-            seed = _seed(tf, tf.reshape(key, [-1, 2])[0], number)
+            seed = key_seed(tf.reshape(key, [-1, 2])[0], number)
             return (*step.function(images, labels, seed), key)
 
         parallel = tf.data.AUTOTUNE if step.is_stateless else None
@@ -164,8 +165,10 @@ def _augmented(tf, dataset, steps: list[tuple[int, Step]]):
     return dataset
 
 
-def _seed(tf, key, number: int):
+def key_seed(key: Any, number: int) -> Any:
     """The seed of a step: steps share the key of an image, but not their seeds."""
+    import tensorflow as tf
+
     return tf.stack([_mixed(tf, key, "int32"), number])
 
 

@@ -114,10 +114,7 @@ def left_out(
     examples: Examples, source: str, split: str, exclude: Any, unreadable: str
 ) -> np.ndarray:
     """`excluded_examples` of a source that is open."""
-    if unreadable not in UNREADABLE:
-        raise ValueError(
-            f"Expected one of {UNREADABLE}; received: unreadable={unreadable!r}"
-        )
+    check_unreadable(unreadable)
     excluded = excluded_indices(exclude, source, split, examples.count)
     if unreadable == "raise":
         return excluded
@@ -138,6 +135,14 @@ def left_out(
         )
     indices = [*excluded.tolist(), *(int(index) for index, _ in bad)]
     return excluded_indices(indices, source, split, examples.count)
+
+
+def check_unreadable(unreadable: str) -> None:
+    """Raises ValueError unless a treatment of images is known."""
+    if unreadable not in UNREADABLE:
+        raise ValueError(
+            f"Expected one of {UNREADABLE}; received: unreadable={unreadable!r}"
+        )
 
 
 def _text(place: bytes) -> str:

@@ -118,7 +118,7 @@ def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch, tur
     save(tmp_path / "m" / "0.png", 0)
     # Two names of one folder.
     (tmp_path / "z").symlink_to("m")
-    assert folders._files(tmp_path) == [tmp_path / "m" / "0.png"]
+    assert folders.files_below(tmp_path) == [tmp_path / "m" / "0.png"]
 
 
 def test_what_is_left_out_is_told_once(photos):

@@ -1,0 +1,10 @@
+"""Images with their captions: sources, order and batches for two-tower models."""
+
+from keras_moe.data.pairs.loading import (
+    PairOptions,
+    load_captions,
+    load_pairs,
+    num_pairs,
+)
+
+__all__ = ["PairOptions", "load_captions", "load_pairs", "num_pairs"]

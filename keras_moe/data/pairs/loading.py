@@ -1,0 +1,283 @@
+"""Batches of images and captions that a two-tower model can be trained on."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from keras_moe.checks import (
+    check_argument_names,
+    check_image_shape,
+    check_integer,
+    check_one_of,
+)
+from keras_moe.data.augmentation import build_steps
+from keras_moe.data.order_options import (
+    OrderOptions,
+    check_split,
+    check_tensorflow,
+)
+from keras_moe.data.pairs.captions import CHOICES, CaptionChoice
+from keras_moe.data.pairs.opening import SourceOptions, open_pairs
+from keras_moe.data.pipeline import BatchSettings, batches
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairOptions(OrderOptions):
+    """Options of `load_pairs`: its order, its captions, and the sources' own.
+
+    Args:
+        repeat: whether passes follow one another without end; see `LoadOptions`.
+        start_batch: number of the batch to begin with, if `repeat` is true.
+        shard: (index, count), the part of this host among several; see `LoadOptions`.
+        exclude: indices of the images to leave out, with all their captions, in the
+            order of the source; or files of such; see `LoadOptions`.
+        unreadable: treatment of images that cannot be read, and of captions that are
+            missing, empty or not UTF-8. `"raise"` is an error that names the image.
+            `"exclude"` reads all images once before the first batch, warns of the
+            others, with their number, and leaves them out with all their captions.
+        captions: choice of the captions where an image has several: `"random"` draws
+            one in each pass, by seed; `"first"` takes the first one; with `"all"` each
+            caption makes a pair of its own, and a pass has every pair once.
+        templates: captions of a source of classes, such as `"a photo of a {}."`, or a
+            sequence of such, or the path of a text file with one in each line. The
+            class's name takes the place of `{}`. The default is `"{}"`.
+        style: drawings of the emoji, `"openmoji"` or `"noto"`.
+        language: language of the emoji's names.
+        size: side at which emoji are drawn, before they are resized to `image_shape`;
+            None for the size of the images.
+
+    Raises:
+        ValueError: if an option is out of range.
+
+    Example:
+
+    >>> from keras_moe.data import PairOptions
+    >>> PairOptions(captions="all").captions
+    'all'
+    """
+
+    captions: str = "random"
+    templates: Any = None
+    style: str = "openmoji"
+    language: str = "en"
+    size: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_one_of("captions", self.captions, CHOICES)
+        if self.size is not None:
+            check_integer("size", self.size)
+
+    def source_options(self, image_shape: tuple, data_dir: str | None) -> SourceOptions:
+        """The options that decide what a source has."""
+        return SourceOptions(
+            image_shape,
+            self.captions == "all",
+            self.templates,
+            self.style,
+            self.language,
+            self.size,
+            data_dir,
+        )
+
+
+def load_pairs(
+    source: Any,
+    split: str,
+    image_shape: tuple[int, int, int] = (224, 224, 3),
+    batch_size: int = 64,
+    tokenizer: Callable[[Any], dict] | None = None,
+    augment: Any = None,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    drop_remainder: bool = False,
+    data_dir: str | None = None,
+    **options: Any,
+) -> Any:
+    """Loads batches of images and captions as a `tf.data.Dataset`, for any backend.
+
+    The order, its seeds, shards and resumption are those of `keras_moe.data.load`:
+    with `repeat`, batch n follows from the arguments alone, and `start_batch=n` gives,
+    bit for bit, the batches after the first n.
+
+    Args:
+        source: pairs to load:
+
+            - `"emoji"`: pictures of emoji with their names; see
+              `keras_moe.data.load_emoji`.
+            - `"folder:PATH"`: images in `PATH/split`, and their captions in
+              `captions.csv`, with the columns "image" and "caption", or in
+              `captions.jsonl`, with an object `{"image": "a.png", "caption": "a cat"}`
+              in each line. An image may have several lines.
+            - a tuple of images in memory, uint8 (images, height, width, channels), and
+              captions: a string, or a sequence of strings, for each image.
+        split: split of the source; arrays have none, and any word will do.
+        image_shape: (height, width, channels) of the images.
+        batch_size: number of pairs in a batch, those of all shards together.
+        tokenizer: callable from a string tensor (batch,) to a dict of `"token_ids"` and
+            `"padding_mask"`, such as `keras_moe.models.TextTokenizer`; None for
+            captions as strings.
+        augment: random changes of the images, which leave the captions as they are; see
+            `keras_moe.data.load`. Those that mix labels are refused.
+        shuffle: whether the order is random; None is True for splits that begin with
+            "train".
+        seed: seed of the order, of the captions and of the augmentation.
+        drop_remainder: whether to drop a last batch that is not full.
+        data_dir: folder of TensorFlow Datasets.
+        **options: fields of `PairOptions`: `repeat`, `start_batch`, `shard`, `exclude`,
+            `unreadable`, `captions`, `templates`, `style`, `language`, `size`.
+
+    Returns:
+        A `tf.data.Dataset` of `(inputs, ids)`. `inputs` is a dict of `"images"`,
+        float32 (batch, height, width, channels) in [-1, 1], and of `"token_ids"`, int32
+        (batch, tokens), with `"padding_mask"`, bool (batch, tokens); or without a
+        tokenizer of `"captions"`, strings (batch,). `ids` is a dict of `"image_ids"`
+        and `"text_ids"`, int32 (batch,), equal where pairs have one image, or one
+        caption.
+
+    Raises:
+        ValueError: if an argument is not known or out of range, or the source has
+            images without captions, or the reverse.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.data import load_pairs
+    >>> images = np.zeros((2, 8, 8, 3), "uint8")
+    >>> pairs = load_pairs((images, ["a cat", "a dog"]), "test", (8, 8, 3))
+    >>> inputs, ids = next(iter(pairs))
+    >>> inputs["captions"].numpy().tolist(), ids["text_ids"].numpy().tolist()
+    ([b'a cat', b'a dog'], [0, 1])
+    """
+    image_shape = check_image_shape(image_shape)
+    check_integer("batch_size", batch_size)
+    check_integer("seed", seed, minimum=0)
+    check_split(split)
+    options = _pair_options(options, "load_pairs")
+    share = options.share_of(batch_size)
+    steps = build_steps(augment, image_shape, seed)
+    if any(step.mixes_labels for step in steps):
+        raise ValueError(
+            "Expected augmentation of the images alone, whose captions stay true; "
+            f"received: augment={augment!r}"
+        )
+    check_tensorflow()
+
+    pairs = open_pairs(source, split, options.source_options(image_shape, data_dir))
+    excluded = pairs.left_out(split, options.exclude, options.unreadable)
+    examples = pairs.pairs(excluded, options.captions == "all")
+    full = bool(drop_remainder or options.repeat)
+    options.check_count(
+        examples.count, batch_size, full, f"of {pairs.name!r}, split={split!r}"
+    )
+    dataset = batches(
+        examples,
+        BatchSettings(
+            image_shape=image_shape,
+            steps=steps,
+            labels=CaptionChoice(options.captions == "random"),
+            share=share,
+            shuffle=split.startswith("train") if shuffle is None else bool(shuffle),
+            seed=int(seed),
+            drop_remainder=full,
+            start_batch=options.first_batch,
+        ),
+    )
+    return tokenized(dataset, tokenizer)
+
+
+def tokenized(dataset: Any, tokenizer: Callable | None) -> Any:
+    """The inputs and the ids of batches of images and captions.
+
+    Args:
+        dataset: `tf.data.Dataset` of (images, texts).
+        tokenizer: callable from captions to tokens, or None.
+    """
+    import tensorflow as tf
+
+    def arranged(images, texts):
+        texts = dict(texts)
+        ids = {name: texts.pop(name) for name in ("image_ids", "text_ids")}
+        if tokenizer is not None:
+            texts = tokenizer(texts["captions"])
+        return {"images": images, **texts}, ids
+
+    dataset = dataset.map(arranged, num_parallel_calls=tf.data.AUTOTUNE)
+    return dataset.prefetch(tf.data.AUTOTUNE)
+
+
+def load_captions(
+    source: Any, split: str, data_dir: str | None = None, **options: Any
+) -> tuple[str, ...]:
+    """All captions of a source, without its images, such as to train a tokenizer.
+
+    Args:
+        source: source of `load_pairs`.
+        split: split of the source.
+        data_dir: folder of TensorFlow Datasets.
+        **options: fields of `PairOptions`. Captions of images that are left out count,
+            unless they cannot be read.
+
+    Returns:
+        Captions in the order of the source, one after the other where an image has
+        several. For a source of classes, those of each class once.
+
+    Raises:
+        ValueError: if an argument is not known or out of range.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.data import load_captions
+    >>> images = np.zeros((2, 8, 8, 3), "uint8")
+    >>> load_captions((images, ["a cat", ["a dog", "a puppy"]]), "test")
+    ('a cat', 'a dog', 'a puppy')
+    """
+    check_split(split)
+    options = _pair_options(options, "load_captions")
+    check_tensorflow()
+    shape = SourceOptions().image_shape
+    pairs = open_pairs(source, split, options.source_options(shape, data_dir))
+    pairs.without_text(split, options.exclude, options.unreadable)
+    several = enumerate(pairs.captions)
+    return tuple(x for i, texts in several if i not in pairs.faults for x in texts)
+
+
+def num_pairs(
+    source: Any, split: str, data_dir: str | None = None, **options: Any
+) -> int:
+    """The number of pairs in a pass of `load_pairs`.
+
+    Args:
+        source: source of `load_pairs`.
+        split: split of the source.
+        data_dir: folder of TensorFlow Datasets.
+        **options: fields of `PairOptions`.
+
+    Returns:
+        The number of images, or with `captions="all"` of all captions.
+
+    Raises:
+        ValueError: if an argument is not known or out of range.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.data import num_pairs
+    >>> pairs = np.zeros((2, 8, 8, 3), "uint8"), ["a cat", ["a dog", "a puppy"]]
+    >>> num_pairs(pairs, "test"), num_pairs(pairs, "test", captions="all")
+    (2, 3)
+    """
+    check_split(split)
+    options = _pair_options(options, "num_pairs")
+    check_tensorflow()
+    shape = SourceOptions().image_shape
+    pairs = open_pairs(source, split, options.source_options(shape, data_dir))
+    excluded = pairs.left_out(split, options.exclude, options.unreadable)
+    return pairs.pairs(excluded, options.captions == "all").count
+
+
+def _pair_options(options: dict[str, Any], owner: str) -> PairOptions:
+    known = [field.name for field in dataclasses.fields(PairOptions)]
+    check_argument_names(options, known, owner)
+    return PairOptions(**options)
