@@ -1,9 +1,12 @@
 """Emoji with their names."""
 
+import importlib
 from typing import Any
 
 from keras_moe.data.pairs import arrays
 from keras_moe.data.pairs.source import PairSource
+
+_RENDERER = "keras_moe.data.emoji"
 
 
 def read_pairs(split: str, options: Any) -> PairSource:
@@ -13,8 +16,7 @@ def read_pairs(split: str, options: Any) -> PairSource:
         split: split of `load_emoji`.
         options: `SourceOptions`.
     """
-    from keras_moe.data.emoji import load_emoji
-
+    load_emoji = importlib.import_module(_RENDERER).load_emoji
     shape = options.image_shape
     if options.size is not None:
         shape = (options.size, options.size, shape[-1])
