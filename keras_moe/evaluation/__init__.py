@@ -13,6 +13,7 @@ from keras_moe.evaluation.few_shot import (
     few_shot_from_model,
     sample_shots,
 )
+from keras_moe.evaluation.nearest_caption import nearest_caption_embeddings
 from keras_moe.evaluation.prompts import (
     TEMPLATES,
     prompts,
@@ -51,6 +52,7 @@ __all__ = [
     "few_shot_accuracies",
     "few_shot_from_model",
     "mean_average_precision",
+    "nearest_caption_embeddings",
     "precision_at_1",
     "prompts",
     "read_class_names",

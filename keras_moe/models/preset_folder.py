@@ -4,23 +4,13 @@ import contextlib
 import contextvars
 import json
 import os
-import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
 import keras
 
-from keras_moe.files import (
-    new_partial,
-    remove_partials,
-    replace_folder,
-    sync_tree,
-    write_failed,
-    write_json,
-)
-from keras_moe.locks import locked
+from keras_moe.files import write_json
 from keras_moe.models.weights_checksums import (
     CHECKSUMS,
     INDEX,
@@ -29,6 +19,7 @@ from keras_moe.models.weights_checksums import (
     is_weights,
     shard_names,
 )
+from keras_moe.staging import previous_folder, staged_folder
 
 # The files of a preset folder; other files in it are the user's.
 PRESET_FILES = (
@@ -40,8 +31,7 @@ PRESET_FILES = (
     INDEX,
 )
 
-# Seconds to wait for another process that saves to the same folder.
-_PATIENCE = 600
+_KIND = "preset"
 
 _writing = contextvars.ContextVar("writing", default=False)
 
@@ -77,47 +67,14 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
     if _writing.get():
         yield str(preset_dir)
         return
-    target = Path(preset_dir).expanduser().resolve()
-    _check_target(target, preset_dir)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    lock = target.with_name(f".{target.name}.saving.lock")
-    with locked(lock, f"the preset {preset_dir}", _PATIENCE):
-        _recover(target)
-        # Another process may have been first.
-        _check_target(target, preset_dir)
-        remove_partials(target)
-        staging = new_partial(target)
-        if target.is_dir():
-            # A private folder stays private.
-            staging.chmod(stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU)
+    with staged_folder(
+        preset_dir, _KIND, is_preset, _is_own, _add_checksums
+    ) as staging:
         token = _writing.set(True)
         try:
             yield str(staging)
-            _add_checksums(staging)
-            _keep_foreign(target, staging)
-            sync_tree(staging)
-            replace_folder(staging, target, _previous(target))
-        except OSError as error:
-            if error.filename is not None:
-                raise
-            # KerasHub's errors do not name the file that could not be written.
-            size = sum(file.stat().st_size for file in staging.iterdir())
-            raise write_failed(error, preset_dir, size) from error
         finally:
             _writing.reset(token)
-            shutil.rmtree(staging, ignore_errors=True)
-
-
-def _check_target(target, preset_dir):
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise ValueError(f"Expected a folder; received a file: {preset_dir}")
-    if any(target.iterdir()) and not is_preset(target):
-        raise ValueError(
-            "Expected a new folder, an empty one or an older preset, since saving "
-            f"replaces the folder; received: {preset_dir}"
-        )
 
 
 def _add_checksums(staging):
@@ -129,24 +86,6 @@ def _add_checksums(staging):
         write_json(path, {**metadata, CHECKSUMS: checksums(staging, weights)})
 
 
-def _previous(target):
-    return target.with_name(f".{target.name}.previous-preset")
-
-
-def _recover(target):
-    """Finishes a save that was killed between its two renames, or after them."""
-    previous = _previous(target)
-    if not previous.is_dir():
-        return
-    if is_preset(target):
-        shutil.rmtree(previous, ignore_errors=True)
-        return
-    if target.is_dir():
-        # It fails unless the folder is empty: the older preset is safe.
-        target.rmdir()
-    os.rename(previous, target)
-
-
 def readable(preset_dir: str | os.PathLike) -> Path:
     """The folder to read a preset from: the old one of a preset that is being replaced.
 
@@ -155,21 +94,12 @@ def readable(preset_dir: str | os.PathLike) -> Path:
     target = Path(preset_dir).expanduser()
     if target.is_dir() or not target.name:
         return target
-    previous = _previous(target.resolve())
+    previous = previous_folder(target.resolve(), _KIND)
     return previous if previous.is_dir() else target
 
 
-def _keep_foreign(target, staging):
-    if not target.is_dir():
-        return
-    for path in target.iterdir():
-        own = path.name in PRESET_FILES or is_weights(path)
-        if own or (staging / path.name).exists():
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, staging / path.name, symlinks=True)
-        else:
-            shutil.copy2(path, staging / path.name, follow_symlinks=False)
+def _is_own(path):
+    return path.name in PRESET_FILES or is_weights(path)
 
 
 def check_folder(folder: str | os.PathLike) -> None:

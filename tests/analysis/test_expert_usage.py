@@ -243,6 +243,10 @@ def test_the_picture_is_written(tmp_path):
     assert (tmp_path / "coverage.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="at least one group"):
         plots.plot_coverage({}, tmp_path / "none.png")
+    plots.plot_expert_usage(HAND, tmp_path / "usage.png")
+    assert (tmp_path / "usage.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="blocks="):
+        plots.plot_expert_usage(ExpertUsage(["all"], {}), tmp_path / "none.png")
 
 
 # Passes over data

@@ -12,6 +12,7 @@ from keras_moe.analysis.plots.expert_images import (
     plot_expert_images,
     plot_expert_patches,
 )
+from keras_moe.analysis.plots.expert_usage import plot_expert_usage
 from keras_moe.analysis.plots.expert_views import plot_expert_views
 from keras_moe.analysis.plots.interventions import (
     plot_subpopulations,
@@ -42,6 +43,7 @@ __all__ = [
     "plot_expert_images",
     "plot_expert_load",
     "plot_expert_patches",
+    "plot_expert_usage",
     "plot_expert_views",
     "plot_head_capacity",
     "plot_kind_maps",

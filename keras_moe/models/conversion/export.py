@@ -1,37 +1,22 @@
 """Weights in the formats of other libraries: written whole, or not at all."""
 
-import contextlib
 import os
-import shutil
-import stat
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import keras
 
 from keras_moe.checks import check_one_of
-from keras_moe.files import (
-    new_partial,
-    remove_partials,
-    replace_folder,
-    sync_tree,
-    write_failed,
-    write_json,
-)
-from keras_moe.locks import locked
+from keras_moe.files import write_failed, write_json
 from keras_moe.models.conversion.clip_parts import OPENCLIP_CONFIG
 from keras_moe.models.conversion.exported_towers import ExportedModel
 from keras_moe.models.conversion.openclip_export import openclip_files
 from keras_moe.models.conversion.published_tensors import library as required_library
 from keras_moe.models.conversion.transformers_export import transformers_files
+from keras_moe.staging import staged_folder
 
 _FORMATS = {
     "transformers": (transformers_files, "model.safetensors", "config.json"),
     "open_clip": (openclip_files, "open_clip_model.safetensors", OPENCLIP_CONFIG),
 }
-# Seconds to wait for another process that exports to the same folder.
-_PATIENCE = 600
 
 
 def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) -> None:
@@ -87,7 +72,12 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     files_of, weights_name, config_name = _FORMATS[library]
     tensors, files = files_of(ExportedModel.of(model))
     own = {weights_name, *files}
-    with _staged(folder, config_name, own) as staging:
+    with staged_folder(
+        folder,
+        "export",
+        lambda path: _is_export(path, config_name),
+        lambda path: path.name in own,
+    ) as staging:
         path = staging / weights_name
         try:
             save_file(tensors, str(path), metadata={"format": "pt"})
@@ -98,54 +88,7 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
             write_json(staging / name, content)
 
 
-@contextlib.contextmanager
-def _staged(folder: Any, config_name: str, own: set[str]) -> Iterator[Path]:
-    """A folder that takes the place of `folder` when all is written."""
-    target = Path(folder).expanduser().resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.previous-export")
-    with locked(
-        target.with_name(f".{target.name}.exporting.lock"),
-        f"the export {folder}",
-        _PATIENCE,
-    ):
-        if aside.is_dir() and not target.exists():
-            # A process was killed between the two renames.
-            os.rename(aside, target)
-        _check_target(target, config_name)
-        remove_partials(target)
-        staging = new_partial(target)
-        try:
-            if target.is_dir():
-                # A private folder stays private.
-                staging.chmod(stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU)
-            yield staging
-            _keep_others(target, staging, own)
-            sync_tree(staging)
-            replace_folder(staging, target, aside)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-
-
-def _check_target(target, config_name):
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise ValueError(f"Expected a folder; received a file: {target}")
-    names = {path.name for path in target.iterdir()}
+def _is_export(folder, config_name):
+    names = {path.name for path in folder.iterdir()}
     # A preset of this library has this, too.
-    if names and (config_name not in names or "metadata.json" in names):
-        raise ValueError(
-            "Expected a new folder, an empty one or an older export with a "
-            f"{config_name}, since exporting replaces it; received: {target}"
-        )
-
-
-def _keep_others(target, staging, own):
-    for path in target.iterdir() if target.is_dir() else ():
-        if path.name in own:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, staging / path.name, symlinks=True)
-        else:
-            shutil.copy2(path, staging / path.name, follow_symlinks=False)
+    return config_name in names and "metadata.json" not in names
