@@ -7,6 +7,10 @@ import zlib
 from collections import defaultdict
 from importlib import metadata
 
+# Imports and collection make a million objects that stay: Python's garbage collector
+# would walk through all of them again and again. It is switched on when they are made.
+gc.disable()
+
 
 def _at_least(package, *wanted):
     try:
@@ -96,6 +100,19 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[x for x in items if x in elsewhere])
     config.stash[_NOTHING_LEFT] = bool(elsewhere) and not kept
     items[:] = kept
+
+
+def pytest_collection_finish(session):
+    _collect_garbage()
+    # Seldom, for each file ends with a full collection.
+    gc.set_threshold(20_000, 20, 1_000)
+    gc.enable()
+
+
+def _collect_garbage():
+    """Frees what no name reaches, and sets aside what is left for good."""
+    gc.collect()
+    gc.freeze()
 
 
 def _dealt(items, backend):
@@ -213,14 +230,14 @@ def _functions_run_eagerly(eagerly):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Frees JAX's compiled programs after each file.
+    """Frees JAX's compiled programs, and all garbage, after each file.
 
-    Each holds mapped memory, of which a process may have so many pieces only: past
-    some thousand programs the compiler aborts.
+    Each program holds mapped memory, of which a process may have so many pieces only:
+    past some thousand programs the compiler aborts.
     """
     yield
     if os.environ.get("KERAS_BACKEND") == "jax":
         import jax
 
         jax.clear_caches()
-        gc.collect()
+    _collect_garbage()
