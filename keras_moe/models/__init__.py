@@ -5,6 +5,7 @@ from keras_moe.models.blueprint import Blueprint, resolve
 from keras_moe.models.builtin import register_builtin_presets
 from keras_moe.models.classifying import ClassProbability
 from keras_moe.models.clip import CLIPBackbone
+from keras_moe.models.contrastive_metrics import ContrastiveAccuracy
 from keras_moe.models.contrastive_model import ContrastiveModel
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight
 from keras_moe.models.conversion.export import export_weights
@@ -30,6 +31,7 @@ __all__ = [
     "Blueprint",
     "CLIPBackbone",
     "ClassProbability",
+    "ContrastiveAccuracy",
     "ContrastiveModel",
     "ConversionReport",
     "ConvertedWeight",

@@ -18,10 +18,12 @@ from keras_moe.losses import (
     SoftmaxContrastiveLoss,
 )
 from keras_moe.losses.contrastive import IDS
+from keras_moe.models.contrastive_metrics import ContrastiveMetrics
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.input_checks import has_no_examples, outputs_of_none
 from keras_moe.models.model_sources import ModelSource, TaskConfig
 from keras_moe.models.pair_backbone import PairBackbone
+from keras_moe.models.pair_weights import one_weight, weighable_labels
 from keras_moe.models.registry import register_task
 from keras_moe.models.state_recovery import state_kept
 from keras_moe.models.task import MoETask
@@ -84,6 +86,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     task_name = "contrastive"
     has_head = False
     has_metrics = False
+    # Until the model is compiled.
+    _metrics_of_pairs = ContrastiveMetrics()
     backbone_cls = PairBackbone
 
     def __init__(
@@ -159,12 +163,14 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         Args:
             optimizer: optimizer as in `MoETask.compile`.
             loss: a `keras_moe.losses.ContrastiveLoss`; `"auto"` is `default_loss()`.
-            metrics: None, `"auto"` or an empty list, since there are no labels.
-            **kwargs: arguments of `keras.Model.compile`.
+            metrics: metrics that read the dict of outputs, such as
+                `ContrastiveAccuracy`; `"auto"` for none.
+            **kwargs: arguments of `keras.Model.compile`. `weighted_metrics` are further
+                metrics of this kind.
 
         Raises:
             ValueError: if the loss is of another kind, or reads a bias that the model
-                does not have, or there are metrics.
+                does not have, or a metric is none.
         """
         if isinstance(loss, str) and loss == "auto":
             loss = self.default_loss()
@@ -180,17 +186,17 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
                 f"temperature='siglip'; received: {type(loss).__name__} for a model "
                 f"without {missing}"
             )
-        if metrics and metrics != "auto":
+        if isinstance(metrics, str) and metrics == "auto":
+            metrics = self.default_metrics(loss)
+        # No metric leaves the weights of pairs out: both arguments are alike.
+        weighted = kwargs.pop("weighted_metrics", None)
+        metrics = ContrastiveMetrics([*(metrics or ()), *(weighted or ())])
+        if kwargs.get("loss_weights"):
             raise ValueError(
-                "Expected no metrics, which would need labels: evaluate retrieval with "
-                f"`similarity`; received: metrics={metrics!r}"
+                "Expected loss_weights=None, since one loss reads all outputs; "
+                f"received: loss_weights={kwargs['loss_weights']!r}"
             )
-        for name in ("weighted_metrics", "loss_weights"):
-            if kwargs.get(name):
-                raise ValueError(
-                    f"Expected {name}=None, since one loss reads all outputs; "
-                    f"received: {name}={kwargs[name]!r}"
-                )
+        object.__setattr__(self, "_metrics_of_pairs", metrics)
         super().compile(optimizer, loss, metrics=None, **kwargs)
         mark_loss_as_built(self)
 
@@ -208,28 +214,28 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     def fit(
         self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any
     ) -> keras.callbacks.History:
-        y = _weighable(x, y, kwargs.get("sample_weight"))
+        y = weighable_labels(x, y, kwargs.get("sample_weight"))
         validation = kwargs.get("validation_data")
         if isinstance(validation, (tuple, list)) and len(validation) == 3:
             inputs, labels, weights = validation
-            labels = _weighable(inputs, labels, weights)
+            labels = weighable_labels(inputs, labels, weights)
             kwargs["validation_data"] = (inputs, labels, weights)
         return super().fit(x, y, *args, **kwargs)
 
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        y = _weighable(x, y, kwargs.get("sample_weight"))
+        y = weighable_labels(x, y, kwargs.get("sample_weight"))
         return super().evaluate(x, y, *args, **kwargs)
 
     def train_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
     ) -> Any:
-        y = _weighable(x, y, sample_weight)
+        y = weighable_labels(x, y, sample_weight)
         return super().train_on_batch(x, y, sample_weight, **kwargs)
 
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any
     ) -> Any:
-        y = _weighable(x, y, sample_weight)
+        y = weighable_labels(x, y, sample_weight)
         return super().test_on_batch(x, y, sample_weight, **kwargs)
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
@@ -267,10 +273,34 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             training: whether the model is trained.
         """
         outputs = {**y_pred, **self.backbone.logit_scale.parameters()}
-        if isinstance(sample_weight, dict):
-            # Keras makes one for each kind of ids, all alike.
-            sample_weight = next(iter(sample_weight.values()))
-        return sum(self.losses, self.loss(y, outputs, sample_weight))
+        return sum(self.losses, self.loss(y, outputs, one_weight(sample_weight)))
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        """The loss, and the metrics of pairs."""
+        return [*super().metrics, *self._metrics_of_pairs.metrics]
+
+    def compute_metrics(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+    ) -> dict[str, Any]:
+        """Adds a batch to the metrics.
+
+        Args:
+            x: inputs of the batch.
+            y: None, or a dict of ids.
+            y_pred: outputs of the model.
+            sample_weight: None, or float (B,).
+
+        Returns:
+            The values so far, by name.
+        """
+        self._metrics_of_pairs.update(y, y_pred, sample_weight)
+        return self.get_metrics_result()
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """The arguments of `compile`, serialised."""
+        config = super().get_compile_config()
+        return {**config, "metrics": self._metrics_of_pairs.config()} if config else {}
 
     def encode_images(
         self, images: Any, batch_size: int = 32, verbose: Any = 0
@@ -410,20 +440,6 @@ def _image_preprocessor(preprocessor, backbone):
             f"received: image_shape={preprocessor.image_shape}"
         )
     return preprocessor
-
-
-def _weighable(inputs: Any, labels: Any, sample_weight: Any) -> Any:
-    """Labels with which Keras hands on weights of arrays: without any it drops them."""
-    if sample_weight is None or not isinstance(inputs, dict):
-        return labels
-    number = len(next(iter(inputs.values())))
-    if len(sample_weight) != number:
-        raise ValueError(
-            f"Expected a sample_weight for each of {number} pairs; received: "
-            f"{len(sample_weight)}"
-        )
-    # Each pair has an image of its own.
-    return {"image_ids": np.arange(number)} if labels is None else labels
 
 
 def _are_embeddings(value: Any | Sequence) -> bool:

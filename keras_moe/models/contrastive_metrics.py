@@ -1,0 +1,158 @@
+"""Metrics of pairs for `compile`, which read embeddings in the place of labels.
+
+Axes: B pairs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_moe.losses.chunks import Chunks
+from keras_moe.losses.pairs import check_similarity, pairs_of, positives
+from keras_moe.losses.softmax_in_chunks import NEVER
+from keras_moe.models.pair_weights import one_weight
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class ContrastiveAccuracy(keras.metrics.Mean):
+    """The share of images and of texts whose nearest counterpart is their own.
+
+    An image is right if a text of its own is nearer than all other texts of the batch,
+    and a text likewise; the metric is the mean over both. A tie is wrong, so that a
+    model with one embedding for everything has 0. Pairs with an equal image or caption
+    id, where there are ids, are each other's own. Padding is no candidate.
+
+    The metric falls with the size of the batch: compare at the same.
+
+    Args:
+        chunk_size: number of texts whose similarities are in memory at a time; None
+            for all.
+        name: name of the metric.
+        dtype: dtype of the metric's variables.
+
+    Raises:
+        ValueError: if `chunk_size` is below 1.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.models import ContrastiveAccuracy
+    >>> metric = ContrastiveAccuracy()
+    >>> x = np.eye(4, dtype="float32")
+    >>> outputs = {"image_embeddings": x, "text_embeddings": x[[0, 1, 3, 2]]}
+    >>> metric.update_state(None, outputs)
+    >>> float(metric.result())
+    0.5
+    """
+
+    def __init__(
+        self,
+        chunk_size: int | None = None,
+        name: str = "contrastive_accuracy",
+        dtype: Any = None,
+    ):
+        super().__init__(name=name, dtype=dtype)
+        self.chunk_size = check_similarity("float32", chunk_size)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        # Nothing of a step's gradient belongs to its metrics.
+        images, texts = (
+            ops.stop_gradient(ops.convert_to_tensor(y_pred[f"{modality}_embeddings"]))
+            for modality in ("image", "text")
+        )
+        pairs = pairs_of(images, texts, **(y_true or {}), sample_weight=sample_weight)
+        of_images, of_texts = _hits(pairs, self.chunk_size)
+        return super().update_state(0.5 * (of_images + of_texts), pairs.weights)
+
+    def get_config(self):
+        return {**super().get_config(), "chunk_size": self.chunk_size}
+
+
+class ContrastiveMetrics:
+    """The metrics of a compiled model of pairs.
+
+    Keras would compare outputs with labels one by one; these read all outputs. The
+    class is no container that Keras looks into: metrics are no part of a model's
+    weights.
+
+    Args:
+        metrics: metrics whose `update_state` takes `y_true`, None or a dict of ids, the
+            dict of outputs, and weights (B,).
+
+    Raises:
+        ValueError: if one of them is no metric, or several have one name.
+    """
+
+    def __init__(self, metrics: Sequence = ()):
+        if not isinstance(metrics, (list, tuple)):
+            raise ValueError(f"Expected a list of metrics; received: {metrics!r}")
+        for metric in metrics:
+            if not isinstance(metric, keras.metrics.Metric):
+                raise ValueError(
+                    "Expected metrics of embeddings, such as ContrastiveAccuracy(); "
+                    f"received: {metric!r}"
+                )
+        names = [metric.name for metric in metrics]
+        if len(set(names)) < len(names):
+            raise ValueError(f"Expected each metric once; received: {names}")
+        self.metrics = list(metrics)
+
+    def update(self, y: Any, outputs: dict, sample_weight: Any = None) -> None:
+        """Adds a batch.
+
+        Args:
+            y: None, or a dict of ids.
+            outputs: outputs of the model by name.
+            sample_weight: None, or float (B,), or a dict of such.
+        """
+        for metric in self.metrics:
+            metric.update_state(y, outputs, one_weight(sample_weight))
+
+    def config(self) -> list[dict]:
+        """The metrics as Keras deserialises them."""
+        return [keras.saving.serialize_keras_object(x) for x in self.metrics]
+
+
+def _hits(pairs, chunk_size):
+    """Whether images and texts are right, float32 (B,) each."""
+    images, by_text = pairs.images, [pairs.texts, pairs.counted, *pairs.keys]
+    none = ops.zeros_like(pairs.counted) + NEVER
+    if chunk_size is None:
+        own, other, of_texts = _compared(pairs, images, *by_text)
+        return ops.cast(own > other, "float32"), of_texts
+    chunks = Chunks(ops.shape(images)[0], chunk_size)
+    by_text = [chunks.pad(x) for x in by_text]
+
+    def step(number, carry):
+        own, other, of_texts = carry
+        part = (chunks.part(x, number) for x in by_text)
+        part_own, part_other, part_of_texts = _compared(pairs, images, *part)
+        return (
+            ops.maximum(own, part_own),
+            ops.maximum(other, part_other),
+            chunks.put(of_texts, number, part_of_texts),
+        )
+
+    own, other, of_texts = chunks.loop(step, (none, none, chunks.zeros()))
+    return ops.cast(own > other, "float32"), chunks.unpad(of_texts)
+
+
+def _compared(pairs, images, texts, counted, *keys):
+    """Similarities with the nearest own and other text, and whether texts are right."""
+    similarity = ops.matmul(images, ops.transpose(texts))
+    is_there = ops.logical_and(
+        ops.expand_dims(pairs.counted > 0, 1), ops.expand_dims(counted > 0, 0)
+    )
+    positive = positives(pairs.keys, keys)
+    own = ops.where(ops.logical_and(is_there, positive), similarity, NEVER)
+    other = ops.where(
+        ops.logical_and(is_there, ops.logical_not(positive)), similarity, NEVER
+    )
+    of_texts = ops.max(own, axis=0) > ops.max(other, axis=0)
+    return (
+        ops.max(own, axis=1),
+        ops.max(other, axis=1),
+        ops.cast(of_texts, "float32"),
+    )
