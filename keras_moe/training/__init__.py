@@ -12,6 +12,7 @@ from keras_moe.training.checkpoints import (
     restore_checkpoint,
     save_checkpoint,
 )
+from keras_moe.training.contrastive import Contrastive
 from keras_moe.training.data_config import DataConfig
 from keras_moe.training.datasets import Datasets
 from keras_moe.training.evaluation_callback import FewShot, PeriodicEvaluation
@@ -56,6 +57,7 @@ __all__ = [
     "BestEpoch",
     "Checkpoint",
     "Classification",
+    "Contrastive",
     "DataConfig",
     "Datasets",
     "EvaluateAverages",

@@ -1,6 +1,7 @@
 """The section `data` of a recipe: which images, in which batches."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ from keras_moe.checks import check_integer, check_one_of
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
 from keras_moe.training.section import Section
 
+# Settings that pairs alone have, and the options of `load_pairs` among them.
+_PAIR_OPTIONS = ("captions", "templates", "style", "language", "size")
+_OF_PAIRS = (*_PAIR_OPTIONS, "epoch_size")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
@@ -18,7 +23,9 @@ class DataConfig(Section):
 
     Args:
         batch_size: images in a step.
-        source: the source of images, see `keras_moe.data.load`.
+        source: the source of images, see `keras_moe.data.load`; or of pairs, see
+            `keras_moe.data.load_pairs`: a name, or a dict from names to weights, such
+            as `{"webdataset:a/*.tar": 3, "folder:b": 1}`, which are mixed.
         train_split: the split to train on.
         test_split: the split to evaluate on after each epoch.
         augment: names of augmentations, or dicts of a name and its options, in order;
@@ -28,6 +35,16 @@ class DataConfig(Section):
         unreadable: `"exclude"` leaves out images that cannot be read, which are looked
             for before the run, see `keras_moe.data.load`; None ends the run at one,
             with the name of its file.
+        captions: choice of a caption, for pairs: `"random"` draws one of an image's in
+            each pass, `"first"` takes its first, and with `"all"` each makes a pair.
+            None is `"random"` in training.
+        templates: captions of a source of classes, for pairs, with `{}` for the class's
+            name: a string, a list of such, or the path of a file. None for the name.
+        style: drawings of the emoji; None for OpenMoji's.
+        language: language of the emoji's names; None for English.
+        size: side at which emoji are drawn; None for that of the images.
+        epoch_size: number of pairs in an epoch; None counts those of the source, for
+            which archives are read once.
 
     Raises:
         ValueError: if a setting is out of range, or is not JSON.
@@ -43,15 +60,34 @@ class DataConfig(Section):
     title = "data"
 
     batch_size: int
-    source: str = "digits"
+    source: str | dict = "digits"
     train_split: str = "train"
     test_split: str = "test"
     augment: Sequence = ()
     exclude: str | Sequence | None = None
     unreadable: str | None = None
+    captions: str | None = None
+    templates: str | Sequence | None = None
+    style: str | None = None
+    language: str | None = None
+    size: int | None = None
+    epoch_size: int | None = None
 
     def __post_init__(self):
         check_integer("batch_size", self.batch_size)
+        _check_source(self.source)
+        for name in ("style", "language"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(
+                    f"Expected {name} to be a string or None; "
+                    f"received: {name}={value!r}"
+                )
+        for name in ("size", "epoch_size"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
+        # Checks the rest, as far as no data are needed.
+        data.PairOptions(**self.pair_options())
         if self.unreadable is not None:
             check_one_of("unreadable", self.unreadable, ("exclude",))
         super().__post_init__()
@@ -73,6 +109,27 @@ class DataConfig(Section):
             for name in ("train_split", "test_split"):
                 changes.setdefault(name, defaults[name])
         return super().replace(**changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings, JSON-serialisable, but for those of pairs that are None."""
+        settings = super().to_dict()
+        return {
+            name: value
+            for name, value in settings.items()
+            if name not in _OF_PAIRS or value is not None
+        }
+
+    def pair_options(self) -> dict[str, Any]:
+        """The options of `keras_moe.data.load_pairs` that are set.
+
+        Example:
+
+        >>> from keras_moe.training import DataConfig
+        >>> DataConfig(batch_size=8, source="emoji", language="de").pair_options()
+        {'language': 'de'}
+        """
+        options = {name: getattr(self, name) for name in (*_PAIR_OPTIONS, "unreadable")}
+        return {name: value for name, value in options.items() if value is not None}
 
     @property
     def mixes_labels(self) -> bool:
@@ -105,3 +162,19 @@ class DataConfig(Section):
                 )
             )
         return self._left_out[data_dir]
+
+
+def _check_source(source):
+    """Raises ValueError unless `source` is a name, or a dict of positive weights."""
+    if isinstance(source, str):
+        return
+    weights = source.values() if isinstance(source, dict) else ()
+    are_numbers = all(
+        isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
+        for x in weights
+    )
+    if not weights or not are_numbers or not all(isinstance(x, str) for x in source):
+        raise ValueError(
+            "Expected source to be a name, or a dict from names to weights above 0; "
+            f"received: source={source!r}"
+        )

@@ -99,3 +99,79 @@ def image_datasets(
         **common,
     )
     return Datasets(train, test, num_classes, steps)
+
+
+def pair_datasets(
+    config: DataConfig,
+    image_shape: tuple[int, int, int],
+    batch_size: int,
+    test_batch_size: int,
+    tokenizer: Any,
+    seed: int,
+    data_dir: str | None = None,
+    start_step: int = 0,
+) -> Datasets:
+    """Images with their captions, for models of pairs.
+
+    Batches are as those of `image_datasets`. The test pairs are the same in each
+    evaluation: where an image has several captions and one is drawn for training, its
+    first.
+
+    Args:
+        config: the source, its splits, captions and augmentation.
+        image_shape: (height, width, channels), the model's.
+        batch_size: pairs in a batch.
+        test_batch_size: pairs in a batch of the test pairs.
+        tokenizer: the model's tokenizer, or another function from captions to inputs.
+        seed: seed of the order, of the captions and of the augmentation.
+        data_dir: folder of TensorFlow Datasets.
+        start_step: number of batches before, of a run that is resumed.
+
+    Raises:
+        ValueError: as `keras_moe.data.load_pairs`, and if no batch can be filled.
+    """
+    source, options = config.source, config.pair_options()
+    count = config.epoch_size or data.num_pairs(
+        source,
+        config.train_split,
+        data_dir,
+        exclude=config.exclude or (),
+        **options,
+    )
+    steps = count // batch_size
+    if steps < 1:
+        raise ValueError(
+            "Expected a batch no larger than the pairs to train on; "
+            f"received: batch_size={config.batch_size}, source={config.source!r}, "
+            f"train_split={config.train_split!r}"
+        )
+    common = {
+        "image_shape": tuple(image_shape),
+        "tokenizer": tokenizer,
+        "seed": seed,
+        "data_dir": data_dir,
+        "shard": process_shard(),
+    }
+    train = data.load_pairs(
+        source,
+        config.train_split,
+        batch_size=batch_size,
+        augment=config.augment,
+        shuffle=True,
+        repeat=True,
+        start_batch=start_step,
+        exclude=config.exclude or (),
+        **common,
+        **options,
+    )
+    if options.get("captions", "random") == "random":
+        options = {**options, "captions": "first"}
+    test = data.load_pairs(
+        source,
+        config.test_split,
+        batch_size=test_batch_size,
+        shuffle=False,
+        **common,
+        **options,
+    )
+    return Datasets(train, test, None, steps)

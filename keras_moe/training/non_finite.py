@@ -155,7 +155,10 @@ def locate_non_finite(
             y_pred = _in_training(model, x)
         if watch.first is not None:
             return watch.first
-        loss = model.compute_loss(x=x, y=ops.convert_to_tensor(y), y_pred=y_pred)
+        y_true = None
+        if y is not None:
+            y_true = tree.map_structure(ops.convert_to_tensor, y)
+        loss = model.compute_loss(x=x, y=y_true, y_pred=y_pred)
         if not _is_finite(loss):
             return NonFinite("loss", "")
         return _bad_gradient(model, x, y, watch.order) if gradients else None

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import keras
+import numpy as np
 
 from keras_moe import data, models
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 from keras_moe.training.best_epoch import MODES
+from keras_moe.training.class_names import set_class_names
 from keras_moe.training.data_config import DataConfig
 from keras_moe.training.datasets import Datasets, image_datasets
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
@@ -121,6 +123,31 @@ class Objective(Section):
                 **self.model_arguments(num_classes),
             },
         )
+
+    def prepare(
+        self, model: keras.Model, config: DataConfig, data_dir: str | None = None
+    ) -> None:
+        """Gives a new model what it takes from the data: the names of their classes.
+
+        Args:
+            model: the model, not yet compiled.
+            config: the recipe's data.
+            data_dir: folder of TensorFlow Datasets.
+        """
+        set_class_names(model, self.class_names(config, data_dir))
+
+    def left_out(
+        self, config: DataConfig, data_dir: str | None = None
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """The images that a search left out, see `DataConfig.left_out`.
+
+        None where nothing is searched before the run.
+
+        Args:
+            config: the recipe's data.
+            data_dir: folder of TensorFlow Datasets.
+        """
+        return config.left_out(data_dir)
 
     def datasets(
         self,

@@ -222,12 +222,11 @@ class _Run:
         keras.utils.set_random_seed(recipe.seed)
         if self.own_datasets is None:
             self.model = recipe.new_model(recipe.num_classes(self.data_dir))
-            names = recipe.class_names(self.data_dir)
+            recipe.prepare(self.model, self.data_dir)
         else:
             self.model = recipe.new_model(self.datasets(0).num_classes)
             # Nobody knows whether they are the preset's.
-            names = None
-        set_class_names(self.model, names)
+            set_class_names(self.model, None)
         self.steps_per_epoch = self.datasets(0).steps_per_epoch
         recipe.compile(self.model, self.steps_per_epoch)
         return self.model
@@ -249,10 +248,13 @@ class _Run:
         while True:
             for batch in self.datasets(step).train:
                 x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-                yield _to_numpy(x), _to_numpy(y), weight
+                x, y = keras.tree.map_structure(_to_numpy, (x, y))
+                yield x, y, weight
 
 
 def _to_numpy(value):
+    if value is None:
+        return None
     return ops.convert_to_numpy(value) if ops.is_tensor(value) else np.asarray(value)
 
 

@@ -35,13 +35,16 @@ def run_settings(
     settings = recipe.settings()
     for name in _WORDS:
         del settings[name]
+    left_out = None
     if not own_data and recipe.data.unreadable is not None:
+        left_out = recipe.objective.left_out(recipe.data, data_dir)
+    if left_out is not None:
         settings[_UNREADABLE] = {
             split: {
                 "left_out": len(indices),
                 "sha256": hashlib.sha256(indices.astype("<i8").tobytes()).hexdigest(),
             }
-            for split, indices in zip(("train", "test"), recipe.data.left_out(data_dir))
+            for split, indices in zip(("train", "test"), left_out)
         }
     return settings
 

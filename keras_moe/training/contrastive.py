@@ -1,0 +1,173 @@
+"""The objective of pairs: images and their captions embed alike, all others apart."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from keras_moe import data
+from keras_moe.checks import check_bool, check_integer, check_one_of
+from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
+from keras_moe.losses.pairs import check_similarity
+from keras_moe.models import ContrastiveAccuracy, ContrastiveModel, TextTokenizer
+from keras_moe.training.data_config import DataConfig
+from keras_moe.training.datasets import Datasets, pair_datasets
+from keras_moe.training.objectives import Headline, Objective, register_objective
+
+LOSSES = {"softmax": SoftmaxContrastiveLoss, "sigmoid": SigmoidContrastiveLoss}
+_CLIP, _TRAINED = "clip", "trained"
+# The file of a tokenizer in a preset's folder.
+_TOKENIZER = "text_tokenizer.json"
+
+
+@register_objective("contrastive")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contrastive(Objective):
+    """Each image finds its caption among those of the batch, and vice versa.
+
+    The headline metric is the contrastive accuracy of the test pairs within their
+    batches, see `keras_moe.models.ContrastiveAccuracy`: compare runs with the same
+    `evaluation_batch_size`.
+
+    Args:
+        loss: `"softmax"`, CLIP's; `"sigmoid"`, SigLIP's; or `"auto"`, the sigmoid loss
+            for a model whose similarities have a bias, else the softmax loss.
+        multi_positive: whether pairs with one image, or with equal captions, are
+            positives of each other; otherwise they are negatives.
+        chunk_size: number of captions whose similarities are in memory at a time, or
+            None for all.
+        similarity_dtype: dtype to which unit vectors are rounded in the loss, such as
+            `"bfloat16"` in LIMoE.
+        tokenizer: `"trained"`, byte pairs of the captions to train on; `"clip"`, CLIP's
+            49,408 byte pairs; or a path: a preset's folder or handle, a model of
+            SentencePiece that ends in `.model`, or a file or folder of CLIP's merges.
+            None is the preset's own, or `"trained"` where it has none.
+        vocabulary_size: largest number of tokens of a trained tokenizer; None for the
+            model's.
+        max_length: tokens of a caption; None for the model's.
+        evaluation_batch_size: pairs in a batch of the evaluation; None for as many as
+            in training.
+
+    Raises:
+        ValueError: if a setting is unknown or out of range.
+
+    Example:
+
+    >>> from keras_moe.training import Contrastive
+    >>> Contrastive(tokenizer="trained", vocabulary_size=600).headline.metric
+    'val_contrastive_accuracy'
+    """
+
+    headline = Headline("val_contrastive_accuracy")
+
+    loss: str = "auto"
+    multi_positive: bool = False
+    chunk_size: int | None = None
+    similarity_dtype: str = "float32"
+    tokenizer: str | None = None
+    vocabulary_size: int | None = None
+    max_length: int | None = None
+    evaluation_batch_size: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_one_of("loss", self.loss, ("auto", *LOSSES))
+        check_bool("multi_positive", self.multi_positive)
+        check_similarity(self.similarity_dtype, self.chunk_size)
+        for name in ("vocabulary_size", "max_length", "evaluation_batch_size"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
+        if self.tokenizer is not None and not (
+            isinstance(self.tokenizer, str) and self.tokenizer
+        ):
+            raise ValueError(
+                "Expected tokenizer to be 'trained', 'clip', a path or None; "
+                f"received: tokenizer={self.tokenizer!r}"
+            )
+
+    def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
+        return {"task": ContrastiveModel.task_name}
+
+    def prepare(
+        self, model: keras.Model, config: DataConfig, data_dir: str | None = None
+    ) -> None:
+        """Gives the model its tokenizer.
+
+        Args:
+            model: a `ContrastiveModel`.
+            config: the recipe's data.
+            data_dir: folder of TensorFlow Datasets.
+
+        Raises:
+            ValueError: if there is no such tokenizer, or it does not fit the model.
+        """
+        if self.tokenizer is None and model.preprocessor is not None:
+            return
+        tokenizer = self.new_tokenizer(model.backbone, config, data_dir)
+        tokenizer.check_fits(model.backbone)
+        model.preprocessor = tokenizer
+
+    def new_tokenizer(
+        self, backbone: Any, config: DataConfig, data_dir: str | None = None
+    ) -> TextTokenizer:
+        """The tokenizer of the settings.
+
+        Args:
+            backbone: backbone of pairs, whose sizes are the defaults.
+            config: the recipe's data, on whose captions a tokenizer is trained.
+            data_dir: folder of TensorFlow Datasets.
+
+        Raises:
+            ValueError: if there is no such tokenizer.
+        """
+        length = self.max_length or backbone.max_length
+        name = self.tokenizer
+        if name in (None, _TRAINED):
+            options = config.pair_options()
+            captions = data.load_captions(
+                config.source, config.train_split, data_dir, **options
+            )
+            size = self.vocabulary_size or backbone.vocabulary_size
+            return TextTokenizer.trained(captions, size, length)
+        if name == _CLIP:
+            return TextTokenizer.clip(max_length=length)
+        path = Path(name)
+        if "://" in name or (path / _TOKENIZER).is_file():
+            return TextTokenizer.from_preset(name)
+        if path.suffix == ".model":
+            return TextTokenizer.sentence_piece(path, length)
+        return TextTokenizer.clip(path, length)
+
+    def left_out(self, config: DataConfig, data_dir: str | None = None) -> None:
+        """None: bad pairs are met, and left out, where they are read."""
+
+    def datasets(
+        self,
+        config: DataConfig,
+        model: keras.Model,
+        batch_size: int,
+        seed: int,
+        data_dir: str | None = None,
+        start_step: int = 0,
+    ) -> Datasets:
+        return pair_datasets(
+            config,
+            model.backbone.image_shape,
+            batch_size,
+            self.evaluation_batch_size or batch_size,
+            model.preprocessor,
+            seed,
+            data_dir,
+            start_step,
+        )
+
+    def loss_and_metrics(
+        self, model: keras.Model, config: DataConfig
+    ) -> tuple[Any, list]:
+        loss = LOSSES.get(self.loss, type(model.default_loss()))
+        return loss(
+            multi_positive=self.multi_positive,
+            chunk_size=self.chunk_size,
+            similarity_dtype=self.similarity_dtype,
+        ), [ContrastiveAccuracy(self.chunk_size)]

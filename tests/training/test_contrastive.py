@@ -1,0 +1,264 @@
+"""The objective of pairs: its settings, its tokenizer, and runs that go on exactly."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from PIL import Image
+
+from keras_moe import data, models
+from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
+from keras_moe.training import (
+    Contrastive,
+    Datasets,
+    Recipe,
+    load_recipe,
+    train,
+)
+from keras_moe.training.run_settings import run_settings
+
+backend_free = pytest.mark.backend_free
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+TINY = {
+    "image_shape": [8, 8, 3],
+    "patch_size": 4,
+    "hidden_dim": 8,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mlp_dim": 16,
+    "projection_dim": 8,
+    "num_experts": 4,
+    "vocabulary_size": 530,
+    "max_length": 8,
+    "auxiliary_losses": {"limoe": {"thresholds": {"text": 0.7, "image": 1.0}}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Squares of three colours on three grounds, with two captions each."""
+    root = tmp_path_factory.mktemp("pairs")
+    for split in ("train", "test"):
+        (root / split).mkdir()
+        lines = []
+        for name, colour in COLOURS.items():
+            for ground in ("black", "white", "grey"):
+                level = {"black": 0, "white": 255, "grey": 128}[ground]
+                pixels = np.full((8, 8, 3), level, "uint8")
+                pixels[2:6, 2:6] = colour
+                file = f"{name}_{ground}.png"
+                Image.fromarray(pixels).save(root / split / file)
+                for caption in (f"a {name} square on {ground}", f"{name} {ground}"):
+                    lines.append(json.dumps({"image": file, "caption": caption}))
+        (root / split / "captions.jsonl").write_text("\n".join(lines))
+    return root
+
+
+def recipe(folder, **changes):
+    mine = Recipe(
+        "mine",
+        data={"source": f"folder:{folder}", "batch_size": 4},
+        model={"preset": "limoe_s32", **TINY},
+        schedule={"epochs": 2, "learning_rate": 1e-3},
+        objective={"name": "contrastive"},
+    )
+    return mine.replace(**changes)
+
+
+class Ends(keras.callbacks.Callback):
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+
+
+def test_a_run_trains_and_goes_on_exactly(folder, tmp_path):
+    mine = recipe(folder)
+    options = {"verbose": 0, "checkpoint_every": 1}
+    whole = train(mine, checkpoint_dir=tmp_path / "whole", **options)
+    names = ("loss", "contrastive_accuracy")
+    assert set(whole.history) == {*names, *(f"val_{name}" for name in names)}
+    assert whole.score == whole.history["val_contrastive_accuracy"][-1]
+    # Nine images make two batches of four; a step is one draw of captions.
+    assert int(whole.model.optimizer.iterations) == 4
+    with pytest.raises(KeyboardInterrupt):
+        train(mine, checkpoint_dir=tmp_path / "ended", callbacks=[Ends(3)], **options)
+    again = train(mine, checkpoint_dir=tmp_path / "ended", **options)
+    assert again.history == whole.history
+    for one, other in zip(whole.model.weights, again.model.weights, strict=True):
+        np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (one, other)))
+    # The tokenizer was trained on the captions, and takes others.
+    assert whole.model.preprocessor.max_length == 8
+    whole.model.save_to_preset(tmp_path / "preset")
+    saved = models.from_preset(str(tmp_path / "preset"))
+    captions = ["a blue square", "grey"]
+    np.testing.assert_array_equal(
+        saved.encode_text(captions), whole.model.encode_text(captions)
+    )
+    # The headline is that of `evaluate`.
+    test = mine.datasets(whole.model).test
+    values = whole.model.evaluate(test, verbose=0, return_dict=True)
+    assert values["contrastive_accuracy"] == pytest.approx(whole.score)
+
+
+@backend_free
+def test_pairs_of_ones_own_and_a_loss_that_is_not_finite(folder):
+    mine = recipe(folder, **{"schedule.epochs": 1})
+    model = mine.new_model(None)
+    mine.prepare(model)
+    own = mine.datasets(model)
+    actual = train(mine, Datasets(own.train, own.test, None, 1), verbose=0)
+    # Nobody knows the tokenizer of such pairs.
+    assert actual.model.preprocessor is None
+    bad = own.train.map(lambda x, ids: ({**x, "images": x["images"] * np.nan}, ids))
+    bad = Datasets(bad, own.test, None, 2)
+    with pytest.raises(ValueError, match="NaN or Inf was in the images or labels"):
+        train(mine, bad, verbose=0)
+
+
+@backend_free
+def test_tokenizers(folder, tmp_path):
+    mine = recipe(folder)
+    model = mine.new_model(None)
+    mine.prepare(model)
+    trained = model.preprocessor
+    assert trained.vocabulary_size <= 530
+    captions = data.load_captions(mine.data.source, "train")
+    expected = models.TextTokenizer.trained(captions, 530, 8)
+    np.testing.assert_array_equal(
+        trained(captions)["token_ids"], expected(captions)["token_ids"]
+    )
+    # A preset's own stays, unless the settings name another.
+    mine.prepare(model)
+    assert model.preprocessor is trained
+    trained.save_to_preset(tmp_path / "saved")
+    for settings, size, length in (
+        ({"tokenizer": "trained", "vocabulary_size": 520, "max_length": 5}, 520, 5),
+        ({"tokenizer": str(tmp_path / "saved")}, trained.vocabulary_size, 8),
+    ):
+        objective = Contrastive(**settings)
+        objective.prepare(model, mine.data)
+        assert model.preprocessor.vocabulary_size == size
+        assert model.preprocessor.max_length == length
+    large = Contrastive(max_length=9, tokenizer="trained")
+    with pytest.raises(ValueError, match="max_length of at most the 8 of the backbone"):
+        large.prepare(model, mine.data)
+    for name in ("none.model", "none.txt", "none"):
+        with pytest.raises(ValueError, match=r"Expected a file.*none"):
+            Contrastive(tokenizer=name).prepare(model, mine.data)
+
+
+@backend_free
+def test_the_loss_is_the_models_or_that_of_the_settings(folder):
+    model = recipe(folder).new_model(None)
+    settings = {"chunk_size": 2, "similarity_dtype": "bfloat16", "multi_positive": True}
+    loss, metrics = Contrastive(**settings).loss_and_metrics(model, recipe(folder).data)
+    assert type(loss) is SoftmaxContrastiveLoss
+    assert {name: getattr(loss, name) for name in settings} == settings
+    assert [(x.name, x.chunk_size) for x in metrics] == [("contrastive_accuracy", 2)]
+    biased = recipe(folder, **{"model.temperature": "siglip"}).new_model(None)
+    for name, with_bias in (("auto", biased), ("sigmoid", biased)):
+        loss, _ = Contrastive(loss=name).loss_and_metrics(with_bias, None)
+        assert type(loss) is SigmoidContrastiveLoss
+    mine = recipe(folder, **{"objective.loss": "sigmoid"})
+    with pytest.raises(ValueError, match=r"without \['logit_bias'\]"):
+        mine.compile(model, 2)
+
+
+@backend_free
+def test_captions_of_training_and_of_the_evaluation(folder):
+    mine = recipe(folder, **{"objective.evaluation_batch_size": 9})
+    model = mine.new_model(None)
+    model.preprocessor = None
+    own = mine.datasets(model)
+    (inputs, _), *others = own.test.as_numpy_iterator()
+    assert not others
+    # The first caption of each, in the order of the file.
+    first = [text.decode() for text in inputs["captions"]]
+    assert first[:2] == ["a red square on black", "a red square on white"]
+    drawn = {
+        text
+        for inputs, _ in own.train.take(12).as_numpy_iterator()
+        for text in inputs["captions"].tolist()
+    }
+    assert drawn > {b"red black", b"a red square on black"}
+    every = mine.replace(**{"data.captions": "all"}).datasets(model)
+    assert every.steps_per_epoch == 18 // 4
+    assert mine.replace(**{"data.epoch_size": 40}).datasets(model).steps_per_epoch == 10
+    later = mine.datasets(model, start_step=3).train.take(1)
+    expected = list(own.train.take(4).as_numpy_iterator())[3]
+    for actual, other in zip(
+        keras.tree.flatten(next(later.as_numpy_iterator())),
+        keras.tree.flatten(expected),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(actual, other)
+    large = mine.replace(**{"data.batch_size": 10})
+    with pytest.raises(ValueError, match=r"no larger than the pairs .*batch_size=10"):
+        large.datasets(model)
+
+
+@backend_free
+def test_settings_come_back(tmp_path):
+    mixed = {"tfds:coco_captions": 3, "emoji": 1.5}
+    mine = recipe(
+        "x",
+        data={
+            "source": mixed,
+            "captions": "all",
+            "templates": ["a photo of a {}.", "{}"],
+            "style": "noto",
+            "language": "de",
+            "size": 64,
+            "epoch_size": 100,
+            "unreadable": "exclude",
+        },
+        objective={"tokenizer": "clip", "chunk_size": 128, "evaluation_batch_size": 8},
+    )
+    mine.save(tmp_path / "mine.json")
+    assert load_recipe(tmp_path / "mine.json") == mine
+    assert mine.objective == Contrastive(
+        tokenizer="clip", chunk_size=128, evaluation_batch_size=8
+    )
+    # Bad pairs are met where they are read: there is no search before a run.
+    assert "unreadable_images" not in run_settings(mine)
+    # Recipes of classes have no settings of pairs, and neither have their checkpoints.
+    settings = load_recipe("vmoe_digits").settings()
+    assert not {f"data.{name}" for name in mine.data.pair_options()} & set(settings) - {
+        "data.unreadable"
+    }
+    assert mine.data.replace(source="emoji").source == "emoji"
+
+
+@backend_free
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective.loss": "hinge"}, "loss='hinge'"),
+        ({"objective.multi_positive": 1}, "multi_positive=1"),
+        ({"objective.chunk_size": 0}, "chunk_size=0"),
+        ({"objective.similarity_dtype": "int8"}, "similarity_dtype='int8'"),
+        ({"objective.tokenizer": 3}, "tokenizer=3"),
+        ({"objective.tokenizer": ""}, "tokenizer=''"),
+        ({"objective.vocabulary_size": 0}, "vocabulary_size=0"),
+        ({"objective.max_length": 2.5}, "max_length=2.5"),
+        ({"objective.evaluation_batch_size": 0}, "evaluation_batch_size=0"),
+        ({"data.source": {}}, "source={}"),
+        ({"data.source": {"emoji": 0}}, "source={'emoji': 0}"),
+        ({"data.source": {"emoji": True}}, "source={'emoji': True}"),
+        ({"data.source": ["emoji"]}, r"source=\['emoji'\]"),
+        ({"data.captions": "last"}, "captions='last'"),
+        ({"data.size": 0}, "size=0"),
+        ({"data.epoch_size": 0}, "epoch_size=0"),
+        ({"data.style": 3}, "style=3"),
+        ({"data.language": 3}, "language=3"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=f"Expected .*received: .*{message}"):
+        recipe("x", **changes)
