@@ -6,6 +6,7 @@ from keras_moe.data.deduplication import (
     image_hashes,
 )
 from keras_moe.data.digits import load_digits
+from keras_moe.data.emoji import EMOJI_CREDIT, EmojiPairs, load_emoji
 from keras_moe.data.exclusion import write_exclusion
 from keras_moe.data.label_hierarchy import LabelHierarchy
 from keras_moe.data.loading import LoadOptions, load, num_classes, num_examples
@@ -30,6 +31,8 @@ from keras_moe.data.unreadable import (
 from keras_moe.processes import process_shard
 
 __all__ = [
+    "EMOJI_CREDIT",
+    "EmojiPairs",
     "ImageHashes",
     "LabelHierarchy",
     "LoadOptions",
@@ -45,6 +48,7 @@ __all__ = [
     "load",
     "load_captions",
     "load_digits",
+    "load_emoji",
     "load_pairs",
     "num_classes",
     "num_examples",

@@ -6,7 +6,7 @@
 import numpy as np
 
 from keras_moe.checks import check_image_shape
-from keras_moe.data.examples import IndexedExamples
+from keras_moe.data.examples import IndexedExamples, in_memory
 from keras_moe.data.labels import Classes
 
 NUM_CLASSES = 10
@@ -98,15 +98,8 @@ def read_pixels(
 
 def read_examples(split: str) -> IndexedExamples:
     """The examples of a split for a pipeline."""
-    import tensorflow as tf
-
-    pixels, labels = (tf.constant(values) for values in read_pixels(split))
-    return IndexedExamples(
-        len(labels),
-        lambda index: (pixels[index], labels[index]),
-        decode=lambda stored: stored,
-        classes=Classes(NUM_CLASSES, CLASS_NAMES),
-    )
+    pixels, labels = read_pixels(split)
+    return in_memory(pixels, labels, Classes(NUM_CLASSES, CLASS_NAMES))
 
 
 def check_channels(image_shape: tuple[int, int, int]) -> None:

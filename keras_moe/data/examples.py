@@ -142,6 +142,27 @@ class IndexedExamples(Examples):
         return tf.data.Dataset.range(start, length).map(place)
 
 
+def in_memory(
+    images: np.ndarray, labels: np.ndarray, classes: Classes
+) -> IndexedExamples:
+    """Examples in memory, decoded.
+
+    Args:
+        images: (N, height, width, channels), in [0, 255].
+        labels: (N,), int32.
+        classes: classes of the labels.
+    """
+    import tensorflow as tf
+
+    images, labels = tf.constant(images), tf.constant(labels)
+    return IndexedExamples(
+        len(labels),
+        lambda index: (images[index], labels[index]),
+        decode=lambda stored: stored,
+        classes=classes,
+    )
+
+
 class RecordFile(NamedTuple):
     """A TFRecord file, or part of one.
 

@@ -118,6 +118,10 @@ def load(
 
     Args:
         source: name of the data set: `"digits"`, scikit-learn's handwritten digits;
+            `"emoji"` or `"emoji:noto"`, OpenMoji's or Noto's drawings with Unicode's
+            subgroups as classes (see `load_emoji`); `"fashion_mnist"`, the files of
+            the Debian package `dataset-fashion-mnist` or in `data_dir`, else TensorFlow
+            Datasets';
             `"tfds:NAME"` for a classification data set of TensorFlow Datasets, such as
             `"tfds:cifar10"`, which is downloaded if it is not in `data_dir`;
             `"tfrecord:GLOB"` for TFRecord files, or a folder of such, with a
@@ -128,9 +132,10 @@ def load(
             several labels each in `PATH/split/labels.json`, such as
             `{"name.png": ["cat", "animal"]}`. A warning counts other files, such as
             tif, which TensorFlow does not decode.
-        split: `"train"`, `"test"` or `"all"` of the digits; any split of TensorFlow
-            Datasets, such as `"train[:90%]"`; a word in the names of TFRecord files,
-            such as `train-00000-of-00008.tfrecord`; a folder's name.
+        split: `"train"`, `"test"` or `"all"` of the digits and Fashion-MNIST;
+            a split of `load_emoji`; any split of TensorFlow Datasets, such as
+            `"train[:90%]"`; a word in the names of TFRecord files, such as
+            `train-00000-of-00008.tfrecord`; a folder's name.
         image_shape: (height, width, channels) of the images.
         batch_size: number of images in a batch, those of all shards together.
         augment: random changes of the images:
@@ -159,12 +164,12 @@ def load(
             after the other, in the order of the data.
         shuffle: whether the order is random; None is True for splits that begin with
             "train".
-        seed: seed of the order and of the augmentation. The digits' own split into
-            train and test does not depend on it.
+        seed: seed of the order and of the augmentation. The digits' and the emoji's
+            own splits do not depend on it.
         one_hot: whether labels are one-hot vectors, or 0-1 vectors with `multi_label`;
             mixing labels makes them so.
         drop_remainder: whether to drop a last batch that is not full.
-        data_dir: folder of TensorFlow Datasets.
+        data_dir: folder of TensorFlow Datasets, or with Fashion-MNIST's files.
         **options: fields of `LoadOptions`: `repeat`, `start_batch`, `shard`,
             `multi_label`, `hierarchy`, `max_labels`, `exclude`, `unreadable`.
 
@@ -177,8 +182,8 @@ def load(
         ValueError: if the source, the split or another argument is not known or out
             of range, or if the data set has not one image and one label per example,
             or several with `multi_label`.
-        ImportError: if TensorFlow, TensorFlow Datasets or scikit-learn is needed and
-            not installed.
+        ImportError: if TensorFlow, TensorFlow Datasets, scikit-learn or a package of
+            `keras-moe[emoji]` is needed and not installed.
 
     Example:
 
@@ -266,8 +271,8 @@ def num_examples(
 
     Raises:
         ValueError: if the source or the split is not known.
-        ImportError: if TensorFlow, TensorFlow Datasets or scikit-learn is needed and
-            not installed.
+        ImportError: if TensorFlow, TensorFlow Datasets, scikit-learn or a package of
+            `keras-moe[emoji]` is needed and not installed.
 
     Example:
 

@@ -3,8 +3,18 @@
 import difflib
 from pathlib import Path
 
-from keras_moe.data import digits, folders, tfds, tfrecord
+from keras_moe.data import digits, fashion_mnist, folders, tfds, tfrecord
+from keras_moe.data.emoji import loading as emoji
+from keras_moe.data.emoji.fonts import STYLES
 from keras_moe.data.examples import IndexedExamples, RecordExamples
+
+# Sources with a name of their own, by kind and name; those of emoji are styles.
+_NAMED = {
+    "digits": ("digits", ""),
+    "fashion_mnist": ("fashion_mnist", ""),
+    "emoji": ("emoji", "openmoji"),
+    **{f"emoji:{style}": ("emoji", style) for style in STYLES},
+}
 
 
 def open_source(
@@ -18,6 +28,10 @@ def open_source(
         return tfds.read_examples(name, split, data_dir)
     if kind == "tfrecord":
         return tfrecord.read_examples(name, split)
+    if kind == "emoji":
+        return emoji.read_examples(split, name)
+    if kind == "fashion_mnist":
+        return fashion_mnist.read_examples(split, data_dir)
     return digits.read_examples(split)
 
 
@@ -30,6 +44,10 @@ def count_classes(source: str, data_dir: str | None) -> int:
         return tfds.count_classes(name, data_dir)
     if kind == "tfrecord":
         return tfrecord.count_classes(name)
+    if kind == "emoji":
+        return len(emoji.class_names())
+    if kind == "fashion_mnist":
+        return len(fashion_mnist.CLASS_NAMES)
     return digits.NUM_CLASSES
 
 
@@ -59,25 +77,29 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
         return tfds.class_names(name, data_dir)
     if kind == "tfrecord":
         return tfrecord.class_names(name)
+    if kind == "emoji":
+        return emoji.class_names()
+    if kind == "fashion_mnist":
+        return fashion_mnist.CLASS_NAMES
     return digits.CLASS_NAMES
 
 
 def split_source(source: str) -> tuple[str, str]:
     """The kind and the name of a source, or an error with the likeliest names."""
-    if source == "digits":
-        return "digits", ""
     if isinstance(source, str):
+        if source in _NAMED:
+            return _NAMED[source]
         kind, _, name = source.partition(":")
         # A folder without a name has an error of its own.
         if (kind in ("tfds", "tfrecord") and name) or source.startswith("folder:"):
             return kind, name
     hint = ""
     if isinstance(source, str) and source:
-        guesses = ["digits"] if difflib.get_close_matches(source, ["digits"]) else []
+        guesses = difflib.get_close_matches(source, _NAMED, cutoff=0.75)
         kind = "folder" if Path(source).is_dir() else "tfds"
         guesses.append(f"{kind}:{source.split(':')[-1] or 'NAME'}")
         hint = f"; did you mean {' or '.join(map(repr, guesses))}?"
     raise ValueError(
-        "Expected 'digits', 'tfds:NAME', 'tfrecord:GLOB' or 'folder:PATH'; "
-        f"received: source={source!r}{hint}"
+        "Expected 'digits', 'emoji', 'emoji:noto', 'fashion_mnist', 'tfds:NAME', "
+        f"'tfrecord:GLOB' or 'folder:PATH'; received: source={source!r}{hint}"
     )

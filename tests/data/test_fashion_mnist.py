@@ -1,0 +1,103 @@
+"""Fashion-MNIST, in files of its true format."""
+
+import gzip
+
+import numpy as np
+import pytest
+
+from keras_moe.data import class_names, fashion_mnist, load, num_classes, num_examples
+
+pytestmark = pytest.mark.backend_free
+
+RNG = np.random.default_rng(0)
+IMAGES = {
+    "train": RNG.integers(0, 256, (6, 28, 28), "uint8"),
+    "t10k": RNG.integers(0, 256, (4, 28, 28), "uint8"),
+}
+LABELS = {
+    "train": np.asarray([9, 0, 3, 3, 1, 2], "uint8"),
+    "t10k": np.asarray([4, 5, 6, 9], "uint8"),
+}
+
+
+def idx(array):
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return gzip.compress(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
+
+
+def write(folder, images=IMAGES, labels=LABELS):
+    for prefix in images:
+        path = folder / f"{prefix}-images-idx3-ubyte.gz"
+        path.write_bytes(idx(images[prefix]))
+        path = folder / f"{prefix}-labels-idx1-ubyte.gz"
+        path.write_bytes(idx(labels[prefix]))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(fashion_mnist, "DEBIAN", str(tmp_path / "debian"))
+    (tmp_path / "debian").mkdir()
+    return tmp_path / "debian"
+
+
+def test_batches_are_the_files(folder, tmp_path):
+    write(folder)
+    dataset = load("fashion_mnist", "test", (28, 28, 1), batch_size=4, shuffle=False)
+    images, labels = next(iter(dataset))
+    expected = IMAGES["t10k"][..., None] / 127.5 - 1
+    np.testing.assert_allclose(images, expected, atol=1e-6)
+    np.testing.assert_array_equal(labels, LABELS["t10k"])
+    counts = {x: num_examples("fashion_mnist", x) for x in fashion_mnist.SPLITS}
+    assert counts == {"train": 6, "test": 4, "all": 10}
+    colours, _ = next(iter(load("fashion_mnist", "train", (14, 14, 3), batch_size=6)))
+    assert colours.shape == (6, 14, 14, 3)
+    # A folder of one's own goes before Debian's.
+    own = tmp_path / "own"
+    own.mkdir()
+    write(own, {x: IMAGES[x][:2] for x in IMAGES}, {x: LABELS[x][:2] for x in LABELS})
+    assert num_examples("fashion_mnist", "train", str(own)) == 2
+
+
+def test_names_of_the_classes():
+    assert num_classes("fashion_mnist") == 10
+    names = class_names("fashion_mnist")
+    assert (names[0], names[9]) == ("T-shirt/top", "ankle boot")
+
+
+def test_without_files_tensorflow_datasets_has_it(folder, monkeypatch):
+    asked = []
+
+    def read(name, split, data_dir):
+        asked.append((name, split, data_dir))
+        return fashion_mnist.in_memory(
+            IMAGES["t10k"][..., None], LABELS["t10k"].astype("int32"), None
+        )
+
+    monkeypatch.setattr(fashion_mnist.tfds, "read_examples", read)
+    assert num_examples("fashion_mnist", "test", "here") == 4
+    assert asked == [("fashion_mnist", "test", "here")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t10k-images-idx3-ubyte.gz", b"", "IDX file of 3 axes"),
+        ("t10k-images-idx3-ubyte.gz", b"no gzip", "a gzip file.*t10k-images"),
+        ("t10k-images-idx3-ubyte.gz", idx(IMAGES["t10k"])[:-9], "a gzip file"),
+        ("t10k-images-idx3-ubyte.gz", idx(LABELS["t10k"]), "IDX file of 3 axes"),
+        ("t10k-images-idx3-ubyte.gz", idx(IMAGES["t10k"][:3]), "3 images, and 4"),
+        ("t10k-labels-idx1-ubyte.gz", gzip.compress(b"\0\0\10\1\0"), "1 axes"),
+        ("t10k-labels-idx1-ubyte.gz", idx(LABELS["t10k"] + 4), "labels up to 13"),
+    ],
+)
+def test_damaged_files(folder, name, content, message):
+    write(folder)
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"(?s)Expected.*{message}"):
+        fashion_mnist.read_pixels("test", folder)
+
+
+def test_bad_split(folder):
+    write(folder)
+    with pytest.raises(ValueError, match="split='validation'"):
+        num_examples("fashion_mnist", "validation")
