@@ -1,9 +1,12 @@
-"""The processes of a run: which one this is, and how many there are.
+"""The processes of a run: which one this is, how many there are, and what they share.
 
 Keras trains in several processes on JAX alone, and says nothing public of them.
 """
 
+from typing import Any
+
 import keras
+import numpy as np
 
 
 def process_shard() -> tuple[int, int]:
@@ -34,3 +37,123 @@ def process_index() -> int:
 def process_count() -> int:
     """The number of processes of this run."""
     return process_shard()[1]
+
+
+def batch_devices() -> int:
+    """The number of devices that share a batch under the current distribution.
+
+    Example:
+
+    >>> from keras_moe.processes import batch_devices
+    >>> batch_devices()
+    1
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return 1
+    mesh = distribution.device_mesh
+    return dict(zip(mesh.axis_names, mesh.shape))[distribution.batch_dim_name]
+
+
+def gathered_batch(batch: Any) -> Any:
+    """The batch of all processes, from the part that each has read.
+
+    All processes must call it together. The order is that of one process which reads
+    the whole batch by `keras_moe.data.load`.
+
+    Args:
+        batch: structure of arrays (B of this process, ...).
+
+    Returns:
+        The structure with NumPy arrays (B, ...).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.processes import gathered_batch
+    >>> gathered_batch({"labels": np.array([3, 4])})
+    {'labels': array([3, 4])}
+    """
+    batch = keras.tree.map_structure(np.asarray, batch)
+    if process_count() == 1:
+        return batch
+    from keras_moe.ops.kernels.sharded_arrays_jax import exchange
+
+    def gather(array):
+        parts = exchange(np.ascontiguousarray(array).tobytes())
+        whole = np.frombuffer(b"".join(parts), array.dtype)
+        return whole.reshape(-1, *array.shape[1:])
+
+    return keras.tree.map_structure(gather, batch)
+
+
+def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> Any:
+    """The outputs of a model for a batch, whole on each of several processes.
+
+    Without a distribution of Keras this is `model.predict_on_batch`. With one, the
+    devices of all processes share the batch, and their outputs are gathered. Keras's
+    `predict` fails there: no process has all outputs.
+
+    Args:
+        model: any model with weights.
+        inputs: array or dict of arrays (B, ...), the same in all processes, which must
+            call this together.
+        size: number of examples up to which a smaller batch is filled with copies of
+            its last one where devices share it, so that one program serves all batches;
+            in any case it is filled up to a multiple of the devices.
+
+    Returns:
+        The outputs as NumPy arrays. Those of a batch that was filled have examples on
+        their first axis, and are cut to B.
+
+    Example:
+
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe.processes import predict_batch
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    >>> predict_batch(model, np.ones((5, 2))).shape
+    (5, 3)
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return model.predict_on_batch(inputs)
+    from keras_moe.ops.kernels.sharded_arrays_jax import placed
+
+    count, devices = len(keras.tree.flatten(inputs)[0]), batch_devices()
+    rows = -(-max(count, size or 0) // devices) * devices
+
+    def place(array):
+        array = np.asarray(array)
+        array = np.concatenate([array, np.repeat(array[-1:], rows - count, axis=0)])
+        return placed(array, distribution.get_data_layout(array.shape).backend_layout)
+
+    # Compiled once for each model, and kept with it.
+    mesh, whole = getattr(model, "_whole_outputs", (None, None))
+    if mesh is not distribution.device_mesh:
+        mesh, whole = distribution.device_mesh, _WholeOutputs(model)
+        object.__setattr__(model, "_whole_outputs", (mesh, whole))
+    outputs = whole.predict_on_batch(keras.tree.map_structure(place, inputs))
+    if rows == count:
+        return outputs
+    return keras.tree.map_structure(lambda x: x[:count], outputs)
+
+
+class _WholeOutputs(keras.Model):
+    """A model whose outputs lie as a whole on each device."""
+
+    def __init__(self, model):
+        # The global policy is not the model's.
+        super().__init__(name="whole_outputs", dtype="float32")
+        self.inner = model
+        self.built = True
+
+    def call(self, inputs, training=None):
+        mesh = keras.distribution.distribution().device_mesh
+
+        def whole(output):
+            everywhere = [None] * len(output.shape)
+            layout = keras.distribution.TensorLayout(everywhere, mesh)
+            return keras.distribution.distribute_tensor(output, layout)
+
+        return keras.tree.map_structure(whole, self.inner(inputs))

@@ -15,6 +15,7 @@ from keras_moe.cli.parser import (
     add_data,
     add_num_classes,
     add_overrides,
+    add_pair_evaluation,
     add_preset,
     add_run,
     add_shots,
@@ -176,12 +177,15 @@ def evaluate(commands: Any) -> None:
     parser = add_command(
         commands,
         "evaluate",
-        "measure accuracy, few-shot accuracy and average precision of a preset",
+        "measure a preset: accuracy, few-shot and zero-shot, retrieval, average "
+        "precision",
         "keras-moe evaluate runs/mumoe_digits\n"
         "keras-moe evaluate runs/mumoe_digits/preset --data folder:photos --json\n"
         "keras-moe evaluate hf://timm/vit_base_patch16_224.augreg_in21k "
         "--data tfds:cifar10 --metrics few_shot --shots 5 10\n"
-        "keras-moe evaluate runs/celeb_a --metrics average_precision",
+        "keras-moe evaluate runs/celeb_a --metrics average_precision\n"
+        "keras-moe evaluate runs/limoe --data tfds:cifar10 --metrics zero_shot "
+        "--templates imagenet",
         "Images are resized as keras_moe.data.load does it. The folder of a run says "
         "which images it was trained and tested on; other presets need --data. Where "
         "both model and data name their classes, these are matched by name.",
@@ -192,15 +196,25 @@ def evaluate(commands: Any) -> None:
     parser.add_argument(
         "--metrics",
         nargs="+",
-        choices=("accuracy", "average_precision", "few_shot"),
-        help="by default all that the labels and the model allow: few_shot needs no "
-        "head, average_precision is the default for images of several labels",
+        choices=(
+            "accuracy",
+            "average_precision",
+            "few_shot",
+            "zero_shot",
+            "retrieval",
+            "contrastive_accuracy",
+        ),
+        help="by default all that the data and the model allow: few_shot needs no "
+        "head, average_precision is the default for images of several labels; models "
+        "of pairs have retrieval and contrastive_accuracy of images with captions, "
+        "zero_shot and few_shot of images with classes",
     )
     parser.add_argument(
         "--hierarchy", metavar="FILE.json", help="of labels, as keras_moe.data.load"
     )
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N")
     add_overrides(parser)
+    add_pair_evaluation(parser)
     shots = parser.add_argument_group("few-shot accuracy")
     add_shots(shots, [10])
     shots.add_argument(
@@ -415,8 +429,7 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="address of the first process; routers are not watched and few-shot "
-        "accuracy is not measured then",
+        help="address of the first process",
     )
     group.add_argument("--num-processes", type=at_least(1), metavar="N")
     group.add_argument("--process-id", type=at_least(0), metavar="I")

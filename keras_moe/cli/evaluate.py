@@ -6,7 +6,7 @@ Axes: N images, C classes of the model.
 import argparse
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,19 @@ from rich.table import Table
 
 from keras_moe import data, evaluation, models
 from keras_moe.cli.devices import set_devices
+from keras_moe.cli.evaluate_pairs import (
+    evaluate_pairs,
+    few_shot_figures,
+    find_pair_data,
+    pair_rows,
+)
 from keras_moe.cli.overrides import FIRST, model_overrides
 from keras_moe.cli.prediction import accuracy, predict
 from keras_moe.cli.result import Result, show_all
 from keras_moe.data.label_hierarchy import as_hierarchy
 from keras_moe.data.sources import open_source
 from keras_moe.evaluation.average_precision import mean_of_defined
+from keras_moe.models.pair_backbone import PairBackbone
 from keras_moe.training.flat_recipes import in_sections, is_flat
 
 METRICS = ("accuracy", "average_precision", "few_shot")
@@ -90,8 +97,9 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         console: console that people read.
     """
     preset, recipe = find_run(args.preset)
-    images = find_images(args, recipe)
     overrides = model_overrides(args.set, {"preset": FIRST})
+    of_pairs = has_pairs(preset, overrides)
+    images = (find_pair_data if of_pairs else find_images)(args, recipe)
     if preset in models.list_presets():
         warnings.warn(
             f"{preset} is an architecture without weights: these are figures of random "
@@ -101,8 +109,12 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     before = keras.distribution.distribution()
     try:
         set_devices(args, preset, args.batch_size, overrides)
-        model = models.from_preset(preset, **overrides)
-        figures = evaluate(model, images, args, console)
+        if of_pairs:
+            model = models.from_preset(preset, **{"task": "contrastive", **overrides})
+            figures = evaluate_pairs(model, images, args, shown(console))
+        else:
+            model = models.from_preset(preset, **overrides)
+            figures = evaluate(model, images, args, console)
     finally:
         keras.distribution.set_distribution(before)
     values = {
@@ -113,6 +125,25 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         **figures,
     }
     return Result(values, show_all(figures_table(values)))
+
+
+def has_pairs(preset: str, overrides: dict) -> bool:
+    """Whether a preset's model embeds pairs of images and texts."""
+    arguments = {name: value for name, value in overrides.items() if name != "task"}
+    options = {"task": overrides.get("task"), "counts_only": True}
+    with models.resolve(preset, arguments, **options) as blueprint:
+        return issubclass(blueprint.backbone, PairBackbone)
+
+
+def shown(console: Console) -> Callable[[Iterable, str], Iterable]:
+    """A function that shows the progress of batches to people."""
+
+    def show(batches, split):
+        if not console.is_terminal:
+            return batches
+        return track(batches, split, console=console, transient=True)
+
+    return show
 
 
 def find_run(preset: str) -> tuple[str, dict]:
@@ -193,9 +224,7 @@ def evaluate(
 
     def predict_split(inference, split):
         batches = images.batches(split, shape, args.batch_size)
-        if console.is_terminal:
-            batches = track(batches, split, console=console, transient=True)
-        return predict(inference, batches, args.batch_size)
+        return predict(inference, shown(console)(batches, split), args.batch_size)
 
     outcome, labels = predict_split(inference, images.test_split)
     figures = {"images": len(labels)}
@@ -206,20 +235,9 @@ def evaluate(
     if "few_shot" in metrics:
         features = keras.Model(model.input, {"features": outputs["features"]})
         pool, pool_labels = predict_split(features, images.train_split)
-        result = evaluation.few_shot(
-            pool["features"],
-            pool_labels,
-            outcome["features"],
-            labels,
-            shots=args.shots,
-            seeds=args.seeds,
-        )
-        figures["few_shot"] = {
-            f"{k}_shot": {"mean": float(mean), "std": float(std), "l2": float(l2)}
-            for k, mean, std, l2 in zip(
-                result.shots, result.mean, result.std, result.best_l2
-            )
-        }
+        test = outcome["features"], labels
+        pool = pool["features"], pool_labels
+        figures["few_shot"] = few_shot_figures(test, pool, args)
     return figures
 
 
@@ -235,6 +253,11 @@ def chosen_metrics(
     if metrics is None and possible:
         return possible
     for name in metrics or ("few_shot",):
+        if name not in METRICS:
+            raise ValueError(
+                f"Expected a preset of pairs for --metrics {name}; received: a "
+                f"{type(model).__name__}"
+            )
         if name in OF_HEADS and not has_head:
             raise ValueError(
                 f"Expected a preset with a head for --metrics {name}, or --metrics "
@@ -326,6 +349,8 @@ def figures_table(values: dict) -> Table:
     )
     table.add_column("metric")
     table.add_column("value", justify="right")
+    for row in pair_rows(values):
+        table.add_row(*row)
     for name in ("accuracy", "precision_at_1", "mean_average_precision"):
         if name in values:
             table.add_row(name.replace("_", " "), f"{values[name]:.2%}")

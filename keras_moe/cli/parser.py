@@ -161,6 +161,37 @@ def add_num_classes(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--num-classes", type=at_least(1), help=what)
 
 
+def add_pair_evaluation(parser: argparse.ArgumentParser) -> None:
+    """Adds what evaluates models of images and texts.
+
+    Args:
+        parser: parser to add it to.
+    """
+    pairs = parser.add_argument_group("models of images and texts")
+    pairs.add_argument(
+        "--templates",
+        default="ours",
+        metavar="TEMPLATES",
+        help="of zero-shot prompts: a file, ours, name, imagenet, simple, or one text "
+        "with {}",
+    )
+    pairs.add_argument(
+        "--class-names",
+        metavar="FILE",
+        help="names in the order of the labels, or imagenet; by default the data's",
+    )
+    pairs.add_argument(
+        "--contrastive-batch",
+        type=at_least(1),
+        default=1024,
+        metavar="N",
+        help="pairs that are compared with each other; fewer if the data has fewer",
+    )
+    add_overrides(
+        pairs, "--data-options", "options of load_pairs", "style=noto language=de"
+    )
+
+
 def add_shots(parser: Any, default: list[int] | None) -> None:
     """Adds `--shots`, the examples of each class of few-shot accuracies.
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import keras
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from keras_moe.cli.devices import set_devices, start_processes
 from keras_moe.cli.result import Result
 from keras_moe.cli.versions import backend_and_versions
 from keras_moe.files import write_json
+from keras_moe.processes import gathered_batch
 
 
 def run(args: argparse.Namespace, console: Console) -> Result | None:
@@ -35,13 +35,7 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     recipe = branch(args, load_recipe(args))
     folder = args.output or Path("runs") / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
-    number, num_processes = data.process_shard()
-    if num_processes > 1 and args.few_shot_every:
-        raise ValueError(
-            "Expected --few-shot-every 0 with several processes, none of which has all "
-            "outputs of a model; received: "
-            f"--few-shot-every {args.few_shot_every}, processes={num_processes}"
-        )
+    number, _ = data.process_shard()
     if number == 0:
         console.print(settings_table(recipe))
     trained = fit(args, recipe, folder)
@@ -196,15 +190,13 @@ def watchers(
 ) -> list[keras.callbacks.Callback]:
     """Callbacks that evaluate the model at regular intervals."""
     callbacks = []
-    if data.process_shard()[1] > 1:
-        # Keras's `predict` reads outputs that no process has as a whole.
-        return callbacks
     if args.health_every and model.routing:
-        images, _ = next(iter(datasets.test))
+        # Each process has read a part.
+        images, _ = gathered_batch(next(iter(datasets.test)))
         has_tensorboard = importlib.util.find_spec("tensorboardX") is not None
         callbacks.append(
             training.RouterHealth(
-                np.asarray(images),
+                images,
                 every=args.health_every,
                 csv_path=folder / "router_health.csv",
                 tensorboard=folder / "tensorboard" if has_tensorboard else None,

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe.processes import process_count
+from keras_moe.processes import batch_devices, process_count
 
 
 def padded(
@@ -214,22 +214,6 @@ def _of_all_processes(num_batches, num_examples):
 
 def _size(tf, batch):
     return tf.shape(keras.tree.flatten(batch)[0], out_type=tf.int64)[0]
-
-
-def batch_devices() -> int:
-    """The number of devices that share a batch under the current distribution.
-
-    Example:
-
-    >>> from keras_moe.data.padding import batch_devices
-    >>> batch_devices()
-    1
-    """
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return 1
-    mesh = distribution.device_mesh
-    return dict(zip(mesh.axis_names, mesh.shape))[distribution.batch_dim_name]
 
 
 def _check_metrics(model):

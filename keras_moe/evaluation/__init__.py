@@ -14,6 +14,14 @@ from keras_moe.evaluation.few_shot import (
     sample_shots,
 )
 from keras_moe.evaluation.nearest_caption import nearest_caption_embeddings
+from keras_moe.evaluation.pair_models import (
+    PairEmbeddings,
+    contrastive_accuracy_from_model,
+    encode_classes,
+    encode_pairs,
+    retrieval_from_model,
+    zero_shot_from_model,
+)
 from keras_moe.evaluation.prompts import (
     TEMPLATES,
     prompts,
@@ -41,6 +49,7 @@ __all__ = [
     "TEMPLATES",
     "ContrastiveAccuracy",
     "FewShotResult",
+    "PairEmbeddings",
     "RetrievalResult",
     "RidgeClassifier",
     "ZeroShotResult",
@@ -48,6 +57,9 @@ __all__ = [
     "best_l2",
     "class_embeddings",
     "contrastive_accuracy",
+    "contrastive_accuracy_from_model",
+    "encode_classes",
+    "encode_pairs",
     "few_shot",
     "few_shot_accuracies",
     "few_shot_from_model",
@@ -58,8 +70,10 @@ __all__ = [
     "read_class_names",
     "read_templates",
     "retrieval",
+    "retrieval_from_model",
     "ridge_regression",
     "sample_shots",
     "streamed_average_precision",
     "zero_shot",
+    "zero_shot_from_model",
 ]

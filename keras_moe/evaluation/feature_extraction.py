@@ -15,12 +15,13 @@ from keras_moe.evaluation.feature_checks import (
     non_finite,
     to_numpy,
 )
+from keras_moe.processes import predict_batch
 
 
 def extract_features(
     name: str, model: Callable, data: Any, batch_size: int, verbose: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs a model over all batches.
+    """Runs a model over all batches, which are the same in each of several processes.
 
     Args:
         name: name of the data's argument, for errors.
@@ -41,11 +42,7 @@ def extract_features(
             f"Expected a keras.Model or a callable; received: model={model!r}"
         )
     # A model's own prediction step is compiled; a call of the model is not.
-    predict = model
-    if isinstance(model, keras.Model):
-        predict = model.predict_on_batch
-        if keras.distribution.distribution() is not None:
-            predict = _of_full_batches(predict)
+    is_model, size = isinstance(model, keras.Model), 0
     batches, num_batches = _batches(name, data, batch_size)
     progress = keras.utils.Progbar(num_batches, verbose=verbose, unit_name="batch")
     features, labels, bad_images, seen = [], [], [], 0
@@ -61,7 +58,8 @@ def extract_features(
         bad_images.extend(bad + seen)
         # All bad images are reported: after the first the others are read, not run.
         if not bad_images:
-            output = predict(images)
+            size = max(size, len(images))
+            output = predict_batch(model, images, size) if is_model else model(images)
             features.append(_check_output(name, output, len(images)))
         labels.append(to_numpy(batch[1]))
         if labels[-1].shape != (len(images),):
@@ -83,20 +81,6 @@ def extract_features(
         )
     features = np.concatenate(features)
     return check_features(f"features of {name}", features), np.concatenate(labels)
-
-
-def _of_full_batches(predict: Callable) -> Callable:
-    """Fills a last batch up to the first one's size, since devices share each batch."""
-    size = 0
-
-    def of_images(images):
-        nonlocal size
-        size = max(size, len(images))
-        padding = np.repeat(images[-1:], size - len(images), axis=0)
-        outputs = predict(np.concatenate([images, padding]))
-        return keras.tree.map_structure(lambda x: x[: len(images)], outputs)
-
-    return of_images
 
 
 def _batches(name: str, data: Any, batch_size: int) -> tuple[Iterator, int | None]:

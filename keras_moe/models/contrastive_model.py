@@ -3,6 +3,7 @@
 Axes: B images, C texts, N tokens, P embedding.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from keras_moe.models.state_recovery import state_kept
 from keras_moe.models.task import MoETask
 from keras_moe.models.text import TextTokenizer
 from keras_moe.models.text.input_checks import check_input_names
+from keras_moe.processes import predict_batch
 
 
 @register_task
@@ -395,8 +397,19 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         encoder = self.backbone.encoder(modality)
         if has_no_examples(inputs):
             return outputs_of_none(encoder)
+        number = len(keras.tree.flatten(inputs)[0])
+        if number > batch_size and keras.distribution.distribution() is None:
+            with state_kept(encoder):
+                return encoder.predict(inputs, batch_size=batch_size, verbose=verbose)
+        # Keras's `predict` costs more than a small batch, and cannot read outputs of
+        # which other processes have a part.
+        size, outputs = min(number, batch_size), []
         with state_kept(encoder):
-            return encoder.predict(inputs, batch_size=batch_size, verbose=verbose)
+            for start in range(0, number, size):
+                rows = slice(start, start + size)
+                part = keras.tree.map_structure(operator.itemgetter(rows), inputs)
+                outputs.append(predict_batch(encoder, part, size))
+        return np.concatenate(outputs)
 
     def save_assets(self, dir_path: str) -> None:
         """Saves the tokenizer's vocabulary to the folder of a `.keras` file.

@@ -35,6 +35,7 @@ from keras_moe.training.objectives import (
 from keras_moe.training.optimizer_config import OptimizerConfig
 from keras_moe.training.optimizers import optimizer_class
 from keras_moe.training.orbax_storage import OrbaxStorage
+from keras_moe.training.pair_evaluators import Retrieval, ZeroShot
 from keras_moe.training.recipe_files import list_recipes, load_recipe
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.router_health import RouterHealth
@@ -76,6 +77,7 @@ __all__ = [
     "PrecisionAt1",
     "Recipe",
     "Retention",
+    "Retrieval",
     "RouterHealth",
     "RunCheckpoint",
     "ScheduleConfig",
@@ -88,6 +90,7 @@ __all__ = [
     "ViTGAdafactor",
     "WarmupCooldown",
     "WarmupLinearDecay",
+    "ZeroShot",
     "adversarial_debiasing",
     "clean_checkpoints",
     "cooldown_branch",

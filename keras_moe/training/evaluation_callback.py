@@ -10,6 +10,7 @@ import keras
 from keras_moe.evaluation.few_shot import SEEDS, few_shot_from_model
 from keras_moe.evaluation.ridge_regression import L2S
 from keras_moe.files import write_json
+from keras_moe.processes import process_index
 from keras_moe.training.periodic import PeriodicCallback, written_if_possible
 from keras_moe.training.weight_averages import averages_in_place
 
@@ -27,8 +28,9 @@ class PeriodicEvaluation(PeriodicCallback):
         evaluators: callables by name.
         every: number of epochs or steps between evaluations.
         unit: `"epochs"` or `"steps"`.
-        path: a JSON file for `records`, written each time; None for none. Where it
-            cannot be written there is a warning, and all of them are tried next time.
+        path: a JSON file for `records`, which the first process writes each time; None
+            for none. Where it cannot be written there is a warning, and all of them are
+            tried next time.
 
     Raises:
         ValueError: if there is no evaluator, or an argument is out of range.
@@ -85,13 +87,15 @@ class PeriodicEvaluation(PeriodicCallback):
         return figures
 
     def measured(self, record):
-        if self.path is not None:
+        if self.path is not None and not process_index():
             with written_if_possible(self.path):
                 write_json(self.path, self.records)
 
 
 class FewShot:
     """An evaluator: k-shot accuracy of the features that a classifier's head reads.
+
+    Features of a model of pairs are its embeddings of images.
 
     Args:
         train_data: the pool from which shots are drawn, see
@@ -152,6 +156,9 @@ class FewShot:
 
 
 def _feature_model(model):
+    encoder = getattr(getattr(model, "backbone", model), "encoder", None)
+    if encoder is not None:
+        return encoder("image")
     features = getattr(model, "features", None)
     if isinstance(features, Mapping):
         features = features.get("pooled")

@@ -16,8 +16,8 @@ from keras import ops
 
 from keras_moe.analysis.routing_statistics import routing_statistics
 from keras_moe.checks import check_bool
-from keras_moe.data.padding import batch_devices
 from keras_moe.files import write_text
+from keras_moe.processes import batch_devices, predict_batch, process_index
 from keras_moe.training.event_file import EventFile, import_tensorboardx
 from keras_moe.training.periodic import PeriodicCallback, written_if_possible
 
@@ -52,12 +52,13 @@ class RouterHealth(PeriodicCallback):
     where these do not choose), and the mean over layers `router/max_gate`.
 
     A file that cannot be written is a warning, and the run continues; its figures are
-    written with the next ones.
+    written with the next ones. The first of several processes writes and warns.
 
     Args:
         images: (B, height, width, channels), the probe; for models of texts and pairs
-            the dict that they take. A batch of training's size meets the capacity of
-            training. Padding that is not routed does not count.
+            the dict that they take; the same in all processes. A batch of training's
+            size meets the capacity of training. Padding that is not routed does not
+            count.
         every: number of epochs or steps between probes.
         unit: `"epochs"` or `"steps"`.
         training: whether to route as in training, with its capacity, noise and dropout,
@@ -156,6 +157,8 @@ class RouterHealth(PeriodicCallback):
         place = {name: record[name] for name in ("epoch", "step")}
         rows = [{**place, **row} for row in self._rows]
         self.layers += rows
+        if process_index():
+            return
         for row in rows:
             self._warn(row)
         self._write_csv()
@@ -169,7 +172,8 @@ class RouterHealth(PeriodicCallback):
         super().set_state(state)
         self.layers = list(state["layers"])
         # Rows of steps that will be made again go.
-        self._write_csv()
+        if not process_index():
+            self._write_csv()
 
     def _warn(self, row):
         reasons, limits = [], self.limits
@@ -242,7 +246,7 @@ class _RoutingProbe(keras.Model):
         for number, variable in enumerate(self.records.non_trainable_variables):
             if variable.path.endswith("seed_generator_state"):
                 variable.assign(ops.cast([number, 0], variable.dtype))
-        records = self.predict_on_batch(inputs)
+        records = predict_batch(self, inputs)
         masks = dict.fromkeys(self.selected)
         for name in self.without_padding:
             masks[name] = np.asarray(inputs["padding_mask"], bool)

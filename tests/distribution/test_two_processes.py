@@ -1,5 +1,6 @@
 """A true run of two processes, each with half of the devices and of the batch."""
 
+import json
 import os
 import socket
 import subprocess
@@ -27,13 +28,13 @@ def start(*arguments):
     )
 
 
-def losses_of(process):
+def results_of(process):
     try:
         output, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 0, errors[-4000:]
-    return [float(loss) for loss in output.split("LOSSES")[-1].split()]
+    return json.loads(output.split("RESULTS")[-1])
 
 
 def weights_of(path):
@@ -49,13 +50,18 @@ def weights_of(path):
     return weights
 
 
-def test_two_processes_train_and_save_what_one_does(tmp_path):
+def test_two_processes_train_evaluate_and_save_what_one_does(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [start(number, port, tmp_path) for number in (0, 1)]
-    (first, expected), (second,) = map(losses_of, processes)
+    (losses, figures), (others, other_figures) = map(results_of, processes)
+    (first, expected), (second,) = losses, others
     assert [first, second] == pytest.approx([expected, expected], rel=1e-5)
+    together, alone = figures
+    assert [together] == other_figures
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert len(together) == 13
     actual, wanted = (weights_of(tmp_path / f"{n}.weights.h5") for n in ("two", "one"))
     assert actual.keys() == wanted.keys()
     assert len(actual) > 15

@@ -1,9 +1,10 @@
-"""One of two processes on loopback, which train one step together; one saves.
+"""One of two processes on loopback, which train and evaluate together; one saves.
 
 Arguments: the process's number, the port of the first, and the folder to save to. The
-first one makes the step by itself, too, with one device.
+first one does the same by itself, too, with one device.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ CONFIG = {
 }
 IMAGES = np.random.default_rng(1).normal(size=(8, 16, 16, 3)).astype("float32")
 LABELS = np.arange(8) % 3
+NAMES = ["red", "green", "blue"]
 
 
 def make():
@@ -58,17 +60,56 @@ def step(model, images):
     return float(np.ravel(model.train_on_batch(IMAGES[images], LABELS[images]))[0])
 
 
+def make_pairs():
+    from keras_moe import models
+
+    names = ("image_shape", "patch_size", "hidden_dim", "num_layers", "num_heads")
+    sizes = {name: CONFIG[name] for name in names}
+    sizes |= {"vocabulary_size": 520, "max_length": 8, "projection_dim": 6, "seed": 1}
+    keras.utils.set_random_seed(0)
+    model = models.from_preset("limoe_b16", task="contrastive", moe=None, **sizes)
+    model.preprocessor = models.TextTokenizer.trained(NAMES, 515, max_length=8)
+    return model
+
+
+def evaluate(model, pair_model):
+    """Figures of all kinds, of batches that the devices do not divide."""
+    from keras_moe import training
+    from keras_moe.training.periodic import unchanged
+
+    health = training.RouterHealth(IMAGES, min_entropy=0, max_share=1, max_dead=1)
+    health.set_model(model)
+    pool = (np.concatenate([IMAGES, IMAGES[::-1] / 2])[:15], np.arange(15) % 3)
+    few_shot = training.FewShot(pool, pool, shots=(1, 2), seeds=(0,), batch_size=6)
+    evaluation = training.PeriodicEvaluation({"few_shot": few_shot})
+    evaluation.set_model(model)
+    texts = pair_model.preprocessor([*NAMES, *NAMES[:2]])
+    pairs = {"images": np.concatenate([IMAGES, IMAGES])[:5], **texts}, None
+    of_pairs = {
+        "zero_shot": training.ZeroShot(pool, NAMES, batch_size=6),
+        "retrieval": training.Retrieval(pairs, (1, 2), 4, batch_size=3),
+    }
+    of_pairs = training.PeriodicEvaluation(of_pairs)
+    of_pairs.set_model(pair_model)
+    with unchanged(model):
+        return {**health.measure(), **evaluation.measure(), **of_pairs.measure()}
+
+
 def main():
     keras.utils.set_random_seed(0)
     # Before anything asks for devices.
     keras.distribution.initialize(f"127.0.0.1:{PORT}", 2, NUMBER)
     from keras_moe import distribution
+    from keras_moe.processes import gathered_batch
 
     actual = distribution.auto("vit_s16", batch_size=len(IMAGES), **CONFIG)
     assert actual.device_mesh.shape == (4,), actual.device_mesh
     keras.distribution.set_distribution(actual)
     model = make()
-    losses = [step(model, slice(4 * NUMBER, 4 * NUMBER + 4))]
+    mine = slice(4 * NUMBER, 4 * NUMBER + 4)
+    np.testing.assert_array_equal(gathered_batch(IMAGES[mine]), IMAGES)
+    losses = [step(model, mine)]
+    figures = [evaluate(model, make_pairs())]
     values = [distribution.gathered(weight) for weight in state(model)]
     if NUMBER == 0:
         # Models of this process alone: with the weights of both, and trained by it.
@@ -77,9 +118,10 @@ def main():
         for weight, value in zip(state(model), values):
             weight.assign(value)
         model.save_weights(FOLDER / "two.weights.h5")
+        figures.append(evaluate(model, make_pairs()))
         losses.append(step(alone, slice(None)))
         alone.save_weights(FOLDER / "one.weights.h5")
-    print("LOSSES", *losses)
+    print("RESULTS", json.dumps([losses, figures]))
 
 
 if __name__ == "__main__":

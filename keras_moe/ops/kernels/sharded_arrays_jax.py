@@ -34,6 +34,23 @@ def place_like(value: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> A
     )
 
 
+def placed(value: np.ndarray, sharding: Any) -> Any:
+    """An array on the devices of all processes, each of which has the whole value.
+
+    Args:
+        value: array, the same in all processes.
+        sharding: JAX's sharding of the result.
+
+    Returns:
+        A `jax.Array`.
+    """
+    import jax
+
+    return jax.make_array_from_callback(
+        value.shape, sharding, lambda index: value[index]
+    )
+
+
 def with_shards(value: Any) -> Any:
     """An array whose `addressable_shards` can be read, with the same values.
 

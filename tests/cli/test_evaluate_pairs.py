@@ -1,0 +1,104 @@
+"""`keras-moe evaluate` of models of pairs: on captions, and on classes."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import data, evaluation, models
+from tests.small_models import with_weights
+
+pytest.importorskip("tensorflow")
+
+pytestmark = pytest.mark.backend_free
+
+CAPTIONS = ("a red one", "a dark one", "nothing", "red and dark", "a red one")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A small dense model of pairs with its tokenizer, and its folder."""
+    keras.utils.set_random_seed(1)
+    model = models.from_preset(
+        "limoe_b16", task="contrastive", moe=None, image_shape=(16, 16, 1),
+        patch_size=8, hidden_dim=8, num_layers=1, num_heads=2, mlp_dim=16,
+        vocabulary_size=520, max_length=12, projection_dim=6, seed=1,
+    )  # fmt: skip
+    model.preprocessor = models.TextTokenizer.trained(CAPTIONS, 520, max_length=12)
+    folder = tmp_path_factory.mktemp("pairs") / "preset"
+    with_weights(model).save_to_preset(folder)
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Four images in a folder, one of which has two captions."""
+    folder = tmp_path_factory.mktemp("photos")
+    (folder / "test").mkdir()
+    lines = ["image,caption"]
+    for number, caption in zip((0, 1, 2, 3, 0), CAPTIONS):
+        pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 1), "uint8")
+        name = f"{number}.png"
+        keras.utils.save_img(folder / "test" / name, pixels, scale=False)
+        lines.append(f"{name},{caption}")
+    (folder / "test" / "captions.csv").write_text("\n".join(lines))
+    return folder
+
+
+def test_retrieval_of_captions(program, saved, photos):
+    model, folder = saved
+    arguments = ("evaluate", folder, "--data", f"folder:{photos}", "--batch-size", 3)
+    status, output, errors = program(*arguments, "--json")
+    assert status == 0, errors
+    figures = json.loads(output)
+    pairs = data.load_pairs(
+        f"folder:{photos}", "test", (16, 16, 1), 5, captions="all", shuffle=False
+    )
+    expected = evaluation.encode_pairs(model, pairs)
+    assert (figures["images"], figures["captions"]) == expected.images.shape[:1] + (5,)
+    # There are four images only.
+    assert figures["retrieval"] == expected.retrieval((1,)).figures()
+    accuracy = expected.contrastive_accuracy(5)
+    assert figures["contrastive_accuracy"]["accuracy"] == accuracy.accuracy
+    assert figures["contrastive_accuracy"]["batch_size"] == 5
+    assert "zero_shot" not in figures
+    output = program(*arguments, "--metrics", "contrastive_accuracy").output
+    assert "contrastive accuracy in 5" in output
+    assert "R@1" not in output
+
+
+def test_classes_of_digits(program, saved, tmp_path):
+    model, folder = saved
+    (tmp_path / "names.txt").write_text("\n".join(f"red {n}" for n in range(10)))
+    (tmp_path / "templates.json").write_text('["{}", "a {} one"]')
+    status, output, errors = program(
+        "evaluate", folder, "--data", "digits", "--json", "--shots", 1, "--class-names",
+        tmp_path / "names.txt", "--templates", tmp_path / "templates.json",
+    )  # fmt: skip
+    assert status == 0, errors
+    figures = json.loads(output)
+    expected = evaluation.zero_shot_from_model(
+        model, *data.load_digits("test", (16, 16, 1)), [f"red {n}" for n in range(10)],
+        ["{}", "a {} one"],
+    )  # fmt: skip
+    assert figures["zero_shot"]["top_1"] == pytest.approx(
+        expected.accuracy[0], abs=0.01
+    )
+    assert figures["zero_shot"]["classes"] == 10
+    assert 0 < figures["few_shot"]["1_shot"]["mean"] < 1
+    assert figures["images"] == 450
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Expected --data"),
+        (("--data", "digits", "--metrics", "accuracy"), "of a model of pairs"),
+        (("--data", "digits", "--templates", "a digit"), "a digit"),
+        (("--data", "digits", "--class-names", "nowhere"), "nowhere"),
+        (("--data", "folder:nowhere"), "nowhere"),
+    ],
+)
+def test_mistakes(mistake, saved, arguments, message):
+    assert message in mistake("evaluate", saved[1], *arguments)
