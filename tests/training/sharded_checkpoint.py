@@ -1,7 +1,8 @@
 """One of two processes on loopback, which save a sharded model, and restore it.
 
-Arguments: the process's number, the port of the first, a folder and a storage. It
-restores on another layout, and compares; and prints how many weights were split there.
+Arguments: the process's number, the port of the first, a folder, and storages, each of
+which has a folder of its own there. It restores on another layout, and compares; and
+prints how many weights were split there.
 """
 
 import os
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 NUMBER, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-STORAGE = sys.argv[4]
+STORAGES = sys.argv[4:]
 os.environ.update(
     KERAS_BACKEND="jax",
     JAX_PLATFORMS="cpu",
@@ -74,17 +75,19 @@ def main():
     for variable in [*model.weights, *model.optimizer.variables[2:]]:
         variable.assign(draw.normal(size=variable.shape))
     expected = values(model)
-    storage = getattr(training, STORAGE)(FOLDER / "run")
-    storage.save(1, groups(model), {})
-    # A collective, so that the first process has committed.
-    values(model)
-    checkpoint = training.find_checkpoint(FOLDER / "run")
     other = make(model_parallel=2)
     before = [variable.value.sharding for variable in other.variables]
-    training.restore_checkpoint(checkpoint, groups(other))
-    for a, b in zip(values(other), expected, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert [variable.value.sharding for variable in other.variables] == before
+    for storage in STORAGES:
+        run = FOLDER / storage
+        getattr(training, storage)(run).save(1, groups(model), {})
+        # A collective, so that the first process has committed.
+        values(model)
+        for variable in other.variables:
+            variable.assign(np.zeros(variable.shape))
+        training.restore_checkpoint(training.find_checkpoint(run), groups(other))
+        for a, b in zip(values(other), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert [variable.value.sharding for variable in other.variables] == before
     split = [x for x in other.weights if not x.value.sharding.is_fully_replicated]
     if NUMBER == 0:
         np.savez(FOLDER / "expected.npz", *expected)

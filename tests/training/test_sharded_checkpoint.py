@@ -20,8 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.backend_free
 
 
-@pytest.mark.parametrize("storage", ["LocalStorage", "OrbaxStorage"])
-def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path, storage):
+STORAGES = ("LocalStorage", "OrbaxStorage")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run's checkpoint in each storage, written by the same two processes."""
+    folder = tmp_path_factory.mktemp("runs")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -33,8 +38,8 @@ def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path, storag
                 str(script),
                 str(number),
                 str(port),
-                str(tmp_path),
-                storage,
+                str(folder),
+                *STORAGES,
             ],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -55,10 +60,14 @@ def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path, storag
             process.kill()
     # Attention's four kernels and three biases, and the experts' four.
     assert split == [11, 11]
+    return folder
 
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_two_processes_write_a_checkpoint_that_any_layout_reads(folder, storage):
     # This process has one device, and another backend.
-    checkpoint = training.find_checkpoint(tmp_path / "run")
-    with np.load(tmp_path / "expected.npz", allow_pickle=False) as stored:
+    checkpoint = training.find_checkpoint(folder / storage)
+    with np.load(folder / "expected.npz", allow_pickle=False) as stored:
         expected = list(stored.values())
     made = {
         group: [
