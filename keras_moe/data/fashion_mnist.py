@@ -33,7 +33,14 @@ def read_examples(split: str, data_dir: str | None) -> Examples:
     for folder in (data_dir, DEBIAN):
         if folder and Path(folder, _IMAGES.format("train")).is_file():
             return in_memory(*read_pixels(split, Path(folder)), _CLASSES)
-    examples = tfds.read_examples("fashion_mnist", split, data_dir)
+    try:
+        examples = tfds.read_examples("fashion_mnist", split, data_dir)
+    except (ImportError, OSError) as error:
+        raise type(error)(
+            f"Expected {_IMAGES.format('train')} and the other files in data_dir, the "
+            "Debian package dataset-fashion-mnist, or TensorFlow Datasets with "
+            f"tfds:fashion_mnist; received: data_dir={data_dir!r}, and {error}"
+        ) from error
     examples.classes = _CLASSES
     return examples
 

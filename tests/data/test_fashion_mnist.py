@@ -78,6 +78,16 @@ def test_without_files_tensorflow_datasets_has_it(folder, monkeypatch):
     assert asked == [("fashion_mnist", "test", "here")]
 
 
+@pytest.mark.parametrize("kind", [ImportError, OSError, TimeoutError])
+def test_without_any_it_names_the_package(folder, monkeypatch, kind):
+    def fail(name, split, data_dir):
+        raise kind("no network")
+
+    monkeypatch.setattr(fashion_mnist.tfds, "read_examples", fail)
+    with pytest.raises(kind, match=r"dataset-fashion-mnist.*received.*no network"):
+        num_examples("fashion_mnist", "test")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

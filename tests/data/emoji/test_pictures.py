@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keras_moe.data import EMOJI_CREDIT, load, load_emoji, num_examples
+from keras_moe.data import EMOJI_CREDIT, load, load_emoji, load_pairs, num_examples
 from keras_moe.data.emoji import cache, fonts, loading, names
 from keras_moe.data.emoji.parts import code_of
 from keras_moe.data.emoji.splits import split_of
@@ -216,6 +216,25 @@ def test_who_starts_together_renders_once(monkeypatch):
     assert len(painted) == 24
     np.testing.assert_array_equal(pairs[0].images, pairs[2].images)
     assert len(list(cache.cache_folder().iterdir())) == 1
+
+
+def test_pairs_of_a_pipeline(few_emoji):
+    dataset = load_pairs(
+        *("emoji", "all", (16, 16, 3)), batch_size=24, shuffle=False, captions="all"
+    )
+    inputs, ids = next(iter(dataset))
+    expected = load_emoji("all", (16, 16, 3))
+    captions = [caption.decode() for caption in inputs["captions"].numpy()]
+    assert sorted(captions) == sorted(expected.captions)
+    rows = [captions.index(caption) for caption in expected.captions]
+    images = inputs["images"].numpy()[rows]
+    np.testing.assert_allclose(images, expected.images / 127.5 - 1, atol=1e-6)
+    # A man and a person with curly hair are drawn alike: one image has both names.
+    image_ids = ids["image_ids"].numpy()[rows]
+    man, person = (expected.codes.index(code_of(text)) for text in CURLY.values())
+    assert image_ids[man] == image_ids[person]
+    assert len(set(image_ids)) == len(few_emoji) - 1
+    assert len(set(ids["text_ids"].numpy())) == len(few_emoji)
 
 
 def test_subgroups_are_classes():
