@@ -37,6 +37,7 @@ _CLIP = (
     "Learning Transferable Visual Models From Natural Language Supervision, Table 20"
 )
 _SIGLIP = "Sigmoid Loss for Language Image Pre-Training; big_vision models/vit.py"
+_EMOJI = "keras_moe: trains on emoji of 32 x 32 pixels in a few minutes"
 _VMOE = "google-research/vmoe configs/vmoe_paper; LIMoE, Table 4"
 
 # V-MoE's and LIMoE's S is 8 layers of 512, ViT's S is 12 layers of 384: their authors
@@ -64,6 +65,8 @@ VARIANTS = {
     "siglip/So400m": Variant(
         1152, 27, 16, 4304, "Getting ViT in Shape, Table 1; big_vision models/vit.py"
     ),
+    "emoji/Ti": Variant(64, 4, 4, 192, _EMOJI),
+    "emoji/S": Variant(96, 4, 4, 192, _EMOJI),
     "digits/Ti": Variant(
         64, 4, 4, 128, "keras_moe: trains on 8 x 8 digits in about a minute"
     ),

@@ -60,6 +60,8 @@ class TextBackbone(MoEBackbone):
         attention_dropout: dropout rate on attention weights.
         stochastic_depth: drop rate of the last block, to which the rate grows linearly
             from 0 at the first block; see `keras_moe.layers.EncoderBlock`.
+        query_key_norm: whether queries and keys are normalised in each head, as in
+            Soft MoE.
         layer_norm_epsilon: epsilon of all normalisations.
         moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields: which blocks are
             mixtures of experts, and of what; None for a dense model. With
@@ -124,6 +126,7 @@ class TextBackbone(MoEBackbone):
         dropout_rate: float = 0.0,
         attention_dropout: float = 0.0,
         stochastic_depth: float = 0.0,
+        query_key_norm: bool = False,
         layer_norm_epsilon: float = 1e-5,
         moe: Any = None,
         rematerialize: bool = False,
@@ -150,6 +153,7 @@ class TextBackbone(MoEBackbone):
                 "dropout_rate": dropout_rate,
                 "attention_dropout": attention_dropout,
                 "stochastic_depth": stochastic_depth,
+                "query_key_norm": query_key_norm,
                 "layer_norm_epsilon": layer_norm_epsilon,
                 "moe": moe,
                 "rematerialize": rematerialize,
@@ -168,6 +172,7 @@ class TextBackbone(MoEBackbone):
             return SelfAttention(
                 config["num_heads"],
                 key_dim,
+                query_key_norm=config["query_key_norm"],
                 layer_norm_epsilon=config["layer_norm_epsilon"],
                 dropout=config["attention_dropout"],
                 # A seed of its own: both dropouts would drop alike otherwise.
