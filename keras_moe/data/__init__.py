@@ -17,6 +17,7 @@ from keras_moe.data.pairs import (
     load_captions,
     load_pairs,
     num_pairs,
+    write_pair_tfrecords,
 )
 from keras_moe.data.rand_augment import RandAugment
 from keras_moe.data.random_resized_crop import RandomResizedCrop
@@ -59,5 +60,6 @@ __all__ = [
     "process_shard",
     "reading_errors",
     "write_exclusion",
+    "write_pair_tfrecords",
     "write_tfrecords",
 ]

@@ -19,12 +19,40 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
 
     Images stay encoded until `decode`, so that shuffling holds bytes, not pixels.
     """
-    builder = _open(name, data_dir)
+    builder = open_builder(name, data_dir)
     import tensorflow_datasets as tfds
 
     info = builder.info
     image, label = _features(name, info)
+    files = record_files(name, split, builder)
+
+    def read(record, path):
+        example = info.features.deserialize_example(
+            record, decoders={image: tfds.decode.SkipDecoding()}
+        )
+        return example[image], _label_numbers(example[label])
+
+    return RecordExamples(
+        files,
+        read,
+        info.features[image].decode_example,
+        _classes(info.features[label]),
+        encoded_channels=info.features[image].shape[-1],
+    )
+
+
+def record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
+    """The files of a split, downloading and preparing the data set if it is not there.
+
+    Args:
+        name: name of the data set, for errors.
+        split: name of the split, or a slice or sum of such.
+        builder: builder of the data set.
+    """
+    import tensorflow_datasets as tfds
+
     _prepare(name, builder)
+    info = builder.info
     try:
         files = [
             RecordFile(file.filename, file.skip, file.take)
@@ -46,35 +74,23 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
             f"Expected tfds:{name} to be prepared in TFRecord files; "
             f"received: file_format={info.file_format.value!r}"
         )
-
-    def read(record, path):
-        example = info.features.deserialize_example(
-            record, decoders={image: tfds.decode.SkipDecoding()}
-        )
-        return example[image], _label_numbers(example[label])
-
-    return RecordExamples(
-        files,
-        read,
-        info.features[image].decode_example,
-        _classes(info.features[label]),
-        encoded_channels=info.features[image].shape[-1],
-    )
+    return files
 
 
 def count_classes(name: str, data_dir: str | None) -> int:
     """Number of classes, without downloading the data."""
-    info = _open(name, data_dir).info
+    info = open_builder(name, data_dir).info
     return _classes(info.features[_features(name, info)[1]]).count
 
 
 def class_names(name: str, data_dir: str | None) -> tuple[str, ...] | None:
     """The names of the classes, without downloading the data."""
-    info = _open(name, data_dir).info
+    info = open_builder(name, data_dir).info
     return _classes(info.features[_features(name, info)[1]]).names
 
 
-def _open(name: str, data_dir: str | None) -> Any:
+def open_builder(name: str, data_dir: str | None) -> Any:
+    """The builder of a data set, which may not be there yet."""
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:

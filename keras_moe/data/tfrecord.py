@@ -14,7 +14,6 @@ A file `dataset.json` beside them has what the records do not:
 Only "classes" is needed. Without "counts" the records are counted.
 """
 
-import contextlib
 import glob
 import operator
 import os
@@ -31,7 +30,12 @@ from keras_moe.data.examples import RecordExamples, RecordFile
 from keras_moe.data.label_hierarchy import PARENTS, LabelHierarchy
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import check_or_name, decode_image, read_or_name
-from keras_moe.files import new_file, write_json
+from keras_moe.data.record_writing import (
+    SIDECAR,
+    encoded_image,
+    write_records,
+    write_split,
+)
 from keras_moe.json_schema import (
     DictOf,
     Either,
@@ -42,7 +46,6 @@ from keras_moe.json_schema import (
     read_json,
 )
 
-SIDECAR = "dataset.json"
 FEATURES = {"image": "image/encoded", "label": "image/class/label"}
 _FILE = Record(
     {
@@ -62,32 +65,13 @@ def read_examples(pattern: str, split: str) -> RecordExamples:
     """The examples of a split; images stay encoded until `decode`."""
     import tensorflow as tf
 
-    paths = _files(pattern)
     settings, classes = _settings(pattern)
-    # Names are such as "train-00000-of-00008.tfrecord" or "photos-train.tfrecord".
-    chosen = [p for p in paths if split in re.split(r"[-_.]", p.name)]
-    if not chosen:
-        raise ValueError(
-            f"Expected files of tfrecord:{pattern} with the split as a word of their "
-            f"names; received: split={split!r}, {[p.name for p in paths[:3]]}"
-        )
-    # The counts do not hold for files of the same name in other folders.
-    counts = {
-        paths[0].parent / name: count
-        for name, count in settings.get("counts", {}).items()
-    }
-    files = [
-        RecordFile(str(p), 0, counts[p] if p in counts else count_records(p))
-        for p in chosen
-    ]
-    files = [file for file in files if file.take]
-    if not files:
-        raise ValueError(
-            f"Expected examples in tfrecord:{pattern}; "
-            f"received: split={split!r} without any"
-        )
+    files = split_files(pattern, split, settings.get("counts", {}))
     names = {**FEATURES, **settings.get("features", {})}
-    _check_first(files[0].path, names)
+    check_first(
+        files[0].path,
+        {names["image"]: "bytes_list", names["label"]: "int64_list"},
+    )
     first_label = settings.get("first_label", 0)
 
     several = classes.max_labels is not None
@@ -117,27 +101,64 @@ def read_examples(pattern: str, split: str) -> RecordExamples:
     return RecordExamples(files, read, decode_image, classes, encoded_channels=3)
 
 
+def split_files(pattern: str, split: str, counts: dict[str, int]) -> list[RecordFile]:
+    """The files of a split, with their numbers of records.
+
+    Args:
+        pattern: folder or glob.
+        split: word of the files' names.
+        counts: numbers of records that are known, by the files' names.
+    """
+    paths = record_paths(pattern)
+    # Names are such as "train-00000-of-00008.tfrecord" or "photos-train.tfrecord".
+    chosen = [p for p in paths if split in re.split(r"[-_.]", p.name)]
+    if not chosen:
+        raise ValueError(
+            f"Expected files of tfrecord:{pattern} with the split as a word of their "
+            f"names; received: split={split!r}, {[p.name for p in paths[:3]]}"
+        )
+    # The counts do not hold for files of the same name in other folders.
+    known = {paths[0].parent / name: count for name, count in counts.items()}
+    files = [
+        RecordFile(str(p), 0, known[p] if p in known else count_records(p))
+        for p in chosen
+    ]
+    files = [file for file in files if file.take]
+    if not files:
+        raise ValueError(
+            f"Expected examples in tfrecord:{pattern}; "
+            f"received: split={split!r} without any"
+        )
+    return files
+
+
 def count_classes(pattern: str) -> int:
     """Number of classes, from the file beside the records."""
-    _files(pattern)
+    record_paths(pattern)
     return _settings(pattern)[1].count
 
 
 def class_names(pattern: str) -> tuple[str, ...] | None:
     """The names of the classes, if the file beside the records has them."""
-    _files(pattern)
+    record_paths(pattern)
     return _settings(pattern)[1].names
 
 
 def count_records(path: Path) -> int:
-    """Counts a file's records by their lengths, without reading them.
+    """Counts a file's records by their lengths, without reading them."""
+    return len(record_offsets(path))
+
+
+def record_offsets(path: Path) -> list[int]:
+    """The places in a file at which its records begin.
 
     Raises:
         ValueError: if the file ends within a record.
     """
-    size, at, count = path.stat().st_size, 0, 0
+    size, at, offsets = path.stat().st_size, 0, []
     with path.open("rb") as file:
         while at < size:
+            offsets.append(at)
             header = file.read(12)
             length = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else size
             # A record has its length, a checksum, its bytes, and a checksum.
@@ -145,11 +166,10 @@ def count_records(path: Path) -> int:
             if at > size:
                 raise ValueError(
                     f"Expected whole records; received: {path}, whose record "
-                    f"{count} goes on after the end of the file"
+                    f"{len(offsets) - 1} goes on after the end of the file"
                 )
             file.seek(at)
-            count += 1
-    return count
+    return offsets
 
 
 def corrupt_files(pattern: str) -> list[str]:
@@ -157,7 +177,7 @@ def corrupt_files(pattern: str) -> list[str]:
     import tensorflow as tf
 
     corrupt = []
-    for path in map(str, _files(pattern)):
+    for path in map(str, record_paths(pattern)):
         try:
             for _ in tf.data.TFRecordDataset(path):
                 pass
@@ -201,16 +221,7 @@ def write_tfrecords(
     batches = load("tfrecord:photos", "train", multi_label=True)
     ```
     """
-    if not isinstance(split, str) or not re.fullmatch(r"[A-Za-z0-9]+", split):
-        raise ValueError(
-            f"Expected a split of letters and digits; received: split={split!r}"
-        )
-    if isinstance(num_files, bool) or not isinstance(num_files, int) or num_files < 1:
-        raise ValueError(
-            f"Expected an integer of at least 1; received: num_files={num_files!r}"
-        )
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {"features": FEATURES, "first_label": 0}
     settings["classes"] = classes if isinstance(classes, int) else list(classes)
     count = classes if isinstance(classes, int) else len(classes)
@@ -224,45 +235,27 @@ def write_tfrecords(
                 f"Expected the {name} of {folder / SIDECAR}; "
                 f"received: {name}={settings.get(name)!r:.100}"
             )
-    names = [f"{split}-{i:05}-of-{num_files:05}.tfrecord" for i in range(num_files)]
-    with contextlib.ExitStack() as files:
-        # A glob of the records does not match the files' names until they are whole.
-        parts = [files.enter_context(new_file(folder / name)).name for name in names]
+
+    def write(parts):
         counts, most = _write(parts, examples, count)
         if before and ("max_labels" in before) != (most is not None):
             raise ValueError(
                 f"Expected lists of labels in all splits of {folder / SIDECAR} or in "
                 f"none; received: split={split!r} {'with' if most else 'without'}"
             )
-        own = re.compile(rf"{split}-\d{{5}}-of-\d{{5}}\.tfrecord")
-        old = [
-            path
-            for path in folder.iterdir()
-            if own.fullmatch(path.name) and path.name not in names
-        ]
-        # The new counts are written last, since a process may end in between: files
-        # without a count are counted.
-        kept = {
-            name: number
-            for name, number in before.get("counts", {}).items()
-            if not own.fullmatch(name)
-        }
         if most is not None:
             settings["max_labels"] = max(most, before.get("max_labels", 1))
-        write_json(folder / SIDECAR, {**settings, "counts": kept})
-    for path in old:
-        path.unlink()
-    settings["counts"] = {**kept, **dict(zip(names, counts))}
-    write_json(folder / SIDECAR, settings)
+        return counts, settings
+
+    write_split(folder, split, num_files, before.get("counts", {}), write)
 
 
 def _write(parts, examples, num_classes) -> tuple[list[int], int | None]:
     """Numbers of examples, and the largest one of labels; None for single labels."""
-    import tensorflow as tf
+    most, is_list = 1, None
 
-    counts, most, is_list = [0] * len(parts), 1, None
-    writers = [tf.io.TFRecordWriter(str(part)) for part in parts]
-    try:
+    def records():
+        nonlocal most, is_list
         for number, (image, labels) in enumerate(examples):
             one = isinstance(labels, (int, np.integer))
             try:
@@ -276,29 +269,18 @@ def _write(parts, examples, num_classes) -> tuple[list[int], int | None]:
                     f"Expected labels of {num_classes} classes, all alike numbers or "
                     f"lists; received: {labels!r} of example {number}"
                 )
-            if not isinstance(image, bytes):
-                image = tf.io.encode_png(np.asarray(image)).numpy()
-            features = {
-                FEATURES["image"]: tf.train.Feature(
-                    bytes_list=tf.train.BytesList(value=[image])
-                ),
-                FEATURES["label"]: tf.train.Feature(
-                    int64_list=tf.train.Int64List(value=values)
-                ),
-            }
-            example = tf.train.Example(features=tf.train.Features(feature=features))
-            writers[number % len(writers)].write(example.SerializeToString())
-            counts[number % len(writers)] += 1
             most = max(most, len(values))
-    finally:
-        for writer in writers:
-            writer.close()
-    if not sum(counts):
-        raise ValueError("Expected examples to write; received: none")
+            yield {
+                FEATURES["image"]: [encoded_image(image)],
+                FEATURES["label"]: values,
+            }
+
+    counts = write_records(parts, records())
     return counts, most if is_list else None
 
 
-def _files(pattern: str) -> list[Path]:
+def record_paths(pattern: str) -> list[Path]:
+    """The TFRecord files of a folder or a glob, sorted."""
     pattern_of_files = (
         os.path.join(glob.escape(pattern), "*.tfrecord*")
         if os.path.isdir(pattern)
@@ -314,9 +296,17 @@ def _files(pattern: str) -> list[Path]:
     return paths
 
 
+def sidecar_path(pattern: str) -> Path:
+    """The path of the file beside the records, which need not be there."""
+    is_folder = os.path.isdir(pattern)
+    return (Path(pattern) if is_folder else record_paths(pattern)[0].parent) / SIDECAR
+
+
 def _settings(pattern: str) -> tuple[dict, Classes]:
     """The content of the file beside the records, and its classes."""
-    folder = Path(pattern) if os.path.isdir(pattern) else _files(pattern)[0].parent
+    folder = (
+        Path(pattern) if os.path.isdir(pattern) else record_paths(pattern)[0].parent
+    )
     path = folder / SIDECAR
     if not path.is_file():
         raise ValueError(
@@ -330,8 +320,13 @@ def _settings(pattern: str) -> tuple[dict, Classes]:
     return settings, Classes(len(names), tuple(names), most)
 
 
-def _check_first(path: str, names: dict[str, str]) -> None:
-    """Reads the first record, so that missing features are refused at the door."""
+def check_first(path: str, fields: dict[str, str]) -> None:
+    """Reads the first record, so that missing features are refused at the door.
+
+    Args:
+        path: path of a file.
+        fields: kind of the list of each feature, by its name.
+    """
     import tensorflow as tf
 
     try:
@@ -342,9 +337,9 @@ def _check_first(path: str, names: dict[str, str]) -> None:
             f"Expected records of tf.train.Example in {path}; received: {error}"
         ) from error
     features = example.features.feature
-    for kind, field in (("image", "bytes_list"), ("label", "int64_list")):
-        if names[kind] not in features or not features[names[kind]].HasField(field):
+    for name, field in fields.items():
+        if name not in features or not features[name].HasField(field):
             raise ValueError(
-                f"Expected a feature {names[kind]!r} ({field}) in {path}, or another "
+                f"Expected a feature {name!r} ({field}) in {path}, or another "
                 f"name under 'features' in {SIDECAR}; received: {sorted(features)}"
             )

@@ -6,5 +6,12 @@ from keras_moe.data.pairs.loading import (
     load_pairs,
     num_pairs,
 )
+from keras_moe.data.pairs.tfrecord import write_pair_tfrecords
 
-__all__ = ["PairOptions", "load_captions", "load_pairs", "num_pairs"]
+__all__ = [
+    "PairOptions",
+    "load_captions",
+    "load_pairs",
+    "num_pairs",
+    "write_pair_tfrecords",
+]

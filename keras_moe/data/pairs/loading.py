@@ -1,7 +1,7 @@
 """Batches of images and captions that a two-tower model can be trained on."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_moe.checks import (
@@ -17,7 +17,9 @@ from keras_moe.data.order_options import (
     check_tensorflow,
 )
 from keras_moe.data.pairs.captions import CHOICES, CaptionChoice
-from keras_moe.data.pairs.opening import SourceOptions, open_pairs
+from keras_moe.data.pairs.mixture import batch_sizes, mixed
+from keras_moe.data.pairs.opening import SourceOptions, open_all
+from keras_moe.data.pairs.records import read_captions
 from keras_moe.data.pipeline import BatchSettings, batches
 
 
@@ -30,7 +32,8 @@ class PairOptions(OrderOptions):
         start_batch: number of the batch to begin with, if `repeat` is true.
         shard: (index, count), the part of this host among several; see `LoadOptions`.
         exclude: indices of the images to leave out, with all their captions, in the
-            order of the source; or files of such; see `LoadOptions`.
+            order of the source; or files of such; see `LoadOptions`. For a mixture, a
+            dict of the sources with theirs.
         unreadable: treatment of images that cannot be read, and of captions that are
             missing, empty or not UTF-8. `"raise"` is an error that names the image.
             `"exclude"` reads all images once before the first batch, warns of the
@@ -80,6 +83,23 @@ class PairOptions(OrderOptions):
             data_dir,
         )
 
+    def faults_of(self, source: str, is_mixture: bool) -> tuple[Any, str]:
+        """`exclude` of one source, and `unreadable`.
+
+        Args:
+            source: name of the source.
+            is_mixture: whether it is one of several.
+        """
+        if not is_mixture:
+            return self.exclude, self.unreadable
+        exclude = {} if self.exclude in ((), [], None) else self.exclude
+        if not isinstance(exclude, Mapping):
+            raise ValueError(
+                "Expected exclude as a dict of the sources of a mixture; received: "
+                f"exclude={self.exclude!r:.100}"
+            )
+        return exclude.get(source, ()), self.unreadable
+
 
 def load_pairs(
     source: Any,
@@ -109,9 +129,22 @@ def load_pairs(
               `captions.csv`, with the columns "image" and "caption", or in
               `captions.jsonl`, with an object `{"image": "a.png", "caption": "a cat"}`
               in each line. An image may have several lines.
+            - `"webdataset:GLOB"`: tar files, not compressed, or a folder of such:
+              `0007.jpg` with `0007.txt`, or with `0007.json`, which has a "caption".
+            - `"tfrecord:GLOB"`: files of `write_pair_tfrecords`, or others with a
+              `dataset.json` that names their features.
+            - `"tfds:NAME"`: a data set of TensorFlow Datasets with captions, such as
+              `"tfds:coco_captions"`.
+            - any source of `keras_moe.data.load`, such as `"digits"`: the names of the
+              classes are captions, by `templates`.
             - a tuple of images in memory, uint8 (images, height, width, channels), and
               captions: a string, or a sequence of strings, for each image.
-        split: split of the source; arrays have none, and any word will do.
+            - a dict of such names and their weights, such as `{"tfds:coco_captions": 3,
+              "emoji": 1}`: a mixture, in which each batch has 3 pairs of the first
+              source for each pair of the second. It needs `repeat`.
+        split: split of the source, a word in the names of tar and record files; tar
+            files whose names have numbers alone are in every split. Arrays have none,
+            and any word will do.
         image_shape: (height, width, channels) of the images.
         batch_size: number of pairs in a batch, those of all shards together.
         tokenizer: callable from a string tensor (batch,) to a dict of `"token_ids"` and
@@ -163,37 +196,48 @@ def load_pairs(
         )
     check_tensorflow()
 
-    pairs = open_pairs(source, split, options.source_options(image_shape, data_dir))
-    excluded = pairs.left_out(split, options.exclude, options.unreadable)
-    examples = pairs.pairs(excluded, options.captions == "all")
+    is_mixture = isinstance(source, Mapping)
+    if is_mixture and not options.repeat:
+        raise ValueError(
+            "Expected repeat=True with a mixture, whose sources end at different "
+            f"batches; received: repeat=False, source={dict(source)}"
+        )
+    if is_mixture:
+        sizes = list(batch_sizes(source, batch_size, share.count).values())
+    else:
+        sizes = [batch_size]
     full = bool(drop_remainder or options.repeat)
-    options.check_count(
-        examples.count, batch_size, full, f"of {pairs.name!r}, split={split!r}"
-    )
-    dataset = batches(
-        examples,
-        BatchSettings(
+    datasets = []
+    opened = open_all(source, split, options.source_options(image_shape, data_dir))
+    for number, (pairs, size) in enumerate(zip(opened, sizes)):
+        excluded = pairs.left_out(split, *options.faults_of(pairs.name, is_mixture))
+        examples = pairs.pairs(excluded, options.captions == "all")
+        place = f"of {pairs.name!r}, split={split!r}"
+        options.check_count(examples.count, size, full, place)
+        settings = BatchSettings(
             image_shape=image_shape,
             steps=steps,
             labels=CaptionChoice(options.captions == "random"),
-            share=share,
+            share=options.share_of(size),
             shuffle=split.startswith("train") if shuffle is None else bool(shuffle),
-            seed=int(seed),
+            # Sources have orders of their own, also where they have equal numbers.
+            seed=int(seed) + number,
             drop_remainder=full,
             start_batch=options.first_batch,
-        ),
-    )
-    return tokenized(dataset, tokenizer)
+        )
+        datasets.append(batches(examples, settings))
+    return _tokenized(mixed(datasets) if is_mixture else datasets[0], tokenizer)
 
 
-def tokenized(dataset: Any, tokenizer: Callable | None) -> Any:
-    """The inputs and the ids of batches of images and captions.
-
-    Args:
-        dataset: `tf.data.Dataset` of (images, texts).
-        tokenizer: callable from captions to tokens, or None.
-    """
+def _tokenized(dataset, tokenizer):
+    """The inputs and the ids of batches of images and texts."""
     import tensorflow as tf
+
+    if tokenizer is not None and "captions" not in dataset.element_spec[1]:
+        raise ValueError(
+            "Expected tokenizer=None with stored tokens; received: "
+            f"tokenizer={tokenizer!r:.100}"
+        )
 
     def arranged(images, texts):
         texts = dict(texts)
@@ -215,8 +259,8 @@ def load_captions(
         source: source of `load_pairs`.
         split: split of the source.
         data_dir: folder of TensorFlow Datasets.
-        **options: fields of `PairOptions`. Captions of images that are left out count,
-            unless they cannot be read.
+        **options: fields of `PairOptions`. Images are not decoded: captions of images
+            that cannot be read count.
 
     Returns:
         Captions in the order of the source, one after the other where an image has
@@ -233,14 +277,20 @@ def load_captions(
     >>> load_captions((images, ["a cat", ["a dog", "a puppy"]]), "test")
     ('a cat', 'a dog', 'a puppy')
     """
-    check_split(split)
-    options = _pair_options(options, "load_captions")
-    check_tensorflow()
-    shape = SourceOptions().image_shape
-    pairs = open_pairs(source, split, options.source_options(shape, data_dir))
-    pairs.without_text(split, options.exclude, options.unreadable)
-    several = enumerate(pairs.captions)
-    return tuple(x for i, texts in several if i not in pairs.faults for x in texts)
+    options, opened = _open(source, split, data_dir, options, "load_captions")
+    captions: list[tuple[str, ...]] = []
+    for pairs in opened:
+        exclude, unreadable = options.faults_of(pairs.name, isinstance(source, Mapping))
+        excluded = pairs.without_text(split, exclude, unreadable)
+        if pairs.captions is None:
+            skip = unreadable == "exclude"
+            captions += read_captions(pairs.images, excluded, skip)
+        elif pairs.has_classes:
+            captions += pairs.captions
+        else:
+            left_out = {*excluded.tolist()}
+            captions += [x for i, x in enumerate(pairs.captions) if i not in left_out]
+    return tuple(caption for several in captions for caption in several)
 
 
 def num_pairs(
@@ -268,13 +318,22 @@ def num_pairs(
     >>> num_pairs(pairs, "test"), num_pairs(pairs, "test", captions="all")
     (2, 3)
     """
+    options, opened = _open(source, split, data_dir, options, "num_pairs")
+    number = 0
+    for pairs in opened:
+        faults = options.faults_of(pairs.name, isinstance(source, Mapping))
+        excluded = pairs.left_out(split, *faults)
+        number += pairs.pairs(excluded, options.captions == "all").count
+    return number
+
+
+def _open(source, split, data_dir, options, owner):
+    """The options, and the sources at a size that matters to no number or caption."""
     check_split(split)
-    options = _pair_options(options, "num_pairs")
+    options = _pair_options(options, owner)
     check_tensorflow()
     shape = SourceOptions().image_shape
-    pairs = open_pairs(source, split, options.source_options(shape, data_dir))
-    excluded = pairs.left_out(split, options.exclude, options.unreadable)
-    return pairs.pairs(excluded, options.captions == "all").count
+    return options, open_all(source, split, options.source_options(shape, data_dir))
 
 
 def _pair_options(options: dict[str, Any], owner: str) -> PairOptions:

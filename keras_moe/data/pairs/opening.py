@@ -1,8 +1,17 @@
 """The sources of pairs by name."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from keras_moe.data.pairs import arrays, emoji, folder
+from keras_moe.data.pairs import (
+    arrays,
+    emoji,
+    folder,
+    templates,
+    tfds,
+    tfrecord,
+    webdataset,
+)
 from keras_moe.data.pairs.source import PairSource
 
 
@@ -28,17 +37,41 @@ class SourceOptions(NamedTuple):
     data_dir: str | None = None
 
 
-def open_pairs(source: Any, split: str, options: SourceOptions) -> PairSource:
-    """The pairs of a split of a source of `load_pairs`."""
+def open_all(source: Any, split: str, options: SourceOptions) -> list[PairSource]:
+    """The pairs of a split of a source of `load_pairs`, or of each in a mixture.
+
+    Raises:
+        ValueError: if a source or the split is not known, or there are templates and no
+            source of classes.
+    """
+    sources = list(source) if isinstance(source, Mapping) else [source]
+    opened = [_open(one, split, options) for one in sources]
+    if options.templates is not None and not any(x.has_classes for x in opened):
+        raise ValueError(
+            "Expected templates with a source of classes alone; received: "
+            f"templates={options.templates!r} for {[pairs.name for pairs in opened]}"
+        )
+    return opened
+
+
+def _open(source, split, options):
+    every, data_dir = options.every_caption, options.data_dir
     if isinstance(source, tuple) and len(source) == 2:
         return arrays.read_pairs(*source)
-    kind, _, name = source.partition(":") if isinstance(source, str) else ("", "", "")
     if source == "emoji":
         return emoji.read_pairs(split, options)
+    kind, _, name = source.partition(":") if isinstance(source, str) else ("", "", "")
+    if kind == "webdataset" and name:
+        return webdataset.read_pairs(name, split)
     if kind == "folder" and folder.has_captions(name, split):
         return folder.read_pairs(name, split)
-    raise ValueError(
-        "Expected 'emoji', 'folder:PATH' with captions.csv or captions.jsonl in a "
-        "split, or a tuple of images and captions; "
-        f"received: source={source!r:.100}, split={split!r}"
-    )
+    if kind == "tfrecord" and name and tfrecord.has_captions(name):
+        return tfrecord.read_pairs(name, split, every)
+    if kind == "tfds" and name and tfds.has_captions(name, data_dir):
+        return tfds.read_pairs(name, split, every, data_dir)
+    if not isinstance(source, str):
+        raise ValueError(
+            "Expected the name of a source, a dict of names and weights, or a tuple of "
+            f"images and captions; received: {type(source).__name__}"
+        )
+    return templates.read_pairs(source, split, options.templates, every, data_dir)

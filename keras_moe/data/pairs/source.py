@@ -4,7 +4,7 @@ Axes: K captions of an image, N tokens.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ class PairSource(NamedTuple):
         captions: captions in the order of the images, or those of the classes; None
             where they are read together with the images.
         counts: number of captions of each image; None where it is not known.
+        has_classes: whether the captions are made of the names of classes.
         faults: descriptions of images or captions that are of no use, by the number of
             the image.
     """
@@ -39,7 +40,8 @@ class PairSource(NamedTuple):
     images: Examples
     captions: Sequence[tuple[str, ...]] | None = None
     counts: np.ndarray | None = None
-    faults: dict[int, str] = {}
+    has_classes: bool = False
+    faults: Mapping[int, str] = {}
 
     def without_text(self, split: str, exclude: Any, unreadable: str) -> np.ndarray:
         """Sorted numbers of `exclude`, and of the images or captions with faults.
@@ -133,7 +135,7 @@ def indexed_pairs(
         encoded_channels,
         place,
     )
-    return PairSource(name, images, checked, table.counts, faults)
+    return PairSource(name, images, checked, table.counts, faults=faults)
 
 
 def _every_caption(

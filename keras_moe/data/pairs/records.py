@@ -1,0 +1,165 @@
+"""Pairs in record files: read in a row, or at their offsets for each caption.
+
+Axes: K captions of an image.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_moe.data.examples import (
+    IndexedExamples,
+    RecordExamples,
+    RecordFile,
+    Share,
+)
+from keras_moe.data.labels import Classes
+from keras_moe.data.pairs.captions import equal_ids
+from keras_moe.data.pairs.source import PairSource
+from keras_moe.data.reading import attempt, read_or_name, reading_errors
+from keras_moe.data.tfrecord import record_offsets
+
+_EXPECTED = "an example with an image, and with captions in UTF-8, none of them empty"
+
+
+def record_pairs(
+    name: str,
+    files: Sequence[RecordFile],
+    parse: Callable,
+    decode: Callable,
+    encoded_channels: int,
+    every_caption: bool,
+) -> PairSource:
+    """A source whose captions are read together with the images.
+
+    Args:
+        name: name of the source.
+        files: files in the order of the source.
+        parse: function from a record to the bytes of an image file, and a dict of
+            `"captions"`, string (K,), or of `"token_ids"` and `"padding_mask"`.
+        decode: function from these bytes to pixels.
+        encoded_channels: number of channels that `decode` makes.
+        every_caption: whether each caption makes a pair: all records are read once, to
+            count captions.
+    """
+    import tensorflow as tf
+
+    def texts(record):
+        stored, several = parse(record)
+        rows = next(iter(several.values()))
+        checks = [tf.debugging.Assert(tf.shape(rows)[0] > 0, ["no caption"])]
+        if "captions" in several:
+            # A caption that is not UTF-8 is an error of TensorFlow's.
+            read = tf.strings.unicode_transcode(rows, "UTF-8", "UTF-8", "strict")
+            is_text = tf.strings.length(tf.strings.strip(read)) > 0
+            checks += [read, tf.debugging.Assert(tf.reduce_all(is_text), ["empty"])]
+        with tf.control_dependencies(checks):
+            stored = tf.identity(stored)
+            ids = {"image_ids": equal_ids(stored), "text_ids": equal_ids(rows)}
+        return stored, {**ids, **several}
+
+    examples = RecordExamples(
+        files,
+        lambda record, path: read_or_name(texts, record, _EXPECTED, path),
+        decode,
+        Classes(1),
+        encoded_channels,
+    )
+    if not every_caption:
+        return PairSource(name, examples)
+    return PairSource(name, _indexed(examples), None, _counts(examples, parse))
+
+
+def read_captions(images: Any, excluded: np.ndarray, skip_faults: bool) -> list:
+    """The captions of the images of a source, without decoding an image.
+
+    Args:
+        images: examples whose labels are texts.
+        excluded: numbers of the images to leave out.
+        skip_faults: whether captions that cannot be read are passed over.
+    """
+    import tensorflow as tf
+
+    def captions(item):
+        texts = images.read(item)[1]
+        if "captions" not in texts:
+            raise ValueError("Expected captions as text; received: tokens")
+        return texts["captions"]
+
+    def read(_, item):
+        if skip_faults:
+            return attempt(captions, item, lambda *_: tf.zeros([0], "string"))
+        return captions(item)
+
+    examples = images.without(excluded) if len(excluded) else images
+    dataset = examples.pass_over(Share(0, 1, 1), None, 0, None)
+    dataset = dataset.map(read, num_parallel_calls=tf.data.AUTOTUNE)
+    with reading_errors():
+        return [
+            tuple(text.decode() for text in several)
+            for several in dataset.as_numpy_iterator()
+        ]
+
+
+def _indexed(examples: RecordExamples) -> IndexedExamples:
+    """The same examples with random access, by the offsets of their records."""
+    import tensorflow as tf
+
+    paths = tf.constant([file.path for file in examples.files])
+    file_of, offsets = [], []
+    for number, file in enumerate(examples.files):
+        own = record_offsets(Path(file.path))[file.skip : file.skip + file.take]
+        offsets += own
+        file_of += [number] * len(own)
+    file_of, offsets = tf.constant(file_of, "int64"), tf.constant(offsets, "int64")
+
+    def read(index):
+        path = paths[file_of[index]]
+        return examples.read((_record_at(path, offsets[index]), path))
+
+    return IndexedExamples(
+        len(offsets),
+        read,
+        examples.decode,
+        examples.classes,
+        examples.encoded_channels,
+        place=lambda index: paths[file_of[index]],
+    )
+
+
+def _record_at(path: Any, offset: Any) -> Any:
+    """The record that begins at a place in a file, its checksum checked."""
+    import tensorflow as tf
+
+    def read(place):
+        opened = tf.raw_ops.TFRecordDatasetV2(
+            filenames=[place["path"]],
+            compression_type="",
+            buffer_size=tf.constant(1 << 16, "int64"),
+            byte_offsets=[place["offset"]],
+        )
+        record = tf.TensorSpec([], "string")
+        opened = tf.data.experimental.from_variant(opened, record)
+        return opened.take(1).get_single_element()
+
+    place = {"path": path, "offset": offset}
+    return read_or_name(read, place, "a TFRecord file without corrupt records", path)
+
+
+def _counts(examples: RecordExamples, parse: Callable) -> np.ndarray:
+    """The number of captions of each image, at least 1: none is an error when read."""
+    import tensorflow as tf
+
+    def count(_, item):
+        def of_record(record):
+            return tf.shape(next(iter(parse(record)[1].values())))[0]
+
+        number = attempt(of_record, item[0], lambda *_: tf.constant(1))
+        return tf.maximum(number, 1)
+
+    dataset = examples.pass_over(Share(0, 1, 1), None, 0, None)
+    dataset = dataset.map(count, num_parallel_calls=tf.data.AUTOTUNE)
+    with reading_errors():
+        return np.array(list(dataset.as_numpy_iterator()), "int64")

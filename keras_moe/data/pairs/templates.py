@@ -1,0 +1,123 @@
+"""Sources of classes, whose names become captions by templates.
+
+Reference: *Multimodal Contrastive Learning with LIMoE*, appendix A.3.
+"""
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_moe.data.examples import IndexedExamples
+from keras_moe.data.pairs.captions import CaptionTable, checked_captions, equal_ids
+from keras_moe.data.pairs.source import PairSource
+from keras_moe.data.sources import open_source
+
+PLACE = "{}"
+
+
+def read_pairs(
+    source: str, split: str, templates: Any, every_caption: bool, data_dir: str | None
+) -> PairSource:
+    """The pairs of a source of `keras_moe.data.load`.
+
+    Args:
+        source: name of the source.
+        split: split of the source.
+        templates: templates; see `PairOptions`.
+        every_caption: whether each template makes a pair.
+        data_dir: folder of TensorFlow Datasets.
+
+    Raises:
+        ValueError: if the classes have no names, two have one name, or a template has
+            not one place for it.
+    """
+    templates = read_templates(templates)
+    examples = open_source(source, split, data_dir)
+    names = _names(source, examples.classes)
+    captions = [
+        tuple(template.replace(PLACE, name) for template in templates) for name in names
+    ]
+    indexed = isinstance(examples, IndexedExamples)
+    if every_caption and not indexed:
+        raise ValueError(
+            'Expected captions="random" or "first" with classes in record files; '
+            f'received: source={source!r}, captions="all"'
+        )
+    table = CaptionTable(captions)
+    images = copy.copy(examples)
+
+    def read(item):
+        stored, label = examples.read(item)
+        return stored, table.texts(label, item if indexed else equal_ids(stored))
+
+    images.read = read
+    counts = np.full(examples.count, len(templates))
+    return PairSource(source, images, captions, counts, has_classes=True)
+
+
+def read_templates(templates: Any) -> tuple[str, ...]:
+    """Templates from themselves, or from a text file with one in each line.
+
+    Args:
+        templates: string with a `{}`, a sequence of such, or a path; None for `"{}"`.
+
+    Raises:
+        ValueError: if there are none, or one has not one place for the name.
+    """
+    if templates is None:
+        templates = (PLACE,)
+    elif isinstance(templates, os.PathLike) or (
+        isinstance(templates, str) and PLACE not in templates
+    ):
+        path = Path(templates)
+        if not path.is_file():
+            raise ValueError(
+                f"Expected templates with a place {PLACE} for the name, or their file; "
+                f"received: templates={str(templates)!r}"
+            )
+        lines = path.read_text(encoding="utf-8").splitlines()
+        templates = [line for line in lines if line.strip()]
+    elif isinstance(templates, str):
+        templates = (templates,)
+    if not isinstance(templates, Sequence) or not templates:
+        raise ValueError(
+            f"Expected a template or a sequence of such; received: {templates!r}"
+        )
+    for template in templates:
+        if not isinstance(template, str) or template.count(PLACE) != 1:
+            raise ValueError(
+                f"Expected templates with one place {PLACE} for the name; "
+                f"received: {template!r}"
+            )
+    return tuple(templates)
+
+
+def _names(source: str, classes: Any) -> tuple[str, ...]:
+    """The names of classes, each once."""
+    if classes.max_labels is not None:
+        raise ValueError(
+            "Expected one label for each image, whose class's name is the caption; "
+            f"received: source={source!r} with several"
+        )
+    if classes.names is None:
+        raise ValueError(
+            "Expected classes with names, which become captions; received: "
+            f"source={source!r} with {classes.count} classes without"
+        )
+    for number, name in enumerate(classes.names):
+        _, fault = checked_captions(name)
+        if fault is not None:
+            raise ValueError(
+                f"Expected a name of each class of {source!r}; received: {fault} for "
+                f"class {number}"
+            )
+        if name in classes.names[:number]:
+            raise ValueError(
+                f"Expected each class's name once in {source!r}; received: {name!r} "
+                f"for classes {classes.names.index(name)} and {number}"
+            )
+    return classes.names

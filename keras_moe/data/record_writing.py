@@ -1,0 +1,104 @@
+"""TFRecord files of a split, written as a whole beside a file that describes them."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_moe.checks import check_integer
+from keras_moe.files import new_file, write_json
+
+SIDECAR = "dataset.json"
+
+
+def write_split(
+    folder: Path,
+    split: str,
+    num_files: int,
+    known: dict[str, int],
+    write: Callable[[list[str]], tuple[list[int], dict[str, Any]]],
+) -> None:
+    """Writes the files of a split, which take their places when all are written.
+
+    Args:
+        folder: path of the folder, which need not exist.
+        split: name of the split, letters and digits.
+        num_files: number of files.
+        known: numbers of records in the files that are there, by name.
+        write: function from the paths of new files to their numbers of records and the
+            content of `dataset.json`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+    if not isinstance(split, str) or not re.fullmatch(r"[A-Za-z0-9]+", split):
+        raise ValueError(
+            f"Expected a split of letters and digits; received: split={split!r}"
+        )
+    check_integer("num_files", num_files)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{split}-{i:05}-of-{num_files:05}.tfrecord" for i in range(num_files)]
+    with contextlib.ExitStack() as files:
+        # A glob of the records does not match the files' names until they are whole.
+        parts = [files.enter_context(new_file(folder / name)).name for name in names]
+        counts, settings = write(parts)
+        own = re.compile(rf"{split}-\d{{5}}-of-\d{{5}}\.tfrecord")
+        old = [
+            path
+            for path in folder.iterdir()
+            if own.fullmatch(path.name) and path.name not in names
+        ]
+        # The new counts are written last, since a process may end in between: files
+        # without a count are counted.
+        kept = {n: number for n, number in known.items() if not own.fullmatch(n)}
+        write_json(folder / SIDECAR, {**settings, "counts": kept})
+    for path in old:
+        path.unlink()
+    counts = {**kept, **dict(zip(names, counts))}
+    write_json(folder / SIDECAR, {**settings, "counts": counts})
+
+
+def write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[int]:
+    """Writes records to files in turn, and returns the numbers of records.
+
+    Args:
+        parts: paths of the files.
+        records: iterable of features by name, lists of bytes or of integers.
+
+    Raises:
+        ValueError: if there are no records.
+    """
+    import tensorflow as tf
+
+    counts = [0] * len(parts)
+    writers = [tf.io.TFRecordWriter(str(part)) for part in parts]
+    try:
+        for number, values in enumerate(records):
+            features = {name: _feature(tf, value) for name, value in values.items()}
+            example = tf.train.Example(features=tf.train.Features(feature=features))
+            writers[number % len(writers)].write(example.SerializeToString())
+            counts[number % len(writers)] += 1
+    finally:
+        for writer in writers:
+            writer.close()
+    if not sum(counts):
+        raise ValueError("Expected examples to write; received: none")
+    return counts
+
+
+def encoded_image(image: Any) -> bytes:
+    """The bytes of an image file: those that are there, or PNG of an array."""
+    import tensorflow as tf
+
+    if isinstance(image, bytes):
+        return image
+    return tf.io.encode_png(np.asarray(image)).numpy()
+
+
+def _feature(tf, values):
+    if values and isinstance(values[0], bytes):
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=values))

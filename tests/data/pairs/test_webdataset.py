@@ -1,0 +1,186 @@
+"""Tar files of images and captions."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+
+from keras_moe.data import load_captions, load_pairs, num_pairs
+
+tf = pytest.importorskip("tensorflow")
+
+pytestmark = pytest.mark.backend_free
+
+
+def write_tar(path, members, mode="w"):
+    with tarfile.open(path, mode) as archive:
+        for name, content in members.items():
+            if isinstance(content, tarfile.TarInfo):
+                archive.addfile(content)
+                continue
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def examples(pair_tools, numbers):
+    """The members of some pairs, as WebDataset writes them."""
+    members = {}
+    for i in numbers:
+        members[f"{i:04}.png"] = pair_tools.png(i)
+        members[f"{i:04}.txt"] = f"number {i}\n".encode()
+    return members
+
+
+def test_members_are_pairs(tmp_path, pair_tools):
+    members = {
+        "a/1.seg.png": b"another image of the example",
+        "a/1.json": json.dumps({"caption": "from JSON", "width": 4}).encode(),
+        "a/1.txt": "größer".encode(),
+        "a/1.PNG": pair_tools.png(1),
+        "b/1.jpg": tf.io.encode_jpeg(tf.fill([4, 4, 3], np.uint8(2))).numpy(),
+        "b/1.json": json.dumps({"captions": ["two", "deux"]}).encode(),
+        "README": b"no example",
+    }
+    folder = tarfile.TarInfo("c")
+    folder.type = tarfile.DIRTYPE
+    write_tar(tmp_path / "photos-test-0.tar", {**members, "c": folder})
+    write_tar(tmp_path / "photos-test-1.tar", examples(pair_tools, [3]))
+    write_tar(tmp_path / "photos-train.tar", examples(pair_tools, range(9)))
+    source = f"webdataset:{tmp_path}"
+    dataset = load_pairs(source, "test", pair_tools.shape, captions="all")
+    (batch,) = pair_tools.rows(dataset)
+    first = [(1, "größer", 0, 0), (2, "two", 1, 1), (2, "deux", 1, 2)]
+    assert batch == [*first, (3, "number 3", 2, 3)]
+    assert load_captions(source, "test") == ("größer", "two", "deux", "number 3")
+    assert num_pairs(f"webdataset:{tmp_path}/photos-*.tar", "train") == 9
+    with pytest.raises(ValueError, match=r"the split as a word.*'valid'"):
+        load_pairs(source, "valid")
+
+
+def test_order_shards_and_resumption(tmp_path, pair_tools):
+    # Names of numbers alone are in every split.
+    for number in range(3):
+        numbers = range(5 * number, 5 * number + 5)
+        write_tar(tmp_path / f"{number:05}.tar", examples(pair_tools, numbers))
+
+    def batches(take, **options):
+        dataset = load_pairs(
+            f"webdataset:{tmp_path}",
+            "train",
+            pair_tools.shape,
+            4,
+            repeat=True,
+            **options,
+        )
+        return pair_tools.rows(dataset, take)
+
+    whole = batches(7)
+    assert all(row[1] == f"number {row[0]}" for batch in whole for row in batch)
+    assert len({row[0] for batch in whole[:3] for row in batch}) == 12
+    # The order mixes the files.
+    assert len({row[0] // 5 for row in whole[0] + whole[1]}) == 3
+    assert batches(3, start_batch=4) == whole[4:]
+    parts = [batches(4, shard=(i, 2)) for i in range(2)]
+    assert [first + second for first, second in zip(*parts)] == whole[:4]
+
+
+def test_a_tar_that_is_cut_off(tmp_path, pair_tools):
+    members = examples(pair_tools, range(3))
+    whole = write_tar(tmp_path / "whole.tar", members).read_bytes()
+    path = tmp_path / "train.tar"
+    source = f"webdataset:{path}"
+    options = {"unreadable": "exclude", "shuffle": False}
+    # Within content, within a header, and between members: each has 2 x 1,024 bytes.
+    for size in (4 * 1024 + 530, 4 * 1024 + 100, 4 * 1024):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"train\.tar is cut off behind 0001\.txt"):
+            load_pairs(source, "train", pair_tools.shape)
+        with pytest.warns(UserWarning, match=r"1 of 3 images.*train\.tar is cut off"):
+            dataset = load_pairs(source, "train", pair_tools.shape, **options)
+        assert [row[0] for row in pair_tools.rows(dataset)[0]] == [0, 1]
+    # The image is there, and its caption is cut off.
+    path.write_bytes(whole[: 3 * 1024 + 100])
+    with pytest.raises(ValueError, match=r"2 faults.*0001 has no caption.*is cut off"):
+        load_pairs(source, "train", pair_tools.shape)
+    # A file that shrinks later on is named, too.
+    path.write_bytes(whole)
+    dataset = load_pairs(source, "train", pair_tools.shape)
+    path.write_bytes(whole[:600])
+    with pytest.raises(ValueError, match=r"not changed since.*train\.tar"):
+        pair_tools.rows(dataset)
+
+
+def test_faults(tmp_path, pair_tools):
+    path = tmp_path / "train.tar"
+    members = {
+        **examples(pair_tools, [0]),
+        "1.png": pair_tools.png(1),
+        "2.txt": b"no image",
+        "3.png": pair_tools.png(3),
+        "3.json": b"{broken",
+        "4.png": pair_tools.png(4),
+        "4.txt": b"caf\xe9",
+        "5.png": pair_tools.png(5),
+        "5.txt": b" \n",
+        "6.jpg": b"no picture",
+        "6.txt": b"noise",
+    }
+    write_tar(path, members)
+    source = f"webdataset:{path}"
+    with pytest.raises(ValueError, match="5 faults in 7 images") as error:
+        load_pairs(source, "train")
+    for message in (
+        "1 has no caption",
+        "2 has a caption and no image",
+        "3 has no JSON object",
+        "4 has a caption that is not UTF-8",
+        "5 has an empty caption",
+    ):
+        assert f"{path}: {message}" in str(error.value)
+    with pytest.warns(UserWarning, match="are left out") as warned:
+        dataset = load_pairs(source, "train", pair_tools.shape, unreadable="exclude")
+    counts = [str(warning.message).partition(" images")[0] for warning in warned]
+    assert counts == ["5 of 7", "1 of 2"]
+    assert [row[:2] for row in pair_tools.rows(dataset)[0]] == [(0, "number 0")]
+
+
+def test_members_that_lead_out_of_the_archive(tmp_path, pair_tools):
+    link = tarfile.TarInfo("7.png")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    hard = tarfile.TarInfo("8.png")
+    hard.type, hard.linkname = tarfile.LNKTYPE, "0000.png"
+    device = tarfile.TarInfo("9.png")
+    device.type = tarfile.CHRTYPE
+    for name, content in (
+        ("/etc/0.png", b"x"),
+        ("../0.png", b"x"),
+        ("a/../../0.txt", b"x"),
+        ("..\\0.txt", b"x"),
+        ("7.png", link),
+        ("8.png", hard),
+        ("9.png", device),
+    ):
+        path = tmp_path / "train.tar"
+        write_tar(path, {**examples(pair_tools, [0]), name: content})
+        with pytest.raises(ValueError, match="inside the archive") as error:
+            load_pairs(f"webdataset:{path}", "train", unreadable="exclude")
+        assert f"received: {name!r} in {path}" in str(error.value)
+
+
+def test_other_files(tmp_path, pair_tools):
+    path = tmp_path / "train.tar"
+    write_tar(path, examples(pair_tools, [0]), "w:gz")
+    with pytest.raises(ValueError, match=r"not compressed.*train\.tar"):
+        load_pairs(f"webdataset:{path}", "train")
+    path.write_bytes(b"no tar file" * 100)
+    with pytest.raises(ValueError, match=r"Expected a tar file.*train\.tar"):
+        load_pairs(f"webdataset:{path}", "train")
+    write_tar(path, {"README": b"nothing"})
+    with pytest.raises(ValueError, match=r"Expected images with captions.*without any"):
+        load_pairs(f"webdataset:{path}", "train")
+    with pytest.raises(ValueError, match="a glob that matches some"):
+        load_pairs(f"webdataset:{tmp_path}/nothing-*.tar", "train")
