@@ -158,7 +158,7 @@ def test_a_model_with_capacity_16_dropless_or_pruned():
     # The paper's evaluation, with a capacity that drops nothing.
     official = make(evaluation="official", eval_capacity_factor=16.0)
     for weight, value in zip(official.weights, model.weights):
-        weight.assign(value)
+        weight.assign(np.array(keras.ops.convert_to_numpy(value)))
     received = encode_pairs(official, pairs, batch_size=4)
     np.testing.assert_allclose(received.images, dropless.images, atol=2e-6)
     np.testing.assert_allclose(received.texts, dropless.texts, atol=2e-6)
