@@ -41,6 +41,14 @@ class PairData(NamedTuple):
     options: dict[str, Any]
     metrics: tuple[str, ...]
 
+    @property
+    def class_source(self) -> str:
+        """The source of the same images with classes."""
+        style = self.options.get("style", "openmoji")
+        if self.source == "emoji" and style != "openmoji":
+            return f"emoji:{style}"
+        return self.source
+
 
 def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:
     """The data and the metrics that are asked for, or those of the run.
@@ -60,9 +68,15 @@ def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:
             "Expected --data, or the folder of a run that says what it was trained "
             f"on; received: preset={args.preset!r}"
         )
+    if not isinstance(source, str):
+        raise ValueError(
+            f"Expected --data for a run on a mixture of sources; received: {source}"
+        )
     split = args.split or recipe.get("test_split", "test")
     options = {x: recipe[x] for x in OPTIONS if recipe.get(x) is not None}
     options |= dict(args.data_options)
+    if source.startswith("emoji:"):
+        source, options["style"] = source.split(":")
     unknown = [name for name in args.metrics or () if name not in METRICS]
     if unknown:
         raise ValueError(
@@ -156,7 +170,8 @@ def pair_rows(values: dict) -> list[tuple[str, str]]:
 def _metrics_of(source: str, split: str, data_dir: str | None) -> Sequence[str]:
     """The metrics that the data allows."""
     if source == "emoji":
-        return METRICS
+        # Some of its classes have fewer pictures than a few shots.
+        return (*OF_PAIRS, "zero_shot")
     try:
         open_source(source, split, data_dir)
     except ValueError:
@@ -165,7 +180,7 @@ def _metrics_of(source: str, split: str, data_dir: str | None) -> Sequence[str]:
 
 
 def _of_classes(model, pair_data, args, shown):
-    source, data_dir = pair_data.source, pair_data.data_dir
+    source, data_dir = pair_data.class_source, pair_data.data_dir
     if "zero_shot" in pair_data.metrics:
         names = args.class_names or data.class_names(source, data_dir)
         if names is None:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from keras_moe import data, evaluation, models
+from keras_moe.cli.commands import make_parser
+from keras_moe.cli.evaluate_pairs import find_pair_data
 from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
@@ -88,6 +90,28 @@ def test_classes_of_digits(program, saved, tmp_path):
     assert figures["zero_shot"]["classes"] == 10
     assert 0 < figures["few_shot"]["1_shot"]["mean"] < 1
     assert figures["images"] == 450
+
+
+def test_emoji_of_a_style_are_pairs_and_classes():
+    def data_of(*arguments, **recipe):
+        arguments = ["evaluate", "x", *arguments]
+        return find_pair_data(make_parser().parse_args(arguments), recipe)
+
+    for arguments in (
+        ("--data", "emoji:noto"),
+        ("--data", "emoji", "--data-options", "style=noto"),
+    ):
+        pair_data = data_of(*arguments)
+        assert (pair_data.source, pair_data.options) == ("emoji", {"style": "noto"})
+        assert pair_data.class_source == "emoji:noto"
+        assert pair_data.metrics == ("retrieval", "contrastive_accuracy", "zero_shot")
+    pair_data = data_of(source="emoji", test_split="held_out_bases", language="de")
+    assert pair_data.class_source == "emoji"
+    assert (pair_data.test_split, pair_data.options) == (
+        "held_out_bases", {"language": "de"},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="a mixture"):
+        data_of(source={"emoji": 3, "digits": 1})
 
 
 @pytest.mark.parametrize(
