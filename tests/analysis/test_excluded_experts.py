@@ -39,6 +39,7 @@ def routing(model, inputs):
     return record["block_0"], record["block_1"]
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("cls", [TokenChoiceRouter, PathwayAwareRouter])
 @pytest.mark.parametrize("training", [False, True])
 def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
@@ -64,6 +65,7 @@ def test_tokens_of_an_excluded_expert_go_to_the_next_best(cls, training):
     assert cls.from_config(part.get_config()).excluded_experts == (1, 4)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     "options",

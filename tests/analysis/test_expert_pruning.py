@@ -42,6 +42,7 @@ def outputs(model):
     return model.predict(images(*SHAPE), verbose=0)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("method", METHODS)
 def test_the_smaller_saved_model_is_the_masked_one(model, method, tmp_path):
     masked = mask_experts(model, KEPT, method)

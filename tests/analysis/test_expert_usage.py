@@ -252,6 +252,7 @@ def test_the_picture_is_written(tmp_path):
 # Passes over data
 
 
+@pytest.mark.backend_free
 def test_classes_are_counted_batch_by_batch(model):
     inputs = images(*SHAPE)
     usage = expert_usage(model, inputs, groups=LABELS, batch_size=2, verbose=0)
@@ -274,6 +275,7 @@ def test_classes_are_counted_batch_by_batch(model):
     )
 
 
+@pytest.mark.backend_free
 def test_contributions_are_weights_times_norms(model):
     inputs = images(*SHAPE)
     block = model.backbone.get_layer("block_1")

@@ -65,6 +65,7 @@ def accuracies(logits, labels):
     return np.bincount(labels, right, logits.shape[1]) / np.maximum(counts, 1)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("position", HEADS)
 def test_ablation_of_a_head_is_the_naive_one(position):
     num_experts, options = HEADS[position]
@@ -250,6 +251,7 @@ def test_ablation_in_a_mumoe_block_zeroes_slices_of_the_whole_tensor(
     assert (actual.changes != 0).any()
 
 
+@pytest.mark.backend_free
 def test_images_in_which_an_expert_has_no_part_are_not_computed_again():
     model = mumoe_mixer((2, 2), activation="entmax", rank=5)
     gate = model.backbone.get_layer("block_1").feed_forward.gate
@@ -285,6 +287,7 @@ def test_an_edit_moves_one_logit_by_equation_5():
     np.testing.assert_allclose(change, [[0.0, 0.0, 2.5]] * 5, atol=1e-5)
 
 
+@pytest.mark.backend_free
 def test_edits_add_up_are_saved_and_keep_the_training(tmp_path):
     model = classifier()
     model.compile(keras.optimizers.SGD(0.125), loss="auto")

@@ -54,6 +54,7 @@ def test_names_and_probabilities(model):
     json.dumps(actual)
 
 
+@pytest.mark.backend_free
 def test_fit_and_predict_take_images_that_are_prepared(model):
     prepared = model.preprocessor(PHOTOS)
     before = classifier(preprocessor=None)

@@ -89,6 +89,7 @@ def test_metrics_follow_the_loss(models, kind, loss, labels, metric):
     assert history[metric] == [pytest.approx(expected, abs=1e-6)]
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", ["logits", "softmax"])
 @pytest.mark.parametrize(
     ("name", "labels"),

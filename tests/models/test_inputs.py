@@ -60,6 +60,7 @@ def model():
     return vit()
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "method", ["fit", "evaluate", "train_on_batch", "test_on_batch"]
 )
@@ -79,6 +80,7 @@ def test_images_and_labels_are_checked(model, method, images, labels, message):
         getattr(model, method)(images, labels)
 
 
+@pytest.mark.backend_free
 def test_validation_data_and_predictions_are_checked(model):
     with pytest.raises(ValueError, match="shape="):
         model.fit(IMAGES, LABELS, validation_data=(WRONG, LABELS), verbose=0)

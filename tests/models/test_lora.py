@@ -125,6 +125,7 @@ def test_a_preset_has_the_pairs_in_its_weights(tmp_path):
     )
 
 
+@pytest.mark.backend_free
 def test_the_pairs_alone_are_saved_and_loaded(tmp_path):
     model = adapted()
     path = tmp_path / "pairs.lora.h5"

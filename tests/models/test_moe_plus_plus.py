@@ -178,6 +178,7 @@ def test_sizes_of_the_presets(experts):
     assert saved == pytest.approx(vanilla_ffn * (1 - share), rel=0.02)
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("preset", ["moepp_digits"])
 def test_trains_on_digits_and_comes_back(preset, tmp_path):
     model = models.from_preset(
@@ -306,6 +307,7 @@ def test_the_paper_s_experts_in_every_backbone(cls):
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.backend_free
 def test_gated_experts_adapt_and_quantise(tmp_path):
     x = np.random.default_rng(0).normal(size=(1, 2, 5, 8)).astype("float32")
     experts = gated_experts()

@@ -43,6 +43,7 @@ def backbone(**kwargs):
     return models.ViTBackbone.from_config({**sizes, **kwargs})
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("position", HEADS)
 def test_outputs_saving_and_counts(position, tmp_path):
     arguments = HEADS[position]

@@ -271,6 +271,7 @@ def test_any_argument_can_be_overridden():
     assert model.output_shape == (None, 5)
 
 
+@pytest.mark.backend_free
 def test_a_saved_task_comes_back_whole(saved):
     folder, expected = saved
     model = models.from_preset(str(folder))

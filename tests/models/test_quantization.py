@@ -73,6 +73,7 @@ def test_attention_and_experts_become_int8_and_routers_do_not(kwargs):
     assert np.median(np.abs(after - before)) < 0.05 * np.abs(before).max()
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_int8_models_come_back(tmp_path, policy):
     model = classifier(

@@ -120,6 +120,7 @@ def test_map_pooling_reads_no_padding():
 # Experts
 
 
+@pytest.mark.backend_free
 def test_routing_and_features_by_name(moe):
     record = keras.Model(moe.input, moe.routing)(texts())["block_1"]
     dispatched = keras.ops.convert_to_numpy(record.dispatched)
@@ -204,6 +205,7 @@ def test_the_defaults_are_the_text_tower_of_clip():
     assert described.gflops == (12 * per_block + 2 * 512**2) / 1e9
 
 
+@pytest.mark.backend_free
 def test_presets_round_trip(moe, tmp_path):
     moe.save_to_preset(tmp_path / "saved")
     again = models.from_preset(str(tmp_path / "saved"))

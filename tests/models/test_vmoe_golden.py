@@ -139,7 +139,6 @@ def gradients_of(case, importance):
     }
 
 
-@pytest.mark.every_backend
 @pytest.mark.parametrize("objective", ["softmax_xent", "total_loss"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients(case, objective):

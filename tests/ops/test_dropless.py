@@ -3,6 +3,8 @@
 Axes: G groups, S group_size, E experts, K selected experts, R rows, D hidden.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -18,14 +20,20 @@ to_numpy = keras.ops.convert_to_numpy
 SHAPES = [(2, 6, 4, 2), (1, 5, 3, 3), (3, 1, 6, 1)]
 
 
-def ragged(gates, selected, mask=None, normalize_gates=None):
-    mask = np.ones(gates.shape[:2], bool) if mask is None else mask
-    program = one_program(
+@functools.cache
+def _program(selected, normalize_gates):
+    return one_program(
         lambda gates, mask: dropless_token_choice(
             gates, gates, selected, mask, normalize_gates
         )
     )
-    return program(*map(keras.ops.convert_to_tensor, (gates, mask)))
+
+
+def ragged(gates, selected, mask=None, normalize_gates=None):
+    mask = np.ones(gates.shape[:2], bool) if mask is None else mask
+    return _program(selected, normalize_gates)(
+        *map(keras.ops.convert_to_tensor, (gates, mask))
+    )
 
 
 @some

@@ -1,5 +1,7 @@
 """Token choice where the last experts act in place: slots for the first ones only."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -25,8 +27,14 @@ PROBLEMS = [(2, 7, 6, 3, 2, 2, 3), (1, 9, 4, 1, 3, 1, 1), (2, 5, 5, 4, 2, 4, Non
 
 
 def plan_of(gates, mask, problem, priority="first_come", normalize_gates=None):
+    program = _program(problem, priority, normalize_gates)
+    return program(*map(keras.ops.convert_to_tensor, (gates, mask)))
+
+
+@functools.cache
+def _program(problem, priority, normalize_gates):
     *_, in_place, selected, capacity, in_place_capacity = problem
-    program = one_program(
+    return one_program(
         lambda gates, mask: token_choice(
             gates,
             gates,
@@ -39,7 +47,6 @@ def plan_of(gates, mask, problem, priority="first_come", normalize_gates=None):
             in_place_capacity=in_place_capacity,
         )
     )
-    return program(*map(keras.ops.convert_to_tensor, (gates, mask)))
 
 
 @some

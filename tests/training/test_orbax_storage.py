@@ -83,6 +83,7 @@ def run(folder, epochs, end_at=None):
     return model, checkpoint.history
 
 
+@backend_free
 def test_a_run_goes_on_from_it(tmp_path):
     expected, history = run(tmp_path / "whole", 3)
     with pytest.raises(KeyboardInterrupt):

@@ -155,6 +155,7 @@ def test_experts_are_copies_and_noise_makes_them_differ():
     assert np.abs(noise[0] - noise[1]).max() > 0
 
 
+@pytest.mark.backend_free
 def test_backbones_and_policies():
     backbone = with_weights(MAKERS["vit"](dtype="bfloat16")).backbone
     sparse, report = training.upcycle(backbone, num_experts=2, moe_layers=[0])
@@ -163,6 +164,7 @@ def test_backbones_and_policies():
     assert report.largest_difference < 0.1
 
 
+@pytest.mark.backend_free
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
 def test_the_optimizer_is_carried_over(optimizer):
     dense = MAKERS["vit"]()

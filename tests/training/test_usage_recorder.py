@@ -33,6 +33,7 @@ def fit(model, *callbacks):
     ).history  # fmt: skip
 
 
+@pytest.mark.backend_free
 def test_the_window_has_the_last_counts_and_training_is_the_same(tmp_path):
     recorder = UsageRecorder(
         images(*SHAPE), LABELS, ["a", "b", "c"], every=2, last=4, batch_size=4,
