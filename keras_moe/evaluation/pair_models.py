@@ -17,12 +17,7 @@ import numpy as np
 from keras_moe.checks import check_integer
 from keras_moe.evaluation.feature_checks import to_numpy
 from keras_moe.evaluation.feature_extraction import extract_features
-from keras_moe.evaluation.prompts import (
-    Template,
-    prompts,
-    read_class_names,
-    read_templates,
-)
+from keras_moe.evaluation.prompts import prompts, read_class_names, read_templates
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
     KS,
@@ -33,6 +28,7 @@ from keras_moe.evaluation.retrieval import (
 )
 from keras_moe.evaluation.similarities import CHUNK_SIZE
 from keras_moe.evaluation.zero_shot import ZeroShotResult, class_embeddings, zero_shot
+from keras_moe.templates import Template
 
 TEXTS = ("token_ids", "padding_mask")
 

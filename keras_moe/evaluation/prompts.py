@@ -1,16 +1,13 @@
 """Names of classes and templates of prompts: ours, published ones, or from a file."""
 
 import importlib.util
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-# A template is a text with one place for the name, or a function of the name.
-Template = str | Callable[[str], str]
+from keras_moe.templates import PLACE, Template, fill, read_lines
+from keras_moe.templates import read_templates as check_templates
 
-PLACE = "{}"
 TEMPLATES = {
     "name": (PLACE,),
     "ours": (
@@ -28,8 +25,6 @@ PUBLISHED = {
     "simple": "SIMPLE_IMAGENET_TEMPLATES",
 }
 PUBLISHED_NAMES = {"imagenet": "IMAGENET_CLASSNAMES"}
-# No template holds it by chance.
-_PROBE = "\N{BLACK STAR}\N{WHITE STAR}"
 
 
 def read_templates(templates: str | os.PathLike | Sequence[Template]) -> tuple:
@@ -60,18 +55,7 @@ def read_templates(templates: str | os.PathLike | Sequence[Template]) -> tuple:
         return TEMPLATES[templates]
     if isinstance(templates, str) and templates in PUBLISHED:
         return _published(PUBLISHED[templates])
-    if isinstance(templates, str) and PLACE in templates:
-        templates = (templates,)
-    elif isinstance(templates, (str, os.PathLike)):
-        templates = _lines(templates, "templates", (*TEMPLATES, *PUBLISHED))
-    if not isinstance(templates, Sequence) or not len(templates):
-        raise ValueError(
-            "Expected templates: the name of a set, a file, or a sequence of texts and "
-            f"functions; received: templates={templates!r}"
-        )
-    for template in templates:
-        _check_template(template)
-    return tuple(templates)
+    return check_templates(templates, (*TEMPLATES, *PUBLISHED))
 
 
 def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[str, ...]:
@@ -96,7 +80,7 @@ def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[st
     if isinstance(class_names, str) and class_names in PUBLISHED_NAMES:
         return _published(PUBLISHED_NAMES[class_names])
     if isinstance(class_names, (str, os.PathLike)):
-        class_names = _lines(class_names, "class names", PUBLISHED_NAMES)
+        class_names = read_lines(class_names, "class names", PUBLISHED_NAMES)
     names = tuple(class_names)
     bad = [name for name in names if not isinstance(name, str) or not name.strip()]
     if bad or not names:
@@ -130,51 +114,7 @@ def prompts(class_names: Sequence[str], templates: Sequence[Template]) -> list[s
     >>> prompts(["cat", "dog"], ["a {}", lambda name: f"two {name}s"])
     ['a cat', 'two cats', 'a dog', 'two dogs']
     """
-    return [_fill(template, name) for name in class_names for template in templates]
-
-
-def _fill(template, name):
-    if callable(template):
-        return template(name)
-    # Not by `format`: names and templates may have braces of their own.
-    return template.replace(PLACE, name)
-
-
-def _check_template(template):
-    if callable(template):
-        text = template(_PROBE)
-        fits = isinstance(text, str) and _PROBE in text
-    else:
-        fits = isinstance(template, str) and template.count(PLACE) == 1
-    if not fits:
-        raise ValueError(
-            f"Expected templates with one place for the name, {PLACE}; received: "
-            f"{template!r}"
-        )
-
-
-def _lines(path: Any, what: str, sets: Any) -> list[str]:
-    """The texts of a file, one a line or a JSON list."""
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise ValueError(
-            f"Expected a file of {what} or one of {sorted(sets)}; received: {path}"
-        )
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix != ".json":
-            return [line for line in text.splitlines() if line.strip()]
-        lines = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"Expected {what} in UTF-8, a JSON list or one a line, in {path}; "
-            f"received: {error}"
-        ) from error
-    if not isinstance(lines, list):
-        raise ValueError(
-            f"Expected a JSON list of {what} in {path}; received: {lines!r:.80}"
-        )
-    return lines
+    return [fill(template, name) for name in class_names for template in templates]
 
 
 def _published(name: str) -> tuple:

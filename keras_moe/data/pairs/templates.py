@@ -4,9 +4,6 @@ Reference: *Multimodal Contrastive Learning with LIMoE*, appendix A.3.
 """
 
 import copy
-import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +12,7 @@ from keras_moe.data.examples import IndexedExamples
 from keras_moe.data.pairs.captions import CaptionTable, checked_captions, equal_ids
 from keras_moe.data.pairs.source import PairSource
 from keras_moe.data.sources import open_source
-
-PLACE = "{}"
+from keras_moe.templates import PLACE, fill, read_templates
 
 
 def read_pairs(
@@ -35,12 +31,10 @@ def read_pairs(
         ValueError: if the classes have no names, two have one name, or a template has
             not one place for it.
     """
-    templates = read_templates(templates)
+    templates = read_templates(PLACE if templates is None else templates)
     examples = open_source(source, split, data_dir)
     names = _names(source, examples.classes)
-    captions = [
-        tuple(template.replace(PLACE, name) for template in templates) for name in names
-    ]
+    captions = [tuple(fill(template, name) for template in templates) for name in names]
     indexed = isinstance(examples, IndexedExamples)
     if every_caption and not indexed:
         raise ValueError(
@@ -57,43 +51,6 @@ def read_pairs(
     images.read = read
     counts = np.full(examples.count, len(templates))
     return PairSource(source, images, captions, counts, has_classes=True)
-
-
-def read_templates(templates: Any) -> tuple[str, ...]:
-    """Templates from themselves, or from a text file with one in each line.
-
-    Args:
-        templates: string with a `{}`, a sequence of such, or a path; None for `"{}"`.
-
-    Raises:
-        ValueError: if there are none, or one has not one place for the name.
-    """
-    if templates is None:
-        templates = (PLACE,)
-    elif isinstance(templates, os.PathLike) or (
-        isinstance(templates, str) and PLACE not in templates
-    ):
-        path = Path(templates)
-        if not path.is_file():
-            raise ValueError(
-                f"Expected templates with a place {PLACE} for the name, or their file; "
-                f"received: templates={str(templates)!r}"
-            )
-        lines = path.read_text(encoding="utf-8").splitlines()
-        templates = [line for line in lines if line.strip()]
-    elif isinstance(templates, str):
-        templates = (templates,)
-    if not isinstance(templates, Sequence) or not templates:
-        raise ValueError(
-            f"Expected a template or a sequence of such; received: {templates!r}"
-        )
-    for template in templates:
-        if not isinstance(template, str) or template.count(PLACE) != 1:
-            raise ValueError(
-                f"Expected templates with one place {PLACE} for the name; "
-                f"received: {template!r}"
-            )
-    return tuple(templates)
 
 
 def _names(source: str, classes: Any) -> tuple[str, ...]:

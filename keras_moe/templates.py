@@ -1,0 +1,114 @@
+"""Templates of texts about a class, each with one place for its name.
+
+A template is a text with one `{}`, or a function from a name to a text.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Template = str | Callable[[str], str]
+
+PLACE = "{}"
+# No template holds it by chance.
+_PROBE = "\N{BLACK STAR}\N{WHITE STAR}"
+
+
+def read_templates(templates: Any, sets: Sequence[str] = ()) -> tuple[Template, ...]:
+    """Templates from themselves or from a file, checked.
+
+    Args:
+        templates: one text with a `{}`; a file, JSON with a list of texts or one text a
+            line; or a sequence of texts and functions.
+        sets: names that the caller knows in the place of a file, for errors.
+
+    Raises:
+        ValueError: if there are none, one has no place for the name or several, or a
+            file is not there or not UTF-8.
+
+    Example:
+
+    >>> from keras_moe.templates import read_templates
+    >>> read_templates("a photo of a {}.")
+    ('a photo of a {}.',)
+    """
+    if isinstance(templates, str) and PLACE in templates:
+        templates = (templates,)
+    elif isinstance(templates, (str, os.PathLike)):
+        templates = read_lines(
+            templates, f"templates with a place {PLACE} for the name", sets
+        )
+    if not isinstance(templates, Sequence) or not len(templates):
+        raise ValueError(
+            "Expected a template, a file or a sequence of templates; received: "
+            f"{templates!r}"
+        )
+    for template in templates:
+        if callable(template):
+            text = template(_PROBE)
+            fits = isinstance(text, str) and _PROBE in text
+        else:
+            fits = isinstance(template, str) and template.count(PLACE) == 1
+        if not fits:
+            raise ValueError(
+                f"Expected templates with one place {PLACE} for the name; received: "
+                f"{template!r}"
+            )
+    return tuple(templates)
+
+
+def fill(template: Template, name: str) -> str:
+    """The text of a template for a name.
+
+    Args:
+        template: text or function.
+        name: name of a class.
+
+    Example:
+
+    >>> from keras_moe.templates import fill
+    >>> fill("a {}", "cat")
+    'a cat'
+    """
+    if callable(template):
+        return template(name)
+    # Not by `format`: names and templates may have braces of their own.
+    return template.replace(PLACE, name)
+
+
+def read_lines(
+    path: str | os.PathLike, what: str, sets: Sequence[str] = ()
+) -> list[str]:
+    """The texts of a file, one a line or a JSON list.
+
+    Args:
+        path: path of the file.
+        what: words for the texts, for errors.
+        sets: names that the caller knows in the place of a file, for errors.
+
+    Raises:
+        ValueError: if there is no such file, or it is no such list in UTF-8.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        known = f", or one of {sorted(sets)}" if sets else ""
+        raise ValueError(
+            f"Expected {what}, or their file{known}; received: {os.fspath(path)!r}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".json":
+            return [line for line in text.splitlines() if line.strip()]
+        lines = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"Expected {what} in UTF-8, a JSON list or one a line, in {path}; "
+            f"received: {error}"
+        ) from error
+    if not isinstance(lines, list):
+        raise ValueError(
+            f"Expected a JSON list of {what} in {path}; received: {lines!r:.80}"
+        )
+    return lines
