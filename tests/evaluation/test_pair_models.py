@@ -122,7 +122,7 @@ def test_mistakes():
     refused([(inputs, {"image_ids": ids["image_ids"][1:]})], "one image, text and id")
     with pytest.raises(ValueError, match="'a' for classes 0 and 1"):
         training.ZeroShot((), ["a", "a"])
-    with pytest.raises(ValueError, match="one place {} for the name"):
+    with pytest.raises(ValueError, match=r"one place {} for the name"):
         zero_shot_from_model(Towers(), None, None, ["a"], ["none"])
 
 
