@@ -1,11 +1,8 @@
 """The objective of pairs: its settings, its tokenizer, and runs that go on exactly."""
 
-import json
-
 import keras
 import numpy as np
 import pytest
-from PIL import Image
 
 from keras_moe import data, models
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
@@ -17,9 +14,9 @@ from keras_moe.training import (
     train,
 )
 from keras_moe.training.run_settings import run_settings
+from tests.training.pair_folder import write_pairs
 
 backend_free = pytest.mark.backend_free
-COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 TINY = {
     "image_shape": [8, 8, 3],
     "patch_size": 4,
@@ -37,28 +34,13 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Squares of three colours on three grounds, with two captions each."""
-    root = tmp_path_factory.mktemp("pairs")
-    for split in ("train", "test"):
-        (root / split).mkdir()
-        lines = []
-        for name, colour in COLOURS.items():
-            for ground in ("black", "white", "grey"):
-                level = {"black": 0, "white": 255, "grey": 128}[ground]
-                pixels = np.full((8, 8, 3), level, "uint8")
-                pixels[2:6, 2:6] = colour
-                file = f"{name}_{ground}.png"
-                Image.fromarray(pixels).save(root / split / file)
-                for caption in (f"a {name} square on {ground}", f"{name} {ground}"):
-                    lines.append(json.dumps({"image": file, "caption": caption}))
-        (root / split / "captions.jsonl").write_text("\n".join(lines))
-    return root
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
 
 
 def recipe(folder, **changes):
     mine = Recipe(
         "mine",
-        data={"source": f"folder:{folder}", "batch_size": 4},
+        data={"source": folder, "batch_size": 4},
         model={"preset": "limoe_s32", **TINY},
         schedule={"epochs": 2, "learning_rate": 1e-3},
         objective={"name": "contrastive"},

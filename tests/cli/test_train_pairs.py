@@ -1,0 +1,59 @@
+"""`keras-moe train` on pairs, and a run that begins with an upcycled model."""
+
+import json
+
+import numpy as np
+import pytest
+
+from keras_moe import models
+from tests.training.pair_folder import write_pairs
+
+pytestmark = pytest.mark.backend_free
+
+SMALL = ("num_layers=2", "hidden_dim=8", "num_heads=2", "mlp_dim=16")
+# Pictures of 8 pixels, and the largest vocabulary that their captions fill.
+SIZES = ("image_shape=[8,8,3]", "patch_size=4", "vocabulary_size=530", "max_length=12")
+SHORT = ("schedule.epochs=2", "schedule.warmup_steps=0", "data.batch_size=4")
+
+
+def test_a_dense_run_is_upcycled_and_goes_on(program, tmp_path):
+    (tmp_path / "pairs").mkdir()
+    source = write_pairs(tmp_path / "pairs")
+    common = ("--data", source, "--recipe-set", *SHORT, "data.augment=[]")
+    dense, up, sparse = (tmp_path / name for name in ("dense", "up", "sparse"))
+    status, output, errors = program(
+        "train", "clip_emoji", "--output", dense, *common, "--set", *SMALL, *SIZES
+    )
+    assert status == 0, errors
+    results = json.loads((dense / "results.json").read_text())
+    names = ("loss", "contrastive_accuracy")
+    assert set(results["history"]) == {*names, *(f"val_{name}" for name in names)}
+    assert results["metric"] == "val_contrastive_accuracy"
+    assert f"val_contrastive_accuracy {results['score']:.4f}" in output
+    assert (dense / "training.png").read_bytes().startswith(b"\x89PNG")
+    # The preset has the tokenizer that was trained on the captions.
+    model = models.from_preset(str(dense / "preset"))
+    captions = ["a red square on white", "blue grey"]
+    assert model.encode_text(captions).shape == (2, 64)
+    status, _, errors = program(
+        "upcycle", dense / "preset", up, "--settings", "clip_up"
+    )
+    assert status == 0, errors
+    arguments = ("clip_up_emoji", "--preset", up, "--output", sparse, *common)
+    status, _, errors = program("train", *arguments)
+    assert status == 0, errors
+    results = json.loads((sparse / "results.json").read_text())
+    assert results["recipe"]["model"]["preset"] == str(up)
+    layers = {row["layer"] for row in results["router_health"]}
+    assert layers == {"image/block_1", "text/block_1"}
+    assert (sparse / "router_health.png").read_bytes().startswith(b"\x89PNG")
+    # It began with the dense model's weights and its tokenizer.
+    again = models.from_preset(str(sparse / "preset"))
+    tokens = model.preprocessor(captions)["token_ids"]
+    np.testing.assert_array_equal(again.preprocessor(captions)["token_ids"], tokens)
+    embeddings = [
+        np.asarray(x.backbone.get_layer("text/token_embedding").get_weights()[0])
+        for x in (model, again)
+    ]
+    np.testing.assert_allclose(*embeddings, atol=0.01)
+    assert np.abs(embeddings[0]).max() > 0.02
