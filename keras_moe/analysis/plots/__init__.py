@@ -23,6 +23,15 @@ from keras_moe.analysis.plots.mumoe_heads import (
     plot_head_capacity,
     plot_matched_heads,
 )
+from keras_moe.analysis.plots.pair_curves import (
+    plot_pair_training,
+    plot_pruned_pairs,
+)
+from keras_moe.analysis.plots.pair_study import (
+    plot_entropy_thresholds,
+    plot_group_sizes,
+    plot_pair_comparison,
+)
 from keras_moe.analysis.plots.router_health import plot_router_health
 from keras_moe.analysis.plots.router_study import (
     plot_router_curves,
@@ -40,16 +49,21 @@ __all__ = [
     "plot_compute_maps",
     "plot_constant_experts",
     "plot_coverage",
+    "plot_entropy_thresholds",
     "plot_expert_images",
     "plot_expert_load",
     "plot_expert_patches",
     "plot_expert_usage",
     "plot_expert_views",
+    "plot_group_sizes",
     "plot_head_capacity",
     "plot_kind_maps",
     "plot_load_by_kind",
     "plot_matched_heads",
+    "plot_pair_comparison",
+    "plot_pair_training",
     "plot_polysemanticity",
+    "plot_pruned_pairs",
     "plot_router_curves",
     "plot_router_health",
     "plot_router_study",

@@ -41,6 +41,16 @@ MUMOE_PARTS = (
     "matched",
     "capacity",
 )
+LIMOE_PARTS = (
+    "losses",
+    "selected",
+    "thresholds",
+    "orders",
+    "routers",
+    "groups",
+    "pruning",
+)
+CLIP_UP_PARTS = ("upcycling", "backbones", "modalities", "capacity", "gates")
 
 
 def add_studies(commands: Any) -> None:
@@ -61,7 +71,7 @@ def add_studies(commands: Any) -> None:
         "keras-moe study mumoe --help",
     )
     studies = parser.add_subparsers(metavar="STUDY", required=True)
-    for add in (routers, moepp, mumoe):
+    for add in (routers, moepp, mumoe, limoe, clip_up):
         add(studies)
 
 
@@ -203,6 +213,100 @@ def mumoe(studies: Any) -> None:
     add_training(parser, "mumoe", epochs=15, batch_size=64, learning_rate=2e-3)
 
 
+def limoe(studies: Any) -> None:
+    parser = add_command(
+        studies,
+        "limoe",
+        "repeat the ablations of LIMoE on small pairs of images and captions",
+        "keras-moe study limoe --parts losses orders\n"
+        "keras-moe study limoe --parts pruning --seeds 5\n"
+        "keras-moe study limoe --data folder:pairs --steps 500 --parts routers",
+        "losses adds the auxiliary losses one after the other, from none to LIMoE's. "
+        "selected has the local losses and priorities for several experts per token "
+        "(Table 6). thresholds varies the global entropy thresholds (appendix B.2, "
+        "Figures 8 to 10), orders who is served first (Figure 6), routers compares one "
+        "router, one for each modality, and disjoint experts (Table 7), groups the "
+        "groups of a batch (Figure 16). pruning prunes the experts of one modality "
+        "(Figures 13 to 15).",
+        RESUMES,
+        "keras_moe.cli.studies.limoe",
+    )
+    add_parts(parser, LIMOE_PARTS)
+    parser.add_argument(
+        "--selected",
+        type=at_least(1),
+        nargs="+",
+        metavar="K",
+        help="experts per token of the part selected; by default 1 2",
+    )
+    for modality in ("text", "image"):
+        parser.add_argument(
+            f"--{modality}-experts",
+            type=positive,
+            nargs="+",
+            metavar="N",
+            help=f"soft minima of {modality} experts of the part thresholds; by "
+            "default from 1 to all experts",
+        )
+    parser.add_argument(
+        "--text-pool",
+        type=at_least(1),
+        metavar="N",
+        help="disjoint experts of text of the part routers; by default one more than "
+        "the soft minimum of text",
+    )
+    add_pairs(parser, "limoe", "limoe_emoji")
+
+
+def clip_up(studies: Any) -> None:
+    parser = add_command(
+        studies,
+        "clip-up",
+        "repeat the ablations of CLIP-UP on small pairs of images and captions",
+        "keras-moe study clip-up --parts upcycling\n"
+        "keras-moe study clip-up --parts modalities gates --seeds 5\n"
+        "keras-moe study clip-up --data folder:pairs --steps 500",
+        "upcycling compares dense models, models upcycled from them and models from "
+        "scratch at equal steps (Figure 4): as in the paper, a dense model trains for "
+        "56% of the steps before it is upcycled. backbones compares two towers with "
+        "one transformer for both modalities, with LIMoE's entropy losses and without "
+        "(Tables 1 and 4), modalities has experts for texts, images or both (Figure "
+        "5), capacity two capacity factors (Figure 6), gates normalises the gates or "
+        "not (Figure 8).",
+        RESUMES,
+        "keras_moe.cli.studies.clip_up",
+    )
+    add_parts(parser, CLIP_UP_PARTS)
+    add_pairs(parser, "clip_up", "clip_up_emoji")
+
+
+def add_pairs(parser: Parser, name: str, recipe: str) -> None:
+    """Adds the arguments of studies of pairs.
+
+    Args:
+        parser: parser to add them to.
+        name: the study's name.
+        recipe: default of `--recipe`.
+    """
+    parser.add_argument(
+        "--recipe",
+        default=recipe,
+        help=f"a recipe of pairs, a name or a file; {recipe} by default",
+    )
+    add_data(
+        parser,
+        help=", of pairs, emoji or webdataset:GLOB; in the place of the recipe's",
+    )
+    add_overrides(parser)
+    add_overrides(
+        parser, "--recipe-set", "settings of the recipe", "data.captions=first"
+    )
+    add_training(parser, name, None, None, None)
+    parser.add_argument(
+        "--steps", type=at_least(1), help="length of a run, in the place of --epochs"
+    )
+
+
 def add_parts(parser: Parser, names: tuple[str, ...]) -> None:
     """Adds `--parts`.
 
@@ -221,14 +325,18 @@ def add_parts(parser: Parser, names: tuple[str, ...]) -> None:
 
 
 def add_training(
-    parser: Parser, name: str, epochs: int, batch_size: int, learning_rate: float
+    parser: Parser,
+    name: str,
+    epochs: int | None,
+    batch_size: int | None,
+    learning_rate: float | None,
 ) -> None:
     """Adds the arguments of runs, which all studies have.
 
     Args:
         parser: parser to add them to.
         name: the study's name.
-        epochs: default of `--epochs`.
+        epochs: default of `--epochs`; None leaves it, and the next two, to a recipe.
         batch_size: default of `--batch-size`.
         learning_rate: default of `--learning-rate`.
     """

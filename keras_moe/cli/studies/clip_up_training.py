@@ -1,0 +1,116 @@
+"""The models of the study of CLIP-UP: dense, upcycled from those, and from scratch."""
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_moe.cli.studies import clip_up_configurations as configurations
+from keras_moe.cli.studies.clip_up_configurations import Overrides
+from keras_moe.cli.studies.pair_training import PairTraining
+from keras_moe.cli.studies.study import Run, Study, Tell
+
+SEPARATED, SHARED = "separated", "shared"
+
+
+class UpcycledPairs:
+    """Dense models of pairs for each seed, and mixtures of experts made of them.
+
+    A dense model trains for 56% of the recipe's length, as the paper's for 440 of 790
+    thousand steps; an upcycled one for the rest after that; and those to which it is
+    compared for the whole.
+
+    Args:
+        study: the study.
+        pairs: training of the models.
+        config: arguments of the recipe's backbone, a `CLIPBackbone` with experts in
+            both towers.
+        seeds: number of seeds.
+    """
+
+    def __init__(self, study: Study, pairs: PairTraining, config: dict, seeds: int):
+        self.study, self.pairs, self.seeds = study, pairs, seeds
+        share = configurations.DENSE_SHARE
+        self.first = configurations.part_of_schedule(pairs.recipe, share)
+        self.second = configurations.rest_of_schedule(pairs.recipe, share)
+        self.of_backbone = {
+            SEPARATED: {},
+            SHARED: configurations.shared_backbone(config),
+        }
+
+    def dense_rows(self, backbone: str = SEPARATED, whole: bool = False) -> list[Run]:
+        """Runs of the dense model, one for each seed.
+
+        Args:
+            backbone: `"separated"` or `"shared"`.
+            whole: whether it trains for the recipe's whole length.
+        """
+        return [self._dense_run(backbone, whole, seed) for seed in range(self.seeds)]
+
+    def scratch_rows(
+        self, overrides: Overrides, backbone: str = SEPARATED
+    ) -> list[Run]:
+        """Runs of a sparse model from scratch, one for each seed.
+
+        Args:
+            overrides: overrides of the recipe.
+            backbone: `"separated"` or `"shared"`.
+        """
+        own = {**self.of_backbone[backbone], **overrides}
+        return [
+            self.pairs.new_run(own, seed, f"{backbone}, from scratch")
+            for seed in range(self.seeds)
+        ]
+
+    def upcycled_rows(
+        self, overrides: Overrides, backbone: str = SEPARATED
+    ) -> list[Run]:
+        """Runs of a model that is upcycled, one for each seed.
+
+        Args:
+            overrides: overrides of the recipe.
+            backbone: `"separated"` or `"shared"`.
+        """
+        own = {**self.of_backbone[backbone], **overrides, **self.second}
+        rows = []
+        for seed in range(self.seeds):
+            settings = {
+                "overrides": own,
+                "dense": self.study.settings_of(self._dense_run(backbone, False, seed)),
+            }
+            make = functools.partial(self._upcycle, own, backbone, seed)
+            rows.append(Run("upcycled", seed, settings, make, f"{backbone}, upcycled"))
+        return rows
+
+    def _dense_overrides(self, backbone, whole):
+        return {
+            **self.of_backbone[backbone],
+            **configurations.without_experts(backbone),
+            **({} if whole else self.first),
+        }
+
+    def _dense_run(self, backbone, whole, seed):
+        overrides = self._dense_overrides(backbone, whole)
+        make = functools.partial(self._train_dense, overrides, seed)
+        return Run("dense", seed, {"overrides": overrides}, make, f"{backbone}, dense")
+
+    def _train_dense(
+        self, overrides: Overrides, seed: int, tell: Tell
+    ) -> tuple[dict, dict[str, np.ndarray]]:
+        """Trains a dense model, and keeps its weights."""
+        model, result = self.pairs.train(overrides, seed, tell)
+        weights = model.backbone.get_weights()
+        return result, {f"w{index}": value for index, value in enumerate(weights)}
+
+    def _upcycle(self, overrides, backbone, seed, tell):
+        run = self._dense_run(backbone, False, seed)
+        self.study.finish(run, tell)
+        arrays = self.study.arrays(run)
+        dense = self._new_dense(backbone, seed)
+        dense.backbone.set_weights([arrays[f"w{n}"] for n in range(len(arrays))])
+        return self.pairs.train(overrides, seed, tell, dense)[1], {}
+
+    def _new_dense(self, backbone: str, seed: int) -> keras.Model:
+        overrides: dict[str, Any] = self._dense_overrides(backbone, False)
+        return self.pairs.recipe.replace(**{**overrides, "seed": seed}).new_model(None)
