@@ -267,8 +267,9 @@ def clip_up(studies: Any) -> None:
         "keras-moe study clip-up --parts modalities gates --seeds 5\n"
         "keras-moe study clip-up --data folder:pairs --steps 500",
         "upcycling compares dense models, models upcycled from them and models from "
-        "scratch at equal steps (Figure 4): as in the paper, a dense model trains for "
-        "56% of the steps before it is upcycled. backbones compares two towers with "
+        "scratch at equal steps (Figure 4): those of the dense recipe and the upcycled "
+        "one's together, or --epochs and --steps in all, of which 56% are dense as in "
+        "the paper. backbones compares two towers with "
         "one transformer for both modalities, with LIMoE's entropy losses and without "
         "(Tables 1 and 4), modalities has experts for texts, images or both (Figure "
         "5), capacity two capacity factors (Figure 6), gates normalises the gates or "
@@ -277,6 +278,13 @@ def clip_up(studies: Any) -> None:
         "keras_moe.cli.studies.clip_up",
     )
     add_parts(parser, CLIP_UP_PARTS)
+    parser.add_argument(
+        "--dense-recipe",
+        default="clip_emoji",
+        metavar="RECIPE",
+        help="recipe whose optimizer and schedule dense models and those from scratch "
+        "have; clip_emoji by default",
+    )
     add_pairs(parser, "clip_up", "clip_up_emoji")
 
 
@@ -288,6 +296,9 @@ def add_pairs(parser: Parser, name: str, recipe: str) -> None:
         name: the study's name.
         recipe: default of `--recipe`.
     """
+    parser.add_argument(
+        "--only", nargs="+", metavar="ROW", help="names of the rows that train"
+    )
     parser.add_argument(
         "--recipe",
         default=recipe,

@@ -16,15 +16,21 @@ from keras_moe import models
 from keras_moe.analysis import plots
 from keras_moe.cli.result import Result
 from keras_moe.cli.studies import clip_up_configurations as configurations
+from keras_moe.cli.studies.clip_up_configurations import Lengths
 from keras_moe.cli.studies.clip_up_training import SEPARATED, SHARED, UpcycledPairs
-from keras_moe.cli.studies.pair_parts import Comparison
+from keras_moe.cli.studies.pair_parts import (
+    Comparison,
+    chosen_rows,
+    run_comparisons,
+)
 from keras_moe.cli.studies.pair_training import PairTraining, recipe_of
-from keras_moe.cli.studies.study import Study, run_parts
+from keras_moe.cli.studies.study import Run, Study
 from keras_moe.cli.versions import backend_and_versions
 from keras_moe.models.overrides import complete_config
-from keras_moe.training import Recipe
+from keras_moe.training import Contrastive, Recipe, load_recipe
 
-DENSE_FIRST, DENSE = "dense, 56% of the steps", "dense"
+DENSE_FIRST, DENSE = "dense, before it is upcycled", "dense"
+METRIC = Contrastive.headline.metric
 SCRATCH, UPCYCLED = "from scratch", "upcycled"
 
 
@@ -44,94 +50,93 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         console,
         args.restart,
     )
-    source = UpcycledPairs(study, pairs, config, args.seeds)
+    source = UpcycledPairs(study, pairs, lengths_of(args, recipe), config, args.seeds)
+    rows = chosen_rows(tables_of(source, config), args.parts, args.only)
+
+    def new_part(name):
+        cls, title = PARTS[name]
+        return cls(study, name, title, rows[name])
+
+    return run_comparisons(study, {name: new_part(name) for name in rows})
+
+
+def tables_of(source: UpcycledPairs, config: dict) -> dict[str, dict[str, list[Run]]]:
+    """Runs by part and row.
+
+    Args:
+        source: the models.
+        config: arguments of the recipe's backbone.
+    """
 
     def upcycled(rows):
-        return {name: source.upcycled_rows(own) for name, own in rows.items()}
+        return {name: source.upcycled_runs(own) for name, own in rows.items()}
 
-    make = {
-        "upcycling": lambda: Upcycling(study, recipe, source),
-        "backbones": lambda: Comparison(
-            study,
-            "backbones",
-            "Backbones (Tables 1 and 4)",
-            backbone_rows(source, config),
+    towers = (("text",), ("image",), ("image", "text"))
+    return {
+        "upcycling": {
+            DENSE_FIRST: source.dense_runs(),
+            DENSE: source.dense_runs(is_whole=True),
+            SCRATCH: source.scratch_runs({}),
+            UPCYCLED: source.upcycled_runs({}),
+        },
+        "backbones": backbone_runs(source, config),
+        "modalities": upcycled(
+            {
+                f"experts in {' and '.join(names)}": configurations.experts_in(*names)
+                for names in towers
+            }
         ),
-        "modalities": lambda: Comparison(
-            study,
-            "modalities",
-            "Experts in one modality or both (Figure 5)",
-            upcycled(
-                {
-                    f"experts in {' and '.join(towers)}": configurations.experts_in(
-                        *towers
-                    )
-                    for towers in (("text",), ("image",), ("image", "text"))
-                }
-            ),
-        ),
-        "capacity": lambda: Comparison(
-            study,
-            "capacity",
-            "Capacity factors, as the paper counts them (Table 7)",
-            upcycled(configurations.capacity_configurations(config)),
-        ),
-        "gates": lambda: Comparison(
-            study,
-            "gates",
-            "Gates (Figure 8)",
-            upcycled(configurations.gate_configurations(config)),
-        ),
+        "capacity": upcycled(configurations.capacity_configurations(config)),
+        "gates": upcycled(configurations.gate_configurations(config)),
     }
-    return run_parts(study, {name: make[name]() for name in make if name in args.parts})
+
+
+def lengths_of(args: argparse.Namespace, recipe: Recipe) -> Lengths:
+    """The schedules of dense, upcycled and other models.
+
+    Args:
+        args: arguments of `arguments.clip_up`.
+        recipe: recipe of the upcycled models.
+    """
+    dense = load_recipe(args.dense_recipe)
+    total = args.epochs or args.steps
+    return configurations.lengths(dense, recipe, total)
 
 
 class Upcycling(Comparison):
-    """Dense models, upcycled ones and those from scratch, at equal steps.
-
-    Args:
-        study: the study.
-        recipe: the recipe.
-        source: the models.
-    """
-
-    def __init__(self, study: Study, recipe: Recipe, source: UpcycledPairs):
-        rows = {
-            DENSE_FIRST: source.dense_rows(),
-            DENSE: source.dense_rows(whole=True),
-            SCRATCH: source.scratch_rows({}),
-            UPCYCLED: source.upcycled_rows({}),
-        }
-        title = "Dense, from scratch and upcycled, at equal steps (Figure 4)"
-        super().__init__(study, "upcycling", title, rows)
-        self.recipe = recipe
-        self.metric = recipe.objective.headline.metric
+    """Dense models, upcycled ones and those from scratch, at equal steps."""
 
     def draw(self, every: dict) -> list[Path]:
-        length, whole = configurations.length_of(self.recipe)
-        share = configurations.DENSE_SHARE
-        first = configurations.part_of_schedule(self.recipe, share)
-        between = first[f"schedule.{length}"]
-        places = {
-            DENSE_FIRST: (0, between),
-            DENSE: (0, whole),
-            SCRATCH: (0, whole),
-            UPCYCLED: (between, whole),
-        }
+        rows = every[self.name]["rows"]
+        # Parts of a run, one after the other, by their numbers of epochs.
         curves = {
-            name: {
-                "start": places[name][0],
-                "end": places[name][1],
-                "accuracy": row["history"][self.metric],
-            }
-            for name, row in every[self.name]["rows"].items()
+            name: {"start": 0, "accuracy": row["history"][METRIC]}
+            for name, row in rows.items()
         }
+        if {DENSE_FIRST, UPCYCLED} <= {*rows}:
+            before = len(curves[DENSE_FIRST]["accuracy"])
+            curves[UPCYCLED]["start"] = before
+        for curve in curves.values():
+            curve["end"] = curve["start"] + len(curve["accuracy"])
         path = self.study.folder / "upcycling_curves.png"
-        plots.plot_pair_training(curves, path, length=length)
+        plots.plot_pair_training(curves, path)
         return [*super().draw(every), path]
 
 
-def backbone_rows(source: UpcycledPairs, config: dict) -> dict[str, list]:
+# The class and the title of each part.
+PARTS = {
+    "upcycling": (
+        Upcycling,
+        "Dense, from scratch and upcycled, at equal steps (Figure 4)",
+    ),
+    "backbones": (Comparison, "Backbones (Tables 1 and 4)"),
+    "modalities": (Comparison, "Experts in one modality or both (Figure 5)"),
+    "capacity": (Comparison, "Capacity factors, as the paper counts them (Table 7)"),
+    "gates": (Comparison, "Normalisation of the gates (Figure 8)"),
+}
+
+
+def backbone_runs(source: UpcycledPairs, config: dict) -> dict[str, list]:
     """Tables 1 and 4: eight models.
 
     Args:
@@ -145,8 +150,8 @@ def backbone_rows(source: UpcycledPairs, config: dict) -> dict[str, list]:
             backbone, moe["auxiliary_losses"], factor * moe["num_experts"]
         )
         for start, make in (
-            (SCRATCH, source.scratch_rows),
-            (UPCYCLED, source.upcycled_rows),
+            (SCRATCH, source.scratch_runs),
+            (UPCYCLED, source.upcycled_runs),
         ):
             rows[f"{backbone}, {start}"] = make({}, backbone)
             rows[f"{backbone}, {start}, entropy losses"] = make(entropy, backbone)

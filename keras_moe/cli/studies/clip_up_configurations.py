@@ -1,14 +1,13 @@
 """The configurations of the study of CLIP-UP, as overrides of a recipe."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_moe.layers import MoEConfig
 from keras_moe.training import Recipe
 
-# The paper's steps, in thousands: dense, and upcycled after them.
-DENSE_STEPS, UPCYCLED_STEPS = 440, 350
-DENSE_SHARE = DENSE_STEPS / (DENSE_STEPS + UPCYCLED_STEPS)
+# The paper's steps, in thousands: dense, of those with the upcycled ones after them.
+DENSE_SHARE = 440 / (440 + 350)
 # Six experts of each modality at least: the threshold of LIMoE's losses in section 3.2.
 SOFT_MINIMUM = 6
 # Capacity factors as Switch and the paper count them, without K = 2; see `MoEConfig`.
@@ -126,46 +125,70 @@ def shared_backbone(config: dict) -> Overrides:
     return {f"model.{name}": value for name, value in own.items()}
 
 
-def part_of_schedule(recipe: Recipe, share: float) -> Overrides:
-    """Overrides that make a run the first part of its length, the warm-up, too.
+class Lengths(NamedTuple):
+    """Overrides that are schedules of a recipe of upcycled models.
+
+    Attributes:
+        dense: a dense model's before it is upcycled.
+        upcycled: an upcycled model's, after that.
+        whole: the schedule of a model as long as both, dense or from scratch.
+    """
+
+    dense: Overrides
+    upcycled: Overrides
+    whole: Overrides
+
+
+def lengths(dense: Recipe, upcycled: Recipe, total: int | None = None) -> Lengths:
+    """The schedules of dense models, upcycled ones, and those to compare.
+
+    Dense models and those from scratch have the learning rates and the optimizer of
+    the dense recipe, as in the paper. Warm-ups shrink with their runs.
 
     Args:
-        recipe: the recipe.
-        share: share of the length.
+        dense: recipe of the dense models.
+        upcycled: recipe of the upcycled ones.
+        total: length of both in the unit of the second; None adds the recipes' own.
+            Otherwise they share it as the paper's 440 and 350 thousand steps do.
 
     Raises:
-        ValueError: if nothing is left for another part.
+        ValueError: if the recipes' lengths have different units, or there are fewer
+            than two epochs or steps.
     """
-    name, length = length_of(recipe)
-    part = max(1, round(length * share))
-    if part >= length:
+    unit = "epochs" if upcycled.schedule.steps is None else "steps"
+    both = [getattr(x.schedule, unit) for x in (dense, upcycled)]
+    if total is None and both[0] is None:
         raise ValueError(
-            "Expected a run of at least two epochs or steps, for a dense part and an "
-            f"upcycled one; received: {name}={length}"
+            f"Expected two recipes whose length is in {unit}; received: "
+            f"{dense.name} and {upcycled.name}"
         )
-    warmup = round(recipe.schedule.warmup_steps * share)
-    return {f"schedule.{name}": part, "schedule.warmup_steps": warmup}
+    first, second = both
+    if total is not None:
+        first = round(total * DENSE_SHARE)
+        second = total - first
+        if not first or not second:
+            raise ValueError(
+                f"Expected at least two {unit}, for a dense model and an upcycled "
+                f"one; received: {total}"
+            )
+    own = {
+        f"{section}.{name}": value
+        for section in ("optimizer", "schedule")
+        for name, value in getattr(dense, section).to_dict().items()
+        if name not in ("epochs", "steps", "warmup_steps")
+    }
 
+    def schedule(length, recipe):
+        # Recipes with another unit have a warm-up of a tenth at most.
+        before = getattr(recipe.schedule, unit) or 10 * recipe.schedule.warmup_steps
+        share = min(1.0, length / before) if before else 1.0
+        warmup = round(recipe.schedule.warmup_steps * share)
+        if unit == "steps":
+            warmup = min(warmup, length // 10)
+        return {f"schedule.{unit}": length, "schedule.warmup_steps": warmup}
 
-def rest_of_schedule(recipe: Recipe, share: float) -> Overrides:
-    """Overrides that make a run as long as the first part leaves.
-
-    Args:
-        recipe: the recipe.
-        share: share of the first part.
-    """
-    name, length = length_of(recipe)
-    first = part_of_schedule(recipe, share)
-    warmup = recipe.schedule.warmup_steps - first["schedule.warmup_steps"]
-    rest = length - first[f"schedule.{name}"]
-    return {f"schedule.{name}": rest, "schedule.warmup_steps": warmup}
-
-
-def length_of(recipe: Recipe) -> tuple[str, int]:
-    """The unit in which a recipe's length is, and the length.
-
-    Args:
-        recipe: the recipe.
-    """
-    name = "epochs" if recipe.schedule.steps is None else "steps"
-    return name, getattr(recipe.schedule, name)
+    return Lengths(
+        {**own, **schedule(first, dense)},
+        schedule(second, upcycled),
+        {**own, **schedule(first + second, dense)},
+    )

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_moe.cli.studies import clip_up_configurations as configurations
-from keras_moe.cli.studies.clip_up_configurations import Overrides
+from keras_moe.cli.studies.clip_up_configurations import Lengths, Overrides
 from keras_moe.cli.studies.pair_training import PairTraining
 from keras_moe.cli.studies.study import Run, Study, Tell
 
@@ -17,38 +17,42 @@ SEPARATED, SHARED = "separated", "shared"
 class UpcycledPairs:
     """Dense models of pairs for each seed, and mixtures of experts made of them.
 
-    A dense model trains for 56% of the recipe's length, as the paper's for 440 of 790
-    thousand steps; an upcycled one for the rest after that; and those to which it is
-    compared for the whole.
-
     Args:
         study: the study.
         pairs: training of the models.
+        lengths: their schedules.
         config: arguments of the recipe's backbone, a `CLIPBackbone` with experts in
             both towers.
         seeds: number of seeds.
     """
 
-    def __init__(self, study: Study, pairs: PairTraining, config: dict, seeds: int):
+    def __init__(
+        self,
+        study: Study,
+        pairs: PairTraining,
+        lengths: Lengths,
+        config: dict,
+        seeds: int,
+    ):
         self.study, self.pairs, self.seeds = study, pairs, seeds
-        share = configurations.DENSE_SHARE
-        self.first = configurations.part_of_schedule(pairs.recipe, share)
-        self.second = configurations.rest_of_schedule(pairs.recipe, share)
+        self.lengths = lengths
         self.of_backbone = {
             SEPARATED: {},
             SHARED: configurations.shared_backbone(config),
         }
 
-    def dense_rows(self, backbone: str = SEPARATED, whole: bool = False) -> list[Run]:
+    def dense_runs(
+        self, backbone: str = SEPARATED, is_whole: bool = False
+    ) -> list[Run]:
         """Runs of the dense model, one for each seed.
 
         Args:
             backbone: `"separated"` or `"shared"`.
-            whole: whether it trains for the recipe's whole length.
+            is_whole: whether it trains as long as an upcycled one in all.
         """
-        return [self._dense_run(backbone, whole, seed) for seed in range(self.seeds)]
+        return [self._dense_run(backbone, is_whole, seed) for seed in range(self.seeds)]
 
-    def scratch_rows(
+    def scratch_runs(
         self, overrides: Overrides, backbone: str = SEPARATED
     ) -> list[Run]:
         """Runs of a sparse model from scratch, one for each seed.
@@ -57,13 +61,13 @@ class UpcycledPairs:
             overrides: overrides of the recipe.
             backbone: `"separated"` or `"shared"`.
         """
-        own = {**self.of_backbone[backbone], **overrides}
+        own = {**self.of_backbone[backbone], **overrides, **self.lengths.whole}
         return [
             self.pairs.new_run(own, seed, f"{backbone}, from scratch")
             for seed in range(self.seeds)
         ]
 
-    def upcycled_rows(
+    def upcycled_runs(
         self, overrides: Overrides, backbone: str = SEPARATED
     ) -> list[Run]:
         """Runs of a model that is upcycled, one for each seed.
@@ -72,7 +76,7 @@ class UpcycledPairs:
             overrides: overrides of the recipe.
             backbone: `"separated"` or `"shared"`.
         """
-        own = {**self.of_backbone[backbone], **overrides, **self.second}
+        own = {**self.of_backbone[backbone], **overrides, **self.lengths.upcycled}
         rows = []
         for seed in range(self.seeds):
             settings = {
@@ -83,15 +87,15 @@ class UpcycledPairs:
             rows.append(Run("upcycled", seed, settings, make, f"{backbone}, upcycled"))
         return rows
 
-    def _dense_overrides(self, backbone, whole):
+    def _dense_overrides(self, backbone, is_whole):
         return {
             **self.of_backbone[backbone],
             **configurations.without_experts(backbone),
-            **({} if whole else self.first),
+            **(self.lengths.whole if is_whole else self.lengths.dense),
         }
 
-    def _dense_run(self, backbone, whole, seed):
-        overrides = self._dense_overrides(backbone, whole)
+    def _dense_run(self, backbone, is_whole, seed):
+        overrides = self._dense_overrides(backbone, is_whole)
         make = functools.partial(self._train_dense, overrides, seed)
         return Run("dense", seed, {"overrides": overrides}, make, f"{backbone}, dense")
 

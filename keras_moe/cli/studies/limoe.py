@@ -8,6 +8,7 @@ one for each modality, and disjoint experts (Table 7); `groups` the groups of a 
 """
 
 import argparse
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -15,11 +16,19 @@ from rich.console import Console
 from keras_moe.analysis import plots
 from keras_moe.cli.result import Result
 from keras_moe.cli.studies import limoe_configurations as configurations
+from keras_moe.cli.studies.limoe_configurations import Base, Configurations
 from keras_moe.cli.studies.limoe_pruning import Pruning, kept_counts
-from keras_moe.cli.studies.pair_parts import Comparison
+from keras_moe.cli.studies.pair_parts import (
+    Comparison,
+    chosen_rows,
+    run_comparisons,
+)
 from keras_moe.cli.studies.pair_training import PairTraining, recipe_of
-from keras_moe.cli.studies.study import Study, run_parts
+from keras_moe.cli.studies.study import Study
 from keras_moe.cli.versions import backend_and_versions
+
+# Names of rows, with their numbers.
+THRESHOLDS, GROUPS = "text {:g}, image {:g}", "groups: {}"
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
@@ -49,131 +58,91 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         console,
         args.restart,
     )
+    rows = chosen_rows(tables_of(args, base), args.parts, args.only)
+
+    def new_part(name):
+        if name == "pruning":
+            counts = kept_counts(base.moe.num_experts, base.moe.num_selected_experts)
+            return Pruning(study, pairs, rows[name], counts, args.seeds)
+        cls, title = PARTS[name]
+        runs = {
+            row: [pairs.new_run(overrides, seed, row) for seed in range(args.seeds)]
+            for row, overrides in rows[name].items()
+        }
+        return cls(study, name, title, runs)
+
+    return run_comparisons(study, {name: new_part(name) for name in rows})
+
+
+def tables_of(args: argparse.Namespace, base: Base) -> dict[str, Configurations]:
+    """Overrides of the recipe by part and row.
+
+    Args:
+        args: arguments of `arguments.limoe`.
+        base: the LIMoE.
+    """
     texts, images = configurations.soft_minima(base.moe.num_experts)
     thresholds = configurations.threshold_configurations(
         base, args.text_experts or texts, args.image_experts or images
     )
     groups = configurations.group_configurations(base)
-
-    def rows(overrides):
-        return {
-            name: [pairs.new_run(own, seed, name) for seed in range(args.seeds)]
-            for name, own in overrides.items()
-        }
-
-    make = {
-        "losses": lambda name: Comparison(
-            study,
-            name,
-            "Auxiliary losses",
-            rows(configurations.loss_configurations(base)),
+    return {
+        "losses": configurations.loss_configurations(base),
+        "selected": configurations.selected_configurations(
+            base, args.selected or (1, 2)
         ),
-        "selected": lambda name: Comparison(
-            study,
-            name,
-            "Selected experts (Table 6)",
-            rows(configurations.selected_configurations(base, args.selected or (1, 2))),
-        ),
-        "thresholds": lambda name: Thresholds(
-            study,
-            name,
-            "Global entropy thresholds (Figures 8 to 10)",
-            rows({threshold_label(*k): x for k, x in thresholds.items()}),
-            list(thresholds),
-        ),
-        "orders": lambda name: Comparison(
-            study,
-            name,
-            "Dispatch orders (Figure 6)",
-            rows(configurations.order_configurations(base)),
-        ),
-        "routers": lambda name: Comparison(
-            study,
-            name,
-            "Routers (Table 7)",
-            rows(configurations.router_configurations(base, args.text_pool)),
-        ),
-        "groups": lambda name: Groups(
-            study,
-            name,
-            "Groups of a batch (Figure 16)",
-            rows({group_label(count): x for count, x in groups.items()}),
-            list(groups),
-        ),
-        "pruning": lambda name: Pruning(
-            study,
-            pairs,
-            configurations.pruning_configurations(base),
-            kept_counts(base.moe.num_experts, base.moe.num_selected_experts),
-            args.seeds,
-        ),
+        "thresholds": {THRESHOLDS.format(*x): row for x, row in thresholds.items()},
+        "orders": configurations.order_configurations(base),
+        "routers": configurations.router_configurations(base, args.text_pool),
+        "groups": {GROUPS.format(x): row for x, row in groups.items()},
+        "pruning": configurations.pruning_configurations(base),
     }
-    parts = {name: make[name](name) for name in make if name in args.parts}
-    return run_parts(study, parts)
 
 
-class Placed(Comparison):
-    """Configurations that have places on an axis.
-
-    Args:
-        study: the study.
-        name: name of the part, and of its picture.
-        title: title of its table and picture.
-        rows: runs of each configuration by its name, one for each seed.
-        places: places of the configurations, in their order.
-    """
-
-    def __init__(self, study: Study, name: str, title: str, rows: dict, places: list):
-        super().__init__(study, name, title, rows)
-        self.places = places
-
-
-class Thresholds(Placed):
+class Thresholds(Comparison):
     """Figures 8 to 10."""
 
     def draw(self, every: dict) -> list[Path]:
         path = self.study.folder / f"{self.name}.png"
-        rows = every[self.name]["rows"].values()
-        plots.plot_entropy_thresholds(
-            [
-                {"text": text, "image": image, "figures": row["figures"]}
-                for (text, image), row in zip(self.places, rows)
-            ],
-            path,
-        )
+        rows = []
+        for name, row in every[self.name]["rows"].items():
+            text, image = numbers_in(name)
+            rows.append({"text": text, "image": image, "figures": row["figures"]})
+        plots.plot_entropy_thresholds(rows, path)
         return [path]
 
 
-class Groups(Placed):
+class Groups(Comparison):
     """Figure 16."""
 
     def draw(self, every: dict) -> list[Path]:
         path = self.study.folder / f"{self.name}.png"
-        rows = every[self.name]["rows"].values()
-        plots.plot_group_sizes(
-            {
-                count: {"r1": row["figures"]["r1"], "seconds": row["epoch_seconds"]}
-                for count, row in zip(self.places, rows)
-            },
-            path,
-        )
+        rows = {
+            int(*numbers_in(name)): {
+                "r1": row["figures"]["r1"],
+                "seconds": row["epoch_seconds"],
+            }
+            for name, row in every[self.name]["rows"].items()
+        }
+        plots.plot_group_sizes(rows, path)
         return [path]
 
 
-def threshold_label(text: float, image: float) -> str:
-    """The name of a row of thresholds.
+def numbers_in(name: str) -> list[float]:
+    """The numbers in the name of a row.
 
     Args:
-        text: soft minimum of text experts.
-        image: soft minimum of image experts.
+        name: name such as `"text 2, image 8"`.
     """
-    return f"text {text:g}, image {image:g}"
+    return [float(number) for number in re.findall(r"[\d.]+", name)]
 
 
-def group_label(count: int) -> str:
-    """The name of a row of groups.
-
-    Args:
-        count: number of groups.
-    """
-    return "1 group" if count == 1 else f"{count} groups"
+# The class and the title of each part but the last.
+PARTS = {
+    "losses": (Comparison, "Auxiliary losses"),
+    "selected": (Comparison, "Selected experts (Table 6)"),
+    "thresholds": (Thresholds, "Global entropy thresholds (Figures 8 to 10)"),
+    "orders": (Comparison, "Dispatch orders (Figure 6)"),
+    "routers": (Comparison, "Routers (Table 7)"),
+    "groups": (Groups, "Groups of a batch (Figure 16)"),
+}

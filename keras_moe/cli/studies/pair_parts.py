@@ -9,7 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.analysis import plots
-from keras_moe.cli.studies.study import Part, Run, Study, percent, plus_minus, spread
+from keras_moe.cli.result import Result
+from keras_moe.cli.studies.study import (
+    Part,
+    Run,
+    Study,
+    percent,
+    plus_minus,
+    run_parts,
+    spread,
+)
 
 # The titles of columns, the figures in them, and whether they are shares.
 COLUMNS = (
@@ -70,14 +79,55 @@ class Comparison(Part):
 
     def show(self, results: dict, console: Console) -> None:
         console.print(comparison_table(results))
-        for note in NOTES:
-            console.print(note, style="dim", highlight=False)
 
     def draw(self, every: dict) -> list[Path]:
         path = self.study.folder / f"{self.name}.png"
         rows = {k: row["figures"] for k, row in every[self.name]["rows"].items()}
         plots.plot_pair_comparison(rows, path, self.title)
         return [path]
+
+
+def run_comparisons(study: Study, parts: dict[str, Part]) -> Result:
+    """Does parts of a study of pairs, and says what their columns are.
+
+    Args:
+        study: the study.
+        parts: parts by name, in order.
+    """
+    result = run_parts(study, parts)
+    for note in NOTES:
+        study.console.print(note, style="dim", highlight=False)
+    return result
+
+
+def chosen_rows(
+    tables: dict[str, dict[str, Any]], parts: Sequence[str], only: Sequence[str] | None
+) -> dict[str, dict[str, Any]]:
+    """The rows that train, by part.
+
+    Args:
+        tables: rows of all parts by name.
+        parts: parts that are done.
+        only: names of rows, or None for all.
+
+    Raises:
+        ValueError: if no part has a row of a name, or a part has none of them.
+    """
+    tables = {part: rows for part, rows in tables.items() if part in parts}
+    if only is None:
+        return tables
+    chosen = {
+        part: {name: row for name, row in rows.items() if name in only}
+        for part, rows in tables.items()
+    }
+    unknown = {*only}.difference(*tables.values())
+    if unknown or not all(chosen.values()):
+        names = {part: list(rows) for part, rows in tables.items()}
+        raise ValueError(
+            f"Expected --only with rows of each part, of {names}; received: "
+            f"{list(only)}"
+        )
+    return chosen
 
 
 def summary(runs: Sequence[dict]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class PairTraining:
     def __init__(self, recipe: training.Recipe, data_dir: str | None):
         self.recipe, self.data_dir = recipe, data_dir
         # Each warning is shown once, and not in every run.
-        self.warned = {}
+        self.warned: set[str] = set()
 
     def settings(self) -> dict[str, Any]:
         """The settings that influence every run."""
@@ -160,14 +160,10 @@ class PairTraining:
             )
         collapsed = [str(x.message) for x in caught if COLLAPSED in str(x.message)]
         for warning in caught:
-            if COLLAPSED not in str(warning.message):
-                warnings.warn_explicit(
-                    warning.message,
-                    warning.category,
-                    warning.filename,
-                    warning.lineno,
-                    registry=self.warned,
-                )
+            text = str(warning.message)
+            if COLLAPSED not in text and text not in self.warned:
+                self.warned.add(text)
+                warnings.warn(warning.message, warning.category, stacklevel=2)
         seconds = time.perf_counter() - begin
         model = trained.model
         figures = self.retrieval(recipe, model)
