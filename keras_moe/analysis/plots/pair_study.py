@@ -74,8 +74,10 @@ def plot_pair_comparison(
                 color=colour,
                 capsize=3.0,
                 label=text,
+                clip_on=False,
             )
         axis.set_xlabel(label)
+        axis.margins(x=0.08)
         axis.set_xlim(left=0)
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2)

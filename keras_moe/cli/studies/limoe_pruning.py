@@ -13,10 +13,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe import analysis, training
+from keras_moe import analysis, evaluation, training
 from keras_moe.analysis import plots
 from keras_moe.cli.studies.limoe_configurations import Configurations
-from keras_moe.cli.studies.pair_measures import embed, retrieval_figures
+from keras_moe.cli.studies.pair_measures import retrieval_figures
 from keras_moe.cli.studies.pair_training import PairTraining
 from keras_moe.cli.studies.study import Part, Run, Study, Tell, percent, spread
 
@@ -95,8 +95,7 @@ class Pruning(Part):
         model, result = self.pairs.train(overrides, seed, tell, callbacks=[recorder])
         usage = recorders[0].usage
         tell("pruning")
-        test = self.pairs.test_pairs(self.pairs.recipe, model)
-        whole = embed(test, model, model)
+        whole = self.embedded(model)
         result["pruned"] = {
             modality: {
                 method: {
@@ -127,7 +126,7 @@ class Pruning(Part):
         modality: str,
         method: str,
         count: int,
-        whole,
+        whole: evaluation.PairEmbeddings,
     ) -> float:
         """R@1, the mean of both ways, with fewer experts for one modality.
 
@@ -137,16 +136,24 @@ class Pruning(Part):
             modality: modality whose experts are pruned.
             method: argument of `keras_moe.analysis.prune_experts`.
             count: number of experts that each block keeps.
-            whole: embeddings of the whole model, a `pair_measures.Embedded`.
+            whole: embeddings of the whole model.
         """
         keep = analysis.select_experts(usage, count, groups=modality)
-        pruned = analysis.mask_experts(model, keep, method)
-        test = self.pairs.test_pairs(self.pairs.recipe, model)
-        if modality == "text":
-            embedded = whole._replace(texts=embed(test, None, pruned).texts)
-        else:
-            embedded = whole._replace(images=embed(test, pruned, None).images)
-        return retrieval_figures(embedded)["r1"]
+        pruned = self.embedded(analysis.mask_experts(model, keep, method))
+        # The other modality has all its experts.
+        name = f"{modality}s"
+        both = whole._replace(**{name: getattr(pruned, name)})
+        return retrieval_figures(both)["r1"]
+
+    def embedded(self, model: keras.Model) -> evaluation.PairEmbeddings:
+        """The embeddings of the test pairs.
+
+        Args:
+            model: the model, whose tokenizer a pruned one keeps.
+        """
+        recipe = self.pairs.recipe
+        pairs = self.pairs.test_pairs(recipe, model)
+        return evaluation.encode_pairs(model, pairs, recipe.data.batch_size)
 
     def results(self) -> dict:
         by_name: dict[str, list[dict]] = {}

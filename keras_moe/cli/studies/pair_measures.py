@@ -1,11 +1,10 @@
 """Figures of a model of pairs: retrieval, and what its routers do by modality.
 
-Axes: M pairs, N tokens, E experts, P embedding.
+Axes: B pairs, N tokens, E experts.
 """
 
 import statistics
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,77 +18,15 @@ ACCURACY_BATCH = 1024
 COVERED = 0.9
 
 
-class Embedded(NamedTuple):
-    """The embeddings of pairs.
-
-    Attributes:
-        images: (N, P), of different images; None without a model of them.
-        texts: (M, P), or None.
-        image_of_text: (M,) index of each text's image.
-    """
-
-    images: np.ndarray | None
-    texts: np.ndarray | None
-    image_of_text: np.ndarray
-
-
-def embed(pairs: Iterable, image_model: Any, text_model: Any) -> Embedded:
-    """Embeds pairs batch by batch, each image once.
-
-    Args:
-        pairs: batches of `keras_moe.data.load_pairs`.
-        image_model: model that embeds the images; None for no embeddings of them.
-        text_model: model that embeds the texts, or None.
-    """
-    images, texts, owners, places = [], [], [], {}
-    size = 0
-    for inputs, ids in pairs:
-        inputs = {name: np.asarray(value) for name, value in inputs.items()}
-        pixels = inputs.pop("images")
-        size = max(size, len(pixels))
-        numbers = np.asarray(ids["image_ids"]).tolist()
-        new = [
-            row
-            for row, number in enumerate(numbers)
-            if number not in places and number not in numbers[:row]
-        ]
-        places |= {numbers[row]: len(places) + k for k, row in enumerate(new)}
-        owners += [places[number] for number in numbers]
-        if new and image_model is not None:
-            images.append(encoded(image_model.encode_images, pixels[new], size))
-        if text_model is not None:
-            texts.append(encoded(text_model.encode_text, inputs, size))
-    both = (np.concatenate(x) if x else None for x in (images, texts))
-    return Embedded(*both, np.array(owners))
-
-
-def encoded(encode: Callable, inputs: Any, size: int) -> np.ndarray:
-    """Embeddings of a batch that is filled up, so that one program serves all.
-
-    Args:
-        encode: method of a model of pairs that embeds one modality.
-        inputs: array, or dict of arrays by name, of at most `size` examples.
-        size: examples of a full batch.
-    """
-    count = len(next(iter(keras.tree.flatten(inputs))))
-    rows = np.minimum(np.arange(size), count - 1)
-    full = keras.tree.map_structure(lambda x: x[rows], inputs)
-    return encode(full, batch_size=size)[:count]
-
-
-def retrieval_figures(embedded: Embedded) -> dict[str, float]:
+def retrieval_figures(pairs: evaluation.PairEmbeddings) -> dict[str, float]:
     """Recalls of both directions, and the contrastive accuracy.
 
     Args:
-        embedded: the pairs.
+        pairs: embeddings of the test pairs.
     """
-    images, texts, owner = embedded
-    ks = [k for k in KS if k <= min(len(images), len(texts))]
-    recalls = evaluation.retrieval(images, texts, owner, ks).figures()
-    batch_size = min(ACCURACY_BATCH, len(texts))
-    accuracy = evaluation.contrastive_accuracy(
-        images[owner], texts, batch_size, image_ids=owner
-    )
+    ks = [k for k in KS if k <= min(len(pairs.images), len(pairs.texts))]
+    recalls = pairs.retrieval(ks).figures()
+    accuracy = pairs.contrastive_accuracy(min(ACCURACY_BATCH, len(pairs.texts)))
     mean = (recalls["image_to_text_r1"] + recalls["text_to_image_r1"]) / 2
     return {**recalls, "r1": mean, "contrastive_accuracy": accuracy.accuracy}
 

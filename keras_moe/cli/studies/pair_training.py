@@ -10,9 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe import data, training
+from keras_moe import data, evaluation, training
 from keras_moe.cli.studies.pair_measures import (
-    embed,
     health_figures,
     retrieval_figures,
     routing_figures,
@@ -192,7 +191,9 @@ class PairTraining:
             recipe: recipe of the model.
             model: the model.
         """
-        return retrieval_figures(embed(self.test_pairs(recipe, model), model, model))
+        pairs = self.test_pairs(recipe, model)
+        embedded = evaluation.encode_pairs(model, pairs, recipe.data.batch_size)
+        return retrieval_figures(embedded)
 
     def test_pairs(self, recipe: training.Recipe, model: keras.Model) -> Any:
         """Batches of all test pairs, each caption of an image with it.
