@@ -32,7 +32,7 @@ def retrieval_figures(pairs: evaluation.PairEmbeddings) -> dict[str, float]:
 
 
 def routing_figures(model: Any, inputs: dict) -> dict[str, float]:
-    """What the routers would do with tokens of each modality, if none was dropped.
+    """Figures of routers by modality, where no token is dropped.
 
     Args:
         model: a model of pairs with MoE blocks.
@@ -82,7 +82,7 @@ def modality_figures(
 
 
 def health_figures(layers: list[dict]) -> dict[str, float]:
-    """What the routers did in training, by modality and averaged over blocks.
+    """Figures of routers in training, by modality and averaged over blocks.
 
     Args:
         layers: rows of `keras_moe.training.RouterHealth` of one time.

@@ -14,7 +14,7 @@ COLOURS = {
 }
 SIZES = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 16}
 IMAGES = {"image_shape": [8, 8, 3], "patch_size": 4}
-TEXTS = {"vocabulary_size": 300, "max_length": 8}
+TEXTS = {"vocabulary_size": 520, "max_length": 8}
 PRESETS = {
     "limoe": {
         "preset": "limoe_s32",

@@ -39,7 +39,8 @@ def recipe(**sections):
 def names(overrides):
     """The losses of a row, each with its modality."""
     bag = losses.get(overrides[LOSSES])
-    return [] if not bag else [(x.name, x.modality) for x in bag[0].losses]
+    parts = bag[0].losses if bag else []
+    return [(x.name, x.get_config().get("modality")) for x in parts]
 
 
 def test_losses_are_added_one_after_the_other(base):
@@ -102,9 +103,7 @@ def test_orders_routers_and_groups(base):
     image, text = disjoint["model.expert_pools"]
     assert (len(image), text) == (27, [0, 1, 2, 3, 4])
     assert [name for name, _ in names(disjoint)] == ["importance", "load", "router_z"]
-    with pytest.raises(
-        ValueError, match="1 to 31 of 32 experts"
-    ):
+    with pytest.raises(ValueError, match="1 to 31 of 32 experts"):
         limoe.router_configurations(base, text_pool=32)
     groups = limoe.group_configurations(base)
     # 64 pairs in 8 groups are the preset's own.
@@ -181,7 +180,8 @@ def test_entropy_losses_weigh_the_same_in_both_backbones():
     for loss in (image["global_entropy"], *map(text.get, ("local_entropy",))):
         assert loss.weight == pytest.approx(each)
     # Six experts at least, where there are as many.
-    assert image["global_entropy"].threshold == pytest.approx(math.log(4))
+    threshold = image["global_entropy"].get_config()["threshold"]
+    assert threshold == pytest.approx(math.log(4))
     assert clip_up.experts_in("text") == {"model.image.moe_layers": None}
 
 
