@@ -25,7 +25,8 @@ def test_rows_of_limoe_train_once_and_are_drawn(program, folder, tmp_path, monke
     arguments += ["--parts", "losses", "orders", "pruning", "--output", tmp_path]
     arguments += ["--only", "none", "all (LIMoE)", "max gate (BPR)"]
     pruned = "text soft minimum 2"
-    status, text, errors = program(*arguments, pruned)
+    arguments += [pruned, "--set", "num_experts=2", "--epochs", "1"]
+    status, text, errors = program(*arguments)
     assert status == 0, errors
     results = json.loads((tmp_path / "results.json").read_text())
     rows = results["losses"]["rows"]
@@ -37,23 +38,23 @@ def test_rows_of_limoe_train_once_and_are_drawn(program, folder, tmp_path, monke
         figures = {name: value["mean"] for name, value in row["figures"].items()}
         assert 0 <= figures["image_to_text_r1"] <= figures["image_to_text_r5"] <= 1
         for modality in ("text", "image"):
-            assert 1 <= figures[f"{modality}_experts"] <= 4
+            assert 1 <= figures[f"{modality}_experts"] <= 2
             assert 0 <= figures[f"{modality}_dropped"] <= 1
-        assert len(row["history"]["loss"]) == 2
+        assert len(row["history"]["loss"]) == 1
     curves = results["pruning"]["rows"][pruned]["pruned"]
     for methods in curves.values():
-        # With all four experts both ways are the whole model.
-        assert methods["router_drop"]["4"] == methods["router_pred"]["4"]
-        assert list(methods["router_pred"]) == ["1", "2", "3", "4"]
+        # With both experts both ways are the whole model.
+        assert methods["router_drop"]["2"] == methods["router_pred"]["2"]
+        assert list(methods["router_pred"]) == ["1", "2"]
     for name in ("losses", "orders", "coverage", "pruning"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
     assert "I→T R@1" in text
     # Whole runs are not trained again; a damaged one is.
     monkeypatch.setattr(training, "train", interrupt)
-    assert program(*arguments, pruned).status == 0
+    assert program(*arguments).status == 0
     damaged = next((tmp_path / "runs").glob("pairs-*.json"))
     damaged.write_text(damaged.read_text()[:100])
-    assert program(*arguments, pruned).status == 130
+    assert program(*arguments).status == 130
 
 
 def test_upcycled_models_begin_with_the_dense_ones(
@@ -61,9 +62,8 @@ def test_upcycled_models_begin_with_the_dense_ones(
 ):
     recipe = folder / "clip_up.json"
     arguments = ["study", "clip-up", "--recipe", recipe, "--dense-recipe", recipe]
-    arguments += ["--parts", "upcycling", "gates", "--seeds", "1", "--output", tmp_path]
+    arguments += ["--parts", "upcycling", "--seeds", "1", "--output", tmp_path]
     arguments += ["--only", "dense, before it is upcycled", "upcycled"]
-    arguments += ["gates normalised after routing"]
     starts = []
     train = training.train
 
@@ -79,23 +79,22 @@ def test_upcycled_models_begin_with_the_dense_ones(
     monkeypatch.setattr(training, "train", watched)
     status, _, errors = program(*arguments)
     assert status == 0, errors
-    (dense, _), *upcycled = starts
+    (dense, _), (recipe, weights) = starts
     assert dense.schedule.epochs == 2
     assert dense.model.overrides["image"]["moe_layers"] is None
     with np.load(next((tmp_path / "runs").glob("dense-*.npz"))) as stored:
         kernels = [x for x in stored.values() if x.shape == (8, 16)]
-    for recipe, weights in upcycled:
-        assert recipe.schedule.epochs == 2
-        experts = [w for path, w in weights.items() if "experts/hidden_kernel" in path]
-        assert len(experts) == 2
-        for kernel in experts:
-            # Every expert is a copy of one of the dense model's MLPs.
-            assert any(np.array_equal(kernel, 4 * [dense]) for dense in kernels)
+    assert recipe.schedule.epochs == 2
+    experts = [w for path, w in weights.items() if "experts/hidden_kernel" in path]
+    assert len(experts) == 2
+    for kernel in experts:
+        # Every expert is a copy of one of the dense model's MLPs.
+        assert any(np.array_equal(kernel, 4 * [mlp]) for mlp in kernels)
     results = json.loads((tmp_path / "results.json").read_text())
     rows = results["upcycling"]["rows"]
     assert not rows["dense, before it is upcycled"]["start"]
     assert 0 <= rows["upcycled"]["start"]["r1"]["mean"] <= 1
-    names = ("upcycling", "upcycling_curves", "gates")
+    names = ("upcycling", "upcycling_curves")
     assert all((tmp_path / f"{name}.png").stat().st_size > 5_000 for name in names)
 
 
