@@ -7,7 +7,7 @@ PATH/split/labels.json          {"name.jpg": ["class", "other class"]}: several
 import os
 import warnings
 from collections import Counter
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from keras_moe.data.examples import IndexedExamples
 from keras_moe.data.labels import Classes
@@ -24,9 +24,9 @@ def read_examples(path: str, split: str) -> IndexedExamples:
     import tensorflow as tf
 
     root = _root(path)
-    if split not in _folders(root):
+    if split not in folders_in(root):
         raise ValueError(
-            f"Expected a split of folder:{path}, one of {_folders(root)}; "
+            f"Expected a split of folder:{path}, one of {folders_in(root)}; "
             f"received: split={split!r}"
         )
     names = class_names(path)
@@ -77,7 +77,7 @@ def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
 
     root = _root(path)
     files, missing = [], []
-    for split in _folders(root):
+    for split in folders_in(root):
         if (root / split / LABELS).is_file():
             files += [root / split / name for name in _listed(root, split, missing)]
         else:
@@ -97,7 +97,7 @@ def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:
     """The images in the folders of classes, with the name of the class."""
     return [
         (file, [name])
-        for name in _folders(folder)
+        for name in folders_in(folder)
         for file in files_below(folder / name)
         if file.suffix.lower() in image_suffixes()
     ]
@@ -127,15 +127,17 @@ def class_names(path: str) -> list[str]:
     """The classes of all splits together, in the order of their labels."""
     root = _root(path)
     if _is_multi_label(root):
-        classes = (_listed(root, split).values() for split in _folders(root))
+        classes = (_listed(root, split).values() for split in folders_in(root))
         return sorted({name for lists in classes for names in lists for name in names})
-    return sorted({name for split in _folders(root) for name in _folders(root / split)})
+    return sorted(
+        {name for split in folders_in(root) for name in folders_in(root / split)}
+    )
 
 
 def _is_multi_label(root: Path) -> bool:
     """Whether the splits have files with labels."""
-    with_labels = [s for s in _folders(root) if (root / s / LABELS).is_file()]
-    without = [s for s in _folders(root) if s not in with_labels]
+    with_labels = [s for s in folders_in(root) if (root / s / LABELS).is_file()]
+    without = [s for s in folders_in(root) if s not in with_labels]
     if with_labels and without:
         raise ValueError(
             f"Expected {LABELS} in every split of {root} or in none; "
@@ -155,9 +157,8 @@ def _listed(
     listed = read_json(path, _FILE)
     there = {}
     for file, classes in listed.items():
-        place = Path(file)
-        outside = place.is_absolute() or ".." in place.parts
-        known = place.suffix.lower() in image_suffixes()
+        outside = leads_outside(file)
+        known = Path(file).suffix.lower() in image_suffixes()
         is_there = not outside and known and (root / split / file).is_file()
         if outside or not known or (missing is None and not is_there):
             raise ValueError(
@@ -177,8 +178,8 @@ def _root(path: str) -> Path:
         not path
         or not root.is_dir()
         or not any(
-            _folders(root / name) or (root / name / LABELS).is_file()
-            for name in _folders(root)
+            folders_in(root / name) or (root / name / LABELS).is_file()
+            for name in folders_in(root)
         )
     ):
         raise ValueError(
@@ -188,12 +189,19 @@ def _root(path: str) -> Path:
     return root
 
 
-def _folders(path: Path) -> list[str]:
+def folders_in(path: Path) -> list[str]:
+    """The names of the folders in a folder, but for hidden ones, sorted."""
     return sorted(
         entry.name
         for entry in path.iterdir()
         if entry.is_dir() and not entry.name.startswith(".")
     )
+
+
+def leads_outside(name: str) -> bool:
+    """Whether a relative path is none, or may lead out of its folder."""
+    place = PurePosixPath(name.replace("\\", "/"))
+    return place.is_absolute() or ".." in place.parts
 
 
 def image_suffixes() -> tuple[str, ...]:

@@ -117,7 +117,7 @@ def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:
             return ("",), f"a caption that is not UTF-8: {caption!r:.50}"
         if not caption.strip():
             return ("",), "an empty caption"
-        texts.append(str(caption))
+        texts.append(str(caption).strip())
     return (tuple(texts), None) if texts else (("",), "no caption")
 
 

@@ -13,10 +13,15 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from keras_moe.data.folders import files_below, image_suffixes
+from keras_moe.data.folders import (
+    files_below,
+    folders_in,
+    image_suffixes,
+    leads_outside,
+)
 from keras_moe.data.pairs.source import PairSource, indexed_pairs
 from keras_moe.data.reading import decode_image, read_or_name
 
@@ -26,7 +31,10 @@ _IMAGE, _CAPTION = ("image", "file_name"), ("captions", "caption", "text")
 
 def has_captions(path: str, split: str) -> bool:
     """Whether a split of a folder has a file of captions."""
-    return any((Path(path) / split / name).is_file() for name in FILES)
+    folder = Path(path)
+    if not folder.is_dir() or split not in folders_in(folder):
+        return False
+    return any((folder / split / name).is_file() for name in FILES)
 
 
 def read_pairs(path: str, split: str) -> PairSource:
@@ -48,19 +56,23 @@ def read_pairs(path: str, split: str) -> PairSource:
     lines = _csv_lines if file.suffix == ".csv" else _json_lines
     captions: dict[str, list] = {}
     faults: dict[str, str] = {}
-    for number, image, several in lines(file, text):
+    for number, image, several, fault in lines(file, text):
         place = f"{file}, line {number}"
         if not isinstance(image, str) or not image or "\0" in image:
             faults[place] = f"{place} names no image"
             captions[place] = []
-        elif Path(image).is_absolute() or ".." in Path(image).parts:
+        elif leads_outside(image):
             raise ValueError(
                 f"Expected paths of images relative to the folder of {file}; "
                 f"received: {image!r} in line {number}"
             )
         else:
+            # "./a.png" is "a.png".
+            image = PurePosixPath(image).as_posix()
             several = [several] if isinstance(several, (str, type(None))) else several
             captions.setdefault(image, []).extend(several)
+            if fault is not None:
+                faults[image] = f"{place} {fault}"
     there = [
         x.relative_to(folder).as_posix()
         for x in files_below(folder)
@@ -69,7 +81,7 @@ def read_pairs(path: str, split: str) -> PairSource:
     for image in captions:
         if image not in faults and not (folder / image).is_file():
             faults[image] = f"{folder / image} is not there"
-    for image in sorted({*there} - {str(Path(name).as_posix()) for name in captions}):
+    for image in sorted({*there} - {*captions}):
         captions[image] = []
     if not captions:
         raise ValueError(f"Expected images with captions in {file}; received: none")
@@ -90,21 +102,26 @@ def read_pairs(path: str, split: str) -> PairSource:
     )
 
 
-def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
-    """The line, the image and the caption of each row."""
-    rows = csv.DictReader(io.StringIO(text, newline=""))
-    image, caption = (
-        next((name for name in names if name in (rows.fieldnames or ())), None)
-        for names in (_IMAGE, _CAPTION)
-    )
-    if image is None or caption is None:
-        raise ValueError(
-            f'Expected columns "image" and "caption" in {file}; '
-            f"received: {rows.fieldnames}"
-        )
+def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | None]]:
+    """The line, the image, the caption and the fault of each row."""
+    # Otherwise a quote that is not closed would take the rest of the file.
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
+        columns = list(rows.fieldnames or ())
+        image, caption = (
+            next((name for name in names if name in columns), None)
+            for names in (_IMAGE, _CAPTION)
+        )
+        if columns.count(image) != 1 or columns.count(caption) != 1:
+            raise ValueError(
+                f'Expected one column "image" and one "caption" in {file}; '
+                f"received: {columns}"
+            )
         for row in rows:
-            yield rows.line_num, row[image], row[caption]
+            fault = None
+            if None in row:
+                fault = "has more fields than columns: a caption's comma needs quotes"
+            yield rows.line_num, row[image], row[caption], fault
     except csv.Error as error:
         raise ValueError(
             f"Expected rows of a CSV file; received: {file}, line {rows.line_num} "
@@ -112,8 +129,8 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
         ) from error
 
 
-def _json_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
-    """The line, the image and the caption or captions of each object."""
+def _json_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, None]]:
+    """The line, the image and the caption or captions of each object, and no fault."""
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -128,4 +145,4 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any]]:
         )
         if not isinstance(caption, (str, list, type(None))):
             caption = [caption]
-        yield number, image, caption
+        yield number, image, caption, None

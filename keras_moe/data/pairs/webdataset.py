@@ -5,22 +5,26 @@ Members that are named alike up to the first dot of the file's name are one exam
 read once, and images at their offsets: order, shards and resumption are those of files.
 """
 
+import functools
 import glob
 import json
 import os
 import re
 import tarfile
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.data.folders import image_suffixes
+from keras_moe.data.folders import image_suffixes, leads_outside
 from keras_moe.data.pairs.source import PairSource, indexed_pairs
 from keras_moe.data.reading import decode_image, read_or_name
 
 _TEXTS = (".txt", ".json")
 _CAPTION = ("captions", "caption", "text")
+# gzip, bzip2, xz and Zstandard.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
 
 class _Member(NamedTuple):
@@ -46,7 +50,8 @@ def read_pairs(pattern: str, split: str) -> PairSource:
     captions, places, faults = [], [], {}
     file_of, members = [], []
     for number, path in enumerate(files):
-        examples, cut_off = _read_index(path)
+        about = path.stat()
+        examples, cut_off = _read_index(path, about.st_size, about.st_mtime_ns)
         for key, parts in examples.items():
             image, several, fault = parts
             if fault is not None:
@@ -131,63 +136,102 @@ def _split_files(pattern: str, split: str) -> list[Path]:
     return chosen
 
 
+# Captions, the number of pairs and their batches need the same headers.
+@functools.lru_cache(maxsize=4096)
 def _read_index(
-    path: Path,
+    path: Path, size: int, changed: int
 ) -> tuple[dict[str, tuple[_Member | None, Any, str | None]], str | None]:
-    """The image, the captions and the fault of each example; and that of the file."""
-    members: dict[str, dict[str, _Member]] = {}
-    cut_off = None
+    """The image, the captions and the fault of each example; and that of the file.
+
+    Args:
+        path: path of the tar file.
+        size: its size.
+        changed: the time of its last change, which makes an older index void.
+    """
+    members: dict[str, dict[str, list[_Member]]] = {}
+    cut_off, last = None, ""
     with path.open("rb") as file:
-        end = os.fstat(file.fileno()).st_size
         try:
-            with tarfile.open(fileobj=file, mode="r:") as archive:
-                last, at = "", 0
-                while (member := archive.next()) is not None:
-                    _check_member(path, member)
-                    if member.offset_data + member.size > end:
-                        raise tarfile.ReadError("unexpected end of data")
-                    last, at = member.name, archive.offset
-                    # The list of members would hold all headers of a large file.
-                    archive.members = []
-                    if member.isdir():
-                        continue
-                    key, suffix = _key_of(member.name)
-                    place = _Member(member.offset_data, member.size)
-                    members.setdefault(key, {})[suffix] = place
-                # The end of an archive is 1,024 zeros.
-                file.seek(at)
-                if file.read(512) != bytes(512):
-                    raise tarfile.ReadError("no end of the archive")
+            for member in _plain_members(path, file, size):
+                last = f" behind {member.name}"
+                key, suffix = _key_of(member.name)
+                places = members.setdefault(key, {}).setdefault(suffix, [])
+                places.append(_Member(member.offset_data, member.size))
         except tarfile.TarError as error:
-            if not members:
+            if not last and not _begins_as_tar(file):
                 raise ValueError(
                     "Expected a tar file, not compressed, with whole members; "
                     f"received: {path} ({error})"
                 ) from error
-            cut_off = f"{path} is cut off behind {last} ({error})"
-        examples = {}
-        for key, parts in members.items():
-            image = next((parts[x] for x in image_suffixes() if x in parts), None)
-            text = next((x for x in _TEXTS if x in parts), None)
-            if image is None and text is None:
-                continue
-            captions, fault = None, None
-            if text is not None:
-                captions, fault = _captions(file, parts[text], text)
-            if image is None:
-                fault = "has a caption and no image"
-            examples[key] = image, captions, fault
-    return examples, cut_off
+            cut_off = f"{path} is cut off{last} ({error})"
+        read = {key: _example(file, parts) for key, parts in members.items()}
+    return {key: parts for key, parts in read.items() if parts is not None}, cut_off
+
+
+def _plain_members(path: Path, file: Any, end: int) -> Iterator[tarfile.TarInfo]:
+    """The files of an archive; an error of tarfile where it is not whole."""
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        at = 0
+        while (member := archive.next()) is not None:
+            _check_member(path, member)
+            if member.size < 0 or member.offset_data + member.size > end:
+                raise tarfile.ReadError("unexpected end of data")
+            at = archive.offset
+            # The list of members would hold all headers of a large file.
+            archive.members = []
+            if not member.isdir():
+                yield member
+    # The end of an archive is 1,024 zeros or more, and nothing is behind it.
+    file.seek(at)
+    if file.read(512) != bytes(512):
+        raise tarfile.ReadError("no end of the archive")
+    while chunk := file.read(1 << 20):
+        if chunk.count(0) != len(chunk):
+            raise tarfile.ReadError("content behind its end")
+
+
+def _begins_as_tar(file: Any) -> bool:
+    """Whether a file may be the beginning of an archive, such as an empty file."""
+    file.seek(0)
+    header = file.read(512)
+    try:
+        tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+    except tarfile.InvalidHeaderError:
+        return False
+    except tarfile.HeaderError:
+        return not header.startswith(_COMPRESSED)
+    return True
+
+
+def _example(
+    file: Any, parts: dict[str, list[_Member]]
+) -> tuple[_Member | None, Any, str | None] | None:
+    """The image, the captions and the fault of an example, None if it has neither."""
+    images = [suffix for suffix in image_suffixes() if suffix in parts]
+    text = next((suffix for suffix in _TEXTS if suffix in parts), None)
+    if not images and text is None:
+        return None
+    captions, fault = None, None
+    if text is not None:
+        captions, fault = _captions(file, parts[text][0], text)
+    if not images:
+        return None, captions, "has a caption and no image"
+    if len(images) > 1:
+        fault = f"has several images: {', '.join(images)}"
+    for suffix in (*images, *_TEXTS):
+        if len(parts.get(suffix, ())) > 1:
+            fault = f"has several members {suffix}"
+    return parts[images[0]][0], captions, fault
 
 
 def _captions(file: Any, member: _Member, suffix: str) -> tuple[Any, str | None]:
     """The captions in a member, or a fault."""
     file.seek(member.offset)
-    content = file.read(member.size)
+    text = file.read(member.size).decode("utf-8-sig", errors="surrogateescape")
     if suffix == ".txt":
-        return content.decode(errors="surrogateescape").strip(), None
+        return text.strip(), None
     try:
-        entry = json.loads(content.decode(errors="surrogateescape"))
+        entry = json.loads(text)
     except (ValueError, RecursionError):
         entry = None
     if not isinstance(entry, dict):
@@ -204,9 +248,8 @@ def _key_of(name: str) -> tuple[str, str]:
 
 def _check_member(path: Path, member: tarfile.TarInfo) -> None:
     """Raises ValueError for a member that is no plain file inside the archive."""
-    name = PurePosixPath(member.name.replace("\\", "/"))
-    outside = name.is_absolute() or ".." in name.parts
-    if outside or not (member.isdir() or member.isreg()) or member.issparse():
+    is_plain = (member.isdir() or member.isreg()) and not member.issparse()
+    if leads_outside(member.name) or not is_plain:
         raise ValueError(
             "Expected plain files with paths inside the archive; received: "
             f"{member.name!r} in {path}"

@@ -63,6 +63,22 @@ def test_csv_and_jsonl(folder):
         read(folder)
 
 
+def test_one_image_by_two_paths_within_the_folder(folder):
+    (folder / "train/captions.csv").write_text(
+        "image,caption\n./a.png, an ant \na.png,another\nsub//b.png,b\nü.png,u\n"
+    )
+    pixels, captions, ids = read(folder, captions="all")
+    assert (pixels, captions) == ([0, 0, 1, 2], ["an ant", "another", "b", "u"])
+    assert ids["image_ids"].tolist() == [0, 0, 1, 2]
+    # A split does not lead out of its folder.
+    (folder / "other/class").mkdir(parents=True)
+    for split in ("../train", ".", "sub/../train"):
+        with pytest.raises(ValueError, match="Expected"):
+            load_pairs(f"folder:{folder / 'other'}", split, SHAPE)
+    with pytest.raises(ValueError, match="Expected"):
+        load_pairs(f"folder:{folder}", "other/../train", SHAPE)
+
+
 def test_faults_are_named_or_left_out(folder):
     file = folder / "train/captions.jsonl"
     entries = [
@@ -100,8 +116,12 @@ def test_faults_are_named_or_left_out(folder):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("captions.csv", "picture,caption\na.png,an ant\n", "columns.*'picture'"),
-        ("captions.csv", "", "columns"),
+        ("captions.csv", "picture,caption\na.png,an ant\n", "one column.*'picture'"),
+        ("captions.csv", "", "column"),
+        ("captions.csv", "image,caption,caption\na.png,x,y\n", "one column.*'caption'"),
+        ("captions.csv", "image,caption\na.png,a cat, asleep\n", "line 2 has more"),
+        ("captions.csv", 'image,caption\na.png,"a\nü.png,b\n', "rows of a CSV file"),
+        ("captions.csv", 'image,"caption\na.png,a\n', "rows of a CSV file"),
         ("captions.csv", "image,caption\n../a.png,an ant\n", r"'\.\./a\.png'.*line 2"),
         ("captions.jsonl", '{"image": "/a.png", "caption": "x"}', "'/a.png' in line 1"),
         ("captions.csv", "image,caption\na.png\n", "a.png has no caption"),

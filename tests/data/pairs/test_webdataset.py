@@ -106,12 +106,44 @@ def test_a_tar_that_is_cut_off(tmp_path, pair_tools):
     path.write_bytes(whole[: 3 * 1024 + 100])
     with pytest.raises(ValueError, match=r"2 faults.*0001 has no caption.*is cut off"):
         load_pairs(source, "train", pair_tools.shape)
+    # Content behind the end is as good as cut off.
+    path.write_bytes(whole + whole)
+    with pytest.raises(ValueError, match=r"behind 0002\.txt \(content behind its end"):
+        load_pairs(source, "train", pair_tools.shape)
+    path.write_bytes(whole + bytes(4096))
+    assert num_pairs(source, "train") == 3
+    # One shard that is empty, or cut off in its first header, is no reason to stop.
+    (tmp_path / "train-0.tar").write_bytes(b"")
+    (tmp_path / "train-1.tar").write_bytes(whole[:300])
+    (tmp_path / "train-2.tar").write_bytes(whole[:520])
+    shards = f"webdataset:{tmp_path}/train*.tar"
+    with pytest.warns(UserWarning, match=r"3 of 6 images.*train-0\.tar is cut off"):
+        assert num_pairs(shards, "train", unreadable="exclude") == 3
+    # A size below zero would lead back to the same header.
+    header = tarfile.TarInfo("7.png").tobuf(tarfile.GNU_FORMAT)
+    size = (256**12 - 512).to_bytes(12, "big")
+    header = header[:124] + size + header[136:148] + b" " * 8 + header[156:]
+    checksum = b"%06o\0 " % sum(header)
+    path.write_bytes(header[:148] + checksum + header[156:] + bytes(1024))
+    with pytest.raises(ValueError, match=r"unexpected end of data"):
+        load_pairs(source, "train", pair_tools.shape)
     # A file that shrinks later on is named, too.
     path.write_bytes(whole)
     dataset = load_pairs(source, "train", pair_tools.shape)
     path.write_bytes(whole[:600])
     with pytest.raises(ValueError, match=r"not changed since.*train\.tar"):
         pair_tools.rows(dataset)
+
+
+def test_headers_are_read_once(tmp_path, pair_tools, monkeypatch):
+    path = write_tar(tmp_path / "train.tar", examples(pair_tools, range(2)))
+    source = f"webdataset:{path}"
+    assert num_pairs(source, "train") == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile, "open", None)
+        assert load_captions(source, "train") == ("number 0", "number 1")
+    write_tar(path, examples(pair_tools, range(20)))
+    assert num_pairs(source, "train") == 20
 
 
 def test_faults(tmp_path, pair_tools):
@@ -128,10 +160,20 @@ def test_faults(tmp_path, pair_tools):
         "5.txt": b" \n",
         "6.jpg": b"no picture",
         "6.txt": b"noise",
+        "7.png": pair_tools.png(7),
+        "7.jpg": b"another image",
+        "7.txt": b"seven",
+        "8.json": b'\xef\xbb\xbf{"caption": "eight"}',
+        "8.png": pair_tools.png(8),
+        "9.png": pair_tools.png(9),
+        "9.txt": b"\xef\xbb\xbfnine",
+        "10.png": pair_tools.png(10),
+        "10.PNG": pair_tools.png(11),
+        "10.txt": b"ten",
     }
     write_tar(path, members)
     source = f"webdataset:{path}"
-    with pytest.raises(ValueError, match="5 faults in 7 images") as error:
+    with pytest.raises(ValueError, match="7 faults in 11 images") as error:
         load_pairs(source, "train")
     for message in (
         "1 has no caption",
@@ -144,8 +186,13 @@ def test_faults(tmp_path, pair_tools):
     with pytest.warns(UserWarning, match="are left out") as warned:
         dataset = load_pairs(source, "train", pair_tools.shape, unreadable="exclude")
     counts = [str(warning.message).partition(" images")[0] for warning in warned]
-    assert counts == ["5 of 7", "1 of 2"]
-    assert [row[:2] for row in pair_tools.rows(dataset)[0]] == [(0, "number 0")]
+    assert counts == ["7 of 11", "1 of 4"]
+    kept = [(0, "number 0"), (8, "eight"), (9, "nine")]
+    assert sorted(row[:2] for row in pair_tools.rows(dataset)[0]) == kept
+    with pytest.raises(ValueError, match="2 faults in 11 images") as error:
+        load_pairs(source, "train", exclude=[1, 2, 3, 4, 5])
+    for message in ("7 has several images: .jpg, .png", "10 has several members .png"):
+        assert f"{path}: {message}" in str(error.value)
 
 
 def test_members_that_lead_out_of_the_archive(tmp_path, pair_tools):
@@ -176,6 +223,10 @@ def test_other_files(tmp_path, pair_tools):
     write_tar(path, examples(pair_tools, [0]), "w:gz")
     with pytest.raises(ValueError, match=r"not compressed.*train\.tar"):
         load_pairs(f"webdataset:{path}", "train")
+    # Compressed, and smaller than a header.
+    path.write_bytes(b"\x1f\x8b" + bytes(100))
+    with pytest.raises(ValueError, match=r"not compressed.*train\.tar"):
+        load_pairs(f"webdataset:{path}", "train", unreadable="exclude")
     path.write_bytes(b"no tar file" * 100)
     with pytest.raises(ValueError, match=r"Expected a tar file.*train\.tar"):
         load_pairs(f"webdataset:{path}", "train")
