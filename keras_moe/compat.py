@@ -203,6 +203,12 @@ def mark_loss_as_built(model: keras.Model) -> None:
     model._compile_loss.built = True
 
 
+def track_loss_by(model: keras.Model, metric: keras.metrics.Metric) -> None:
+    """Gives a compiled model another metric of its loss, a mean weighted by batches."""
+    # Not as an attribute that Keras looks into: it would be there twice.
+    object.__setattr__(model, "_loss_tracker", metric)
+
+
 def has_seed_generator(layer: keras.layers.Layer) -> bool:
     """Whether a layer is one of Keras's for `tf.data` that draws from a generator.
 

@@ -29,7 +29,9 @@ def padded(
     examples alone. Averages of `weighted_metrics` do not depend on a factor of all
     weights, and are exact, too; a metric that counts, such as `TruePositives`, counts
     M / N for each example. The `metrics` of `compile` read no weights, and would take
-    padding for examples: they are refused if `model` is given.
+    padding for examples: they are refused if `model` is given. A `ContrastiveModel`
+    weighs pairs by itself, in its loss and in all of its metrics: both are exact, too,
+    but for the batches in which pairs are compared.
 
     No image sees another one at inference by default, so padding changes no prediction.
     With `evaluation="official"` padding competes for capacity within its group:

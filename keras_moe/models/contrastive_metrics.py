@@ -70,6 +70,34 @@ class ContrastiveAccuracy(keras.metrics.Mean):
         return {**super().get_config(), "chunk_size": self.chunk_size}
 
 
+class LossOfPairs(keras.metrics.Mean):
+    """The mean of a loss over pairs, where Keras takes that over batches.
+
+    A batch's loss is the mean over its pairs by their weights. Keras would add it with
+    the number of pairs, those of weight 0 among them.
+    """
+
+    _last = None
+
+    def update_state(self, loss, sample_weight=None):
+        self._last = loss, sample_weight
+        return super().update_state(loss, sample_weight)
+
+    def weigh(self, weights: Any) -> None:
+        """Adds the last batch by the sum of its weights in the place of its size.
+
+        Args:
+            weights: None, or float (B,).
+        """
+        # A tensor of one trace is none of the next.
+        last, self._last = self._last, None
+        if weights is None or last is None:
+            return
+        loss, size = last
+        weights = ops.cast(ops.convert_to_tensor(weights), self.dtype)
+        super().update_state(loss, ops.sum(weights) - ops.cast(size, self.dtype))
+
+
 class ContrastiveMetrics:
     """The metrics of a compiled model of pairs.
 

@@ -12,14 +12,14 @@ import keras_hub
 import numpy as np
 
 from keras_moe.checks import argument_names, check_argument_names, check_integer
-from keras_moe.compat import mark_loss_as_built
+from keras_moe.compat import mark_loss_as_built, track_loss_by
 from keras_moe.losses import (
     ContrastiveLoss,
     SigmoidContrastiveLoss,
     SoftmaxContrastiveLoss,
 )
 from keras_moe.losses.contrastive import IDS
-from keras_moe.models.contrastive_metrics import ContrastiveMetrics
+from keras_moe.models.contrastive_metrics import ContrastiveMetrics, LossOfPairs
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.input_checks import has_no_examples, outputs_of_none
 from keras_moe.models.model_sources import ModelSource, TaskConfig
@@ -89,7 +89,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     has_head = False
     has_metrics = False
     # Until the model is compiled.
-    _metrics_of_pairs = ContrastiveMetrics()
+    _metrics_of_pairs, _loss_of_pairs = ContrastiveMetrics(), None
     backbone_cls = PairBackbone
 
     def __init__(
@@ -201,6 +201,8 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         object.__setattr__(self, "_metrics_of_pairs", metrics)
         super().compile(optimizer, loss, metrics=None, **kwargs)
         mark_loss_as_built(self)
+        object.__setattr__(self, "_loss_of_pairs", LossOfPairs(name="loss"))
+        track_loss_by(self, self._loss_of_pairs)
 
     def _check_inputs(self, inputs, labels=None):
         self.backbone._check_inputs(inputs)
@@ -296,13 +298,16 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         Returns:
             The values so far, by name.
         """
+        self._loss_of_pairs.weigh(one_weight(sample_weight))
         self._metrics_of_pairs.update(y, y_pred, sample_weight)
         return self.get_metrics_result()
 
     def get_compile_config(self) -> dict[str, Any]:
         """The arguments of `compile`, serialised."""
         config = super().get_compile_config()
-        return {**config, "metrics": self._metrics_of_pairs.config()} if config else {}
+        # All of them read weights.
+        metrics = {"metrics": None, "weighted_metrics": self._metrics_of_pairs.config()}
+        return {**config, **metrics} if config else {}
 
     def encode_images(
         self, images: Any, batch_size: int = 32, verbose: Any = 0

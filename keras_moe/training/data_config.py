@@ -10,11 +10,12 @@ import numpy as np
 from keras_moe import data
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
+from keras_moe.data.pairs.opening import SourceOptions, open_all
 from keras_moe.training.section import Section
 
 # Settings that pairs alone have, and the options of `load_pairs` among them.
 _PAIR_OPTIONS = ("captions", "templates", "style", "language", "size")
-_OF_PAIRS = (*_PAIR_OPTIONS, "epoch_size")
+_OF_PAIRS = (*_PAIR_OPTIONS, "epoch_size", "test_source")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class DataConfig(Section):
         size: side at which emoji are drawn; None for that of the images.
         epoch_size: number of pairs in an epoch; None counts those of the source, for
             which archives are read once.
+        test_source: the source of pairs to evaluate on, which has `test_split`; None
+            for `source`, or for the first source of a mixture.
 
     Raises:
         ValueError: if a setting is out of range, or is not JSON.
@@ -72,11 +75,12 @@ class DataConfig(Section):
     language: str | None = None
     size: int | None = None
     epoch_size: int | None = None
+    test_source: str | None = None
 
     def __post_init__(self):
         check_integer("batch_size", self.batch_size)
         _check_source(self.source)
-        for name in ("style", "language"):
+        for name in ("style", "language", "test_source"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ValueError(
@@ -99,14 +103,14 @@ class DataConfig(Section):
 
         Args:
             **changes: any setting. With another `source` the splits are "train" and
-                "test", unless they are given, too.
+                "test", and the test source is that source, unless they are given, too.
 
         Raises:
             ValueError: if a setting is unknown or out of range.
         """
         if changes.get("source", self.source) != self.source:
             defaults = {x.name: x.default for x in dataclasses.fields(self)}
-            for name in ("train_split", "test_split"):
+            for name in ("train_split", "test_split", "test_source"):
                 changes.setdefault(name, defaults[name])
         return super().replace(**changes)
 
@@ -130,6 +134,37 @@ class DataConfig(Section):
         """
         options = {name: getattr(self, name) for name in (*_PAIR_OPTIONS, "unreadable")}
         return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def evaluated_source(self) -> str:
+        """The source of pairs to evaluate on.
+
+        Example:
+
+        >>> from keras_moe.training import DataConfig
+        >>> DataConfig(batch_size=8, source={"emoji": 3, "digits": 1}).evaluated_source
+        'emoji'
+        """
+        return self.test_source or next(iter(_sources(self.source)))
+
+    def test_pair_options(self, data_dir: str | None = None) -> dict[str, Any]:
+        """The options of `keras_moe.data.load_pairs` for the pairs to evaluate on.
+
+        They are the same in each evaluation, with the first of captions where training
+        draws one. Templates are those of the classes in a mixture.
+
+        Args:
+            data_dir: folder of TensorFlow Datasets.
+        """
+        options = self.pair_options()
+        if options.get("captions", "random") == "random":
+            options["captions"] = "first"
+        source, split = self.evaluated_source, self.test_split
+        if "templates" in options and source != self.source:
+            (pairs,) = open_all(source, split, SourceOptions(data_dir=data_dir))
+            if not pairs.has_classes:
+                del options["templates"]
+        return options
 
     @property
     def mixes_labels(self) -> bool:
@@ -162,6 +197,11 @@ class DataConfig(Section):
                 )
             )
         return self._left_out[data_dir]
+
+
+def _sources(source):
+    """The names in a source, which may be a mixture."""
+    return source if isinstance(source, dict) else [source]
 
 
 def _check_source(source):

@@ -115,7 +115,7 @@ def pair_datasets(
 
     Batches are as those of `image_datasets`. The test pairs are the same in each
     evaluation: where an image has several captions and one is drawn for training, its
-    first.
+    first. They are those of `config.test_source`, or of a mixture's first source.
 
     Args:
         config: the source, its splits, captions and augmentation.
@@ -164,14 +164,12 @@ def pair_datasets(
         **common,
         **options,
     )
-    if options.get("captions", "random") == "random":
-        options = {**options, "captions": "first"}
     test = data.load_pairs(
-        source,
+        config.evaluated_source,
         config.test_split,
         batch_size=test_batch_size,
         shuffle=False,
         **common,
-        **options,
+        **config.test_pair_options(data_dir),
     )
     return Datasets(train, test, None, steps)

@@ -50,6 +50,39 @@ def test_loss_and_metrics_are_those_of_the_examples(model, arrays):
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_pairs_are_weighed_in_loss_and_metrics(traced):
+    backbone = models.LIMoEBackbone(
+        **{name: SMALL[name] for name in ("image_shape", "patch_size")},
+        **{"vocabulary_size": 20, "max_length": 6, "hidden_dim": 8, "num_heads": 2},
+        **{"num_layers": 1, "mlp_dim": 16, "projection_dim": 4, "moe": None},
+    )
+    model = with_weights(models.ContrastiveModel(backbone))
+    model.compile(metrics=[models.ContrastiveAccuracy()])
+    token_ids = np.random.default_rng(0).integers(1, 20, (11, 6))
+    texts = {"token_ids": token_ids, "padding_mask": token_ids > 0}
+    x, ids = {"images": IMAGES, **texts}, {"image_ids": np.arange(11)}
+    first, last = (
+        model.evaluate(
+            {name: part[rows] for name, part in x.items()},
+            batch_size=4,
+            verbose=0,
+            return_dict=True,
+        )
+        for rows in (slice(8), slice(8, None))
+    )
+    # Two batches of four pairs, and one of three.
+    expected = {name: (8 * first[name] + 3 * last[name]) / 11 for name in first}
+    assert abs(first["loss"] - last["loss"]) > 0.01
+    batches = padded(x, ids, batch_size=4, model=model)
+    actual = model.evaluate(batches, verbose=0, return_dict=True)
+    assert actual == pytest.approx(expected, rel=1e-5)
+    # Weights of one's own weigh pairs in the whole epoch.
+    weights = np.array([1.0] * 8 + [0.0] * 3)
+    options = {"sample_weight": weights, "batch_size": 4, "verbose": 0}
+    actual = model.evaluate(x, ids, return_dict=True, **options)
+    assert actual == pytest.approx(first, rel=1e-5)
+
+
 @pytest.mark.backend_free
 @pytest.mark.parametrize(
     "make", [lambda: IMAGES, lambda: dataset(IMAGES, LABELS, batch_size=5)]

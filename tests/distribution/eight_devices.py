@@ -184,6 +184,9 @@ def for_evaluation(model):
     for weight in classifier.weights:
         if "seed_generator" not in weight.path:
             weight.assign(generator.normal(size=weight.shape) * 0.3)
+    if model in PAIRS:
+        classifier.compile(metrics=[models.ContrastiveAccuracy()])
+        return classifier
     classifier.compile(
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=None,
@@ -196,10 +199,14 @@ def evaluation(classifier, images, labels, on_several):
     """Loss, metrics and logits, of batches of 16 of which the last is not full."""
     if on_several:
         batches = data.padded(images, labels, batch_size=16, model=classifier)
-        logits = data.predictions(classifier, images, batch_size=16, verbose=0)
-        return classifier.evaluate(batches, verbose=0), logits
-    metrics = classifier.evaluate(images, labels, batch_size=16, verbose=0)
-    return metrics, classifier.predict(images, batch_size=16, verbose=0)
+        outputs = data.predictions(classifier, images, batch_size=16, verbose=0)
+        metrics = classifier.evaluate(batches, verbose=0)
+    else:
+        metrics = classifier.evaluate(images, labels, batch_size=16, verbose=0)
+        outputs = classifier.predict(images, batch_size=16, verbose=0)
+    if isinstance(outputs, dict):
+        outputs = np.concatenate(list(outputs.values()), axis=-1)
+    return metrics, outputs
 
 
 # Models that evaluate are compiled once, and serve several numbers of images.
@@ -210,6 +217,10 @@ def evaluated(model, layout, count):
     """How far evaluation of `count` images is from that on one device."""
     images = np.concatenate([IMAGES, IMAGES[:, ::-1]])[:count]
     labels = np.arange(count) % 3
+    if model in PAIRS:
+        ids = np.concatenate([IDS, IDS[:, ::-1]])[:count]
+        images = {"images": images, "token_ids": ids, "padding_mask": ids != 0}
+        labels = {"image_ids": np.arange(count)}
     overrides = {k: v for k, v in MODELS[model].items() if k != "seed"}
     layout_of_model = distribution.auto(
         preset_of(model), **LAYOUTS[layout], **overrides

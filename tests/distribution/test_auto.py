@@ -55,6 +55,7 @@ EVALUATIONS = [
     ("token choice", "all three", 19),
     ("capacity at inference", "experts on the batch", 18),
     ("capacity at inference", "experts on the batch", 19),
+    ("clip", "experts on the batch", 19),
 ]
 # Why the arithmetic has no answer, by model.
 WITHOUT_COSTS = {

@@ -186,6 +186,30 @@ def test_captions_of_training_and_of_the_evaluation(folder):
 
 
 @backend_free
+def test_a_mixture_is_trained_and_its_first_source_evaluated(folder):
+    mine = recipe(
+        folder,
+        **{
+            "data.source": {folder: 2, "digits": 1},
+            "data.templates": "the digit {}",
+            "data.epoch_size": 4,
+            "schedule.epochs": 1,
+        },
+    )
+    trained = train(mine, verbose=0)
+    assert np.isfinite(trained.history["val_loss"]).all()
+    trained.model.preprocessor = None
+    test = mine.datasets(trained.model).test
+    captions = [x.decode() for batch, _ in test for x in batch["captions"].numpy()]
+    assert len(captions) == 9
+    assert captions[0] == "a red square on black"
+    of_digits = mine.replace(**{"data.test_source": "digits"})
+    inputs, _ = next(iter(of_digits.datasets(trained.model).test))
+    assert inputs["captions"].numpy()[0].startswith(b"the digit")
+    assert of_digits.replace(**{"data.source": "emoji"}).data.test_source is None
+
+
+@backend_free
 def test_settings_come_back(tmp_path):
     mixed = {"tfds:coco_captions": 3, "emoji": 1.5}
     mine = recipe(
@@ -239,6 +263,7 @@ def test_settings_come_back(tmp_path):
         ({"data.epoch_size": 0}, "epoch_size=0"),
         ({"data.style": 3}, "style=3"),
         ({"data.language": 3}, "language=3"),
+        ({"data.test_source": 3}, "test_source=3"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, message):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
+from keras_moe.data.pairs.mixture import batch_sizes
 from keras_moe.models import ContrastiveModel
 from keras_moe.training import Contrastive, cooldown_branch, list_recipes, load_recipe
 from keras_moe.training.parameter_groups import group_factors
@@ -132,13 +133,25 @@ def test_the_cooldowns_of_limoe_h14():
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-9)
     # Pairs and classes are 3:1, and two of the branches have one of them alone.
     assert run.data.source == {"webdataset:pairs": 3, "folder:jft4b": 1}
-    alone = cooldown_branch(
-        run,
-        650_000,
-        40_000,
-        **{"data.source": "folder:jft4b", "data.test_split": "val"},
-    )
-    assert alone.data.source == "folder:jft4b"
+    assert batch_sizes(run.data.source, run.data.batch_size, 1) == {
+        "webdataset:pairs": 16_127,
+        "folder:jft4b": 5375,
+    }
+    assert run.data.evaluated_source == "webdataset:pairs"
+    # The changes are those of the notes.
+    changes = [text.split(")")[0] for text in run.notes.split("data.source=")[1:]]
+    assert len(changes) == 2
+    for text in changes:
+        source, *others = text.split()
+        changed = {"data.source": source}
+        for other in others:
+            name, value = other.split("=")
+            changed[name] = None if value == "null" else value
+        alone = cooldown_branch(run, 650_000, 40_000, **changed).data
+        assert (alone.source, alone.evaluated_source) == (source, source)
+        assert alone.test_split == "val"
+        # Templates are for classes alone.
+        assert (alone.templates is None) == (source == "webdataset:pairs")
     # Intervals of 12.5k meet each of these steps.
     assert all(step % 12_500 == 0 for step in (650_000, 700_000, 825_000))
 

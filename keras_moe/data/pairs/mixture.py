@@ -3,7 +3,6 @@
 Reference: *Multimodal Contrastive Learning with LIMoE*, appendix A.1.
 """
 
-import math
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -17,13 +16,23 @@ def batch_sizes(
 ) -> dict[str, int]:
     """The number of pairs that each source has in a batch.
 
+    Where the weights do not divide a host's batch, the pairs that are left over go to
+    the sources with the largest remainders, the first of equal ones: shares are less
+    than one pair of each host from those of the weights.
+
     Args:
         sources: weight of each source.
         batch_size: size of the batches of all hosts together.
-        shards: number of hosts.
+        shards: number of hosts, which divides the batch.
 
     Raises:
-        ValueError: if the weights do not divide each host's batch.
+        ValueError: if a source would have no pair in a batch.
+
+    Example:
+
+    >>> from keras_moe.data.pairs.mixture import batch_sizes
+    >>> batch_sizes({"pairs": 3, "classes": 1}, 21_502, 1)
+    {'pairs': 16127, 'classes': 5375}
     """
     if not sources:
         raise ValueError("Expected sources with their weights; received: none")
@@ -31,18 +40,19 @@ def batch_sizes(
     for source, weight in sources.items():
         check_positive(f"source[{source!r}]", weight)
         weights[source] = Fraction(weight).limit_denominator(10_000)
-    total = sum(weights.values())
-    sizes = {name: batch_size * weight / total for name, weight in weights.items()}
-    if any(size % shards for size in sizes.values()):
-        # The smallest batch in which each share is a multiple of the hosts.
-        multiple = shards * math.lcm(
-            *((weight / total).denominator for weight in weights.values())
-        )
+    total, own = sum(weights.values()), batch_size // shards
+    shares = {name: own * weight / total for name, weight in weights.items()}
+    sizes = {name: int(share) for name, share in shares.items()}
+    left = own - sum(sizes.values())
+    # Sorting keeps the order of equal remainders.
+    for name in sorted(shares, key=lambda name: sizes[name] - shares[name])[:left]:
+        sizes[name] += 1
+    if not all(sizes.values()):
         raise ValueError(
-            f"Expected a batch that the weights divide, a multiple of {multiple}; "
-            f"received: batch_size={batch_size}, source={dict(sources)}"
+            "Expected a batch in which each host has pairs of each source; received: "
+            f"batch_size={batch_size} for {shards} hosts, source={dict(sources)}"
         )
-    return {name: int(size) for name, size in sizes.items()}
+    return {name: size * shards for name, size in sizes.items()}
 
 
 def mixed(datasets: list) -> Any:

@@ -71,8 +71,12 @@ def test_weights():
         "b": 4,
         "c": 2,
     }
-    with pytest.raises(ValueError, match=r"a multiple of 8; received: batch_size=12"):
-        batch_sizes({"a": 3, "b": 1}, 12, 2)
+    # Largest remainders, the first of equal ones, alike on each host.
+    assert batch_sizes({"a": 1, "b": 3}, 21_502, 1) == {"a": 5376, "b": 16_126}
+    assert batch_sizes({"a": 1, "b": 1, "c": 1.5}, 20, 2) == {"a": 6, "b": 6, "c": 8}
+    assert batch_sizes({"a": 3, "b": 1}, 12, 2) == {"a": 10, "b": 2}
+    with pytest.raises(ValueError, match=r"pairs of each source; .*batch_size=4 for 2"):
+        batch_sizes({"a": 9, "b": 1}, 4, 2)
     with pytest.raises(ValueError, match="sources with their weights; received: none"):
         batch_sizes({}, 12, 2)
     with pytest.raises(ValueError, match=r"received: source\['b'\]=0"):
