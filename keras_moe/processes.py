@@ -58,14 +58,19 @@ def batch_devices() -> int:
 def gathered_batch(batch: Any) -> Any:
     """The batch of all processes, from the part that each has read.
 
-    All processes must call it together. The order is that of one process which reads
-    the whole batch by `keras_moe.data.load`.
+    All processes must call it together. The parts follow one another by process: for
+    `keras_moe.data.load` and `load_pairs` this is the order in which one process reads
+    the whole batch, and for a mixture it is not, since each part has examples of all
+    sources.
 
     Args:
-        batch: structure of arrays (B of this process, ...).
+        batch: structure of arrays (B of this process, ...), of numbers or booleans.
 
     Returns:
         The structure with NumPy arrays (B, ...).
+
+    Raises:
+        ValueError: if an array is one of objects, such as strings of TensorFlow.
 
     Example:
 
@@ -75,6 +80,9 @@ def gathered_batch(batch: Any) -> Any:
     {'labels': array([3, 4])}
     """
     batch = keras.tree.map_structure(np.asarray, batch)
+    if any(array.dtype.hasobject for array in keras.tree.flatten(batch)):
+        # Bytes of pointers mean nothing to other processes.
+        raise ValueError("Expected arrays of numbers; received: dtype=object")
     if process_count() == 1:
         return batch
     from keras_moe.ops.kernels.sharded_arrays_jax import exchange

@@ -81,7 +81,7 @@ def fill(template: Template, name: str) -> str:
 def read_lines(
     path: str | os.PathLike, what: str, sets: Sequence[str] = ()
 ) -> list[str]:
-    """The texts of a file, one a line or a JSON list.
+    """The texts of a file, one a line, without blanks at its ends, or a JSON list.
 
     Args:
         path: path of the file.
@@ -98,9 +98,11 @@ def read_lines(
             f"Expected {what}, or their file{known}; received: {os.fspath(path)!r}"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        # Editors may write a byte order mark, which is no part of the first line.
+        text = path.read_text(encoding="utf-8-sig")
         if path.suffix != ".json":
-            return [line for line in text.splitlines() if line.strip()]
+            lines = (line.strip() for line in text.splitlines())
+            return [line for line in lines if line]
         lines = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(

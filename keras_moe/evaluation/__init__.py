@@ -29,7 +29,7 @@ from keras_moe.evaluation.prompts import (
     read_templates,
 )
 from keras_moe.evaluation.retrieval import (
-    ContrastiveAccuracy,
+    ContrastiveAccuracyResult,
     RetrievalResult,
     contrastive_accuracy,
     retrieval,
@@ -47,7 +47,7 @@ from keras_moe.evaluation.zero_shot import (
 
 __all__ = [
     "TEMPLATES",
-    "ContrastiveAccuracy",
+    "ContrastiveAccuracyResult",
     "FewShotResult",
     "PairEmbeddings",
     "RetrievalResult",

@@ -30,14 +30,31 @@ def non_finite(array: np.ndarray) -> np.ndarray:
     return np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
 
 
-def check_features(name: str, features: Any, dim: int | None = None) -> np.ndarray:
-    """Features as float64 (N, F), if they are finite, and F is `dim` unless None."""
-    features = to_numpy(features).astype("float64")
-    if features.ndim != 2 or not features.size:
+def check_real(name: str, array: Any) -> np.ndarray:
+    """An array or a tensor as a NumPy array, if its numbers are real."""
+    array = to_numpy(array)
+    # Extended floats, such as bfloat16, are of kind "V".
+    if array.dtype.kind not in "fiubV" or array.dtype.names is not None:
+        raise ValueError(
+            f"Expected {name} of real numbers; received: dtype={array.dtype}"
+        )
+    return array
+
+
+def check_matrix(name: str, array: Any) -> np.ndarray:
+    """Rows of examples (N, F) as a NumPy array, if there are any."""
+    array = check_real(name, array)
+    if array.ndim != 2 or not array.size:
         raise ValueError(
             f"Expected {name} of shape (examples, dim), neither of them 0; "
-            f"received: shape={features.shape}"
+            f"received: shape={array.shape}"
         )
+    return array
+
+
+def check_features(name: str, features: Any, dim: int | None = None) -> np.ndarray:
+    """Features as float64 (N, F), if they are finite, and F is `dim` unless None."""
+    features = check_matrix(name, features).astype("float64")
     if dim is not None and features.shape[1] != dim:
         raise ValueError(
             f"Expected {name} with the {dim} features of the training set; "

@@ -21,7 +21,7 @@ from keras_moe.evaluation.prompts import prompts, read_class_names, read_templat
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
     KS,
-    ContrastiveAccuracy,
+    ContrastiveAccuracyResult,
     RetrievalResult,
     contrastive_accuracy,
     retrieval,
@@ -51,17 +51,28 @@ class PairEmbeddings(NamedTuple):
     def retrieval(
         self, ks: Sequence[int] = KS, chunk_size: int = CHUNK_SIZE
     ) -> RetrievalResult:
-        """Recalls; see `keras_moe.evaluation.retrieval`."""
-        return retrieval(self.images, self.texts, self.image_of_text, ks, chunk_size)
+        """Recalls; see `keras_moe.evaluation.retrieval`.
 
-    def contrastive_accuracy(self, batch_size: int = BATCH_SIZE) -> ContrastiveAccuracy:
-        """Accuracies by batch; see `keras_moe.evaluation.contrastive_accuracy`."""
+        Equal captions of several images belong to all of these, by `text_ids`. The
+        protocol of COCO, where only a caption's own image is a hit, is that of
+        `self._replace(text_ids=None)`.
+        """
+        return retrieval(
+            self.images, self.texts, self.image_of_text, ks, chunk_size, self.text_ids
+        )
+
+    def contrastive_accuracy(
+        self, batch_size: int = BATCH_SIZE
+    ) -> ContrastiveAccuracyResult:
+        """Accuracies by batch; see `keras_moe.evaluation.contrastive_accuracy`.
+
+        Each image is there once, with the first of its texts: with all of them a batch
+        would have fewer images, and be easier.
+        """
+        _, first = np.unique(self.image_of_text, return_index=True)
+        text_ids = None if self.text_ids is None else self.text_ids[first]
         return contrastive_accuracy(
-            self.images[self.image_of_text],
-            self.texts,
-            batch_size,
-            self.image_of_text,
-            self.text_ids,
+            self.images, self.texts[first], batch_size, text_ids=text_ids
         )
 
 
@@ -163,9 +174,18 @@ def zero_shot_from_model(
     """
     batch_size = check_integer("batch_size", batch_size)
     classes = encode_classes(model, class_names, templates, batch_size)
+    size = 0
+
+    def encode(batch):
+        # A last batch is filled, so that nothing is compiled for it.
+        nonlocal size
+        size, count = max(size, len(batch)), len(batch)
+        batch = np.concatenate([batch, np.repeat(batch[-1:], size - count, axis=0)])
+        return model.encode_images(batch, batch_size=size)[:count]
+
     embeddings, labels = extract_features(
         "images",
-        lambda batch: model.encode_images(batch, batch_size=len(batch)),
+        encode,
         images if labels is None else (images, labels),
         batch_size,
         verbose,
@@ -239,13 +259,14 @@ def contrastive_accuracy_from_model(
     pairs: Any,
     contrastive_batch_size: int = BATCH_SIZE,
     batch_size: int = 64,
-) -> ContrastiveAccuracy:
+) -> ContrastiveAccuracyResult:
     """Accuracies by batch; see `keras_moe.evaluation.contrastive_accuracy`.
 
     Args:
         model: model of pairs.
         pairs: pairs; see `encode_pairs`.
-        contrastive_batch_size: number of pairs that are compared with each other.
+        contrastive_batch_size: number of images that are compared with each other, each
+            with its first text.
         batch_size: number of images and of texts that are embedded at a time.
 
     Example:

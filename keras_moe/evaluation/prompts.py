@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 from keras_moe.templates import PLACE, Template, fill, read_lines
@@ -81,6 +81,12 @@ def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[st
         return _published(PUBLISHED_NAMES[class_names])
     if isinstance(class_names, (str, os.PathLike)):
         class_names = read_lines(class_names, "class names", PUBLISHED_NAMES)
+    is_ordered = isinstance(class_names, Iterable)
+    if not is_ordered or isinstance(class_names, (bytes, Mapping, Set)):
+        raise ValueError(
+            "Expected a file of names of classes, or a sequence of names; received: "
+            f"{class_names!r:.100}"
+        )
     names = tuple(class_names)
     bad = [name for name in names if not isinstance(name, str) or not name.strip()]
     if bad or not names:

@@ -13,6 +13,7 @@ from keras_moe.evaluation.feature_checks import check_labels, to_numpy
 from keras_moe.evaluation.similarities import (
     CHUNK_SIZE,
     check_embeddings,
+    check_ks,
     count_before,
     unit_vectors,
 )
@@ -28,10 +29,10 @@ class RetrievalResult(NamedTuple):
         ks: the values of k.
         image_to_text: (K,), share of images one of whose own texts is among the k
             nearest texts.
-        text_to_image: (K,), share of texts whose own image is among the k nearest
-            images.
+        text_to_image: (K,), share of texts whose own image, or one of them, is among
+            the k nearest images.
         image_ranks: int (N,), rank from 1 of the best of each image's own texts.
-        text_ranks: int (M,), rank from 1 of each text's own image.
+        text_ranks: int (M,), rank from 1 of the best of each text's own images.
     """
 
     ks: tuple[int, ...]
@@ -49,7 +50,7 @@ class RetrievalResult(NamedTuple):
         }
 
 
-class ContrastiveAccuracy(NamedTuple):
+class ContrastiveAccuracyResult(NamedTuple):
     """How often a pair finds itself among the pairs of a batch.
 
     Fields:
@@ -84,15 +85,19 @@ def retrieval(
     image_of_text: Any = None,
     ks: Sequence[int] = KS,
     chunk_size: int = CHUNK_SIZE,
+    text_ids: Any = None,
 ) -> RetrievalResult:
     """R@k of both directions by cosine similarity, with any number of texts an image.
 
     This is the protocol of COCO and Flickr30k: an image is a hit if any of its own
-    texts is among the k nearest, a text if its image is. Where similarities
-    are equal, the lower index is nearer, so that embeddings that are all alike have the
-    recall of chance. Similarities are computed chunk by chunk and only counted: memory
-    grows with N + M. They are exact (see `keras_moe.evaluation.similarities`), and so
-    ranks do not depend on `chunk_size`.
+    texts is among the k nearest, a text if its image is. There a caption of one image
+    that another has, too, is wrong for the other, although nothing tells them apart;
+    with `text_ids`, texts of one id belong to all images that have one of them. All
+    texts remain candidates. Where similarities are equal, the lower index is nearer, so
+    that embeddings that are all alike have the recall of chance. Similarities are
+    computed chunk by chunk and only counted: memory grows with N + M, and with the
+    pairs that `text_ids` make. They are exact (see
+    `keras_moe.evaluation.similarities`), and so ranks do not depend on `chunk_size`.
 
     Args:
         image_embeddings: (N, P), of any length other than 0.
@@ -101,6 +106,7 @@ def retrieval(
             to image i. Each image has at least one text.
         ks: values of k, none above N or M.
         chunk_size: number of images and of texts that are compared at a time.
+        text_ids: (M,) integers, equal for equal texts; None if each is its own.
 
     Returns:
         A `RetrievalResult`.
@@ -123,14 +129,10 @@ def retrieval(
     texts = check_embeddings("text_embeddings", text_embeddings, images.shape[1])
     owner = _check_owners(image_of_text, len(images), len(texts))
     chunk_size = check_integer("chunk_size", chunk_size)
-    ks = tuple(check_integer("ks", k) for k in ks)
-    fewest = min(len(images), len(texts))
-    if not ks or max(ks) > fewest:
-        raise ValueError(
-            f"Expected values of k from 1 to {fewest}, the number of candidates; "
-            f"received: ks={ks}, images={len(images)}, texts={len(texts)}"
-        )
-    image_ranks, text_ranks = _ranks(images, texts, owner, chunk_size)
+    counts = f"images={len(images)}, texts={len(texts)}"
+    ks = check_ks(ks, min(len(images), len(texts)), "candidates", counts)
+    own = _own_pairs(owner, text_ids)
+    image_ranks, text_ranks = _ranks(images, texts, *own, chunk_size)
     recalls = (
         np.array([np.mean(ranks <= k) for k in ks])
         for ranks in (image_ranks, text_ranks)
@@ -144,12 +146,13 @@ def contrastive_accuracy(
     batch_size: int = BATCH_SIZE,
     image_ids: Any = None,
     text_ids: Any = None,
-) -> ContrastiveAccuracy:
+) -> ContrastiveAccuracyResult:
     """How often the nearest text of a batch is an image's own, and the reverse.
 
     Batches are consecutive pairs. Chance depends on their size, so that the pairs of a
     last batch that is not whole do not count. Where similarities are equal, the
-    lower index is nearer.
+    lower index is nearer, so that a collapsed model has the accuracy of chance; the
+    metric `keras_moe.models.ContrastiveAccuracy` counts a tie as wrong.
 
     Args:
         image_embeddings: (M, P), of any length other than 0.
@@ -161,7 +164,7 @@ def contrastive_accuracy(
             hit; or None.
 
     Returns:
-        A `ContrastiveAccuracy`.
+        A `ContrastiveAccuracyResult`.
 
     Raises:
         ValueError: if embeddings have the wrong shape, are not finite or 0, if ids do
@@ -200,7 +203,9 @@ def contrastive_accuracy(
         ):
             hit = [x[part][nearest] == x[part] for x in ids]
             hits[direction] += np.logical_or.reduce(hit).sum()
-    return ContrastiveAccuracy(*(hits / num_pairs).tolist(), batch_size, num_pairs)
+    return ContrastiveAccuracyResult(
+        *(hits / num_pairs).tolist(), batch_size, num_pairs
+    )
 
 
 def _check_ids(name, ids, length):
@@ -233,19 +238,36 @@ def _check_owners(image_of_text, num_images, num_texts):
     return owner
 
 
-def _ranks(images, texts, owner, chunk_size):
-    """The ranks from 1 of the best own text of each image, and of each own image."""
+def _own_pairs(owner, text_ids):
+    """The images and the texts that belong together, as two arrays of indices."""
+    texts = np.arange(len(owner))
+    if text_ids is None:
+        return owner, texts
+    _, group = np.unique(
+        _check_ids("text_ids", text_ids, len(owner)), return_inverse=True
+    )
+    # Each image with all texts of each of its groups, which stand side by side.
+    texts, counts = np.argsort(group, kind="stable"), np.bincount(group)
+    images, groups = np.unique(np.stack([owner, group]), axis=1)
+    lengths = counts[groups]
+    within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    starts = np.repeat((counts.cumsum() - counts)[groups], lengths)
+    return np.repeat(images, lengths), texts[starts + within]
+
+
+def _ranks(images, texts, image_of_pair, text_of_pair, chunk_size):
+    """The ranks from 1 of the best own text of each image, and the reverse."""
     num_images, num_texts = len(images), len(texts)
-    text_own = np.empty(num_texts)
-    for start in range(0, num_texts, chunk_size):
+    own = np.empty(len(image_of_pair))
+    for start in range(0, len(own), chunk_size):
         part = slice(start, start + chunk_size)
-        pairs = unit_vectors(texts[part]), unit_vectors(images[owner[part]])
-        text_own[part] = np.einsum("mp,mp->m", *pairs)
-    # The first of each image's own texts, ordered by similarity and then by index.
-    order = np.lexsort((np.arange(num_texts), -text_own, owner))
-    _, first = np.unique(owner[order], return_index=True)
-    best_text = order[first]
-    image_own = text_own[best_text]
+        pairs = (
+            unit_vectors(images[image_of_pair[part]]),
+            unit_vectors(texts[text_of_pair[part]]),
+        )
+        own[part] = np.einsum("mp,mp->m", *pairs)
+    best_text, image_own = _best(image_of_pair, text_of_pair, own)
+    best_image, text_own = _best(text_of_pair, image_of_pair, own)
     image_ranks, text_ranks = np.ones(num_images, "int64"), np.ones(num_texts, "int64")
     for i in range(0, num_images, chunk_size):
         rows = slice(i, i + chunk_size)
@@ -257,6 +279,13 @@ def _ranks(images, texts, owner, chunk_size):
                 chunk, image_own[rows], best_text[rows], j
             )
             text_ranks[columns] += count_before(
-                chunk.T, text_own[columns], owner[columns], i
+                chunk.T, text_own[columns], best_image[columns], i
             )
     return image_ranks, text_ranks
+
+
+def _best(rows, columns, similarities):
+    """Each row's nearest own column, the first of equal ones, and its similarity."""
+    order = np.lexsort((columns, -similarities, rows))
+    _, first = np.unique(rows[order], return_index=True)
+    return columns[order[first]], similarities[order[first]]

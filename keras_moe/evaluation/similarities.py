@@ -1,17 +1,19 @@
 """Cosine similarities that are exact, so that a tie is a tie on every machine.
 
-Unit vectors are rounded to multiples of 2^-26, less than float32 resolves. All sums of
-their products are then multiples of 2^-52 below 2, which float64 holds: a similarity is
+Unit vectors are rounded to multiples of 2^-26, by 2^-27 at most. All sums of their
+products are then multiples of 2^-52 below 2, which float64 holds: a similarity is
 the same in any order of summation, and with it in any chunk and on any processor.
 
 Axes: N examples, P embedding, R rows, S columns of a chunk.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from keras_moe.evaluation.feature_checks import NAMED, to_numpy
+from keras_moe.checks import check_integer
+from keras_moe.evaluation.feature_checks import NAMED, check_matrix
 
 _STEPS = 2.0**26
 CHUNK_SIZE = 2048
@@ -28,26 +30,45 @@ def check_embeddings(name: str, embeddings: Any, dim: int | None = None) -> np.n
     Raises:
         ValueError: if they are not.
     """
-    embeddings = to_numpy(embeddings)
-    if embeddings.ndim != 2 or not embeddings.size:
-        raise ValueError(
-            f"Expected {name} of shape (examples, dim), neither of them 0; "
-            f"received: shape={embeddings.shape}"
-        )
+    embeddings = check_matrix(name, embeddings)
     if dim is not None and embeddings.shape[1] != dim:
         raise ValueError(
             f"Expected {name} of dim {dim}, that of the others; "
             f"received: shape={embeddings.shape}"
         )
     for start in range(0, len(embeddings), CHUNK_SIZE):
-        norms = _norms(embeddings[start : start + CHUNK_SIZE].astype("float64"))
-        bad = start + np.flatnonzero(~(np.isfinite(norms) & (norms > 0)))
+        lengths = norms(embeddings[start : start + CHUNK_SIZE].astype("float64"))
+        bad = start + np.flatnonzero(~(np.isfinite(lengths) & (lengths > 0)))
         if bad.size:
             raise ValueError(
                 f"Expected finite {name}, none of them 0; received: others, first at "
                 f"indices {bad[:NAMED].tolist()}"
             )
     return embeddings
+
+
+def check_ks(
+    ks: Any, highest: int | None = None, what: str = "", counts: str = ""
+) -> tuple[int, ...]:
+    """Values of k as a tuple, if there are some, none of them below 1 or too high.
+
+    Args:
+        ks: sequence of integers.
+        highest: highest value that is possible, or None.
+        what: word for the things of which there are `highest`, for errors.
+        counts: further words for errors.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    if not isinstance(ks, (Sequence, np.ndarray)) or isinstance(ks, (str, bytes)):
+        raise ValueError(f"Expected ks, a sequence of integers; received: ks={ks!r}")
+    ks = tuple(check_integer("ks", k) for k in ks)
+    if not ks or (highest is not None and max(ks) > highest):
+        limit = "" if highest is None else f" to {highest}, the number of {what}"
+        received = f"ks={ks}" + (f", {counts}" if counts else "")
+        raise ValueError(f"Expected values of k from 1{limit}; received: {received}")
+    return ks
 
 
 def unit_vectors(embeddings: np.ndarray) -> np.ndarray:
@@ -64,7 +85,7 @@ def unit_vectors(embeddings: np.ndarray) -> np.ndarray:
     [[1.0, 0.0], [0.0, -1.0]]
     """
     embeddings = np.ascontiguousarray(embeddings, "float64")
-    units = embeddings / _norms(embeddings)[:, None]
+    units = embeddings / norms(embeddings)[:, None]
     units *= _STEPS
     np.rint(units, out=units)
     units /= _STEPS
@@ -108,7 +129,8 @@ def count_before(
     return count
 
 
-def _norms(embeddings):
+def norms(embeddings: np.ndarray) -> np.ndarray:
+    """The lengths (N,) of embeddings (N, P)."""
     # A NaN or an infinity is one of the norm; huge values do not overflow float64.
     with np.errstate(over="ignore", invalid="ignore"):
         return np.sqrt(np.square(embeddings).sum(axis=1))

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.checks import check_integer
-from keras_moe.evaluation.feature_checks import check_labels, to_numpy
+from keras_moe.evaluation.feature_checks import check_labels, check_real
 from keras_moe.evaluation.similarities import (
     CHUNK_SIZE,
     check_embeddings,
+    check_ks,
     count_before,
+    norms,
     unit_vectors,
 )
 
@@ -71,7 +72,7 @@ def class_embeddings(prompt_embeddings: Any) -> np.ndarray:
     array([[0.707, 0.707],
            [0.   , 1.   ]])
     """
-    prompts = to_numpy(prompt_embeddings)
+    prompts = check_real("prompt_embeddings", prompt_embeddings)
     if prompts.ndim != 3 or not prompts.size:
         raise ValueError(
             "Expected prompt_embeddings of shape (classes, templates, dim), none of "
@@ -79,15 +80,15 @@ def class_embeddings(prompt_embeddings: Any) -> np.ndarray:
         )
     flat = check_embeddings("prompt_embeddings", prompts.reshape(-1, prompts.shape[2]))
     flat = flat.astype("float64")
-    units = flat / np.linalg.norm(flat, axis=1, keepdims=True)
+    units = flat / norms(flat)[:, None]
     means = units.reshape(prompts.shape).mean(axis=1)
-    norms = np.linalg.norm(means, axis=1, keepdims=True)
-    if not norms.all():
+    lengths = norms(means)
+    if not lengths.all():
         raise ValueError(
             "Expected prompts whose average has a direction; received: embeddings that "
-            f"cancel, of class {int(np.flatnonzero(norms == 0)[0])}"
+            f"cancel, of class {int(np.flatnonzero(lengths == 0)[0])}"
         )
-    return means / norms
+    return means / lengths[:, None]
 
 
 def zero_shot(
@@ -127,12 +128,7 @@ def zero_shot(
     labels = check_labels("labels", labels, len(images), len(classes))
     if ks is None:
         ks = [k for k in KS if k <= len(classes)]
-    ks = tuple(check_integer("ks", k) for k in ks)
-    if not ks or max(ks) > len(classes):
-        raise ValueError(
-            f"Expected values of k from 1 to {len(classes)}, the number of classes; "
-            f"received: ks={ks}"
-        )
+    ks = check_ks(ks, len(classes), "classes")
     units, ranks = unit_vectors(classes), np.ones(len(images), "int64")
     for start in range(0, len(images), CHUNK_SIZE):
         part = slice(start, start + CHUNK_SIZE)

@@ -21,7 +21,8 @@ class ContrastiveAccuracy(keras.metrics.Mean):
 
     An image is right if a text of its own is nearer than all other texts of the batch,
     and a text likewise; the metric is the mean over both. A tie is wrong, so that a
-    model with one embedding for everything has 0. Pairs with an equal image or caption
+    model with one embedding for everything has 0, unlike the accuracy of chance in
+    `keras_moe.evaluation.contrastive_accuracy`. Pairs with an equal image or caption
     id, where there are ids, are each other's own. Padding is no candidate.
 
     The metric falls with the size of the batch: compare at the same.
@@ -106,16 +107,20 @@ class ContrastiveMetrics:
     weights.
 
     Args:
-        metrics: metrics whose `update_state` takes `y_true`, None or a dict of ids, the
-            dict of outputs, and weights (B,).
+        *several: metrics in lists, or None. Their `update_state` takes `y_true`, None
+            or a dict of ids, the dict of outputs, and weights (B,).
 
     Raises:
-        ValueError: if one of them is no metric, or several have one name.
+        ValueError: if one of them is no metric, several have one name, or one has the
+            loss's.
     """
 
-    def __init__(self, metrics: Sequence = ()):
-        if not isinstance(metrics, (list, tuple)):
-            raise ValueError(f"Expected a list of metrics; received: {metrics!r}")
+    def __init__(self, *several: Sequence | None):
+        metrics = []
+        for some in several:
+            if not isinstance(some, (list, tuple, type(None))):
+                raise ValueError(f"Expected a list of metrics; received: {some!r}")
+            metrics += some or ()
         for metric in metrics:
             if not isinstance(metric, keras.metrics.Metric):
                 raise ValueError(
@@ -125,7 +130,11 @@ class ContrastiveMetrics:
         names = [metric.name for metric in metrics]
         if len(set(names)) < len(names):
             raise ValueError(f"Expected each metric once; received: {names}")
-        self.metrics = list(metrics)
+        if "loss" in names:
+            raise ValueError(
+                f"Expected metrics with names other than the loss's; received: {names}"
+            )
+        self.metrics = metrics
 
     def update(self, y: Any, outputs: dict, sample_weight: Any = None) -> None:
         """Adds a batch.

@@ -192,7 +192,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             metrics = self.default_metrics(loss)
         # No metric leaves the weights of pairs out: both arguments are alike.
         weighted = kwargs.pop("weighted_metrics", None)
-        metrics = ContrastiveMetrics([*(metrics or ()), *(weighted or ())])
+        metrics = ContrastiveMetrics(metrics, weighted)
         if kwargs.get("loss_weights"):
             raise ValueError(
                 "Expected loss_weights=None, since one loss reads all outputs; "

@@ -74,13 +74,18 @@ def test_pairs_are_embedded_in_full_batches(tokens):
     np.testing.assert_array_equal(embeddings.images, TABLE[:5])
     np.testing.assert_array_equal(embeddings.texts, TABLE[:11] + 0.1)
     assert embeddings.image_of_text.tolist() == OWNER
-    expected = retrieval(TABLE[:5], TABLE[:11] + 0.1, OWNER, ks=(1, 3))
+    texts = np.arange(11) // 2
+    expected = retrieval(TABLE[:5], TABLE[:11] + 0.1, OWNER, (1, 3), text_ids=texts)
     received = retrieval_from_model(model, as_batches(2, tokens), ks=(1, 3))
     assert received.figures() == expected.figures()
+    # Each image is there once, with its first text.
+    first = [0, 2, 3, 6, 8]
     expected = contrastive_accuracy(
-        TABLE[OWNER], TABLE[:11] + 0.1, 5, OWNER, np.arange(11) // 2
+        TABLE[:5], TABLE[first] + 0.1, 5, text_ids=texts[first]
     )
     assert contrastive_accuracy_from_model(model, as_batches(11, tokens), 5) == expected
+    with pytest.raises(ValueError, match="batch_size=6"):
+        embeddings.contrastive_accuracy(6)
     (arrays,) = as_batches(11, tokens)
     assert encode_pairs(model, arrays).image_of_text.tolist() == OWNER
     assert encode_pairs(model, (arrays[0], None)).image_of_text.tolist() == [*range(11)]
@@ -96,7 +101,10 @@ def test_classes_and_images_of_arrays_and_batches():
     received = zero_shot_from_model(model, numbered(numbers), labels, *arguments)
     np.testing.assert_array_equal(received.ranks, expected.ranks)
     batches = [(numbered(numbers[:4]), labels[:4]), (numbered(numbers[4:]), labels[4:])]
+    model.sizes.clear()
     received = zero_shot_from_model(model, batches, None, *arguments)
+    # The texts, and two full batches of images.
+    assert model.sizes == [3, 4, 4]
     np.testing.assert_array_equal(received.ranks, expected.ranks)
     figures = training.ZeroShot(batches, *arguments)(model)
     assert figures == expected.figures()

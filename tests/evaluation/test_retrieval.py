@@ -20,7 +20,7 @@ def pairs(images, texts, dim, seed, distinct=5):
     return images.astype("float32"), texts.astype("float32"), owner
 
 
-def brute_force(images, texts, owner):
+def brute_force(images, texts, is_own_text, is_own_image):
     """Ranks by a stable sort of the products of integers, which Python has exactly."""
     images, texts = (
         np.array(np.rint(2**26 * x / np.linalg.norm(x, axis=1)[:, None]), "int64")
@@ -36,8 +36,8 @@ def brute_force(images, texts, owner):
         return result
 
     return (
-        ranks(products, lambda i, j: owner[j] == i),
-        ranks(products.T, lambda j, i: owner[j] == i),
+        ranks(products, is_own_text),
+        ranks(products.T, is_own_image),
     )
 
 
@@ -52,7 +52,9 @@ def brute_force(images, texts, owner):
 def test_ranks_are_those_of_a_stable_sort(images, more, dim, chunk_size, seed):
     x, y, owner = pairs(images, images + more, dim, seed)
     result = retrieval(x, y, owner, ks=(1, 2), chunk_size=chunk_size)
-    image_ranks, text_ranks = brute_force(x, y, owner)
+    image_ranks, text_ranks = brute_force(
+        x, y, lambda i, j: owner[j] == i, lambda j, i: owner[j] == i
+    )
     assert result.image_ranks.tolist() == image_ranks
     assert result.text_ranks.tolist() == text_ranks
     assert result.image_to_text[1] == np.mean(np.array(image_ranks) <= 2)
@@ -71,6 +73,38 @@ def test_recalls_by_hand():
         "image_to_text_r1": 0.0, "image_to_text_r2": 0.0,
         "text_to_image_r1": 0.0, "text_to_image_r2": 1.0,
     }  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    images=st.integers(1, 7),
+    more=st.integers(0, 7),
+    kinds=st.integers(1, 6),
+    chunk_size=st.integers(1, 6),
+    seed=st.integers(0, 2**16),
+)
+def test_equal_texts_belong_to_all_their_images(images, more, kinds, chunk_size, seed):
+    x, y, owner = pairs(images, images + more, 3, seed)
+    ids = np.random.default_rng(seed).integers(kinds, size=len(owner)) * 7 - 3
+    y = y[np.unique(ids, return_index=True)[1][np.unique(ids, return_inverse=True)[1]]]
+    result = retrieval(x, y, owner, (1,), chunk_size, ids)
+    mine = [{*ids[owner == i].tolist()} for i in range(images)]
+    owners = [
+        [j for j in range(len(owner)) if ids[j] in mine[i]] for i in range(images)
+    ]
+    image_ranks, text_ranks = brute_force(
+        x, y, lambda i, j: j in owners[i], lambda j, i: j in owners[i]
+    )
+    assert result.image_ranks.tolist() == image_ranks
+    assert result.text_ranks.tolist() == text_ranks
+
+
+def test_a_perfect_model_of_classes_has_all_recalls():
+    classes = np.arange(12) % 3
+    embeddings = np.eye(3)[classes]
+    assert retrieval(embeddings, embeddings, ks=(1,)).image_to_text[0] == 0.25
+    result = retrieval(embeddings, embeddings, ks=(1,), text_ids=classes)
+    assert result.image_to_text[0] == result.text_to_image[0] == 1.0
 
 
 def test_a_collapsed_model_has_the_recall_of_chance():
@@ -134,6 +168,10 @@ GOOD = np.ones((4, 3))
         ((GOOD, GOOD, None, (0,)), "ks"),
         ((GOOD, GOOD, None, ()), r"ks=\(\)"),
         ((GOOD, GOOD, None, (1,), 0), "chunk_size"),
+        ((GOOD, GOOD, None, 1), "sequence of integers; received: ks=1"),
+        ((GOOD, GOOD, None, (1,), 1, [0, 1]), r"text_ids of shape \(4,\)"),
+        ((GOOD + 1j, GOOD), "image_embeddings of real numbers.*complex128"),
+        ((GOOD, [["a"]] * 4), "text_embeddings of real numbers.*dtype=<U1"),
     ],
 )
 def test_mistakes(arguments, message):

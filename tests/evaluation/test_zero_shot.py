@@ -81,6 +81,10 @@ def test_prompts_from_files(tmp_path):
     path.write_text(json.dumps(["a b", "c"]), encoding="utf-8")
     assert read_class_names(str(path)) == ("a b", "c")
     assert read_templates("name") == ("{}",)
+    # Editors on Windows write it so.
+    path = tmp_path / "names.txt"
+    path.write_bytes("\ufeffcat \r\n\tdog\r\n".encode())
+    assert read_class_names(path) == ("cat", "dog")
     assert all(
         text.count("cat") == 1 for text in prompts(["cat"], read_templates("ours"))
     )
@@ -108,6 +112,8 @@ def test_mistakes_of_prompts(tmp_path):
     refused(read_class_names, ["a", "b", "a"], "'a' for classes 0 and 2")
     refused(read_class_names, ["a", " "], "not empty; received: ' '")
     refused(read_class_names, [], "received: ")
+    for names in (5, None, {"a": 1}, {"a", "b"}, b"ab"):
+        refused(read_class_names, names, "a sequence of names; received: ")
 
 
 GOOD = np.ones((4, 3))
@@ -121,6 +127,7 @@ GOOD = np.ones((4, 3))
         ((GOOD, [0, 1, 2, 3], np.ones((4, 2))), "classes of dim 3"),
         ((np.full((4, 3), np.inf), [0] * 4, GOOD), "finite image_embeddings"),
         ((GOOD, [0] * 4, GOOD, (5,)), "k from 1 to 4"),
+        ((GOOD, [0] * 4, GOOD, 5), "received: ks=5"),
     ],
 )
 def test_mistakes(arguments, message):
@@ -131,6 +138,8 @@ def test_mistakes(arguments, message):
 def test_mistakes_of_class_embeddings():
     with pytest.raises(ValueError, match=r"shape=\(4, 3\)"):
         class_embeddings(GOOD)
+    with pytest.raises(ValueError, match=r"real numbers.*complex128"):
+        class_embeddings([[[1j]]])
     with pytest.raises(ValueError, match="cancel, of class 1"):
         class_embeddings([[[1.0], [1.0]], [[1.0], [-2.0]]])
     with pytest.raises(ValueError, match=r"none of them 0.*\[1\]"):

@@ -112,3 +112,7 @@ def test_fit_and_evaluate_report_it(tmp_path):
     twice = [ContrastiveAccuracy(), ContrastiveAccuracy(4)]
     with pytest.raises(ValueError, match="Expected each metric once"):
         again.compile(weighted_metrics=twice)
+    with pytest.raises(ValueError, match="Expected a list of metrics"):
+        again.compile(metrics=ContrastiveAccuracy())
+    with pytest.raises(ValueError, match=r"the loss's; received: \['loss'\]"):
+        again.compile(metrics=[ContrastiveAccuracy(name="loss")])
