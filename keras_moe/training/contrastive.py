@@ -1,6 +1,7 @@
 """The objective of pairs: images and their captions embed alike, all others apart."""
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from keras_moe.models import ContrastiveAccuracy, ContrastiveModel, TextTokenize
 from keras_moe.training.data_config import DataConfig
 from keras_moe.training.datasets import Datasets, pair_datasets
 from keras_moe.training.objectives import Headline, Objective, register_objective
+from keras_moe.training.run_settings import TOKENIZER
 
 LOSSES = {"softmax": SoftmaxContrastiveLoss, "sigmoid": SigmoidContrastiveLoss}
 _CLIP, _TRAINED = "clip", "trained"
@@ -44,8 +46,9 @@ class Contrastive(Objective):
             SentencePiece that ends in `.model`, or a file or folder of CLIP's merges.
             None is the preset's own, or `"trained"` where it has none.
         vocabulary_size: largest number of tokens of a trained tokenizer; None for the
-            model's.
-        max_length: tokens of a caption; None for the model's.
+            model's. No other tokenizer takes one.
+        max_length: tokens of a caption; None for the model's. A preset's tokenizer has
+            its own, and takes no other.
         evaluation_batch_size: pairs in a batch of the evaluation; None for as many as
             in training.
 
@@ -85,6 +88,8 @@ class Contrastive(Objective):
                 "Expected tokenizer to be 'trained', 'clip', a path or None; "
                 f"received: tokenizer={self.tokenizer!r}"
             )
+        if self.tokenizer not in (None, _TRAINED):
+            self._check_no_size(f"tokenizer={self.tokenizer!r}")
 
     def model_arguments(self, num_classes: int | None) -> dict[str, Any]:
         return {"task": ContrastiveModel.task_name}
@@ -100,9 +105,12 @@ class Contrastive(Objective):
             data_dir: folder of TensorFlow Datasets.
 
         Raises:
-            ValueError: if there is no such tokenizer, or it does not fit the model.
+            ValueError: if there is no such tokenizer, it does not fit the model, or the
+                settings have another size than that of the preset.
         """
         if self.tokenizer is None and model.preprocessor is not None:
+            self._check_no_size("the preset's tokenizer")
+            self._check_length(model.preprocessor)
             return
         tokenizer = self.new_tokenizer(model.backbone, config, data_dir)
         tokenizer.check_fits(model.backbone)
@@ -134,10 +142,39 @@ class Contrastive(Objective):
             return TextTokenizer.clip(max_length=length)
         path = Path(name)
         if "://" in name or (path / _TOKENIZER).is_file():
-            return TextTokenizer.from_preset(name)
+            return self._check_length(TextTokenizer.from_preset(name))
         if path.suffix == ".model":
             return TextTokenizer.sentence_piece(path, length)
         return TextTokenizer.clip(path, length)
+
+    def _check_no_size(self, received):
+        if self.vocabulary_size is not None:
+            raise ValueError(
+                "Expected vocabulary_size with tokenizer='trained' alone; received: "
+                f"vocabulary_size={self.vocabulary_size} with {received}"
+            )
+
+    def _check_length(self, tokenizer):
+        if self.max_length not in (None, tokenizer.max_length):
+            raise ValueError(
+                f"Expected the preset's own max_length={tokenizer.max_length}, or "
+                "tokenizer='trained'; received: "
+                f"max_length={self.max_length}"
+            )
+        return tokenizer
+
+    def taken_from_data(self, model: keras.Model) -> dict[str, str]:
+        """The digest of a vocabulary of byte pairs, which may have been trained.
+
+        Args:
+            model: model that `prepare` has seen.
+        """
+        tokenizer = getattr(model.preprocessor, "tokenizer", None)
+        merges = getattr(tokenizer, "merges", None)
+        if self.tokenizer not in (None, _TRAINED) or merges is None:
+            return {}
+        digest = hashlib.sha256("\n".join(map(str, merges)).encode())
+        return {TOKENIZER: digest.hexdigest()}
 
     def left_out(self, config: DataConfig, data_dir: str | None = None) -> None:
         """None: bad pairs are met, and left out, where they are read."""

@@ -136,6 +136,14 @@ class Objective(Section):
         """
         set_class_names(model, self.class_names(config, data_dir))
 
+    def taken_from_data(self, model: keras.Model) -> dict[str, str]:
+        """Digests of what `prepare` took from the data and a resumed run must have.
+
+        Args:
+            model: a model of this objective.
+        """
+        return {}
+
     def left_out(
         self, config: DataConfig, data_dir: str | None = None
     ) -> tuple[np.ndarray, np.ndarray] | None:

@@ -148,7 +148,7 @@ def train(
             checkpoint_every,
             keep_checkpoints,
             keep_every,
-            run_settings(recipe, data_dir, own_data=datasets is not None),
+            run_settings(recipe, data_dir, datasets is not None, model),
             restart=not resume,
             branch_from=branch_from,
             best=None if keeps_best is None else best,

@@ -4,16 +4,23 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import keras
+
 from keras_moe.training.flat_recipes import is_flat
 from keras_moe.training.recipes import Recipe
 
 # These say nothing about how a model is trained.
 _WORDS = ("description", "reference", "notes")
 _UNREADABLE = "unreadable_images"
+# The digest of a vocabulary that a run trains anew, also when it is resumed.
+TOKENIZER = "tokenizer_sha256"
 
 
 def run_settings(
-    recipe: Recipe, data_dir: str | None = None, own_data: bool = False
+    recipe: Recipe,
+    data_dir: str | None = None,
+    own_data: bool = False,
+    model: keras.Model | None = None,
 ) -> dict[str, Any]:
     """A recipe's settings by dotted name, and what else a run depends on.
 
@@ -24,6 +31,7 @@ def run_settings(
         recipe: the recipe of the run.
         data_dir: folder of TensorFlow Datasets.
         own_data: whether the run has other data than the recipe's.
+        model: the run's model, with what the objective took from the data.
 
     Example:
 
@@ -46,6 +54,8 @@ def run_settings(
             }
             for split, indices in zip(("train", "test"), left_out)
         }
+    if not own_data and model is not None:
+        settings |= recipe.objective.taken_from_data(model)
     return settings
 
 
@@ -71,6 +81,9 @@ def saved_settings(
     8
     """
     settings = dict(settings)
+    if TOKENIZER in current:
+        # An earlier version did not say.
+        settings.setdefault(TOKENIZER, current[TOKENIZER])
     if not is_flat(settings) or "model.preset" not in current:
         return settings
     others = {name: settings.pop(name) for name in [_UNREADABLE] if name in settings}

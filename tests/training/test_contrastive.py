@@ -59,7 +59,7 @@ class Ends(keras.callbacks.Callback):
         self.left -= 1
 
 
-def test_a_run_trains_and_goes_on_exactly(folder, tmp_path):
+def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):
     mine = recipe(folder)
     options = {"verbose": 0, "checkpoint_every": 1}
     whole = train(mine, checkpoint_dir=tmp_path / "whole", **options)
@@ -82,6 +82,12 @@ def test_a_run_trains_and_goes_on_exactly(folder, tmp_path):
     np.testing.assert_array_equal(
         saved.encode_text(captions), whole.model.encode_text(captions)
     )
+    # Other captions in the place of those of the run would give tokens other meanings.
+    others = ["quite other words"] * 9
+    with monkeypatch.context() as patched:
+        patched.setattr(data, "load_captions", lambda *_, **__: others)
+        with pytest.raises(ValueError, match="tokenizer_sha256"):
+            train(mine, checkpoint_dir=tmp_path / "whole", **options)
     # The headline is that of `evaluate`.
     test = mine.datasets(whole.model).test
     values = whole.model.evaluate(test, verbose=0, return_dict=True)
@@ -127,6 +133,18 @@ def test_tokenizers(folder, tmp_path):
         objective.prepare(model, mine.data)
         assert model.preprocessor.vocabulary_size == size
         assert model.preprocessor.max_length == length
+    # A setting without an effect is refused, by name.
+    saved = str(tmp_path / "saved")
+    model.preprocessor = trained
+    for settings, message in (
+        ({"vocabulary_size": 520}, "vocabulary_size=520 with the preset's"),
+        ({"max_length": 5}, "own max_length=8.*received: max_length=5"),
+        ({"max_length": 5, "tokenizer": saved}, "own max_length=8.*max_length=5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Contrastive(**settings).prepare(model, mine.data)
+    Contrastive(max_length=8).prepare(model, mine.data)
+    assert model.preprocessor is trained
     large = Contrastive(max_length=9, tokenizer="trained")
     with pytest.raises(ValueError, match="max_length of at most the 8 of the backbone"):
         large.prepare(model, mine.data)
@@ -253,6 +271,10 @@ def test_settings_come_back(tmp_path):
         ({"objective.tokenizer": ""}, "tokenizer=''"),
         ({"objective.vocabulary_size": 0}, "vocabulary_size=0"),
         ({"objective.max_length": 2.5}, "max_length=2.5"),
+        (
+            {"objective.tokenizer": "clip", "objective.vocabulary_size": 600},
+            "vocabulary_size=600 with tokenizer='clip'",
+        ),
         ({"objective.evaluation_batch_size": 0}, "evaluation_batch_size=0"),
         ({"data.source": {}}, "source={}"),
         ({"data.source": {"emoji": 0}}, "source={'emoji': 0}"),
