@@ -177,7 +177,7 @@ class Contrastive(Objective):
         return {TOKENIZER: digest.hexdigest()}
 
     def left_out(self, config: DataConfig, data_dir: str | None = None) -> None:
-        """None: bad pairs are met, and left out, where they are read."""
+        """None: a resumed run does not compare the bad pairs with those of before."""
 
     def datasets(
         self,
