@@ -22,6 +22,7 @@ from keras_moe.cli.evaluate_pairs import (
     evaluate_pairs,
     few_shot_figures,
     find_pair_data,
+    find_source,
     pair_rows,
 )
 from keras_moe.cli.overrides import FIRST, model_overrides
@@ -180,15 +181,7 @@ def find_run(preset: str) -> tuple[str, dict]:
 
 def find_images(args: argparse.Namespace, recipe: dict) -> Images:
     """The images that are asked for, or those of the run."""
-    if args.data is None and not recipe:
-        raise ValueError(
-            "Expected --data, or the folder of a run that says what it was trained "
-            f"on; received: preset={args.preset!r}"
-        )
-    if args.data not in (None, recipe.get("source")):
-        recipe = {}
-    # A run of earlier versions may say nothing of its images: these are the defaults.
-    source = args.data or recipe.get("source", "digits")
+    source, recipe = find_source(args, recipe)
     test_split = args.split or recipe.get("test_split", "test")
     classes = open_source(source, test_split, args.data_dir).classes
     hierarchy = args.hierarchy or recipe.get("hierarchy")

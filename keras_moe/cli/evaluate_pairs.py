@@ -10,15 +10,19 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_moe import data, evaluation
+from keras_moe.checks import check_argument_names
 from keras_moe.cli.prediction import predict
 from keras_moe.data.sources import open_source
+from keras_moe.data.unreadable import check_unreadable
 from keras_moe.evaluation.retrieval import KS
 
 # Those of images with captions, and those of images with one label each.
 OF_PAIRS, OF_CLASSES = ("retrieval", "contrastive_accuracy"), ("zero_shot", "few_shot")
 METRICS = OF_PAIRS + OF_CLASSES
-# Settings of a run that `keras_moe.data.load_pairs` takes, too.
-OPTIONS = ("style", "language", "size", "templates")
+# Settings of a run, and options of `keras_moe.data.load_pairs`; the captions that it
+# draws and the order that it takes are those of an evaluation.
+OPTIONS = ("style", "language", "size", "templates", "unreadable")
+ALLOWED = (*OPTIONS, "exclude")
 
 
 class PairData(NamedTuple):
@@ -32,6 +36,9 @@ class PairData(NamedTuple):
         data_dir: folder of TensorFlow Datasets, or None.
         options: options of `keras_moe.data.load_pairs`.
         metrics: names of `METRICS`.
+        excluded: images that are left out, by split.
+        class_names: names of the classes for zero-shot accuracy, or None.
+        prompt_templates: templates of prompts for zero-shot accuracy, or None.
     """
 
     source: str
@@ -40,14 +47,75 @@ class PairData(NamedTuple):
     data_dir: str | None
     options: dict[str, Any]
     metrics: tuple[str, ...]
+    excluded: dict[str, Any]
+    class_names: tuple[str, ...] | None = None
+    prompt_templates: tuple | None = None
 
     @property
     def class_source(self) -> str:
         """The source of the same images with classes."""
-        style = self.options.get("style", "openmoji")
-        if self.source == "emoji" and style != "openmoji":
-            return f"emoji:{style}"
-        return self.source
+        return class_source(self.source, self.options.get("style"))
+
+    def pairs(self, image_shape: tuple, batch_size: int, tokenizer: Any) -> Any:
+        """The batches of the split whose figures are wanted, with all captions."""
+        return data.load_pairs(
+            self.source,
+            self.test_split,
+            image_shape,
+            batch_size,
+            tokenizer=tokenizer,
+            shuffle=False,
+            data_dir=self.data_dir,
+            captions="all",
+            exclude=self.excluded.get(self.test_split, ()),
+            **self.options,
+        )
+
+    def classes(self, split: str, image_shape: tuple, batch_size: int) -> Any:
+        """The batches of images of a split, with their classes."""
+        return data.load(
+            self.class_source,
+            split,
+            image_shape,
+            batch_size,
+            shuffle=False,
+            data_dir=self.data_dir,
+            exclude=self.excluded.get(split, ()),
+            unreadable=self.options.get("unreadable", "raise"),
+        )
+
+
+def class_source(source: str, style: str | None) -> str:
+    """The source of `keras_moe.data.load` with the images of a source of pairs.
+
+    Args:
+        source: name of a source of `keras_moe.data.load_pairs`.
+        style: drawings of the emoji, or None.
+    """
+    if source == "emoji" and style not in (None, "openmoji"):
+        return f"emoji:{style}"
+    return source
+
+
+def find_source(args: argparse.Namespace, recipe: dict) -> tuple[Any, dict]:
+    """The source that is asked for or the run's, and the settings that belong to it.
+
+    Args:
+        args: arguments of `commands.evaluate`.
+        recipe: settings of the run, see `keras_moe.cli.evaluate.find_run`.
+
+    Raises:
+        ValueError: if no data is named.
+    """
+    if args.data is None and not recipe:
+        raise ValueError(
+            "Expected --data, or the folder of a run that says what it was trained "
+            f"on; received: preset={args.preset!r}"
+        )
+    if args.data not in (None, recipe.get("source")):
+        recipe = {}
+    # A run of earlier versions may say nothing of its images: these are the defaults.
+    return args.data or recipe.get("source", "digits"), recipe
 
 
 def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:
@@ -58,34 +126,50 @@ def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:
         recipe: settings of the run, see `keras_moe.cli.evaluate.find_run`.
 
     Raises:
-        ValueError: if no data is named, or a metric is not one of models of pairs.
+        ValueError: if no data is named, an option or a metric is not one of models of
+            pairs, or metrics, names and templates do not fit the data.
     """
-    if args.data not in (None, recipe.get("source")):
-        recipe = {}
-    source = args.data or recipe.get("source")
-    if source is None:
-        raise ValueError(
-            "Expected --data, or the folder of a run that says what it was trained "
-            f"on; received: preset={args.preset!r}"
-        )
+    source, recipe = find_source(args, recipe)
     if not isinstance(source, str):
         raise ValueError(
             f"Expected --data for a run on a mixture of sources; received: {source}"
         )
     split = args.split or recipe.get("test_split", "test")
-    options = {x: recipe[x] for x in OPTIONS if recipe.get(x) is not None}
-    options |= dict(args.data_options)
+    train_split = args.train_split or recipe.get("train_split", "train")
+    asked_for = dict(args.data_options)
+    check_argument_names(asked_for, list(ALLOWED), "--data-options")
+    options = {x: recipe[x] for x in OPTIONS if recipe.get(x) is not None} | asked_for
+    excluded = {}
+    if recipe.get("exclude"):
+        excluded[recipe.get("train_split", "train")] = recipe["exclude"]
+    if "exclude" in options:
+        excluded[split] = options.pop("exclude")
     if source.startswith("emoji:"):
         source, options["style"] = source.split(":")
+    data.PairOptions(**options)
+    check_unreadable(options.get("unreadable", "raise"))
     unknown = [name for name in args.metrics or () if name not in METRICS]
     if unknown:
         raise ValueError(
             f"Expected metrics of a model of pairs, among {list(METRICS)}; received: "
             f"--metrics {unknown[0]}"
         )
-    metrics = tuple(args.metrics or _metrics_of(source, split, args.data_dir))
-    train_split = args.train_split or recipe.get("train_split", "train")
-    return PairData(source, split, train_split, args.data_dir, options, metrics)
+    needed = _without_classes(options, args)
+    metrics = args.metrics or [
+        name
+        for name in _metrics_of(source, split, args.data_dir)
+        if not (needed and name in OF_CLASSES)
+    ]
+    pair_data = PairData(
+        source, split, train_split, args.data_dir, options, tuple(metrics), excluded
+    )
+    _check_effect(pair_data, args, asked_for, needed)
+    if "zero_shot" in metrics:
+        pair_data = pair_data._replace(
+            class_names=_names_of_classes(pair_data, args),
+            prompt_templates=evaluation.read_templates(args.templates or "ours"),
+        )
+    return pair_data
 
 
 def evaluate_pairs(
@@ -105,34 +189,29 @@ def evaluate_pairs(
     """
     metrics, figures = pair_data.metrics, {}
     if set(metrics) & set(OF_PAIRS):
-        pairs = data.load_pairs(
-            pair_data.source,
-            pair_data.test_split,
-            model.backbone.image_shape,
-            args.batch_size,
-            tokenizer=model.preprocessor,
-            shuffle=False,
-            data_dir=pair_data.data_dir,
-            captions="all",
-            **pair_data.options,
+        pairs = pair_data.pairs(
+            model.backbone.image_shape, args.batch_size, model.preprocessor
         )
-        pairs = evaluation.encode_pairs(
-            model, shown(pairs, pair_data.test_split), args.batch_size
-        )
+        with data.reading_errors():
+            pairs = evaluation.encode_pairs(
+                model, shown(pairs, pair_data.test_split), args.batch_size
+            )
         figures |= {"images": len(pairs.images), "captions": len(pairs.texts)}
         # A set may be smaller than those of the papers.
         if "retrieval" in metrics:
             ks = [k for k in KS if k <= min(len(pairs.images), len(pairs.texts))]
             figures["retrieval"] = pairs.retrieval(ks).figures()
         if "contrastive_accuracy" in metrics:
-            size = min(args.contrastive_batch, len(pairs.texts))
+            size = min(args.contrastive_batch, len(pairs.images))
             accuracy = pairs.contrastive_accuracy(size)
             figures["contrastive_accuracy"] = {
                 **accuracy.figures(),
                 "batch_size": size,
             }
     if set(metrics) & set(OF_CLASSES):
-        figures |= _of_classes(model, pair_data, args, shown)
+        of_classes = _of_classes(model, pair_data, args, shown)
+        # With captions this is the number of their images.
+        figures = {"images": of_classes.pop("images"), **figures, **of_classes}
     return figures
 
 
@@ -179,37 +258,96 @@ def _metrics_of(source: str, split: str, data_dir: str | None) -> Sequence[str]:
     return OF_CLASSES
 
 
-def _of_classes(model, pair_data, args, shown):
-    source, data_dir = pair_data.class_source, pair_data.data_dir
-    if "zero_shot" in pair_data.metrics:
-        names = args.class_names or data.class_names(source, data_dir)
-        if names is None:
+def _without_classes(options, args):
+    """The option that images with classes do not have, or None."""
+    if options.get("size") is not None:
+        return "size"
+    if options.get("language", "en") != "en" and not args.class_names:
+        return "language"
+    return None
+
+
+def _check_effect(pair_data, args, asked_for, needed):
+    """Raises ValueError for metrics that the data does not have, or unused options."""
+    metrics, source = pair_data.metrics, pair_data.source
+    of_classes = [name for name in metrics if name in OF_CLASSES]
+    if of_classes and needed:
+        more = " or --class-names" if needed == "language" else ""
+        raise ValueError(
+            f"Expected no {needed}{more} with --metrics {of_classes[0]}; received: "
+            f"{needed}={pair_data.options[needed]!r}"
+        )
+    unused = {
+        "--templates": args.templates is not None and "zero_shot" not in metrics,
+        "--class-names": bool(args.class_names) and "zero_shot" not in metrics,
+        "--data-options templates": "templates" in asked_for
+        and not set(metrics) & set(OF_PAIRS),
+    }
+    for name, is_unused in unused.items():
+        if is_unused:
             raise ValueError(
-                "Expected --class-names for --metrics zero_shot; received: "
-                f"{source!r}, whose classes have no names"
+                f"Expected a metric that reads {name}; received: --metrics "
+                f"{' '.join(metrics)}"
             )
+    if (
+        "retrieval" in metrics
+        and _metrics_of(source, pair_data.test_split, pair_data.data_dir) == OF_CLASSES
+    ):
+        raise ValueError(
+            "Expected images with captions of their own for --metrics retrieval; "
+            f"received: {source!r}, whose captions are the names of classes"
+        )
+    splits = {"zero_shot": (), "few_shot": (pair_data.train_split,)}
+    for name in of_classes:
+        for split in (pair_data.test_split, *splits[name]):
+            classes = open_source(
+                pair_data.class_source, split, pair_data.data_dir
+            ).classes
+            if classes.max_labels is not None:
+                raise ValueError(
+                    f"Expected one label for each image for --metrics {name}; "
+                    f"received: {source!r}, whose images have several"
+                )
+
+
+def _names_of_classes(pair_data, args):
+    """The names of the data's classes, one for each."""
+    source, data_dir = pair_data.class_source, pair_data.data_dir
+    names = args.class_names or data.class_names(source, data_dir)
+    if names is None:
+        raise ValueError(
+            "Expected --class-names for --metrics zero_shot; received: "
+            f"{source!r}, whose classes have no names"
+        )
+    names = evaluation.read_class_names(names)
+    if len(names) != (count := data.num_classes(source, data_dir)):
+        raise ValueError(
+            f"Expected names of the {count} classes of {source!r}; received: "
+            f"{len(names)} names"
+        )
+    return names
+
+
+def _of_classes(model, pair_data, args, shown):
+    zero_shot = "zero_shot" in pair_data.metrics
+    if zero_shot:
         classes = evaluation.encode_classes(
-            model, names, args.templates, args.batch_size
+            model, pair_data.class_names, pair_data.prompt_templates, args.batch_size
         )
     encoder = model.backbone.encoder("image")
 
     def features(split):
-        batches = data.load(
-            source,
-            split,
-            model.backbone.image_shape,
-            args.batch_size,
-            shuffle=False,
-            data_dir=data_dir,
-        )
-        return predict(encoder, shown(batches, split), args.batch_size)
+        batches = pair_data.classes(split, model.backbone.image_shape, args.batch_size)
+        with data.reading_errors():
+            return predict(encoder, shown(batches, split), args.batch_size)
 
-    test, figures = features(pair_data.test_split), {}
-    figures["images"] = len(test[1])
-    if "zero_shot" in pair_data.metrics:
+    test = features(pair_data.test_split)
+    figures = {"images": len(test[1])}
+    if zero_shot:
         result = evaluation.zero_shot(*test, classes)
         figures["zero_shot"] = {
             **result.figures(),
+            "images": len(test[1]),
             "classes": len(classes),
             "per_class": result.per_class.tolist(),
         }

@@ -170,10 +170,9 @@ def add_pair_evaluation(parser: argparse.ArgumentParser) -> None:
     pairs = parser.add_argument_group("models of images and texts")
     pairs.add_argument(
         "--templates",
-        default="ours",
         metavar="TEMPLATES",
-        help="of zero-shot prompts: a file, ours, name, imagenet, simple, or one text "
-        "with {}",
+        help="of zero-shot prompts: a file, ours (the default), name, imagenet, "
+        "simple, or one text with {}",
     )
     pairs.add_argument(
         "--class-names",
@@ -185,7 +184,7 @@ def add_pair_evaluation(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=1024,
         metavar="N",
-        help="pairs that are compared with each other; fewer if the data has fewer",
+        help="images that are compared with each other; fewer if the data has fewer",
     )
     add_overrides(
         pairs, "--data-options", "options of load_pairs", "style=noto language=de"

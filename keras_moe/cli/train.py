@@ -7,14 +7,17 @@ import time
 from pathlib import Path
 
 import keras
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from keras_moe import data, training
 from keras_moe.analysis import plots
 from keras_moe.cli.devices import set_devices, start_processes
+from keras_moe.cli.evaluate_pairs import class_source
 from keras_moe.cli.result import Result
 from keras_moe.cli.versions import backend_and_versions
+from keras_moe.evaluation import sample_shots
 from keras_moe.files import write_json
 from keras_moe.processes import gathered_batch
 
@@ -204,8 +207,14 @@ def watchers(
         )
     if args.few_shot_every:
         source = args.few_shot_data or recipe.data.source
+        if not isinstance(source, str):
+            raise ValueError(
+                "Expected --few-shot-data with --few-shot-every on a mixture of "
+                f"sources; received: {source}"
+            )
         splits = ("train", "test")
         if args.few_shot_data is None:
+            source = class_source(source, recipe.data.style)
             splits = (recipe.data.train_split, recipe.data.test_split)
         pools = [
             data.load(
@@ -219,6 +228,12 @@ def watchers(
         ]
         options = {} if args.shots is None else {"shots": args.shots}
         few_shot = training.FewShot(*pools, **options)
+        if source.partition(":")[0] == "emoji":
+            # Some of its classes have fewer pictures than a few shots: not after an
+            # epoch.
+            labels = np.concatenate([np.asarray(labels) for _, labels in pools[0]])
+            shots = max(few_shot.options["shots"])
+            sample_shots(labels, shots, int(labels.max()) + 1)
         callbacks.append(
             training.PeriodicEvaluation({"few_shot": few_shot}, args.few_shot_every)
         )

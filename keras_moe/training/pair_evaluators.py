@@ -5,9 +5,15 @@ from typing import Any
 
 import keras
 
+from keras_moe.checks import check_integer
 from keras_moe.evaluation.pair_models import encode_pairs, zero_shot_from_model
-from keras_moe.evaluation.prompts import read_class_names, read_templates
+from keras_moe.evaluation.prompts import (
+    PUBLISHED_NAMES,
+    read_class_names,
+    read_templates,
+)
 from keras_moe.evaluation.retrieval import KS
+from keras_moe.evaluation.similarities import check_ks
 
 
 class ZeroShot:
@@ -26,7 +32,8 @@ class ZeroShot:
         `"mean_per_class"`.
 
     Raises:
-        ValueError: if names or templates are of the wrong kind.
+        ValueError: if names or templates are of the wrong kind, or a k is above the
+            number of names.
 
     Example:
 
@@ -46,13 +53,14 @@ class ZeroShot:
         batch_size: int = 64,
     ):
         self.data = data if isinstance(data, tuple) else (data, None)
+        # Mistakes are seen now, not after an epoch.
+        names = read_class_names(class_names)
+        is_published = isinstance(class_names, str) and class_names in PUBLISHED_NAMES
         self.options = {
-            # Mistakes are seen now, and published names may be there twice.
-            "class_names": class_names
-            if isinstance(class_names, str)
-            else read_class_names(class_names),
+            # Published names may be there twice, which names of one's own may not.
+            "class_names": class_names if is_published else names,
             "templates": read_templates(templates),
-            "ks": ks,
+            "ks": None if ks is None else check_ks(ks, len(names), "classes"),
             "batch_size": batch_size,
         }
 
@@ -66,14 +74,18 @@ class Retrieval:
     Args:
         pairs: all pairs of all captions, read each time; see
             `keras_moe.evaluation.encode_pairs`. The same in all processes.
-        ks: values of k.
-        contrastive_batch_size: number of pairs among which contrastive accuracy finds
-            each; None leaves it out.
+        ks: values of k; None for those of 1, 5 and 10 for which there are as many
+            images and texts.
+        contrastive_batch_size: number of images among which contrastive accuracy finds
+            each, fewer if there are fewer; None leaves it out.
         batch_size: number of images and of texts that are embedded at a time.
 
     Returns:
         Called with a model, the recalls, as `"image_to_text_r1"`, and
         `"contrastive_accuracy"`.
+
+    Raises:
+        ValueError: if there are no `ks`, or a number is below 1.
 
     Example:
 
@@ -86,18 +98,24 @@ class Retrieval:
     def __init__(
         self,
         pairs: Any,
-        ks: Sequence[int] = KS,
+        ks: Sequence[int] | None = None,
         contrastive_batch_size: int | None = None,
         batch_size: int = 64,
     ):
-        self.pairs, self.ks = pairs, tuple(ks)
+        self.pairs, self.ks = pairs, None if ks is None else check_ks(ks)
+        if contrastive_batch_size is not None:
+            check_integer("contrastive_batch_size", contrastive_batch_size)
         self.contrastive_batch_size = contrastive_batch_size
         self.batch_size = batch_size
 
     def __call__(self, model: keras.Model) -> dict[str, float]:
         embeddings = encode_pairs(model, self.pairs, self.batch_size)
-        figures = embeddings.retrieval(self.ks).figures()
+        num_images = len(embeddings.images)
+        fewest = min(num_images, len(embeddings.texts))
+        ks = self.ks or [k for k in KS if k <= fewest]
+        figures = embeddings.retrieval(ks).figures()
         if self.contrastive_batch_size is not None:
-            accuracy = embeddings.contrastive_accuracy(self.contrastive_batch_size)
+            size = min(self.contrastive_batch_size, num_images)
+            accuracy = embeddings.contrastive_accuracy(size)
             figures["contrastive_accuracy"] = accuracy.accuracy
         return figures

@@ -1,5 +1,6 @@
 """`keras-moe evaluate` of models of pairs: on captions, and on classes."""
 
+import argparse
 import json
 
 import keras
@@ -8,7 +9,7 @@ import pytest
 
 from keras_moe import data, evaluation, models
 from keras_moe.cli.commands import make_parser
-from keras_moe.cli.evaluate_pairs import find_pair_data
+from keras_moe.cli.evaluate_pairs import evaluate_pairs, find_pair_data
 from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
@@ -61,12 +62,13 @@ def test_retrieval_of_captions(program, saved, photos):
     assert (figures["images"], figures["captions"]) == expected.images.shape[:1] + (5,)
     # There are four images only.
     assert figures["retrieval"] == expected.retrieval((1,)).figures()
-    accuracy = expected.contrastive_accuracy(5)
+    # Each image is there once.
+    accuracy = expected.contrastive_accuracy(4)
     assert figures["contrastive_accuracy"]["accuracy"] == accuracy.accuracy
-    assert figures["contrastive_accuracy"]["batch_size"] == 5
+    assert figures["contrastive_accuracy"]["batch_size"] == 4
     assert "zero_shot" not in figures
     output = program(*arguments, "--metrics", "contrastive_accuracy").output
-    assert "contrastive accuracy in 5" in output
+    assert "contrastive accuracy in 4" in output
     assert "R@1" not in output
 
 
@@ -75,7 +77,8 @@ def test_classes_of_digits(program, saved, tmp_path):
     (tmp_path / "names.txt").write_text("\n".join(f"red {n}" for n in range(10)))
     (tmp_path / "templates.json").write_text('["{}", "a {} one"]')
     status, output, errors = program(
-        "evaluate", folder, "--data", "digits", "--json", "--shots", 1, "--class-names",
+        "evaluate", folder, "--data", "digits", "--json", "--shots", 1,
+        "--metrics", "contrastive_accuracy", "zero_shot", "few_shot", "--class-names",
         tmp_path / "names.txt", "--templates", tmp_path / "templates.json",
     )  # fmt: skip
     assert status == 0, errors
@@ -89,14 +92,47 @@ def test_classes_of_digits(program, saved, tmp_path):
     )
     assert figures["zero_shot"]["classes"] == 10
     assert 0 < figures["few_shot"]["1_shot"]["mean"] < 1
-    assert figures["images"] == 450
+    # The accuracy of pairs counts their images, and that of classes its own.
+    assert figures["images"] == figures["zero_shot"]["images"] == 450
+
+
+def data_of(*arguments, **recipe):
+    arguments = make_parser().parse_args(["evaluate", "x", *map(str, arguments)])
+    return find_pair_data(arguments, recipe)
+
+
+def test_settings_of_a_run_are_those_of_its_evaluation(photos, tmp_path):
+    run = {"source": f"folder:{photos}", "unreadable": "exclude", "exclude": "bad.json"}
+    pair_data = data_of(**run)
+    assert pair_data.options == {"unreadable": "exclude"}
+    # Images are left out of the split that they are numbers of.
+    assert pair_data.excluded == {"train": "bad.json"}
+    assert data_of(**run, train_split="test").excluded == {"test": "bad.json"}
+    options = ("--data-options", "exclude=[0]", "unreadable=exclude")
+    pair_data = data_of("--data", f"folder:{photos}", *options)
+    assert pair_data.excluded == {"test": [0]}
+    ((inputs, _),) = pair_data.pairs((16, 16, 1), 8, None)
+    assert len(inputs["images"]) == 3
+    images, _ = next(
+        iter(data_of("--data", "digits", *options).classes("test", (8, 8, 1), 500))
+    )
+    assert len(images) == 449
+    # A file that is no image is an error of the program's own, with its name.
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "a.png").write_bytes(b"none")
+    (tmp_path / "test" / "captions.csv").write_text("image,caption\na.png,a")
+    pair_data = data_of("--data", f"folder:{tmp_path}")
+
+    class Model:
+        backbone, preprocessor = argparse.Namespace(image_shape=(8, 8, 1)), None
+        encode_images = encode_text = None
+
+    arguments = argparse.Namespace(batch_size=2)
+    with pytest.raises(ValueError, match=r"a\.png"):
+        evaluate_pairs(Model(), pair_data, arguments, lambda batches, _: batches)
 
 
 def test_emoji_of_a_style_are_pairs_and_classes():
-    def data_of(*arguments, **recipe):
-        arguments = ["evaluate", "x", *arguments]
-        return find_pair_data(make_parser().parse_args(arguments), recipe)
-
     for arguments in (
         ("--data", "emoji:noto"),
         ("--data", "emoji", "--data-options", "style=noto"),
@@ -106,12 +142,46 @@ def test_emoji_of_a_style_are_pairs_and_classes():
         assert pair_data.class_source == "emoji:noto"
         assert pair_data.metrics == ("retrieval", "contrastive_accuracy", "zero_shot")
     pair_data = data_of(source="emoji", test_split="held_out_bases", language="de")
+    # Its classes have English names.
+    assert pair_data.metrics == ("retrieval", "contrastive_accuracy")
     assert pair_data.class_source == "emoji"
     assert (pair_data.test_split, pair_data.options) == (
         "held_out_bases", {"language": "de"},
     )  # fmt: skip
     with pytest.raises(ValueError, match="a mixture"):
         data_of(source={"emoji": 3, "digits": 1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("digits", "--metrics", "retrieval"), "captions are the names of classes"),
+        (("digits", "--class-names", "{names}"), "the 10 classes.*received: 2 names"),
+        (("digits", "--data-options", "captions=first"), "captions"),
+        (("digits", "--data-options", "shard=[0,2]"), "shard"),
+        (("digits", "--data-options", "unreadable=no"), "unreadable='no'"),
+        (("digits", "--data-options", "templates=a {}"), "reads --data-options templ"),
+        (("digits", "--metrics", "few_shot", "--templates", "{}"), "reads --templates"),
+        (("digits", "--train-split", "none"), "none"),
+        (
+            ("emoji", "--metrics", "zero_shot", "--data-options", "language=de"),
+            "no lan",
+        ),
+        (("emoji", "--metrics", "few_shot", "--data-options", "size=9"), "no size"),
+        (("{photos}", "--metrics", "zero_shot"), "."),
+    ],
+)
+def test_mistakes_are_seen_before_the_model_runs(photos, tmp_path, arguments, message):
+    (tmp_path / "names").write_text("a\nb")
+    places = {"{names}": tmp_path / "names", "{photos}": f"folder:{photos}"}
+    arguments = [places.get(x, x) for x in arguments]
+    with pytest.raises(ValueError, match=message):
+        data_of("--data", *arguments)
+
+
+def test_a_wrong_split_of_captions_names_the_others(photos):
+    with pytest.raises(ValueError, match=r"with captions, one of \['test'\].*'val'"):
+        data.num_pairs(f"folder:{photos}", "val")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import argparse
 import json
 
 import keras
+import numpy as np
 import pytest
 
 from keras_moe import models, training
@@ -175,6 +176,34 @@ def test_options_without_effect_are_refused(mistake, tmp_path, arguments, messag
     output = tmp_path / "run"
     assert message in mistake("train", "mumoe_digits", "--output", output, *arguments)
     assert not output.exists()
+
+
+@pytest.mark.backend_free
+def test_few_shot_data_of_runs_on_pairs(monkeypatch):
+    pools, model = [], argparse.Namespace(backbone=argparse.Namespace(image_shape=()))
+    labels = np.array([0, 0, 0, 1])
+
+    def load(source, split, *_, **__):
+        pools.append((source, split))
+        return [(labels, labels)]
+
+    monkeypatch.setattr("keras_moe.data.load", load)
+    recipe = training.load_recipe("mumoe_digits")
+    arguments = argparse.Namespace(
+        health_every=0, few_shot_every=1, few_shot_data=None, data_dir=None, shots=[1]
+    )
+
+    def watch(**changes):
+        changed = recipe.replace(**{f"data.{name}": x for name, x in changes.items()})
+        return program_train.watchers(arguments, changed, None, model, None)
+
+    assert len(watch(source="emoji", style="noto")) == 1
+    assert pools == [("emoji:noto", "train"), ("emoji:noto", "test")]
+    with pytest.raises(ValueError, match=r"--few-shot-data .* mixture"):
+        watch(source={"emoji": 1, "digits": 1})
+    arguments.shots = None
+    with pytest.raises(ValueError, match=r"at least shots=10 .* 1 of class 1"):
+        watch(source="emoji")
 
 
 @pytest.mark.backend_free

@@ -108,6 +108,9 @@ def test_classes_and_images_of_arrays_and_batches():
     np.testing.assert_array_equal(received.ranks, expected.ranks)
     figures = training.ZeroShot(batches, *arguments)(model)
     assert figures == expected.figures()
+    # Five images have no R@10.
+    figures = training.Retrieval(list(as_batches(4, True)), None, 1024)(model)
+    assert {"image_to_text_r5", "contrastive_accuracy"} < set(figures)
     figures = training.Retrieval(list(as_batches(4, True)), (1, 2), 5)(model)
     assert set(figures) == {
         "image_to_text_r1", "image_to_text_r2", "text_to_image_r1", "text_to_image_r2",
@@ -130,6 +133,12 @@ def test_mistakes():
     refused([(inputs, {"image_ids": ids["image_ids"][1:]})], "one image, text and id")
     with pytest.raises(ValueError, match="'a' for classes 0 and 1"):
         training.ZeroShot((), ["a", "a"])
+    with pytest.raises(ValueError, match="nowhere"):
+        training.ZeroShot((), "nowhere.txt")
+    with pytest.raises(ValueError, match=r"k from 1 to 2.*ks=\(5,\)"):
+        training.ZeroShot((), ["a", "b"], ks=(5,))
+    with pytest.raises(ValueError, match=r"received: ks=\(\)"):
+        training.Retrieval((), ks=())
     with pytest.raises(ValueError, match=r"one place {} for the name"):
         zero_shot_from_model(Towers(), None, None, ["a"], ["none"])
 

@@ -37,6 +37,22 @@ def has_captions(path: str, split: str) -> bool:
     return any((folder / split / name).is_file() for name in FILES)
 
 
+def check_split(path: str, split: str) -> None:
+    """Raises ValueError for a split without captions or classes beside captioned ones.
+
+    Args:
+        path: path of the folder.
+        split: name of the split.
+    """
+    splits = sorted(x.name for x in Path(path).glob("*") if has_captions(path, x.name))
+    has_classes = any(x.is_dir() for x in (Path(path) / split).glob("*"))
+    if splits and split not in splits and not has_classes:
+        raise ValueError(
+            f"Expected a split of folder:{path} with captions, one of {splits}; "
+            f"received: split={split!r}"
+        )
+
+
 def read_pairs(path: str, split: str) -> PairSource:
     """The pairs of a split; images stay in their files until they are decoded.
 

@@ -63,6 +63,8 @@ def _open(source, split, options):
     kind, _, name = source.partition(":") if isinstance(source, str) else ("", "", "")
     if kind == "webdataset" and name:
         return webdataset.read_pairs(name, split)
+    if kind == "folder":
+        folder.check_split(name, split)
     if kind == "folder" and folder.has_captions(name, split):
         return folder.read_pairs(name, split)
     if kind == "tfrecord" and name and tfrecord.has_captions(name):
