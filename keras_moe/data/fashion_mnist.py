@@ -36,7 +36,9 @@ def read_examples(split: str, data_dir: str | None) -> Examples:
     try:
         examples = tfds.read_examples("fashion_mnist", split, data_dir)
     except (ImportError, OSError) as error:
-        raise type(error)(
+        # Errors of the network have more arguments than a text.
+        kinds = (ImportError, TimeoutError, OSError)
+        raise next(kind for kind in kinds if isinstance(error, kind))(
             f"Expected {_IMAGES.format('train')} and the other files in data_dir, the "
             "Debian package dataset-fashion-mnist, or TensorFlow Datasets with "
             f"tfds:fashion_mnist; received: data_dir={data_dir!r}, and {error}"
@@ -71,7 +73,7 @@ def _read_idx(path, rank):
         data = gzip.decompress(path.read_bytes())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"Expected a gzip file; received: {path} ({error})") from error
-    # 8 stands for bytes without sign.
+    # 8 stands for unsigned bytes.
     magic = bytes([0, 0, 8, rank])
     shape = np.frombuffer(data[4 : 4 * (rank + 1)].ljust(4 * rank, b"\0"), ">u4")
     size = math.prod(shape.tolist())

@@ -132,9 +132,12 @@ class Contrastive(Objective):
         length = self.max_length or backbone.max_length
         name = self.tokenizer
         if name in (None, _TRAINED):
-            options = config.pair_options()
             captions = data.load_captions(
-                config.source, config.train_split, data_dir, **options
+                config.source,
+                config.train_split,
+                data_dir,
+                exclude=config.exclude or (),
+                **config.pair_options(),
             )
             size = self.vocabulary_size or backbone.vocabulary_size
             return TextTokenizer.trained(captions, size, length)

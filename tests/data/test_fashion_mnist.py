@@ -1,6 +1,8 @@
 """Fashion-MNIST, in files of its true format."""
 
 import gzip
+from email.message import Message
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
@@ -78,13 +80,16 @@ def test_without_files_tensorflow_datasets_has_it(folder, monkeypatch):
     assert asked == [("fashion_mnist", "test", "here")]
 
 
-@pytest.mark.parametrize("kind", [ImportError, OSError, TimeoutError])
+@pytest.mark.parametrize("kind", [ImportError, OSError, TimeoutError, HTTPError])
 def test_without_any_it_names_the_package(folder, monkeypatch, kind):
     def fail(name, split, data_dir):
+        if kind is HTTPError:
+            raise HTTPError("http://localhost", 404, "no network", Message(), None)
         raise kind("no network")
 
     monkeypatch.setattr(fashion_mnist.tfds, "read_examples", fail)
-    with pytest.raises(kind, match=r"dataset-fashion-mnist.*received.*no network"):
+    expected = OSError if kind is HTTPError else kind
+    with pytest.raises(expected, match=r"dataset-fashion-mnist.*received.*no network"):
         num_examples("fashion_mnist", "test")
 
 

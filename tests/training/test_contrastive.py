@@ -121,6 +121,15 @@ def test_tokenizers(folder, tmp_path):
     np.testing.assert_array_equal(
         trained(captions)["token_ids"], expected(captions)["token_ids"]
     )
+    # Captions that are left out of training teach it nothing.
+    file = tmp_path / "exclude.json"
+    data.write_exclusion(file, mine.data.source, "train", 9, [*range(7)])
+    config = mine.data.replace(exclude=str(file))
+    fewer = Contrastive().new_tokenizer(model.backbone, config)
+    expected = models.TextTokenizer.trained(captions[14:], 530, 8)
+    actual = fewer(captions)["token_ids"]
+    np.testing.assert_array_equal(actual, expected(captions)["token_ids"])
+    assert not np.array_equal(actual, trained(captions)["token_ids"])
     # A preset's own stays, unless the settings name another.
     mine.prepare(model)
     assert model.preprocessor is trained

@@ -17,7 +17,7 @@ from keras_moe.data.emoji.fonts import FRAMES, Painter, font_path
 from keras_moe.files import new_file, sha256_of
 from keras_moe.locks import locked
 
-# Another number makes caches of older pictures void.
+# Increase it to invalidate older caches.
 _RENDERING = 1
 # Rendering takes seconds, and a minute at the size of photographs.
 _PATIENCE = 600
@@ -70,7 +70,7 @@ def pictures(
             with new_file(path) as file:
                 np.savez_compressed(file, **rendered._asdict())
     except OSError as error:
-        warnings.warn(f"Pictures of emoji are not kept: {error}", stacklevel=4)
+        warnings.warn(f"Pictures of emoji are not kept: {error}", stacklevel=3)
     if rendered is None:
         rendered = _render(style, font, texts, image_shape)
     return rendered
@@ -88,6 +88,9 @@ def _read(path, count, image_shape):
         with np.load(path, allow_pickle=False) as file:
             kept = Pictures(*(file[field] for field in Pictures._fields))
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+    except RuntimeError:
+        # Damaged headers may tell of encryption, or of an unknown compression.
         return None
     number = len(kept.places)
     is_whole = (

@@ -35,6 +35,7 @@ class EmojiPairs(NamedTuple):
         bases: code points of the emoji without modifiers.
         modifiers: English names of the modifiers, such as `("woman", "dark skin
             tone")`.
+        drawings: (N,), int64, numbers that are equal for emoji that are drawn alike.
     """
 
     images: np.ndarray
@@ -44,6 +45,7 @@ class EmojiPairs(NamedTuple):
     groups: tuple[str, ...]
     bases: tuple[str, ...]
     modifiers: tuple[tuple[str, ...], ...]
+    drawings: np.ndarray
 
 
 def load_emoji(
@@ -58,7 +60,8 @@ def load_emoji(
     An emoji is a base, such as a firefighter, and modifiers: gender, hair, direction,
     skin tones. `"test"` holds out combinations: each base and each modifier in it is in
     `"train"`, too, the whole is not. `"held_out_bases"` has bases of which `"train"`
-    has no combination. Splits are the same in every style and language.
+    has no combination. Splits are the same in every language, and in every style but
+    for the emoji that it lacks, and for those of `"train"` that it draws alike.
 
     OpenMoji 17 has 3,944 emoji in 98 subgroups: with seed 0, 3,275 in `"train"`, 422
     in `"test"` and 185 in `"held_out_bases"`. The other 62 are in `"all"` alone: they
@@ -79,8 +82,8 @@ def load_emoji(
         seed: seed of the splits; one seed keeps them disjoint.
 
     Returns:
-        Images (N, height, width, 3), uint8 in [0, 255], and a tuple of N for each
-        other field of `EmojiPairs`.
+        Images (N, height, width, 3), uint8 in [0, 255], and N entries of each other
+        field of `EmojiPairs`.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -132,6 +135,7 @@ def load_emoji(
         tuple(one.group for one in chosen),
         tuple(code_of(one.parts.base) for one in chosen),
         tuple(one.parts.modifiers for one in chosen),
+        drawn.drawings[rows],
     )
 
 

@@ -96,7 +96,7 @@ def encoded(caption: str) -> bytes:
 
 
 def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:
-    """The captions of an image, and the fault that makes them of no use, or None.
+    """The captions of an image, and the fault that makes them useless, or None.
 
     Args:
         captions: string, or sequence of strings; bytes are UTF-8.
@@ -124,7 +124,7 @@ def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:
 def equal_ids(contents: Any) -> Any:
     """Ids that are equal for equal contents, int32, as tensors of TensorFlow.
 
-    Two different contents have one id with a chance of 1 in 2 ** 31.
+    Two different contents share an id with probability 1 / 2 ** 31.
 
     Args:
         contents: strings, or rows (K, N) of integers.

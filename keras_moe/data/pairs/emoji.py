@@ -7,23 +7,37 @@ from keras_moe.data.pairs import arrays
 from keras_moe.data.pairs.source import PairSource
 
 
-def read_pairs(split: str, options: Any) -> PairSource:
+def read_pairs(source: str, split: str, options: Any) -> PairSource:
     """The pairs of a split, drawn at the size of the images or at their own.
 
     Emoji that are drawn alike are one image with several captions.
 
     Args:
+        source: `"emoji"`, or with a style `"emoji:noto"`.
         split: split of `load_emoji`.
         options: `SourceOptions`.
+
+    Raises:
+        ValueError: if the options have another style than the source's name.
     """
-    shape = options.image_shape
-    if options.size is not None:
-        shape = (options.size, options.size, shape[-1])
-    emoji = load_emoji(split, shape, style=options.style, language=options.language)
+    own = source.partition(":")[2] or None
+    if None not in (own, options.style) and own != options.style:
+        raise ValueError(
+            f"Expected the style of {source!r}; received: style={options.style!r}"
+        )
+    height, width, _ = options.image_shape
+    emoji = load_emoji(
+        split,
+        (options.size or height, options.size or width, 3),
+        style=own or options.style or "openmoji",
+        language=options.language or "en",
+    )
     rows, captions = [], {}
-    for row, (image, caption) in enumerate(zip(emoji.images, emoji.captions)):
-        alike = captions.setdefault(image.tobytes(), [])
+    for row, (drawing, caption) in enumerate(
+        zip(emoji.drawings.tolist(), emoji.captions)
+    ):
+        alike = captions.setdefault(drawing, [])
         if not alike:
             rows.append(row)
         alike.append(caption)
-    return arrays.read_pairs(emoji.images[rows], list(captions.values()), "emoji")
+    return arrays.read_pairs(emoji.images[rows], list(captions.values()), source)

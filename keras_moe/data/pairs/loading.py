@@ -44,8 +44,8 @@ class PairOptions(OrderOptions):
         templates: captions of a source of classes, such as `"a photo of a {}."`, or a
             sequence of such, or the path of a text file with one in each line. The
             class's name takes the place of `{}`. The default is `"{}"`.
-        style: drawings of the emoji, `"openmoji"` or `"noto"`.
-        language: language of the emoji's names.
+        style: drawings of the emoji, `"openmoji"` or `"noto"`; None for OpenMoji's.
+        language: language of the emoji's names; None for English.
         size: side at which emoji are drawn, before they are resized to `image_shape`;
             None for the size of the images.
 
@@ -61,8 +61,8 @@ class PairOptions(OrderOptions):
 
     captions: str = "random"
     templates: Any = None
-    style: str = "openmoji"
-    language: str = "en"
+    style: str | None = None
+    language: str | None = None
     size: int | None = None
 
     def __post_init__(self):
@@ -83,22 +83,24 @@ class PairOptions(OrderOptions):
             data_dir,
         )
 
-    def faults_of(self, source: str, is_mixture: bool) -> tuple[Any, str]:
+    def faults_of(self, name: str, source: Any) -> tuple[Any, str]:
         """`exclude` of one source, and `unreadable`.
 
         Args:
-            source: name of the source.
-            is_mixture: whether it is one of several.
+            name: name of the source.
+            source: this source, or a mixture that has it.
         """
-        if not is_mixture:
+        if not isinstance(source, Mapping):
             return self.exclude, self.unreadable
-        exclude = {} if self.exclude in ((), [], None) else self.exclude
-        if not isinstance(exclude, Mapping):
+        exclude = self.exclude
+        if exclude is None or (isinstance(exclude, (tuple, list)) and not exclude):
+            exclude = {}
+        if not isinstance(exclude, Mapping) or {*exclude} - {*source}:
             raise ValueError(
-                "Expected exclude as a dict of the sources of a mixture; received: "
-                f"exclude={self.exclude!r:.100}"
+                f"Expected exclude as a dict of the sources of a mixture, {[*source]}; "
+                f"received: exclude={self.exclude!r:.100}"
             )
-        return exclude.get(source, ()), self.unreadable
+        return exclude.get(name, ()), self.unreadable
 
 
 def load_pairs(
@@ -123,7 +125,7 @@ def load_pairs(
     Args:
         source: pairs to load:
 
-            - `"emoji"`: pictures of emoji with their names; see
+            - `"emoji"`, or `"emoji:noto"`: pictures of emoji with their names; see
               `keras_moe.data.load_emoji`.
             - `"folder:PATH"`: images in `PATH/split`, and their captions in
               `captions.csv`, with the columns "image" and "caption", or in
@@ -151,7 +153,8 @@ def load_pairs(
             `"padding_mask"`, such as `keras_moe.models.TextTokenizer`; None for
             captions as strings.
         augment: random changes of the images, which leave the captions as they are; see
-            `keras_moe.data.load`. Those that mix labels are refused.
+            `keras_moe.data.load`. Those that mix labels are refused. A flip makes
+            captions with "left" and "right" false.
         shuffle: whether the order is random; None is True for splits that begin with
             "train".
         seed: seed of the order, of the captions and of the augmentation.
@@ -191,7 +194,7 @@ def load_pairs(
     steps = build_steps(augment, image_shape, seed)
     if any(step.mixes_labels for step in steps):
         raise ValueError(
-            "Expected augmentation of the images alone, whose captions stay true; "
+            "Expected augmentation of the images alone, which mixes no labels; "
             f"received: augment={augment!r}"
         )
     check_tensorflow()
@@ -210,7 +213,7 @@ def load_pairs(
     datasets = []
     opened = open_all(source, split, options.source_options(image_shape, data_dir))
     for number, (pairs, size) in enumerate(zip(opened, sizes)):
-        excluded = pairs.left_out(split, *options.faults_of(pairs.name, is_mixture))
+        excluded = pairs.left_out(split, *options.faults_of(pairs.name, source))
         examples = pairs.pairs(excluded, options.captions == "all")
         place = f"of {pairs.name!r}, split={split!r}"
         options.check_count(examples.count, size, full, place)
@@ -280,7 +283,7 @@ def load_captions(
     options, opened = _open(source, split, data_dir, options, "load_captions")
     captions: list[tuple[str, ...]] = []
     for pairs in opened:
-        exclude, unreadable = options.faults_of(pairs.name, isinstance(source, Mapping))
+        exclude, unreadable = options.faults_of(pairs.name, source)
         excluded = pairs.without_text(split, exclude, unreadable)
         if pairs.captions is None:
             skip = unreadable == "exclude"
@@ -321,8 +324,7 @@ def num_pairs(
     options, opened = _open(source, split, data_dir, options, "num_pairs")
     number = 0
     for pairs in opened:
-        faults = options.faults_of(pairs.name, isinstance(source, Mapping))
-        excluded = pairs.left_out(split, *faults)
+        excluded = pairs.left_out(split, *options.faults_of(pairs.name, source))
         number += pairs.pairs(excluded, options.captions == "all").count
     return number
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from keras_moe.data.emoji.fonts import STYLES
 from keras_moe.data.pairs import (
     arrays,
     emoji,
@@ -22,8 +23,8 @@ class SourceOptions(NamedTuple):
         image_shape: (height, width, channels) of the images.
         every_caption: whether each caption of an image makes a pair.
         templates: templates of captions, or the path of a file of such, or None.
-        style: drawings of the emoji.
-        language: language of the emoji's names.
+        style: drawings of the emoji, or None for those of the source's name.
+        language: language of the emoji's names, or None for English.
         size: side at which emoji are drawn; None for that of `image_shape`.
         data_dir: folder of TensorFlow Datasets.
     """
@@ -31,8 +32,8 @@ class SourceOptions(NamedTuple):
     image_shape: tuple[int, int, int] = (32, 32, 3)
     every_caption: bool = False
     templates: Any = None
-    style: str = "openmoji"
-    language: str = "en"
+    style: str | None = None
+    language: str | None = None
     size: int | None = None
     data_dir: str | None = None
 
@@ -42,7 +43,7 @@ def open_all(source: Any, split: str, options: SourceOptions) -> list[PairSource
 
     Raises:
         ValueError: if a source or the split is not known, or there are templates and no
-            source of classes.
+            source of classes, or options of emoji and no emoji.
     """
     sources = list(source) if isinstance(source, Mapping) else [source]
     opened = [_open(one, split, options) for one in sources]
@@ -51,15 +52,26 @@ def open_all(source: Any, split: str, options: SourceOptions) -> list[PairSource
             "Expected templates with a source of classes alone; received: "
             f"templates={options.templates!r} for {[pairs.name for pairs in opened]}"
         )
+    of_emoji = {name: getattr(options, name) for name in ("style", "language", "size")}
+    own = {name: value for name, value in of_emoji.items() if value is not None}
+    if own and not any(_is_emoji(one) for one in sources):
+        raise ValueError(
+            f"Expected {', '.join(own)} with emoji alone; received: {own} for "
+            f"{[pairs.name for pairs in opened]}"
+        )
     return opened
+
+
+def _is_emoji(source):
+    return source in ("emoji", *(f"emoji:{style}" for style in STYLES))
 
 
 def _open(source, split, options):
     every, data_dir = options.every_caption, options.data_dir
     if isinstance(source, tuple) and len(source) == 2:
         return arrays.read_pairs(*source)
-    if source == "emoji":
-        return emoji.read_pairs(split, options)
+    if isinstance(source, str) and _is_emoji(source):
+        return emoji.read_pairs(source, split, options)
     kind, _, name = source.partition(":") if isinstance(source, str) else ("", "", "")
     if kind == "webdataset" and name:
         return webdataset.read_pairs(name, split)

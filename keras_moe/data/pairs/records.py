@@ -1,4 +1,4 @@
-"""Pairs in record files: read in a row, or at their offsets for each caption.
+"""Pairs in record files: read sequentially, or at their offsets for each caption.
 
 Axes: K captions of an image.
 """
@@ -83,10 +83,7 @@ def read_captions(images: Any, excluded: np.ndarray, skip_faults: bool) -> list:
     import tensorflow as tf
 
     def captions(item):
-        texts = images.read(item)[1]
-        if "captions" not in texts:
-            raise ValueError("Expected captions as text; received: tokens")
-        return texts["captions"]
+        return images.read(item)[1]["captions"]
 
     def read(_, item):
         if skip_faults:
@@ -95,6 +92,8 @@ def read_captions(images: Any, excluded: np.ndarray, skip_faults: bool) -> list:
 
     examples = images.without(excluded) if len(excluded) else images
     dataset = examples.pass_over(Share(0, 1, 1), None, 0, None)
+    if "captions" not in dataset.map(lambda _, x: images.read(x)[1]).element_spec:
+        raise ValueError("Expected captions as text; received: stored tokens")
     dataset = dataset.map(read, num_parallel_calls=tf.data.AUTOTUNE)
     with reading_errors():
         return [
@@ -117,7 +116,9 @@ def _indexed(examples: RecordExamples) -> IndexedExamples:
 
     def read(index):
         path = paths[file_of[index]]
-        return examples.read((_record_at(path, offsets[index]), path))
+        stored, texts = examples.read((_record_at(path, offsets[index]), path))
+        # A number of its own, where a stream has a hash.
+        return stored, {**texts, "image_ids": tf.cast(index, "int32")}
 
     return IndexedExamples(
         len(offsets),

@@ -32,7 +32,7 @@ class PairSource(NamedTuple):
             where they are read together with the images.
         counts: number of captions of each image; None where it is not known.
         has_classes: whether the captions are made of the names of classes.
-        faults: descriptions of images or captions that are of no use, by the number of
+        faults: descriptions of images or captions that cannot be used, by the number of
             the image.
     """
 
@@ -70,8 +70,8 @@ class PairSource(NamedTuple):
                 f"with some; received: {len(faults)} faults in {count} images: {some}"
             )
         warnings.warn(
-            f"{len(faults)} of {count} images of {place} have no image or no caption "
-            f"of use and are left out: {some}",
+            f"{len(faults)} of {count} images of {place} have no image or no usable "
+            f"caption and are left out: {some}",
             stacklevel=1,
         )
         return np.union1d(excluded, np.array(faults, "int64"))

@@ -65,6 +65,7 @@ def _names(source: str, classes: Any) -> tuple[str, ...]:
             "Expected classes with names, which become captions; received: "
             f"source={source!r} with {classes.count} classes without"
         )
+    places: dict[str, int] = {}
     for number, name in enumerate(classes.names):
         _, fault = checked_captions(name)
         if fault is not None:
@@ -72,9 +73,9 @@ def _names(source: str, classes: Any) -> tuple[str, ...]:
                 f"Expected a name of each class of {source!r}; received: {fault} for "
                 f"class {number}"
             )
-        if name in classes.names[:number]:
+        if places.setdefault(name, number) != number:
             raise ValueError(
                 f"Expected each class's name once in {source!r}; received: {name!r} "
-                f"for classes {classes.names.index(name)} and {number}"
+                f"for classes {places[name]} and {number}"
             )
     return classes.names

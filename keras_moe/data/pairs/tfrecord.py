@@ -117,8 +117,8 @@ def write_pair_tfrecords(
             of such.
         num_files: number of files, to which pairs are dealt out in turn.
         tokenizer: callable from a list of strings to `"token_ids"` and
-            `"padding_mask"`, arrays (captions, tokens), which are stored in the place
-            of the captions: `load_pairs` then takes no tokenizer. None stores text.
+            `"padding_mask"`, arrays (captions, tokens), which are stored in place of
+            the captions: `load_pairs` then takes no tokenizer. None stores text.
 
     Raises:
         ValueError: if an argument is out of range, a caption is missing, empty or not

@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keras_moe.data import EMOJI_CREDIT, load, load_emoji, load_pairs, num_examples
+from keras_moe.data import (
+    EMOJI_CREDIT,
+    load,
+    load_captions,
+    load_emoji,
+    load_pairs,
+    num_examples,
+    num_pairs,
+)
 from keras_moe.data.emoji import cache, fonts, loading, names
 from keras_moe.data.emoji.parts import code_of
 from keras_moe.data.emoji.splits import split_of
@@ -156,7 +164,11 @@ def test_pictures_are_rendered_once(monkeypatch, tmp_path):
         with pytest.raises(TypeError):
             load_emoji("all", (16, 20, 3))
     # Another version's emoji, and a damaged file, are rendered again.
-    for content in (files[0].read_bytes()[:-500], b"", b"PK\3\4 no archive"):
+    whole = files[0].read_bytes()
+    at = whole.index(b"PK\1\2") + 8
+    encrypted = whole[:at] + b"\1" + whole[at + 1 :]
+    unknown = whole[: at + 2] + b"\x63" + whole[at + 3 :]
+    for content in (whole[:-500], b"", b"PK\3\4 no archive", encrypted, unknown):
         files[0].write_bytes(content)
         np.testing.assert_array_equal(load_emoji("all", (16, 16, 3))[0], first.images)
         assert files[0].stat().st_size > 1000
@@ -187,8 +199,9 @@ def test_a_full_disk_keeps_no_pictures(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cache.np, "savez_compressed", full)
-    with pytest.warns(UserWarning, match="not kept.*No space left"):
+    with pytest.warns(UserWarning, match="not kept.*No space left") as warned:
         pairs = load_emoji("all", (16, 16, 3))
+    assert warned[0].filename == __file__
     assert len(pairs.images) == 24
     assert list(cache.cache_folder().iterdir()) == []
 
@@ -235,6 +248,26 @@ def test_pairs_of_a_pipeline(few_emoji):
     assert image_ids[man] == image_ids[person]
     assert len(set(image_ids)) == len(few_emoji) - 1
     assert len(set(ids["text_ids"].numpy())) == len(few_emoji)
+
+
+def test_pairs_by_style_at_any_size(few_emoji, monkeypatch):
+    # Emoji that are drawn alike are so at every size, and in grey.
+    for size in (8, 16):
+        assert num_pairs("emoji", "all", size=size) == len(few_emoji) - 1
+    inputs, _ = next(iter(load_pairs("emoji", "all", (16, 16, 1))))
+    assert inputs["images"].shape == (23, 16, 16, 1)
+    styles = []
+
+    def pictures(style, *arguments):
+        styles.append(style)
+        return cache.pictures("openmoji", *arguments)
+
+    monkeypatch.setattr(loading, "pictures", pictures)
+    names = load_captions("emoji:noto", "all", size=16)
+    assert (len(names), styles) == (24, ["noto"])
+    assert "woman firefighter: dark skin tone" in names
+    with pytest.raises(ValueError, match=r"style of 'emoji:noto'.*'openmoji'"):
+        load_captions("emoji:noto", "all", style="openmoji")
 
 
 def test_subgroups_are_classes():

@@ -89,6 +89,11 @@ def test_bad_input(tmp_path, sources, pair_tools):
         load_pairs(mixture, "train", pair_tools.shape, 8)
     with pytest.raises(ValueError, match=r"exclude as a dict.*exclude=\[0\]"):
         load_pairs(mixture, "train", pair_tools.shape, 8, repeat=True, exclude=[0])
+    for exclude in (np.array([0]), {"other": [0]}):
+        with pytest.raises(ValueError, match=r"exclude as a dict of the sources"):
+            num_pairs(mixture, "train", exclude=exclude)
+    with pytest.raises(ValueError, match=r"language with emoji alone.*'de'"):
+        num_pairs(mixture, "train", language="de")
     with pytest.raises(ValueError, match="source of classes alone"):
         load_pairs(mixture, "train", pair_tools.shape, 8, repeat=True, templates="{}")
 
