@@ -10,7 +10,12 @@ import numpy as np
 from keras_moe import data
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.data.augmentation import LABEL_MIXING_NAMES
-from keras_moe.data.pairs.opening import SourceOptions, open_all
+from keras_moe.data.pairs.opening import (
+    EMOJI_OPTIONS,
+    SourceOptions,
+    is_emoji,
+    open_all,
+)
 from keras_moe.training.section import Section
 
 # Settings that pairs alone have, and the options of `load_pairs` among them.
@@ -151,7 +156,8 @@ class DataConfig(Section):
         """The options of `keras_moe.data.load_pairs` for the pairs to evaluate on.
 
         They are the same in each evaluation, with the first of captions where training
-        draws one. Templates are those of the classes in a mixture.
+        draws one. Templates are those of the classes in a mixture, and other options
+        those of its emoji.
 
         Args:
             data_dir: folder of TensorFlow Datasets.
@@ -164,6 +170,8 @@ class DataConfig(Section):
             (pairs,) = open_all(source, split, SourceOptions(data_dir=data_dir))
             if not pairs.has_classes:
                 del options["templates"]
+        if source != self.source and not is_emoji(source):
+            options = {k: x for k, x in options.items() if k not in EMOJI_OPTIONS}
         return options
 
     @property

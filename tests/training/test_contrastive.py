@@ -234,6 +234,13 @@ def test_a_mixture_is_trained_and_its_first_source_evaluated(folder):
     inputs, _ = next(iter(of_digits.datasets(trained.model).test))
     assert inputs["captions"].numpy()[0].startswith(b"the digit")
     assert of_digits.replace(**{"data.source": "emoji"}).data.test_source is None
+    # Options of the emoji in a mixture are none of other sources.
+    mixture = {"source": {"emoji": 1, "digits": 1}, "language": "de"}
+    config = mine.data.replace(**mixture)
+    options = config.test_pair_options()
+    assert options == {"captions": "first", "language": "de"}
+    options = config.replace(test_source="digits").test_pair_options()
+    assert "language" not in options
 
 
 @backend_free

@@ -39,7 +39,7 @@ def batch_sizes(
     weights = {}
     for source, weight in sources.items():
         check_positive(f"source[{source!r}]", weight)
-        weights[source] = Fraction(weight).limit_denominator(10_000)
+        weights[source] = Fraction(float(weight))
     total, own = sum(weights.values()), batch_size // shards
     shares = {name: own * weight / total for name, weight in weights.items()}
     sizes = {name: int(share) for name, share in shares.items()}

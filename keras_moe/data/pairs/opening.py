@@ -15,6 +15,8 @@ from keras_moe.data.pairs import (
 )
 from keras_moe.data.pairs.source import PairSource
 
+EMOJI_OPTIONS = ("style", "language", "size")
+
 
 class SourceOptions(NamedTuple):
     """The options that decide what a source has, apart from its order.
@@ -52,9 +54,9 @@ def open_all(source: Any, split: str, options: SourceOptions) -> list[PairSource
             "Expected templates with a source of classes alone; received: "
             f"templates={options.templates!r} for {[pairs.name for pairs in opened]}"
         )
-    of_emoji = {name: getattr(options, name) for name in ("style", "language", "size")}
+    of_emoji = {name: getattr(options, name) for name in EMOJI_OPTIONS}
     own = {name: value for name, value in of_emoji.items() if value is not None}
-    if own and not any(_is_emoji(one) for one in sources):
+    if own and not any(is_emoji(one) for one in sources):
         raise ValueError(
             f"Expected {', '.join(own)} with emoji alone; received: {own} for "
             f"{[pairs.name for pairs in opened]}"
@@ -62,15 +64,19 @@ def open_all(source: Any, split: str, options: SourceOptions) -> list[PairSource
     return opened
 
 
-def _is_emoji(source):
-    return source in ("emoji", *(f"emoji:{style}" for style in STYLES))
+def is_emoji(source: Any) -> bool:
+    """Whether a source has pictures of emoji, to which `EMOJI_OPTIONS` belong."""
+    return isinstance(source, str) and source in (
+        "emoji",
+        *(f"emoji:{style}" for style in STYLES),
+    )
 
 
 def _open(source, split, options):
     every, data_dir = options.every_caption, options.data_dir
     if isinstance(source, tuple) and len(source) == 2:
         return arrays.read_pairs(*source)
-    if isinstance(source, str) and _is_emoji(source):
+    if is_emoji(source):
         return emoji.read_pairs(source, split, options)
     kind, _, name = source.partition(":") if isinstance(source, str) else ("", "", "")
     if kind == "webdataset" and name:

@@ -75,6 +75,10 @@ def test_weights():
     assert batch_sizes({"a": 1, "b": 3}, 21_502, 1) == {"a": 5376, "b": 16_126}
     assert batch_sizes({"a": 1, "b": 1, "c": 1.5}, 20, 2) == {"a": 6, "b": 6, "c": 8}
     assert batch_sizes({"a": 3, "b": 1}, 12, 2) == {"a": 10, "b": 2}
+    assert batch_sizes({"a": np.float32(3), "b": 1}, 4, 1) == {"a": 3, "b": 1}
+    for weight in (1e-5, 1e-300):
+        with pytest.raises(ValueError, match="pairs of each source"):
+            batch_sizes({"a": 1, "b": weight}, 8, 1)
     with pytest.raises(ValueError, match=r"pairs of each source; .*batch_size=4 for 2"):
         batch_sizes({"a": 9, "b": 1}, 4, 2)
     with pytest.raises(ValueError, match="sources with their weights; received: none"):
