@@ -130,6 +130,8 @@ def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:
             pairs, or metrics, names and templates do not fit the data.
     """
     source, recipe = find_source(args, recipe)
+    # The test split of a run is that of its source of tests.
+    source = args.data or recipe.get("test_source") or source
     if not isinstance(source, str):
         raise ValueError(
             f"Expected --data for a run on a mixture of sources; received: {source}"

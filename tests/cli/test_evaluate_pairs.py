@@ -150,6 +150,8 @@ def test_emoji_of_a_style_are_pairs_and_classes():
     )  # fmt: skip
     with pytest.raises(ValueError, match="a mixture"):
         data_of(source={"emoji": 3, "digits": 1})
+    run = {"source": {"emoji": 3, "digits": 1}, "test_source": "digits"}
+    assert data_of(**run).source == "digits"
 
 
 @pytest.mark.parametrize(
