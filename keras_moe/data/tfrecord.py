@@ -304,10 +304,7 @@ def sidecar_path(pattern: str) -> Path:
 
 def _settings(pattern: str) -> tuple[dict, Classes]:
     """The content of the file beside the records, and its classes."""
-    folder = (
-        Path(pattern) if os.path.isdir(pattern) else record_paths(pattern)[0].parent
-    )
-    path = folder / SIDECAR
+    path = sidecar_path(pattern)
     if not path.is_file():
         raise ValueError(
             f'Expected {SIDECAR} with {{"classes": [names]}} or their number beside '
