@@ -169,6 +169,13 @@ def train(commands: Any) -> None:
         metavar="SOURCE",
         help="images with splits train and test; the recipe's by default",
     )
+    looks.add_argument(
+        "--retrieval-every",
+        type=at_least(0),
+        default=0,
+        metavar="EPOCHS",
+        help="epochs between recalls of the test pairs; 0 for never",
+    )
     add_devices(parser)
     add_processes(parser)
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from keras_moe import data, training
 from keras_moe.analysis import plots
+from keras_moe.cli import train_evaluators
 from keras_moe.cli.devices import set_devices, start_processes
 from keras_moe.cli.evaluate_pairs import class_source
 from keras_moe.cli.result import Result
@@ -152,7 +153,13 @@ def results_of(
         "score": trained.score,
         "history": trained.history,
         "router_health": state.get("RouterHealth 1", {}).get("layers", []),
-        "evaluations": state.get("PeriodicEvaluation 1", {}).get("records", []),
+        "evaluations": [
+            record
+            for number in (1, 2)
+            for record in state.get(f"PeriodicEvaluation {number}", {}).get(
+                "records", []
+            )
+        ],
     }
 
 
@@ -236,6 +243,11 @@ def watchers(
             sample_shots(labels, shots, int(labels.max()) + 1)
         callbacks.append(
             training.PeriodicEvaluation({"few_shot": few_shot}, args.few_shot_every)
+        )
+    if args.retrieval_every:
+        retrieval = train_evaluators.retrieval(args, recipe, model)
+        callbacks.append(
+            training.PeriodicEvaluation({"retrieval": retrieval}, args.retrieval_every)
         )
     return callbacks
 

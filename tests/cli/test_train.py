@@ -190,7 +190,8 @@ def test_few_shot_data_of_runs_on_pairs(monkeypatch):
     monkeypatch.setattr("keras_moe.data.load", load)
     recipe = training.load_recipe("mumoe_digits")
     arguments = argparse.Namespace(
-        health_every=0, few_shot_every=1, few_shot_data=None, data_dir=None, shots=[1]
+        **dict.fromkeys(("health_every", "retrieval_every"), 0),
+        **{"few_shot_every": 1, "few_shot_data": None, "data_dir": None, "shots": [1]},
     )
 
     def watch(**changes):

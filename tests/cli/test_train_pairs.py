@@ -1,11 +1,13 @@
 """`keras-moe train` on pairs, and a run that begins with an upcycled model."""
 
+import argparse
 import json
 
 import numpy as np
 import pytest
 
-from keras_moe import models
+from keras_moe import models, training
+from keras_moe.cli import train_evaluators
 from tests.training.pair_folder import write_pairs
 
 pytestmark = pytest.mark.backend_free
@@ -22,12 +24,23 @@ def test_a_dense_run_is_upcycled_and_goes_on(program, tmp_path):
     common = ("--data", source, "--recipe-set", *SHORT, "data.augment=[]")
     dense, up, sparse = (tmp_path / name for name in ("dense", "up", "sparse"))
     status, output, errors = program(
-        "train", "clip_emoji", "--output", dense, *common, "--set", *SMALL, *SIZES
-    )
+        "train", "clip_emoji", "--output", dense, *common,
+        "--retrieval-every", 2, "--set", *SMALL, *SIZES,
+    )  # fmt: skip
     assert status == 0, errors
     results = json.loads((dense / "results.json").read_text())
     names = ("loss", "contrastive_accuracy")
-    assert set(results["history"]) == {*names, *(f"val_{name}" for name in names)}
+    recalls = [x for x in results["history"] if x.startswith("retrieval/")]
+    own = {*names, *(f"val_{name}" for name in names)}
+    assert set(results["history"]) == {*own, *recalls}
+    # Nine images: no recall among ten.
+    (record,) = results["evaluations"]
+    assert record["epoch"] == 2
+    assert set(recalls) == {
+        f"retrieval/{way}_r{k}"
+        for way in ("image_to_text", "text_to_image")
+        for k in (1, 5)
+    }
     assert results["metric"] == "val_contrastive_accuracy"
     assert f"val_contrastive_accuracy {results['score']:.4f}" in output
     assert (dense / "training.png").read_bytes().startswith(b"\x89PNG")
@@ -57,3 +70,13 @@ def test_a_dense_run_is_upcycled_and_goes_on(program, tmp_path):
     ]
     np.testing.assert_allclose(*embeddings, atol=0.01)
     assert np.abs(embeddings[0]).max() > 0.02
+
+
+def test_retrieval_needs_captions():
+    args = argparse.Namespace(data_dir=None)
+    digits = training.load_recipe("clip_emoji").replace(**{"data.source": "digits"})
+    with pytest.raises(ValueError, match="'digits', whose captions are names"):
+        train_evaluators.retrieval(args, digits, None)
+    classes = training.load_recipe("mumoe_digits")
+    with pytest.raises(ValueError, match="recipe of pairs with --retrieval-every"):
+        train_evaluators.retrieval(args, classes, None)
