@@ -108,14 +108,18 @@ class DataConfig(Section):
 
         Args:
             **changes: any setting. With another `source` the splits are "train" and
-                "test", and the test source is that source, unless they are given, too.
+                "test", the test source is that source, and options of the emoji are
+                None without any, unless they are given, too.
 
         Raises:
             ValueError: if a setting is unknown or out of range.
         """
         if changes.get("source", self.source) != self.source:
             defaults = {x.name: x.default for x in dataclasses.fields(self)}
-            for name in ("train_split", "test_split", "test_source"):
+            names = ("train_split", "test_split", "test_source")
+            if not any(is_emoji(name) for name in _sources(changes["source"])):
+                names += EMOJI_OPTIONS
+            for name in names:
                 changes.setdefault(name, defaults[name])
         return super().replace(**changes)
 
