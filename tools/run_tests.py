@@ -162,13 +162,14 @@ def main(argv: list[str] | None = None) -> int:
     ):
         # On PyTorch nothing is compiled: what need not run everywhere is fastest there.
         everything = "torch" if "torch" in args.backends else args.backends[0]
-        # The longest come first, so that the cores are done at about the same time.
+        # The longest come first, so that the cores are done at about the same time:
+        # JAX's parts take longer than TensorFlow's.
         order = sorted(
-            itertools.product(parts, args.backends),
-            key=lambda part: part[1] != everything,
+            itertools.product(args.backends, parts),
+            key=lambda part: part[0] != everything,
         )
         running = {}
-        for part, backend in order:
+        for backend, part in order:
             once = [] if backend == everything else ["--skip-backend-free"]
             pytest_args = [f"--part={part}/{count}", *once, *args.pytest_args]
             label = f"{backend} {part}/{count}"

@@ -20,7 +20,10 @@ from keras_moe.losses import (
 )
 from keras_moe.losses.contrastive import IDS
 from keras_moe.models.contrastive_metrics import ContrastiveMetrics, LossOfPairs
-from keras_moe.models.image_preprocessor import ImagePreprocessor
+from keras_moe.models.image_preprocessor import (
+    ImagePreprocessor,
+    checked_preprocessor,
+)
 from keras_moe.models.input_checks import has_no_examples, outputs_of_none
 from keras_moe.models.model_sources import ModelSource, TaskConfig
 from keras_moe.models.pair_backbone import PairBackbone
@@ -118,7 +121,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
             )
         if isinstance(preprocessor, TextTokenizer) and preprocessor.has_vocabulary:
             preprocessor.check_fits(backbone)
-        image_preprocessor = _image_preprocessor(image_preprocessor, backbone)
+        image_preprocessor = checked_preprocessor(image_preprocessor, backbone)
 
         # === Layers ===
         self.backbone = backbone
@@ -439,25 +442,6 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
         if preprocessor is not None:
             preprocessor = keras.saving.serialize_keras_object(preprocessor)
         return {**super().get_config(), "image_preprocessor": preprocessor}
-
-
-def _image_preprocessor(preprocessor, backbone):
-    """The preprocessor, from itself or its config, if it fits the backbone."""
-    if isinstance(preprocessor, dict):
-        preprocessor = keras.saving.deserialize_keras_object(preprocessor)
-    if preprocessor is None:
-        return None
-    if not isinstance(preprocessor, ImagePreprocessor):
-        raise ValueError(
-            "Expected image_preprocessor to be an ImagePreprocessor or None; received: "
-            f"image_preprocessor={preprocessor!r}"
-        )
-    if tuple(preprocessor.image_shape) != tuple(backbone.image_shape):
-        raise ValueError(
-            f"Expected an image_preprocessor for images of {backbone.image_shape}; "
-            f"received: image_shape={preprocessor.image_shape}"
-        )
-    return preprocessor
 
 
 def _are_embeddings(value: Any | Sequence) -> bool:

@@ -203,12 +203,12 @@ class ImagePreprocessor:
             changes["class_names"] = None
         return replace(self, **changes)
 
-    def check_model(self, image_shape: tuple, num_classes: int) -> None:
+    def check_model(self, image_shape: tuple, num_classes: int | None = None) -> None:
         """Checks that it is a model's.
 
         Args:
             image_shape: shape of the model's images.
-            num_classes: number of the model's classes.
+            num_classes: number of the model's classes, or None where it has none.
 
         Raises:
             ValueError: if the images or the names are another model's.
@@ -218,7 +218,8 @@ class ImagePreprocessor:
                 f"Expected a preprocessor of image_shape={tuple(image_shape)}; "
                 f"received: image_shape={self.image_shape}"
             )
-        if self.class_names is not None and len(self.class_names) != num_classes:
+        names = self.class_names
+        if None not in (names, num_classes) and len(names) != num_classes:
             raise ValueError(
                 f"Expected class_names of {num_classes} classes; received: "
                 f"{len(self.class_names)}"
@@ -310,3 +311,26 @@ def _white(image, max_value):
             f"minimum={low:g}, maximum={high:g}"
         )
     return white
+
+
+def checked_preprocessor(preprocessor: Any, backbone: Any) -> ImagePreprocessor | None:
+    """The preprocessor of a model's images, if it fits its backbone.
+
+    Args:
+        preprocessor: an `ImagePreprocessor`, its config, or None.
+        backbone: backbone with an `image_shape`.
+
+    Raises:
+        ValueError: if it is of another kind, or for images of another size.
+    """
+    if isinstance(preprocessor, dict):
+        preprocessor = keras.saving.deserialize_keras_object(preprocessor)
+    if preprocessor is None:
+        return None
+    if not isinstance(preprocessor, ImagePreprocessor):
+        raise ValueError(
+            "Expected image_preprocessor to be an ImagePreprocessor or None; received: "
+            f"image_preprocessor={preprocessor!r}"
+        )
+    preprocessor.check_model(backbone.image_shape)
+    return preprocessor

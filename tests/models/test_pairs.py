@@ -542,7 +542,7 @@ def test_bad_calls(model, backbone):
         plain.similarity(np.ones((2, 3)), np.ones((2, 4)))
     with pytest.raises(ValueError, match="an array of shape"):
         plain.predict(IMAGES)
-    with pytest.raises(ValueError, match="image_preprocessor for images of"):
+    with pytest.raises(ValueError, match="preprocessor of image_shape="):
         ContrastiveModel(backbone, None, ImagePreprocessor((9, 9, 3)))
     with pytest.raises(ValueError, match="CLIPBackbone or a LIMoEBackbone"):
         ContrastiveModel(ViTBackbone(**IMAGE))

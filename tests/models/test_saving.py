@@ -16,9 +16,8 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_moe import models
+from keras_moe import models, staging
 from keras_moe.locks import FolderInUse
-from keras_moe.models import preset_folder
 from keras_moe.models.preset_folder import staged
 from keras_moe.training import greedy_soup
 from tests.small_models import SMALL
@@ -160,7 +159,7 @@ def test_writers_of_one_folder_take_turns(presets, tmp_path):
 
 @backend_free
 def test_a_writer_that_takes_too_long_is_named(presets, tmp_path, monkeypatch):
-    monkeypatch.setattr(preset_folder, "_PATIENCE", 0.1)
+    monkeypatch.setattr(staging, "_PATIENCE", 0.1)
     with staged(tmp_path / "one") as folder:
         shutil.copy(presets / "whole" / "config.json", folder)
         (message,) = in_thread(lambda: staged(tmp_path / "one").__enter__())

@@ -2,12 +2,14 @@
 
     KERAS_BACKEND=jax python tools/benchmark/pair_step.py
     KERAS_BACKEND=jax python tools/benchmark/pair_step.py --clip
+    KERAS_BACKEND=jax python tools/benchmark/pair_step.py --recipes limoe_emoji
 
 The first compares a LIMoE's step with the sum of the steps of its two dense
 one-modality models, and LIMoE's steps by the number of groups whose tokens are routed
 together. With `--clip` it compares the two-tower step with that of KerasHub's CLIP of
 the same size and, on PyTorch, with that of OpenCLIP's where this is installed. A step
-is `train_on_batch` with SGD (OpenCLIP: its own forward and PyTorch's SGD).
+is `train_on_batch` with SGD (OpenCLIP: its own forward and PyTorch's SGD). With
+`--recipes` it takes the steps of recipes as they are: model, batch, loss, optimizer.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from runner import Report, run
 
 from keras_moe.losses import SoftmaxContrastiveLoss, softmax_contrastive_loss
 from keras_moe.models import from_preset
+from keras_moe.training import load_recipe
 
 RATE = 1e-3
 # CLIP, Table 20: the text towers' heads and sizes.
@@ -193,8 +196,25 @@ def measure_limoe(args: argparse.Namespace, report: Report) -> None:
     report.compare(title, candidates, "two dense models", pairs=args.batch_size)
 
 
+def measure_recipes(args: argparse.Namespace, report: Report) -> None:
+    candidates = {}
+    for name in args.recipes:
+        recipe = load_recipe(name)
+        model = recipe.new_model(None)
+        recipe.compile(model, 1000)
+        batch = pairs(model.backbone, recipe.data.batch_size)
+        ids = np.arange(recipe.data.batch_size)
+
+        def step(model=model, batch=batch, ids=ids):
+            return model.train_on_batch(batch, {"image_ids": ids})
+
+        candidates[name] = step
+    report.compare("steps of recipes", candidates, args.recipes[0])
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip", action="store_true", help="the two-tower model")
+    parser.add_argument("--recipes", nargs="*", default=[], help="recipes of pairs")
     parser.add_argument("--preset", default="clip_b32", choices=sorted(TEXT_HEADS))
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -203,7 +223,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    (measure_clip if args.clip else measure_limoe)(args, report)
+    if args.recipes:
+        measure_recipes(args, report)
+    else:
+        (measure_clip if args.clip else measure_limoe)(args, report)
 
 
 if __name__ == "__main__":
