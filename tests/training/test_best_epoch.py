@@ -8,6 +8,7 @@ import pytest
 
 from keras_moe import files, training
 from keras_moe.training import BestEpoch, Recipe, train
+from tests.training.ends import Ends
 from tests.training.recipe_settings import changed, noise, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
@@ -48,19 +49,6 @@ class Scores(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         logs["score"] = SCORES[epoch]
-
-
-class Ends(keras.callbacks.Callback):
-    """Ends the process, so to speak, before a step."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.left = step
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.left == 0:
-            raise KeyboardInterrupt
-        self.left -= 1
 
 
 def run(folder, mine, *callbacks, every=3, **options):

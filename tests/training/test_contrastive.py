@@ -14,6 +14,7 @@ from keras_moe.training import (
     train,
 )
 from keras_moe.training.run_settings import run_settings
+from tests.training.ends import Ends
 from tests.training.pair_folder import write_pairs
 
 backend_free = pytest.mark.backend_free
@@ -46,17 +47,6 @@ def recipe(folder, **changes):
         objective={"name": "contrastive"},
     )
     return mine.replace(**changes)
-
-
-class Ends(keras.callbacks.Callback):
-    def __init__(self, step):
-        super().__init__()
-        self.left = step
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.left == 0:
-            raise KeyboardInterrupt
-        self.left -= 1
 
 
 def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):

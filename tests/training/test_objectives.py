@@ -20,6 +20,7 @@ from keras_moe.training import (
     register_objective,
     train,
 )
+from tests.training.ends import Ends
 
 backend_free = pytest.mark.backend_free
 SMALL = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "image_shape": (8, 8, 1)}
@@ -70,17 +71,6 @@ def recipe(**objective):
         schedule={"epochs": 2, "learning_rate": 1e-2, "best": "keep"},
         objective={"name": "test_brightness", **objective},
     )
-
-
-class Ends(keras.callbacks.Callback):
-    def __init__(self, step):
-        super().__init__()
-        self.left = step
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.left == 0:
-            raise KeyboardInterrupt
-        self.left -= 1
 
 
 @pytest.mark.backend_free

@@ -8,6 +8,7 @@ import pytest
 
 from keras_moe import layers, routers, training
 from keras_moe.training import Recipe, train
+from tests.training.ends import Ends
 from tests.training.recipe_settings import noise, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
@@ -52,19 +53,6 @@ def recipe(**settings):
             **settings,
         }
     )
-
-
-class Ends(keras.callbacks.Callback):
-    """Ends the process, so to speak, before a step."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.left = step
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.left == 0:
-            raise KeyboardInterrupt
-        self.left -= 1
 
 
 def run(folder, *callbacks, every=3, mine=None, **options):

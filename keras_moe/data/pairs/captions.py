@@ -10,6 +10,8 @@ import numpy as np
 
 from keras_moe.data.pipeline import key_seed
 
+# Names of captions in CSV, JSON and JSONL files, in the order of their precedence.
+CAPTION_NAMES = ("captions", "caption", "text")
 CHOICES = ("random", "all", "first")
 # The number of the draw of a caption, besides those of an augmentation's steps.
 _DRAW = -1

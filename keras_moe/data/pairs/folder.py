@@ -22,11 +22,12 @@ from keras_moe.data.folders import (
     image_suffixes,
     leads_outside,
 )
+from keras_moe.data.pairs.captions import CAPTION_NAMES
 from keras_moe.data.pairs.source import PairSource, indexed_pairs
 from keras_moe.data.reading import decode_image, read_or_name
 
 FILES = ("captions.csv", "captions.jsonl")
-_IMAGE, _CAPTION = ("image", "file_name"), ("captions", "caption", "text")
+_IMAGE = ("image", "file_name")
 
 
 def has_captions(path: str, split: str) -> bool:
@@ -126,7 +127,7 @@ def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, str | Non
         columns = list(rows.fieldnames or ())
         image, caption = (
             next((name for name in names if name in columns), None)
-            for names in (_IMAGE, _CAPTION)
+            for names in (_IMAGE, CAPTION_NAMES)
         )
         if columns.count(image) != 1 or columns.count(caption) != 1:
             raise ValueError(
@@ -157,7 +158,7 @@ def _json_lines(file: Path, text: str) -> Iterator[tuple[int, Any, Any, None]]:
         entry = entry if isinstance(entry, dict) else {}
         image, caption = (
             next((entry[name] for name in names if name in entry), None)
-            for names in (_IMAGE, _CAPTION)
+            for names in (_IMAGE, CAPTION_NAMES)
         )
         if not isinstance(caption, (str, list, type(None))):
             caption = [caption]

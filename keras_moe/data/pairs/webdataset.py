@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe.data.folders import image_suffixes, leads_outside
+from keras_moe.data.pairs.captions import CAPTION_NAMES
 from keras_moe.data.pairs.source import PairSource, indexed_pairs
 from keras_moe.data.reading import decode_image, read_or_name
 
 _TEXTS = (".txt", ".json")
-_CAPTION = ("captions", "caption", "text")
 # gzip, bzip2, xz and Zstandard.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
@@ -236,7 +236,7 @@ def _captions(file: Any, member: _Member, suffix: str) -> tuple[Any, str | None]
         entry = None
     if not isinstance(entry, dict):
         return None, "has no JSON object with a caption"
-    return next((entry[name] for name in _CAPTION if name in entry), None), None
+    return next((entry[name] for name in CAPTION_NAMES if name in entry), None), None
 
 
 def _key_of(name: str) -> tuple[str, str]:
