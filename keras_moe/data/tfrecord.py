@@ -14,10 +14,8 @@ A file `dataset.json` beside them has what the records do not:
 Only "classes" is needed. Without "counts" the records are counted.
 """
 
-import glob
 import operator
 import os
-import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -29,6 +27,7 @@ import numpy as np
 from keras_moe.data.examples import RecordExamples, RecordFile
 from keras_moe.data.label_hierarchy import PARENTS, LabelHierarchy
 from keras_moe.data.labels import Classes
+from keras_moe.data.matching import is_of_split, matching_files
 from keras_moe.data.reading import check_or_name, decode_image, read_or_name
 from keras_moe.data.record_writing import (
     SIDECAR,
@@ -111,7 +110,7 @@ def split_files(pattern: str, split: str, counts: dict[str, int]) -> list[Record
     """
     paths = record_paths(pattern)
     # Names are such as "train-00000-of-00008.tfrecord" or "photos-train.tfrecord".
-    chosen = [p for p in paths if split in re.split(r"[-_.]", p.name)]
+    chosen = [p for p in paths if is_of_split(p, split)]
     if not chosen:
         raise ValueError(
             f"Expected files of tfrecord:{pattern} with the split as a word of their "
@@ -281,13 +280,8 @@ def _write(parts, examples, num_classes) -> tuple[list[int], int | None]:
 
 def record_paths(pattern: str) -> list[Path]:
     """The TFRecord files of a folder or a glob, sorted."""
-    pattern_of_files = (
-        os.path.join(glob.escape(pattern), "*.tfrecord*")
-        if os.path.isdir(pattern)
-        else pattern
-    )
-    paths = [Path(path) for path in sorted(glob.glob(pattern_of_files))]
-    paths = [path for path in paths if path.is_file() and path.suffix != ".json"]
+    paths = matching_files(pattern, "*.tfrecord*")
+    paths = [path for path in paths if path.suffix != ".json"]
     if not paths:
         raise ValueError(
             "Expected a folder with TFRecord files, or a glob that matches some; "

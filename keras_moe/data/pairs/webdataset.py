@@ -6,7 +6,6 @@ read once, and images at their offsets: order, shards and resumption are those o
 """
 
 import functools
-import glob
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe.data.folders import image_suffixes, leads_outside
+from keras_moe.data.matching import is_of_split, matching_files
 from keras_moe.data.pairs.captions import CAPTION_NAMES
 from keras_moe.data.pairs.source import PairSource, indexed_pairs
 from keras_moe.data.reading import decode_image, read_or_name
@@ -114,16 +114,13 @@ def _read_at(path: bytes, bounds: np.ndarray) -> bytes:
 
 def _split_files(pattern: str, split: str) -> list[Path]:
     """The tar files whose names have the split as a word, or all if none has words."""
-    if os.path.isdir(pattern):
-        pattern = os.path.join(glob.escape(pattern), "*.tar")
-    paths = [Path(path) for path in sorted(glob.glob(pattern))]
-    paths = [path for path in paths if path.is_file()]
+    paths = matching_files(pattern, "*.tar")
     if not paths:
         raise ValueError(
             "Expected a folder with tar files, or a glob that matches some; "
             f"received: source='webdataset:{pattern}'"
         )
-    chosen = [path for path in paths if split in re.split(r"[-_.]", path.name)]
+    chosen = [path for path in paths if is_of_split(path, split)]
     # The files of img2dataset are such as "00012.tar".
     if not chosen and not any(re.search("[A-Za-z]", path.stem) for path in paths):
         chosen = paths
