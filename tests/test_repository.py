@@ -1,6 +1,7 @@
 """The repository's files, apart from the behaviour of the code."""
 
 import json
+import re
 import shutil
 import subprocess
 import tomllib
@@ -8,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from keras_moe import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 MEBIBYTE = 2**20
@@ -70,6 +73,33 @@ def test_shipped_files_parse(folder):
         except ValueError as error:
             pytest.fail(f"{path.name}: {error}")
         assert isinstance(content, dict), path.name
+
+
+def test_the_citation_and_the_changelog_name_the_version():
+    for name, pattern in {
+        "CITATION.cff": r"^version: (\S+)$",
+        "CHANGELOG.md": r"^## (\S+)",
+        "README.md": r"version = \{(\S+)\}",
+    }.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert re.search(pattern, text, re.M).group(1) == __version__, name
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "llms.txt"]
+    broken = [
+        f"{page.name}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if not target.startswith("http") and not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_the_page_for_language_models_lists_every_page():
+    text = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert pages - set(re.findall(r"\]\(([^)]+)\)", text)) == set()
 
 
 @pytest.mark.parametrize("command", ["make quickstart", "make test"])
