@@ -4,6 +4,7 @@ Nothing is downloaded: the scans of handwritten digits come with scikit-learn.
 """
 
 import argparse
+import shlex
 import time
 from pathlib import Path
 
@@ -80,8 +81,31 @@ def run(args: argparse.Namespace, console: Console) -> Result:
             "seconds": f"{results['seconds']:.0f}",
         }.items():
             console.print(f"{name:<18} {value}", highlight=False, soft_wrap=True)
+        console.print("\nThree things to do next:")
+        for command, purpose in next_steps(folder).items():
+            console.print(
+                f"  {command}\n      {purpose}", highlight=False, soft_wrap=True
+            )
 
     return Result(results, show)
+
+
+def next_steps(folder: Path) -> dict[str, str]:
+    """Commands to go on with, and what each of them does."""
+    preset = shlex.quote(str(folder))
+    return {
+        f"keras-moe evaluate {preset} --data digits": (
+            "measures the preset that was saved just now; --data folder:PHOTOS takes "
+            "your own images"
+        ),
+        "keras-moe study routers --routers soft softmax_token_choice --seeds 1": (
+            "compares routers on the same images; without --routers all of them"
+        ),
+        "keras-moe describe vmoe_b32": (
+            "shows a published model's blocks, experts and costs; "
+            'keras_moe.models.from_preset("vmoe_b32", num_classes=10) makes it yours'
+        ),
+    }
 
 
 def train(model: keras.Model, args: argparse.Namespace) -> None:

@@ -1,11 +1,14 @@
 """`keras-moe quickstart`: from digits to a preset, figures and a picture."""
 
 import json
+import shlex
 
 import keras
 import pytest
 
 from keras_moe import models
+from keras_moe.cli.commands import make_parser
+from keras_moe.cli.quickstart import next_steps
 
 pytest.importorskip("tensorflow")
 pytest.importorskip("sklearn")
@@ -18,11 +21,22 @@ def test_no_epochs_are_refused(mistake, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.backend_free
+def test_the_next_steps_are_commands(tmp_path):
+    commands = [shlex.split(step) for step in next_steps(tmp_path / "a preset")]
+    assert len(commands) == 3
+    for program, *arguments in commands:
+        assert program == "keras-moe"
+        make_parser().parse_args(arguments)
+    assert commands[0][2] == str(tmp_path / "a preset")
+
+
 @pytest.mark.dealt_to("jax")
 def test_the_quickstart_runs_end_to_end(program, tmp_path):
     done = program("quickstart", "--epochs", 2, "--output", tmp_path)
     assert done.status == 0, done.errors
     assert "predictions are identical" in done.output
+    assert "Three things to do next" in done.output
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["backend"] == keras.backend.backend()
     # Two epochs only: far above chance, which is 0.1.

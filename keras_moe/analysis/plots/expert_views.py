@@ -60,7 +60,8 @@ def plot_expert_views(
         )
     views = expert_views(routing, grid, images_per_expert)
     columns = 1 + min(images_per_expert, len(images))
-    figure = new_figure(figsize=(1.0 + columns, 0.9 + 1.05 * len(views)), dpi=110)
+    height_inches = 1.2 + 1.05 * len(views)
+    figure = new_figure(figsize=(1.0 + columns, height_inches), dpi=110)
     axes = figure.subplots(len(views), columns, squeeze=False)
     top = max(view.position_shares.max() for view in views)
     height, width = images.shape[1] // grid[0], images.shape[2] // grid[1]
@@ -79,8 +80,21 @@ def plot_expert_views(
     axes[0, 0].set_title("where", fontsize=9)
     if columns > 1:
         axes[0, 1].set_title("images where it works most", fontsize=9, loc="left")
-    figure.suptitle(title, fontsize=11)
-    figure.subplots_adjust(left=0.09, right=0.93, top=0.91, bottom=0.02, hspace=0.06)
+    figure.suptitle(title, fontsize=11, y=1 - 0.18 / height_inches)
+    legend = (
+        "First column: how often the expert works at each place (yellow: in most "
+        "images, violet: in none).\nOther columns: patches in their own colours are "
+        "the expert's; bluish ones went to other experts."
+    )
+    # Wrapped by matplotlib where few images make the picture narrow.
+    figure.text(0.09, 0.08 / height_inches, legend, fontsize=8, va="bottom", wrap=True)
+    figure.subplots_adjust(
+        left=0.09,
+        right=0.93,
+        top=1 - 0.6 / height_inches,
+        bottom=0.5 / height_inches,
+        hspace=0.06,
+    )
     bar = figure.colorbar(heat, cax=figure.add_axes((0.945, 0.3, 0.012, 0.4)))
     bar.set_label("share of images", fontsize=8)
     bar.ax.tick_params(labelsize=7)
