@@ -60,8 +60,10 @@ def plot_expert_views(
         )
     views = expert_views(routing, grid, images_per_expert)
     columns = 1 + min(images_per_expert, len(images))
+    # Wide enough for the two lines below the images.
+    width_inches = max(1.0 + columns, 6.6)
     height_inches = 1.2 + 1.05 * len(views)
-    figure = new_figure(figsize=(1.0 + columns, height_inches), dpi=110)
+    figure = new_figure(figsize=(width_inches, height_inches), dpi=110)
     axes = figure.subplots(len(views), columns, squeeze=False)
     top = max(view.position_shares.max() for view in views)
     height, width = images.shape[1] // grid[0], images.shape[2] // grid[1]
@@ -84,18 +86,19 @@ def plot_expert_views(
     legend = (
         "First column: how often the expert works at each place (yellow: in most "
         "images, violet: in none).\nOther columns: patches in their own colours are "
-        "the expert's; bluish ones went to other experts."
+        "the expert's; bluish ones are others'."
     )
-    # Wrapped by matplotlib where few images make the picture narrow.
-    figure.text(0.09, 0.08 / height_inches, legend, fontsize=8, va="bottom", wrap=True)
+    left, bottom = 0.9 / width_inches, 0.08 / height_inches
+    figure.text(left, bottom, legend, fontsize=8, va="bottom")
     figure.subplots_adjust(
-        left=0.09,
-        right=0.93,
+        left=left,
+        right=1 - 0.7 / width_inches,
         top=1 - 0.6 / height_inches,
         bottom=0.5 / height_inches,
         hspace=0.06,
     )
-    bar = figure.colorbar(heat, cax=figure.add_axes((0.945, 0.3, 0.012, 0.4)))
+    at = (1 - 0.55 / width_inches, 0.3, 0.12 / width_inches, 0.4)
+    bar = figure.colorbar(heat, cax=figure.add_axes(at))
     bar.set_label("share of images", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     write_figure(figure, path)
