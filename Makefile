@@ -3,6 +3,7 @@
 #   make quickstart    train and look inside a small mixture of experts
 #   make test          the whole suite on JAX, TensorFlow and PyTorch
 #   make lint          formatting and static checks
+#   make benchmark     one table of speed: ours, the limits, and other libraries
 #   make guides        the notebooks, from the guides' sources
 #   make clean         forget .venv, caches and built packages
 #
@@ -25,15 +26,18 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 # An open range may pick a newer build that brings gigabytes of CUDA, so PyTorch is
 # installed first, at the version that the suite is checked with.
 TORCH ?= torch==2.13.0
+# Each release of torchvision wants one of PyTorch.
+TORCHVISION ?= torchvision==0.28.0
 
 # One stamp per set of packages: a set is installed again when pyproject.toml changes.
 CREATED := $(VENV)/.created
 TORCH_READY := $(VENV)/.installed-torch
 ALL := $(VENV)/.installed-all
+BENCH := $(VENV)/.installed-bench
 QUICKSTART := $(VENV)/.installed-quickstart-$(KERAS_BACKEND)
 
 .NOTPARALLEL:
-.PHONY: help quickstart test lint guides clean
+.PHONY: help quickstart test lint benchmark guides clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -47,6 +51,9 @@ test: $(ALL)
 lint: $(ALL)
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m ruff check .
+
+benchmark: $(BENCH)
+	@$(BIN)/python -m tools.benchmark $(ARGS)
 
 guides: $(ALL)
 	@$(BIN)/python -m jupytext --quiet --to ipynb guides/*.py
@@ -74,6 +81,11 @@ $(ALL): $(TORCH_READY) pyproject.toml
 	@$(PIP) --editable ".[all]"
 	@# For CLIP's vocabulary alone: what it depends on would bring another PyTorch.
 	@$(PIP) --no-deps "open_clip_torch>=2.30,<4"
+	@touch $@
+
+$(BENCH): $(ALL)
+	@echo "Installing what the benchmarks compare with"
+	@$(PIP) "$(TORCH)" "$(TORCHVISION)" --editable ".[bench]"
 	@touch $@
 
 # Only the backend that is asked for, and PyTorch's own rule where that is torch.

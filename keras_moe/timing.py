@@ -1,16 +1,34 @@
 """Times of several functions interleaved in one run, on any backend.
 
 Time on a shared machine drifts, so each round runs every candidate once, in a
-shuffled order, and figures are ratios of medians.
+shuffled order. A round's times belong together: ratios are taken within rounds, and
+their median and quartiles say how sure a comparison is.
 """
 
 import random
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from keras_moe.ops.kernels.execution import wait
+
+# Quartiles of fewer rounds say nothing, so a budget of seconds leaves as many.
+LEAST_ROUNDS = 3
+
+
+class PairedRatio(NamedTuple):
+    """The ratio of two functions' times, taken in each round.
+
+    Attributes:
+        median: the median over the rounds.
+        lower: the first quartile.
+        upper: the third quartile.
+    """
+
+    median: float
+    lower: float
+    upper: float
 
 
 def interleaved(
@@ -38,17 +56,105 @@ def interleaved(
     >>> seconds["short"] < seconds["long"]
     True
     """
+    times = interleaved_times(candidates, rounds, seed, on_round)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def interleaved_times(
+    candidates: dict[str, Callable[[], Any]],
+    rounds: int,
+    seed: int = 0,
+    on_round: Callable[[], None] = lambda: None,
+    warm_ups: int = 2,
+    budget: float | None = None,
+) -> dict[str, list[float]]:
+    """Times functions in turn, and keeps the time of each round.
+
+    Args:
+        candidates: functions by name, whose results may still be being computed.
+        rounds: number of times that each is run, after the warm-ups.
+        seed: seed of their order.
+        on_round: function to call after each round.
+        warm_ups: number of times that each is run before, to compile and warm up.
+        budget: seconds after which no further round begins, or None. Three rounds
+            are run in any case, or `rounds` if these are fewer.
+
+    Returns:
+        The seconds of each candidate by round, in the order of the rounds.
+
+    Example:
+
+    >>> from keras_moe.timing import interleaved_times, paired_ratios
+    >>> functions = {"short": lambda: sum(range(9)), "long": lambda: sum(range(99_999))}
+    >>> times = interleaved_times(functions, rounds=5)
+    >>> len(times["short"])
+    5
+    >>> paired_ratios(times, "short")["long"].lower > 1
+    True
+    """
     for function in candidates.values():
-        for _ in range(2):
+        for _ in range(warm_ups):
             wait(function())
-    seconds = {name: [] for name in candidates}
+    times = {name: [] for name in candidates}
     order = list(candidates)
     shuffle = random.Random(seed).shuffle
-    for _ in range(rounds):
+    begin = time.perf_counter()
+    for number in range(rounds):
+        spent = time.perf_counter() - begin
+        if budget is not None and spent > budget and number >= LEAST_ROUNDS:
+            break
         shuffle(order)
         for name in order:
             start = time.perf_counter()
             wait(candidates[name]())
-            seconds[name].append(time.perf_counter() - start)
+            times[name].append(time.perf_counter() - start)
         on_round()
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return times
+
+
+def paired_ratios(
+    times: dict[str, Sequence[float]], baseline: str
+) -> dict[str, PairedRatio]:
+    """The ratios of functions' times to one of them, round by round.
+
+    Whatever slows a whole round, such as another program, leaves its ratio alone.
+
+    Args:
+        times: seconds of each candidate by round, as `interleaved_times` returns them.
+        baseline: name of the candidate over which the others are taken.
+
+    Returns:
+        The ratio of each candidate, the baseline's own among them.
+
+    Raises:
+        ValueError: if the baseline is none of the candidates, or one of them has
+            another number of rounds.
+
+    Example:
+
+    >>> from keras_moe.timing import paired_ratios
+    >>> times = {"ours": [2.0, 6.0, 3.0], "theirs": [1.0, 2.0, 2.0]}
+    >>> paired_ratios(times, "theirs")["ours"]
+    PairedRatio(median=2.0, lower=1.75, upper=2.5)
+    """
+    if baseline not in times:
+        raise ValueError(
+            f"Expected baseline to be one of {list(times)}; received: {baseline!r}"
+        )
+    rounds = {name: len(values) for name, values in times.items()}
+    if len(set(rounds.values())) > 1 or not rounds[baseline]:
+        raise ValueError(
+            "Expected as many rounds of each candidate, and one or more; "
+            f"received: {rounds}"
+        )
+    return {
+        name: _quartiles([x / y for x, y in zip(values, times[baseline])])
+        for name, values in times.items()
+    }
+
+
+def _quartiles(values: Sequence[float]) -> PairedRatio:
+    if len(values) == 1:
+        return PairedRatio(*values * 3)
+    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return PairedRatio(median, lower, upper)

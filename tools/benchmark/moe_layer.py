@@ -12,6 +12,8 @@ matmuls without bias and activation. On a GPU, at ViT-L's sizes:
 
 import argparse
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -40,12 +42,11 @@ class Matmuls(keras.layers.Layer):
         return ops.matmul(ops.matmul(x[0], self.hidden), self.out)[None]
 
 
-def candidates_for(routers_asked, num_experts, selected, args) -> dict:
-    """Layers to time, by name; all but dropless have the same number of slots."""
-    factor = args.capacity_factor
+def moe_layers(names, also, num_experts, selected, mlp_dim, factor) -> dict:
+    """MoE layers by name; all but dropless have the same number of slots."""
     losses = {"importance": 0.005, "load": 0.005}
     candidates = {}
-    for name in routers_asked:
+    for name in names:
         cls, _ = routers.ROUTERS[name]
         if cls is routers.TokenChoiceRouter:
             options = {"num_selected_experts": selected, "capacity_factor": factor}
@@ -57,10 +58,10 @@ def candidates_for(routers_asked, num_experts, selected, args) -> dict:
             losses if name == "softmax_token_choice" else None,
             "index",
         )
-    if "dropless" in args.also:
+    if "dropless" in also:
         router = routers.TokenChoiceRouter(num_experts, selected, dropless=True, seed=0)
         candidates["dropless"] = (router, losses, "index")
-    if "einsum" in args.also:
+    if "einsum" in also:
         router = routers.TokenChoiceRouter(
             num_experts, selected, capacity_factor=factor, priority="max_gate", seed=0
         )
@@ -68,12 +69,57 @@ def candidates_for(routers_asked, num_experts, selected, args) -> dict:
     return {
         name: MoE(
             router,
-            Experts(num_experts, args.mlp_dim),
+            Experts(num_experts, mlp_dim),
             auxiliary_losses=losses,
             dispatcher=dispatcher,
         )
         for name, (router, losses, dispatcher) in candidates.items()
     }
+
+
+def layers(
+    names: list[str],
+    also: list[str],
+    num_tokens: int,
+    num_experts: int,
+    selected: int,
+    dim: int = 384,
+    mlp_dim: int = 1536,
+    factor: float = 1.05,
+) -> dict[str, Callable[[], Any]]:
+    """Forward and backward passes of MoE layers, of their experts and their matmuls.
+
+    Args:
+        names: names of the layers' routers.
+        also: names among `"dropless"` and `"einsum"`.
+        num_tokens: tokens, in one group.
+        num_experts: E.
+        selected: K.
+        dim: D.
+        mlp_dim: H.
+        factor: c of the capacity C = S K c / E.
+    """
+    generator = np.random.default_rng(0)
+
+    def normal(*shape):
+        return generator.normal(size=shape).astype("float32")
+
+    tokens, cotangent = normal(1, num_tokens, dim), normal(1, num_tokens, dim)
+    timed = {}
+    made = moe_layers(names, also, num_experts, selected, mlp_dim, factor)
+    for name, layer in made.items():
+        layer.build(tokens.shape)
+        timed[name] = forward_backward(layer, tokens, cotangent)
+    capacity = expert_capacity(num_tokens, num_experts, factor, selected)
+    slots = (1, num_experts, capacity, dim)
+    inputs, slot_cotangent = normal(*slots), normal(*slots)
+    for name, layer in (
+        ("experts", Experts(num_experts, mlp_dim)),
+        ("matmuls", Matmuls(mlp_dim)),
+    ):
+        layer.build(slots)
+        timed[name] = forward_backward(layer, inputs, slot_cotangent)
+    return timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,33 +140,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     keras.config.set_dtype_policy(args.dtype)
 
-    generator = np.random.default_rng(0)
-
-    def normal(*shape):
-        return generator.normal(size=shape).astype("float32")
-
     sizes = itertools.product(args.tokens, args.experts, args.selected)
     for num_tokens, num_experts, selected in sizes:
-        tokens, cotangent = (
-            normal(1, num_tokens, args.dim),
-            normal(1, num_tokens, args.dim),
+        timed = layers(
+            args.routers,
+            args.also,
+            num_tokens,
+            num_experts,
+            selected,
+            args.dim,
+            args.mlp_dim,
+            args.capacity_factor,
         )
-        layers = candidates_for(args.routers, num_experts, selected, args)
-        timed = {}
-        for name, layer in layers.items():
-            layer.build(tokens.shape)
-            timed[name] = forward_backward(layer, tokens, cotangent)
         capacity = expert_capacity(
             num_tokens, num_experts, args.capacity_factor, selected
         )
-        slots = (1, num_experts, capacity, args.dim)
-        inputs, slot_cotangent = normal(*slots), normal(*slots)
-        for name, layer in (
-            ("experts", Experts(num_experts, args.mlp_dim)),
-            ("matmuls", Matmuls(args.mlp_dim)),
-        ):
-            layer.build(slots)
-            timed[name] = forward_backward(layer, inputs, slot_cotangent)
         # A backward pass has twice the matmuls of a forward pass.
         flops = 3 * 4 * num_tokens * selected * args.dim * args.mlp_dim
         report.compare(

@@ -7,6 +7,7 @@ turn, so that a machine whose speed drifts slows all of them, and shows medians.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +35,9 @@ class Report:
         self.rounds = rounds
         self.tables = []
         self.console = Console(stderr=as_json)
+        if not self.console.is_terminal:
+            # A file has no width, and rich would cut its columns at 80.
+            self.console.width = max(self.console.width, 120)
 
     def seconds(
         self, candidates: dict[Any, Callable[[], Any]], rounds: int | None = None
@@ -44,11 +48,31 @@ class Report:
             candidates: functions by name, as `keras_moe.timing.interleaved` takes them.
             rounds: number of times that each runs; None for the report's.
         """
-        rounds = rounds or self.rounds
-        with Progress(console=self.console, transient=True) as progress:
-            task = progress.add_task("timing", total=rounds)
-            return timing.interleaved(
-                candidates, rounds, on_round=lambda: progress.advance(task)
+        times = self.times(candidates, rounds or self.rounds)
+        return {name: statistics.median(values) for name, values in times.items()}
+
+    def times(
+        self,
+        candidates: dict[Any, Callable[[], Any]],
+        rounds: int,
+        label: str = "timing",
+        **options: Any,
+    ) -> dict[Any, list[float]]:
+        """The seconds of functions that run in turn, round by round, with a bar.
+
+        Args:
+            candidates: functions by name, as `keras_moe.timing.interleaved` takes them.
+            rounds: number of times that each runs.
+            label: text of the bar.
+            **options: further arguments of `keras_moe.timing.interleaved_times`.
+        """
+        console = self.console
+        with Progress(
+            console=console, transient=True, disable=not console.is_terminal
+        ) as progress:
+            task = progress.add_task(label, total=rounds)
+            return timing.interleaved_times(
+                candidates, rounds, on_round=lambda: progress.advance(task), **options
             )
 
     def compare(
@@ -58,7 +82,9 @@ class Report:
         baseline: str,
         **amounts: float,
     ) -> dict[str, float]:
-        """Times functions, and adds a table of their medians over one of them.
+        """Times functions, and adds a table of them over one of them.
+
+        Ratios are medians over the rounds of each round's own ratio, between quartiles.
 
         Args:
             title: title of the table.
@@ -69,17 +95,22 @@ class Report:
         Returns:
             The median seconds of each candidate.
         """
-        seconds = self.seconds(candidates)
+        times = self.times(candidates, self.rounds)
+        seconds = {name: statistics.median(values) for name, values in times.items()}
+        ratios = timing.paired_ratios(times, baseline)
         rows = [
             {
                 "candidate": name,
                 "median ms": 1e3 * value,
-                f"over {baseline}": value / seconds[baseline],
+                f"over {baseline}": ratios[name].median,
+                "lower quartile": ratios[name].lower,
+                "upper quartile": ratios[name].upper,
                 **{f"{unit}/s": amount / value for unit, amount in amounts.items()},
             }
             for name, value in seconds.items()
         ]
         formats = {"median ms": ".1f", f"over {baseline}": ".3f"}
+        formats |= {"lower quartile": ".3f", "upper quartile": ".3f"}
         self.table(title, rows, formats | {f"{unit}/s": ".4g" for unit in amounts})
         return seconds
 
@@ -94,11 +125,22 @@ class Report:
             formats: format of a column's values; without one they are texts.
         """
         self.tables.append({"title": title, "rows": list(rows)})
-        table = Table(title=f"{title} ({keras.backend.backend()})")
+        self.show(f"{title} ({keras.backend.backend()})", rows, formats)
+
+    def show(
+        self, title: str, rows: Sequence[dict[str, Any]], formats: dict[str, str]
+    ) -> None:
+        """Prints a table for people, and adds none.
+
+        Args:
+            title: title of the table.
+            rows: values by column, the same columns in each.
+            formats: format of a column's values; without one they are texts.
+        """
+        table = Table(title=title)
         for column, value in rows[0].items():
-            table.add_column(
-                column, justify="left" if isinstance(value, str) else "right"
-            )
+            justify = "left" if isinstance(value, str) else "right"
+            table.add_column(column, justify=justify, no_wrap=column == "row")
         for row in rows:
             table.add_row(*(f"{row[name]:{formats.get(name, '')}}" for name in row))
         self.console.print(table)

@@ -7,6 +7,8 @@ adds the matmul of tokens and slots from which the weights come.
 """
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -47,6 +49,35 @@ class Einsums(keras.layers.Layer):
         return plan.combine(self.experts(plan.dispatch(tokens)))
 
 
+def layers(
+    images: int, num_tokens: int, num_experts: int, dim: int = 384, mlp_dim: int = 1536
+) -> dict[str, Callable[[], Any]]:
+    """Forward and backward passes of Soft MoE's layer and of its bare einsums.
+
+    Args:
+        images: number of images.
+        num_tokens: tokens of an image, for which there are about as many slots.
+        num_experts: E.
+        dim: D.
+        mlp_dim: H.
+    """
+    generator = np.random.default_rng(0)
+    num_slots = max(round(num_tokens / num_experts), 1)
+    shape = (images, num_tokens, dim)
+    tokens, cotangent = generator.normal(size=(2, *shape)).astype("float32")
+    timed = {}
+    for name, layer in {
+        "Soft MoE": MoE(
+            SoftRouter(num_experts, num_slots), Experts(num_experts, mlp_dim)
+        ),
+        "einsums and logits": Einsums(num_experts, num_slots, mlp_dim, True),
+        "einsums": Einsums(num_experts, num_slots, mlp_dim, False),
+    }.items():
+        layer.build(shape)
+        timed[name] = forward_backward(layer, tokens, cotangent)
+    return timed
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--tokens", type=int, nargs="+", default=[49, 196])
@@ -56,26 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    generator = np.random.default_rng(0)
     for num_tokens in args.tokens:
-        num_slots = round(num_tokens / args.experts)
-        shape = (args.images, num_tokens, args.dim)
-        tokens, cotangent = generator.normal(size=(2, *shape)).astype("float32")
-        layers = {
-            "Soft MoE": MoE(
-                SoftRouter(args.experts, num_slots), Experts(args.experts, args.mlp_dim)
-            ),
-            "einsums and logits": Einsums(args.experts, num_slots, args.mlp_dim, True),
-            "einsums": Einsums(args.experts, num_slots, args.mlp_dim, False),
-        }
-        timed = {}
-        for name, layer in layers.items():
-            layer.build(shape)
-            timed[name] = forward_backward(layer, tokens, cotangent)
+        sizes = (args.images, num_tokens, args.experts, args.dim, args.mlp_dim)
         report.compare(
             f"{args.images} x {num_tokens} tokens, D={args.dim}, H={args.mlp_dim}, "
-            f"E={args.experts}, C={num_slots}",
-            timed,
+            f"E={args.experts}",
+            layers(*sizes),
             "einsums",
         )
 

@@ -1,0 +1,245 @@
+"""The table of all benchmarks: rows, noise, peers, processes and pages."""
+
+import importlib
+import json
+import runpy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import keras
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "tools" / "benchmark"
+
+pytestmark = pytest.mark.backend_free
+
+SOURCE = """
+import contextlib
+
+closed = []
+
+@contextlib.contextmanager
+def candidates(count):
+    yield {
+        "ours": lambda: sum(range(count)),
+        "limit": lambda: sum(range(9)),
+        "here": lambda: None,
+    }
+    closed.append(count)
+
+def bytes_kept():
+    return {"ours": 30, "limit": 20}
+
+def broken():
+    raise ValueError("no such size\\nand more")
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """The benchmarks' folder, and a folder with a module of fake candidates."""
+    (tmp_path / "fake_benchmark.py").write_text(textwrap.dedent(SOURCE))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield
+    sys.modules.pop("fake_benchmark", None)
+
+
+@pytest.fixture
+def report(folder):
+    return importlib.import_module("runner").Report(rounds=3, as_json=True)
+
+
+def row(**changes):
+    fields = {
+        "name": "fake",
+        "work": "sums",
+        "source": "fake_benchmark:candidates",
+        "arguments": {"count": 99_999},
+        "subject": "ours",
+        "goals": {"limit": {"jax": 1e9, "torch": 0.5}, "here": None, "away": 1.0},
+        "peers": {"here": "json", "away": "a_module_that_nobody_has"},
+        "rounds": 4,
+    }
+    return importlib.import_module("row").Row(**fields | changes)
+
+
+def reader(*shares, cores=2):
+    """Clocks by which others take shares of the machine, one for each ten seconds."""
+    times = importlib.import_module("neighbours").CpuTimes
+    readings = [times(100.0, 50.0, 0.0, cores)]
+    for share in shares:
+        busy, own, wall, _ = readings[-1]
+        busy += 5.0 + 10.0 * cores * share
+        readings.append(times(busy, own + 5.0, wall + 10.0, cores))
+    return iter(readings).__next__
+
+
+@pytest.mark.parametrize(("backend", "met"), [("jax", True), ("torch", False)])
+def test_a_row_has_a_line_for_each_candidate(report, backend, met):
+    compare = importlib.import_module("comparison").compare
+    lines = compare(row(), backend, report, "fake", read=reader(0.02))
+    limit, here, away = lines
+    assert [line["over"] for line in lines] == ["limit", "here", "away"]
+    assert {line["row"] for line in lines} == {"fake"}
+    lower, upper = limit["quartiles"]
+    assert 1 < lower <= limit["ratio"] <= upper
+    assert limit["value"] > limit["other"] > 0
+    assert (limit["unit"], limit["rounds"]) == ("ms", 4)
+    assert limit["met"] is met
+    assert limit["foreign"] == pytest.approx(0.02)
+    assert here["goal"] is here["met"] is None
+    assert away["note"] == "a_module_that_nobody_has is not installed"
+    assert away["ratio"] is None
+    assert all(limit.keys() == line.keys() for line in lines)
+    assert importlib.import_module("fake_benchmark").closed == [99_999]
+    json.dumps(lines)
+
+
+def test_a_row_of_numbers_is_not_timed(report):
+    compare = importlib.import_module("comparison").compare
+    source = {"source": "fake_benchmark:bytes_kept", "arguments": {}}
+    numbers = row(**source, goals={"limit": 1.5}, unit="MiB")
+    (line,) = compare(numbers, "jax", report, "fake", read=None)
+    assert (line["ratio"], line["met"], line["unit"]) == (1.5, True, "MiB")
+    assert line["foreign"] is None
+
+
+@pytest.mark.parametrize(("share", "noisy"), [(0.0, False), (0.04, False), (0.5, True)])
+def test_a_noisy_neighbour_is_marked(report, share, noisy):
+    compare = importlib.import_module("comparison").compare
+    page = importlib.import_module("page")
+    line, *_ = compare(row(), "jax", report, "fake", read=reader(share))
+    assert line["foreign"] == pytest.approx(share)
+    assert page.is_noisy(line) is noisy
+    assert (" ✓ ! |" in page.as_markdown([line], [row()])) is noisy
+    page.show([line], report)
+    assert report.tables[-1]["rows"] == [line]
+
+
+def test_clocks_of_this_machine(folder, tmp_path):
+    neighbours = importlib.import_module("neighbours")
+    stat = tmp_path / "stat"
+    # user nice system idle iowait irq softirq steal guest, in hundredths of a second.
+    stat.write_text("cpu  100 10 50 900 70 1 2 37 5 0\ncpu0 1 2\ncpu1 1 2\nintr 9\n")
+    before = neighbours.read_cpu_times(stat)
+    assert (before.busy, before.cores) == (pytest.approx(2.0), 2)
+    stat.unlink()
+    after = neighbours.read_cpu_times(stat)
+    assert after.busy is None
+    assert neighbours.foreign_share(before, after) is None
+    assert after.own >= before.own
+    # Clocks that tick apart make no share below nothing.
+    later = before._replace(own=before.own + 1, wall=before.wall + 1)
+    assert neighbours.foreign_share(before, later) == 0.0
+
+
+def test_names_of_rows(folder):
+    select = importlib.import_module("row").select
+    rows = (row(name="router"), row(name="router-soft"), row(name="fit"))
+
+    def names(*asked):
+        return [row.name for row in select(rows, asked and list(asked))]
+
+    assert names("fit", "router") == ["router", "router-soft", "fit"]
+    assert names("router=") == ["router"]
+    assert [row.name for row in select(rows, None)] == ["router", "router-soft", "fit"]
+    with pytest.raises(SystemExit, match="router, router-soft, fit; received: 'soft'"):
+        names("router", "soft")
+
+
+def test_a_failing_row_takes_no_other_with_it(report, capsys):
+    backends = importlib.import_module("backends")
+    rows = [row(source="fake_benchmark:broken", arguments={}), row(name="second")]
+    backends.measure_here(rows, report, budget=0)
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    ready, first, second = (answer["lines"] for answer in answers)
+    assert ready == []
+    assert first[0]["note"] == "failed: ValueError: no such size"
+    assert [line["row"] for line in second] == ["second"] * 3
+    assert second[0]["rounds"] == 3
+
+
+def test_a_row_that_kills_its_process_is_named(report, monkeypatch):
+    backends = importlib.import_module("backends")
+    rows = [row(name=name) for name in "abcd"] + [row(name="e", backends=("jax",))]
+    starts = []
+
+    def answers(backend, left, budget):
+        """The second row of a process kills it, but a lone one."""
+        starts.append([row.name for row in left])
+        done = [[backends.blank(left[0], backend, "limit")]]
+        return [[], *done], 0 if len(left) == 1 else -9
+
+    monkeypatch.setattr(backends, "_answers_of_child", answers)
+    lines = backends.measure_in_child("torch", rows, 0, report.console)
+    assert starts == [["a", "b", "c", "d"], ["c", "d"]]
+    notes = {line["row"]: line["note"] for line in lines}
+    failed = "failed: the process ended with status -9"
+    assert notes == {"a": None, "b": failed, "c": None, "d": failed}
+    # A process that never starts has no row to blame.
+    monkeypatch.setattr(backends, "_answers_of_child", lambda *_: ([], 1))
+    lines = backends.measure_in_child("torch", rows, 0, report.console)
+    assert [line["note"] for line in lines] == [failed.replace("-9", "1")] * 4
+    monkeypatch.setattr(backends, "installed", lambda module: False)
+    lines = backends.measure_in_child("torch", rows, 0, report.console)
+    assert {line["note"] for line in lines} == {"torch is not installed"}
+
+
+def test_the_program_measures_a_row_in_a_child():
+    backend = keras.backend.backend()
+    command = [sys.executable, "-m", "tools.benchmark", "--rows", "router-soft="]
+    command += ["--backends", backend, "--seconds", "0", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    document = json.loads(done.stdout)
+    (table,) = document["tables"]
+    (line,) = table["rows"]
+    assert (line["row"], line["backend"]) == ("router-soft", backend)
+    assert line["over"] == "softmax_token_choice"
+    assert line["ratio"] > 0
+    assert line["rounds"] == 3
+    assert "router-soft" in done.stderr
+
+
+def test_past_tables_are_one_page(folder, tmp_path, monkeypatch, capsys):
+    rows = importlib.import_module("rows").ROWS
+    blank = importlib.import_module("comparison").blank
+    first, second = rows[:2]
+    paths = []
+    for index, ratio in enumerate((1.5, 1.25)):
+        line = blank(first, "jax", next(iter(first.goals)))
+        figures = {"value": 1.0, "other": 0.5, "ratio": ratio, "quartiles": [1, 2]}
+        line |= figures | {"rounds": 3, "goal": 1.3, "met": ratio < 1.3}
+        paths.append(tmp_path / f"{index}.json")
+        other = [blank(second, "torch", next(iter(second.goals)), "failed")]
+        document = {"tables": [{"rows": [line, *(other if index == 0 else [])]}]}
+        paths[-1].write_text(json.dumps(document))
+    monkeypatch.syspath_prepend(ROOT)
+    arguments = ["--read", *map(str, paths), "--markdown"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    runpy.run_path(str(BENCHMARKS), run_name="__main__")
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert head == "| row | ours over | JAX | TensorFlow | PyTorch | goal |"
+    assert len(lines) == 2
+    # The later file counts, and a row that failed is named.
+    assert lines[0].startswith(f"| `{first.name}` ")
+    assert "| 1.25 (1.00-2.00), 1 ms ✓ |" in lines[0]
+    assert "| failed |" in lines[1]
+
+
+def test_rows_are_consistent(folder):
+    rows = importlib.import_module("rows").ROWS
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names)
+    for row in rows:
+        module, _, function = row.source.partition(":")
+        source = (BENCHMARKS / f"{module}.py").read_text()
+        assert f"def {function}(" in source, row.name
+        assert row.goals, row.name
+        assert row.peers.keys() <= row.goals.keys(), row.name
+        for goal in row.goals.values():
+            assert not isinstance(goal, dict) or set(goal) <= set(row.backends)

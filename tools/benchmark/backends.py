@@ -1,0 +1,107 @@
+"""The rows of the table on one backend: in this process, or in a child.
+
+A child writes a line of JSON for each row as it ends, so that a row that kills its
+process takes no other with it: the rows after it get a new child.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+from comparison import blank, compare
+from rich.console import Console
+from row import Row, installed
+from runner import Report
+
+MARK = '{"lines": '
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def measure_here(rows: list[Row], report: Report, budget: float) -> None:
+    """Measures rows on this process's backend, and writes their lines as they come.
+
+    Args:
+        rows: the rows.
+        report: the runner's report, whose console is not stdout.
+        budget: seconds of a row's rounds.
+    """
+    backend = keras.backend.backend()
+    _write([])
+    for number, row in enumerate(rows, 1):
+        label = f"{backend} {number}/{len(rows)} {row.name}"
+        try:
+            lines = compare(row, backend, report, label, budget)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            lines = [blank(row, backend, "", f"failed: {reason}")]
+        _write(lines)
+        _forget()
+
+
+def measure_in_child(
+    backend: str, rows: list[Row], budget: float, console: Console
+) -> list[dict[str, Any]]:
+    """Measures rows on a backend in a process of its own.
+
+    Args:
+        backend: name of the backend.
+        rows: rows, of which those are measured that the backend has.
+        budget: seconds of a row's rounds.
+        console: the console on which a child that ends early is named.
+
+    Returns:
+        The lines of the table.
+    """
+    left = [row for row in rows if backend in row.backends]
+    if not installed(backend):
+        return [blank(row, backend, "", f"{backend} is not installed") for row in left]
+    lines = []
+    while left:
+        answers, status = _answers_of_child(backend, left, budget)
+        # The first answer comes before the first row.
+        for row_lines in answers[1:]:
+            lines += row_lines
+            left = left[1:]
+        if not left:
+            break
+        reason = f"failed: the process ended with status {status}"
+        lost, left = (left[:1], left[1:]) if answers else (left, [])
+        console.print(f"{backend}, {lost[0].name} {reason}")
+        lines += [blank(row, backend, "", reason) for row in lost]
+    return lines
+
+
+def _answers_of_child(backend, rows, budget):
+    """The lines of each row that a child came to, and its exit status."""
+    command = [sys.executable, "-m", "tools.benchmark", "--child", "--json"]
+    command += ["--seconds", str(budget), "--rows", *(f"{row.name}=" for row in rows)]
+    environment = {**os.environ, "KERAS_BACKEND": backend}
+    answers = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as child:
+        for line in child.stdout:
+            # Libraries print to stdout, too.
+            if line.startswith(MARK):
+                answers.append(json.loads(line)["lines"])
+    return answers, child.returncode
+
+
+def _write(lines):
+    sys.stdout.write(json.dumps({"lines": lines}) + "\n")
+    sys.stdout.flush()
+
+
+def _forget():
+    """Lets go of a row's models and programs, which the next one would pay for."""
+    keras.utils.clear_session()
+    gc.collect()
+    if keras.backend.backend() == "jax":
+        import jax
+
+        jax.clear_caches()
