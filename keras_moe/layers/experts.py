@@ -15,6 +15,7 @@ from keras_moe.layers.expert_kernels import ExpertKernels
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.grouped_matmul import grouped_matmul
+from keras_moe.ops.grouped_mlp import grouped_mlp
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -23,7 +24,7 @@ class Experts(ExpertKernels):
 
     With slots, every expert has as many, and each of the two layers is one batched
     matmul. With rows, sorted by expert, each expert has as many as `group_sizes` says,
-    and each layer is one grouped matmul.
+    and its whole MLP is one pass over them.
 
     `enable_lora` adds a low-rank pair to each expert's kernels. `quantize("int8")`
     stores the kernels as int8 with a scale per expert and output channel, and leaves
@@ -149,6 +150,17 @@ class Experts(ExpertKernels):
         return with_layout(x, f"{self.path}/slots/returned")
 
     def _call_rows(self, rows, group_sizes, training):
+        drops = training and self.seed_generator is not None
+        # A layer's weights would get no gradient.
+        has_weights = isinstance(self.activation, keras.layers.Layer)
+        is_int8 = self.quantization_mode is not None
+        if not (drops or has_weights or is_int8 or self.lora_enabled):
+            parts = {
+                f"{name}_{part}": getattr(self, f"{name}_{part}")
+                for name in self.linear_names
+                for part in ("kernel", "bias")[: 1 + self.use_bias]
+            }
+            return grouped_mlp(rows, group_sizes, activation=self.activation, **parts)
         ends = ops.cumsum(group_sizes)
         place = ops.arange(ops.shape(rows)[0], dtype="int32")
         owner = ops.searchsorted(ends, place, side="right")

@@ -6,6 +6,7 @@ from keras_moe.ops.entmax import entmax
 from keras_moe.ops.expert_choice import expert_choice
 from keras_moe.ops.expert_kinds import KINDS, ExpertKinds, expert_kinds
 from keras_moe.ops.grouped_matmul import grouped_matmul
+from keras_moe.ops.grouped_mlp import grouped_mlp
 from keras_moe.ops.plans import (
     DensePlan,
     HeterogeneousPlan,
@@ -42,6 +43,7 @@ __all__ = [
     "expert_choice",
     "expert_kinds",
     "grouped_matmul",
+    "grouped_mlp",
     "heterogeneous_capacity",
     "selected_experts",
     "sinkhorn",

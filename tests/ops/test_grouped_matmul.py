@@ -12,19 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_moe.ops.grouped_matmul import grouped_matmul, grouped_matmul_reference
+from tests.ops.programs import (
+    BACKEND,
+    FORMS,
+    REFERENCE_FORM,
+    outputs_and_gradients,
+)
 
-BACKEND = keras.backend.backend()
 D, H = 8, 16
-# How a program may run a function: as its backend's training loop does, and the
-# other ways that have code of their own.
-FORMS = {
-    "jax": ("compiled", "eager"),
-    "tensorflow": ("compiled", "eager", "graph", "unknown", "compiled_unknown"),
-    "torch": ("eager",),
-}[BACKEND]
 each_form = pytest.mark.parametrize("form", FORMS)
-# The reference where it is quick.
-REFERENCE_FORM = "compiled" if BACKEND == "jax" else "eager"
 # Two experts with several blocks, one with none, and rows of nobody.
 SIZES, ROWS = (75, 0, 3, 47, 1), 130
 
@@ -42,76 +38,21 @@ def example(num_rows, num_experts):
     )
 
 
-@functools.cache
 def program(function, form=FORMS[0], dtype="float32"):
     """A function's outputs and its gradients in rows and kernels, as NumPy arrays."""
-    if BACKEND == "jax":
-        run = _jax(function, form)
-    elif BACKEND == "tensorflow":
-        run = _tensorflow(function, form, dtype)
-    else:
-        run = _torch(function)
+    ordered = _sizes_first(function)
 
-    def outputs_and_gradients(rows, kernels, sizes, cotangent):
-        rows, kernels, cotangent = (
-            keras.ops.cast(x, dtype) for x in (rows, kernels, cotangent)
+    def run(rows, kernels, sizes, cotangent):
+        return outputs_and_gradients(
+            ordered, (rows, kernels), sizes, cotangent, form, dtype
         )
-        sizes = keras.ops.convert_to_tensor(np.array(sizes, "int32"))
-        actual = run(rows, kernels, sizes, cotangent)
-        assert [keras.backend.standardize_dtype(x.dtype) for x in actual] == [dtype] * 3
-        return [
-            keras.ops.convert_to_numpy(keras.ops.cast(x, "float32")) for x in actual
-        ]
-
-    return outputs_and_gradients
-
-
-def _jax(function, form):
-    import jax
-
-    def run(rows, kernels, sizes, cotangent):
-        outputs, pullback = jax.vjp(lambda x, k: function(x, k, sizes), rows, kernels)
-        return outputs, *pullback(cotangent)
-
-    return jax.jit(run) if form == "compiled" else run
-
-
-def _tensorflow(function, form, dtype):
-    import tensorflow as tf
-
-    def run(rows, kernels, sizes, cotangent):
-        with tf.GradientTape() as tape:
-            tape.watch([rows, kernels])
-            outputs = function(rows, kernels, sizes)
-        return outputs, *tape.gradient(outputs, [rows, kernels], cotangent)
-
-    if form == "eager":
-        return run
-    # One program for any number of rows.
-    unknown = [
-        tf.TensorSpec((None, D), dtype),
-        tf.TensorSpec((len(SIZES), D, H), dtype),
-        tf.TensorSpec((len(SIZES),), "int32"),
-        tf.TensorSpec((None, H), dtype),
-    ]
-    return tf.function(
-        run,
-        input_signature=unknown if "unknown" in form else None,
-        jit_compile="compiled" in form,
-    )
-
-
-def _torch(function):
-    import torch
-
-    def run(rows, kernels, sizes, cotangent):
-        rows.requires_grad_()
-        kernels.requires_grad_()
-        outputs = function(rows, kernels, sizes)
-        gradients = torch.autograd.grad(outputs, [rows, kernels], cotangent)
-        return outputs.detach(), *gradients
 
     return run
+
+
+@functools.cache
+def _sizes_first(function):
+    return lambda sizes, rows, kernels: function(rows, kernels, sizes)
 
 
 def reference():

@@ -77,7 +77,16 @@ def cut_into_blocks(
     return blocks, ops.sum(ops.cast(smaller, "int32"), axis=1)
 
 
-def _for_each_block(group_sizes, sizes, num_rows, outputs, update):
+def slice_of(start, end, size, num_rows):
+    """The first row of a slice of `size` rows, and (size, 1) which are the block's."""
+    # A slice must not reach beyond the last row, so the last ones begin before their
+    # block.
+    at = ops.minimum(start, num_rows - size)
+    row = (at + ops.arange(size, dtype="int32"))[:, None]
+    return at, ops.logical_and(row >= start, row < end)
+
+
+def for_each_block(group_sizes, sizes, num_rows, outputs, update):
     """Runs `outputs = update(size, expert, at, own, *outputs)` for every block.
 
     `at` is the first row of a slice of `size` rows, and `own` (size, 1) tells which
@@ -90,11 +99,7 @@ def _for_each_block(group_sizes, sizes, num_rows, outputs, update):
         def body(i, *outputs, size=size):
             block = ops.reshape(ops.slice(blocks, (i, 0), (1, 3)), (3,))
             expert, start, end = ops.unstack(block, num=3)
-            # A slice must not reach beyond the last row, so the last ones begin
-            # before their block.
-            at = ops.minimum(start, num_rows - size)
-            row = (at + ops.arange(size, dtype="int32"))[:, None]
-            own = ops.logical_and(row >= start, row < end)
+            at, own = slice_of(start, end, size, num_rows)
             return i + 1, *update(size, expert, at, own, *outputs)
 
         def unfinished(i, *outputs, end=begins[place + 1]):
@@ -104,32 +109,42 @@ def _for_each_block(group_sizes, sizes, num_rows, outputs, update):
     return outputs
 
 
-def _padded(rows, sizes):
+def padded(rows, size):
     """`rows` with at least as many rows as the largest block, and their number."""
     num_rows = rows.shape[0]
     if num_rows is not None:
         return rows, num_rows
-    missing = ops.maximum(sizes[-1] - ops.shape(rows)[0], 0)
+    missing = ops.maximum(size - ops.shape(rows)[0], 0)
     rows = ops.pad(rows, [[0, missing], [0, 0]])
     return rows, ops.shape(rows)[0]
 
 
-def _without_padding(rows, like):
+def without_padding(rows, like):
     return rows if like.shape[0] is not None else rows[: ops.shape(like)[0]]
 
 
-def _rows_at(rows, at, size):
+def rows_at(rows, at, size):
     return ops.slice(rows, (at, 0), (size, rows.shape[1]))
 
 
-def _kernel_of(kernels, expert):
-    _, *shape = kernels.shape
-    return ops.reshape(ops.slice(kernels, (expert, 0, 0), (1, *shape)), shape)
+def of_expert(stacked, expert):
+    """One expert's part of a stacked weight."""
+    _, *shape = stacked.shape
+    begin = (expert, *([0] * len(shape)))
+    return ops.reshape(ops.slice(stacked, begin, (1, *shape)), shape)
 
 
-def _write(outputs, at, own, values):
+def add_to_expert(stacked, expert, change):
+    """Adds to one expert's part of a stacked float32 gradient."""
+    change = ops.cast(change, "float32")[None]
+    begin = (expert, *([0] * (len(stacked.shape) - 1)))
+    old = ops.slice(stacked, begin, change.shape)
+    return ops.slice_update(stacked, begin, old + change)
+
+
+def write(outputs, at, own, values):
     """Writes a block's own rows among `values`."""
-    old = _rows_at(outputs, at, values.shape[0])
+    old = rows_at(outputs, at, values.shape[0])
     return ops.slice_update(outputs, (at, 0), ops.where(own, values, old))
 
 
@@ -146,15 +161,15 @@ def forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
     """
     num_experts, _, width = kernels.shape
     sizes = block_sizes(rows.shape[0], num_experts)
-    inputs, num_rows = _padded(rows, sizes)
+    inputs, num_rows = padded(rows, sizes[-1])
 
     def update(size, expert, at, own, outputs):
-        values = ops.matmul(_rows_at(inputs, at, size), _kernel_of(kernels, expert))
-        return (_write(outputs, at, own, values),)
+        values = ops.matmul(rows_at(inputs, at, size), of_expert(kernels, expert))
+        return (write(outputs, at, own, values),)
 
     outputs = ops.zeros((num_rows, width), rows.dtype)
-    (outputs,) = _for_each_block(group_sizes, sizes, num_rows, [outputs], update)
-    return _without_padding(outputs, rows)
+    (outputs,) = for_each_block(group_sizes, sizes, num_rows, [outputs], update)
+    return without_padding(outputs, rows)
 
 
 def backward(
@@ -173,30 +188,29 @@ def backward(
     """
     num_experts, dim, width = kernels.shape
     sizes = block_sizes(rows.shape[0], num_experts)
-    inputs, num_rows = _padded(rows, sizes)
-    upstream, _ = _padded(upstream, sizes)
+    inputs, num_rows = padded(rows, sizes[-1])
+    upstream, _ = padded(upstream, sizes[-1])
 
     def update(size, expert, at, own, row_gradients, kernel_gradients):
-        x, dy = _rows_at(inputs, at, size), _rows_at(upstream, at, size)
-        dx = ops.einsum("rh,dh->rd", dy, _kernel_of(kernels, expert))
+        x, dy = rows_at(inputs, at, size), rows_at(upstream, at, size)
+        dx = ops.einsum("rh,dh->rd", dy, of_expert(kernels, expert))
         # Both: zero times what a neighbour holds need not be zero.
         x, dy = (ops.where(own, z, ops.zeros((), z.dtype)) for z in (x, dy))
-        dk = ops.cast(ops.einsum("rd,rh->dh", x, dy), "float32")
         # An expert with more rows than the largest block has several blocks.
-        old = ops.slice(kernel_gradients, (expert, 0, 0), (1, dim, width))
+        dk = ops.einsum("rd,rh->dh", x, dy)
         return (
-            _write(row_gradients, at, own, dx),
-            ops.slice_update(kernel_gradients, (expert, 0, 0), old + dk[None]),
+            write(row_gradients, at, own, dx),
+            add_to_expert(kernel_gradients, expert, dk),
         )
 
     gradients = [
         ops.zeros((num_rows, dim), rows.dtype),
         ops.zeros((num_experts, dim, width), "float32"),
     ]
-    row_gradients, kernel_gradients = _for_each_block(
+    row_gradients, kernel_gradients = for_each_block(
         group_sizes, sizes, num_rows, gradients, update
     )
     return (
-        _without_padding(row_gradients, rows),
+        without_padding(row_gradients, rows),
         ops.cast(kernel_gradients, kernels.dtype),
     )

@@ -1,0 +1,297 @@
+"""Grouped MLPs: the kernels of every backend against the reference.
+
+Axes: R rows, E experts, D hidden, H mlp.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_moe.layers import gelu_tanh
+from keras_moe.layers.activations import entmax15
+from keras_moe.ops.grouped_mlp import grouped_mlp, grouped_mlp_reference
+from tests.ops.programs import (
+    BACKEND,
+    FORMS,
+    REFERENCE_FORM,
+    outputs_and_gradients,
+)
+
+D, H = 8, 16
+each_form = pytest.mark.parametrize("form", FORMS)
+# Two experts with several tiles, one with none, and rows of nobody.
+SIZES, ROWS = (75, 0, 3, 47, 1), 130
+KERNELS = ("hidden_kernel", "output_kernel")
+BIASES = ("hidden_bias", "output_bias")
+GATE = ("gate_kernel", "gate_bias")
+# One activation has a gradient of its own, and reads a whole row.
+WEIGHTS = {
+    "plain": (KERNELS + BIASES, gelu_tanh),
+    "gated": (KERNELS + BIASES + GATE, keras.activations.silu),
+    "no bias": (KERNELS, entmax15),
+    "gated, no bias": ((*KERNELS, "gate_kernel"), keras.activations.relu),
+}
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def example(num_rows, num_experts, names=KERNELS + BIASES):
+    """Rows and weights, and the gradient in the outputs."""
+    shapes = {
+        "hidden_kernel": (num_experts, D, H),
+        "output_kernel": (num_experts, H, D),
+        "hidden_bias": (num_experts, H),
+        "output_bias": (num_experts, D),
+        "gate_kernel": (num_experts, D, H),
+        "gate_bias": (num_experts, H),
+    }
+    weights = [normal(seed, *shapes[name]) for seed, name in enumerate(names)]
+    return [normal(10, num_rows, D), *weights], normal(11, num_rows, D)
+
+
+@functools.cache
+def named(function, names, activation):
+    """`function` of sizes, rows and weights in the order of `names`."""
+
+    def run(sizes, rows, *weights):
+        weights = dict(zip(names, weights, strict=True))
+        return function(rows, sizes, **weights, activation=activation)
+
+    return run
+
+
+def actual_and_expected(
+    arrays, sizes, cotangent, form, names=KERNELS + BIASES, activation=gelu_tanh
+):
+    return [
+        outputs_and_gradients(
+            named(function, names, activation), arrays, sizes, cotangent, form
+        )
+        for function, form in (
+            (grouped_mlp, form),
+            (grouped_mlp_reference, REFERENCE_FORM),
+        )
+    ]
+
+
+def assert_equal(actual, expected, names=KERNELS + BIASES, rtol=1e-5):
+    for name, x, y in zip(("outputs", "rows", *names), actual, expected, strict=True):
+        # A sum of many terms may be much smaller than they are.
+        atol = rtol * max(np.abs(y).max(initial=0), 1)
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=name)
+
+
+@pytest.mark.every_backend
+@each_form
+def test_parity(form):
+    arrays, cotangent = example(ROWS, len(SIZES))
+    actual, expected = actual_and_expected(arrays, SIZES, cotangent, form)
+    assert_equal(actual, expected)
+    for zeros in actual[0][sum(SIZES) :], actual[1][sum(SIZES) :], actual[2][1]:
+        np.testing.assert_array_equal(zeros, 0)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("kind", list(WEIGHTS)[1:])
+def test_other_weights(kind):
+    names, activation = WEIGHTS[kind]
+    arrays, cotangent = example(40, 3, names)
+    form = "eager" if "eager" in FORMS and kind == "gated" else FORMS[0]
+    actual, expected = actual_and_expected(
+        arrays, (30, 0, 6), cotangent, form, names, activation
+    )
+    assert_equal(actual, expected, names)
+
+
+def test_the_reference_is_an_mlp_per_expert():
+    names, activation = WEIGHTS["gated"]
+    (rows, *weights), cotangent = example(10, 3, names)
+    actual = outputs_and_gradients(
+        named(grouped_mlp_reference, names, activation),
+        (rows, *weights),
+        (4, 0, 5),
+        cotangent,
+        REFERENCE_FORM,
+    )
+    weights = dict(zip(names, weights))
+    expected = np.zeros_like(rows)
+    for expert, own in ((0, slice(0, 4)), (2, slice(4, 9))):
+        w = {name: weight[expert] for name, weight in weights.items()}
+        gate = rows[own] @ w["gate_kernel"] + w["gate_bias"]
+        hidden = rows[own] @ w["hidden_kernel"] + w["hidden_bias"]
+        hidden = gate / (1 + np.exp(-gate)) * hidden
+        expected[own] = hidden @ w["output_kernel"] + w["output_bias"]
+    np.testing.assert_allclose(actual[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@st.composite
+def group_sizes(draw, num_rows, num_experts):
+    """Sizes that add up to the number of rows or less; zeros are frequent."""
+    total = draw(st.one_of(st.just(num_rows), st.integers(0, num_rows)))
+    cuts = st.one_of(st.integers(0, total), st.sampled_from([0, total]))
+    ends = sorted(draw(cuts) for _ in range(num_experts - 1))
+    return tuple(np.diff([0, *ends, total]).tolist())
+
+
+@pytest.mark.parametrize(("num_rows", "num_experts"), [(50, 3), (1, 1), (5, 9)])
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_any_group_sizes(num_rows, num_experts, data):
+    sizes = data.draw(group_sizes(num_rows, num_experts))
+    arrays, cotangent = example(num_rows, num_experts)
+    # Quicker to trace than to compile, with the same code.
+    form = "graph" if "graph" in FORMS else FORMS[0]
+    assert_equal(*actual_and_expected(arrays, sizes, cotangent, form))
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="shapes are known elsewhere")
+@pytest.mark.parametrize("num_rows", [0, 3, 1100])
+def test_rows_unknown_while_tracing(num_rows):
+    # Fewer rows than a tile, and more than the largest block, in one program.
+    arrays, cotangent = example(num_rows, len(SIZES))
+    sizes = (0, num_rows // 2, 0, num_rows // 3, 0)
+    assert_equal(*actual_and_expected(arrays, sizes, cotangent, "unknown"))
+
+
+@each_form
+def test_rows_of_nobody_are_never_read(form):
+    run = named(grouped_mlp, KERNELS + BIASES, gelu_tanh)
+    arrays, cotangent = example(ROWS, len(SIZES))
+    expected = outputs_and_gradients(run, arrays, SIZES, cotangent, form)
+    first = sum(SIZES)
+    arrays[0][first:], cotangent[first:] = np.nan, np.inf
+    actual = outputs_and_gradients(run, arrays, SIZES, cotangent, form)
+    assert_equal(actual, expected, rtol=1e-6)
+    np.testing.assert_array_equal(actual[0][first:], 0)
+    np.testing.assert_array_equal(actual[1][first:], 0)
+
+
+@each_form
+def test_neighbours_do_not_mix(form):
+    # A tile reads beyond its rows, and the rows there may not be finite.
+    run = named(grouped_mlp, KERNELS + BIASES, gelu_tanh)
+    arrays, cotangent = example(ROWS, len(SIZES))
+    arrays[0][75:78] = np.nan
+    outputs, row_gradients, *weight_gradients = outputs_and_gradients(
+        run, arrays, SIZES, cotangent, form
+    )
+    for x in (outputs, row_gradients):
+        assert np.all(np.isfinite(np.delete(x, slice(75, 78), axis=0)))
+    for x in weight_gradients:
+        assert np.all(np.isfinite(np.delete(x, 2, axis=0)))
+
+
+@pytest.mark.every_backend
+def test_bfloat16():
+    arrays, cotangent = example(ROWS, len(SIZES))
+    # Small enough for a sum of a few products of 8 bits each.
+    arrays = [0.3 * x for x in arrays]
+    actual = outputs_and_gradients(
+        named(grouped_mlp, KERNELS + BIASES, gelu_tanh),
+        arrays,
+        SIZES,
+        cotangent,
+        dtype="bfloat16",
+    )
+    rounded = [
+        keras.ops.convert_to_numpy(
+            keras.ops.cast(keras.ops.cast(x, "bfloat16"), "float32")
+        )
+        for x in (*arrays, cotangent)
+    ]
+    expected = outputs_and_gradients(
+        named(grouped_mlp_reference, KERNELS + BIASES, gelu_tanh),
+        rounded[:-1],
+        SIZES,
+        rounded[-1],
+        REFERENCE_FORM,
+    )
+    # From the same rounded inputs: hidden layer, activation and output are rounded to
+    # 8 bits one after the other.
+    assert_equal(actual, expected, rtol=2**-6)
+
+
+@pytest.mark.every_backend
+def test_nothing_to_do():
+    for num_rows, sizes in ((0, (0, 0)), (3, (0, 0))):
+        arrays, cotangent = example(num_rows, 2)
+        actual = outputs_and_gradients(
+            named(grouped_mlp, KERNELS + BIASES, gelu_tanh), arrays, sizes, cotangent
+        )
+        for x, like in zip(actual, (arrays[0], *arrays), strict=True):
+            np.testing.assert_array_equal(x, np.zeros_like(like))
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="a kernel of JAX")
+@pytest.mark.parametrize("kind", ["plain", "gated, no bias"])
+def test_ragged_dot(kind):
+    # Platforms other than CPUs take this kernel.
+    import jax
+
+    from keras_moe.ops.kernels import grouped_mlp_jax, mlp_loops
+
+    names, activation = WEIGHTS[kind]
+    (rows, *weights), cotangent = example(ROWS, len(SIZES), names)
+    rows[sum(SIZES) :] = np.nan
+    weights = dict.fromkeys(mlp_loops.Weights._fields) | dict(zip(names, weights))
+    weights, sizes = mlp_loops.Weights(**weights), np.array(SIZES, "int32")
+
+    def run(forward, backward, rows, sizes, weights, cotangent):
+        outputs, kept = forward(rows, sizes, weights, activation, True)
+        gradients = backward(rows, sizes, weights, activation, kept, cotangent)
+        return [outputs, *jax.tree.leaves(gradients)]
+
+    loops = functools.partial(mlp_loops.backward, vjp=jax.vjp)
+    actual, expected = (
+        jax.jit(functools.partial(run, *functions))(rows, sizes, weights, cotangent)
+        for functions in (
+            (grouped_mlp_jax.composed_forward, grouped_mlp_jax.composed_backward),
+            (mlp_loops.forward, loops),
+        )
+    )
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="a program of JAX")
+def test_a_symbolic_number_of_rows():
+    import jax
+
+    (rows, *weights), _ = example(7, 2)
+    run = named(grouped_mlp, KERNELS + BIASES, gelu_tanh)
+    (size,) = jax.export.symbolic_shape("r")
+    specs = [
+        jax.ShapeDtypeStruct((2,), "int32"),
+        jax.ShapeDtypeStruct((size, D), "float32"),
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights),
+    ]
+    sizes = np.array([3, 2], "int32")
+    exported = jax.export.export(jax.jit(run))(*specs)
+    actual = exported.call(sizes, rows, *weights)
+    np.testing.assert_allclose(actual, run(sizes, rows, *weights), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [grouped_mlp, grouped_mlp_reference])
+def test_errors(function):
+    names = KERNELS + BIASES + GATE
+    (rows, *weights), _ = example(6, 2, names)
+    good = {"rows": rows, "group_sizes": np.array([3, 3], "int32")}
+    good |= dict(zip(names, weights))
+    for name, x in good.items():
+        for bad in (x[None], x[..., :-1]):
+            with pytest.raises(ValueError, match="Expected rows of shape") as caught:
+                function(**{**good, name: bad}, activation=gelu_tanh)
+            assert f"{name}.shape={bad.shape}" in str(caught.value)
+        if name != "group_sizes":
+            with pytest.raises(ValueError, match=rf"{name}.dtype=float16"):
+                function(**{**good, name: x.astype("float16")}, activation=gelu_tanh)
+    with pytest.raises(ValueError, match=r"integer dtype; received: .*float32"):
+        function(**{**good, "group_sizes": np.ones(2, "float32")}, activation=gelu_tanh)
+    with pytest.raises(ValueError, match="Expected a gate_kernel beside gate_bias"):
+        function(**{**good, "gate_kernel": None}, activation=gelu_tanh)
