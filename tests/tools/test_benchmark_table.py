@@ -19,15 +19,17 @@ pytestmark = pytest.mark.backend_free
 SOURCE = """
 import contextlib
 
+from row import peer
+
 closed = []
 
 @contextlib.contextmanager
 def candidates(count):
-    yield {
-        "ours": lambda: sum(range(count)),
-        "limit": lambda: sum(range(9)),
-        "here": lambda: None,
-    }
+    made = {"ours": lambda: sum(range(count)), "limit": lambda: sum(range(9))}
+    for name in ("json", "a_module_that_nobody_has", "a_module_that_breaks"):
+        if peer(name):
+            made[name] = lambda: None
+    yield made
     closed.append(count)
 
 def bytes_kept():
@@ -38,10 +40,16 @@ def broken():
 """
 
 
+# The last is another backend's, and its function does not ask for it.
+PEERS = ("json", "a_module_that_nobody_has", "a_module_that_breaks", "another")
+
+
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     """The benchmarks' folder, and a folder with a module of fake candidates."""
     (tmp_path / "fake_benchmark.py").write_text(textwrap.dedent(SOURCE))
+    breaks = "raise RuntimeError('no such operator\\nand more')"
+    (tmp_path / "a_module_that_breaks.py").write_text(breaks)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(BENCHMARKS)
     yield
@@ -60,8 +68,8 @@ def row(**changes):
         "source": "fake_benchmark:candidates",
         "arguments": {"count": 99_999},
         "subject": "ours",
-        "goals": {"limit": {"jax": 1e9, "torch": 0.5}, "here": None, "away": 1.0},
-        "peers": {"here": "json", "away": "a_module_that_nobody_has"},
+        "goals": {"limit": {"jax": 1e9, "torch": 0.5}} | dict.fromkeys(PEERS),
+        "peers": {name: name for name in PEERS},
         "rounds": 4,
     }
     return importlib.import_module("row").Row(**fields | changes)
@@ -82,8 +90,8 @@ def reader(*shares, cores=2):
 def test_a_row_has_a_line_for_each_candidate(report, backend, met):
     compare = importlib.import_module("comparison").compare
     lines = compare(row(), backend, report, "fake", read=reader(0.02))
-    limit, here, away = lines
-    assert [line["over"] for line in lines] == ["limit", "here", "away"]
+    limit, here, away, broken = lines
+    assert [line["over"] for line in lines] == ["limit", *PEERS[:3]]
     assert {line["row"] for line in lines} == {"fake"}
     lower, upper = limit["quartiles"]
     assert 1 < lower <= limit["ratio"] <= upper
@@ -93,7 +101,8 @@ def test_a_row_has_a_line_for_each_candidate(report, backend, met):
     assert limit["foreign"] == pytest.approx(0.02)
     assert here["goal"] is here["met"] is None
     assert away["note"] == "a_module_that_nobody_has is not installed"
-    assert away["ratio"] is None
+    assert broken["note"] == "a_module_that_breaks does not import: no such operator"
+    assert away["ratio"] is broken["ratio"] is None
     assert all(limit.keys() == line.keys() for line in lines)
     assert importlib.import_module("fake_benchmark").closed == [99_999]
     json.dumps(lines)
@@ -159,7 +168,7 @@ def test_a_failing_row_takes_no_other_with_it(report, capsys):
     ready, first, second = (answer["lines"] for answer in answers)
     assert ready == []
     assert first[0]["note"] == "failed: ValueError: no such size"
-    assert [line["row"] for line in second] == ["second"] * 3
+    assert [line["row"] for line in second] == ["second"] * 4
     assert second[0]["rounds"] == 3
 
 

@@ -80,7 +80,8 @@ def _answers_of_child(backend, rows, budget):
     """The lines of each row that a child came to, and its exit status."""
     command = [sys.executable, "-m", "tools.benchmark", "--child", "--json"]
     command += ["--seconds", str(budget), "--rows", *(f"{row.name}=" for row in rows)]
-    environment = {**os.environ, "KERAS_BACKEND": backend}
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+    environment = {**quiet, **os.environ, "KERAS_BACKEND": backend}
     answers = []
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT

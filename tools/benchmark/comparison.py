@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from neighbours import CpuTimes, foreign_share, read_cpu_times
-from row import Row, installed
+from row import MISSING, Row
 from runner import Report
 
 from keras_moe.timing import paired_ratios
@@ -68,9 +68,9 @@ def compare(
     lines = []
     for name in row.goals:
         if name not in values:
-            module = row.peers.get(name)
-            if module and not installed(module):
-                lines.append(blank(row, backend, name, f"{module} is not installed"))
+            # A peer that nobody asked for has no part on this backend.
+            if row.peers.get(name) in MISSING:
+                lines.append(blank(row, backend, name, MISSING[row.peers[name]]))
             continue
         if times is None:
             ratio = lower = upper = values[row.subject] / values[name]

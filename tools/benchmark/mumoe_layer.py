@@ -13,11 +13,14 @@ keeps, so bytes are those of JAX and PyTorch only.
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 from gradients import forward_backward
+from row import peer
 from runner import Report, rows_of_process, run
 
 from keras_moe.layers import (
@@ -179,16 +182,54 @@ def compare(title: str, layers: dict, shape: tuple, report: Report) -> None:
 
 
 def compare_entmax(rows: int, count: int, report: Report) -> None:
+    steps = entmax_and_softmax(rows, count)
+    report.compare(f"({rows}, {count}), forward and backward", steps, "softmax")
+
+
+def entmax_and_softmax(rows: int, count: int) -> dict[str, Callable[[], Any]]:
+    """Forward and backward passes of entmax, softmax and the entmax package's.
+
+    Args:
+        rows: number of distributions.
+        count: length of each.
+    """
     generator = np.random.default_rng(0)
     logits, cotangent = (
         generator.normal(size=(rows, count)).astype("float32") for _ in range(2)
     )
+    functions = {"softmax": keras.ops.softmax, "entmax": entmax15}
+    if keras.backend.backend() == "torch" and (package := peer("entmax")):
+        functions["entmax package"] = package.entmax15
     steps = {}
-    for name, function in (("softmax", keras.ops.softmax), ("entmax", entmax15)):
+    for name, function in functions.items():
         layer = Activation(function)
         layer.build(logits.shape)
         steps[name] = forward_backward(layer, logits, cotangent)
-    report.compare(f"({rows}, {count}), forward and backward", steps, "softmax")
+    return steps
+
+
+def layer_and_dense(
+    kind: str, count: int, kept: bool = False, shape: tuple = (8, 196, 768)
+) -> dict[str, Any]:
+    """A muMoE layer and the dense layer that it replaces.
+
+    Args:
+        kind: factorisation of the layer.
+        count: number of experts.
+        kept: whether the values are MiB kept for the backward pass, and not functions.
+        shape: shape of the inputs, (images, tokens, D).
+    """
+    inputs, cotangent = (
+        np.random.default_rng(0).normal(size=(2, *shape)).astype("float32")
+    )
+    layers = dense_and_layers([count], shape[-1], shape)
+    layers = {"dense": layers["dense"], kind: layers[f"{kind}, N={count}"]}
+    if kept:
+        return {name: kept_bytes(x, inputs) / MIB for name, x in layers.items()}
+    return {
+        name: forward_backward(layer, inputs, cotangent)
+        for name, layer in layers.items()
+    }
 
 
 def peak_mib() -> float:

@@ -26,7 +26,7 @@ class Row:
             comparison has no goal. A function may leave out candidates that a
             backend does not have.
         peers: modules of candidates that are other libraries' and need not be
-            installed, by the name of the candidate; see `installed`.
+            installed, by the name of the candidate; see `peer`.
         backends: the backends that the row is measured on.
         unit: unit of numbers that are not times, such as "MiB".
         rounds: number of rounds; the budget of seconds may end them before.
@@ -52,6 +52,29 @@ class Row:
         """The function that makes the candidates; imports its module."""
         module, _, name = self.source.partition(":")
         return getattr(importlib.import_module(module), name)
+
+
+# Reasons why peers that a benchmark asked for are not there, by module.
+MISSING = {}
+
+
+def peer(module: str) -> Any:
+    """Another library's module, or None where it is not installed or does not import.
+
+    A reason that is no plain absence, such as a build for another PyTorch, is shown in
+    the table.
+
+    Args:
+        module: name of the module.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        MISSING[module] = f"{error.name} is not installed"
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        MISSING[module] = f"{module} does not import: {reason}"
+    return None
 
 
 def installed(module: str) -> bool:

@@ -43,6 +43,65 @@ ROWS = (
         subject="Soft MoE",
         goals={"einsums": None},
     ),
+    Row(
+        name="fit-digits",
+        work="128 steps of `fit` on vmoe_digits, batch 16",
+        source="fit_overhead:fit_and_hand",
+        arguments={"case": "vmoe_digits"},
+        subject="fit",
+        goals={"hand-written step": 1.05},
+        backends=("jax",),
+    ),
+    *(
+        Row(
+            name=f"mumoe-{kind}-{count}",
+            work=f"muMoE's layer ({kind.upper()}, N={count}) forward and backward, "
+            "1,568 tokens, D=768",
+            source="mumoe_layer:layer_and_dense",
+            arguments={"kind": kind, "count": count},
+            subject=kind,
+            goals={"dense": goal},
+        )
+        for count, goal in ((128, {"torch": 1.35}), (512, {"jax": 1.15, "torch": 1.6}))
+        for kind in ("cp", "tr")
+    ),
+    *(
+        Row(
+            name=f"mumoe-{kind}-{count}-kept",
+            work="Bytes that the same layer keeps for the gradient, inputs included",
+            source="mumoe_layer:layer_and_dense",
+            arguments={"kind": kind, "count": count, "kept": True},
+            subject=kind,
+            goals={"dense": 1.5},
+            backends=("jax", "torch"),
+            unit="MiB",
+        )
+        for count in (128, 512)
+        for kind in ("cp", "tr")
+    ),
+    Row(
+        name="entmax",
+        work="1.5-entmax of 1,568 x 512, forward and backward",
+        source="mumoe_layer:entmax_and_softmax",
+        arguments={"rows": 1568, "count": 512},
+        subject="entmax",
+        goals={"softmax": {"jax": 2.5, "torch": 4.5}, "entmax package": None},
+        peers={"entmax package": "entmax"},
+    ),
+    *(
+        Row(
+            name=f"{name}-{work.split()[-1]}",
+            work=f"{title}'s {work}, batch 16, one form of GELU",
+            source="zoo_step:candidates",
+            arguments={"title": title, "work": work},
+            subject="keras_moe",
+            goals={"keras_hub": None, "timm": 1.0},
+            peers={"timm": "timm"},
+            backends=("jax", "torch"),
+        )
+        for name, title in (("vit-s32", "ViT-S/32"), ("vit-b16", "ViT-B/16, 4 blocks"))
+        for work in ("forward", "training step")
+    ),
     *(
         Row(
             name=f"router-{name}",

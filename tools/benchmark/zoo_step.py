@@ -9,7 +9,6 @@ optimizer (plain gradient descent: its cost is nobody's) and the same images.
 """
 
 import argparse
-import contextlib
 import importlib.machinery
 import sys
 import types
@@ -19,6 +18,7 @@ from typing import Any
 import keras
 import keras_hub
 import numpy as np
+from row import peer
 from runner import Report, run
 
 from keras_moe.models import VARIANTS, MixerBackbone, ViTBackbone
@@ -28,6 +28,7 @@ MODELS = {
     "ViT-B/16, 4 blocks": ("vit/B", 16, 4, "vit_base_patch16_224"),
     "Mixer-S/32": ("mixer/S", 32, None, "mixer_s32_224"),
 }
+WORKS = ("forward", "training step")
 BACKENDS = ("jax", "torch")
 
 
@@ -65,15 +66,10 @@ class _TorchvisionFinder:
 
 def import_timm() -> Any:
     """timm, or None. Its models need no torchvision, which its import asks for."""
-    with contextlib.suppress(ImportError):
-        import torchvision  # noqa: F401
-    if "torchvision" not in sys.modules:
-        sys.meta_path.append(_TorchvisionFinder())
-    try:
-        import timm
-    except ImportError:
-        return None
-    return timm
+    # Installed for another build of PyTorch it does not import.
+    if peer("torchvision") is None:
+        sys.meta_path.insert(0, _TorchvisionFinder())
+    return peer("timm")
 
 
 def keras_models(variant: str, patch_size: int, num_layers: int | None) -> dict:
@@ -155,31 +151,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=16)
 
 
+def candidates(
+    title: str, work: str, batch_size: int = 16
+) -> dict[str, Callable[[], Any]]:
+    """One of the two functions of a model, by library.
+
+    Args:
+        title: name among `MODELS`.
+        work: `"forward"` or `"training step"`.
+        batch_size: number of images.
+    """
+    backend = keras.backend.backend()
+    functions = {"jax": jax_functions, "torch": torch_functions}[backend]
+    # Before KerasHub's models, which import TensorFlow.
+    timm = import_timm() if backend == "torch" else None
+    generator = np.random.default_rng(0)
+    images = generator.normal(size=(batch_size, 224, 224, 3)).astype("float32")
+    labels = generator.integers(1000, size=batch_size)
+    *sizes, timm_name = MODELS[title]
+    models = keras_models(*sizes)
+    if timm is not None:
+        depth = {} if sizes[2] is None else {"depth": sizes[2]}
+        models["timm"] = timm.create_model(timm_name, num_classes=1000, **depth)
+    return {
+        name: functions(model, images, labels)[WORKS.index(work)]
+        for name, model in models.items()
+    }
+
+
 def measure(args: argparse.Namespace, report: Report) -> None:
     backend = keras.backend.backend()
     if backend not in BACKENDS:
         raise SystemExit(
             f"Expected KERAS_BACKEND to be one of {BACKENDS}; received: {backend}"
         )
-    timm = import_timm() if backend == "torch" else None
-    functions = {"jax": jax_functions, "torch": torch_functions}[backend]
-
-    generator = np.random.default_rng(0)
-    images = generator.normal(size=(args.batch_size, 224, 224, 3)).astype("float32")
-    labels = generator.integers(1000, size=args.batch_size)
     for title in args.models:
-        *sizes, timm_name = MODELS[title]
-        models = keras_models(*sizes)
-        if timm is not None:
-            depth = {} if sizes[2] is None else {"depth": sizes[2]}
-            models["timm"] = timm.create_model(timm_name, num_classes=1000, **depth)
-        timed = {
-            name: functions(model, images, labels) for name, model in models.items()
-        }
-        for index, what in enumerate(("forward", "training step")):
+        for work in WORKS:
             report.compare(
-                f"{title}, batch {args.batch_size}: {what}",
-                {name: pair[index] for name, pair in timed.items()},
+                f"{title}, batch {args.batch_size}: {work}",
+                candidates(title, work, args.batch_size),
                 "keras_moe",
             )
 
