@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe import data, training
+from keras_moe import data, models, training
 from keras_moe.analysis import plots
 from keras_moe.cli import train_evaluators
 from keras_moe.cli.devices import set_devices, start_processes
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     trained = fit(args, recipe, folder)
     if number:
         return None
-    trained.model.save_to_preset(folder / "preset")
+    trained.model.save_to_preset(folder / "preset", card=card_of(recipe, trained))
     results = results_of(recipe, trained, folder)
     results["seconds"] = time.perf_counter() - begin
     write_json(folder / "results.json", results)
@@ -138,6 +138,24 @@ def fit(
             extend=args.extend,
         )
     return trained
+
+
+def card_of(recipe: training.Recipe, trained: training.Training) -> models.ModelCard:
+    """The page of the trained model: its recipe, data and score."""
+    score = models.CardResult(
+        recipe.objective.headline.metric,
+        trained.score,
+        recipe.data.evaluated_source,
+        recipe.data.test_split,
+    )
+    settings = recipe.settings()
+    return models.ModelCard(
+        name=recipe.name,
+        description=recipe.description,
+        data=recipe.data.source,
+        recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
+        results=[score],
+    )
 
 
 def results_of(

@@ -14,6 +14,7 @@ from keras_moe.models.image_classifier import ImageClassifier
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.limoe import LIMoEBackbone
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
+from keras_moe.models.model_card import CardResult, ModelCard
 from keras_moe.models.presets import convert, describe, from_preset, list_presets
 from keras_moe.models.registry import (
     register_backbone,
@@ -23,6 +24,7 @@ from keras_moe.models.registry import (
 from keras_moe.models.task import MoETask
 from keras_moe.models.text import TextBackbone, TextTokenizer
 from keras_moe.models.tower import Tower, TowerOutputs
+from keras_moe.models.uploading import upload
 from keras_moe.models.variants import VARIANTS, Variant
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 
@@ -30,6 +32,7 @@ __all__ = [
     "VARIANTS",
     "Blueprint",
     "CLIPBackbone",
+    "CardResult",
     "ClassProbability",
     "ContrastiveAccuracy",
     "ContrastiveModel",
@@ -43,6 +46,7 @@ __all__ = [
     "MixerImageClassifier",
     "MoEBackbone",
     "MoETask",
+    "ModelCard",
     "Part",
     "TextBackbone",
     "TextTokenizer",
@@ -60,6 +64,7 @@ __all__ = [
     "register_presets",
     "register_task",
     "resolve",
+    "upload",
 ]
 
 register_builtin_presets()

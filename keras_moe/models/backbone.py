@@ -56,6 +56,8 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     # The kind of input, for descriptions.
     example = "image"
+    # The task under which model hubs list the model.
+    pipeline_tag = "image-feature-extraction"
 
     @classmethod
     def tower(cls, config: dict, dtype: Any = None) -> Tower:

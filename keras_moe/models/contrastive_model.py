@@ -89,6 +89,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     """
 
     task_name = "contrastive"
+    pipeline_tag = "zero-shot-image-classification"
     has_head = False
     has_metrics = False
     # Until the model is compiled.

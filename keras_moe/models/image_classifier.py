@@ -107,6 +107,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     """
 
     task_name = "image_classifier"
+    pipeline_tag = "image-classification"
 
     @classmethod
     def config_from(

@@ -5,6 +5,7 @@ Axes: B batch.
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -23,6 +24,7 @@ from keras_moe.models.input_checks import (
     has_no_examples,
     outputs_of_none,
 )
+from keras_moe.models.model_card import ModelCard, write_card
 from keras_moe.models.preset_folder import staged
 from keras_moe.models.state_recovery import state_kept
 from keras_moe.models.weights_file import checked_weights, save_weights
@@ -141,16 +143,22 @@ class MoEModel(Exportable, TorchParameters):
         return build(preset, kwargs, cls=cls, load_weights=load_weights)
 
     def save_to_preset(
-        self, preset_dir: str | os.PathLike, max_shard_size: float | None = 10
+        self,
+        preset_dir: str | os.PathLike,
+        max_shard_size: float | None = 10,
+        card: ModelCard | None = None,
     ) -> None:
-        """Saves config and weights to a preset folder, whole or not at all.
+        """Saves config, weights and card to a preset folder, whole or not at all.
 
-        The SHA-256 of the weights is in `metadata.json`, and loading compares it.
+        The SHA-256 of the weights is in `metadata.json`, and loading compares it. The
+        card is a `README.md` with the architecture, its costs and what `card` says.
 
         Args:
             preset_dir: a new folder, or one with an older preset, which is replaced
                 only when all files of the new one are written.
             max_shard_size: largest size of one weights file in GB.
+            card: texts and results of the card. Without one, a README.md that somebody
+                wrote stays as it is.
 
         Raises:
             ValueError: if `preset_dir` holds something else than a preset.
@@ -161,6 +169,9 @@ class MoEModel(Exportable, TorchParameters):
         """
         with staged(preset_dir) as folder:
             super().save_to_preset(folder, max_shard_size=max_shard_size)
+            # The backbone of a task that is being saved has no card of its own.
+            if folder != str(preset_dir):
+                write_card(self, Path(folder), Path(preset_dir), card)
 
     def save_weights(
         self,

@@ -68,6 +68,7 @@ class PairBackbone(MoEBackbone):
     """
 
     example = "pair"
+    pipeline_tag = "zero-shot-image-classification"
 
     def __init__(self, config: dict, dtype: Any = None, **kwargs):
         super().__init__(config, dtype=dtype, **kwargs)

@@ -106,6 +106,7 @@ class TextBackbone(MoEBackbone):
     """
 
     example = "text"
+    pipeline_tag = "feature-extraction"
 
     def __init__(
         self,

@@ -1,0 +1,280 @@
+"""Model cards: the README.md of a preset folder, in Hugging Face's format."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_moe.files import write_text
+from keras_moe.models import registry
+from keras_moe.models.blueprint import Blueprint
+
+CARD = "README.md"
+# A page without this line is its author's, and stays.
+MARK = (
+    "<!-- Written by keras_moe. Without this line the page stays as it is when the "
+    "preset is saved again. -->"
+)
+# Kinds of pictures that browsers show in a page.
+_PICTURES = (".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp")
+# Arguments that say nothing about the architecture.
+_NO_ARCHITECTURE = ("name", "trainable", "dtype", "seed")
+
+
+class CardResult(NamedTuple):
+    """A measured figure of a model.
+
+    Attributes:
+        metric: name of the metric, such as `"accuracy"`.
+        value: the figure.
+        data: name of the data, such as `"digits"`.
+        split: split of the data.
+    """
+
+    metric: str
+    value: float
+    data: str
+    split: str = "test"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """The content of a model's page beside its architecture and its costs.
+
+    Args:
+        name: title of the page; None takes the folder's name.
+        description: a few sentences about the model, as Markdown.
+        license: licence of the weights as Hugging Face names it, such as
+            `"apache-2.0"`.
+        recipe: settings of the training by name, such as `Recipe.settings()`.
+        data: name of the training data.
+        results: measured figures, as `CardResult`.
+        picture: path of a picture, which is copied into the folder.
+        picture_text: text for those who cannot see the picture.
+        base_model: handle of the model that this one was made from, such as
+            `"openai/clip-vit-base-patch32"`.
+        tags: tags beside `"keras"` and, with experts, `"mixture-of-experts"`.
+
+    Raises:
+        ValueError: if a text is none, a figure is no number, or the picture is of a
+            kind that pages do not show.
+
+    Example:
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from keras_moe import models
+    >>> model = models.from_preset("vmoe_digits", num_classes=10)
+    >>> card = models.ModelCard(
+    ...     license="apache-2.0",
+    ...     data="digits",
+    ...     results=[models.CardResult("accuracy", 0.9911, "digits")],
+    ... )
+    >>> folder = Path(tempfile.mkdtemp()) / "my_digits"
+    >>> model.save_to_preset(folder, card=card)
+    >>> page = (folder / "README.md").read_text(encoding="utf-8")
+    >>> "# my_digits" in page, "| accuracy | 0.9911 | digits, test |" in page
+    (True, True)
+    """
+
+    name: str | None = None
+    description: str = ""
+    license: str | None = None
+    recipe: Mapping[str, Any] | None = None
+    data: str | None = None
+    results: Sequence[CardResult] = ()
+    picture: str | Path | None = None
+    picture_text: str = "What the experts of the model do"
+    base_model: str | None = None
+    tags: Sequence[str] = ()
+
+    def __post_init__(self):
+        texts = ("name", "description", "license", "data", "picture_text", "base_model")
+        for name in texts:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"Expected {name} to be a string; received: {value!r}")
+        if isinstance(self.tags, str) or any(not isinstance(x, str) for x in self.tags):
+            raise ValueError(
+                f"Expected tags to be a list of strings; received: {self.tags!r}"
+            )
+        for result in self.results:
+            if not isinstance(result, CardResult) or isinstance(result.value, str):
+                raise ValueError(
+                    "Expected results to be a list of CardResult with numbers; "
+                    f"received: {result!r}"
+                )
+        if self.picture is not None:
+            path = Path(self.picture)
+            if path.suffix.lower() not in _PICTURES or not path.is_file():
+                raise ValueError(
+                    f"Expected a picture file that ends in one of {_PICTURES}; "
+                    f"received: picture={str(path)!r}"
+                )
+
+    def write(self, model: keras.Model, folder: Path, name: str) -> None:
+        """Writes the page and its picture.
+
+        Args:
+            model: backbone or task.
+            folder: folder of the preset.
+            name: title where the card has none.
+        """
+        picture = None
+        if self.picture is not None:
+            picture = f"card{Path(self.picture).suffix.lower()}"
+            shutil.copyfile(self.picture, folder / picture)
+        write_text(folder / CARD, self.text(model, self.name or name, picture))
+
+    def text(self, model: keras.Model, name: str, picture: str | None = None) -> str:
+        """The page as Markdown, with the metadata that Hugging Face reads.
+
+        Args:
+            model: backbone or task.
+            name: title of the page.
+            picture: name of the picture beside the page, or None.
+        """
+        sections = [
+            f"---\n{self._metadata(model, name)}\n---",
+            f"# {name}",
+            self.description or _sentence(model),
+            f"![{self.picture_text}]({picture})" if picture else "",
+            _usage(name),
+            "## Architecture",
+            _table(("argument", "value"), _architecture(model)),
+            "## Costs",
+            _table(("", ""), _costs(model)),
+            *self._training(),
+            *self._measured(),
+            "## Licence",
+            self.license or "The authors of the weights have named none.",
+            MARK,
+        ]
+        return "\n\n".join(section for section in sections if section) + "\n"
+
+    def _metadata(self, model, name):
+        from huggingface_hub import EvalResult, ModelCardData
+
+        kind = getattr(model, "pipeline_tag", None)
+        experts = ["mixture-of-experts"] if _has_experts(model) else []
+        results = [
+            EvalResult(
+                task_type=kind or "other",
+                dataset_type=result.data,
+                dataset_name=result.data,
+                dataset_split=result.split,
+                metric_type=result.metric,
+                metric_value=float(result.value),
+            )
+            for result in self.results
+        ]
+        return ModelCardData(
+            library_name="keras_moe",
+            license=self.license,
+            base_model=self.base_model,
+            pipeline_tag=kind,
+            tags=["keras", *experts, *self.tags],
+            model_name=name if results else None,
+            eval_results=results or None,
+        ).to_yaml()
+
+    def _training(self):
+        if self.data is None and not self.recipe:
+            return []
+        rows = [("data", self.data)] if self.data is not None else []
+        rows += [(k, v) for k, v in (self.recipe or {}).items() if v not in (None, "")]
+        return ["## Training", _table(("setting", "value"), rows)]
+
+    def _measured(self):
+        if not self.results:
+            return []
+        rows = [
+            (result.metric, f"{result.value:.4g}", f"{result.data}, {result.split}")
+            for result in self.results
+        ]
+        return ["## Results", _table(("metric", "value", "data"), rows)]
+
+
+def write_card(
+    model: keras.Model, folder: Path, target: Path, card: ModelCard | None
+) -> None:
+    """Writes a preset's page, unless its author wrote one.
+
+    Args:
+        model: backbone or task that was saved.
+        folder: folder that the preset was written to.
+        target: folder whose place it takes.
+        card: content of the page; None for architecture and costs alone, which replace
+            no page of its author's.
+    """
+    page = target / CARD
+    if (
+        card is None
+        and page.is_file()
+        and MARK not in page.read_text(encoding="utf-8", errors="replace")
+    ):
+        return
+    (card or ModelCard()).write(model, folder, target.name)
+
+
+def _sentence(model):
+    kind = type(model).__name__
+    return f"A `{kind}` of keras_moe, for Keras on JAX, TensorFlow and PyTorch."
+
+
+def _usage(name):
+    return (
+        "```python\nimport keras_moe\n\n"
+        f'model = keras_moe.models.from_preset("{name}")  # this folder or its handle\n'
+        "```"
+    )
+
+
+def _has_experts(model):
+    return bool(getattr(getattr(model, "backbone", model), "routing", None))
+
+
+def _architecture(model):
+    backbone = getattr(model, "backbone", model)
+    yield "class", type(model).__name__
+    if backbone is not model:
+        yield "backbone", type(backbone).__name__
+        if getattr(model, "num_classes", None) is not None:
+            yield "num_classes", model.num_classes
+    yield from _arguments(backbone.get_config())
+
+
+def _arguments(config, prefix=""):
+    """The arguments that say something, nested ones by dotted names."""
+    for name, value in config.items():
+        if name in _NO_ARCHITECTURE or value is None:
+            continue
+        if isinstance(value, dict) and "class_name" not in value:
+            yield from _arguments(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            yield f"{prefix}{name}", value["class_name"]
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _costs(model):
+    yield "parameters", f"{model.count_params():,}"
+    if not registry.is_registered(type(getattr(model, "backbone", model))):
+        return
+    costs = Blueprint.of_model(model).describe()
+    yield "active parameters of a token", f"{costs.active_parameters:,}"
+    yield f"tokens of each {costs.example}", f"{costs.num_tokens:,}"
+    yield f"GFLOPs of each {costs.example}, forward", f"{costs.gflops:.3g}"
+
+
+def _table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value):
+    """A value on one line: a bar or a line break would end the cell."""
+    return " ".join(str(value).replace("|", "\\|").split())

@@ -1,0 +1,160 @@
+"""Model cards: what a preset's README.md says, and whose it is."""
+
+import huggingface_hub
+import keras_hub
+import pytest
+
+from keras_moe import models
+from keras_moe.models.model_card import CARD, MARK
+
+pytestmark = pytest.mark.backend_free
+
+SIZES = {"image_shape": (8, 8, 1), "patch_size": 4, "hidden_dim": 8, "mlp_dim": 12}
+SIZES |= {"num_layers": 2, "num_heads": 2, "moe_layers": [1], "num_experts": 3}
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return models.from_preset("vmoe_s32", num_classes=4, **SIZES)
+
+
+def page_of(folder):
+    return (folder / CARD).read_text(encoding="utf-8")
+
+
+def test_a_card_says_what_is_known(classifier, tmp_path):
+    picture = tmp_path / "experts.PNG"
+    picture.write_bytes(b"png")
+    card = models.ModelCard(
+        description="Three experts.",
+        license="apache-2.0",
+        data="photos",
+        recipe={"schedule.epochs": 3, "seed": 0, "notes": ""},
+        results=[models.CardResult("accuracy", 0.98764, "photos", "validation")],
+        picture=picture,
+        base_model="google/vit",
+        tags=["tiny"],
+    )
+    folder = tmp_path / "tiny_moe"
+    classifier.save_to_preset(folder, card=card)
+    page = page_of(folder)
+    for line in [
+        "# tiny_moe",
+        "Three experts.",
+        "![What the experts of the model do](card.png)",
+        "| class | ViTImageClassifier |",
+        "| moe.num_experts | 3 |",
+        f"| parameters | {classifier.count_params():,} |",
+        "| tokens of each image | 5 |",
+        "| schedule.epochs | 3 |",
+        "| seed | 0 |",
+        "| accuracy | 0.9876 | photos, validation |",
+        MARK,
+    ]:
+        assert line in page, line
+    assert "notes" not in page
+    assert (folder / "card.png").read_bytes() == b"png"
+    # Hugging Face reads the same.
+    data = huggingface_hub.ModelCard(page).data
+    assert data.license == "apache-2.0"
+    assert data.pipeline_tag == "image-classification"
+    assert data.base_model == "google/vit"
+    assert data.tags == ["keras", "mixture-of-experts", "tiny"]
+    (result,) = data.eval_results
+    assert (result.metric_type, result.metric_value) == ("accuracy", 0.98764)
+    assert (result.dataset_name, result.dataset_split) == ("photos", "validation")
+    # The folder is a preset as before.
+    assert models.from_preset(folder).backbone.moe.num_experts == 3
+
+
+def test_a_dense_backbone_has_no_experts_in_its_tags(tmp_path):
+    dense = models.from_preset("vit_s32", **{**SIZES, "moe_layers": None})
+    dense.save_to_preset(tmp_path / "dense")
+    data = huggingface_hub.ModelCard(page_of(tmp_path / "dense")).data
+    assert data.tags == ["keras"]
+    assert data.pipeline_tag == "image-feature-extraction"
+    assert data.eval_results is None
+
+
+def test_values_stay_in_their_cells(classifier):
+    card = models.ModelCard(recipe={"notes": "one | two\nthree"})
+    assert "| notes | one \\| two three |" in card.text(classifier, "x")
+
+
+def test_the_author_s_page_stays(classifier, tmp_path):
+    folder = tmp_path / "preset"
+    classifier.save_to_preset(folder)
+    # Ours is written anew.
+    (folder / CARD).write_text(f"yesterday\n{MARK}\n", encoding="utf-8")
+    classifier.save_to_preset(folder)
+    assert "yesterday" not in page_of(folder)
+    (folder / CARD).write_text("# By hand", encoding="utf-8")
+    classifier.save_to_preset(folder)
+    assert page_of(folder) == "# By hand"
+    # Unless a card is wanted.
+    classifier.save_to_preset(folder, card=models.ModelCard(name="asked for"))
+    assert "# asked for" in page_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"license": 3}, "license to be a string; received: 3"),
+        ({"tags": "vision"}, "list of strings; received: 'vision'"),
+        ({"results": [("accuracy", 1.0)]}, "CardResult"),
+        ({"results": [models.CardResult("a", "b", "c")]}, "CardResult with numbers"),
+        ({"picture": "missing.png"}, "received: picture='missing.png'"),
+        ({"picture": __file__}, "ends in one of"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        models.ModelCard(**arguments)
+
+
+def test_the_card_goes_before_the_folder(classifier, tmp_path, monkeypatch):
+    """KerasHub writes a page of its own where the repository has none."""
+    folder, calls = tmp_path / "preset", []
+    classifier.save_to_preset(folder)
+
+    class Created:
+        repo_id = "somebody/tiny"
+
+    monkeypatch.setattr(huggingface_hub, "create_repo", lambda **kwargs: Created)
+    monkeypatch.setattr(
+        huggingface_hub,
+        "upload_file",
+        lambda path_or_fileobj, path_in_repo, repo_id: calls.append(
+            (path_in_repo, repo_id, path_or_fileobj.read_text(encoding="utf-8"))
+        ),
+    )
+    monkeypatch.setattr(
+        huggingface_hub, "file_exists", lambda **kwargs: bool(calls) and calls[0]
+    )
+    monkeypatch.setattr(
+        huggingface_hub,
+        "upload_folder",
+        lambda repo_id, folder_path: calls.append((folder_path, repo_id)),
+    )
+    page = page_of(folder)
+    models.upload("hf://somebody/tiny", folder)
+    assert calls == [(CARD, "somebody/tiny", page), (str(folder), "somebody/tiny")]
+    assert page_of(folder) == page
+
+
+def test_only_whole_presets_are_uploaded(classifier, tmp_path, monkeypatch):
+    uploads = []
+    monkeypatch.setattr(keras_hub, "upload_preset", lambda *a: uploads.append(a))
+    with pytest.raises(ValueError, match=r"preset folder; received: .*nowhere"):
+        models.upload("kaggle://a/b/keras/c", tmp_path / "nowhere")
+    folder = tmp_path / "preset"
+    classifier.save_to_preset(folder)
+    models.upload("kaggle://a/b/keras/c", folder)
+    assert uploads == [("kaggle://a/b/keras/c", str(folder))]
+    weights = folder / "model.weights.h5"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.weights\.h5"):
+        models.upload("kaggle://a/b/keras/c", folder)
+    assert len(uploads) == 1
