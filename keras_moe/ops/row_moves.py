@@ -6,38 +6,28 @@ of rows costs several times the gather.
 
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_moe.ops.empty import take
 
 
 def take_rows(table: Any, rows: Any, readers: Any) -> Any:
-    """`table[rows]`.
+    """`table[rows]`, and zeros for -1.
 
     Args:
         table: float (M, D).
-        rows: int (R,), rows of the table.
+        rows: int (R,), rows of the table, or -1.
         readers: int (M, K), the places in `rows` of each row of the table, from which
             it gets its gradient, -1 for none.
 
     Returns:
-        (R, D).
+        (R, D) in the dtype of the table.
     """
-
-    # Indices are arguments, too: JAX cannot close over what it traces.
-    @ops.custom_gradient
-    def taken(table, rows, readers):
-        def gradient(*args, upstream=None):
-            # PyTorch passes the inputs, too, and the gradient by name.
-            upstream = args[0] if upstream is None else upstream
-            total = 0.0
-            for k in range(readers.shape[-1]):
-                total = total + _rows_or_zeros(upstream, readers[:, k])
-            return ops.cast(total, table.dtype), None, None
-
-        return take(table, rows), gradient
-
-    return taken(table, rows, readers)
+    kernels = _kernels(table)
+    if kernels is not None:
+        return kernels.take_rows(table, rows, readers)
+    return take_rows_reference(table, rows, readers)
 
 
 def weighted_sum_of_rows(table: Any, weights: Any, rows: Any, readers: Any) -> Any:
@@ -52,6 +42,46 @@ def weighted_sum_of_rows(table: Any, weights: Any, rows: Any, readers: Any) -> A
     Returns:
         float32 (T, D).
     """
+    kernels = _kernels(table)
+    if kernels is not None:
+        return kernels.weighted_sum_of_rows(table, weights, rows, readers)
+    return weighted_sum_of_rows_reference(table, weights, rows, readers)
+
+
+def _kernels(table):
+    """The backend's own functions if it has some for this table, or None."""
+    if keras.backend.backend() != "torch":
+        return None
+    from keras_moe.ops.kernels import row_moves_torch
+
+    return row_moves_torch if row_moves_torch.is_valid(table) else None
+
+
+def take_rows_reference(table: Any, rows: Any, readers: Any) -> Any:
+    """`take_rows` by `keras.ops`, see there."""
+
+    # Indices are arguments, too: JAX cannot close over what it traces.
+    @ops.custom_gradient
+    def taken(table, rows, readers):
+        def gradient(*args, upstream=None):
+            # PyTorch passes the inputs, too, and the gradient by name.
+            upstream = args[0] if upstream is None else upstream
+            total = 0.0
+            for k in range(readers.shape[-1]):
+                total = total + _rows_or_zeros(upstream, readers[:, k])
+            return ops.cast(total, table.dtype), None, None
+
+        chosen = take(table, ops.maximum(rows, 0))
+        chosen = ops.where((rows >= 0)[:, None], chosen, ops.zeros_like(chosen))
+        return chosen, gradient
+
+    return taken(table, rows, readers)
+
+
+def weighted_sum_of_rows_reference(
+    table: Any, weights: Any, rows: Any, readers: Any
+) -> Any:
+    """`weighted_sum_of_rows` by `keras.ops`, see there."""
 
     @ops.custom_gradient
     def weighted_sum(table, weights, rows, readers):

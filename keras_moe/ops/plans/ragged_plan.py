@@ -60,11 +60,8 @@ class RaggedPlan(NamedTuple):
             ValueError: if the shape of `tokens` does not fit the plan.
         """
         tokens = checked_tokens(tokens, self.token_rows.shape[:2])
-        filled = self.row_tokens >= 0
-        rows = ops.where(filled, self.row_tokens, 0)
         flat = ops.reshape(tokens, (-1, tokens.shape[-1]))
-        inputs = take_rows(flat, rows, self._choices())
-        return ops.where(filled[:, None], inputs, ops.zeros_like(inputs))
+        return take_rows(flat, self.row_tokens, self._choices())
 
     def combine(self, outputs: Any) -> Any:
         """Sums each token's expert outputs by their combine weights.

@@ -147,15 +147,11 @@ class RoutingPlan(NamedTuple):
 
 
 def _gather(tokens, plan):
-    num_groups, num_tokens, dim = ops.shape(tokens)
-    first = ops.arange(num_groups, dtype="int32") * num_tokens
-    filled = plan.slot_tokens >= 0
-    rows = ops.where(filled, plan.slot_tokens + first[:, None, None], 0)
+    dim = tokens.shape[-1]
     inputs = take_rows(
-        ops.reshape(tokens, (-1, dim)), ops.reshape(rows, (-1,)), _flat_slots(plan)
+        ops.reshape(tokens, (-1, dim)), _flat_tokens(plan), _flat_slots(plan)
     )
-    inputs = ops.reshape(inputs, (*ops.shape(rows), dim))
-    return ops.where(filled[..., None], inputs, ops.zeros_like(inputs))
+    return ops.reshape(inputs, (*ops.shape(plan.slot_tokens), dim))
 
 
 def _sum(outputs, plan):
