@@ -23,6 +23,9 @@ from keras.src.backend.common.masking import get_keras_mask
 # `AutocastScope(None)` switches the automatic cast off.
 from keras.src.backend.common.variables import AutocastScope
 
+# Initializers that scale by fans compute them within their calls alone.
+from keras.src.initializers.random_initializers import compute_fans
+
 # `keras.saving.save_weights` opens its files itself: it takes no stream, and puts no
 # shards in their places together.
 from keras.src.saving.saving_lib import H5IOStore, ShardedH5IOStore
@@ -41,6 +44,7 @@ __all__ = [
     "ask_to_proceed_with_overwrite",
     "check_file_exists",
     "clear_losses",
+    "compute_fans",
     "count_batches",
     "flatten_layers",
     "free_weights",
@@ -84,6 +88,12 @@ PRIVATE_METHODS = (
         "_compute_attention",
         ("query", "key", "value"),
         "a step between the projections and the softmax, for norms of queries and keys",
+    ),
+    PrivateMethod(
+        keras.layers.MultiHeadAttention,
+        "_get_common_kwargs_for_sublayer",
+        (),
+        "initializers of the projections that are not those of the config",
     ),
     PrivateMethod(
         keras.layers.Equalization,

@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.ops.cost import Cost
+from keras_moe.ops.initial_values import Drawn
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -37,7 +38,7 @@ class ClassToken(keras.layers.Layer):
 
     def build(self, input_shape):
         self.token = self.add_weight(
-            name="token", shape=(1, 1, input_shape[-1]), initializer="zeros"
+            name="token", shape=(1, 1, input_shape[-1]), initializer=Drawn("zeros")
         )
 
     def call(self, tokens: Any) -> Any:

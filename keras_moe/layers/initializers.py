@@ -3,9 +3,12 @@
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_moe.ops.by_group import on_several_devices
+from keras_moe.ops.initial_values import host_values
+from keras_moe.ops.kernels import random_values_jax
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -33,6 +36,12 @@ class PerExpert(keras.initializers.Initializer):
 
     def __call__(self, shape, dtype=None):
         num_experts, *shape = shape
+        # Shared values are drawn once.
+        drawn = range(1 if self.shared else num_experts)
+        parts = [host_values(self._initializer(i), shape, dtype) for i in drawn]
+        if not any(part is None for part in parts):
+            values = np.broadcast_to(np.stack(parts), (num_experts, *shape))
+            return random_values_jax.to_device(np.ascontiguousarray(values))
         if self.shared:
             value = self.initializer(shape, dtype=dtype)
             return ops.tile(value[None], [num_experts] + [1] * len(shape))
@@ -51,7 +60,7 @@ class PerExpert(keras.initializers.Initializer):
 
     def _initializer(self, index):
         seed = getattr(self.initializer, "seed", None)
-        if not isinstance(seed, int):
+        if self.shared or not isinstance(seed, int):
             # Constants have no seed, and a SeedGenerator moves on by itself.
             return self.initializer
         # An initializer repeats its values: each expert has a seed of its own.

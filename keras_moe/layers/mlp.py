@@ -10,6 +10,7 @@ import keras
 from keras_moe.checks import check_dropout, check_integer, check_seed
 from keras_moe.layers import activations
 from keras_moe.ops.cost import Cost
+from keras_moe.ops.initial_values import Drawn
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -59,16 +60,20 @@ class MLP(keras.layers.Layer):
         )
 
     def build(self, input_shape):
-        kernels = {
-            "kernel_initializer": "glorot_uniform",
-            "bias_initializer": keras.initializers.RandomNormal(stddev=1e-6),
-            "dtype": self.dtype_policy,
-        }
-        self.hidden = keras.layers.Dense(self.mlp_dim, name="hidden", **kernels)
+        small = Drawn(keras.initializers.RandomNormal(stddev=1e-6))
+
+        def dense(units, name):
+            return keras.layers.Dense(
+                units,
+                kernel_initializer=Drawn("glorot_uniform"),
+                bias_initializer=small,
+                dtype=self.dtype_policy,
+                name=name,
+            )
+
+        self.hidden = dense(self.mlp_dim, "hidden")
         self.hidden.build(input_shape)
-        self.output_dense = keras.layers.Dense(
-            input_shape[-1], name="output", **kernels
-        )
+        self.output_dense = dense(input_shape[-1], "output")
         self.output_dense.build((*input_shape[:-1], self.mlp_dim))
 
     def call(self, tokens: Any, training: bool | None = None) -> Any:

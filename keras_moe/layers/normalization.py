@@ -6,6 +6,7 @@ import keras
 from keras import ops
 
 from keras_moe.ops.cost import Cost
+from keras_moe.ops.initial_values import Drawn
 
 
 def _normalize(x, gamma, beta, epsilon):
@@ -80,12 +81,12 @@ class LayerNorm(keras.layers.Layer):
     def build(self, input_shape):
         shape = (input_shape[-1],)
         self.gamma = self.add_weight(
-            name="gamma", shape=shape, initializer="ones", autocast=False
+            name="gamma", shape=shape, initializer=Drawn("ones"), autocast=False
         )
         self.beta = None
         if self.center:
             self.beta = self.add_weight(
-                name="beta", shape=shape, initializer="zeros", autocast=False
+                name="beta", shape=shape, initializer=Drawn("zeros"), autocast=False
             )
 
     def call(self, inputs: Any) -> Any:

@@ -17,6 +17,7 @@ from keras_moe.layers.interpolation import (
     linear_weights,
 )
 from keras_moe.ops.cost import Cost
+from keras_moe.ops.initial_values import Drawn
 
 PADDINGS = ("valid", "same")
 # Longest side of the patches of stored weights.
@@ -171,10 +172,10 @@ class PatchEmbedding(keras.layers.Layer):
         self.kernel = self.add_weight(
             name="kernel",
             shape=(*self.patch_size, input_shape[-1], self.hidden_dim),
-            initializer=self.kernel_initializer,
+            initializer=Drawn(self.kernel_initializer),
         )
         self.bias = self.add_weight(
-            name="bias", shape=(self.hidden_dim,), initializer="zeros"
+            name="bias", shape=(self.hidden_dim,), initializer=Drawn("zeros")
         )
 
     def grid(self, image_shape: tuple) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from keras_moe.layers.interpolation import (
     cubic_weights,
 )
 from keras_moe.ops.cost import Cost
+from keras_moe.ops.initial_values import Drawn
 
 KINDS = ("learned", "sincos")
 
@@ -165,7 +166,7 @@ class PositionEmbedding(keras.layers.Layer):
             self.embedding = self.add_weight(
                 name="embedding",
                 shape=(1, *input_shape[1:]),
-                initializer=keras.initializers.RandomNormal(stddev=0.02),
+                initializer=Drawn(keras.initializers.RandomNormal(stddev=0.02)),
             )
         else:
             table = sincos_table(self.grid, input_shape[-1])

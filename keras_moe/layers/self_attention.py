@@ -18,6 +18,7 @@ from keras_moe.checks import (
 )
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.cost import Cost, under
+from keras_moe.ops.initial_values import Drawn
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -149,6 +150,12 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             query, key, value, *args, **kwargs
         )
         return ops.cast(outputs, self.compute_dtype), weights
+
+    def _get_common_kwargs_for_sublayer(self):
+        arguments = super()._get_common_kwargs_for_sublayer()
+        for name in ("kernel_initializer", "bias_initializer"):
+            arguments[name] = Drawn(arguments[name])
+        return arguments
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         """The shapes of the trained weights by path.

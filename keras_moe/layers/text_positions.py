@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_moe.checks import check_integer
 from keras_moe.ops.cost import Cost
+from keras_moe.ops.initial_values import Drawn
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -56,7 +57,7 @@ class TextPositions(keras.layers.Layer):
             name="embedding",
             shape=(1, self.max_length, input_shape[-1]),
             # CLIP's.
-            initializer=keras.initializers.RandomNormal(stddev=0.01),
+            initializer=Drawn(keras.initializers.RandomNormal(stddev=0.01)),
         )
 
     def call(self, tokens: Any) -> Any:

@@ -11,6 +11,7 @@ from keras import ops
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_kinds import expert_kinds
+from keras_moe.ops.initial_values import Drawn
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -92,7 +93,7 @@ class ZeroComputationExperts(keras.layers.Layer):
             self.vector = self.add_weight(
                 name="vector",
                 shape=shapes["vector"],
-                initializer=self.vector_initializer,
+                initializer=Drawn(self.vector_initializer),
             )
 
     def call(self, tokens: Any, weights: Any) -> Any:

@@ -18,6 +18,7 @@ from keras_moe.checks import (
 from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
+from keras_moe.ops.initial_values import Drawn
 
 HEAD_POSITIONS = ("final", "penultimate")
 OUTPUT_ACTIVATIONS = (None, "softmax", "sigmoid")
@@ -183,8 +184,8 @@ def predictions_layer(
     return keras.layers.Dense(
         num_classes,
         activation=activation,
-        kernel_initializer="zeros",
-        bias_initializer=bias,
+        kernel_initializer=Drawn("zeros"),
+        bias_initializer=Drawn(bias),
         dtype=dtype,
         name="predictions",
     )

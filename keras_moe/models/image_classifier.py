@@ -41,6 +41,7 @@ from keras_moe.models.model_sources import ModelSource, TaskConfig
 from keras_moe.models.quantization import quantized_head
 from keras_moe.models.task import MoETask
 from keras_moe.ops import Cost, Routing
+from keras_moe.ops.initial_values import Drawn
 
 
 class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
@@ -180,7 +181,11 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             features = self.pooled_normalization(features)
         if representation_dim is not None:
             self.representation = keras.layers.Dense(
-                representation_dim, activation="tanh", dtype=policy, name="pre_logits"
+                representation_dim,
+                activation="tanh",
+                kernel_initializer=Drawn("glorot_uniform"),
+                dtype=policy,
+                name="pre_logits",
             )
             features = self.representation(features)
         outputs, routing = self._classified(features, head_position)

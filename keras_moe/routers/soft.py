@@ -16,6 +16,7 @@ from keras_moe.checks import (
 )
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.cost import Cost
+from keras_moe.ops.initial_values import Drawn
 from keras_moe.ops.plans import SoftPlan
 from keras_moe.ops.routing import Routing
 from keras_moe.routers.registry import register_router
@@ -179,7 +180,7 @@ class SoftRouter(Router):
         self.slots = self.add_weight(
             name="slots",
             shape=shapes["slots"],
-            initializer=self.slot_initializer,
+            initializer=Drawn(self.slot_initializer),
             dtype="float32",
             autocast=False,
         )
@@ -187,7 +188,7 @@ class SoftRouter(Router):
             self.scale = self.add_weight(
                 name="scale",
                 shape=shapes["scale"],
-                initializer=self.scale_initializer,
+                initializer=Drawn(self.scale_initializer),
                 dtype="float32",
                 autocast=False,
             )

@@ -15,6 +15,7 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
+from keras_moe.ops.initial_values import Drawn
 from keras_moe.ops.routing import Routing
 from keras_moe.routers import affinities
 from keras_moe.routers.modalities import (
@@ -262,7 +263,7 @@ class SparseRouter(Router):
         return self.add_weight(
             name=name,
             shape=shape,
-            initializer=initializer,
+            initializer=Drawn(initializer),
             dtype="float32",
             autocast=False,
         )

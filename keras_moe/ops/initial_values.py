@@ -1,0 +1,132 @@
+"""Initial values of weights, drawn by one function for all shapes."""
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+from keras import initializers
+
+from keras_moe.compat import compute_fans
+from keras_moe.ops.kernels import random_values_jax
+
+# The spread of a normal distribution that is cut at two standard deviations.
+_TRUNCATED_STDDEV = 0.87962566103423978
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class Drawn(keras.initializers.Initializer):
+    """The same values as another initializer, without a compilation for each shape.
+
+    On JAX, Keras's initializers compile for each shape and distribution, which takes
+    most of the time of building a model. Here one compiled function draws for all of
+    them. Other backends, weights on several devices, seeds that are generators, dtypes
+    but float32 and initializers of one's own call the initializer itself.
+
+    Args:
+        initializer: any initializer, or its name.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras import initializers
+    >>> from keras_moe.ops.initial_values import Drawn
+    >>> normal = initializers.RandomNormal(seed=0)
+    >>> bool(np.all(np.array(Drawn(normal)((2, 3))) == np.array(normal((2, 3)))))
+    True
+    """
+
+    def __init__(self, initializer: Any):
+        self.initializer = keras.initializers.get(initializer)
+
+    def __call__(self, shape, dtype=None):
+        values = host_values(self.initializer, shape, dtype)
+        if values is None:
+            return self.initializer(shape, dtype=dtype)
+        return random_values_jax.to_device(values)
+
+    def get_config(self):
+        return {"initializer": keras.initializers.serialize(self.initializer)}
+
+
+def host_values(initializer: Any, shape: Any, dtype: Any = None) -> np.ndarray | None:
+    """An initializer's values as a NumPy array, where that saves compilations.
+
+    Args:
+        initializer: any initializer.
+        shape: shape of the weight.
+        dtype: dtype of the weight, or None for Keras's default.
+
+    Returns:
+        Float32 values, equal to those of the initializer, or None: on other backends,
+        in a traced function, with a distribution over devices, and for initializers,
+        seeds and dtypes whose values are drawn otherwise.
+
+    Example:
+
+    >>> from keras import initializers
+    >>> from keras_moe.ops.initial_values import host_values
+    >>> values = host_values(initializers.Ones(), (2,), "bfloat16")
+    >>> values is None
+    True
+    """
+    if keras.backend.backend() != "jax" or keras.distribution.distribution():
+        return None
+    if keras.backend.standardize_dtype(dtype or keras.config.floatx()) != "float32":
+        return None
+    # A subclass with a `__call__` of its own has other values.
+    draw = _DRAWS.get(type(initializer).__call__)
+    return None if draw is None else draw(initializer, tuple(shape))
+
+
+def _filled(initializer, shape, value=None):
+    value = initializer.value if value is None else value
+    if not isinstance(value, (int, float)):
+        return None
+    return np.full(shape, value, "float32")
+
+
+def _drawn(function, shape, first, second, seed):
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
+        return None
+    return function(shape, first, second, seed)
+
+
+def _uniform(initializer, shape):
+    bounds = initializer.minval, initializer.maxval
+    return _drawn(random_values_jax.uniform, shape, *bounds, initializer.seed)
+
+
+def _normal(initializer, shape, function=random_values_jax.normal):
+    spread = initializer.mean, initializer.stddev
+    return _drawn(function, shape, *spread, initializer.seed)
+
+
+def _variance_scaling(initializer, shape):
+    axes = initializer.input_axes, initializer.output_axes
+    fan_in, fan_out = compute_fans(shape, *axes)
+    fans = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2.0}
+    stddev = (initializer.scale / max(1.0, fans[initializer.mode])) ** 0.5
+    if initializer.distribution == "uniform":
+        limit = (3.0 * initializer.scale / max(1.0, fans[initializer.mode])) ** 0.5
+        bounds = -limit, limit
+        return _drawn(random_values_jax.uniform, shape, *bounds, initializer.seed)
+    function = random_values_jax.normal
+    if initializer.distribution == "truncated_normal":
+        stddev /= _TRUNCATED_STDDEV
+        function = random_values_jax.truncated_normal
+    return _drawn(function, shape, 0.0, stddev, initializer.seed)
+
+
+# Keras's initializers by the method that makes their values.
+_DRAWS = {
+    initializers.Zeros.__call__: functools.partial(_filled, value=0.0),
+    initializers.Ones.__call__: functools.partial(_filled, value=1.0),
+    initializers.Constant.__call__: _filled,
+    initializers.RandomUniform.__call__: _uniform,
+    initializers.RandomNormal.__call__: _normal,
+    initializers.TruncatedNormal.__call__: functools.partial(
+        _normal, function=random_values_jax.truncated_normal
+    ),
+    initializers.VarianceScaling.__call__: _variance_scaling,
+}
