@@ -85,7 +85,7 @@ def _shown(line):
     if line["goal"] is not None:
         goal = f"{line['goal']:.2f} {'met' if line['met'] else 'not met'}"
     values = (
-        f"{line['value']:.3g}, {line['other']:.3g} {line['unit']}",
+        f"{_number(line['value'])}, {_number(line['other'])} {line['unit']}",
         f"{line['ratio']:.3f}",
         "{:.3f}-{:.3f}".format(*line["quartiles"]),
         goal,
@@ -100,10 +100,14 @@ def _cell(line):
     cell = f"{line['ratio']:.2f}"
     if line["rounds"] > 1:
         cell += " ({:.2f}-{:.2f})".format(*line["quartiles"])
-    cell = f"{cell}, {line['value']:.3g} {line['unit']}"
+    cell = f"{cell}, {_number(line['value'])} {line['unit']}"
     if line["met"] is not None:
         cell += " ✓" if line["met"] else " ✗"
     return cell + " !" * is_noisy(line)
+
+
+def _number(value):
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _goal(row, over):

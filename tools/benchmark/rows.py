@@ -102,6 +102,30 @@ ROWS = (
         for name, title in (("vit-s32", "ViT-S/32"), ("vit-b16", "ViT-B/16, 4 blocks"))
         for work in ("forward", "training step")
     ),
+    Row(
+        name="import-models",
+        work="Importing keras_moe.models in a new process",
+        source="start_up:imports",
+        arguments={"names": ["keras_moe.models", "keras_hub", "keras"]},
+        subject="keras_moe.models",
+        goals={"keras_hub": None, "keras": None},
+        rounds=3,
+    ),
+    Row(
+        name="from-preset-peak",
+        work="Peak memory of loading a vmoe_b32 of 4 blocks and 16 experts",
+        source="start_up:peak",
+        subject="from_preset",
+        goals={"weights": 1.15},
+        unit="MiB",
+    ),
+    Row(
+        name="vmoe-s32-step",
+        work="V-MoE-S/32's training step, its last two blocks of 8 experts, batch 16",
+        source="vmoe_step:steps",
+        subject="V-MoE",
+        goals={"dense twin": 1.1},
+    ),
     *(
         Row(
             name=f"router-{name}",
