@@ -295,3 +295,75 @@ def test_errors(function):
         function(**{**good, "group_sizes": np.ones(2, "float32")}, activation=gelu_tanh)
     with pytest.raises(ValueError, match="Expected a gate_kernel beside gate_bias"):
         function(**{**good, "gate_kernel": None}, activation=gelu_tanh)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="two kernels of PyTorch")
+@pytest.mark.parametrize("kind", ["plain", "gated, no bias"])
+def test_matmuls_on_accelerators_and_in_graphs(kind):
+    from keras_moe.ops.kernels import grouped_mlp_torch
+
+    names, activation = WEIGHTS[kind]
+    arrays, cotangent = example(ROWS, len(SIZES), names)
+    arrays[0][sum(SIZES) :] = np.nan
+
+    def run(function, sizes, rows, hidden, output, *rest):
+        if kind == "plain":
+            hidden_bias, bias = rest
+            first = (hidden, hidden_bias)
+        else:
+            bias, first = None, (hidden, None, *rest, None)
+        return function(activation, sizes, rows, output, bias, *first)
+
+    actual, expected = (
+        outputs_and_gradients(
+            functools.partial(run, function), arrays, SIZES, cotangent
+        )
+        for function in (grouped_mlp_torch.with_matmuls, grouped_mlp_torch.with_loop)
+    )
+    assert_equal(actual, expected, names)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
+def test_frozen_weights_and_no_gradient_on_pytorch():
+    import torch
+
+    arrays, cotangent = example(ROWS, len(SIZES))
+    tensors = dict(zip(("rows", *KERNELS, *BIASES), map(torch.tensor, arrays)))
+    sizes = torch.tensor(SIZES, dtype=torch.int32)
+    trained = ("rows", "output_kernel", "hidden_bias")
+
+    def run():
+        return grouped_mlp(group_sizes=sizes, activation=gelu_tanh, **tensors)
+
+    plain = run()
+    assert plain.grad_fn is None
+    _, *gradients = outputs_and_gradients(
+        named(grouped_mlp, KERNELS + BIASES, gelu_tanh), arrays, SIZES, cotangent
+    )
+    expected = dict(zip(tensors, gradients))
+    for name in trained:
+        tensors[name].requires_grad_()
+    outputs = run()
+    np.testing.assert_allclose(outputs.detach(), plain, rtol=1e-6, atol=1e-6)
+    outputs.backward(torch.tensor(cotangent))
+    for name, tensor in tensors.items():
+        if name in trained:
+            np.testing.assert_allclose(
+                tensor.grad, expected[name], rtol=1e-5, atol=1e-5, err_msg=name
+            )
+        else:
+            assert tensor.grad is None
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="only there shapes are meta tensors")
+def test_shape_inference():
+    import torch
+
+    from keras_moe.ops.kernels import grouped_mlp_torch
+
+    arrays, _ = example(6, 2)
+    rows, hidden, output, *_ = (torch.tensor(x, device="meta") for x in arrays)
+    sizes = torch.ones(2, dtype=torch.int32, device="meta")
+    outputs = grouped_mlp_torch.grouped_mlp(rows, sizes, hidden, output, gelu_tanh)
+    assert outputs.is_meta
+    assert outputs.shape == (6, D)

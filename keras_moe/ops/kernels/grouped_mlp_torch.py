@@ -1,6 +1,10 @@
-"""Grouped MLP on PyTorch: two grouped matmuls, with the activation between them."""
+"""Grouped MLP on PyTorch: expert after expert on CPUs, else two grouped matmuls.
+
+Axes: R rows, E experts, D hidden, H mlp.
+"""
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from keras_moe.ops.kernels.grouped_matmul_torch import grouped_matmul
 
@@ -17,18 +21,142 @@ def grouped_mlp(
     gate_bias=None,
 ):
     """See `keras_moe.ops.grouped_mlp`."""
+    # Keras computes the output's shape on the meta device.
+    if rows.is_meta:
+        return torch.empty_like(rows)
+    inputs = (rows, output_kernel, output_bias, hidden_kernel, hidden_bias)
+    if gate_kernel is not None:
+        inputs = (*inputs, gate_kernel, gate_bias)
+    # A loop over sizes waits for an accelerator, and is no graph.
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return with_matmuls(activation, group_sizes, *inputs)
+    return with_loop(activation, group_sizes, *inputs)
+
+
+def with_matmuls(activation, group_sizes, rows, output_kernel, output_bias, *first):
+    num_experts = output_kernel.shape[0]
     place = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
     owner = torch.searchsorted(group_sizes.cumsum(0), place, right=True)
-    own = (owner < hidden_kernel.shape[0])[:, None]
-    owner = owner.clamp(max=hidden_kernel.shape[0] - 1)
+    own = (owner < num_experts)[:, None]
+    owner = owner.clamp(max=num_experts - 1)
 
     def linear(x, kernels, biases):
         outputs = grouped_matmul(x, kernels, group_sizes)
         return outputs if biases is None else outputs + biases[owner]
 
-    hidden = linear(rows, hidden_kernel, hidden_bias)
-    if gate_kernel is None:
-        hidden = activation(hidden)
-    else:
-        hidden = activation(linear(rows, gate_kernel, gate_bias)) * hidden
-    return torch.where(own, linear(hidden, output_kernel, output_bias), 0)
+    hidden = [linear(rows, *layer) for layer in _pairs(first)]
+    outputs = linear(_between(activation, hidden), output_kernel, output_bias)
+    return torch.where(own, outputs, 0)
+
+
+def with_loop(activation, group_sizes, *inputs):
+    sizes = group_sizes.tolist()
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in inputs
+    ):
+        return _Loop.apply(activation, sizes, *inputs)
+    return _forward(activation, sizes, *inputs)
+
+
+def _forward(activation, sizes, rows, output_kernel, output_bias, *first, kept=None):
+    """The outputs; `kept` is an (R, H) tensor for what each first layer gives."""
+    outputs = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    layers = _pairs(first)
+    kept = kept or [None] * len(layers)
+    for expert, own in _groups(sizes):
+        # The hidden rows of one expert stay in a cache.
+        hidden = [
+            _linear(rows[own], kernel, bias, expert, None if out is None else out[own])
+            for (kernel, bias), out in zip(layers, kept)
+        ]
+        hidden = _between(activation, hidden)
+        _linear(hidden, output_kernel, output_bias, expert, outputs[own])
+    outputs[sum(sizes) :].zero_()
+    return outputs
+
+
+class _Loop(torch.autograd.Function):
+    """The loop with a gradient that keeps what the activation reads."""
+
+    @staticmethod
+    def forward(ctx, activation, sizes, rows, *weights):
+        num_rows, width = sum(sizes), weights[0].shape[1]
+        kept = [rows.new_empty((num_rows, width)) for _ in _pairs(weights[2:])]
+        outputs = _forward(activation, sizes, rows, *weights, kept=kept)
+        ctx.activation, ctx.sizes = activation, sizes
+        ctx.save_for_backward(rows, *weights, *kept)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        inputs = ctx.saved_tensors[: len(ctx.needs_input_grad) - 2]
+        kept = ctx.saved_tensors[len(inputs) :]
+        rows, output_kernel, _, *first = inputs
+        # Every entry is written below.
+        gradients = [
+            torch.empty_like(x, memory_format=torch.contiguous_format)
+            if needed
+            else None
+            for x, needed in zip(inputs, ctx.needs_input_grad[2:])
+        ]
+        rows_gradient, *output_gradients = gradients[:3]
+        first_gradients = _pairs(gradients[3:])
+        for expert, own in _groups(ctx.sizes):
+            hidden = [x[own].detach().requires_grad_() for x in kept]
+            with torch.enable_grad():
+                between = _between(ctx.activation, hidden)
+            change = upstream[own]
+            _write_gradients(between.detach(), change, expert, *output_gradients)
+            change = torch.mm(change, output_kernel[expert].T)
+            changes = torch.autograd.grad(between, hidden, change)
+            for change, pair in zip(changes, first_gradients):
+                _write_gradients(rows[own], change, expert, *pair)
+            if rows_gradient is not None:
+                kernels = [kernel[expert].T for kernel, _ in _pairs(first)]
+                total = torch.mm(changes[0], kernels[0], out=rows_gradient[own])
+                for change, kernel in zip(changes[1:], kernels[1:]):
+                    total.addmm_(change, kernel)
+        if rows_gradient is not None:
+            rows_gradient[sum(ctx.sizes) :].zero_()
+        for expert, size in enumerate(ctx.sizes):
+            if size == 0:
+                for gradient in gradients[1:]:
+                    if gradient is not None:
+                        gradient[expert].zero_()
+        return None, None, *gradients
+
+
+def _groups(sizes):
+    """The experts that have rows, and the slices of these."""
+    start = 0
+    for expert, size in enumerate(sizes):
+        if size:
+            yield expert, slice(start, start + size)
+        start += size
+
+
+def _pairs(first):
+    """A kernel and a bias for each layer before the activation."""
+    return list(zip(first[::2], first[1::2]))
+
+
+def _between(activation, hidden):
+    """The inputs of the output layer from those of the activation."""
+    if len(hidden) == 1:
+        return activation(hidden[0])
+    hidden, gate = hidden
+    return activation(gate) * hidden
+
+
+def _linear(x, kernel, bias, expert, out):
+    if bias is None:
+        return torch.mm(x, kernel[expert], out=out)
+    return torch.addmm(bias[expert], x, kernel[expert], out=out)
+
+
+def _write_gradients(x, change, expert, kernel_gradient, bias_gradient):
+    if kernel_gradient is not None:
+        torch.mm(x.T, change, out=kernel_gradient[expert])
+    if bias_gradient is not None:
+        torch.sum(change, 0, out=bias_gradient[expert])
