@@ -170,6 +170,10 @@ def test_a_failing_row_takes_no_other_with_it(report, capsys):
     assert first[0]["note"] == "failed: ValueError: no such size"
     assert [line["row"] for line in second] == ["second"] * 4
     assert second[0]["rounds"] == 3
+    backends.measure_here(rows, report, budget=0, whole=-1)
+    _, *answers = map(json.loads, capsys.readouterr().out.splitlines())
+    notes = {answer["lines"][0]["note"] for answer in answers}
+    assert notes == {"not measured: no time was left"}
 
 
 def test_a_row_that_kills_its_process_is_named(report, monkeypatch):
@@ -177,7 +181,7 @@ def test_a_row_that_kills_its_process_is_named(report, monkeypatch):
     rows = [row(name=name) for name in "abcd"] + [row(name="e", backends=("jax",))]
     starts = []
 
-    def answers(backend, left, budget):
+    def answers(backend, left, budget, whole):
         """The second row of a process kills it, but a lone one."""
         starts.append([row.name for row in left])
         done = [[backends.blank(left[0], backend, "limit")]]
@@ -232,7 +236,8 @@ def test_past_tables_are_one_page(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
     runpy.run_path(str(BENCHMARKS), run_name="__main__")
     head, _, *lines = capsys.readouterr().out.splitlines()
-    assert head == "| row | ours over | JAX | TensorFlow | PyTorch | goal |"
+    columns = "| row | work, and over whose time | JAX | TensorFlow | PyTorch | goal |"
+    assert head == columns
     assert len(lines) == 2
     # The later file counts, and a row that failed is named.
     assert lines[0].startswith(f"| `{first.name}` ")
@@ -252,3 +257,16 @@ def test_rows_are_consistent(folder):
         assert row.peers.keys() <= row.goals.keys(), row.name
         for goal in row.goals.values():
             assert not isinstance(goal, dict) or set(goal) <= set(row.backends)
+
+
+def test_the_page_has_every_row(folder):
+    rows = importlib.import_module("rows").ROWS
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    lines = [line.split("|")[1:-1] for line in page.splitlines() if line[:1] == "|"]
+    names = {cells[0].strip(" `"): cells for cells in lines if "`" in cells[0]}
+    assert names.keys() <= {row.name for row in rows}
+    assert len(names) > 10
+    assert {len(cells) for cells in names.values()} == {6}
+    # A row without figures is named with the reason.
+    for row in rows:
+        assert f"`{row.name}`" in page, row.name

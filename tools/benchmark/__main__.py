@@ -27,6 +27,7 @@ from rows import ROWS
 os.environ.setdefault("KERAS_BACKEND", next(filter(installed, BACKENDS), "jax"))
 
 import argparse
+import math
 
 from backends import measure_here, measure_in_child
 from page import as_markdown, past_lines, show
@@ -45,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     budget = "seconds of a row's rounds, after which no further one begins"
     parser.add_argument("--seconds", type=float, default=20, help=budget)
+    whole = "seconds of a backend after which no further row begins"
+    parser.add_argument("--whole-seconds", type=float, default=math.inf, help=whole)
     parser.add_argument("--list", action="store_true", help="name the rows, and end")
     past = "files that --json wrote, to show in the place of measuring"
     parser.add_argument("--read", nargs="+", type=Path, metavar="FILE", help=past)
@@ -64,7 +67,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         report.table("rows", columns, {})
         return
     if args.child:
-        measure_here(rows, report, args.seconds)
+        measure_here(rows, report, args.seconds, args.whole_seconds)
         return
     if args.read:
         lines = past_lines(args.read, rows)
@@ -72,7 +75,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         lines = [
             line
             for backend in args.backends
-            for line in measure_in_child(backend, rows, args.seconds, report.console)
+            for line in measure_in_child(
+                backend, rows, args.seconds, report.console, args.whole_seconds
+            )
         ]
     if args.markdown:
         sys.stdout.write(as_markdown(lines, rows))

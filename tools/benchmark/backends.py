@@ -6,9 +6,11 @@ process takes no other with it: the rows after it get a new child.
 
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,25 @@ MARK = '{"lines": '
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def measure_here(rows: list[Row], report: Report, budget: float) -> None:
+def measure_here(
+    rows: list[Row], report: Report, budget: float, whole: float = math.inf
+) -> None:
     """Measures rows on this process's backend, and writes their lines as they come.
 
     Args:
         rows: the rows.
         report: the runner's report, whose console is not stdout.
         budget: seconds of a row's rounds.
+        whole: seconds after which no further row begins.
     """
     backend = keras.backend.backend()
     _write([])
+    begin = time.monotonic()
     for number, row in enumerate(rows, 1):
         label = f"{backend} {number}/{len(rows)} {row.name}"
+        if time.monotonic() - begin > whole:
+            _write([blank(row, backend, "", "not measured: no time was left")])
+            continue
         try:
             lines = compare(row, backend, report, label, budget)
         except Exception as error:
@@ -44,7 +53,11 @@ def measure_here(rows: list[Row], report: Report, budget: float) -> None:
 
 
 def measure_in_child(
-    backend: str, rows: list[Row], budget: float, console: Console
+    backend: str,
+    rows: list[Row],
+    budget: float,
+    console: Console,
+    whole: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Measures rows on a backend in a process of its own.
 
@@ -53,6 +66,7 @@ def measure_in_child(
         rows: rows, of which those are measured that the backend has.
         budget: seconds of a row's rounds.
         console: the console on which a child that ends early is named.
+        whole: seconds of a child after which no further row begins.
 
     Returns:
         The lines of the table.
@@ -62,7 +76,7 @@ def measure_in_child(
         return [blank(row, backend, "", f"{backend} is not installed") for row in left]
     lines = []
     while left:
-        answers, status = _answers_of_child(backend, left, budget)
+        answers, status = _answers_of_child(backend, left, budget, whole)
         # The first answer comes before the first row.
         for row_lines in answers[1:]:
             lines += row_lines
@@ -76,10 +90,11 @@ def measure_in_child(
     return lines
 
 
-def _answers_of_child(backend, rows, budget):
+def _answers_of_child(backend, rows, budget, whole):
     """The lines of each row that a child came to, and its exit status."""
     command = [sys.executable, "-m", "tools.benchmark", "--child", "--json"]
-    command += ["--seconds", str(budget), "--rows", *(f"{row.name}=" for row in rows)]
+    command += ["--seconds", str(budget), "--whole-seconds", str(whole)]
+    command += ["--rows", *(f"{row.name}=" for row in rows)]
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
     environment = {**quiet, **os.environ, "KERAS_BACKEND": backend}
     answers = []

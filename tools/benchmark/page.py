@@ -57,9 +57,11 @@ def as_markdown(lines: Sequence[dict[str, Any]], rows: Sequence[Row]) -> str:
         lines: lines of the table.
         rows: rows, in their order; those without any line are left out.
     """
-    head = ["row", "ours over", *TITLES.values(), "goal"]
+    head = ["row", "work, and over whose time", *TITLES.values(), "goal"]
     table = [head, ["---"] * len(head)]
     for row in rows:
+        # The work once, however many candidates there are.
+        work = f"{row.work}; over "
         for over in row.goals:
             cells = {
                 line["backend"]: _cell(line)
@@ -68,7 +70,10 @@ def as_markdown(lines: Sequence[dict[str, Any]], rows: Sequence[Row]) -> str:
             }
             if cells:
                 columns = [cells.get(backend, "") for backend in TITLES]
-                table.append([f"`{row.name}`", over, *columns, _goal(row, over)])
+                table.append(
+                    [f"`{row.name}`", f"{work}{over}", *columns, _goal(row, over)]
+                )
+                work = "over "
     return "".join(f"| {' | '.join(cells)} |\n" for cells in table)
 
 
