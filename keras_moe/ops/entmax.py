@@ -3,6 +3,7 @@
 import numbers
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_moe.ops.empty import max_along
@@ -58,33 +59,152 @@ def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
 
 def _entmax(scores, alpha):
     def forward(scores):
-        gates = _solve(scores, alpha)
+        gates, *_ = solve(scores, alpha)
         return gates, (gates,)
 
     def backward(kept, upstream):
-        (gates,) = kept
-        # p ** (2 - alpha) of the chosen entries.
-        chosen = gates > 0
-        slope = _power(ops.where(chosen, gates, 1.0), 2.0 - alpha)
-        slope = ops.where(chosen, slope, 0.0)
-        mean = ops.sum(upstream * slope, axis=-1, keepdims=True)
-        mean = mean / ops.sum(slope, axis=-1, keepdims=True)
-        return (slope * (upstream - mean),)
+        return (entmax_gradient(*kept, upstream, alpha),)
 
     return with_own_gradient(forward, backward, scores)
 
 
-def _solve(scores, alpha):
-    power = 1.0 / (alpha - 1.0)
+def solve(scores: Any, alpha: float) -> tuple[Any, Any, Any]:
+    """The entmax of the last axis and its threshold, without a gradient of its own.
+
+    Args:
+        scores: float32 (..., N).
+        alpha: argument of `entmax`.
+
+    Returns:
+        The gates (..., N), and for `gates_at` the largest score and the threshold,
+        (..., 1) both.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.entmax import solve
+    >>> gates, top, tau = solve(np.array([3.0, 3.0, 1.0], "float32"), 2.0)
+    >>> np.array(gates).tolist(), float(top[0]), float(tau[0])
+    ([0.5, 0.5, 0.0], 3.0, -0.5)
+    """
+    steps = _steps(alpha, scores.shape[-1])
+    if keras.backend.backend() == "torch":
+        from keras_moe.ops.kernels import entmax_torch
+
+        return entmax_torch.solve(ops.convert_to_tensor(scores), alpha, steps)
+    return solve_reference(scores, alpha, steps)
+
+
+def solve_reference(scores: Any, alpha: float, steps: int) -> tuple[Any, Any, Any]:
+    """`solve` by `keras.ops`, in a given number of Newton's steps.
+
+    Args:
+        scores: float32 (..., N).
+        alpha: argument of `entmax`.
+        steps: number of steps.
+
+    Returns:
+        The tensors of `solve`.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.entmax import solve_reference
+    >>> gates, _, _ = solve_reference(np.array([3.0, 3.0, 1.0], "float32"), 2.0, 6)
+    >>> np.array(gates).tolist()
+    [0.5, 0.5, 0.0]
+    """
+    scores, power = ops.convert_to_tensor(scores), 1.0 / (alpha - 1.0)
     # Only differences count, and the largest becomes 0: nothing overflows.
     top = max_along(scores, axis=-1, keepdims=True)
     scaled = (alpha - 1.0) * (scores - top)
     # The largest alone would give 1 at this threshold, so the sum is at least 1.
     tau = -ops.ones_like(top)
-    for _ in range(_steps(alpha, scores.shape[-1])):
-        tau = tau + _newton_step(ops.maximum(scaled - tau, 0.0), power)
-    gates = _power(ops.maximum(scaled - tau, 0.0), power)
+    for _ in range(steps):
+        tau = tau + _newton_step(ops.maximum(scaled - tau, 0.0), tau, power)
+    return gates_at(scores, top, tau, alpha), top, tau
+
+
+def gates_at(scores: Any, top: Any, tau: Any, alpha: float) -> Any:
+    """The entmax at a threshold that `solve` found.
+
+    Args:
+        scores: float32 (..., N).
+        top: largest score, (..., 1).
+        tau: threshold, (..., 1).
+        alpha: argument of `entmax`.
+
+    Returns:
+        (..., N).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.entmax import gates_at
+    >>> scores = np.array([3.0, 3.0, 1.0], "float32")
+    >>> np.array(gates_at(scores, 3.0, -0.5, 2.0)).tolist()
+    [0.5, 0.5, 0.0]
+    """
+    rest = ops.maximum((alpha - 1.0) * (scores - top) - tau, 0.0)
+    gates = _power(rest, 1.0 / (alpha - 1.0))
     return gates / ops.sum(gates, axis=-1, keepdims=True)
+
+
+def entmax_gradient(gates: Any, upstream: Any, alpha: float) -> Any:
+    """The gradient in the logits of `entmax` over the last axis.
+
+    Args:
+        gates: entmax of the logits, (..., N).
+        upstream: gradient in the gates, (..., N).
+        alpha: argument of `entmax`.
+
+    Returns:
+        (..., N).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.entmax import entmax_gradient
+    >>> gates, upstream = np.array([0.5, 0.5, 0.0]), np.array([1.0, 0.0, 5.0])
+    >>> np.array(entmax_gradient(gates, upstream, 2.0)).tolist()
+    [0.5, -0.5, 0.0]
+    """
+    if keras.backend.backend() == "torch":
+        from keras_moe.ops.kernels import entmax_torch
+
+        gates, upstream = map(ops.convert_to_tensor, (gates, upstream))
+        if entmax_torch.gradient_is_enough(gates):
+            return entmax_torch.gradient(gates, upstream, alpha)
+    return entmax_gradient_reference(gates, upstream, alpha)
+
+
+def entmax_gradient_reference(gates: Any, upstream: Any, alpha: float) -> Any:
+    """`entmax_gradient` by `keras.ops`, which has a gradient itself.
+
+    Args:
+        gates: entmax of the logits, (..., N).
+        upstream: gradient in the gates, (..., N).
+        alpha: argument of `entmax`.
+
+    Returns:
+        (..., N).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.entmax import entmax_gradient_reference
+    >>> gates, upstream = np.array([0.5, 0.5, 0.0]), np.array([1.0, 0.0, 5.0])
+    >>> np.array(entmax_gradient_reference(gates, upstream, 2.0)).tolist()
+    [0.5, -0.5, 0.0]
+    """
+    gates, upstream = map(ops.convert_to_tensor, (gates, upstream))
+    # p ** (2 - alpha) of the chosen entries.
+    chosen = gates > 0
+    slope = _power(ops.where(chosen, gates, 1.0), 2.0 - alpha)
+    slope = ops.where(chosen, slope, 0.0)
+    mean = ops.sum(upstream * slope, axis=-1, keepdims=True)
+    mean = mean / ops.sum(slope, axis=-1, keepdims=True)
+    return slope * (upstream - mean)
 
 
 def _steps(alpha, count):
@@ -93,20 +213,22 @@ def _steps(alpha, count):
     return _STEPS_FOR_MANY.get(alpha, _OTHER_STEPS_FOR_MANY)
 
 
-def _newton_step(rest, power):
+def _newton_step(rest, tau, power):
     """The rise of the threshold: (|rest|_q - 1) / -(d|rest|_q / d tau)."""
     if power == 2:
         # Two sums of numbers of at most 1 whose squares sum to at least 1.
         total = ops.sum(rest * rest, axis=-1, keepdims=True)
         return (total - ops.sqrt(total)) / ops.sum(rest, axis=-1, keepdims=True)
-    # Shares of the largest: a high power of the others would vanish beside it.
-    top = max_along(rest, axis=-1, keepdims=True)
-    share = rest / top
-    total = ops.sum(_power(share, power), axis=-1, keepdims=True)
-    norm = top * _power(total, 1.0 / power)
+    # Shares of the largest, 0 - tau: a high power of the others would vanish beside it.
+    share = rest / -tau
+    # share ** (q - 1): one power for the norm and its slope.
+    weight = _power(share, power - 1.0)
+    if power == 1:
+        weight = ops.where(share > 0, weight, 0.0)
+    total = ops.sum(weight * share, axis=-1, keepdims=True)
+    norm = -tau * _power(total, 1.0 / power)
     # sum(share ** (q - 1)) / total ** ((q - 1) / q): the norm's slope.
-    counted = ops.where(share > 0, _power(share, power - 1.0), 0.0)
-    slope = ops.sum(counted, axis=-1, keepdims=True)
+    slope = ops.sum(weight, axis=-1, keepdims=True)
     slope = slope / _power(total, (power - 1.0) / power)
     return (norm - 1.0) / slope
 
@@ -121,4 +243,9 @@ def _power(x, exponent):
         return x
     if exponent == 2:
         return x * x
-    return ops.power(x, exponent)
+    if exponent == 3:
+        return x * x * x
+    # XLA on a CPU takes five times as long for a power, which it takes one by one.
+    chosen = x > 0
+    power = ops.exp(exponent * ops.log(ops.where(chosen, x, 1.0)))
+    return ops.where(chosen, power, 0.0)

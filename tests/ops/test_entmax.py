@@ -6,10 +6,12 @@ import pytest
 from keras import ops
 
 from keras_moe.ops import entmax
+from keras_moe.ops.entmax import entmax_gradient_reference, solve_reference
 from tests import golden
 from tests.gradients import gradient, one_program
 
 to_numpy = ops.convert_to_numpy
+BACKEND = keras.backend.backend()
 ALPHAS = (1.05, 1.25, 1.5, 1.75, 2.0)
 
 
@@ -151,3 +153,41 @@ def test_logits_that_crowd_below_the_threshold(counts):
     expected = np.maximum(halves - tau, 0) ** 2
     np.testing.assert_allclose(actual, expected, atol=1e-6)
     assert np.abs(actual - expected).sum() < 1e-4
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a kernel for PyTorch")
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_kernel_is_the_reference(alpha):
+    from keras_moe.ops.kernels import entmax_torch
+
+    generator = np.random.default_rng(0)
+    shape = (2, 3, 64)
+    scores = ops.convert_to_tensor(3 * generator.normal(size=shape).astype("float32"))
+    upstream = ops.convert_to_tensor(generator.normal(size=shape).astype("float32"))
+    actual = entmax_torch.solve(scores, alpha, 10)
+    expected = solve_reference(scores, alpha, 10)
+    for one, other in zip(actual, expected):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    gates = expected[0]
+    np.testing.assert_allclose(
+        entmax_torch.gradient(gates, upstream, alpha),
+        entmax_gradient_reference(gates, upstream, alpha),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    # Entries that are out are exactly zero: rounding raises none of them.
+    assert ((actual[0] > 0) == (scores > actual[1] + actual[2] / (alpha - 1))).all()
+    for empty in [(0, 3), (2, 0, 3)]:
+        assert entmax_torch.solve(ops.zeros(empty), alpha, 1)[0].shape == empty
+
+
+@pytest.mark.parametrize("alpha", [1.001, 1.01])
+def test_gradient_near_one_is_that_of_softmax(alpha):
+    logits, weights = np.random.default_rng(4).normal(size=(2, 3, 8)).astype("float32")
+    (actual,) = gradient(
+        lambda x: ops.sum(ops.multiply(entmax(x, alpha), weights)), logits
+    )
+    (expected,) = gradient(
+        lambda x: ops.sum(ops.multiply(ops.softmax(x), weights)), logits
+    )
+    np.testing.assert_allclose(actual, expected, atol=2 * (alpha - 1))

@@ -1,0 +1,58 @@
+"""alpha-entmax on PyTorch: Newton's steps in place, as every eager pass counts."""
+
+import torch
+
+
+def solve(scores, alpha, steps):
+    """See `keras_moe.ops.entmax.solve_reference`."""
+    power = 1.0 / (alpha - 1.0)
+    # An empty batch has no largest entry, and nothing to find.
+    reduce = torch.amax if scores.numel() else torch.sum
+    top = reduce(scores, dim=-1, keepdim=True)
+    rest = torch.sub(scores, top)
+    tau = torch.full_like(top, -1.0)
+    # max(z - tau, 0) at the first threshold; a later one is a step higher.
+    rest.mul_(alpha - 1.0).add_(1.0).relu_()
+    for _ in range(steps):
+        # A step back, which only rounding makes, would raise entries from zero.
+        step = _newton_step(rest, tau, power).relu_()
+        tau.add_(step)
+        rest.sub_(step).relu_()
+    gates = _power_(rest, power)
+    return gates.div_(gates.sum(dim=-1, keepdim=True)), top, tau
+
+
+def _newton_step(rest, tau, power):
+    if power == 2:
+        # By far the fastest sums of squares and of numbers on a CPU.
+        norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
+        return norm.square().sub_(norm).div_(rest.sum(dim=-1, keepdim=True))
+    share = rest / -tau
+    weight = share.sign() if power == 1 else share.pow(power - 1.0)
+    total = share.mul_(weight).sum(dim=-1, keepdim=True)
+    slope = weight.sum(dim=-1, keepdim=True) / total.pow((power - 1.0) / power)
+    return (total.pow(1.0 / power).mul_(-tau)).sub_(1.0).div_(slope)
+
+
+def gradient_is_enough(gates):
+    """Whether nobody differentiates the gradient, which then may work in place."""
+    return not torch.is_grad_enabled() and gates.dtype == torch.float32
+
+
+def gradient(gates, upstream, alpha):
+    """See `keras_moe.ops.entmax.entmax_gradient_reference`."""
+    if alpha == 2.0:
+        slope = gates.sign()
+    elif alpha == 1.5:
+        slope = gates.sqrt()
+    else:
+        slope = gates.pow(2.0 - alpha)
+    changes = upstream * slope
+    mean = changes.sum(dim=-1, keepdim=True).div_(slope.sum(dim=-1, keepdim=True))
+    return changes.addcmul_(slope, mean, value=-1.0)
+
+
+def _power_(x, exponent):
+    if exponent == 1:
+        return x
+    return x.mul_(x) if exponent == 2 else x.pow_(exponent)
