@@ -300,3 +300,24 @@ def test_dropout_still_applies_while_training():
     dropped = to_numpy(call(layer, ones, training=True))
     assert 0.4 < (dropped == 0).mean() < 0.6
     assert (calm != 0).all()
+
+
+# Activations
+
+
+class Scaled(keras.layers.Layer):
+    """An activation with a weight."""
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        return self.scale * x
+
+
+def test_an_activation_with_weights_learns():
+    layer = experts(activation=Scaled())
+    layer(rows(), COUNTS)
+    gradients = training_gradients(layer, rows(), group_sizes=COUNTS)
+    by_name = {w.name: g for w, g in zip(layer.trainable_weights, gradients)}
+    assert np.abs(by_name["scale"]) > 0

@@ -61,6 +61,12 @@ def test_benchmarks_have_one_runner():
             [{"candidate", "median ms", "over experts", "TFLOP/s"}],
         ),
         (
+            "dropless",
+            "--tables dropless moe++ --tokens 16 --dim 8 --mlp-dim 8 --experts 4 "
+            "--rounds 1",
+            [{"over capacity"}] * 2 + [{"over vanilla"}] * 2,
+        ),
+        (
             "expert_ablation",
             "--preset vmoe_digits --experts 3 --classes 4 --images 6 --image-size 16 "
             "--rank 2 --rounds 1",

@@ -16,6 +16,8 @@ ROUTERS = {
     "soft": "soft",
 }
 
+LAYER = {"num_tokens": 3152, "dim": 384, "mlp_dim": 1536, "num_experts": 8}
+
 ROWS = (
     *(
         Row(
@@ -34,6 +36,37 @@ ROWS = (
             goals={"experts": {"torch": 1.1} if selected == 2 else None},
         )
         for selected in (1, 2)
+    ),
+    *(
+        Row(
+            name=f"dropless-{mode}",
+            work=f"A layer without a capacity in {mode}, 3,152 tokens, D=384, "
+            "8 experts, K=2",
+            source="dropless:layers",
+            arguments={**LAYER, "training": mode == "training"},
+            subject="dropless",
+            goals={"capacity": 1.05, "experts": None},
+        )
+        for mode in ("inference", "training")
+    ),
+    *(
+        Row(
+            name=f"moe++-{mode}",
+            work=f"MoE++'s layer in {mode}, tau 0.75, 3,152 tokens, D=384, 8 FFN "
+            "experts and 4 others, K=2",
+            source="dropless:moe_plus_plus",
+            arguments={**LAYER, "training": mode == "training"},
+            subject="MoE++",
+            goals={"vanilla": 0.7},
+        )
+        for mode in ("inference", "training")
+    ),
+    Row(
+        name="one-image",
+        work="V-MoE-S/32 (8 experts, K=1) on one image",
+        source="dropless:vision_transformers",
+        subject="V-MoE",
+        goals={"dense": 1.2},
     ),
     Row(
         name="soft-layer",
