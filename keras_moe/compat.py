@@ -9,6 +9,8 @@ compares them with the installed versions.
 
 import collections
 import contextlib
+import json
+import os
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -286,6 +288,13 @@ def get_file(preset: str, name: str) -> str:
     Raises:
         FileNotFoundError: if the preset has no such file.
     """
+    if os.path.isdir(preset):
+        # KerasHub imports TensorFlow before it looks for a folder.
+        path = os.path.join(preset, name)
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"Expected {name} in the folder {preset}")
+        return path
+
     from keras_hub.src.utils import preset_utils
 
     return preset_utils.get_file(preset, name)
@@ -293,16 +302,17 @@ def get_file(preset: str, name: str) -> str:
 
 def check_file_exists(preset: str, name: str) -> bool:
     """Whether a preset has a file of a name."""
-    from keras_hub.src.utils import preset_utils
-
-    return preset_utils.check_file_exists(preset, name)
+    try:
+        get_file(preset, name)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def load_json(preset: str, name: str = "config.json") -> dict:
     """The content of a preset's JSON file."""
-    from keras_hub.src.utils import preset_utils
-
-    return preset_utils.load_json(preset, name)
+    with open(get_file(preset, name), encoding="utf-8") as file:
+        return json.load(file)
 
 
 def free_weights(model: keras.Model) -> None:

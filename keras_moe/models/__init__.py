@@ -1,5 +1,20 @@
 """The model zoo: backbones, tasks and presets. Needs KerasHub."""
 
+from keras_moe.late_imports import loaded_on_demand
+
+# KerasHub's layers for `tf.data` alone need them. These are the names that it looks up
+# when it is imported; its cache of a tokenizer does without the base class `tf.Module`.
+with loaded_on_demand(
+    {
+        "tensorflow": ("executing_eagerly",),
+        "tensorflow_text": (),
+        "tensorflow_text.tools": (),
+        "tensorflow_text.tools.wordpiece_vocab": ("wordpiece_tokenizer_learner_lib",),
+    },
+    absent=("Module",),
+):
+    import keras_hub  # noqa: F401
+
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.blueprint import Blueprint, resolve
 from keras_moe.models.builtin import register_builtin_presets

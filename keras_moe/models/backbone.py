@@ -159,6 +159,15 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         return self.get_layer("patch_embedding").grid(self.image_shape)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the constructor without `name`, `trainable` and `dtype`.
+
+        They are those of `get_config`, which makes Keras import TensorFlow on every
+        backend: its serialisation of the policy looks for TensorFlow's types.
+        """
+        return copy.deepcopy(self._config)
+
+    @property
     def hidden_dim(self) -> int:
         """D."""
         return self._config["hidden_dim"]

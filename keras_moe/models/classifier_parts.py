@@ -18,6 +18,7 @@ from keras_moe.checks import (
 from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
+from keras_moe.models.backbone import MoEBackbone
 from keras_moe.ops.initial_values import Drawn
 
 HEAD_POSITIONS = ("final", "penultimate")
@@ -32,6 +33,13 @@ def check_backbone(backbone: Any, backbone_cls: type) -> None:
             f"Expected backbone to be a {backbone_cls.__name__}; "
             f"received: backbone={backbone!r}"
         )
+
+
+def backbone_arguments(backbone: Any) -> dict[str, Any]:
+    """The arguments of a backbone that the layers on top of it follow."""
+    if isinstance(backbone, MoEBackbone):
+        return backbone.arguments
+    return backbone.get_config()
 
 
 def check_output_activation(output_activation: str | None, multi_label: bool) -> None:

@@ -19,6 +19,7 @@ from keras_moe.layers import LayerNorm
 from keras_moe.models import classifying, head_editing
 from keras_moe.models.classifier_config import classifier_config, with_new_names
 from keras_moe.models.classifier_parts import (
+    backbone_arguments,
     check_backbone,
     check_head,
     check_output_activation,
@@ -148,7 +149,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         check_output_activation(output_activation, multi_label)
         check_backbone(backbone, self.backbone_cls)
         check_bool("multi_label", multi_label)
-        backbone_config = backbone.get_config()
+        backbone_config = backbone_arguments(backbone)
         policy = head_dtype or backbone.dtype_policy
         pooling = check_pooling(pooling, backbone.class_token)
         if isinstance(preprocessor, ImagePreprocessor):
