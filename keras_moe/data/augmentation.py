@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_moe.data.rand_augment import RandAugment
+from keras_moe.data.random_flip import RandomFlip
 from keras_moe.data.random_resized_crop import RandomResizedCrop
 from keras_moe.data.seeded_layers import (
     PLAIN,
@@ -37,12 +38,14 @@ class Step(NamedTuple):
         mixes_labels: whether it needs a batch and one-hot labels.
         is_stateless: whether all its randomness comes from the seed, so that calls may
             run in parallel and in any order.
+        keeps_range: whether pixels stay between the lowest and the highest.
     """
 
     function: Callable[[Any, Any, Any], tuple[Any, Any]]
     crop: RandomResizedCrop | None
     mixes_labels: bool
     is_stateless: bool
+    keeps_range: bool
 
 
 def build_steps(
@@ -80,7 +83,7 @@ def _by_name(
     moved = {**plain, "fill_mode": "nearest"}
     layers, (height, width, _) = keras.layers, image_shape
     makers = {
-        "flip": lambda: layers.RandomFlip("horizontal", **plain),
+        "flip": RandomFlip,
         "translation": lambda factor=0.1: layers.RandomTranslation(
             factor, factor, **moved
         ),
@@ -148,7 +151,8 @@ def _build_step(item: Any) -> Step:
         return tf.cast(images, "float32"), labels
 
     crop = item if isinstance(item, RandomResizedCrop) else None
-    return Step(function, crop, mixes_labels, is_stateless)
+    keeps_range = type(item) in (RandomFlip, RandomResizedCrop)
+    return Step(function, crop, mixes_labels, is_stateless, keeps_range)
 
 
 def _mixes_labels(item: Any) -> bool:

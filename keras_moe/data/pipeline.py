@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from keras_moe.data.augmentation import Step
 from keras_moe.data.examples import IndexedExamples, RecordExamples, Share
 from keras_moe.data.random_resized_crop import RandomResizedCrop
+from keras_moe.data.reading import map_or_name
 
 
 class BatchSettings(NamedTuple):
@@ -56,7 +57,7 @@ def batches(examples: IndexedExamples | RecordExamples, settings: BatchSettings)
     at_once = per_image[: is_stateless.index(False)]
     one_by_one = per_image[len(at_once) :]
 
-    def prepare(placed, number_of_pass):
+    def read(placed, number_of_pass):
         position, item = placed
         key = tf.stack([number_of_pass, position])
         stored, labels = examples.read(item)
@@ -76,7 +77,9 @@ def batches(examples: IndexedExamples | RecordExamples, settings: BatchSettings)
             if crop is not None:
                 pixels, _ = crop[1].function(pixels, None, seed)
         pixels = tf.image.resize(pixels, (height, width))
-        labels = settings.labels(labels, key)
+        return pixels, settings.labels(labels, key), key
+
+    def prepare(pixels, labels, key):
         for number, step in at_once:
             pixels, labels = step.function(pixels, labels, key_seed(key, number))
         if not one_by_one and not per_batch:
@@ -84,13 +87,16 @@ def batches(examples: IndexedExamples | RecordExamples, settings: BatchSettings)
         return pixels, labels, key
 
     def scaled(images):
-        if at_once or one_by_one or per_batch:  # Nothing else leaves the range.
+        if not all(step.keeps_range for step in settings.steps):
             images = tf.clip_by_value(images, 0.0, 255.0)
         return images * (1 / 127.5) - 1.0
 
     parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
     dataset = _passes(tf, examples, settings)
-    dataset = dataset.map(prepare, **parallel)
+    if examples.place is None:
+        dataset = dataset.map(lambda *x: prepare(*read(*x)), **parallel)
+    else:
+        dataset = map_or_name(dataset, read, prepare)
     dataset = _augmented(tf, dataset, one_by_one)
     dataset = dataset.batch(
         settings.share.batch_size, drop_remainder=settings.drop_remainder

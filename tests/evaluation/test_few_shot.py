@@ -18,6 +18,7 @@ from keras_moe.evaluation import (
     ridge_regression,
     sample_shots,
 )
+from keras_moe.evaluation.ridge_regression import count_correct
 from tests import golden
 
 backend_free = pytest.mark.backend_free
@@ -49,6 +50,25 @@ def test_ridge_matches_the_reference(case):
     )
     accuracies = few_shot_accuracies(*train, *test, config["num_classes"], l2s)
     np.testing.assert_array_equal(accuracies, arrays["outputs/accuracy_float64"])
+
+
+@backend_free
+@pytest.mark.parametrize("scale", [1e-42, 1e-3, 1.0, 1e30])
+def test_counts_in_float32_are_those_of_float64(scale):
+    rng = np.random.default_rng(0)
+    left, right = rng.normal(size=(300, 20)), rng.normal(size=(20, 7)) * scale
+    # Classes that are equal, and others that differ by less than float32 holds.
+    right[:, 3] = right[:, 1]
+    right[:, 5] = right[:, 2] * (1 + 1e-12)
+    scores = left @ right
+    for labels in scores.argmax(axis=1), rng.integers(0, 7, 300):
+        expected = np.sum(scores.argmax(axis=1) == labels)
+        assert count_correct(left, right, labels) == expected
+
+
+@backend_free
+def test_one_class_is_always_right():
+    assert count_correct(np.ones((4, 2)), np.ones((2, 1)), np.zeros(4, int)) == 4
 
 
 @backend_free
