@@ -78,6 +78,15 @@ def test_benchmarks_have_one_runner():
             "--entmax-experts 8 --rounds 1",
             [{"over dense"}, {"MiB", "with outputs"}, {"over softmax"}],
         ),
+        (
+            "few_shot",
+            "--examples 40 --tests 20 --dim 6 --classes 4 --numbers 1 30 --rounds 1",
+            [
+                {"candidate", "over big_vision's algorithm"},
+                {"candidate", "over big_vision's algorithm"},
+                {"l2", "best accuracy", "largest difference"},
+            ],
+        ),
         # The model is in a process of its own, on JAX.
         (
             "distribution",

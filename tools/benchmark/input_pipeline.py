@@ -1,10 +1,12 @@
-"""Images per second of the input pipeline, over a plain map of `tf.data` and a model.
+"""Images per second of the input pipeline, over `tf.data` by itself and other loaders.
 
     python tools/benchmark/input_pipeline.py
     python tools/benchmark/input_pipeline.py --preset vmoe_s32_last2_e8 --rounds 15
 
 Writes JPEG files of photographs' size with the noise of a camera, and reads them as for
-training: a random crop, resized. The plain map decodes each image as a whole.
+training: a random crop, resized, and a flip of every second image. The plain map
+decodes each image as a whole; the fused one decodes the crop. torchvision and Grain
+take part where they are installed.
 """
 
 import os
@@ -12,11 +14,15 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import argparse
+import contextlib
+import io
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+from row import peer
 from runner import Report, run
 from training_step import jitted_step
 
@@ -38,14 +44,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     image_shape = model.backbone.image_shape
     images = args.batches * BATCH
     title = f"{images} images of {args.size[1]}x{args.size[0]}, {os.cpu_count()} cores"
-    with tempfile.TemporaryDirectory() as folder:
-        examples = ((photograph(n, *args.size), n % 10) for n in range(args.images))
-        data.write_tfrecords(folder, "train", examples, classes=10, num_files=4)
-        candidates = {
-            name: lambda batches=batches: drain(batches, args.batches)
-            for name, batches in pipelines(folder, image_shape).items()
-        }
-        report.compare(title, candidates, "plain map", images=images)
+    with candidates(args.batches, args.images, args.size, image_shape[:2]) as loaders:
+        report.compare(title, loaders, "plain map", images=images)
 
     generator = np.random.default_rng(0)
     shape = (BATCH, *image_shape)
@@ -72,41 +72,39 @@ def photograph(seed: int, height: int, width: int) -> bytes:
     return tf.io.encode_jpeg(image, quality=90).numpy()
 
 
-def pipelines(
-    folder: str, image_shape: tuple[int, int, int]
-) -> dict[str, tf.data.Dataset]:
+@contextlib.contextmanager
+def candidates(
+    batches: int, images: int, size: tuple[int, int], shape: tuple[int, int]
+) -> Iterator[dict[str, Callable[[], None]]]:
+    """Functions by name that read some batches of files of photographs.
+
+    Args:
+        batches: number of batches that one call reads.
+        images: number of files.
+        size: (height, width) of the photographs.
+        shape: (height, width) of the images that are made of them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(images):
+            path = Path(folder, "train", str(number % 10), f"{number}.jpg")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(photograph(number, *size))
+        files = sorted(str(path) for path in Path(folder).rglob("*.jpg"))
+        loaders = pipelines(folder, files, (*shape, 3))
+        iterators = {name: iter(loader) for name, loader in loaders.items()}
+        yield {
+            name: lambda iterator=iterator: drain(iterator, batches)
+            for name, iterator in iterators.items()
+        }
+        # Workers end with their iterators, and read the files until then.
+        loaders.clear()
+        iterators.clear()
+
+
+def pipelines(folder: str, files: list[str], image_shape: tuple[int, int, int]) -> dict:
     """Endless batches, by name."""
     height, width, _ = image_shape
-
-    def plain():
-        def prepare(record, seed):
-            example = tf.io.parse_single_example(
-                record,
-                {
-                    "image/encoded": tf.io.FixedLenFeature([], "string"),
-                    "image/class/label": tf.io.FixedLenFeature([], "int64"),
-                },
-            )
-            image = tf.io.decode_jpeg(example["image/encoded"], channels=3)
-            begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
-                tf.shape(image),
-                tf.zeros((1, 0, 4)),
-                seed=tf.stack([seed, 0]),
-                area_range=SCALE,
-                aspect_ratio_range=RATIO,
-                use_image_if_no_bounding_boxes=True,
-            )
-            image = tf.image.resize(tf.slice(image, begin, size), (height, width))
-            return image / 127.5 - 1.0, example["image/class/label"]
-
-        files = tf.data.Dataset.list_files(f"{folder}/train-*.tfrecord", seed=0)
-        records = files.interleave(
-            tf.data.TFRecordDataset, num_parallel_calls=tf.data.AUTOTUNE
-        )
-        records = records.shuffle(10_000, seed=0).repeat()
-        pairs = tf.data.Dataset.zip((records, tf.data.Dataset.counter()))
-        pairs = pairs.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-        return pairs.batch(BATCH, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+    crop = data.RandomResizedCrop(height, width, SCALE, RATIO)
 
     class Whole(data.RandomResizedCrop):
         """Calls its own method, so that images are decoded as a whole for it."""
@@ -116,25 +114,123 @@ def pipelines(
 
     def loaded(crop):
         return data.load(
-            f"tfrecord:{folder}",
+            f"folder:{folder}",
             "train",
             image_shape,
             batch_size=BATCH,
-            augment=crop,
+            augment=[crop, "flip"],
             repeat=True,
         )
 
-    return {
-        "plain map": plain(),
-        "load": loaded(data.RandomResizedCrop(height, width, SCALE, RATIO)),
+    loaders = {
+        "plain map": plain(files, (height, width), fused=False),
+        "fused map": plain(files, (height, width), fused=True),
+        "load": loaded(crop),
         "load, images as a whole": loaded(Whole(height, width, SCALE, RATIO)),
     }
+    if transforms := peer("torchvision.transforms"):
+        loaders["torchvision"] = of_torchvision(
+            transforms, f"{folder}/train", (height, width)
+        )
+    if grain := peer("grain"):
+        loaders["Grain"] = of_grain(grain, files, (height, width))
+    return loaders
 
 
-def drain(batches: tf.data.Dataset, count: int) -> None:
-    iterator: Iterator = iter(batches)
+def plain(files: list[str], shape: tuple[int, int], fused: bool) -> tf.data.Dataset:
+    """The same work in one function of `tf.image`."""
+
+    def box(size, seed):
+        begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
+            size,
+            tf.zeros((1, 0, 4)),
+            seed=tf.stack([seed, 0]),
+            area_range=SCALE,
+            aspect_ratio_range=RATIO,
+            use_image_if_no_bounding_boxes=True,
+        )
+        return begin, extent
+
+    def prepare(path, seed):
+        encoded = tf.io.read_file(path)
+        if fused:
+            begin, extent = box(tf.image.extract_jpeg_shape(encoded), seed)
+            window = tf.concat([begin[:2], extent[:2]], 0)
+            image = tf.image.decode_and_crop_jpeg(encoded, window, channels=3)
+        else:
+            image = tf.io.decode_jpeg(encoded, channels=3)
+            image = tf.slice(image, *box(tf.shape(image), seed))
+        image = tf.image.resize(image, shape)
+        seed = tf.stack([seed, 1])
+        image = tf.image.stateless_random_flip_left_right(image, seed)
+        return image / 127.5 - 1.0, 0
+
+    paths = tf.data.Dataset.from_tensor_slices(files).shuffle(10_000, seed=0).repeat()
+    pairs = tf.data.Dataset.zip((paths, tf.data.Dataset.counter()))
+    pairs = pairs.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+    return pairs.batch(BATCH, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+
+
+def of_torchvision(transforms, folder: str, shape: tuple[int, int]):
+    """torchvision's transforms in PyTorch's loader, a worker for each core."""
+    import torch
+    from torchvision.datasets import ImageFolder
+
+    images = ImageFolder(
+        folder,
+        transforms.Compose(
+            [
+                transforms.RandomResizedCrop(shape, SCALE, RATIO, antialias=False),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize([0.5] * 3, [0.5] * 3),
+            ]
+        ),
+    )
+    # Passes follow one another in one, so that workers start once.
+    sampler = torch.utils.data.RandomSampler(
+        images, replacement=True, num_samples=10_000_000
+    )
+    return torch.utils.data.DataLoader(
+        images,
+        batch_size=BATCH,
+        sampler=sampler,
+        num_workers=os.cpu_count(),
+        # A copy of this process would have its threads' locks and not its threads.
+        multiprocessing_context="spawn",
+        drop_last=True,
+    )
+
+
+def of_grain(grain, files: list[str], shape: tuple[int, int]):
+    """Grain's threads, with Pillow's decoding, cropping and resizing."""
+    height, width = shape
+
+    def prepare(path, generator):
+        from PIL import Image
+
+        with Image.open(io.BytesIO(Path(path).read_bytes())) as image:
+            image = image.convert("RGB")
+        area = image.width * image.height * generator.uniform(*SCALE)
+        ratio = np.exp(generator.uniform(*np.log(RATIO)))
+        wide = min(int((area * ratio) ** 0.5), image.width)
+        high = min(int((area / ratio) ** 0.5), image.height)
+        left = generator.integers(image.width - wide + 1)
+        top = generator.integers(image.height - high + 1)
+        box = (left, top, left + wide, top + high)
+        image = image.resize((width, height), Image.Resampling.BILINEAR, box=box)
+        pixels = np.asarray(image, "float32")
+        pixels = pixels[:, ::-1] if generator.random() < 0.5 else pixels
+        return pixels / 127.5 - 1.0, 0
+
+    passes = grain.MapDataset.source(files).shuffle(seed=0).repeat()
+    images = passes.seed(0).random_map(prepare)
+    return images.batch(BATCH).to_iter_dataset()
+
+
+def drain(batches: Iterator, count: int) -> None:
     for _ in range(count):
-        next(iterator)
+        next(batches)
 
 
 if __name__ == "__main__":

@@ -170,4 +170,33 @@ ROWS = (
         )
         for name, router in ROUTERS.items()
     ),
+    Row(
+        name="input-pipeline",
+        work="64 JPEG files of 500 x 375 in a folder: random crop to 224, and flip",
+        source="input_pipeline:candidates",
+        arguments={"batches": 2, "images": 96, "size": (375, 500), "shape": (224, 224)},
+        subject="load",
+        goals={
+            "plain map": 1 / 1.15,
+            "fused map": None,
+            "torchvision": None,
+            "Grain": None,
+        },
+        peers={"torchvision": "torchvision", "Grain": "grain"},
+        backends=("jax",),
+    ),
+    *(
+        Row(
+            name=f"few-shot-{number}",
+            work="Ridge regression of 10,000 x 768 features, 1,000 classes, 5,000 "
+            f"tests, {number} l2",
+            source="few_shot:fits",
+            arguments={"number": number},
+            subject="few_shot_accuracies",
+            goals={"big_vision's algorithm": goal},
+            backends=("jax",),
+            rounds=5,
+        )
+        for number, goal in ((1, 1.0), (30, 0.6))
+    ),
 )
