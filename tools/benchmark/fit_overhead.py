@@ -1,4 +1,4 @@
-"""`model.fit`'s step over a hand-written jitted step, on JAX.
+"""`model.fit`'s step over a hand-written jitted step, on JAX, with its parts.
 
 python tools/benchmark/fit_overhead.py
 """
@@ -36,24 +36,39 @@ def fit_and_hand(case: str) -> dict[str, Callable[[], Any]]:
     Args:
         case: name among `CASES`.
     """
+    parts = parts_of_fit(case)
+    return {name: parts[name] for name in ("fit", "hand-written step")}
+
+
+def parts_of_fit(case: str) -> dict[str, Callable[[], Any]]:
+    """A call of `fit`, its parts, and a loop over a hand-written step.
+
+    The parts are Keras's own compiled step in a bare loop, the same on batches that
+    are cut from the arrays, and a call of `fit` of one step: nearly all of that is
+    paid once a call.
+
+    Args:
+        case: name among `CASES`.
+    """
     preset, overrides, batch_size, steps = CASES[case]
-    fitted, stepped = (
-        models.from_preset(preset, num_classes=10, **overrides) for _ in range(2)
-    )
-    fitted.compile(
-        optimizer=keras.optimizers.Adam(1e-4),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[],
+    fitted, looped, stepped = (
+        models.from_preset(preset, num_classes=10, **overrides) for _ in range(3)
     )
     generator = np.random.default_rng(0)
     shape = (batch_size, *fitted.backbone.image_shape)
     images = generator.normal(size=shape).astype("float32")
     labels = generator.integers(10, size=batch_size)
-    step = jitted_step(stepped, images, labels)
-
     x, y = np.tile(images, (steps, 1, 1, 1)), np.tile(labels, steps)
+    for model in (fitted, looped):
+        model.compile(
+            optimizer=keras.optimizers.Adam(1e-4),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=[],
+        )
+    looped.fit(images, labels, batch_size=batch_size, verbose=0)
+    step, keras_step = jitted_step(stepped, images, labels), bare_step(looped)
 
-    def fit():
+    def fit(x=x, y=y):
         fitted.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
 
     def hand():
@@ -61,14 +76,54 @@ def fit_and_hand(case: str) -> dict[str, Callable[[], Any]]:
             loss = step()
         return loss
 
-    return {"fit": fit, "hand-written step": hand}
+    def bare():
+        for _ in range(steps):
+            logs = keras_step(images, labels)
+        return logs
+
+    def from_arrays():
+        for start in range(0, len(x), batch_size):
+            places = np.arange(start, start + batch_size)
+            logs = keras_step(x[places], y[places])
+        return logs
+
+    return {
+        "fit": fit,
+        "hand-written step": hand,
+        "Keras's step alone": bare,
+        "with batches of arrays": from_arrays,
+        "fit of one step": lambda: fit(images, labels),
+    }
+
+
+def bare_step(model: keras.Model) -> Callable[..., Any]:
+    """The compiled step that `fit` calls, as a function of images and labels.
+
+    Args:
+        model: a model that has been fitted.
+    """
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    # Copies: the step gives its state's memory away.
+    state = [[np.array(variable) for variable in group] for group in groups]
+
+    def step(images, labels):
+        nonlocal state
+        logs, state = model.train_function(tuple(state), iter([(images, labels)]))
+        return logs
+
+    return step
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     for case in args.cases:
         _, _, batch_size, steps = CASES[case]
         title = f"{case}, batch {batch_size}, {steps} steps"
-        report.compare(title, fit_and_hand(case), "hand-written step")
+        report.compare(title, parts_of_fit(case), "hand-written step")
 
 
 if __name__ == "__main__":
