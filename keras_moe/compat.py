@@ -53,6 +53,7 @@ __all__ = [
     "get_file",
     "get_keras_mask",
     "has_seed_generator",
+    "is_state_of_steps",
     "load_json",
     "mark_loss_as_built",
     "moving_averages",
@@ -204,6 +205,15 @@ def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
     The public setter quantises a layer whose new policy is quantised.
     """
     layer._dtype_policy = policy
+
+
+def is_state_of_steps(name: str) -> bool:
+    """Whether an attribute of a model is what JAX's trainer keeps of its last step.
+
+    Keras looks into each attribute for layers and weights. In this one, which is new at
+    each step, there are arrays alone.
+    """
+    return name == "_jax_state"
 
 
 def mark_loss_as_built(model: keras.Model) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.compat import TorchParameters
+from keras_moe.compat import TorchParameters, is_state_of_steps
 from keras_moe.models import registry
 from keras_moe.models.blueprint import build
 from keras_moe.models.class_property import ClassProperty
@@ -52,6 +52,13 @@ class MoEModel(Exportable, TorchParameters):
     ...
     ValueError: Expected inputs of shape (batch, 4); received: shape=(3, 5)
     """
+
+    def __setattr__(self, name, value):
+        if is_state_of_steps(name):
+            # Arrays alone: a look into each of them costs time at every step.
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _check_inputs(self, inputs, labels=None):
         check_inputs(self, inputs)
