@@ -19,6 +19,7 @@ from keras_moe.checks import (
     positive_integers,
 )
 from keras_moe.compat import get_keras_mask
+from keras_moe.layers.dropped_out import dropped_out
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
@@ -138,8 +139,8 @@ class EncoderBlock(keras.layers.Layer):
             x = self.token_mixer(x, training=training, **_present(mask=mask))
             if self.mixes_by_experts:
                 x, *records = x
-        x = self.dropout_layer(x, training=training)
-        return tokens + self.depth_layer(x, training=training), tuple(records)
+        x = dropped_out(self.dropout_layer, x, training)
+        return tokens + dropped_out(self.depth_layer, x, training), tuple(records)
 
     def _mix_runs(self, tokens, training, mask, boundaries):
         """Mixes the tokens of each run by themselves."""
@@ -201,7 +202,7 @@ class EncoderBlock(keras.layers.Layer):
         tokens, _ = self._mix(tokens, training, mask, boundaries=boundaries)
         x = self.feed_forward_norm(tokens)
         x = self.feed_forward(x, training=training)
-        return tokens + self.depth_layer(x, training=training)
+        return tokens + dropped_out(self.depth_layer, x, training)
 
     def compute_output_spec(
         self, tokens, mask=None, modality_ids=None, boundaries=(), training=None
@@ -328,7 +329,11 @@ class MoEEncoderBlock(EncoderBlock):
         x, routing = self.feed_forward(
             x, training=training, **fixed, **_present(previous_logits=previous_logits)
         )
-        return tokens + self.depth_layer(x, training=training), routing, *mixer_records
+        return (
+            tokens + dropped_out(self.depth_layer, x, training),
+            routing,
+            *mixer_records,
+        )
 
     def ablated(self, tokens: Any, experts: Any, mixer: bool = False) -> Any:
         """The tokens after the block as if one muMoE expert's weights were zero.

@@ -9,6 +9,8 @@ import keras
 
 from keras_moe.checks import check_dropout, check_integer, check_seed
 from keras_moe.layers import activations
+from keras_moe.layers.dropped_out import dropped_out
+from keras_moe.layers.fused_bias import fused_bias
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.initial_values import Drawn
 
@@ -63,13 +65,14 @@ class MLP(keras.layers.Layer):
         small = Drawn(keras.initializers.RandomNormal(stddev=1e-6))
 
         def dense(units, name):
-            return keras.layers.Dense(
+            layer = keras.layers.Dense(
                 units,
                 kernel_initializer=Drawn("glorot_uniform"),
                 bias_initializer=small,
                 dtype=self.dtype_policy,
                 name=name,
             )
+            return fused_bias(layer)
 
         self.hidden = dense(self.mlp_dim, "hidden")
         self.hidden.build(input_shape)
@@ -78,9 +81,9 @@ class MLP(keras.layers.Layer):
 
     def call(self, tokens: Any, training: bool | None = None) -> Any:
         x = self.activation(self.hidden(tokens))
-        x = self.dropout_layer(x, training=training)
+        x = dropped_out(self.dropout_layer, x, training)
         x = self.output_dense(x)
-        return self.dropout_layer(x, training=training)
+        return dropped_out(self.dropout_layer, x, training)
 
     def compute_output_shape(self, input_shape):
         return input_shape

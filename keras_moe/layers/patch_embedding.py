@@ -18,6 +18,7 @@ from keras_moe.layers.interpolation import (
 )
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.linear import linear
 
 PADDINGS = ("valid", "same")
 # Longest side of the patches of stored weights.
@@ -211,9 +212,7 @@ class PatchEmbedding(keras.layers.Layer):
         x = ops.reshape(images, (-1, rows, height, columns, width * channels))
         x = ops.transpose(x, (0, 1, 3, 2, 4))
         x = ops.reshape(x, (-1, rows * columns, height * width * channels))
-        return ops.matmul(x, ops.reshape(self.kernel, (-1, self.hidden_dim))) + (
-            self.bias
-        )
+        return linear(x, ops.reshape(self.kernel, (-1, self.hidden_dim)), self.bias)
 
     def load_own_variables(self, store):
         kernel = store["0"]

@@ -16,7 +16,9 @@ from keras_moe.checks import (
     check_mask,
     check_seed,
 )
+from keras_moe.layers.fused_bias import fused_bias
 from keras_moe.layers.normalization import LayerNorm
+from keras_moe.ops.attention import attend
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.initial_values import Drawn
 
@@ -110,6 +112,13 @@ class SelfAttention(keras.layers.MultiHeadAttention):
 
     def build(self, tokens_shape, context_shape=None):
         super().build(tokens_shape, context_shape or tokens_shape)
+        for dense in (
+            self.query_dense,
+            self.key_dense,
+            self.value_dense,
+            self.output_dense,
+        ):
+            fused_bias(dense)
         if self.query_key_norm:
             for norm in (self.query_norm, self.key_norm):
                 norm.build((None, None, self.num_heads, self.key_dim))
@@ -141,13 +150,26 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     def compute_mask(self, tokens, context=None, previous_mask=None):
         return previous_mask
 
-    def _compute_attention(self, query, key, value, *args, **kwargs):
+    def _compute_attention(
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        training=None,
+        return_attention_scores=False,
+    ):
         if self.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
+        if self._attends_without_copies(return_attention_scores):
+            if attention_mask is not None:
+                attention_mask = ops.expand_dims(attention_mask, 1)
+            scale = 1.0 / math.sqrt(self.key_dim)
+            return attend(query, key, value, scale, attention_mask), None
         if not _multiplies_float16(self.compute_dtype):
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         outputs, weights = super()._compute_attention(
-            query, key, value, *args, **kwargs
+            query, key, value, attention_mask, training, return_attention_scores
         )
         return ops.cast(outputs, self.compute_dtype), weights
 
@@ -156,6 +178,15 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         for name in ("kernel_initializer", "bias_initializer"):
             arguments[name] = Drawn(arguments[name])
         return arguments
+
+    def _attends_without_copies(self, return_attention_scores):
+        return (
+            keras.backend.backend() == "torch"
+            and self.dropout == 0.0
+            and not return_attention_scores
+            # Else the user has decided about kernels, and Keras obeys.
+            and keras.config.is_flash_attention_enabled() is None
+        )
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         """The shapes of the trained weights by path.
