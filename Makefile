@@ -5,6 +5,7 @@
 #   make lint          formatting and static checks
 #   make benchmark     one table of speed: ours, the limits, and other libraries
 #   make guides        the notebooks, from the guides' sources
+#   make docs          the documentation site, in docs/_build/html
 #   make clean         forget .venv, caches and built packages
 #
 # ARGS is passed on: make test ARGS="-k routing". PyTorch runs every test, JAX and
@@ -34,10 +35,11 @@ CREATED := $(VENV)/.created
 TORCH_READY := $(VENV)/.installed-torch
 ALL := $(VENV)/.installed-all
 BENCH := $(VENV)/.installed-bench
+DOCS := $(VENV)/.installed-docs
 QUICKSTART := $(VENV)/.installed-quickstart-$(KERAS_BACKEND)
 
 .NOTPARALLEL:
-.PHONY: help quickstart test lint benchmark guides clean
+.PHONY: help quickstart test lint benchmark guides docs clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -58,8 +60,12 @@ benchmark: $(BENCH)
 guides: $(ALL)
 	@$(BIN)/python -m jupytext --quiet --to ipynb guides/*.py
 
+docs: $(DOCS)
+	@KERAS_BACKEND=torch $(BIN)/python -m sphinx -W -n --keep-going -q docs docs/_build/html
+	@echo "The site begins at docs/_build/html/index.html"
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build docs/api/generated docs/guides .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CREATED):
@@ -86,6 +92,11 @@ $(ALL): $(TORCH_READY) pyproject.toml
 $(BENCH): $(ALL)
 	@echo "Installing what the benchmarks compare with"
 	@$(PIP) "$(TORCH)" "$(TORCHVISION)" --editable ".[bench]"
+	@touch $@
+
+$(DOCS): $(ALL)
+	@echo "Installing Sphinx and its extensions"
+	@$(PIP) --editable ".[docs]"
 	@touch $@
 
 # Only the backend that is asked for, and PyTorch's own rule where that is torch.

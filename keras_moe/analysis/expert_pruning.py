@@ -77,7 +77,7 @@ def prune_experts(
     Raises:
         ValueError: if there is no such block or expert, a block is dense, fewer than K
             experts are left, the model is pruned by another method, or its routers are
-            not `TokenChoiceRouter`s.
+            of another class than `TokenChoiceRouter`.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, appendix E.4.

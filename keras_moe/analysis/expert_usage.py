@@ -225,7 +225,7 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
     """The usage of several passes together, such as those of several batches.
 
     Args:
-        usages: `ExpertUsage`s of one model, with the same groups.
+        usages: records of one model, with the same groups.
 
     Returns:
         `ExpertUsage` of the sums.

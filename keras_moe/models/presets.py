@@ -95,7 +95,7 @@ def convert(
     of images and its classes' names.
 
     Args:
-        source: a V-MoE or Soft MoE checkpoint (the prefix of its `.index` and `.data`
+        source: a V-MoE or Soft MoE checkpoint (the prefix of its .index and .data
             files, also `gs://vmoe_checkpoints/...`); a ViT or MLP-Mixer `.npz` of
             Google's releases (also `gs://vit_models/...`, `gs://mixer_models/...`); a
             folder or `hf://` of a timm ViT or Mixer, of OpenCLIP, or of

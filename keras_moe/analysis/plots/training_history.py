@@ -17,7 +17,7 @@ def plot_training_history(
 
     Args:
         history: dict of lists with a value for each epoch, such as `fit(...).history`:
-            "loss" and "accuracy", or another metric, with "val_" before the name for
+            "loss" and "accuracy", or another metric, with `"val_"` before the name for
             those of the test images. Each metric has a panel of its own.
         path: path of the picture; its suffix is the format.
         title: title above the picture.

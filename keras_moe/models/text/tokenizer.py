@@ -197,7 +197,7 @@ class TextTokenizer:
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether the vocabulary is read: it is an asset beside the config."""
+        """Whether the vocabulary is read; it is an asset beside the config."""
         try:
             return self.vocabulary_size > 0
         except ValueError:

@@ -1,0 +1,126 @@
+"""Sphinx's configuration of the documentation site: `make docs`."""
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+# The pages describe the library alike for each backend; this one imports fastest.
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+from docstrings import restructured  # noqa: E402
+
+from keras_moe import __version__  # noqa: E402
+
+project = "keras_moe"
+author = "The keras_moe authors"
+copyright = f"2026, {author}"
+version = release = __version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+exclude_patterns = ["_build", "_templates"]
+# Pages of the repository that the site has, too.
+PAGES = {"contributing": "CONTRIBUTING", "security": "SECURITY"}
+PAGES["changelog"] = "CHANGELOG"
+templates_path = ["_templates"]
+
+# Pages
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"
+copybutton_exclude = ".linenos, .gp, .go"
+
+# Docstrings: backticks link where they name an object, and are code where not.
+
+default_role = "py:obj"
+autosummary_generate = True
+autosummary_ignore_module_all = False
+autosummary_imported_members = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_inherit_docstrings = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+# Fields of named tuples and dataclasses are members already.
+napoleon_use_ivar = True
+napoleon_custom_sections = [
+    ("Call arguments", "params_style"),
+    "Input shape",
+    "Output shape",
+    ("Fields", "params_style"),
+    ("Reference", "notes_style"),
+]
+nitpicky = True
+nitpick_ignore_regex = [
+    # Code in backticks that is no object of this library.
+    (r"py:obj", r"(?s).*"),
+    (r"py:exc", r"\w+"),
+    # No inventory of another library is fetched.
+    (r"py:.*", r"(keras|keras_hub|numpy|np|rich|tf|tensorflow|torch|jax)\..*"),
+    (r"py:.*", r"(abc|collections|os|pathlib|typing|argparse|contextlib|types)\..*"),
+    (r"py:class", r"(Any|Callable|Console|Iterable|Iterator|Mapping|Path|Sequence)"),
+    # Base classes and records that are no public names.
+    (r"py:class", r"keras_moe\.\w+(\.\w+)+"),
+]
+
+# Appearance
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"keras_moe {version}"
+html_show_sourcelink = False
+html_theme_options = {
+    "navbar_align": "left",
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc"],
+    # No request to another site.
+    "use_edit_page_button": False,
+}
+
+
+def copied_guides(app, config):
+    """Copies the notebooks into the site's folder: Sphinx reads no other."""
+    folder = ROOT / "docs" / "guides"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for path in sorted((ROOT / "guides").glob("*.ipynb")):
+        shutil.copy2(path, folder)
+
+
+def with_links_of_the_site(app, docname, source):
+    """Takes pages of the repository, and gives links their places in the site."""
+    if docname in PAGES:
+        text = (ROOT / f"{PAGES[docname]}.md").read_text(encoding="utf-8")
+        source[0] = re.sub(r"\]\((?=\w[^):]*[).#])", "](../", text)
+    for page, name in PAGES.items():
+        source[0] = source[0].replace(f"](../{name}.md", f"]({page}.md")
+    source[0] = source[0].replace("](../docs/", "](")
+    source[0] = re.sub(
+        r"\]\(\.\./(guides/\w+)\.(py|ipynb)\)", r"](\1.ipynb)", source[0]
+    )
+    # Files that the site does not have are named, without a link.
+    source[0] = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"`\1`", source[0])
+
+
+def with_restructured_text(app, what, name, obj, options, lines):
+    """Gives napoleon the docstring without Markdown."""
+    lines[:] = restructured(lines)
+
+
+def setup(app):
+    # Before napoleon, which has the priority 500.
+    app.connect("autodoc-process-docstring", with_restructured_text, priority=400)
+    app.connect("config-inited", copied_guides)
+    app.connect("source-read", with_links_of_the_site)

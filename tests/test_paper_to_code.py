@@ -1,0 +1,64 @@
+"""The page from papers to code: its names and its tests exist."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from keras_moe import models, training
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "paper_to_code.md").read_text(encoding="utf-8")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("|") and not line.startswith(("| in the paper", "|---"))
+]
+
+pytestmark = pytest.mark.backend_free
+
+
+def code(cell: str) -> list[str]:
+    """The words in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_rows_are_whole():
+    assert len(ROWS) > 50
+    assert [row for row in ROWS if len(row) != 4 or "" in row] == []
+
+
+def test_every_name_exists():
+    missing = []
+    for _, names, _, differences in ROWS:
+        for name in code(names) + code(differences):
+            if re.fullmatch(r"(\w+\.)+\w+", name):
+                *modules, last = name.split(".")
+                module = importlib.import_module(".".join(["keras_moe", *modules]))
+                if not hasattr(module, last):
+                    missing.append(name)
+    assert missing == []
+
+
+def test_every_test_exists():
+    missing = [
+        path
+        for *_, tests, _ in ROWS
+        for path in code(tests)
+        if not (ROOT / path).exists()
+    ]
+    assert missing == []
+    assert all(code(tests) for *_, tests, _ in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [("preset", models.list_presets()), ("recipe", training.list_recipes())],
+)
+def test_every_preset_and_recipe_exists(kind, known):
+    for _, names, _, _ in ROWS:
+        if match := re.match(rf"{kind}s? ((?:`\w+\*?`(?:, | to )?)+)", names):
+            for name in code(match.group(1)):
+                pattern = re.compile(name.replace("*", r"\w+"))
+                assert any(pattern.fullmatch(x) for x in known), name
