@@ -3,8 +3,8 @@
 TensorFlow's graphs have no exceptions, and its errors seldom name the file. A data set
 can ignore an error: an example is therefore read in a data set of its own, which then
 goes on with an element that raises an error with the file's name. Such a data set takes
-as long as decoding half an image, so that `map_or_name` has one for several examples,
-and one for each only where one of these failed.
+as long as decoding several images, so that `map_or_name` has one for many examples, and
+one for each only where one of these failed.
 """
 
 import contextlib
@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# The number of examples that are read in one data set.
-_AT_ONCE = 8
+# The number of examples that are read in one data set, and of such data sets at a time:
+# while the last examples of one are awaited, the next is read.
+_AT_ONCE, _DATA_SETS = 64, 2
 _FAILED = re.compile(r"assertion failed: \[(Expected [^\n]*)\]")
 
 
@@ -58,37 +59,39 @@ def map_or_name(dataset: Any, read: Callable, then: Callable) -> Any:
     """
     import tensorflow as tf
 
+    parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
+
+    def without_names(number, item):
+        token = _with_names.set(False)
+        try:
+            return number, then(*read(*item))
+        finally:
+            _with_names.reset(token)
+
     def read_some(*some):
         items = tf.data.Dataset.from_tensor_slices(some)
         count = tf.shape(tf.nest.flatten(some)[0], "int64")[0]
-
-        def without_names(number, item):
-            token = _with_names.set(False)
-            try:
-                return number, read(*item)
-            finally:
-                _with_names.reset(token)
-
         # An error leaves a gap between the numbers, where the elements end.
-        done = items.enumerate().map(without_names).ignore_errors().enumerate()
+        done = items.enumerate().map(without_names, **parallel)
+        done = done.ignore_errors().enumerate()
         done = done.take_while(lambda n, numbered: n == numbered[0])
         done = done.map(lambda _, numbered: numbered[1])
         # Reading again with names fails where reading failed.
-        failing = items.map(lambda *item: read(*item))
+        failing = items.map(lambda *item: then(*read(*item)))
         failing = failing.filter(lambda *_: tf.constant(False))
         again = tf.data.Dataset.from_tensors(0).map(
             lambda _: _fail(
                 done.element_spec, "an image that can be read twice", "another one"
             )
         )
-        return done.concatenate(failing).concatenate(again).take(count).map(then)
+        return done.concatenate(failing).concatenate(again).take(count)
 
     # Blocks as long as the parts keep the order.
     mapped = dataset.batch(_AT_ONCE).interleave(
         read_some,
-        cycle_length=tf.data.AUTOTUNE,
+        cycle_length=_DATA_SETS,
         block_length=_AT_ONCE,
-        num_parallel_calls=tf.data.AUTOTUNE,
+        num_parallel_calls=_DATA_SETS,
     )
     return mapped.apply(tf.data.experimental.assert_cardinality(dataset.cardinality()))
 

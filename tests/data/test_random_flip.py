@@ -37,7 +37,7 @@ def test_half_of_the_images_are_flipped():
 
 def test_files_that_cannot_be_read_are_named_where_they_are_met(tmp_path):
     rng = np.random.default_rng(0)
-    for number in range(20):
+    for number in range(90):
         folder = tmp_path / "test" / "ab"[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
         pixels = rng.integers(0, 255, (9, 8, 3), "uint8")
@@ -46,13 +46,13 @@ def test_files_that_cannot_be_read_are_named_where_they_are_met(tmp_path):
     options = {"image_shape": (4, 4, 3), "batch_size": 1, "augment": "flip"}
     whole = load(f"folder:{tmp_path}", "test", **options)
     expected = [images for images, _ in whole.as_numpy_iterator()]
-    assert len(expected) == len(whole) == 20
+    assert len(expected) == len(whole) == 90
 
-    # The sixth image of the second class is number 15 in the order of the folders.
-    damaged = tmp_path / "test" / "b" / "11.jpg"
+    # Image 25 of the second class is number 70 in the order of the folders.
+    damaged = tmp_path / "test" / "b" / "51.jpg"
     damaged.write_bytes(damaged.read_bytes()[:90])
     batches = load(f"folder:{tmp_path}", "test", **options).as_numpy_iterator()
-    for _, images in zip(range(15), expected):
-        assert next(batches)[0].shape == images.shape
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"decoded.*b/11\.jpg"):
+    for _, images in zip(range(70), expected):
+        np.testing.assert_array_equal(next(batches)[0], images)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"decoded.*b/51\.jpg"):
         next(batches)

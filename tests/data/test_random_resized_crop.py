@@ -1,9 +1,13 @@
 """Crops of image files, decoded in part, against crops of decoded images."""
 
+import io
+
+import keras
 import numpy as np
 import pytest
 
 from keras_moe.data import RandomResizedCrop, load, write_tfrecords
+from keras_moe.data.reading import decode_image
 
 tf = pytest.importorskip("tensorflow")
 
@@ -57,3 +61,47 @@ def test_pipelines_crop_alike(tmp_path):
         for crop in (RandomResizedCrop(16, 20), Whole(16, 20))
     )
     np.testing.assert_array_equal(actual, expected)
+
+
+def test_jpeg_files_in_the_colours_of_printing(tmp_path):
+    """Files of cyan, magenta, yellow and black are cropped, and decoded, as RGB."""
+    from PIL import Image
+
+    for number in range(4):
+        path = tmp_path / "test" / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = photograph(number, 40, 50).numpy()
+        Image.fromarray(pixels).convert("CMYK").save(path, quality=95)
+    crop = RandomResizedCrop(16, 20, scale=(0.99, 1.0))
+    encoded = path.read_bytes()
+    assert Image.open(io.BytesIO(encoded)).mode == "CMYK"
+    actual = crop.decode(encoded, decode_image, 3, [1, 2])
+    expected = crop(decode_image(encoded), [1, 2])
+    np.testing.assert_array_equal(actual, expected)
+    # The pictures are still the same ones, but for what JPEG loses.
+    whole = load(f"folder:{tmp_path}", "test", (40, 50, 3), 1)
+    for number, (images, _) in zip((0, 2, 1, 3), whole.as_numpy_iterator()):
+        pixels = photograph(number, 40, 50).numpy()
+        assert np.abs((images[0] + 1) * 127.5 - pixels).mean() < 20
+
+
+@pytest.mark.parametrize("mixer", [None, "cutmix"])
+def test_images_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch, mixer):
+    for number in range(90):
+        path = tmp_path / "train" / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = photograph(number, 12, 15)
+        path.write_bytes(tf.io.encode_jpeg(pixels).numpy())
+    crop = RandomResizedCrop(8, 8)
+    steps = [crop, "flip", *([mixer] if mixer else [])]
+    batches = []
+    for parallel in (1, 3, tf.data.AUTOTUNE):
+        monkeypatch.setattr(tf.data, "AUTOTUNE", parallel)
+        dataset = load(
+            f"folder:{tmp_path}", "train", (8, 8, 3), 16, steps, one_hot=bool(mixer)
+        )
+        batches.append(list(dataset.as_numpy_iterator()))
+    for others in batches[1:]:
+        assert len(others) == len(batches[0]) == 6
+        for batch, other in zip(batches[0], others):
+            keras.tree.map_structure(np.testing.assert_array_equal, batch, other)
