@@ -65,7 +65,7 @@ docs: $(DOCS)
 	@echo "The site begins at docs/_build/html/index.html"
 
 clean:
-	rm -rf $(VENV) build dist docs/_build docs/api/generated docs/guides .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build docs/api/generated docs/guides docs/repository .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CREATED):

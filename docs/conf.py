@@ -31,8 +31,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "_templates"]
 # Pages of the repository that the site has, too.
-PAGES = {"contributing": "CONTRIBUTING", "security": "SECURITY"}
-PAGES["changelog"] = "CHANGELOG"
+PAGES = ("CHANGELOG", "CONTRIBUTING", "SECURITY")
 templates_path = ["_templates"]
 
 # Pages
@@ -90,28 +89,33 @@ html_theme_options = {
 }
 
 
-def copied_guides(app, config):
-    """Copies the notebooks into the site's folder: Sphinx reads no other."""
-    folder = ROOT / "docs" / "guides"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+def with_copies(app, config):
+    """Copies notebooks and pages into the site's folder: Sphinx reads no other."""
+    for folder in ("guides", "repository"):
+        shutil.rmtree(ROOT / "docs" / folder, ignore_errors=True)
+        (ROOT / "docs" / folder).mkdir()
     for path in sorted((ROOT / "guides").glob("*.ipynb")):
-        shutil.copy2(path, folder)
+        shutil.copy2(path, ROOT / "docs" / "guides")
+    for name in PAGES:
+        text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
+        # From the folder of the copy, a link's path begins one folder higher.
+        text = re.sub(r"\]\((?!https?:|#)", "](../", text)
+        copy = ROOT / "docs" / "repository" / f"{name.lower()}.md"
+        copy.write_text(text, encoding="utf-8")
 
 
 def with_links_of_the_site(app, docname, source):
-    """Takes pages of the repository, and gives links their places in the site."""
-    if docname in PAGES:
-        text = (ROOT / f"{PAGES[docname]}.md").read_text(encoding="utf-8")
-        source[0] = re.sub(r"\]\((?=\w[^):]*[).#])", "](../", text)
-    for page, name in PAGES.items():
-        source[0] = source[0].replace(f"](../{name}.md", f"]({page}.md")
-    source[0] = source[0].replace("](../docs/", "](")
-    source[0] = re.sub(
-        r"\]\(\.\./(guides/\w+)\.(py|ipynb)\)", r"](\1.ipynb)", source[0]
-    )
-    # Files that the site does not have are named, without a link.
-    source[0] = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"`\1`", source[0])
+    """Gives links to files of the repository their places in the site."""
+    text = source[0].replace("](../docs/", "](../")
+    for name in PAGES:
+        text = text.replace(f"](../{name}.md", f"](/repository/{name.lower()}.md")
+    text = re.sub(r"\]\(\.\./(guides/\w+)\.(py|ipynb)\)", r"](/\1.ipynb)", text)
+    if not docname.startswith("repository/"):
+        # Files that the site does not have are named, without a link.
+        text = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"`\1`", text)
+    else:
+        text = re.sub(r"\[([^]]*)\]\(\.\./\w+/[^)]*\)", r"`\1`", text)
+    source[0] = text
 
 
 def with_restructured_text(app, what, name, obj, options, lines):
@@ -122,5 +126,5 @@ def with_restructured_text(app, what, name, obj, options, lines):
 def setup(app):
     # Before napoleon, which has the priority 500.
     app.connect("autodoc-process-docstring", with_restructured_text, priority=400)
-    app.connect("config-inited", copied_guides)
+    app.connect("config-inited", with_copies)
     app.connect("source-read", with_links_of_the_site)
