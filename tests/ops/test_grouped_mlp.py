@@ -355,6 +355,30 @@ def test_frozen_weights_and_no_gradient_on_pytorch():
             assert tensor.grad is None
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="loops elsewhere have one gradient")
+@pytest.mark.parametrize("kind", ["plain", "gated, no bias"])
+@pytest.mark.parametrize("sizes", [(3, 0, 1), (0, 0, 0)])
+def test_gradients_of_gradients_on_pytorch(kind, sizes):
+    import torch
+
+    names, _ = WEIGHTS[kind]
+    arrays, cotangent = example(6, 3, names)
+    sizes = torch.tensor(sizes, dtype=torch.int32)
+
+    def penalty(function):
+        inputs = [torch.tensor(x).double().requires_grad_() for x in arrays]
+        run = named(function, names, keras.activations.silu)
+        # A residual connection, as in a model.
+        outputs = (run(sizes, *inputs) + inputs[0]) * torch.tensor(cotangent)
+        gradients = torch.autograd.grad((outputs**2).sum(), inputs, create_graph=True)
+        total = sum((x**2).sum() for x in gradients)
+        return torch.autograd.grad(total, inputs, materialize_grads=True)
+
+    # The reference multiplies in float32.
+    for x, y in zip(penalty(grouped_mlp), penalty(grouped_mlp_reference), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * max(y.abs().max(), 1))
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="only there shapes are meta tensors")
 def test_shape_inference():
     import torch

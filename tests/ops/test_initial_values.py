@@ -86,3 +86,12 @@ def test_the_config_makes_it_again():
     )
     expected = to_numpy(Drawn(CASES["glorot_uniform"])((2, 3)))
     np.testing.assert_array_equal(to_numpy(again((2, 3))), expected)
+
+
+@pytest.mark.skipif(not on_jax, reason="a setting of JAX")
+def test_other_counters_of_jax_are_left_to_it():
+    import jax
+
+    with jax.threefry_partitionable(False):
+        assert host_values(CASES["normal"], (3, 5)) is None
+        assert host_values(CASES["zeros"], (3, 5)) is not None

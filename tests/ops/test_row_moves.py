@@ -122,6 +122,39 @@ def test_half_precision_is_summed_in_float32(form):
         )
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="float64 takes an option of JAX's")
+@each_form
+def test_double_precision_is_summed_in_float32(form):
+    indices = plan(4, 3, 20, 0.5)
+    arrays = normal(1, 4, D), normal(2, 20, D), normal(3, 4, 3)
+    actual = results(form, indices, *arrays, dtype="float64")
+    for one, other in zip(actual, expected(indices, *arrays), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
+def test_gradients_have_gradients_on_pytorch():
+    import torch
+
+    rows, tokens = (torch.tensor(x) for x in plan(4, 3, 20, 0.5))
+
+    def penalty(form):
+        shapes = (4, D), (20, D), (4, 3)
+        inputs = [
+            torch.tensor(normal(i, *shape), requires_grad=True)
+            for i, shape in enumerate(shapes)
+        ]
+        table, outputs, weights = inputs
+        take = getattr(row_moves, f"take_rows{form}")
+        add = getattr(row_moves, f"weighted_sum_of_rows{form}")
+        total = add(outputs * take(table, tokens, rows), weights, rows, tokens)
+        gradients = torch.autograd.grad((total**2).sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum((x**2).sum() for x in gradients), inputs)
+
+    for one, other in zip(penalty(""), penalty("_reference"), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
 def test_compiled_programs_take_the_reference():
     import torch

@@ -4,7 +4,6 @@ Axes: R rows, E experts, D hidden, H mlp.
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from keras_moe.ops.kernels.grouped_matmul_torch import grouped_matmul
 
@@ -88,10 +87,11 @@ class _Loop(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, upstream):
         inputs = ctx.saved_tensors[: len(ctx.needs_input_grad) - 2]
         kept = ctx.saved_tensors[len(inputs) :]
+        if torch.is_grad_enabled() and any(ctx.sizes):
+            return None, None, *_gradients_with_gradients(ctx, inputs, upstream)
         rows, output_kernel, _, *first = inputs
         # Every entry is written below.
         gradients = [
@@ -127,6 +127,25 @@ class _Loop(torch.autograd.Function):
         return None, None, *gradients
 
 
+def _gradients_with_gradients(ctx, inputs, upstream):
+    """The gradients in the inputs, as functions that are differentiated again."""
+    rows, output_kernel, output_bias, *first = inputs
+    outputs = []
+    for expert, own in _groups(ctx.sizes):
+        hidden = [_linear(rows[own], *pair, expert) for pair in _pairs(first)]
+        hidden = _between(ctx.activation, hidden)
+        outputs.append(_linear(hidden, output_kernel, output_bias, expert))
+    needed = ctx.needs_input_grad[2:]
+    gradients = torch.autograd.grad(
+        torch.cat(outputs),
+        [x for x, is_needed in zip(inputs, needed) if is_needed],
+        upstream[: sum(ctx.sizes)],
+        create_graph=True,
+    )
+    gradients = iter(gradients)
+    return [next(gradients) if is_needed else None for is_needed in needed]
+
+
 def _groups(sizes):
     """The experts that have rows, and the slices of these."""
     start = 0
@@ -149,7 +168,7 @@ def _between(activation, hidden):
     return activation(gate) * hidden
 
 
-def _linear(x, kernel, bias, expert, out):
+def _linear(x, kernel, bias, expert, out=None):
     if bias is None:
         return torch.mm(x, kernel[expert], out=out)
     return torch.addmm(bias[expert], x, kernel[expert], out=out)

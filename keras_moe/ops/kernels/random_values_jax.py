@@ -31,7 +31,8 @@ def uniform(
         seed: seed below 2^32.
 
     Returns:
-        The values, or None in a function that is being traced: there is no value then.
+        The values, or None in a function that is being traced, where there is no value,
+        and where `jax.random` counts otherwise.
     """
     return _draw(shape, seed, (lower, upper), False, (-_INFINITY, _INFINITY))
 
@@ -92,6 +93,9 @@ def _scaled(values, mean, stddev):
 def _draw(shape, seed, bounds, is_normal, limits):
     import jax
 
+    # Counters are the places of values by a setting of JAX, and then of 64 bits.
+    if not jax.config.jax_threefry_partitionable or math.prod(shape) > 1 << 32:
+        return None
     key = np.array([seed, 0], "uint32")
     bounds, limits = np.array(bounds, "float32"), np.array(limits, "float32")
     values = np.empty(math.prod(shape), "float32")

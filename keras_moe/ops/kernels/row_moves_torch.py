@@ -4,7 +4,6 @@ Axes: M and R rows, T tokens, K places of each, D hidden.
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 
 def is_valid(table):
@@ -31,7 +30,6 @@ class _Take(torch.autograd.Function):
         return _rows_or_zeros(table, rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, upstream):
         (readers,) = ctx.saved_tensors
         return _sum_of_rows(upstream, readers).to(upstream.dtype), None, None
@@ -44,7 +42,6 @@ class _WeightedSum(torch.autograd.Function):
         return _sum_of_rows(table, rows, weights)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, upstream):
         table, weights, rows, readers = ctx.saved_tensors
         is_there = rows >= 0
@@ -52,12 +49,14 @@ class _WeightedSum(torch.autograd.Function):
         # One gather serves both gradients.
         gradients = _rows_or_zeros(upstream, readers)
         if ctx.needs_input_grad[1]:
-            products = torch.sum(table * gradients, dim=-1)
+            products = torch.sum(table * gradients, dim=-1).to(weights.dtype)
             weight_gradients = torch.zeros_like(weights)
             weight_gradients[is_there] = products[rows[is_there]]
         row_weights = gradients.new_zeros(len(gradients))
         row_weights[rows[is_there]] = weights[is_there]
-        gradients *= row_weights[:, None]
+        # In place, unless somebody differentiates this gradient.
+        multiply = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
+        gradients = multiply(gradients, row_weights[:, None])
         return gradients.to(table.dtype), weight_gradients, None, None
 
 
