@@ -191,7 +191,8 @@ class MoEModel(Exportable, TorchParameters):
             super().save_to_preset(folder, max_shard_size=max_shard_size)
             # The backbone of a task that is being saved has no card of its own.
             if folder != str(preset_dir):
-                write_card(self, Path(folder), Path(preset_dir), card)
+                target = Path(preset_dir).expanduser().resolve()
+                write_card(self, Path(folder), target, card)
 
     def save_weights(
         self,

@@ -96,6 +96,17 @@ def test_the_author_s_page_stays(classifier, tmp_path):
     assert "# asked for" in page_of(folder)
 
 
+def test_a_page_in_the_home_folder_stays(classifier, tmp_path, monkeypatch):
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    classifier.save_to_preset("~/digits")
+    assert "# digits" in page_of(folder)
+    (folder / CARD).write_text("# By hand", encoding="utf-8")
+    classifier.save_to_preset("~/digits")
+    assert page_of(folder) == "# By hand"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
