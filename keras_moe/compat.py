@@ -29,8 +29,9 @@ from keras.src.backend.common.variables import AutocastScope
 from keras.src.initializers.random_initializers import compute_fans
 
 # `keras.saving.save_weights` opens its files itself: it takes no stream, and puts no
-# shards in their places together.
-from keras.src.saving.saving_lib import H5IOStore, ShardedH5IOStore
+# shards in their places together. Its stores copy arrays that they have read, and take
+# no place to read them into.
+from keras.src.saving.saving_lib import H5IOStore, ShardedH5IOStore, safe_get_h5_dataset
 from keras.src.saving.saving_lib import _save_state as save_state
 
 # `keras.saving.save_weights` asks this way before it replaces a file.
@@ -49,7 +50,6 @@ __all__ = [
     "compute_fans",
     "count_batches",
     "flatten_layers",
-    "free_weights",
     "get_file",
     "get_keras_mask",
     "has_seed_generator",
@@ -62,6 +62,7 @@ __all__ = [
     "replaced_seed_generator",
     "save_state",
     "set_dtype_policy",
+    "stored_dataset",
     "unlocked",
     "variable_layout",
 ]
@@ -325,15 +326,25 @@ def load_json(preset: str, name: str = "config.json") -> dict:
         return json.load(file)
 
 
-def free_weights(model: keras.Model) -> None:
-    """Frees the values of a model's weights on JAX, before others are loaded.
+def stored_dataset(store: Any, key: str) -> Any | None:
+    """The HDF5 dataset of an array in a store of weights, which is not read yet.
 
-    Without it a large model is in memory twice. The weights cannot be read until they
-    are loaded.
+    The public `store[key]` reads it, and copies what it has read.
+
+    Args:
+        store: store of `load_own_variables`.
+        key: name of the array.
+
+    Returns:
+        An `h5py.Dataset`, or None: for a store of another kind, and an array that is
+        not in the file that is open, or whose dtype HDF5 does not know.
     """
-    from keras_hub.src.utils import preset_utils
-
-    preset_utils.jax_memory_cleanup(model)
+    group = getattr(store, "_h5_entry_group", None)
+    if not isinstance(store, H5IOStore) or key not in group:
+        return None
+    # It refuses links and values in other files.
+    dataset = safe_get_h5_dataset(group, key)
+    return None if "dtype" in dataset.attrs else dataset
 
 
 # PyTorch's modules.

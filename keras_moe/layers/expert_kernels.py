@@ -13,6 +13,7 @@ from keras import ops
 from keras_moe.checks import check_integer
 from keras_moe.compat import unlocked
 from keras_moe.layers.initializers import PerExpert
+from keras_moe.layers.stored_weights import assign_stored
 
 
 class ExpertKernels(keras.layers.Layer):
@@ -264,7 +265,7 @@ class ExpertKernels(keras.layers.Layer):
                 f"{len(store.keys())} weights"
             )
         for index, name in enumerate(names):
-            getattr(self, name).assign(store[str(index)])
+            assign_stored(getattr(self, name), store, str(index))
         if self.lora_enabled:
             # The stored kernels have the pairs in them.
             for name in self.linear_names:

@@ -3,12 +3,11 @@
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_moe.ops.by_group import on_several_devices
-from keras_moe.ops.initial_values import host_values
-from keras_moe.ops.kernels import random_values_jax
+from keras_moe.ops.initial_values import host_values, unwritten_value
+from keras_moe.ops.kernels import host_memory
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -35,13 +34,19 @@ class PerExpert(keras.initializers.Initializer):
         self.shared = shared
 
     def __call__(self, shape, dtype=None):
+        unwritten = unwritten_value(self.initializer, shape, dtype)
+        if unwritten is not None:
+            return unwritten
         num_experts, *shape = shape
-        # Shared values are drawn once.
-        drawn = range(1 if self.shared else num_experts)
-        parts = [host_values(self._initializer(i), shape, dtype) for i in drawn]
-        if not any(part is None for part in parts):
-            values = np.broadcast_to(np.stack(parts), (num_experts, *shape))
-            return random_values_jax.to_device(np.ascontiguousarray(values))
+        first = host_values(self._initializer(0), shape, dtype)
+        if first is not None:
+            # Each expert's values go to their place: all of them are there once.
+            values = host_memory.zeros((num_experts, *shape), first.dtype)
+            # Shared values are drawn once.
+            values[:] = first
+            for index in range(1, 1 if self.shared else num_experts):
+                values[index] = host_values(self._initializer(index), shape, dtype)
+            return host_memory.to_tensor(values)
         if self.shared:
             value = self.initializer(shape, dtype=dtype)
             return ops.tile(value[None], [num_experts] + [1] * len(shape))

@@ -25,6 +25,7 @@ from keras_moe.models.overrides import (
     tower_families,
 )
 from keras_moe.models.saved_preset import HUB_MODELS
+from keras_moe.ops.initial_values import unwritten_values
 
 BACKBONE = "backbone"
 # The towers of models of pairs, by the kinds of their inputs.
@@ -165,11 +166,14 @@ class Blueprint:
         task_config = dict(self.task_config)
         # A task may be given a backbone of its own.
         backbone = task_config.pop("backbone", None)
+        weights = self.weights
         if backbone is None:
-            backbone = self.backbone.from_config(self.config)
+            with unwritten_values(weights is not None and weights.fills_backbone()):
+                backbone = self.backbone.from_config(self.config)
         if self.task is None:
             return backbone
-        return self.task(backbone, **task_config)
+        with unwritten_values(weights is not None and weights.fills_head()):
+            return self.task(backbone, **task_config)
 
     def _sizes(self):
         """The arguments that costs follow from: they are the same under each dtype."""

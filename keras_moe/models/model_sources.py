@@ -17,6 +17,12 @@ ARCHITECTURE, SAVED, PUBLISHED = "architecture", "saved", "published"
 class Weights(Protocol):
     """Where a model's weights come from."""
 
+    def fills_backbone(self) -> bool:
+        """Whether `load` replaces every initial value of the backbone."""
+
+    def fills_head(self) -> bool:
+        """Whether `load` replaces every initial value of the task around it."""
+
     def load(self, model: keras.Model, progress: Any = None) -> Any:
         """Fills a model's weights, and returns a report or None."""
 

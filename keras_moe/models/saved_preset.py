@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_moe.checks import nearest
-from keras_moe.compat import check_file_exists, free_weights, get_file, load_json
+from keras_moe.compat import check_file_exists, get_file, load_json
 from keras_moe.models import registry
 from keras_moe.models.preset_folder import check_folder, readable
 from keras_moe.models.weights_checksums import INDEX, compare_preset
@@ -113,6 +113,15 @@ class SavedWeights:
     has_head: bool
     is_wanted: bool = True
 
+    def fills_backbone(self) -> bool:
+        """Whether no initial value of the backbone is kept."""
+        return self.is_wanted
+
+    def fills_head(self) -> bool:
+        """Whether no initial value of the task around the backbone is kept."""
+        wanted = self.is_wanted and self.has_head
+        return wanted and check_file_exists(self.path, _TASK_WEIGHTS)
+
     def load(self, model: keras.Model, progress: Any = None) -> None:
         """Fills the weights of a model that is like the saved one.
 
@@ -123,12 +132,8 @@ class SavedWeights:
         if not self.is_wanted:
             return
         backbone = getattr(model, "backbone", model)
-        if self.has_head and check_file_exists(self.path, _TASK_WEIGHTS):
-            # On JAX: no weight is in memory twice.
-            free_weights(model)
+        if self.fills_head():
             model.load_task_weights(get_file(self.path, _TASK_WEIGHTS))
-        else:
-            free_weights(backbone)
         backbone.load_weights(self._backbone_file())
 
     def _backbone_file(self):

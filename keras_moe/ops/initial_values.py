@@ -1,6 +1,9 @@
 """Initial values of weights, drawn by one function for all shapes."""
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -8,10 +11,12 @@ import numpy as np
 from keras import initializers
 
 from keras_moe.compat import compute_fans
-from keras_moe.ops.kernels import random_values_jax
+from keras_moe.ops.kernels import host_memory, random_values_jax
 
 # The spread of a normal distribution that is cut at two standard deviations.
 _TRUNCATED_STDDEV = 0.87962566103423978
+
+_IS_UNWRITTEN = contextvars.ContextVar("is_unwritten", default=False)
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -40,6 +45,9 @@ class Drawn(keras.initializers.Initializer):
         self.initializer = keras.initializers.get(initializer)
 
     def __call__(self, shape, dtype=None):
+        unwritten = unwritten_value(self.initializer, shape, dtype)
+        if unwritten is not None:
+            return unwritten
         values = host_values(self.initializer, shape, dtype)
         if values is None:
             return self.initializer(shape, dtype=dtype)
@@ -47,6 +55,45 @@ class Drawn(keras.initializers.Initializer):
 
     def get_config(self):
         return {"initializer": keras.initializers.serialize(self.initializer)}
+
+
+@contextlib.contextmanager
+def unwritten_values(wanted: bool = True) -> Iterator[None]:
+    """Draws no initial values within the context: weights take no memory on CPUs.
+
+    Args:
+        wanted: whether all weights that are made within get other values afterwards.
+            False draws them as ever.
+
+    Example:
+
+    >>> from keras_moe.ops.initial_values import Drawn, unwritten_values
+    >>> with unwritten_values():
+    ...     values = Drawn("ones")((2,))
+    >>> float(values[0])
+    0.0
+    """
+    token = _IS_UNWRITTEN.set(wanted)
+    try:
+        yield
+    finally:
+        _IS_UNWRITTEN.reset(token)
+
+
+def unwritten_value(initializer: Any, shape: Any, dtype: Any = None) -> Any | None:
+    """The value of a weight that is read afterwards, or None for one that is drawn.
+
+    Args:
+        initializer: any initializer.
+        shape: shape of the weight.
+        dtype: dtype of the weight, or None for Keras's default.
+    """
+    # A generator moves on with what it draws, which others see.
+    draws = isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator)
+    if draws or not _IS_UNWRITTEN.get():
+        return None
+    dtype = keras.backend.standardize_dtype(dtype or keras.config.floatx())
+    return host_memory.unwritten(tuple(shape), dtype)
 
 
 def host_values(initializer: Any, shape: Any, dtype: Any = None) -> np.ndarray | None:

@@ -37,6 +37,14 @@ class PublishedWeights:
     new_weights: tuple[str, ...] = ()
     is_wanted: bool = True
 
+    def fills_backbone(self) -> bool:
+        """False: which initial values are kept is known only of a model."""
+        return False
+
+    def fills_head(self) -> bool:
+        """False, as for the backbone."""
+        return False
+
     def load(
         self,
         model: keras.Model,

@@ -1,0 +1,110 @@
+"""Tensors that stand in memory of NumPy's, which nobody else has.
+
+A tensor that is made of an array is a copy of it, unless the array begins at a place
+that suits vector instructions and nothing says that it may change.
+"""
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+
+# Bytes; XLA and TensorFlow copy what begins at another place.
+_ALIGNMENT = 64
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros that take no memory until they are written.
+
+    Args:
+        shape: shape of the array.
+        dtype: dtype of NumPy's.
+    """
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNMENT, "uint8")
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def to_tensor(values: np.ndarray) -> Any:
+    """A tensor of values that nobody changes any more, which is no copy on CPUs.
+
+    Args:
+        values: array of `zeros`, filled.
+    """
+    if keras.backend.backend() == "jax":
+        import jax
+
+        # `jax.numpy.asarray` compiles a copy for each shape.
+        return jax.device_put(values)
+    if keras.backend.backend() == "tensorflow":
+        # TensorFlow copies arrays, and takes what others give it as one.
+        return keras.ops.convert_to_tensor(_Given(values))
+    import torch
+
+    return torch.from_numpy(values)
+
+
+def unwritten(shape: tuple[int, ...], dtype: str) -> Any | None:
+    """A tensor of zeros that takes no memory on CPUs until it is written.
+
+    Args:
+        shape: shape of the tensor.
+        dtype: name of its dtype.
+
+    Returns:
+        The tensor, or None: while TensorFlow traces a function, and for weights on
+        several devices.
+    """
+    backend = keras.backend.backend()
+    if backend == "torch":
+        return _unwritten_torch(shape, dtype)
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        if not tf.executing_eagerly():
+            return None
+        return to_tensor(zeros(shape, tf.as_dtype(dtype).as_numpy_dtype))
+    if keras.distribution.distribution() is not None:
+        return None
+    import jax
+
+    return to_tensor(zeros(shape, jax.numpy.dtype(dtype)))
+
+
+def memory_of(variable: keras.Variable) -> np.ndarray | None:
+    """The memory of a weight, to be written to, or None where it has another kind.
+
+    Args:
+        variable: weight. PyTorch's are changed in place, those of others replaced.
+    """
+    if keras.backend.backend() != "torch":
+        return None
+    import torch
+
+    value = variable.value.detach()
+    has_memory = value.device.type == "cpu" and value.is_contiguous()
+    return value.numpy() if has_memory and value.dtype != torch.bfloat16 else None
+
+
+def _unwritten_torch(shape, dtype):
+    import torch
+
+    # Keras's device and PyTorch's dtype.
+    like = keras.ops.zeros((0,), dtype)
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    memory = zeros((math.prod(shape) * like.element_size(),), "uint8")
+    return torch.from_numpy(memory).view(like.dtype).view(shape)
+
+
+class _Given:
+    """An object that gives an array, and is none."""
+
+    def __init__(self, values):
+        self._values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return self._values if dtype is None else self._values.astype(dtype, copy=False)
