@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from keras_moe.data.cut_mix import CutMix
 from keras_moe.data.rand_augment import RandAugment
 from keras_moe.data.random_flip import RandomFlip
 from keras_moe.data.random_resized_crop import RandomResizedCrop
@@ -90,7 +91,7 @@ def _by_name(
         "rotation": lambda factor=0.03: layers.RandomRotation(factor, **moved),
         "randaugment": lambda num_ops=2, magnitude=1.0: RandAugment(num_ops, magnitude),
         "mixup": lambda alpha=0.2: layers.MixUp(_positive(alpha), **plain),
-        "cutmix": lambda factor=1.0: layers.CutMix(factor, **plain),
+        "cutmix": lambda factor=1.0: CutMix(factor, **plain),
         "random_resized_crop": lambda scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3): (
             RandomResizedCrop(height, width, scale, ratio)
         ),
