@@ -31,11 +31,11 @@ def test_images_and_labels_are_those_of_keras(shape):
     actual, expected = (
         mixed(kind(0.7, seed=1, **PLAIN)) for kind in (CutMix, keras.layers.CutMix)
     )
-    for ours, others, own in zip(actual, expected, images):
-        np.testing.assert_array_equal(ours["images"], others["images"])
-        np.testing.assert_array_equal(ours["labels"], others["labels"])
-        assert (ours["images"] != own).any()
-        assert (ours["images"] == own).any()
+    for mixes, others, own in zip(actual, expected, images):
+        np.testing.assert_array_equal(mixes["images"], others["images"])
+        np.testing.assert_array_equal(mixes["labels"], others["labels"])
+        assert (mixes["images"] != own).any()
+        assert (mixes["images"] == own).any()
 
 
 def test_a_lone_image_and_inference_change_nothing():
