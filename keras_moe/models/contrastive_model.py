@@ -92,8 +92,7 @@ class ContrastiveModel(MoETask, keras_hub.models.Task):
     pipeline_tag = "zero-shot-image-classification"
     has_head = False
     has_metrics = False
-    # Until the model is compiled.
-    _metrics_of_pairs, _loss_of_pairs = ContrastiveMetrics(), None
+    _metrics_of_pairs, _loss_of_pairs = ContrastiveMetrics(), None  # until compiled
     backbone_cls = PairBackbone
 
     def __init__(

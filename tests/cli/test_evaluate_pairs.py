@@ -2,14 +2,17 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import keras
+import matplotlib
 import numpy as np
 import pytest
 
 from keras_moe import data, evaluation, models
 from keras_moe.cli.commands import make_parser
 from keras_moe.cli.evaluate_pairs import evaluate_pairs, find_pair_data
+from keras_moe.data.emoji import fonts
 from tests.small_models import with_weights
 
 pytest.importorskip("tensorflow")
@@ -132,7 +135,10 @@ def test_settings_of_a_run_are_those_of_its_evaluation(photos, tmp_path):
         evaluate_pairs(Model(), pair_data, arguments, lambda batches, _: batches)
 
 
-def test_emoji_of_a_style_are_pairs_and_classes():
+def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
+    # Any font will do: none is drawn.
+    font = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
+    monkeypatch.setattr(fonts, "NOTO_PLACES", (str(font),))
     for arguments in (
         ("--data", "emoji:noto"),
         ("--data", "emoji", "--data-options", "style=noto"),

@@ -63,8 +63,12 @@ def test_enabling_lora_changes_no_output():
     layer = experts()
     before = outputs(layer)
     layer.enable_lora(RANK)
-    for a, b in zip(before, outputs(layer)):
-        np.testing.assert_array_equal(a, b)
+    slots_before, rows_before = before
+    slots_after, rows_after = outputs(layer)
+    np.testing.assert_array_equal(slots_before, slots_after)
+    # With pairs each layer is a grouped matmul of its own, which sums in another order
+    # than the pass through the whole MLP.
+    np.testing.assert_allclose(rows_before, rows_after, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("alpha", [None, 5.0])
