@@ -106,6 +106,12 @@ PRIVATE_METHODS = (
         "a histogram by the backend of the pipeline instead of that of the models",
     ),
     PrivateMethod(
+        keras.layers.CutMix,
+        "_generate_batch_mask",
+        ("images_shape", "box_corners"),
+        "a mask of pixels instead of one of the numbers in them",
+    ),
+    PrivateMethod(
         _OPTIMIZER,
         "_backend_update_step",
         ("grads", "trainable_variables", "learning_rate"),
