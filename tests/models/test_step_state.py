@@ -43,6 +43,8 @@ def test_training_is_that_of_a_plain_model():
         values.append(callback.values)
         if model is classifier and keras.backend.backend() == "jax":
             assert callback.kinds == {list}
-    assert losses[0] == losses[1]
-    np.testing.assert_array_equal(*values)
+    # TensorFlow compiles two programs, which may sum in another order.
+    tolerance = 1e-6 if keras.backend.backend() == "tensorflow" else 0
+    np.testing.assert_allclose(*losses, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(*values, rtol=tolerance, atol=tolerance)
     assert len(np.unique(np.array(values[0])[:, 0, 0])) == 6
