@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_moe.ops.grouped_matmul import grouped_matmul_reference
+from keras_moe.ops.kernels.mlp_loops import Weights
 
 
 def _checked(rows, group_sizes, hidden_kernel, output_kernel, **weights):
@@ -155,7 +156,8 @@ def grouped_mlp(
         from keras_moe.ops.kernels import grouped_mlp_torch as kernels
     else:
         return _reference(activation=activation, **checked)
-    return kernels.grouped_mlp(activation=activation, **checked)
+    rows, group_sizes = checked.pop("rows"), checked.pop("group_sizes")
+    return kernels.grouped_mlp(rows, group_sizes, Weights(**checked), activation)
 
 
 def grouped_mlp_reference(

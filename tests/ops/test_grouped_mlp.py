@@ -383,11 +383,12 @@ def test_gradients_of_gradients_on_pytorch(kind, sizes):
 def test_shape_inference():
     import torch
 
-    from keras_moe.ops.kernels import grouped_mlp_torch
+    from keras_moe.ops.kernels import grouped_mlp_torch, mlp_loops
 
     arrays, _ = example(6, 2)
     rows, hidden, output, *_ = (torch.tensor(x, device="meta") for x in arrays)
     sizes = torch.ones(2, dtype=torch.int32, device="meta")
-    outputs = grouped_mlp_torch.grouped_mlp(rows, sizes, hidden, output, gelu_tanh)
+    weights = mlp_loops.Weights(hidden, output, None, None, None, None)
+    outputs = grouped_mlp_torch.grouped_mlp(rows, sizes, weights, gelu_tanh)
     assert outputs.is_meta
     assert outputs.shape == (6, D)

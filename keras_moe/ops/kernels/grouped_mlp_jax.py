@@ -117,19 +117,6 @@ def _gradients(activation, residuals, upstream):
 _grouped_mlp.defvjp(_forward_and_residuals, _gradients)
 
 
-def grouped_mlp(
-    rows,
-    group_sizes,
-    hidden_kernel,
-    output_kernel,
-    activation,
-    hidden_bias=None,
-    output_bias=None,
-    gate_kernel=None,
-    gate_bias=None,
-):
+def grouped_mlp(rows, group_sizes, weights, activation):
     """See `keras_moe.ops.grouped_mlp`."""
-    weights = mlp_loops.Weights(
-        hidden_kernel, output_kernel, hidden_bias, output_bias, gate_kernel, gate_bias
-    )
     return _grouped_mlp(activation, rows, group_sizes, weights)

@@ -5,21 +5,8 @@ import tensorflow as tf
 from keras_moe.ops.kernels import mlp_loops
 
 
-def grouped_mlp(
-    rows,
-    group_sizes,
-    hidden_kernel,
-    output_kernel,
-    activation,
-    hidden_bias=None,
-    output_bias=None,
-    gate_kernel=None,
-    gate_bias=None,
-):
+def grouped_mlp(rows, group_sizes, weights, activation):
     """See `keras_moe.ops.grouped_mlp`."""
-    weights = mlp_loops.Weights(
-        hidden_kernel, output_kernel, hidden_bias, output_bias, gate_kernel, gate_bias
-    )
     if tf.executing_eagerly():
         return _eagerly(rows, group_sizes, weights, activation)
     return _in_graph(rows, group_sizes, weights, activation)

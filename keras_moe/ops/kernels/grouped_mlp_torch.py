@@ -8,24 +8,15 @@ import torch
 from keras_moe.ops.kernels.grouped_matmul_torch import grouped_matmul
 
 
-def grouped_mlp(
-    rows,
-    group_sizes,
-    hidden_kernel,
-    output_kernel,
-    activation,
-    hidden_bias=None,
-    output_bias=None,
-    gate_kernel=None,
-    gate_bias=None,
-):
+def grouped_mlp(rows, group_sizes, weights, activation):
     """See `keras_moe.ops.grouped_mlp`."""
     # Keras computes the output's shape on the meta device.
     if rows.is_meta:
         return torch.empty_like(rows)
-    inputs = (rows, output_kernel, output_bias, hidden_kernel, hidden_bias)
-    if gate_kernel is not None:
-        inputs = (*inputs, gate_kernel, gate_bias)
+    inputs = (rows, weights.output_kernel, weights.output_bias)
+    inputs = (*inputs, weights.hidden_kernel, weights.hidden_bias)
+    if weights.gate_kernel is not None:
+        inputs = (*inputs, weights.gate_kernel, weights.gate_bias)
     # A loop over sizes waits for an accelerator, and is no graph.
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return with_matmuls(activation, group_sizes, *inputs)
