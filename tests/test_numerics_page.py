@@ -1,0 +1,38 @@
+"""The page about numerics: its snippets run, and the tests that it names exist."""
+
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+
+pytestmark = pytest.mark.backend_free
+
+
+def test_the_snippets_run(capsys):
+    images = np.random.default_rng(0).uniform(-1, 1, (4, 16, 16, 1)).astype("float32")
+    names = {"keras": keras, "models": models, "np": np, "images": images}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    assert blocks
+    for block in blocks:
+        exec(block, names)
+    assert capsys.readouterr().out == "float32\n"
+    # Equal, and not because all are zero.
+    assert np.ptp(names["first"].predict(images, verbose=0)) > 0.1
+
+
+def test_the_tests_exist():
+    rows = re.findall(r"^\| .* \| (`tests/.*) \|$", PAGE, re.M)
+    assert len(rows) >= 6
+    for row in rows:
+        folder = None
+        for name in re.findall(r"`([^`]+)`", row):
+            path = ROOT / name if name.startswith("tests/") else folder / name
+            assert path.exists(), f"docs/numerics.md names {name}"
+            folder = path.parent
