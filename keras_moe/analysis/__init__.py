@@ -37,6 +37,7 @@ from keras_moe.analysis.fairness import (
     fairness_metrics,
     print_fairness,
 )
+from keras_moe.analysis.report import Report, report
 from keras_moe.analysis.routing_statistics import (
     RoutingStatistics,
     print_statistics,
@@ -65,6 +66,7 @@ __all__ = [
     "ExpertView",
     "FairnessMetrics",
     "KindLoads",
+    "Report",
     "RoutingScores",
     "RoutingStatistics",
     "TruncatedSVD",
@@ -95,6 +97,7 @@ __all__ = [
     "print_statistics",
     "print_truncated_svd",
     "prune_experts",
+    "report",
     "routing_scores",
     "routing_statistics",
     "routing_usage",

@@ -1,13 +1,22 @@
 """Figures and images of all pictures; the only folder that needs matplotlib."""
 
+import hashlib
 import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keras_moe.files import write_bytes
+
+# Colours of categories that people with any colour vision tell apart (Okabe and Ito),
+# without black and yellow, which one of a light and a dark page would hide.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+# A grey that both a light and a dark page show, for grids and other things.
+GREY = "#808080"
+_NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
 def new_figure(**kwargs) -> Any:
@@ -69,3 +78,66 @@ def write_figure(figure: Any, path: str | os.PathLike) -> None:
     figure.savefig(content, format=kind)
     target = path if Path(path).suffix else f"{path}.{kind}"
     write_bytes(target, content.getbuffer(), durable=False)
+
+
+def figure_svg(figure: Any) -> str:
+    """A figure as an SVG element for a page, light or dark.
+
+    Text stays text, in the page's font; what is black or white takes the colours of the
+    page's text and background, the CSS variable `--page`; and ids are the figure's own,
+    so that a page may hold several. Its width is the figure's, as far as there is room.
+
+    Args:
+        figure: figure of `new_figure`, laid out. Its texts must be made with
+            `parse_math=False` where they come from others.
+
+    Example:
+
+    >>> from keras_moe.analysis.plots.figure import figure_svg, new_figure
+    >>> figure = new_figure(figsize=(3, 2))
+    >>> _ = figure.text(0.5, 0.5, "1 < 2")
+    >>> "1 &lt; 2</text>" in figure_svg(figure)
+    True
+    """
+    import matplotlib
+
+    content = io.BytesIO()
+    # The salt makes the ids of clip paths the same each time.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "keras_moe"}):
+        figure.savefig(content, format="svg", transparent=True, metadata=_NO_METADATA)
+    svg = content.getvalue().decode("utf-8")
+    body = svg[svg.index("<svg") :].split(">", 1)[1].strip()
+    # Its styles would be those of the whole page.
+    body = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", body, flags=re.S)
+    body = re.sub(r"<!--.*?-->|(?<=>)\s+(?=<)", "", body, flags=re.S)
+    prefix = f"f{hashlib.sha256(body.encode()).hexdigest()[:8]}-"
+    # Texts, which may be of others, stay as they are.
+    body = re.sub(r"<[^>]*>", lambda tag: _for_page(tag.group(), prefix), body)
+    width, height = figure.get_size_inches()
+    return (
+        f'<svg viewBox="0 0 {72 * width:g} {72 * height:g}" '
+        f'style="width: {width:g}in; stroke-linejoin: round" fill="currentColor" '
+        f'aria-hidden="true">{body}'
+    )
+
+
+def _for_page(tag, prefix):
+    """A tag of matplotlib's SVG in the page's colours and font, with ids of its own."""
+    for old, new in (
+        ('id="', f'id="{prefix}'),
+        ('xlink:href="#', f'href="#{prefix}'),
+        ("xlink:href", "href"),
+        ("url(#", f"url(#{prefix}"),
+        ("#000000", "currentColor"),
+        ("#ffffff", "var(--page, #ffffff)"),
+    ):
+        tag = tag.replace(old, new)
+    # The size of a font stays, and its family is the page's.
+    tag = re.sub(r"\bfont: ([^;\"]*?)([\d.]+px) [^;\"]*", r"font-size: \2", tag)
+    tag = re.sub(r"\bfont-family: [^;\"]*;?", "", tag)
+    return re.sub(r'\b(d|x|y)="[^"]*"', lambda match: _short(match.group()), tag)
+
+
+def _short(coordinates):
+    """Coordinates in hundredths of a point, on one line."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", " ".join(coordinates.split()))

@@ -1,0 +1,117 @@
+"""The page of the report: one file of HTML, which loads nothing else."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from keras_moe._version import __version__
+from keras_moe.analysis.plots.figure import figure_svg
+from keras_moe.analysis.report.section import Content, Figure, Section, Subject, Table
+
+_FOLDER = Path(__file__).parent
+
+
+class Chapter(NamedTuple):
+    """A section of the page.
+
+    Attributes:
+        section: its section.
+        content: the section's content.
+    """
+
+    section: Section
+    content: Content
+
+
+def page_html(subject: Subject, chapters: list[Chapter], facts: dict[str, Any]) -> str:
+    """The page.
+
+    Args:
+        subject: model that is reported on.
+        chapters: sections in reading order.
+        facts: lines below the title by name, such as the number of examples.
+
+    Raises:
+        ImportError: if Jinja2 is not installed.
+    """
+    jinja2 = import_jinja2()
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["figure"] = _figure
+    script = _FOLDER / "report.js"
+    return environment.get_template("page.html").render(
+        subject=subject,
+        facts=facts,
+        chapters=[
+            {
+                "title": section.title,
+                "anchor": section.anchor,
+                "intro": section.intro,
+                "parts": _parts(content.body),
+                "verdicts": content.verdicts,
+            }
+            for section, content in chapters
+        ],
+        css=(_FOLDER / "report.css").read_text(encoding="utf-8"),
+        script=script.read_text(encoding="utf-8") if script.is_file() else "",
+        version=__version__,
+    )
+
+
+def import_jinja2() -> Any:
+    """Jinja2, which the page needs.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError(
+            "Reports need Jinja2 and matplotlib: pip install 'keras-moe[report]'"
+        ) from error
+    return jinja2
+
+
+def _figure(cell):
+    """A cell of a table as text."""
+    if isinstance(cell, bool) or not isinstance(cell, (int, float)):
+        return cell
+    return f"{cell:,}" if isinstance(cell, int) else f"{cell:,.4g}"
+
+
+def _parts(body):
+    """The parts of a section as the template takes them; figures in rows."""
+    parts = []
+    for item in body:
+        if isinstance(item, Figure):
+            if not parts or parts[-1]["kind"] != "figures":
+                parts.append({"kind": "figures", "figures": []})
+            parts[-1]["figures"].append(_drawn(item))
+        elif isinstance(item, Table):
+            parts.append({"kind": "table", **item._asdict()})
+        elif isinstance(item, str) and not hasattr(item, "__html__"):
+            parts.append({"kind": "text", "text": item})
+        else:
+            parts.append({"kind": "html", "markup": item.markup})
+    return parts
+
+
+def _drawn(figure):
+    import markupsafe
+
+    if not hasattr(figure.drawing, "savefig"):
+        raise TypeError(
+            f"Expected a matplotlib figure for {figure.name!r}; received: "
+            f"{type(figure.drawing).__name__}"
+        )
+    return {
+        "svg": markupsafe.Markup(figure_svg(figure.drawing)),
+        "alt": figure.alt,
+        "caption": figure.caption,
+        "width": figure.drawing.get_size_inches()[0],
+    }

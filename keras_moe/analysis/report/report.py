@@ -1,0 +1,158 @@
+"""The report on the routing of a model: a page, its pictures, and its figures."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_moe.analysis.plots.figure import write_figure
+from keras_moe.analysis.report.collection import Collection
+from keras_moe.analysis.report.page import Chapter, import_jinja2, page_html
+from keras_moe.analysis.report.section import (
+    Figure,
+    Options,
+    Section,
+    Verdict,
+)
+from keras_moe.analysis.report.sections.overview import Overview
+from keras_moe.analysis.report.subject import make_subject
+from keras_moe.files import is_plain_file, write_json, write_text
+from keras_moe.staging import staged_folder
+
+PAGE, DATA = "report.html", "report.json"
+# In reading order.
+SECTIONS: list[type[Section]] = [Overview]
+
+
+class Report(NamedTuple):
+    """The files of a report, and its findings.
+
+    Attributes:
+        page: path of `report.html`.
+        data: path of `report.json`.
+        pictures: paths of its figures as PNG files, in reading order.
+        verdicts: findings in plain words, those of the page.
+        num_examples: number of examples that it read.
+    """
+
+    page: Path
+    data: Path
+    pictures: list[Path]
+    verdicts: list[Verdict]
+    num_examples: int
+
+
+def report(
+    model: Any,
+    data: Any,
+    folder: str | os.PathLike = "report",
+    *,
+    name: str | None = None,
+    class_names: Any = None,
+    batch_size: int = 32,
+    max_examples: int | None = None,
+    options: Options | None = None,
+    verbose: Any = "auto",
+) -> Report:
+    """Writes a page on what the experts of a model do with data.
+
+    The page is one file without links to others, which any browser shows without a
+    network. The data is read once, batch by batch, and memory does not grow with it.
+
+    Args:
+        model: backbone or task with experts, with its weights.
+        data: images as the model takes them, an array (B, height, width, channels), or
+            the dict of a model of texts; a tuple `(images, labels)` of arrays, or
+            `(images, captions)`, or a dict with `"images"` and `"captions"` for a
+            model with a tokenizer; or batches of any of these, such as
+            `keras_moe.data.load` and `keras_moe.data.load_pairs` give.
+        folder: new folder for the report, or that of an older one, which it replaces.
+        name: name of the model for the title; None is the model's own.
+        class_names: names of the classes of labels; None takes the preprocessor's.
+        batch_size: number of examples that are routed at once.
+        max_examples: number of examples after which the report ends; None for all.
+        options: choices of its sections; None for `Options()`.
+        verbose: whether to show a progress bar.
+
+    Returns:
+        `Report` with the paths of the files, and the findings in plain words.
+
+    Raises:
+        ValueError: if the model has no experts, the data does not fit it or has no
+            example, or the folder holds something else than a report.
+        OSError: if it cannot be written. An older report is whole then.
+        ImportError: if Jinja2 or matplotlib is not installed.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("vmoe_digits", num_classes=10, load_weights=False)
+    >>> images = np.zeros((3, 16, 16, 1), "float32")
+    >>> written = analysis.report(model, images, "my_report", verbose=0)
+    >>> written.page.name, written.num_examples
+    ('report.html', 3)
+    """
+    import_jinja2()
+    options = options or Options()
+    subject = make_subject(model, name, class_names)
+    sections = [each(subject, options) for each in SECTIONS if each.fits(subject)]
+    bar = keras.utils.Progbar(max_examples, unit_name="example") if verbose else None
+    collection = Collection(subject, batch_size, max_examples, bar and bar.update)
+    for batch in collection.batches(data):
+        for section in sections:
+            section.update(batch)
+    chapters = [Chapter(section, section.finish()) for section in sections]
+    facts = {"examples": f"{collection.num_examples:,}"}
+    with staged_folder(folder, "report", _is_report, _is_own(folder)) as staging:
+        pictures = _write_pictures(chapters, staging)
+        write_text(staging / PAGE, page_html(subject, chapters, facts))
+        values = {
+            "name": subject.name,
+            "examples": collection.num_examples,
+            "pictures": pictures,
+            "verdicts": [v._asdict() for c in chapters for v in c.content.verdicts],
+            "sections": {c.section.anchor: c.content.data for c in chapters},
+        }
+        write_json(staging / DATA, values)
+    folder = Path(folder).expanduser().resolve()
+    return Report(
+        folder / PAGE,
+        folder / DATA,
+        [folder / picture for picture in pictures],
+        [verdict for chapter in chapters for verdict in chapter.content.verdicts],
+        collection.num_examples,
+    )
+
+
+def _write_pictures(chapters, folder):
+    """Writes the figures, and returns the names of their files."""
+    names = []
+    for chapter in chapters:
+        for item in chapter.content.body:
+            if isinstance(item, Figure):
+                name = f"{item.name}.png"
+                if name in names:
+                    raise ValueError(
+                        "Expected figures of different names; received: "
+                        f"{item.name!r} twice"
+                    )
+                write_figure(item.drawing, folder / name)
+                names.append(name)
+    return names
+
+
+def _is_report(folder):
+    return is_plain_file(folder, PAGE) and is_plain_file(folder, DATA)
+
+
+def _is_own(folder):
+    """A function that tells whether a file belongs to the report in a folder."""
+    names = {PAGE, DATA}
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        text = (Path(folder).expanduser() / DATA).read_text(encoding="utf-8")
+        names.update(json.loads(text)["pictures"])
+    return lambda path: path.name in names

@@ -1,0 +1,1 @@
+"""The sections of the routing report, one a file."""

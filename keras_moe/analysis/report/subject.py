@@ -1,0 +1,110 @@
+"""The model that is reported on, with a description of each of its routing records.
+
+Axes: E experts, K selected experts.
+"""
+
+from typing import Any
+
+from keras_moe.analysis.report.section import Block, Subject
+
+IMAGE, TEXT = "image", "text"
+
+
+def make_subject(
+    model: Any, name: str | None = None, class_names: Any = None
+) -> Subject:
+    """The subject of a report on a model.
+
+    Args:
+        model: backbone or task with `routing`.
+        name: name for titles; None is the model's own.
+        class_names: names of the classes of labels; None takes those that the model's
+            preprocessor has, if any.
+
+    Raises:
+        ValueError: if the model has no experts.
+    """
+    if not getattr(model, "routing", None):
+        raise ValueError(
+            "Expected a model with experts, whose `routing` has their records; "
+            f"received: {type(model).__name__} without"
+        )
+    backbone = getattr(model, "backbone", model)
+    takes_text, takes_images = _modalities(model)
+    default = IMAGE if takes_images else TEXT
+    blocks = {key: _block(model, backbone, key, default) for key in model.routing}
+    if class_names is None:
+        preprocessor = getattr(model, "preprocessor", None)
+        class_names = getattr(preprocessor, "class_names", None)
+    return Subject(
+        model,
+        str(name if name is not None else model.name),
+        blocks,
+        _grid(backbone) if takes_images else None,
+        None if class_names is None else tuple(str(x) for x in class_names),
+        tuple(
+            x for x, is_taken in ((IMAGE, takes_images), (TEXT, takes_text)) if is_taken
+        ),
+    )
+
+
+def _modalities(model):
+    """Whether a model takes texts, and whether it takes images."""
+    if not isinstance(model.input, dict):
+        return False, True
+    return "token_ids" in model.input, "images" in model.input
+
+
+def _grid(backbone):
+    """The grid of patches, where the model knows it."""
+    try:
+        return tuple(backbone.grid)
+    except (AttributeError, ValueError):
+        return None
+
+
+def _block(model, backbone, key, default):
+    modality, slash, _ = key.partition("/")
+    if not slash or modality not in (IMAGE, TEXT):
+        modality = default
+    record = model.routing[key]
+    num_experts = int(record.dispatched.shape[-1])
+    block = Block(key, key, modality, "mumoe", ("ffn",) * num_experts, None, None, None)
+    if key == "head" or key.endswith("/token_mixer"):
+        return block
+    layer = getattr(backbone.get_layer(key), "feed_forward", None)
+    router = getattr(layer, "router", None)
+    if router is None:
+        return block
+    side = getattr(router, "side", None)
+    invariant = getattr(router, "batch_invariant", True)
+    return block._replace(
+        block=_name_of(backbone, key, layer, model.routing),
+        kind={"token": "token_choice", "expert": "expert_choice"}.get(side, "soft"),
+        expert_kinds=tuple(
+            name for name, count in router.kinds._asdict().items() for _ in range(count)
+        ),
+        num_selected_experts=getattr(router, "num_selected_experts", None),
+        capacity_factor=_capacity_factor(router, side),
+        group_size=None if invariant else layer.group_size,
+    )
+
+
+def _name_of(backbone, key, layer, keys):
+    """A layer's name, without a modality where both share it."""
+    modality, slash, name = key.partition("/")
+    other = f"{TEXT if modality == IMAGE else IMAGE}/{name}"
+    if slash and other in keys and backbone.get_layer(other).feed_forward is layer:
+        return name
+    return key
+
+
+def _capacity_factor(router, side):
+    """The capacity factor at inference."""
+    if side == "token":
+        return router.eval_capacity_factor
+    if side != "expert":
+        return None
+    if router.eval_capacity_factor is not None:
+        return router.eval_capacity_factor
+    return router.capacity_factor
