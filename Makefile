@@ -4,7 +4,7 @@
 #   make test          the whole suite on JAX, TensorFlow and PyTorch
 #   make lint          formatting and static checks
 #   make benchmark     one table of speed: ours, the limits, and other libraries
-#   make guides        the notebooks, from the guides' sources
+#   make guides        the notebooks of the guides, run again where they are older
 #   make docs          the documentation site, in docs/_build/html
 #   make clean         forget .venv, caches and built packages
 #
@@ -58,7 +58,7 @@ benchmark: $(BENCH)
 	@$(BIN)/python -m tools.benchmark $(ARGS)
 
 guides: $(ALL)
-	@$(BIN)/python -m jupytext --quiet --to ipynb guides/*.py
+	@$(BIN)/python -m tools.guides $(ARGS)
 
 docs: $(DOCS)
 	@KERAS_BACKEND=torch $(BIN)/python -m sphinx -W -n --keep-going -q docs docs/_build/html

@@ -18,15 +18,32 @@
 # step is, and which command starts it. Every figure below is computed when the guide
 # runs, by `keras_moe.distribution.costs`. The guide needs no accelerator, and allocates
 # no weight.
-#
-# In Colab, install the library from a checkout first: `%pip install -q
-# ./keras_moe[jax]`.
 
 # %%
+# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
+# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
 import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
+EXTRAS = "jax,plots"
+if getattr(find_spec("keras_moe"), "origin", None) is None:
+    package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
+    command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
+    subprocess.run(command, check=True)
+backend = "jax"  # takes a TPU or a GPU where it sees one
+if shutil.which("nvidia-smi") and find_spec("torch"):
+    import jax
 
+    backend = "torch" if jax.default_backend() == "cpu" else "jax"
+os.environ.setdefault("KERAS_BACKEND", backend)
+# The settings of the tests: fewer and smaller of everything, to the same end.
+SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
+
+# %%
+import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
@@ -105,16 +122,38 @@ def plan(name, preset, devices, batch_size, **options):
     }
 
 
+WAYS = (1, 2, 4, 8, 16, 32)
 table(
     f"V-MoE-H/14, {CHIPS} x {chip.name}, a batch of {BATCH}: each chip",
     [
         plan(f"expert_parallel={n}", "vmoe_h14", CHIPS, BATCH, expert_parallel=n)
-        for n in (1, 2, 4, 8, 16, 32)
+        for n in WAYS
     ],
 )
 
 # %% [markdown]
-# Memory is in GiB, what leaves a chip in a step in GB. Read the rows from the top.
+# Memory is in GiB, what leaves a chip in a step in GB. The picture has the same memory
+# by its use, and the line is what a chip has.
+
+# %%
+rows = [
+    distribution.costs("vmoe_h14", CHIPS, BATCH, expert_parallel=n).memory for n in WAYS
+]
+figure, axis = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
+bottom = [0.0] * len(WAYS)
+for part, colour in zip(
+    rows[0], ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999")
+):
+    heights = [row[part] / GIB for row in rows]
+    axis.bar([str(n) for n in WAYS], heights, bottom=bottom, color=colour, label=part)
+    bottom = [below + height for below, height in zip(bottom, heights)]
+axis.axhline(chip.memory / GIB, color="black", linestyle="--", label=chip.name)
+axis.set(xlabel="devices that share the experts (expert_parallel)", ylabel="GiB a chip")
+axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+plt.show()
+
+# %% [markdown]
+# Read the rows from the top.
 # Plain data parallelism (`expert_parallel=1`) has all experts everywhere: too much
 # memory, and every gradient is summed over all chips. Each doubling halves the experts
 # on a chip; attention, the dense blocks and the activations stay as they are.
@@ -361,3 +400,11 @@ print(command("vmoe_h14", 512, "batch", model=["rematerialize=true"]))
 # programs). Activations are counted as XLA keeps them on a CPU, where it fuses least: a
 # pod needs less. The utilisation cannot be computed: time ten steps, and pass the share
 # of the peak that they reach.
+#
+# ## What to do next
+#
+# - Ask the same of your own model and machine: `keras-moe plan --help`.
+# - *Many devices* (`docs/devices.md`) has the equations, and shows the layout of every
+#   weight.
+# - Rehearse the command on one machine: `keras-moe train vmoe_digits --data digits`
+#   takes the same arguments, and eight virtual devices of a CPU share experts, too.
