@@ -118,7 +118,7 @@ def truncated_svd(
 
     >>> import numpy as np
     >>> from keras_moe import analysis, models
-    >>> model = models.from_preset("vmoe_digits", num_classes=10)
+    >>> model = models.from_preset("vmoe_digits")
     >>> images, labels = np.zeros((4, 16, 16, 1), "float32"), np.zeros(4, "int32")
     >>> result = analysis.truncated_svd(model, images, labels, [0.5], verbose=0)
     >>> len(result.scores), len(result.kernels)

@@ -67,14 +67,13 @@ def expert_usage(
 
     Example:
 
-    >>> import numpy as np
-    >>> from keras_moe import analysis, models
-    >>> model = models.from_preset("vmoe_digits", num_classes=10)
-    >>> images = np.zeros((4, 16, 16, 1), "float32")
-    >>> labels = np.array([0, 1, 1, 2])
+    >>> from keras_moe import analysis, data, models
+    >>> model = models.from_preset("vmoe_digits")
+    >>> images, labels = data.load_digits("test", image_shape=(16, 16, 1))
     >>> usage = analysis.expert_usage(model, images, groups=labels, verbose=0)
-    >>> usage.blocks["block_1"].tokens.sum(axis=1).tolist()  # 17 tokens, K=2
-    [34.0, 68.0, 34.0]
+    >>> tokens = usage.blocks["block_1"].tokens  # of each digit, by each expert
+    >>> tokens.shape, int(tokens.sum()) == 450 * 17 * 2  # 17 tokens, K=2
+    ((10, 8), True)
     """
     probe = UsageProbe(model, contributions)
     names = _group_names(groups, group_names)

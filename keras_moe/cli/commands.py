@@ -97,7 +97,11 @@ def train(commands: Any) -> None:
     parser.add_argument(
         "recipe", metavar="RECIPE", help="a name, or a TOML or JSON file"
     )
-    add_preset(parser, "--preset", help="the model, in the place of the recipe's")
+    add_preset(
+        parser,
+        "--preset",
+        help="the model in the place of the recipe's, with its weights if it has any",
+    )
     add_data(parser, help="; in the place of the recipe's")
     add_overrides(parser)
     add_overrides(

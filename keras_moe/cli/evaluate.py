@@ -31,6 +31,7 @@ from keras_moe.cli.result import Result, show_all
 from keras_moe.data.label_hierarchy import as_hierarchy
 from keras_moe.data.sources import open_source
 from keras_moe.evaluation.average_precision import mean_of_defined
+from keras_moe.models import registry
 from keras_moe.models.pair_backbone import PairBackbone
 from keras_moe.training.flat_recipes import in_sections, is_flat
 
@@ -101,10 +102,12 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     overrides = model_overrides(args.set, {"preset": FIRST})
     of_pairs = has_pairs(preset, overrides)
     images = (find_pair_data if of_pairs else find_images)(args, recipe)
-    if preset in models.list_presets():
+    if preset in models.list_presets() and not (
+        registry.has_weights(preset) and overrides.get("load_weights", True)
+    ):
         warnings.warn(
-            f"{preset} is an architecture without weights: these are figures of random "
-            "ones",
+            f"{preset} is evaluated without trained weights: these are figures of "
+            "random ones",
             stacklevel=1,
         )
     before = keras.distribution.distribution()
@@ -130,9 +133,9 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
 def has_pairs(preset: str, overrides: dict) -> bool:
     """Whether a preset's model embeds pairs of images and texts."""
-    arguments = {name: value for name, value in overrides.items() if name != "task"}
-    options = {"task": overrides.get("task"), "counts_only": True}
-    with models.resolve(preset, arguments, **options) as blueprint:
+    arguments = dict(overrides)
+    options = {k: arguments.pop(k) for k in ("task", "load_weights") if k in arguments}
+    with models.resolve(preset, arguments, **options, counts_only=True) as blueprint:
         return issubclass(blueprint.backbone, PairBackbone)
 
 

@@ -33,7 +33,9 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     keras.utils.set_random_seed(args.seed)
 
     console.rule(f"{PRESET} on {keras.backend.backend()}")
-    model = models.from_preset(PRESET, num_classes=10, seed=args.seed)
+    model = models.from_preset(
+        PRESET, num_classes=10, seed=args.seed, load_weights=False
+    )
     image_shape = model.backbone.image_shape
     train_images, train_labels = data.load_digits("train", image_shape)
     test_images, test_labels = data.load_digits("test", image_shape)

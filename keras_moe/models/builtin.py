@@ -1,4 +1,8 @@
-"""The presets that ship with the library: one JSON file each."""
+"""The presets that ship with the library: one JSON file each.
+
+Beside the file of a trained one lies a folder of its name, as `save_to_preset` writes
+it; `tools/make_trained_presets.py` makes both from a recipe.
+"""
 
 import copy
 import functools
@@ -15,8 +19,9 @@ def builtin_presets() -> dict[str, dict]:
     Each is a dict with `description`, `source`, `variant` (a dict by tower where there
     are several), the class names `backbone`
     and `task`, and their arguments `config` (the variant's sizes included) and
-    `task_config`; and `class_names` where its classes have names. The caller may
-    change what it gets.
+    `task_config`; `class_names` where its classes have names; and where it is trained
+    `weights`, the path of its folder, and `results`, its measured figures. The caller
+    may change what it gets.
     """
     return copy.deepcopy(_read_presets())
 
@@ -28,6 +33,9 @@ def _read_presets():
         preset = json.loads(path.read_text(encoding="utf-8"))
         config = _with_sizes(preset["config"], preset["variant"])
         presets[name] = {**preset, "config": config}
+        if "weights" in preset:
+            # Whether or not it is there: a trained preset is never silently random.
+            presets[name]["weights"] = str(path.with_name(preset["weights"]))
     return presets
 
 

@@ -144,9 +144,9 @@ class MoEModel(Exportable, TorchParameters):
         """Makes a model from a preset.
 
         Args:
-            preset: name of a preset (an architecture without weights), local folder,
-                or `hf://`, `kaggle://` or `gs://` handle; or weights that others have
-                published, see `keras_moe.models.convert`.
+            preset: name of a preset (see `keras_moe.models.list_presets`), local
+                folder, or `hf://`, `kaggle://` or `gs://` handle; or weights that
+                others have published, see `keras_moe.models.convert`.
             load_weights: whether to load the preset's weights, if it has any.
             **kwargs: any argument of the backbone and, for a task, of the task. Weights
                 must fit, except that position embeddings and the patch kernel are

@@ -67,16 +67,16 @@ class ModelCard:
     >>> import tempfile
     >>> from pathlib import Path
     >>> from keras_moe import models
-    >>> model = models.from_preset("vmoe_digits", num_classes=10)
+    >>> model = models.from_preset("vmoe_digits")
     >>> card = models.ModelCard(
     ...     license="apache-2.0",
     ...     data="digits",
-    ...     results=[models.CardResult("accuracy", 0.9911, "digits")],
+    ...     results=[models.CardResult("accuracy", 0.9867, "digits")],
     ... )
     >>> folder = Path(tempfile.mkdtemp()) / "my_digits"
     >>> model.save_to_preset(folder, card=card)
     >>> page = (folder / "README.md").read_text(encoding="utf-8")
-    >>> "# my_digits" in page, "| accuracy | 0.9911 | digits, test |" in page
+    >>> "# my_digits" in page, "| accuracy | 0.9867 | digits, test |" in page
     (True, True)
     """
 

@@ -40,8 +40,9 @@ class ModelSource:
     """The description of a model by its source, before overrides.
 
     Attributes:
-        kind: `ARCHITECTURE` for a registered preset without weights, `SAVED` for a
-            preset's folder or handle, `PUBLISHED` for weights of other libraries.
+        kind: `ARCHITECTURE` for a registered preset whose weights are not wanted, or
+            are not there; `SAVED` for a preset's folder or handle, a registered one's
+            among them; `PUBLISHED` for weights of other libraries.
         name: name of the source, for descriptions and messages.
         label: the source and its backbone in words, for messages.
         backbone: class of the backbone.
@@ -125,9 +126,9 @@ class _Architecture(ModelSource):
 class _Saved(ModelSource):
     kind = SAVED
 
-    def __init__(self, preset, load_weights):
-        self._preset, self._load_weights = read_preset(preset), load_weights
-        self.name = os.fspath(preset)
+    def __init__(self, preset, load_weights, name=None):
+        self._preset, self._load_weights = read_preset(preset, name), load_weights
+        self.name = os.fspath(preset) if name is None else name
         self.backbone, self.config = self._preset.backbone, self._preset.config
         self.label = f"preset={self.name!r} of {self.backbone.__name__}"
         self.task = self._preset.task or registry.task_class(self.backbone)
@@ -138,11 +139,11 @@ class _Saved(ModelSource):
         return self._preset.task_config() if self.is_trained else {}
 
     def explained(self):
-        return explained(self._preset.path)
+        return explained(self._preset.path, self.name)
 
     def weights(self, new_weights=()):
         has_head = self.is_trained and not new_weights
-        return SavedWeights(self._preset.path, has_head, self._load_weights)
+        return SavedWeights(self._preset.path, has_head, self._load_weights, self.name)
 
 
 class _Published(ModelSource):
@@ -198,6 +199,8 @@ def open_model_source(
         ValueError: if the source is unknown or not whole.
     """
     spec = registry.preset(source)
+    if spec is not None and spec["weights"] is not None and load_weights:
+        return _Saved(spec["weights"], load_weights, source)
     if spec is not None:
         return _Architecture(source, spec)
     if is_convertible(source):

@@ -4,6 +4,7 @@ This module knows none of them, so that every module of `models` may import it.
 """
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,15 @@ _BACKBONES: dict[str, type] = {}
 _TASKS: dict[str, type] = {}
 _PRESETS: dict[str, dict] = {}
 # The entries that a preset may leave out, with their defaults.
-_OPTIONAL = {"source": "", "task": None, "task_config": {}, "class_names": None}
+_OPTIONAL = {
+    "source": "",
+    "task": None,
+    "task_config": {},
+    "class_names": None,
+    "weights": None,
+    "results": (),
+}
+_RESULT = ("metric", "value", "data", "split")
 _ENTRIES = ("description", "backbone", "config", *_OPTIONAL, "variant")
 
 
@@ -103,13 +112,16 @@ def register_task(cls: type) -> type:
 
 
 def register_presets(presets: Mapping[str, dict]) -> None:
-    """Registers presets by name: architectures without weights.
+    """Registers presets by name: architectures, with weights or without.
 
     Args:
         presets: name to a dict with `description`, `backbone` (a registered class or
             its name) and `config` (its arguments by flat names); and where they
             matter `task` (a registered class or its name), `task_config` (its
             arguments), `class_names`, and `source`, the paper or file of the sizes.
+            A trained one has `weights`, a folder that `save_to_preset` wrote from a
+            model of this config, or its handle; and `results`, a list of dicts with
+            the `metric`, `value`, `data` and `split` of a figure.
 
     Raises:
         ValueError: if an entry is missing or unknown, or a different
@@ -145,6 +157,8 @@ def register_presets(presets: Mapping[str, dict]) -> None:
         for part in ("backbone", "task"):
             if isinstance(spec[part], type):
                 spec[part] = spec[part].__name__
+        for result in spec["results"]:
+            check_argument_names(result, _RESULT, f"a result of the preset {name!r}")
         if _PRESETS.get(name, spec) != spec:
             raise ValueError(
                 f"Expected a new name for a preset; received: {name!r}, which is "
@@ -183,10 +197,39 @@ def presets_of(cls: type) -> dict[str, dict]:
         cls: class of a backbone or a task.
     """
     return {
-        name: {"metadata": {k: spec[k] for k in ("description", "source")}}
+        name: {"metadata": {"description": summary(spec), "source": spec["source"]}}
         for name, spec in presets().items()
         if cls.__name__ in (spec["backbone"], spec["task"])
     }
+
+
+def summary(spec: dict) -> str:
+    """A line about a preset: its description, and what its weights have reached.
+
+    Args:
+        spec: preset as `presets` has it.
+
+    Example:
+
+    >>> from keras_moe.models import registry
+    >>> registry.summary(registry.preset("vmoe_b32"))
+    'V-MoE-B/32, Every 2: 32 experts, K=2, MoE in every other block'
+    """
+    if spec["weights"] is None:
+        return spec["description"]
+    figures = [_figure(**result) for result in spec["results"]]
+    return f"{spec['description']}; trained: {', '.join(figures) or 'yes'}"
+
+
+def _figure(metric, value, data, split):
+    metric = re.sub(r"_r(\d+)$", r" R@\1", metric).replace("_", " ")
+    return f"{metric} {value:.1%} on {data} {split}"
+
+
+def has_weights(name: Any) -> bool:
+    """Whether a name is that of a registered preset with weights."""
+    spec = _PRESETS.get(name) if isinstance(name, str) else None
+    return spec is not None and spec["weights"] is not None
 
 
 def preset(name: Any) -> dict | None:

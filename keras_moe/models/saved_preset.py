@@ -59,16 +59,26 @@ class SavedPreset(NamedTuple):
         return config
 
 
-def read_preset(preset: str | os.PathLike) -> SavedPreset:
+# The remedy where arguments other than the saved ones do not fit the weights.
+_ADVICE = "load_weights=False makes a model of these arguments with initial weights"
+
+
+def read_preset(preset: str | os.PathLike, name: str | None = None) -> SavedPreset:
     """Reads the configs of a preset, and none of its weights.
 
     Args:
         preset: folder or handle.
+        name: name of the registered preset whose weights these are, or None.
 
     Raises:
         ValueError: if `preset` is neither, the folder is not whole, or its backbone is
             not registered.
     """
+    if name is not None and "://" not in str(preset) and not Path(preset).is_dir():
+        raise ValueError(
+            f"Expected the weights of preset={name!r} in {preset}; received: no such "
+            f"folder. The installation is not whole; {_ADVICE}"
+        )
     path = check_preset(preset)
     with explained(path):
         content = load_json(path)
@@ -107,11 +117,13 @@ class SavedWeights:
         path: folder to read from, or handle.
         has_head: whether those of the task around the backbone are loaded, too.
         is_wanted: whether the weights are loaded; False keeps the initial ones.
+        name: name of the preset in messages; None takes the path.
     """
 
     path: str
     has_head: bool
     is_wanted: bool = True
+    name: str | None = None
 
     def fills_backbone(self) -> bool:
         """Whether no initial value of the backbone is kept."""
@@ -132,9 +144,10 @@ class SavedWeights:
         if not self.is_wanted:
             return
         backbone = getattr(model, "backbone", model)
-        if self.fills_head():
-            model.load_task_weights(get_file(self.path, _TASK_WEIGHTS))
-        backbone.load_weights(self._backbone_file())
+        with explained(self.path, self.name, _ADVICE):
+            if self.fills_head():
+                model.load_task_weights(get_file(self.path, _TASK_WEIGHTS))
+            backbone.load_weights(self._backbone_file())
 
     def _backbone_file(self):
         if check_file_exists(self.path, _WEIGHTS):
@@ -157,7 +170,7 @@ class SavedWeights:
 
     def explained(self) -> contextlib.AbstractContextManager:
         """Errors within name the preset."""
-        return explained(self.path)
+        return explained(self.path, self.name)
 
     def close(self) -> None:
         """Does nothing: no file stays open."""
@@ -187,8 +200,15 @@ def check_preset(preset: str | os.PathLike) -> str:
 
 
 @contextlib.contextmanager
-def explained(preset: str) -> Iterator[None]:
-    """Says which preset an error comes from: Keras's own do not."""
+def explained(preset: str, name: str | None = None, advice: str = "") -> Iterator[None]:
+    """Says which preset an error comes from: Keras's own do not.
+
+    Args:
+        preset: folder or handle.
+        name: name of the preset for people; None takes `preset`.
+        advice: clause about what helps.
+    """
+    received = f"preset={str(name or preset)!r}"
     try:
         yield
     except (
@@ -199,10 +219,10 @@ def explained(preset: str) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        if str(preset) in str(error):
+        if str(preset) in str(error) or received in str(error):
             raise
         raise ValueError(
-            "Expected a preset whose files fit together and fit the arguments; "
-            f"received: preset={str(preset)!r}, which failed with "
+            "Expected a preset whose files fit together and fit the arguments"
+            f"{advice and f' ({advice})'}; received: {received}, which failed with "
             f"{type(error).__name__}: {error}"
         ) from error

@@ -38,6 +38,7 @@ _CLIP = (
 )
 _SIGLIP = "Sigmoid Loss for Language Image Pre-Training; big_vision models/vit.py"
 _EMOJI = "keras_moe: trains on emoji of 32 x 32 pixels in a few minutes"
+_DIGITS = "keras_moe: trains on 8 x 8 digits in about a minute"
 _VMOE = "google-research/vmoe configs/vmoe_paper; LIMoE, Table 4"
 
 # V-MoE's and LIMoE's S is 8 layers of 512, ViT's S is 12 layers of 384: their authors
@@ -67,7 +68,6 @@ VARIANTS = {
     ),
     "emoji/Ti": Variant(64, 4, 4, 192, _EMOJI),
     "emoji/S": Variant(96, 4, 4, 192, _EMOJI),
-    "digits/Ti": Variant(
-        64, 4, 4, 128, "keras_moe: trains on 8 x 8 digits in about a minute"
-    ),
+    "digits/Ti": Variant(64, 4, 4, 128, _DIGITS),
+    "digits_mixer/Ti": Variant(64, 4, None, 128, _DIGITS, token_mlp_dim=32),
 }

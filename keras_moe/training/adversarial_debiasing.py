@@ -36,7 +36,7 @@ def adversarial_debiasing(
 
     >>> import numpy as np
     >>> from keras_moe import models, training
-    >>> classifier = models.from_preset("vmoe_digits", num_classes=10)
+    >>> classifier = models.from_preset("vmoe_digits")
     >>> model = training.adversarial_debiasing(classifier)
     >>> images, labels = np.zeros((4, 16, 16, 1), "float32"), np.zeros(4, "int32")
     >>> targets = {"predictions": labels, "attribute": np.array([0, 1, 0, 1])}

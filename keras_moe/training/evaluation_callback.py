@@ -120,7 +120,9 @@ class FewShot:
     >>> from keras_moe.training import FewShot
     >>> labels = np.arange(6) % 2
     >>> images = np.ones((6, 16, 16, 1), "float32") * labels[:, None, None, None]
-    >>> model = models.from_preset("vmoe_digits", num_classes=2, num_layers=2)
+    >>> model = models.from_preset(
+    ...     "vmoe_digits", num_classes=2, num_layers=2, load_weights=False
+    ... )
     >>> FewShot((images, labels), (images, labels), shots=(1,))(model)
     {'1_shot': 1.0}
     """

@@ -43,7 +43,7 @@ def check_extension(
     >>> recipe = Recipe(
     ...     "mine",
     ...     data={"batch_size": 8},
-    ...     model={"preset": "vmoe_digits"},
+    ...     model={"preset": "vmoe_digits", "load_weights": False},
     ...     schedule={"learning_rate": 1e-3, "epochs": 3, "decay": "constant"},
     ... )
     >>> check_extension(recipe, {"schedule.epochs": 2}, 10, batches=20)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_moe.checks import check_argument_names, check_bool
+from keras_moe.models import registry
 
 # Where each flat setting is now.
 PLACES = {
@@ -101,6 +102,9 @@ def in_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
             sections.setdefault(section, {}).update(value)
         else:
             sections[section] = value
+    if registry.has_weights(settings.get("preset")):
+        # Presets of that name had none then.
+        sections["model"].setdefault("load_weights", False)
     if multi_label:
         sections.setdefault("objective", {})["name"] = "multi_label"
     return sections

@@ -63,7 +63,7 @@ class Objective(Section):
     >>> recipe = Recipe(
     ...     "mine",
     ...     data={"batch_size": 8},
-    ...     model={"preset": "vmoe_digits"},
+    ...     model={"preset": "vmoe_digits", "load_weights": False},
     ...     schedule={"learning_rate": 1e-3, "epochs": 1},
     ...     objective={"name": "brightness", "scale": 2.0},
     ... )
@@ -117,6 +117,7 @@ class Objective(Section):
         return models.from_preset(
             config.preset,
             dtype=config.dtype,
+            load_weights=config.load_weights,
             seed=seed,
             **{
                 **json_copy("overrides", config.overrides),

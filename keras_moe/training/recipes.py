@@ -60,7 +60,7 @@ class Recipe:
     >>> recipe = Recipe(
     ...     "mine",
     ...     data={"source": "digits", "batch_size": 32},
-    ...     model={"preset": "vmoe_digits", "num_experts": 4},
+    ...     model={"preset": "vmoe_b32", "num_experts": 4},
     ...     schedule={"epochs": 2, "learning_rate": 1e-3},
     ... )
     >>> learning_rate = recipe.learning_rate(steps_per_epoch=40)

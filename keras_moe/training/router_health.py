@@ -80,7 +80,9 @@ class RouterHealth(PeriodicCallback):
     >>> import numpy as np
     >>> from keras_moe import models
     >>> from keras_moe.training import RouterHealth
-    >>> model = models.from_preset("vmoe_digits", num_classes=10, num_layers=2)
+    >>> model = models.from_preset(
+    ...     "vmoe_digits", num_classes=10, num_layers=2, load_weights=False
+    ... )
     >>> health = RouterHealth(np.zeros((4, 16, 16, 1), "float32"), min_entropy=0.0)
     >>> health.set_model(model)
     >>> sorted(health.measure())

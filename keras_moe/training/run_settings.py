@@ -14,6 +14,7 @@ _WORDS = ("description", "reference", "notes")
 _UNREADABLE = "unreadable_images"
 # The digest of a vocabulary that a run trains anew, also when it is resumed.
 TOKENIZER = "tokenizer_sha256"
+_LOAD_WEIGHTS = "model.load_weights"
 
 
 def run_settings(
@@ -81,10 +82,10 @@ def saved_settings(
     8
     """
     settings = dict(settings)
-    if TOKENIZER in current:
-        # An earlier version did not say.
-        settings.setdefault(TOKENIZER, current[TOKENIZER])
+    # An earlier version did not say, and a resumed run has the checkpoint's weights.
+    unsaid = {k: current[k] for k in (TOKENIZER, _LOAD_WEIGHTS) if k in current}
     if not is_flat(settings) or "model.preset" not in current:
-        return settings
+        return {**unsaid, **settings}
     others = {name: settings.pop(name) for name in [_UNREADABLE] if name in settings}
-    return {**run_settings(Recipe.from_dict(settings), own_data=True), **others}
+    settings = run_settings(Recipe.from_dict(settings), own_data=True)
+    return {**settings, **others, **unsaid}

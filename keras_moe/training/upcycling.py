@@ -103,7 +103,9 @@ def upcycle(
     Example:
 
     >>> from keras_moe import models, training
-    >>> dense = models.from_preset("vmoe_digits", num_classes=10, moe_layers=None)
+    >>> dense = models.from_preset(
+    ...     "vmoe_digits", num_classes=10, moe_layers=None, load_weights=False
+    ... )
     >>> sparse, report = training.upcycle(dense, num_experts=4)
     >>> report.blocks, report.largest_difference < 1e-4
     (('block_1', 'block_3'), True)

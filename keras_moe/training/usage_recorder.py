@@ -62,7 +62,9 @@ class UsageRecorder(PeriodicCallback):
     >>> import numpy as np
     >>> from keras_moe import models
     >>> from keras_moe.training import UsageRecorder
-    >>> model = models.from_preset("vmoe_digits", num_classes=10, num_layers=2)
+    >>> model = models.from_preset(
+    ...     "vmoe_digits", num_classes=10, num_layers=2, load_weights=False
+    ... )
     >>> recorder = UsageRecorder(np.zeros((4, 16, 16, 1), "float32"), batch_size=2)
     >>> recorder.set_model(model)
     >>> list(recorder.measure())

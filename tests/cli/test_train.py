@@ -51,7 +51,7 @@ def test_one_command_trains_and_saves(
     # Settings that were overridden, and one that was not.
     assert results["recipe"]["schedule"]["epochs"] == 2
     assert results["recipe"]["model"]["hidden_dim"] == 8
-    assert results["recipe"]["model"]["stochastic_depth"] == 0.1
+    assert results["recipe"]["model"]["load_weights"] is False
     assert {name: len(values) for name, values in results["history"].items()} == {
         **dict.fromkeys(("loss", "accuracy", "val_loss", "val_accuracy"), 2),
         **{f"router/{name}": 2 for name in ("entropy", "dead", "dropped", "max_gate")},

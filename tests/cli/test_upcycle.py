@@ -12,7 +12,9 @@ pytestmark = pytest.mark.backend_free
 def dense(tmp_path_factory):
     """A dense preset of the digits' model."""
     folder = tmp_path_factory.mktemp("presets") / "dense"
-    model = models.from_preset("vmoe_digits", moe_layers=None, num_classes=10)
+    model = models.from_preset(
+        "vmoe_digits", moe_layers=None, num_classes=10, load_weights=False
+    )
     model.save_to_preset(folder)
     return folder
 

@@ -94,6 +94,21 @@ def test_a_program_works(run):
     assert json.loads(done.stdout)["parameters"] > 0
 
 
+def test_trained_presets_are_inside(run, tmp_path):
+    program = tmp_path / "every_trained_preset.py"
+    program.write_text(
+        "from keras_moe import models\n"
+        "from keras_moe.models.builtin import builtin_presets\n"
+        "for name, preset in builtin_presets().items():\n"
+        "    if 'weights' in preset:\n"
+        "        print(name, models.from_preset(name).count_params())\n"
+    )
+    done = run("python", program)
+    assert done.returncode == 0, done.stderr
+    trained = {path.parent.name for path in ROOT.glob("presets/*/config.json")}
+    assert {line.split()[0] for line in done.stdout.splitlines()} == trained
+
+
 def test_a_mistake_is_one_line(run):
     done = run("keras-moe", "describe", "vmoe_b33")
     assert (done.returncode, done.stdout) == (2, "")

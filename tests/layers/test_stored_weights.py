@@ -73,7 +73,9 @@ def test_a_kernel_is_in_memory_once_while_it_is_read(tmp_path):
 
 
 def test_weights_that_are_loaded_are_not_drawn(tmp_path, monkeypatch):
-    model = models.from_preset("vmoe_digits", num_classes=3, mlp_dim=8)
+    model = models.from_preset(
+        "vmoe_digits", num_classes=3, mlp_dim=8, load_weights=False
+    )
     model.save_to_preset(tmp_path / "preset")
     draws = []
 
@@ -91,7 +93,7 @@ def test_weights_that_are_loaded_are_not_drawn(tmp_path, monkeypatch):
 
 
 def test_a_new_head_is_drawn_and_trains(tmp_path):
-    backbone = models.from_preset("vmoe_digits", mlp_dim=8, seed=1)
+    backbone = models.from_preset("vmoe_digits", mlp_dim=8, seed=1, load_weights=False)
     backbone.save_to_preset(tmp_path / "preset")
     model = models.from_preset(tmp_path / "preset", num_classes=3)
     for expected, received in zip(_values(backbone), _values(model.backbone)):

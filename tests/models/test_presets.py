@@ -26,7 +26,9 @@ def images(size=16, batch=3):
 
 
 def digits_model(**overrides):
-    model = models.from_preset("vmoe_digits", num_classes=10, **overrides)
+    model = models.from_preset(
+        "vmoe_digits", num_classes=10, **overrides, load_weights=False
+    )
     # The head starts at zero: give it something to say.
     kernel = model.output_dense.kernel
     kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
@@ -155,7 +157,7 @@ def test_heads_of_presets_fit_what_is_overridden():
     ],
 )
 def test_describe_counts_what_the_model_has(preset, overrides):
-    model = models.from_preset(preset, num_classes=10, **overrides)
+    model = models.from_preset(preset, num_classes=10, load_weights=False, **overrides)
     description = models.describe(preset, num_classes=10, **overrides)
     assert description.parameters == model.count_params()
     for part in description.parts[1:]:
@@ -242,7 +244,7 @@ def test_every_preset_is_described(preset):
 @pytest.mark.backend_free
 @pytest.mark.usefixtures("traced")
 def test_a_classifier_is_ready_for_fit():
-    model = models.from_preset("vmoe_digits", num_classes=10)
+    model = models.from_preset("vmoe_digits", num_classes=10, load_weights=False)
     assert isinstance(model, ViTImageClassifier)
     history = model.fit(images(), np.array([0, 1, 9]), verbose=0)
     assert np.isfinite(history.history["loss"][0])
@@ -251,8 +253,13 @@ def test_a_classifier_is_ready_for_fit():
 
 @pytest.mark.backend_free
 def test_without_classes_an_architecture_gives_its_backbone():
-    assert isinstance(models.from_preset("vmoe_digits"), ViTBackbone)
-    assert isinstance(models.from_preset("vmoe_digits", task="backbone"), ViTBackbone)
+    assert isinstance(
+        models.from_preset("vmoe_digits", load_weights=False), ViTBackbone
+    )
+    assert isinstance(
+        models.from_preset("vmoe_digits", task="backbone", load_weights=False),
+        ViTBackbone,
+    )
 
 
 @pytest.mark.backend_free
@@ -261,6 +268,7 @@ def test_any_argument_can_be_overridden():
         "vmoe_digits", num_classes=5, image_shape=(32, 16, 3), num_experts=4,
         capacity_factor=2.0, moe_layers=[0], pooling="average", dropout=0.1,
         dtype="mixed_bfloat16", name="mine",
+        load_weights=False,
     )  # fmt: skip
     config = model.backbone.get_config()
     assert config["image_shape"] == (32, 16, 3)
@@ -348,7 +356,9 @@ def test_another_image_size_resizes_the_positions(saved):
 
 @pytest.mark.backend_free
 def test_a_grid_that_is_not_square_is_remembered(tmp_path):
-    backbone = models.from_preset("vmoe_digits", image_shape=(8, 32, 1))
+    backbone = models.from_preset(
+        "vmoe_digits", image_shape=(8, 32, 1), load_weights=False
+    )
     backbone.save_to_preset(tmp_path / "wide")
     loaded = models.from_preset(str(tmp_path / "wide"), image_shape=(16, 16, 1))
     embedding = keras.ops.convert_to_numpy(
@@ -480,18 +490,18 @@ np.save({str(tmp_path / "pairs.npy")!r}, pairs.similarity(images, texts))
 )
 def test_bad_arguments_are_refused_with_their_values(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        models.from_preset(**{"preset": "vmoe_digits", **kwargs})
+        models.from_preset(**{"preset": "vmoe_digits", "load_weights": False, **kwargs})
 
 
 @pytest.mark.backend_free
 def test_the_classes_refuse_misspelt_arguments_too():
     with pytest.raises(ValueError, match=r"num_expert=8 \(nearest: num_experts"):
-        ViTBackbone.from_preset("vmoe_digits", num_expert=8)
+        ViTBackbone.from_preset("vmoe_digits", num_expert=8, load_weights=False)
     with pytest.raises(ValueError, match=r"MoEConfig\(num_experts=8\)"):
         ViTBackbone(num_experts=8)
     with pytest.raises(ValueError, match=r"num_layer=8 \(nearest: num_layers"):
         ViTBackbone(num_layer=8)
-    backbone = models.from_preset("vmoe_digits")
+    backbone = models.from_preset("vmoe_digits", load_weights=False)
     with pytest.raises(ValueError, match=r"poolin='map' \(nearest: pooling"):
         ViTImageClassifier(backbone, 3, poolin="map")
 
@@ -571,7 +581,7 @@ def test_weights_that_do_not_fit_are_refused(saved, tmp_path, overrides):
     backbone = models.from_preset(str(saved[0]), task="backbone")
     backbone.save_weights(tmp_path / "all.weights.h5")
     with pytest.raises(ValueError, match=r"received|shape|layers"):
-        models.from_preset("vmoe_digits", **overrides).load_weights(
+        models.from_preset("vmoe_digits", **overrides, load_weights=False).load_weights(
             tmp_path / "all.weights.h5"
         )
 
@@ -633,18 +643,27 @@ def test_the_dtype_policy_is_saved(tmp_path, policy):
 @pytest.mark.backend_free
 def test_what_a_caller_changes_stays_with_the_caller():
     mine = {"z": 0.5}
-    backbone = models.from_preset("vmoe_digits", auxiliary_losses=mine)
+    backbone = models.from_preset(
+        "vmoe_digits", auxiliary_losses=mine, load_weights=False
+    )
     mine["z"] = 7.0
     backbone.get_config()["moe"]["auxiliary_losses"]["z"] = 8.0
     builtin_presets()["vmoe_digits"]["config"]["image_shape"].clear()
     assert backbone.moe.auxiliary_losses == {"z": 0.5}
-    assert models.from_preset("vmoe_digits").moe.auxiliary_losses == "auto"
+    assert (
+        models.from_preset("vmoe_digits", load_weights=False).moe.auxiliary_losses
+        == "auto"
+    )
 
 
 @pytest.mark.backend_free
 def test_describe_reads_a_saved_task(tmp_path):
     model = models.from_preset(
-        "vmoe_digits", num_classes=10, pooling="map", representation_dim=8
+        "vmoe_digits",
+        num_classes=10,
+        pooling="map",
+        representation_dim=8,
+        load_weights=False,
     )
     model.save_to_preset(tmp_path / "map")
     description = models.describe(str(tmp_path / "map"), num_classes=10)
@@ -657,7 +676,11 @@ def test_describe_reads_a_saved_task(tmp_path):
 @pytest.mark.backend_free
 def test_describe_counts_the_head_that_was_saved(tmp_path):
     model = models.from_preset(
-        "vmoe_digits", num_classes=7, pooling="map", representation_dim=8
+        "vmoe_digits",
+        num_classes=7,
+        pooling="map",
+        representation_dim=8,
+        load_weights=False,
     )
     model.save_to_preset(tmp_path / "task")
     folder = str(tmp_path / "task")
@@ -756,8 +779,10 @@ def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
     folder = tmp_path / "preset"
     digits_model().save_to_preset(folder)
     (folder / "README.md").write_text("mine")
-    models.from_preset("vmoe_digits").save_weights(folder / "epoch_3.weights.h5")
-    models.from_preset("vmoe_digits").save_to_preset(folder)
+    models.from_preset("vmoe_digits", load_weights=False).save_weights(
+        folder / "epoch_3.weights.h5"
+    )
+    models.from_preset("vmoe_digits", load_weights=False).save_to_preset(folder)
     assert (folder / "README.md").read_text() == "mine"
     assert (folder / "epoch_3.weights.h5").exists()
     # The old task would not fit the new backbone.
@@ -769,9 +794,11 @@ def test_saving_replaces_the_preset_and_keeps_other_files(tmp_path):
 def test_saving_over_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ValueError, match="older preset"):
-        models.from_preset("vmoe_digits").save_to_preset(tmp_path)
+        models.from_preset("vmoe_digits", load_weights=False).save_to_preset(tmp_path)
     with pytest.raises(ValueError, match="file"):
-        models.from_preset("vmoe_digits").save_to_preset(tmp_path / "thesis.txt")
+        models.from_preset("vmoe_digits", load_weights=False).save_to_preset(
+            tmp_path / "thesis.txt"
+        )
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 

@@ -146,7 +146,12 @@ def test_an_int8_mixer_comes_back(tmp_path):
 def test_digits_are_recognised_as_well_with_int8():
     keras.utils.set_random_seed(0)
     model = models.from_preset(
-        "vmoe_digits", num_classes=10, num_layers=1, moe_layers=[0], seed=0
+        "vmoe_digits",
+        num_classes=10,
+        num_layers=1,
+        moe_layers=[0],
+        seed=0,
+        load_weights=False,
     )
     shape = model.backbone.image_shape
     model.compile(optimizer=keras.optimizers.AdamW(4e-3, global_clipnorm=1.0))

@@ -63,6 +63,7 @@ def test_folders_of_before_evaluation_keep_their_groups(tmp_path):
         router="softmax_expert_choice",
         router_options={"eval_capacity_factor": 1.0},
         evaluation="batch_invariant",
+        load_weights=False,
     )
     backbone.save_to_preset(folder)
     path = folder / "config.json"

@@ -37,7 +37,7 @@ EPOCHS, STEPS, BATCH = 2, 3, 4
 RECIPE = training.Recipe(
     "killed",
     data={"batch_size": BATCH},
-    model={"preset": "vmoe_digits"},
+    model={"preset": "vmoe_digits", "load_weights": False},
     schedule={"epochs": EPOCHS, "learning_rate": 1e-2, "warmup_steps": 0},
 )
 

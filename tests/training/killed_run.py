@@ -35,7 +35,7 @@ EPOCHS, STEPS, EVERY = 4, 35, 2
 RECIPE = training.Recipe(
     "killed",
     data={"batch_size": 8},
-    model={"preset": "vmoe_digits"},
+    model={"preset": "vmoe_digits", "load_weights": False},
     schedule={"epochs": EPOCHS, "learning_rate": 1e-2, "warmup_steps": 5},
     optimizer={"weight_decay": 0.1},
 )

@@ -9,8 +9,9 @@ from keras_moe.training.flat_recipes import PLACES
 
 
 def short_recipe(**settings):
-    """A recipe of `preset`, `batch_size` and the like, in any order."""
-    sections = {"name": "mine", "data": {}, "model": {}, "schedule": {}}
+    """A recipe of `preset`, `batch_size` and the like, in any order, from scratch."""
+    sections = {"name": "mine", "data": {}, "model": {"load_weights": False}}
+    sections["schedule"] = {}
     for name, value in settings.items():
         section, _, setting = PLACES.get(name, name).partition(".")
         if setting:

@@ -67,7 +67,7 @@ def recipe(**objective):
     return Recipe(
         "mine",
         data={"batch_size": 8},
-        model={"preset": "vmoe_digits", **SMALL},
+        model={"preset": "vmoe_digits", "load_weights": False, **SMALL},
         schedule={"epochs": 2, "learning_rate": 1e-2, "best": "keep"},
         objective={"name": "test_brightness", **objective},
     )
@@ -199,7 +199,9 @@ def test_a_metric_to_monitor_takes_the_headlines_place():
 
 @backend_free
 def test_models_know_nothing_of_training():
-    model = models.from_preset("vmoe_digits", num_classes=3, **SMALL)
+    model = models.from_preset(
+        "vmoe_digits", num_classes=3, **SMALL, load_weights=False
+    )
     loss, metrics = Classification().loss_and_metrics(model, recipe().data)
     assert loss.from_logits
     assert [metric.name for metric in metrics] == ["accuracy"]

@@ -17,6 +17,7 @@ RECIPE = training.Recipe(
     data={"batch_size": 512},
     model={
         "preset": "vmoe_digits",
+        "load_weights": False,
         "num_layers": 1,
         "hidden_dim": 8,
         "moe_layers": None,

@@ -115,7 +115,7 @@ def test_files_of_every_kind(tmp_path, op_by_op):
     settings = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "num_heads": 2}
 
     def classifier():
-        return from_preset("vmoe_digits", num_classes=3, **settings)
+        return from_preset("vmoe_digits", num_classes=3, **settings, load_weights=False)
 
     model = classifier()
     paths = [tmp_path / "a.weights.h5", tmp_path / "b.keras", tmp_path / "preset"]

@@ -219,7 +219,12 @@ def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
     train = [x[:1344] for x in data.load_digits("train", (16, 16, 1))]
     test = data.load_digits("test", (16, 16, 1))
     dense = models.from_preset(
-        "vmoe_digits", num_classes=10, moe_layers=None, num_layers=2, seed=0
+        "vmoe_digits",
+        num_classes=10,
+        moe_layers=None,
+        num_layers=2,
+        seed=0,
+        load_weights=False,
     )
     dense.compile(optimizer=keras.optimizers.AdamW(2e-3))
     dense.fit(*train, epochs=6, batch_size=64, verbose=0)
@@ -483,6 +488,7 @@ def test_towards_moe_plus_plus():
     dense = models.from_preset(
         "vmoe_digits", num_classes=10, moe_layers=None, num_layers=2, seed=0,
         gated_experts=True,
+        load_weights=False,
     )  # fmt: skip
     sparse, report = training.upcycle(
         dense, num_experts=4, moe_layers="every_1", zero_experts=1, copy_experts=1,

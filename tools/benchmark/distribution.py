@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def compiled(preset: str, **overrides) -> keras.Model:
-    model = models.from_preset(preset, num_classes=10, **overrides)
+    model = models.from_preset(preset, num_classes=10, load_weights=False, **overrides)
     model.compile(
         optimizer=keras.optimizers.Adam(1e-4),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -80,7 +80,7 @@ def times(case: str, name: str) -> dict[str, Any]:
     if name == "plain":
         model = plain_transformer(config, 10)
     else:
-        model = models.from_preset(case, num_classes=10)
+        model = models.from_preset(case, num_classes=10, load_weights=False)
     built, built_cpu = time.perf_counter(), time.process_time()
     model.compile(
         keras.optimizers.Adam(1e-4),

@@ -52,7 +52,8 @@ def parts_of_fit(case: str) -> dict[str, Callable[[], Any]]:
     """
     preset, overrides, batch_size, steps = CASES[case]
     fitted, looped, stepped = (
-        models.from_preset(preset, num_classes=10, **overrides) for _ in range(3)
+        models.from_preset(preset, num_classes=10, load_weights=False, **overrides)
+        for _ in range(3)
     )
     generator = np.random.default_rng(0)
     shape = (batch_size, *fitted.backbone.image_shape)

@@ -95,7 +95,7 @@ def pairs(backbone: keras.Model, batch_size: int) -> dict[str, np.ndarray]:
 
 def contrastive(preset: str, **overrides: Any) -> keras.Model:
     """A model of a preset, compiled."""
-    model = from_preset(preset, task="contrastive", **overrides)
+    model = from_preset(preset, task="contrastive", load_weights=False, **overrides)
     return compiled(model, loss=SoftmaxContrastiveLoss())
 
 

@@ -33,7 +33,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     for name in args.routers:
         steps = {}
         for router in (BASELINE, name):
-            model = models.from_preset(args.preset, num_classes=10, router=router)
+            model = models.from_preset(
+                args.preset, num_classes=10, router=router, load_weights=False
+            )
             shape = (args.batch_size, *model.backbone.image_shape)
             images = generator.normal(size=shape).astype("float32")
             labels = generator.integers(10, size=args.batch_size)

