@@ -23,6 +23,7 @@ GUIDES = sorted((ROOT / "guides").glob("*.py"))
 # The backend that runs each guide in the suite, so that none has all the work.
 BACKENDS = {
     "training_at_scale": "torch",
+    "your_own": "torch",
 }
 each_guide = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 

@@ -167,6 +167,8 @@ def run(notebook: nbformat.NotebookNode) -> None:
     os.environ.setdefault("KERAS_BACKEND", "jax")
     # Lines of the terminal's width would differ from machine to machine.
     os.environ["COLUMNS"] = "88"
+    # PyTorch's idle threads would spin, and stand still beside other work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["PYTHONPATH"] = str(ROOT)
     for variable in ("KERAS_MOE_GUIDE_SMALL", "MPLBACKEND"):
         os.environ.pop(variable, None)
