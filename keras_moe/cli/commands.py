@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from keras_moe._version import __version__
+from keras_moe.cli.measuring import evaluate, report
 from keras_moe.cli.parser import (
     RESUMES,
     Parser,
     add_command,
     add_data,
+    add_devices,
+    add_layout,
     add_num_classes,
     add_overrides,
-    add_pair_evaluation,
     add_preset,
     add_run,
     add_shots,
     at_least,
-    integer_or,
     json_or_string,
     positive,
 )
@@ -38,6 +39,7 @@ def make_parser() -> Parser:
         "keras-moe describe vmoe_b32\n"
         "keras-moe train mumoe_digits\n"
         "keras-moe evaluate runs/mumoe_digits --json\n"
+        "keras-moe report runs/mumoe_digits\n"
         "keras-moe COMMAND --help",
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -46,6 +48,7 @@ def make_parser() -> Parser:
         quickstart,
         train,
         evaluate,
+        report,
         convert,
         upcycle,
         describe,
@@ -91,7 +94,8 @@ def train(commands: Any) -> None:
         "end.\n\nWrites to the output folder: `preset`, which from_preset loads; "
         "`results.json` with the settings and the history; `training.png`, the "
         "curves; `checkpoints`; and for models with experts `router_health.csv` and "
-        "its picture, and `tensorboard` where tensorboardX is installed.",
+        "its picture, `tensorboard` where tensorboardX is installed, and `report` with "
+        "--report-examples.",
         RESUMES,
     )
     parser.add_argument(
@@ -167,6 +171,14 @@ def train(commands: Any) -> None:
         metavar="EPOCHS",
         help="epochs between few-shot accuracies; 0 for never",
     )
+    looks.add_argument(
+        "--report-examples",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="test examples of a report on the routing at the end, whose first "
+        "picture is the model card's; 0 for none",
+    )
     add_shots(looks, None)
     looks.add_argument(
         "--few-shot-data",
@@ -182,64 +194,6 @@ def train(commands: Any) -> None:
     )
     add_devices(parser)
     add_processes(parser)
-
-
-def evaluate(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "evaluate",
-        "measure a preset: accuracy, few-shot and zero-shot, retrieval, average "
-        "precision",
-        "keras-moe evaluate runs/mumoe_digits\n"
-        "keras-moe evaluate runs/mumoe_digits/preset --data folder:photos --json\n"
-        "keras-moe evaluate hf://timm/vit_base_patch16_224.augreg_in21k "
-        "--data tfds:cifar10 --metrics few_shot --shots 5 10\n"
-        "keras-moe evaluate runs/celeb_a --metrics average_precision\n"
-        "keras-moe evaluate runs/limoe --data tfds:cifar10 --metrics zero_shot "
-        "--templates imagenet",
-        "Images are resized as keras_moe.data.load does it. The folder of a run says "
-        "which images it was trained and tested on; other presets need --data. Where "
-        "both model and data name their classes, these are matched by name.",
-    )
-    add_preset(parser, help="a run of keras-moe train, or any preset")
-    add_data(parser, help="; by default those of the run")
-    parser.add_argument("--split", help="split to evaluate on; by default test")
-    parser.add_argument(
-        "--metrics",
-        nargs="+",
-        choices=(
-            "accuracy",
-            "average_precision",
-            "few_shot",
-            "zero_shot",
-            "retrieval",
-            "contrastive_accuracy",
-        ),
-        help="by default all that the data and the model allow: few_shot needs no "
-        "head, average_precision is the default for images of several labels; models "
-        "of pairs have retrieval and contrastive_accuracy of images with captions, "
-        "zero_shot and few_shot of images with classes",
-    )
-    parser.add_argument(
-        "--hierarchy", metavar="FILE.json", help="of labels, as keras_moe.data.load"
-    )
-    parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N")
-    add_overrides(parser)
-    add_pair_evaluation(parser)
-    shots = parser.add_argument_group("few-shot accuracy")
-    add_shots(shots, [10])
-    shots.add_argument(
-        "--train-split", help="split from which shots are drawn; by default train"
-    )
-    shots.add_argument(
-        "--seeds",
-        type=at_least(0),
-        nargs="+",
-        default=[0, 1, 2],
-        metavar="SEED",
-        help="one draw of the shots for each",
-    )
-    add_devices(parser)
 
 
 def convert(commands: Any) -> None:
@@ -411,27 +365,6 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder of the new preset; an older preset there is replaced",
     )
-
-
-def add_layout(parser: Any) -> None:
-    """Adds the arguments by which a model is split over devices."""
-    parser.add_argument(
-        "--expert-parallel",
-        type=integer_or("batch"),
-        metavar="N",
-        help="devices over which experts are split, or 'batch'",
-    )
-    parser.add_argument("--model-parallel", type=at_least(1), default=1, metavar="N")
-
-
-def add_devices(parser: argparse.ArgumentParser) -> None:
-    """Adds `--devices` and what belongs to it, see `devices`."""
-    parser.set_defaults(coordinator=None, num_processes=None, process_id=None)
-    group = parser.add_argument_group("many devices, on JAX")
-    group.add_argument(
-        "--devices", type=integer_or("all"), metavar="N", help="how many, or 'all'"
-    )
-    add_layout(group)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ def start_processes(args: argparse.Namespace) -> None:
     """Joins the other processes, if there are any: before all else.
 
     Args:
-        args: arguments of `commands.add_devices`.
+        args: arguments of `parser.add_devices`.
 
     Raises:
         ValueError: if only some of the three arguments are given.
@@ -45,7 +45,7 @@ def set_devices(
     """Sets the distribution for a model to be made, if --devices asks for one.
 
     Args:
-        args: arguments of `commands.add_devices`.
+        args: arguments of `parser.add_devices`.
         preset: the model.
         batch_size: images in a batch.
         overrides: overrides of the model's arguments.

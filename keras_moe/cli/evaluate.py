@@ -4,16 +4,13 @@ Axes: N images, C classes of the model.
 """
 
 import argparse
-import json
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from keras_moe import data, evaluation, models
@@ -22,80 +19,31 @@ from keras_moe.cli.evaluate_pairs import (
     evaluate_pairs,
     few_shot_figures,
     find_pair_data,
-    find_source,
     pair_rows,
+)
+from keras_moe.cli.measured import (
+    Images,
+    find_images,
+    find_run,
+    has_pairs,
+    shown,
 )
 from keras_moe.cli.overrides import FIRST, model_overrides
 from keras_moe.cli.prediction import accuracy, predict
 from keras_moe.cli.result import Result, show_all
-from keras_moe.data.label_hierarchy import as_hierarchy
-from keras_moe.data.sources import open_source
 from keras_moe.evaluation.average_precision import mean_of_defined
 from keras_moe.models import registry
-from keras_moe.models.pair_backbone import PairBackbone
-from keras_moe.training.flat_recipes import in_sections, is_flat
 
 METRICS = ("accuracy", "average_precision", "few_shot")
 # Scores of all images are needed, from a head.
 OF_HEADS = METRICS[:2]
 
 
-class Images(NamedTuple):
-    """The images to evaluate on.
-
-    Attributes:
-        source: source, as `keras_moe.data.load` takes it.
-        test_split: split whose figures are wanted.
-        train_split: split from which shots are drawn.
-        data_dir: folder of TensorFlow Datasets, or None.
-        hierarchy: file of a `LabelHierarchy`, or None.
-        several: whether images have several labels.
-        max_labels: number of labels of an image after padding, or None.
-        excluded_split: split from which `exclude` leaves out images, or None.
-        exclude: files of the images that are left out, as `keras_moe.data.load`.
-        unreadable: treatment of images that cannot be read, as `keras_moe.data.load`.
-    """
-
-    source: str
-    test_split: str
-    train_split: str
-    data_dir: str | None
-    hierarchy: str | None
-    several: bool
-    max_labels: int | None
-    excluded_split: str | None
-    exclude: Any
-    unreadable: str
-
-    def batches(self, split: str, image_shape: tuple, batch_size: int) -> Any:
-        """The batches of a split in order: labels are integers, or 0-1 vectors."""
-        return data.load(
-            self.source,
-            split,
-            image_shape,
-            batch_size,
-            shuffle=False,
-            one_hot=self.several,
-            data_dir=self.data_dir,
-            multi_label=self.several,
-            hierarchy=self.hierarchy,
-            max_labels=self.max_labels,
-            exclude=self.exclude if split == self.excluded_split else (),
-            unreadable=self.unreadable,
-        )
-
-    def class_names(self) -> tuple[str, ...] | None:
-        """The names of the classes in the order of the labels, if they have names."""
-        if self.hierarchy is not None:
-            return tuple(as_hierarchy(self.hierarchy).classes)
-        return data.class_names(self.source, self.data_dir)
-
-
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Evaluates, and returns the figures.
 
     Args:
-        args: arguments of `commands.evaluate`.
+        args: arguments of `measuring.evaluate`.
         console: console that people read.
     """
     preset, recipe = find_run(args.preset)
@@ -129,78 +77,6 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         **figures,
     }
     return Result(values, show_all(figures_table(values)))
-
-
-def has_pairs(preset: str, overrides: dict) -> bool:
-    """Whether a preset's model embeds pairs of images and texts."""
-    arguments = dict(overrides)
-    options = {k: arguments.pop(k) for k in ("task", "load_weights") if k in arguments}
-    with models.resolve(preset, arguments, **options, counts_only=True) as blueprint:
-        return issubclass(blueprint.backbone, PairBackbone)
-
-
-def shown(console: Console) -> Callable[[Iterable, str], Iterable]:
-    """A function that shows the progress of batches to people."""
-
-    def show(batches, split):
-        if not console.is_terminal:
-            return batches
-        return track(batches, split, console=console, transient=True)
-
-    return show
-
-
-def find_run(preset: str) -> tuple[str, dict]:
-    """The preset of a run's folder, and the settings of its recipe.
-
-    Args:
-        preset: a folder that `keras-moe train` wrote, its `preset`, or any other
-            preset, whose recipe is unknown: an empty dict.
-    """
-    folder = Path(preset).expanduser()
-    if (folder / "preset").is_dir() and (folder / "results.json").is_file():
-        run_folder = folder
-    elif folder.name == "preset" and (folder.parent / "results.json").is_file():
-        run_folder = folder.parent
-    else:
-        return preset, {}
-    path = run_folder / "results.json"
-    try:
-        recipe = json.loads(path.read_text(encoding="utf-8"))["recipe"]
-        if is_flat(recipe):
-            recipe = {"data": {}, "objective": {}, **in_sections(recipe)}
-        return str(run_folder / "preset"), {**recipe["data"], **recipe["objective"]}
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        raise ValueError(
-            f"Expected the results of keras-moe train in {path}; received: {error!r}"
-        ) from error
-
-
-def find_images(args: argparse.Namespace, recipe: dict) -> Images:
-    """The images that are asked for, or those of the run."""
-    source, recipe = find_source(args, recipe)
-    test_split = args.split or recipe.get("test_split", "test")
-    classes = open_source(source, test_split, args.data_dir).classes
-    hierarchy = args.hierarchy or recipe.get("hierarchy")
-    several = classes.max_labels is not None or hierarchy is not None
-    return Images(
-        source,
-        test_split,
-        args.train_split or recipe.get("train_split", "train"),
-        args.data_dir,
-        hierarchy,
-        several,
-        recipe.get("max_labels"),
-        recipe.get("train_split", "train"),
-        recipe.get("exclude") or (),
-        recipe.get("unreadable") or "raise",
-    )
 
 
 def evaluate(

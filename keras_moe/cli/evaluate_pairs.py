@@ -101,7 +101,7 @@ def find_source(args: argparse.Namespace, recipe: dict) -> tuple[Any, dict]:
     """The source that is asked for or the run's, and the settings that belong to it.
 
     Args:
-        args: arguments of `commands.evaluate`.
+        args: arguments of `measuring.evaluate`.
         recipe: settings of the run, see `keras_moe.cli.evaluate.find_run`.
 
     Raises:
@@ -122,7 +122,7 @@ def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:
     """The data and the metrics that are asked for, or those of the run.
 
     Args:
-        args: arguments of `commands.evaluate`.
+        args: arguments of `measuring.evaluate`.
         recipe: settings of the run, see `keras_moe.cli.evaluate.find_run`.
 
     Raises:
@@ -185,7 +185,7 @@ def evaluate_pairs(
     Args:
         model: model of pairs.
         pair_data: data and metrics.
-        args: arguments of `commands.evaluate`.
+        args: arguments of `measuring.evaluate`.
         shown: function of batches and the name of their split to the same batches,
             with a bar of their progress.
     """
@@ -223,7 +223,7 @@ def few_shot_figures(test: tuple, pool: tuple, args: argparse.Namespace) -> dict
     Args:
         test: features and labels.
         pool: features and labels from which shots are drawn.
-        args: arguments of `commands.evaluate`.
+        args: arguments of `measuring.evaluate`.
     """
     result = evaluation.few_shot(*pool, *test, shots=args.shots, seeds=args.seeds)
     return {

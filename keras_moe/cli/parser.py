@@ -237,6 +237,27 @@ def add_run(
     )
 
 
+def add_layout(parser: Any) -> None:
+    """Adds the arguments by which a model is split over devices."""
+    parser.add_argument(
+        "--expert-parallel",
+        type=integer_or("batch"),
+        metavar="N",
+        help="devices over which experts are split, or 'batch'",
+    )
+    parser.add_argument("--model-parallel", type=at_least(1), default=1, metavar="N")
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """Adds `--devices` and what belongs to it, see `devices`."""
+    parser.set_defaults(coordinator=None, num_processes=None, process_id=None)
+    group = parser.add_argument_group("many devices, on JAX")
+    group.add_argument(
+        "--devices", type=integer_or("all"), metavar="N", help="how many, or 'all'"
+    )
+    add_layout(group)
+
+
 def override(text: str) -> tuple[str, Any]:
     """`NAME=VALUE` as a name and a value.
 

@@ -5,14 +5,16 @@ import importlib.util
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe import data, models, training
+from keras_moe import analysis, data, models, training
 from keras_moe.analysis import plots
+from keras_moe.analysis.report.page import import_jinja2
 from keras_moe.cli import train_evaluators
 from keras_moe.cli.devices import set_devices, start_processes
 from keras_moe.cli.evaluate_pairs import class_source
@@ -42,10 +44,13 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     number, _ = data.process_shard()
     if number == 0:
         console.print(settings_table(recipe))
-    trained = fit(args, recipe, folder)
+    trained, test = fit(args, recipe, folder)
     if number:
         return None
-    trained.model.save_to_preset(folder / "preset", card=card_of(recipe, trained))
+    written = report(args, recipe, trained, test, folder)
+    picture = written.pictures[0] if written and written.pictures else None
+    card = card_of(recipe, trained, picture)
+    trained.model.save_to_preset(folder / "preset", card=card)
     results = results_of(recipe, trained, folder)
     results["seconds"] = time.perf_counter() - begin
     write_json(folder / "results.json", results)
@@ -63,6 +68,7 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
             "preset": folder / "preset",
             "results": folder / "results.json",
             "picture": folder / "training.png",
+            **({"report": written.page} if written else {}),
         }.items():
             console.print(f"{name:<18} {value}", highlight=False)
 
@@ -76,6 +82,9 @@ def check_options(args: argparse.Namespace) -> None:
             "Expected --restart, which removes the earlier run, or --extend, which "
             "continues it; received: both"
         )
+    if args.report_examples:
+        # Before the training, at whose end the report is.
+        import_jinja2()
     few_shot = {"--shots": args.shots, "--few-shot-data": args.few_shot_data}
     names = [name for name, value in few_shot.items() if value is not None]
     if names and not args.few_shot_every:
@@ -99,11 +108,17 @@ def load_recipe(args: argparse.Namespace) -> training.Recipe:
 
 def fit(
     args: argparse.Namespace, recipe: training.Recipe, folder: Path
-) -> training.Training:
-    """Trains, on the devices that are asked for."""
+) -> tuple[training.Training, Any]:
+    """Trains, on the devices that are asked for; with the batches of the test data."""
     number, num_processes = data.process_shard()
     checkpoints = folder / "checkpoints"
     before = keras.distribution.distribution()
+    test = []
+
+    def callbacks(model, datasets):
+        test.append(datasets.test)
+        return watchers(args, recipe, folder, model, datasets)
+
     try:
         set_devices(
             args,
@@ -114,9 +129,7 @@ def fit(
         trained = training.train(
             recipe,
             data_dir=args.data_dir,
-            callbacks=lambda model, datasets: watchers(
-                args, recipe, folder, model, datasets
-            ),
+            callbacks=callbacks,
             checkpoint_dir=checkpoints,
             checkpoint_every=args.checkpoint_every,
             keep_checkpoints=args.keep_checkpoints,
@@ -137,11 +150,34 @@ def fit(
             # Where nothing was left to train, the checkpoints are still the old run's.
             extend=args.extend,
         )
-    return trained
+    return trained, test[0] if test else None
 
 
-def card_of(recipe: training.Recipe, trained: training.Training) -> models.ModelCard:
-    """The page of the trained model: its recipe, data and score."""
+def report(
+    args: argparse.Namespace,
+    recipe: training.Recipe,
+    trained: training.Training,
+    test: Any,
+    folder: Path,
+) -> analysis.Report | None:
+    """The report on the routing of the test data, if it is asked for."""
+    if not args.report_examples or not getattr(trained.model, "routing", None):
+        return None
+    return analysis.report(
+        trained.model,
+        test,
+        folder / "report",
+        name=f"{recipe.name} on {recipe.data.evaluated_source} "
+        f"{recipe.data.test_split}",
+        max_examples=args.report_examples,
+        verbose=0,
+    )
+
+
+def card_of(
+    recipe: training.Recipe, trained: training.Training, picture: Path | None = None
+) -> models.ModelCard:
+    """The page of the trained model: its recipe, data and score, and a picture."""
     score = models.CardResult(
         recipe.objective.headline.metric,
         trained.score,
@@ -155,6 +191,8 @@ def card_of(recipe: training.Recipe, trained: training.Training) -> models.Model
         data=recipe.data.source,
         recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
         results=[score],
+        picture=picture,
+        picture_text="The load of each expert on the test data",
     )
 
 

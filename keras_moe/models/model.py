@@ -12,10 +12,11 @@ import keras
 
 from keras_moe.compat import TorchParameters, is_state_of_steps
 from keras_moe.models import registry
-from keras_moe.models.blueprint import build
+from keras_moe.models.blueprint import Blueprint, build
 from keras_moe.models.class_property import ClassProperty
 from keras_moe.models.compilation import announcing, make_step
 from keras_moe.models.copying import config_with_router_options, copied
+from keras_moe.models.description import Description
 from keras_moe.models.expert_pruning import with_kept_experts
 from keras_moe.models.exporting import Exportable
 from keras_moe.models.input_checks import (
@@ -240,6 +241,14 @@ class MoEModel(Exportable, TorchParameters):
                 low-rank pairs.
         """
         return copied(self, self.get_config())
+
+    def describe(self) -> Description:
+        """The costs of the model part by part, as `models.describe` has a preset's.
+
+        Raises:
+            ValueError: if its family is not registered.
+        """
+        return Blueprint.of_model(self).describe()
 
     def with_router_options(self, **options: Any) -> Any:
         """A new model whose routers have other options, and the same weights.

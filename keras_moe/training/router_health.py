@@ -14,6 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_moe.analysis.router_limits import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY
 from keras_moe.analysis.routing_statistics import routing_statistics
 from keras_moe.checks import check_bool
 from keras_moe.files import write_text
@@ -33,8 +34,6 @@ COLUMNS = (
     "mean_max_gate",
     "expert_shares",
 )
-# An expert with less than this part of an equal share is dead.
-DEAD = 0.01
 
 
 class RouterHealth(PeriodicCallback):
@@ -97,9 +96,9 @@ class RouterHealth(PeriodicCallback):
         training: bool = True,
         csv_path: str | os.PathLike | None = None,
         tensorboard: str | os.PathLike | None = None,
-        min_entropy: float = 0.5,
-        max_share: float = 0.75,
-        max_dead: float = 0.5,
+        min_entropy: float = MIN_ENTROPY,
+        max_share: float = MAX_SHARE,
+        max_dead: float = MAX_DEAD,
     ):
         super().__init__(every, unit)
         number = _number_of_examples(images)

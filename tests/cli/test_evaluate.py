@@ -9,7 +9,7 @@ import pytest
 
 from keras_moe import data, evaluation, models
 from keras_moe.cli import commands
-from keras_moe.cli.evaluate import find_images, find_run
+from keras_moe.cli.measured import find_images, find_run
 
 pytest.importorskip("tensorflow")
 

@@ -27,6 +27,7 @@ COMMANDS = (
     "quickstart",
     "train",
     "evaluate",
+    "report",
     "convert",
     "upcycle",
     "describe",

@@ -62,6 +62,20 @@ def name_row(axis: Any, name: str) -> None:
     axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
 
 
+def plain_axis(axis: Any, title: str = "") -> None:
+    """Makes an axis one of a report: small texts, and no frame around it.
+
+    Args:
+        axis: matplotlib's axes.
+        title: title, which may be text of others.
+    """
+    axis.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    if title:
+        axis.set_title(title, fontsize=9, loc="left", parse_math=False)
+
+
 def save_figure(
     figure: Any, path: str | os.PathLike, title: str, **layout: Any
 ) -> None:

@@ -234,6 +234,7 @@ def _examples(batch, subject):
     elif isinstance(inputs, dict) and "images" in inputs:
         inputs = inputs["images"]
     inputs = keras.tree.map_structure(_array, inputs)
+    _check_shapes(inputs, subject.model.input)
     examples = Examples(inputs, captions, _integers(second))
     sizes = {len(x) for x in keras.tree.flatten(inputs)}
     sizes |= {len(x) for x in examples[1:] if x is not None}
@@ -249,6 +250,27 @@ def _examples(batch, subject):
     return examples
 
 
+def _check_shapes(inputs, expected):
+    """Raises ValueError for inputs of other shapes than the model's.
+
+    On JAX a failed prediction would leave the model without its weights.
+    """
+    if not isinstance(inputs, dict):
+        inputs = {"images": inputs}
+    if not isinstance(expected, dict):
+        expected = {"images": expected}
+    for name, symbol in expected.items():
+        shape = tuple(inputs[name].shape)
+        fits = len(shape) == len(symbol.shape) and all(
+            size in (None, actual) for size, actual in zip(symbol.shape, shape)
+        )
+        if not fits:
+            wanted = ", ".join(str(x or "any") for x in symbol.shape[1:])
+            raise ValueError(
+                f"Expected {name} of shape (batch, {wanted}); received: shape={shape}"
+            )
+
+
 def _of_texts(inputs, second, subject):
     """The inputs of a model of texts, with captions, and labels."""
     captions = None
@@ -257,6 +279,8 @@ def _of_texts(inputs, second, subject):
     inputs = dict(inputs)
     captions = inputs.pop(CAPTIONS, captions)
     if captions is not None:
+        # Strings of TensorFlow become bytes.
+        captions = captions.numpy() if hasattr(captions, "numpy") else captions
         captions = [_string(caption) for caption in captions]
         tokenizer = getattr(subject.model, "preprocessor", None)
         if "token_ids" not in inputs:
@@ -281,11 +305,9 @@ def _array(x):
 
 
 def _string(caption):
-    return (
-        caption.decode("utf-8", "replace")
-        if isinstance(caption, bytes)
-        else str(caption)
-    )
+    if isinstance(caption, bytes):
+        return caption.decode("utf-8", "replace")
+    return str(caption)
 
 
 def _integers(labels):

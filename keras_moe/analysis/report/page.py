@@ -84,6 +84,13 @@ def _figure(cell):
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:,.4g}"
 
 
+def _is_number(cell):
+    """Whether a cell is a number, a percentage, or empty."""
+    if isinstance(cell, str):
+        return cell.removesuffix("%").replace(".", "", 1).replace(",", "").isdigit()
+    return cell is None or (isinstance(cell, (int, float)) and cell is not True)
+
+
 def _parts(body):
     """The parts of a section as the template takes them; figures in rows."""
     parts = []
@@ -93,7 +100,9 @@ def _parts(body):
                 parts.append({"kind": "figures", "figures": []})
             parts[-1]["figures"].append(_drawn(item))
         elif isinstance(item, Table):
-            parts.append({"kind": "table", **item._asdict()})
+            columns = zip(*item.rows) if item.rows else [()] * len(item.head)
+            numeric = [all(map(_is_number, column)) for column in columns]
+            parts.append({"kind": "table", **item._asdict(), "numeric": numeric})
         elif isinstance(item, str) and not hasattr(item, "__html__"):
             parts.append({"kind": "text", "text": item})
         else:

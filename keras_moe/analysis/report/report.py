@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +18,24 @@ from keras_moe.analysis.report.section import (
     Section,
     Verdict,
 )
+from keras_moe.analysis.report.sections.confidence import Confidence
+from keras_moe.analysis.report.sections.entropies import RoutingEntropies
+from keras_moe.analysis.report.sections.loads import Loads
 from keras_moe.analysis.report.sections.overview import Overview
+from keras_moe.analysis.report.sections.pruning import Pruning
 from keras_moe.analysis.report.subject import make_subject
 from keras_moe.files import is_plain_file, write_json, write_text
 from keras_moe.staging import staged_folder
 
 PAGE, DATA = "report.html", "report.json"
 # In reading order.
-SECTIONS: list[type[Section]] = [Overview]
+SECTIONS: list[type[Section]] = [
+    Overview,
+    Loads,
+    RoutingEntropies,
+    Confidence,
+    Pruning,
+]
 
 
 class Report(NamedTuple):
@@ -54,6 +65,7 @@ def report(
     class_names: Any = None,
     batch_size: int = 32,
     max_examples: int | None = None,
+    sections: Sequence[type[Section]] | None = None,
     options: Options | None = None,
     verbose: Any = "auto",
 ) -> Report:
@@ -74,6 +86,8 @@ def report(
         class_names: names of the classes of labels; None takes the preprocessor's.
         batch_size: number of examples that are routed at once.
         max_examples: number of examples after which the report ends; None for all.
+        sections: sections in reading order; None for `SECTIONS`. Those that do not fit
+            the model are left out.
         options: choices of its sections; None for `Options()`.
         verbose: whether to show a progress bar.
 
@@ -99,14 +113,25 @@ def report(
     import_jinja2()
     options = options or Options()
     subject = make_subject(model, name, class_names)
-    sections = [each(subject, options) for each in SECTIONS if each.fits(subject)]
+    chosen = [x for x in sections or SECTIONS if x.fits(subject)]
+    if len({section.anchor for section in chosen}) < len(chosen):
+        raise ValueError(
+            "Expected sections of different anchors; received: "
+            f"{[section.anchor for section in chosen]}"
+        )
+    sections = [section(subject, options) for section in chosen]
     bar = keras.utils.Progbar(max_examples, unit_name="example") if verbose else None
     collection = Collection(subject, batch_size, max_examples, bar and bar.update)
     for batch in collection.batches(data):
         for section in sections:
             section.update(batch)
     chapters = [Chapter(section, section.finish()) for section in sections]
-    facts = {"examples": f"{collection.num_examples:,}"}
+    experts = sorted({block.num_experts for block in subject.blocks.values()})
+    facts = {
+        "examples": f"{collection.num_examples:,}",
+        "layers with experts": len(subject.by_layer()),
+        "experts in a layer": " or ".join(map(str, experts)),
+    }
     with staged_folder(folder, "report", _is_report, _is_own(folder)) as staging:
         pictures = _write_pictures(chapters, staging)
         write_text(staging / PAGE, page_html(subject, chapters, facts))

@@ -29,6 +29,7 @@ class Block(NamedTuple):
             dropped.
         group_size: number of tokens that are routed together at inference; None where
             each example is a group.
+        training_capacity_factor: capacity factor while training, or None.
     """
 
     key: str
@@ -39,6 +40,12 @@ class Block(NamedTuple):
     num_selected_experts: int | None
     capacity_factor: float | None
     group_size: int | None
+    training_capacity_factor: float | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether experts serve some tokens only."""
+        return self.kind in ("token_choice", "expert_choice")
 
     @property
     def num_experts(self) -> int:
@@ -70,6 +77,25 @@ class Subject(NamedTuple):
     grid: tuple[int, int] | None
     class_names: tuple[str, ...] | None
     modalities: tuple[str, ...]
+
+    def by_layer(self) -> dict[str, dict[str, Block]]:
+        """The records of each layer by modality, in order of depth.
+
+        A layer that both modalities share has two.
+        """
+        layers = {}
+        for block in self.blocks.values():
+            layers.setdefault(block.block, {})[block.modality] = block
+        return layers
+
+    def class_name(self, label: int) -> str:
+        """The name of a class, or its number.
+
+        Args:
+            label: number of the class.
+        """
+        names = self.class_names or ()
+        return names[label] if label < len(names) else str(label)
 
 
 class Batch(NamedTuple):

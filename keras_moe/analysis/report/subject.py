@@ -87,6 +87,9 @@ def _block(model, backbone, key, default):
         num_selected_experts=getattr(router, "num_selected_experts", None),
         capacity_factor=_capacity_factor(router, side),
         group_size=None if invariant else layer.group_size,
+        training_capacity_factor=None
+        if getattr(router, "dropless", False)
+        else getattr(router, "capacity_factor", None),
     )
 
 

@@ -252,6 +252,43 @@ class TextTokenizer:
         self.num_truncated += num_truncated
         return {"token_ids": token_ids, "padding_mask": mask}
 
+    def tokens(self, token_ids: Any) -> list[list[str]]:
+        """The strings of token ids, as people read them.
+
+        Args:
+            token_ids: integers (B, N).
+
+        Returns:
+            B lists of N strings, in the order of the ids. A part of a character, which
+            is no text by itself, has its string of the vocabulary.
+
+        Raises:
+            ValueError: if an id is not in the vocabulary.
+
+        Example:
+
+        >>> from keras_moe.models import TextTokenizer
+        >>> tokenizer = TextTokenizer.trained(["a cat", "two cats"], 518, max_length=6)
+        >>> tokenizer.tokens(tokenizer("a cat")["token_ids"])[0][:2]
+        ['<|startoftext|>', 'a']
+        """
+        ids = np.asarray(token_ids)
+        size = self.vocabulary_size
+        if ids.size and not 0 <= ids.min() <= ids.max() < size:
+            raise ValueError(
+                f"Expected token ids of the {size} of the vocabulary; received: "
+                f"{ids.min()} to {ids.max()}"
+            )
+        texts = {int(id): self._text_of(int(id)) for id in np.unique(ids)}
+        return [[texts[id] for id in row] for row in ids.tolist()]
+
+    def _text_of(self, id):
+        token = self.tokenizer.id_to_token(id)
+        if id in (self.start_id, self.end_id):
+            return token
+        text = self.tokenizer.detokenize([id]).strip()
+        return text if text and "\ufffd" not in text else token
+
     def _tokenized(self, captions):
         if not captions:
             return []

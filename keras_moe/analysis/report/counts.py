@@ -1,0 +1,121 @@
+"""Sums over the tokens of a routing record, which all sections on loads read.
+
+Axes: B batch, N tokens, E experts, K selected experts, T tokens that count.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from keras_moe.analysis.report.section import Batch, Block
+
+
+class LayerCounts:
+    """The work of the experts in one routing record.
+
+    Args:
+        block: description of the record.
+
+    Attributes:
+        tokens: number of tokens.
+        unserved: number of tokens that no expert served.
+        served: float64 (E,), numbers of tokens that the experts served.
+        mass: float64 (E,), sums of the experts' weights in these tokens' outputs.
+        demand: float64 (E,), numbers of tokens that chose the experts, with those
+            that they did not serve.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis.report.counts import LayerCounts
+    >>> from keras_moe.analysis.report.section import Batch, Block
+    >>> from keras_moe.ops import Routing
+    >>> block = Block("b", "b", "image", "token_choice", ("ffn", "ffn"), 1, 1.0, None)
+    >>> gates = np.array([[[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]])
+    >>> served = np.array([[[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
+    >>> routing = {"b": Routing(*[gates] * 4, served, served * gates)}
+    >>> masks = {"image": np.ones((1, 3), bool)}
+    >>> counts = LayerCounts(block)
+    >>> counts.update(Batch(0, None, None, None, masks, None, routing, None))
+    >>> counts.served.tolist(), counts.demand.tolist(), counts.unserved
+    ([1.0, 1.0], [2.0, 1.0], 1)
+    """
+
+    def __init__(self, block: Block):
+        self.block = block
+        self.tokens = self.unserved = 0
+        self.served, self.mass, self.demand = np.zeros((3, block.num_experts))
+
+    def update(self, batch: Batch) -> None:
+        """Adds a batch.
+
+        Args:
+            batch: examples and their routing.
+        """
+        record, counts = batch.routing[self.block.key], batch.mask_of(self.block)
+        served = record.dispatched[counts]
+        self.tokens += len(served)
+        self.unserved += int((served.sum(axis=1) == 0).sum())
+        self.served += served.sum(axis=0, dtype="float64")
+        self.mass += record.combined[counts].sum(axis=0, dtype="float64")
+        self.demand += demand(self.block, record, counts).sum(axis=0, dtype="float64")
+
+    @classmethod
+    def together(cls, name: str, parts: list["LayerCounts"]) -> "LayerCounts":
+        """The counts of a layer that several modalities share.
+
+        Args:
+            name: name of the layer.
+            parts: `LayerCounts` of its records.
+        """
+        total = cls(parts[0].block._replace(key=name))
+        for part in parts:
+            total.tokens += part.tokens
+            total.unserved += part.unserved
+            total.served += part.served
+            total.mass += part.mass
+            total.demand += part.demand
+        return total
+
+    @property
+    def work(self) -> np.ndarray:
+        """(E,), what the experts do: their tokens, or weights where all serve all."""
+        return self.served if self.block.is_sparse else self.mass
+
+    @property
+    def shares(self) -> np.ndarray:
+        """(E,), the parts of the work that the experts do; sum 1."""
+        return self.work / max(self.work.sum(), 1e-12)
+
+    @property
+    def dropped(self) -> float:
+        """The part of the tokens' choices that no expert served."""
+        return float(1.0 - self.served.sum() / max(self.demand.sum(), 1.0))
+
+    @property
+    def entropy(self) -> float:
+        """The entropy of the shares over log E; 1 is a balanced load."""
+        shares = self.shares[self.shares > 0]
+        if self.block.num_experts < 2:
+            return 1.0
+        return float(-(shares * np.log(shares)).sum() / np.log(self.block.num_experts))
+
+
+def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:
+    """The experts that tokens chose, (T, E) of 0 and 1, whether they served or not.
+
+    Args:
+        block: description of the record.
+        record: `Routing` of arrays (B, N, E).
+        counts: boolean (B, N), True for the T tokens that count.
+    """
+    served = record.dispatched[counts]
+    if block.kind != "token_choice" or block.capacity_factor is None:
+        return served
+    affinity = record.affinity[counts]
+    chosen = np.argsort(-affinity, axis=1, kind="stable")
+    chosen = chosen[:, : block.num_selected_experts or 1]
+    result = np.zeros_like(served)
+    np.put_along_axis(result, chosen, 1.0, axis=1)
+    # Routers may choose by another rule, and what they serve was chosen.
+    return np.maximum(result, served)

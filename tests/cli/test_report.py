@@ -1,0 +1,103 @@
+"""`keras-moe report`: of images and of pairs, and of what a run was tested on."""
+
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from keras_moe import models
+from tests.small_models import with_weights
+
+pytest.importorskip("tensorflow")
+
+pytestmark = pytest.mark.backend_free
+
+SMALL = {"patch_size": 8, "hidden_dim": 16, "num_layers": 2, "mlp_dim": 16}
+CAPTIONS = ("a red one", "a dark one", "[bold]<b>nothing</b>")
+
+
+def test_images_of_a_run(program, tmp_path):
+    keras.utils.set_random_seed(1)
+    model = models.from_preset(
+        "vmoe_digits",
+        num_classes=10,
+        load_weights=False,
+        moe_layers=[1],
+        num_experts=2,
+        num_heads=2,
+        **SMALL,
+    )
+    run = tmp_path / "run"
+    with_weights(model).save_to_preset(run / "preset")
+    recipe = {"data": {"source": "digits"}, "objective": {}}
+    (run / "results.json").write_text(json.dumps({"recipe": recipe}))
+    output = tmp_path / "out"
+    arguments = ("report", run, "--examples", 20, "--output", output)
+    status, printed, errors = program(*arguments, "--json")
+    assert status == 0, errors
+    values = json.loads(printed)
+    assert (values["examples"], values["data"], values["split"]) == (
+        20,
+        "digits",
+        "test",
+    )
+    assert Path(values["page"]) == output / "report.html"
+    data = json.loads((output / "report.json").read_text())
+    # Four patches and a class token.
+    assert data["sections"]["loads"]["block_1"]["tokens"] == 100
+    assert "by_class" in data["sections"]["loads"]["block_1"]
+    status, printed, errors = program(*arguments)
+    assert status == 0, errors
+    assert values["verdicts"][0]["level"] in printed
+    assert "report.html" in printed.replace("\n", "")
+
+
+def test_pairs_of_a_folder(program, tmp_path):
+    tokenizer = models.TextTokenizer.trained(CAPTIONS, 520, max_length=12)
+    model = models.from_preset(
+        "limoe_b16",
+        task="contrastive",
+        preprocessor=tokenizer,
+        load_weights=False,
+        image_shape=(16, 16, 1),
+        num_heads=2,
+        vocabulary_size=520,
+        max_length=12,
+        projection_dim=6,
+        moe={"num_experts": 2, "num_selected_experts": 1, "moe_layers": [1]},
+        **SMALL,
+    )
+    folder = tmp_path / "preset"
+    with_weights(model).save_to_preset(folder)
+    photos = tmp_path / "photos"
+    (photos / "test").mkdir(parents=True)
+    lines = ["image,caption"]
+    for number, caption in enumerate(CAPTIONS):
+        pixels = np.full((16, 16, 1), 60 * number, "uint8")
+        keras.utils.save_img(photos / "test" / f"{number}.png", pixels, scale=False)
+        lines.append(f"{number}.png,{caption}")
+    (photos / "test" / "captions.csv").write_text("\n".join(lines))
+    output = tmp_path / "out"
+    status, printed, errors = program(
+        "report", folder, "--data", f"folder:{photos}", "--output", output, "--json"
+    )
+    assert status == 0, errors
+    assert json.loads(printed)["examples"] == 3
+    page = (output / "report.html").read_text(encoding="utf-8")
+    assert "<b>nothing</b>" not in page
+    sections = json.loads((output / "report.json").read_text())["sections"]
+    assert sections["loads"]["image/block_1"]["tokens"] == 12
+
+
+def test_what_cannot_be_reported_on(program, tmp_path):
+    output = tmp_path / "out"
+    arguments = ("--data", "digits", "--examples", 4, "--output", output)
+    dense = ("image_shape=[16,16,1]", "num_layers=1", "hidden_dim=16", "num_heads=2")
+    status, _, errors = program(
+        "report", "vit_s32", "--set", "patch_size=8", "mlp_dim=8", *dense, *arguments
+    )
+    assert status != 0
+    assert "Expected a model with experts" in errors
+    assert not output.exists()
