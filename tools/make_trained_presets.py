@@ -54,7 +54,7 @@ def main() -> None:
     run = Path(args.run or f"runs/{args.name}")
     console = Console()
     train.run(parsed("train", args.name, "--output", run), console)
-    model = models.from_preset(str(run / "preset"))
+    model = trained_model(run / "preset")
     folder = PRESETS / args.name
     recipe = training.load_recipe(args.name)
     save(model, folder, models.ModelCard())
@@ -75,6 +75,15 @@ def main() -> None:
 
 def parsed(*arguments: object) -> argparse.Namespace:
     return make_parser().parse_args([str(argument) for argument in arguments])
+
+
+def trained_model(folder: Path) -> keras.Model:
+    """The model of a run; one of pairs gets the preparation of images, too."""
+    model = models.from_preset(str(folder))
+    if getattr(model, "image_preprocessor", True) is None:
+        prepare = models.ImagePreprocessor(model.backbone.image_shape)
+        model = models.from_preset(str(folder), image_preprocessor=prepare)
+    return model
 
 
 def save(model: keras.Model, folder: Path, card: models.ModelCard) -> None:

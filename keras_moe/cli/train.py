@@ -124,7 +124,7 @@ def fit(
             args,
             recipe.model.preset,
             recipe.data.batch_size // recipe.optimizer.gradient_accumulation_steps,
-            recipe.model.overrides,
+            {"load_weights": recipe.model.load_weights, **recipe.model.overrides},
         )
         trained = training.train(
             recipe,

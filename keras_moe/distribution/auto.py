@@ -51,7 +51,9 @@ def auto(
         batch_size: images of all devices together, which are checked, or None.
         auto_shard_dataset: whether Keras deals the batches of a `tf.data.Dataset` among
             processes; not where each has its own part, as those of recipes do.
-        **overrides: arguments of the model that differ from the preset.
+        **overrides: arguments of the model that differ from the preset; and
+            `load_weights=False` for a model without its weights, which they need not
+            fit.
 
     Returns:
         A `keras.distribution.ModelParallel`, or a `DataParallel` where no weight is

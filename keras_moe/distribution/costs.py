@@ -148,6 +148,7 @@ def costs(
     utilization: float = 0.4,
     text_tokens: int = 0,
     num_classes: int | None = None,
+    load_weights: bool = True,
     **overrides: Any,
 ) -> Costs:
     """The costs of a training step under a layout of `auto`, on paper.
@@ -184,6 +185,7 @@ def costs(
             whose embedding is not counted; 0 for models of pairs, which have texts of
             their own length.
         num_classes: number of classes of a head, which is counted, too.
+        load_weights: argument of `auto`.
         **overrides: arguments of the model that differ from the preset.
 
     Returns:
@@ -220,7 +222,8 @@ def costs(
     check_integer("text_tokens", text_tokens, minimum=0)
     batch_size = check_integer("batch_size", batch_size)
     overrides["num_classes"] = num_classes
-    with resolve(model_or_preset, overrides, counts_only=True) as blueprint:
+    options = {"load_weights": load_weights, "counts_only": True}
+    with resolve(model_or_preset, overrides, **options) as blueprint:
         towers, model = blueprint.unbuilt_towers(), blueprint.describe()
     if text_tokens and model.example != "image":
         raise ValueError(

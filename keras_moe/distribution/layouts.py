@@ -94,6 +94,7 @@ def layouts(
     expert_parallel: Any = None,
     model_parallel: int = 1,
     batch_size: int | None = None,
+    load_weights: bool = True,
     **overrides: Any,
 ) -> Layouts:
     """The rules by which `auto` lays out a model, without any device or weight.
@@ -104,6 +105,7 @@ def layouts(
         expert_parallel: argument of `auto`.
         model_parallel: argument of `auto`.
         batch_size: argument of `auto`.
+        load_weights: argument of `auto`.
         **overrides: arguments of `auto`.
 
     Returns:
@@ -125,7 +127,8 @@ def layouts(
     >>> rules.weights["(.*/)?experts/output_(kernel|lora_a)"]
     ('batch', 'model', None)
     """
-    with resolve(model_or_preset, overrides, counts_only=True) as blueprint:
+    options = {"load_weights": load_weights, "counts_only": True}
+    with resolve(model_or_preset, overrides, **options) as blueprint:
         blocks = blueprint.unbuilt_blocks()
     return layouts_of_blocks(
         blocks, num_devices, expert_parallel, model_parallel, batch_size

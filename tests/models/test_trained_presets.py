@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import data, evaluation, models
+from keras_moe import data, distribution, evaluation, models
 from keras_moe.models import registry
 from keras_moe.models.builtin import builtin_presets
 from keras_moe.training import list_recipes, load_recipe
@@ -56,6 +56,7 @@ def test_emoji_find_their_names_as_well_as_the_list_says():
     )
     actual = evaluation.encode_pairs(model, pairs).retrieval(ks=(1,)).figures()
     assert len(figures("limoe_emoji")) == 2
+    assert model.encode_images(np.zeros((72, 60, 3), "uint8")).shape == (1, 64)
     for metric, value in figures("limoe_emoji").items():
         # Chance is 0.002.
         assert value > 0.8
@@ -265,3 +266,16 @@ def test_training_from_scratch_ignores_the_weights():
     np.testing.assert_array_equal(weight(other), weight(tuned))
     with pytest.raises(ValueError, match="load_weights"):
         recipe.replace(model={"load_weights": 1})
+
+
+@pytest.mark.backend_free
+def test_layouts_and_costs_of_arguments_that_do_not_fit_the_weights():
+    other = {"constant_experts": 1, "dropless": True}
+    for count in (
+        lambda **x: distribution.layouts("moepp_digits", 4, **other, **x),
+        lambda **x: distribution.costs("moepp_digits", 1, 8, **other, **x),
+        lambda **x: models.describe("moepp_digits", **other, **x),
+    ):
+        with pytest.raises(ValueError, match="load_weights=False"):
+            count()
+        assert count(load_weights=False)

@@ -167,7 +167,11 @@ def config_of(recipe: Recipe) -> dict:
     Raises:
         ValueError: if it has no two towers with experts.
     """
-    blueprint = models.resolve(recipe.model.preset, recipe.model.overrides)
+    blueprint = models.resolve(
+        recipe.model.preset,
+        recipe.model.overrides,
+        load_weights=recipe.model.load_weights,
+    )
     config = complete_config(blueprint.backbone, blueprint.config)
     towers = [config.get(tower) for tower in configurations.TOWERS]
     if not all(

@@ -88,7 +88,11 @@ def base_of(recipe: Recipe) -> Base:
     Raises:
         ValueError: if its model is no LIMoE with entropy losses for both modalities.
     """
-    config = models.resolve(recipe.model.preset, recipe.model.overrides).config
+    config = models.resolve(
+        recipe.model.preset,
+        recipe.model.overrides,
+        load_weights=recipe.model.load_weights,
+    ).config
     moe = config.get("moe")
     if isinstance(moe, dict):
         moe = MoEConfig.from_dict(moe)

@@ -171,7 +171,9 @@ class Training(Part):
             "ffn_experts_per_token": float(
                 analysis.ffn_experts_per_token(routing, kinds).mean()
             ),
-            "gflops": models.describe(PRESET, num_classes=10, **overrides).gflops,
+            "gflops": models.describe(
+                PRESET, num_classes=10, load_weights=False, **overrides
+            ).gflops,
             "loads": {block: row._asdict() for block, row in loads.items()},
             "scores": {block: row.to_dict() for block, row in scores.items()},
             "seconds": seconds,
