@@ -44,8 +44,15 @@ def test_one_command_trains_and_saves(
         "mumoe_digits", "--output", tmp_path / "run",
         "--recipe-set", *SETTINGS, "--set", *SMALL,
         "--few-shot-every", 2, "--shots", 2, "--checkpoint-every", 4,
+        "--report-examples", 5,
     )  # fmt: skip
     assert status == 0, errors
+    report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
+    assert report["examples"] == 5
+    # The report's first picture is the card's.
+    card = tmp_path / "run" / "preset" / "card.png"
+    first = tmp_path / "run" / "report" / report["pictures"][0]
+    assert card.read_bytes() == first.read_bytes()
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["backend"] == keras.backend.backend()
     # Settings that were overridden, and one that was not.

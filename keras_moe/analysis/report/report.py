@@ -28,6 +28,8 @@ from keras_moe.files import is_plain_file, write_json, write_text
 from keras_moe.staging import staged_folder
 
 PAGE, DATA = "report.html", "report.json"
+# Dots per inch of pictures: 3.5 inches are wide enough for a model card.
+_DPI = 160
 # In reading order.
 SECTIONS: list[type[Section]] = [
     Overview,
@@ -165,6 +167,7 @@ def _write_pictures(chapters, folder):
                         "Expected figures of different names; received: "
                         f"{item.name!r} twice"
                     )
+                item.drawing.set_dpi(_DPI)
                 write_figure(item.drawing, folder / name)
                 names.append(name)
     return names
