@@ -22,8 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "guides").glob("*.py"))
 # The backend that runs each guide in the suite, so that none has all the work.
 BACKENDS = {
-    "training_at_scale": "torch",
+    "training_at_scale": "tensorflow",
     "your_own": "torch",
+    "six_routers": "torch",
+    "upcycling": "torch",
+    "when_experts_help": "jax",
 }
 each_guide = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 
