@@ -12,7 +12,7 @@ from keras_moe import analysis, data, models
 from keras_moe.analysis.report.section import Options
 from keras_moe.cli.devices import set_devices
 from keras_moe.cli.evaluate_pairs import find_source
-from keras_moe.cli.measured import find_images, find_run, has_pairs
+from keras_moe.cli.measured import find_images, find_run, has_pairs, shown
 from keras_moe.cli.overrides import FIRST, model_overrides
 from keras_moe.cli.result import Result, show_all
 
@@ -46,14 +46,14 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         with data.reading_errors():
             written = analysis.report(
                 model,
-                batches,
+                shown(console)(batches, split),
                 args.output,
                 name=f"{Path(args.preset).name} on {source} {split}",
                 class_names=class_names,
                 batch_size=args.batch_size,
                 max_examples=args.examples,
                 options=Options(num_examples=args.show, seed=args.seed),
-                verbose=console.is_terminal,
+                verbose=0,
             )
     finally:
         keras.distribution.set_distribution(before)

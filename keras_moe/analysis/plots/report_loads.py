@@ -138,6 +138,7 @@ def draw_class_map(work: Any, names: list[str], title: str) -> Any:
         axis.set_xlabel("experts, by the class that uses them most", fontsize=8)
     names = [name if len(name) <= 18 else f"{name[:17]}…" for name in names]
     axis.set_yticks(np.arange(len(names)) + 0.5, names, parse_math=False)
+    axis.set_ylabel("class", fontsize=8)
     _add_scale(figure, axis, image, "times the average class")
     plain_axis(axis, title)
     figure.tight_layout(pad=0.4)
