@@ -16,7 +16,14 @@ from keras_moe.analysis.report import report as report_module_function
 from keras_moe.analysis.report.collection import Collection
 from keras_moe.analysis.report.counts import LayerCounts
 from keras_moe.analysis.report.health import health_verdicts
-from keras_moe.analysis.report.section import Batch, Block, Content, Section, Table
+from keras_moe.analysis.report.section import (
+    Batch,
+    Block,
+    Content,
+    Section,
+    Table,
+    Verdict,
+)
 from keras_moe.analysis.report.sections.entropies import EntropySums
 from keras_moe.analysis.report.subject import make_subject
 from keras_moe.ops import Routing
@@ -136,6 +143,7 @@ def test_captions_become_words(pairs_model):
     texts = pairs_model.preprocessor(captions[:1])
     tokens = batches_of(pairs_model, {"images": images(1, 8, 8, 3), **texts})[0]
     assert tokens.words[0] == batch.words[0]
+    assert tokens.captions == ["a cat"]
     by_place = batches_of(pairs_model, (images(2, 8, 8, 3), ["a cat", "two cats"]))
     assert by_place[0].captions == batch.captions
 
@@ -336,16 +344,34 @@ class Classes(Section):
         return Content([Table(["class", "examples"], rows, "Classes")], self.counts)
 
 
+class Judged(Section):
+    """A section with findings of all levels."""
+
+    title, anchor, intro = "Judged", "judged", "Findings."
+
+    def update(self, batch):
+        pass
+
+    def finish(self):
+        levels = ("good", "notice", "problem")
+        return Content([], {}, [Verdict(level, f"It is {level}.") for level in levels])
+
+
 @pytest.mark.backend_free
 def test_a_section_of_ones_own(model, tmp_path):
     data = images(3, 16, 8, 3), np.array([0, 2, 2])
     written = analysis.report(
-        model, data, tmp_path / "report", sections=[Classes], verbose=0
+        model, data, tmp_path / "report", sections=[Classes, Judged], verbose=0
     )
+    assert [x.level for x in written.verdicts] == ["problem", "notice", "good"]
     values = json.loads(written.data.read_text(encoding="utf-8"))
-    assert values["sections"] == {"classes": {"0": 1, "2": 2}}
+    assert values["sections"] == {
+        "classes": {"0": 1, "2": 2},
+        "judged": {},
+    }
     page = written.page.read_text(encoding="utf-8")
     assert "Examples by class" in page
+    assert page.index("It is problem.") < page.index("It is good.")
     guide = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
     code = inspect.getsource(Classes)
     assert code[code.index("    title,") :].strip() in guide

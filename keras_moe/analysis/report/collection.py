@@ -130,7 +130,7 @@ class Collection:
         words = None if ids is None else words_of(subject.model, ids, masks["text"])
         captions = examples.captions
         if captions is None and words is not None:
-            captions = [" ".join(filter(None, row)) for row in words]
+            captions = _joined_words(subject.model, np.asarray(ids), words)
         return Batch(
             start=self.num_examples,
             images=None if images is None else np.asarray(images, "float32"),
@@ -185,6 +185,16 @@ def words_of(model: Any, token_ids: Any, mask: Any) -> list[list[str]]:
     return [
         [word if counts else "" for word, counts in zip(row, kept)]
         for row, kept in zip(rows, np.asarray(mask, bool).tolist())
+    ]
+
+
+def _joined_words(model, token_ids, words):
+    """Captions of words, without those that stand for their start and end."""
+    tokenizer = getattr(model, "preprocessor", None)
+    special = [getattr(tokenizer, name, None) for name in ("start_id", "end_id")]
+    return [
+        " ".join(word for id, word in zip(ids, row) if word and id not in special)
+        for ids, row in zip(token_ids.tolist(), words)
     ]
 
 

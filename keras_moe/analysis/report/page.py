@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 
 from keras_moe._version import __version__
 from keras_moe.analysis.plots.figure import figure_svg
-from keras_moe.analysis.report.section import Content, Figure, Section, Subject, Table
+from keras_moe.analysis.report.section import (
+    LEVELS,
+    Content,
+    Figure,
+    Section,
+    Subject,
+    Table,
+)
 
 _FOLDER = Path(__file__).parent
 
@@ -45,6 +52,8 @@ def page_html(subject: Subject, chapters: list[Chapter], facts: dict[str, Any]) 
     script = _FOLDER / "report.js"
     return environment.get_template("page.html").render(
         subject=subject,
+        # Problems are read first.
+        levels=LEVELS[::-1],
         facts=facts,
         chapters=[
             {

@@ -13,6 +13,7 @@ from keras_moe.analysis.plots.figure import write_figure
 from keras_moe.analysis.report.collection import Collection
 from keras_moe.analysis.report.page import Chapter, import_jinja2, page_html
 from keras_moe.analysis.report.section import (
+    LEVELS,
     Figure,
     Options,
     Section,
@@ -128,6 +129,9 @@ def report(
         for section in sections:
             section.update(batch)
     chapters = [Chapter(section, section.finish()) for section in sections]
+    verdicts = [verdict for chapter in chapters for verdict in chapter.content.verdicts]
+    # Problems first, and for the rest in reading order.
+    verdicts.sort(key=lambda verdict: -LEVELS.index(verdict.level))
     experts = sorted({block.num_experts for block in subject.blocks.values()})
     facts = {
         "examples": f"{collection.num_examples:,}",
@@ -141,7 +145,7 @@ def report(
             "name": subject.name,
             "examples": collection.num_examples,
             "pictures": pictures,
-            "verdicts": [v._asdict() for c in chapters for v in c.content.verdicts],
+            "verdicts": [verdict._asdict() for verdict in verdicts],
             "sections": {c.section.anchor: c.content.data for c in chapters},
         }
         write_json(staging / DATA, values)
@@ -150,7 +154,7 @@ def report(
         folder / PAGE,
         folder / DATA,
         [folder / picture for picture in pictures],
-        [verdict for chapter in chapters for verdict in chapter.content.verdicts],
+        verdicts,
         collection.num_examples,
     )
 
