@@ -290,6 +290,8 @@ def test_the_files_of_a_report(model, tmp_path):
     assert values["sections"]["loads"]["block_1"]["tokens"] == 45
     assert sum(values["sections"]["loads"]["block_1"]["served"]) == 90
     assert values["name"] == HOSTILE
+    costs = values["sections"]["model"]["costs"]
+    assert costs["parameters"] == model.count_params()
     assert len(written.pictures) == len({*written.pictures}) > 3
     assert all(x.read_bytes().startswith(b"\x89PNG") for x in written.pictures)
     assert [x["text"] for x in values["verdicts"]] == [x.text for x in written.verdicts]

@@ -331,3 +331,23 @@ def test_it_is_serialisable_without_its_vocabulary():
     again = keras.saving.deserialize_keras_object(config)
     assert isinstance(again.tokenizer, keras_hub.tokenizers.CLIPTokenizer)
     assert (again.max_length, again.end_id) == (5, 529)
+
+
+@pytest.mark.parametrize("kind", ["byte_pairs", "sentence_piece"])
+def test_ids_as_people_read_them(kind, sentence_piece):
+    tokenizer = own()
+    if kind == "sentence_piece":
+        tokenizer = TextTokenizer.sentence_piece(sentence_piece)
+    texts = tokenizer(FEW[:2])
+    for caption, tokens, mask in zip(
+        FEW, tokenizer.tokens(texts["token_ids"]), texts["padding_mask"]
+    ):
+        assert len(tokens) == tokenizer.max_length
+        words = [token for token, counts in zip(tokens, mask) if counts]
+        own_words = words[1 if tokenizer.start_id is not None else 0 : -1]
+        letters = "".join(own_words).replace("▁", "").replace(" ", "")
+        assert letters == caption.replace(" ", "")
+    # A byte that is no character by itself keeps its name.
+    assert all(isinstance(x, str) and x for x in own().tokens([[200, 250]])[0])
+    with pytest.raises(ValueError, match=f"received: -1 to {tokenizer.end_id}"):
+        tokenizer.tokens([[-1, tokenizer.end_id]])
