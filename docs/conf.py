@@ -106,7 +106,7 @@ def with_copies(app, config):
 
 def with_links_of_the_site(app, docname, source):
     """Gives links to files of the repository their places in the site."""
-    text = source[0].replace("](../docs/", "](../")
+    text = source[0].replace("](../docs/", "](/")
     for name in PAGES:
         text = text.replace(f"](../{name}.md", f"](/repository/{name.lower()}.md")
     text = re.sub(r"\]\(\.\./(guides/\w+)\.(py|ipynb)\)", r"](/\1.ipynb)", text)

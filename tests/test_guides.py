@@ -22,11 +22,16 @@ ROOT = Path(__file__).resolve().parent.parent
 GUIDES = sorted((ROOT / "guides").glob("*.py"))
 # The backend that runs each guide in the suite, so that none has all the work.
 BACKENDS = {
-    "training_at_scale": "tensorflow",
-    "your_own": "torch",
+    "fine_tune_another_resolution": "torch",
+    "limoe_captions_to_pruning": "torch",
+    "moepp_compute": "torch",
+    "mumoe_experts": "torch",
     "six_routers": "torch",
+    "training_at_scale": "tensorflow",
     "upcycling": "torch",
+    "vmoe_in_ten_minutes": "torch",
     "when_experts_help": "jax",
+    "your_own": "torch",
 }
 each_guide = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 

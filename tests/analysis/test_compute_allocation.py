@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from keras_moe.analysis import (
     compute_map,
@@ -67,6 +68,13 @@ def test_pictures_of_kinds_are_drawn(tmp_path):
         path = tmp_path / f"{name}.png"
         draw(path)
         assert path.stat().st_size > 5_000, name
+
+
+def test_compute_maps_are_no_wider_than_a_page(tmp_path):
+    path = tmp_path / "maps.png"
+    plots.plot_compute_maps(np.zeros((5, 4, 4, 1)), np.ones((5, 2, 2)), path)
+    with Image.open(path) as picture:
+        assert picture.width <= 1200
 
 
 def test_load_by_kind():

@@ -125,6 +125,20 @@ def test_pictures_are_drawn(tmp_path):
         assert path.stat().st_size > 5_000, name
 
 
+def test_a_class_that_gains_much_leaves_room_for_the_losses(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "keras_moe.analysis.plots.specialisation.save_figure",
+        lambda figure, path, title: drawn.append(figure),
+    )
+    for gained in (0.1, 0.4):
+        accuracy, ablated = np.array([0.1, 0.5]), np.array([[gained, 0.2]])
+        one = ExpertAblation(np.arange(1), np.ones(2), accuracy, ablated)
+        plots.plot_ablation({"a": one}, tmp_path / "x.png", experts_per_model=1)
+    bottoms = [figure.axes[0].get_ylim()[0] for figure in drawn]
+    assert bottoms == [-5, -105]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

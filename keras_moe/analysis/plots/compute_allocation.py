@@ -62,7 +62,7 @@ def plot_compute_maps(
             f"Expected a map (rows, columns) for each of {len(images)} images; "
             f"received: shape={maps.shape}"
         )
-    columns = min(len(images), 6)
+    columns = min(len(images), 4)
     rows = -(-len(images) // columns)
     size = (2.3 * columns + 1.0, 1.35 * rows + 0.5)
     figure = new_figure(figsize=size, dpi=110)

@@ -19,7 +19,8 @@ def plot_ablation(
 ) -> None:
     """Draws the fraction of accuracy that classes lose without an expert; saves it.
 
-    Each model has a row, with its first experts that matter.
+    Each model has a row, with its first experts that matter. Bars below zero are
+    classes that gain; the axis ends at -100%.
 
     Args:
         ablations: dict from the name of a model to its `ExpertAblation`; see
@@ -80,7 +81,8 @@ def plot_ablation(
                 axis.set_xticks(places, class_names)
     if class_names is None:
         axes[-1, 0].set_xlabel("class", fontsize=8)
-    axes[0, 0].set_ylim(min(-5, axes[0, 0].get_ylim()[0]), 105)
+    # A class of low accuracy may gain several times of it.
+    axes[0, 0].set_ylim(max(-105, min(-5, axes[0, 0].get_ylim()[0])), 105)
     save_figure(figure, path, title)
 
 

@@ -1,0 +1,316 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Fine-tune published weights at another resolution
+#
+# Published weights were trained on images of one size, mostly 224 x 224 pixels, with
+# classes of their own. This guide takes such weights to another size, another shape of
+# the image and new classes, and measures by few-shot probes what fine-tuning gained.
+#
+# ## Weights that others have published
+#
+# The name of the weights is the name of the preset:
+#
+# - `gs://vmoe_checkpoints/vmoe_b16_imagenet21k_randaug_strong`: V-MoE-B/16 with 8
+#   experts, trained on ImageNet-21k;
+# - `gs://vit_models/imagenet21k/ViT-B_16.npz`: the dense ViT-B/16 of the same data;
+# - `hf://timm/vit_base_patch16_224.augreg_in21k`: a ViT-B/16 of timm;
+# - `hf://openai/clip-vit-base-patch32`: CLIP, and with `num_classes` its image tower.
+#
+# [Published weights, by name](../docs/weights.md) lists all formats and their licences.
+
+# %%
+# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
+# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+EXTRAS = "jax,convert,digits,plots"
+if getattr(find_spec("keras_moe"), "origin", None) is None:
+    package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
+    command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
+    subprocess.run(command, check=True)
+backend = "jax"  # takes a TPU or a GPU where it sees one
+if shutil.which("nvidia-smi") and find_spec("torch"):
+    import jax
+
+    backend = "torch" if jax.default_backend() == "cpu" else "jax"
+os.environ.setdefault("KERAS_BACKEND", backend)
+# The settings of the tests: fewer and smaller of everything, to the same end.
+SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
+
+# %%
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+from matplotlib import pyplot as plt
+
+from keras_moe import data, evaluation, models
+
+keras.utils.set_random_seed(0)
+folder = Path(tempfile.mkdtemp())
+
+# %% [markdown]
+# With a network and some gigabytes to spare this cell makes a classifier of ten classes
+# for images of 384 x 384 pixels. It runs only where `KERAS_MOE_ONLINE` is set.
+
+# %%
+if os.environ.get("KERAS_MOE_ONLINE"):
+    photos = models.from_preset(
+        "hf://timm/vit_base_patch16_224.augreg_in21k",
+        num_classes=10,
+        image_shape=(384, 384, 3),
+    )
+    photos.summary()
+
+# %% [markdown]
+# ## A stand-in that needs no network
+#
+# The rest runs offline, on a file in the same format as Google's releases: an `.npz`
+# with the names of V-MoE's tensors. We write it ourselves, from the small V-MoE for
+# handwritten digits that comes with keras_moe. It is trained on single digits of
+# 16 x 16 pixels, in 4 x 4 patches.
+
+# %%
+RENAMED = {
+    "patch_embedding/": "embedding/",
+    "class_token/token": "cls",
+    "position_embedding/embedding": "Encoder/posembed_input/pos_embedding",
+    "final_norm/": "Encoder/encoder_norm/",
+    "predictions/": "head/",
+    "block_": "Encoder/encoderblock_",
+    "feed_forward_norm/": "LayerNorm_1/",
+    "mixer_norm/": "LayerNorm_0/",
+    "attention/attention_output/": "SelfAttention/out/",
+    "attention/": "SelfAttention/",
+    "mlp/hidden/": "Mlp/Dense_0/",
+    "mlp/output/": "Mlp/Dense_1/",
+    "moe/router/kernel": "Moe/Router/dense/kernel",
+    "moe/experts/hidden_": "Moe/Mlp/Dense_0/",
+    "moe/experts/output_": "Moe/Mlp/Dense_1/",
+    "gamma": "scale",
+    "beta": "bias",
+}
+
+
+def published_name(path):
+    for name, published in RENAMED.items():
+        path = path.replace(name, published)
+    return path
+
+
+source = models.from_preset("vmoe_digits")
+arrays = {
+    published_name(weight.path): keras.ops.convert_to_numpy(weight)
+    for weight in source.weights
+}
+published = folder / "vmoe_digits.npz"
+np.savez(published, **arrays)
+for name in list(arrays)[-6:]:
+    print(name, arrays[name].shape)
+
+# %% [markdown]
+# ## Convert
+#
+# `convert` reads every tensor of the file, and stops with its name if one is missing,
+# left over or of another shape. `from_preset` with the same arguments does the same
+# without the report. The names and shapes tell the architecture, but not how many
+# experts a token takes: for a V-MoE that is no release, this is an argument.
+
+# %%
+ROUTING = {"num_selected_experts": 2}
+model, report = models.convert(published, **ROUTING)
+print(f"{report.scheme}, {report.licence}: {len(report.weights)} weights")
+same = np.array_equal(
+    *(
+        m.predict(data.load_digits("test", (16, 16, 1))[0], verbose=0)
+        for m in (source, model)
+    )
+)
+print("The predictions are those of the source:", same)
+
+# %% [markdown]
+# ## Another resolution
+#
+# `image_shape` is an argument as any other. The patches keep their size in pixels, so
+# that a larger image has more of them, and their position embeddings are resized, as
+# images are. All other weights fit as they are: attention and experts take any number
+# of tokens.
+
+# %%
+larger, report = models.convert(published, image_shape=(24, 24, 1), **ROUTING)
+for weight in report.weights:
+    if "position" in weight.weight:
+        [before] = weight.sources.values()
+        print(f"{weight.weight}: {before} -> {weight.shape}, {weight.how}")
+print("Patches across and down:", model.backbone.grid, "->", larger.backbone.grid)
+
+# %% [markdown]
+# The first components of the position embeddings over the grid show that resizing keeps
+# the map, and refines it.
+
+
+# %%
+def position_map(classifier):
+    """The three directions in which positions differ most, over the grid of patches."""
+    grid = classifier.backbone.grid
+    [weight] = [w for w in classifier.weights if "position_embedding" in w.path]
+    rows = keras.ops.convert_to_numpy(weight)[0, 1:]
+    return (rows @ directions).reshape(*grid, -1)
+
+
+[weight] = [w for w in model.weights if "position_embedding" in w.path]
+rows = keras.ops.convert_to_numpy(weight)[0, 1:]
+directions = np.linalg.svd(rows - rows.mean(axis=0))[2][:3].T
+figure, axes = plt.subplots(2, 3, figsize=(5, 3.4), dpi=110)
+for row, (name, classifier) in zip(
+    axes, {"16 x 16 pixels": model, "24 x 24 pixels": larger}.items()
+):
+    row[0].set_ylabel(name, fontsize=8)
+    for number, axis in enumerate(row):
+        axis.imshow(position_map(classifier)[..., number], cmap="cividis")
+        axis.set_xticks([])
+        axis.set_yticks([])
+        axis.set_title(f"component {number + 1}", fontsize=8)
+plt.show()
+
+# %% [markdown]
+# Does the model still read digits, without any training? The head came with the
+# weights. The further the size is from that of the training, the more a stroke differs
+# from all that the patches have shown, and accuracy falls.
+
+# %%
+SIZES = (12, 16, 20, 24, 32)
+for size in SIZES[1:4] if SMALL else SIZES:
+    resized = models.from_preset(published, image_shape=(size, size, 1), **ROUTING)
+    images, labels = data.load_digits("test", (size, size, 1))
+    accuracy = np.mean(resized.predict(images, verbose=0).argmax(axis=-1) == labels)
+    print(f"{size} x {size} pixels, {resized.backbone.grid} patches: {accuracy:.1%}")
+
+# %% [markdown]
+# This is why a change of resolution goes with fine-tuning.
+#
+# ## A new task
+#
+# The new task is to read numbers from 00 to 99, two scans side by side. Resolution,
+# aspect and classes are all other than those of the source: 20 x 40 pixels, 5 x 10
+# patches, 100 classes. With `num_classes` the model gets a new head, and everything
+# else comes from the file.
+
+# %%
+SHAPE, COUNT = (20, 40, 1), (500, 200) if SMALL else (1500, 800)
+SHOTS = (2, 5) if SMALL else (5, 10)
+
+
+def numbers(split, count):
+    """Images of numbers from 00 to 99, as many of each, and the numbers."""
+    images, digits = data.load_digits(split, (20, 20, 1))
+    generator = np.random.default_rng(0)
+    labels = generator.permutation(np.arange(count) % 100)
+    of_digit = [np.flatnonzero(digits == digit) for digit in range(10)]
+    halves = [
+        images[[generator.choice(of_digit[digit]) for digit in place]]
+        for place in (labels // 10, labels % 10)
+    ]
+    return np.concatenate(halves, axis=2), labels.astype("int32")
+
+
+train, test = numbers("train", COUNT[0]), numbers("test", COUNT[1])
+figure, axes = plt.subplots(2, 6, figsize=(8, 1.9), dpi=110)
+for axis, image, label in zip(axes.flat, *train):
+    axis.imshow(image, cmap="gray")
+    axis.set_title(f"{label:02d}", fontsize=8, pad=2)
+    axis.axis("off")
+plt.show()
+
+# %%
+arguments = {"num_classes": 100, "image_shape": SHAPE, "seed": 0, **ROUTING}
+tuned, report = models.convert(published, **arguments)
+print("New:", *report.new)
+for name, reason in report.ignored.items():
+    print(f"Left out: {name}, {reason}")
+scratch = models.from_preset(published, load_weights=False, **arguments)
+
+
+def few_shot(classifier):
+    """Accuracies of linear probes of `SHOTS` images of each number."""
+    features = keras.Model(classifier.input, classifier.features)
+    return evaluation.few_shot_from_model(features, train, test, SHOTS, verbose=0)
+
+
+before = {"published weights": few_shot(tuned), "random weights": few_shot(scratch)}
+
+# %% [markdown]
+# ## Fine-tune
+#
+# Fine-tuning takes few epochs, a learning rate below that of the training from random
+# weights, a short warm-up, since the new head is random, and clipped gradients. The
+# same recipe trains the same architecture from random weights beside it.
+
+# %%
+EPOCHS = 1 if SMALL else 6
+histories = {}
+for name, classifier in {"published weights": tuned, "random weights": scratch}.items():
+    steps = EPOCHS * -(-len(train[0]) // 32)
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0, steps, warmup_target=1e-3, warmup_steps=steps // 10
+    )
+    classifier.compile(keras.optimizers.AdamW(rate, global_clipnorm=1.0))
+    histories[name] = classifier.fit(
+        *train, validation_data=test, batch_size=32, epochs=EPOCHS, verbose=0
+    ).history
+
+figure, axis = plt.subplots(figsize=(5, 2.8), dpi=110)
+for name, history in histories.items():
+    axis.plot(range(1, EPOCHS + 1), history["val_accuracy"], marker=".", label=name)
+axis.set_xlabel("epoch")
+axis.set_ylabel("accuracy on test numbers")
+axis.set_ylim(0, 1)
+axis.grid(alpha=0.3)
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# Few-shot probes say what the features gained, whatever the head: a ridge regression
+# from the frozen features of 5 or 10 images of each number, before and after.
+
+# %%
+after = {"published weights": few_shot(tuned), "random weights": few_shot(scratch)}
+shots = "".join(f"{f'{k}-shot':>9}" for k in SHOTS)
+print(f"{'':24}{shots}{'head':>9}")
+for name, history in histories.items():
+    for when, results in {"before": before, "after": after}.items():
+        cells = "".join(f"{mean:>9.1%}" for mean in results[name].mean)
+        head = f"{history['val_accuracy'][-1]:>9.1%}" if when == "after" else ""
+        print(f"{name:<17} {when:<6}{cells}{head}")
+
+# %% [markdown]
+# The numbers are made of digits that the source has learned to read, which is as near
+# as a new task can be: gains from photographs to photographs of other things are
+# smaller, and those of a distant domain may vanish. Measure both rows on your data.
+#
+# ## What to do next
+#
+# - Save the result with `tuned.save_to_preset("numbers")`, and load it anywhere by
+#   `from_preset`.
+# - Take the published name that is nearest to your task:
+#   [Weights](../docs/weights.md) has the formats, what is refused, and licences.
+# - With a dense ViT or CLIP, add experts before you fine-tune: `training.upcycle`, in
+#   [Weights](../docs/weights.md) under sparse upcycling.
+# - For recipes, runs that survive a killed process and soups of several fine-tunings,
+#   read [Training](../docs/training.md).

@@ -1,0 +1,250 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # MoE++: where compute goes
+#
+# MoE++ gives the router three kinds of experts that cost nothing beside the usual
+# feed-forward (FFN) experts: a zero expert, which drops the token's choice, a copy
+# expert, which returns the token, and constant experts, which mix the token with a
+# trained vector. A token that needs little takes one of these, and an FFN expert works
+# for another. This guide looks at where a trained model spends its compute, what each
+# kind is worth, and how `tau` and the gating residuals steer it.
+#
+# The paper is *MoE++: Accelerating Mixture-of-Experts Methods with Zero-Computation
+# Experts* (Jin et al., 2025).
+
+# %%
+# Where keras_moe is missing, such as in Colab, pip installs it: a checkout beside this
+# notebook, or the package. Keras reads KERAS_BACKEND when it is imported.
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+EXTRAS = "jax,digits,plots"
+if getattr(find_spec("keras_moe"), "origin", None) is None:
+    package = "./keras_moe" if os.path.isdir("keras_moe") else "keras-moe"
+    command = [sys.executable, "-m", "pip", "install", "-q", f"{package}[{EXTRAS}]"]
+    subprocess.run(command, check=True)
+backend = "jax"  # takes a TPU or a GPU where it sees one
+if shutil.which("nvidia-smi") and find_spec("torch"):
+    import jax
+
+    backend = "torch" if jax.default_backend() == "cpu" else "jax"
+os.environ.setdefault("KERAS_BACKEND", backend)
+# The settings of the tests: fewer and smaller of everything, to the same end.
+SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
+
+# %%
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+from IPython.display import Image, display
+from rich.console import Console
+
+from keras_moe import analysis, data, models
+from keras_moe.analysis import plots
+
+keras.utils.set_random_seed(0)
+folder = Path(tempfile.mkdtemp())
+console = Console(width=88, force_jupyter=False)
+train = data.load_digits("train", (16, 16, 1))
+test = images, labels = data.load_digits("test", (16, 16, 1))
+
+# %% [markdown]
+# ## A trained MoE++
+#
+# `moepp_digits` is a small vision transformer with an MoE layer in every block. Every
+# token takes K experts among those of all kinds.
+
+# %%
+model = models.from_preset("moepp_digits")
+kinds, moe = model.backbone.expert_kinds, model.backbone.moe
+K = moe.num_selected_experts
+for kind, count in kinds._asdict().items():
+    print(f"{kind:>8}: {count} experts")
+_, accuracy = model.evaluate(*test, verbose=0)
+print(f"K = {K}, tau = {moe.tau}, test accuracy {accuracy:.1%}")
+
+# %% [markdown]
+# ## Compute maps
+#
+# At inference no token is dropped, and a token's FFN experts are its compute: none, one
+# or K in each block. The map over each image is their mean over the blocks, with the
+# mean over the patches above it.
+
+# %%
+routing = keras.Model(model.input, model.routing).predict(images, verbose=0)
+shown = [int(np.flatnonzero(labels == digit)[0]) for digit in range(8)]
+maps = analysis.compute_map(routing, kinds, model.backbone.grid)
+picture = folder / "compute.png"
+plots.plot_compute_maps(images[shown], maps[shown], picture, K)
+display(Image(picture))
+
+# %% [markdown]
+# Who serves the others? The same images with a row for each kind, each with its own
+# scale.
+
+# %%
+picture = folder / "kinds.png"
+few = shown[:5]
+plots.plot_kind_maps(
+    images[few],
+    {
+        kind: analysis.compute_map(routing, kinds, model.backbone.grid, kind)[few]
+        for kind in ("ffn", "constant", "copy", "zero")
+    },
+    picture,
+)
+display(Image(picture))
+
+# %% [markdown]
+# One picture may deceive; all test images decide. Patches are plain where their pixels
+# hardly deviate from their mean, and have an edge otherwise.
+
+# %%
+rows, columns = model.backbone.grid
+patches = images.reshape(len(images), rows, 4, columns, 4).std(axis=(2, 4))
+groups = {"plain": patches < 0.1, "with an edge": patches >= 0.1}
+print(f"{'patches':<14}{'share':>7}" + "".join(f"{kind:>10}" for kind in kinds._fields))
+for name, chosen in groups.items():
+    counts = [
+        analysis.compute_map(routing, kinds, model.backbone.grid, kind)[chosen].mean()
+        for kind in kinds._fields
+    ]
+    print(f"{name:<14}{chosen.mean():>7.0%}" + "".join(f"{x:>10.2f}" for x in counts))
+
+# %% [markdown]
+# ## Loads by kind
+#
+# The share of each kind in the choices of all tokens, block by block, and to the right
+# the FFN experts of a token.
+
+# %%
+loads = analysis.load_by_kind(routing, kinds, K)
+analysis.print_load_by_kind(loads, console)
+picture = folder / "loads.png"
+plots.plot_load_by_kind(loads, picture)
+display(Image(picture))
+
+# %% [markdown]
+# ## The cost at inference
+#
+# An FFN expert has nearly all of a layer's FLOPs. The vanilla twin of this model, with
+# the same FFN experts and none of the others, runs K of them for each token: the
+# measured loads say how much of that remains.
+
+# %%
+vanilla = models.describe(
+    "moepp_digits",
+    load_weights=False,
+    zero_experts=0,
+    copy_experts=0,
+    constant_experts=0,
+    gating_residual=False,
+    auxiliary_losses="auto",
+)
+spent = np.mean([load.experts_per_token["ffn"] for load in loads.values()])
+dim, hidden = model.backbone.hidden_dim, 2 * model.backbone.hidden_dim
+one_expert = 2 * 2 * dim * hidden * vanilla.num_tokens * len(loads)
+print(f"vanilla twin: {K} FFN experts per token, {vanilla.gflops * 1e3:.2f} MFLOPs")
+less = vanilla.gflops * 1e3 - (K - spent) * one_expert / 1e6
+print(f"this model: {spent:.2f} FFN experts per token, {less:.2f} MFLOPs an image")
+
+# %% [markdown]
+# FLOPs are a bound, not a time: attention and routing stay as they are, and at small
+# sizes they dominate. [MoE++](../docs/moe_plus_plus.md) has measured throughputs by
+# `tau`, while training and at inference.
+#
+# ## The worth of each kind
+#
+# Zero, copy and constant experts can be removed after training: no token chooses an
+# excluded expert, and its tokens take the next best. The paper does this in Table C.
+
+# %%
+removals = ["zero", "copy", "constant", ("zero", "copy", "constant")]
+ablation = analysis.ablate_experts(model, *test, "all", removals, verbose=0)
+share = ablation.counts / ablation.counts.sum()
+print(f"{'with all experts':<32}{ablation.accuracy @ share:>7.1%}")
+for name, accuracies in zip(ablation.experts, ablation.ablated):
+    print(f"without {name:<24}{accuracies @ share:>7.1%}")
+
+# %% [markdown]
+# ## `tau` moves the balance
+#
+# `tau` says how many tokens an FFN expert gets over one that costs nothing. It is in
+# the balance loss and in the capacities, so that it works while a model trains. The
+# trained weights are a good beginning: a few epochs with another `tau` move the loads,
+# and the same epochs with the model's own `tau` are the comparison. This training has
+# neither the length nor the augmentation of the recipe, so that the accuracies are to
+# be compared with each other.
+
+# %%
+TAUS, EPOCHS = ((0.1,), 1) if SMALL else ((0.1, 0.75, 3.0), 5)
+print(f"{'tau':>5}{'FFN experts per token':>24}{'test accuracy':>16}")
+print(f"{moe.tau:>5g}{spent:>24.2f}{accuracy:>16.1%}, as it comes")
+for tau in TAUS:
+    other = models.from_preset("moepp_digits", tau=tau)
+    other.compile(keras.optimizers.Adam(2e-3))
+    other.fit(*train, batch_size=64, epochs=EPOCHS, verbose=0)
+    record = keras.Model(other.input, other.routing).predict(images, verbose=0)
+    per_token = analysis.ffn_experts_per_token(record, kinds).mean()
+    _, reached = other.evaluate(*test, verbose=0)
+    print(f"{tau:>5g}{per_token:>24.2f}{reached:>16.1%}, {EPOCHS} epochs later")
+
+# %% [markdown]
+# ## Gating residuals
+#
+# From the second MoE block on, a trained map of the previous block's logits is added to
+# the logits: a token remembers which experts it took. To see the map at work, we set it
+# to zero in a copy of the model.
+
+# %%
+forgetful = models.from_preset("moepp_digits")
+for weight in forgetful.weights:
+    if weight.path.endswith("residual_kernel"):
+        weight.assign(keras.ops.zeros_like(weight))
+without = keras.Model(forgetful.input, forgetful.routing).predict(images, verbose=0)
+_, reached = forgetful.evaluate(*test, verbose=0)
+print(f"Test accuracy {accuracy:.1%}, without the maps {reached:.1%}")
+for block in routing:
+    both = routing[block].dispatched * without[block].dispatched
+    print(
+        f"{block}: {both.sum(axis=-1).mean() / K:.0%} of all choices stay as they were"
+    )
+last = list(routing)[-1]
+picture = folder / "scores.png"
+plots.plot_routing_scores(
+    {
+        "with gating residuals": analysis.routing_scores(routing[last]),
+        "the maps set to zero": analysis.routing_scores(without[last]),
+    },
+    picture,
+    title=f"The two highest gates of each token in {last}",
+)
+display(Image(picture))
+
+# %% [markdown]
+# The model was trained with the maps, so that this shows what they do in it, and not
+# what a model without them would learn; `gating_residual=False` trains such a one.
+#
+# ## What to do next
+#
+# - Take the paper's sizes: `from_preset("moepp_vit_b16", num_classes=1000, tau=0.5)`.
+# - Put zero-computation experts into a layer of your own, or into any preset, by the
+#   arguments `zero_experts`, `copy_experts` and `constant_experts`:
+#   [MoE++](../docs/moe_plus_plus.md).
+# - `keras-moe study moepp` repeats the paper's experiments on digits, with throughputs.
