@@ -18,6 +18,7 @@ from keras_moe.analysis.expert_ablation import (
 )
 from keras_moe.analysis.expert_editing import edit_expert_logits, mean_coefficients
 from keras_moe.analysis.expert_pruning import mask_experts, prune_experts
+from keras_moe.analysis.expert_queues import dropped_at_capacities, expert_queues
 from keras_moe.analysis.expert_selection import (
     CoverageCurve,
     coverage_curves,
@@ -50,6 +51,12 @@ from keras_moe.analysis.specialisation import (
     mean_polysemanticity,
 )
 from keras_moe.analysis.steering import expert_centres, steer_expert
+from keras_moe.analysis.token_flows import (
+    FlowStatistics,
+    flow_statistics,
+    main_experts,
+    token_flows,
+)
 from keras_moe.analysis.truncated_svd import (
     TruncatedSVD,
     print_truncated_svd,
@@ -65,6 +72,7 @@ __all__ = [
     "ExpertUsage",
     "ExpertView",
     "FairnessMetrics",
+    "FlowStatistics",
     "KindLoads",
     "Report",
     "RoutingScores",
@@ -75,17 +83,21 @@ __all__ = [
     "class_polysemanticity",
     "compute_map",
     "coverage_curves",
+    "dropped_at_capacities",
     "edit_expert_logits",
     "exclude_experts",
     "expert_centres",
     "expert_load",
+    "expert_queues",
     "expert_scores",
     "expert_usage",
     "expert_views",
     "experts_per_token",
     "fairness_metrics",
     "ffn_experts_per_token",
+    "flow_statistics",
     "load_by_kind",
+    "main_experts",
     "mask_experts",
     "mean_coefficients",
     "mean_polysemanticity",
@@ -103,6 +115,7 @@ __all__ = [
     "routing_usage",
     "select_experts",
     "steer_expert",
+    "token_flows",
     "truncate_kernel",
     "truncated_svd",
 ]

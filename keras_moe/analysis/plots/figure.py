@@ -51,10 +51,10 @@ def in_colour(image: Any) -> np.ndarray:
 
 
 def faded(image: Any, chosen: Any) -> np.ndarray:
-    """The image in colour, with the other pixels faded to blue."""
-    image = in_colour(image)
+    """The image in colour, with pixels faded to blue that are chosen by less than 1."""
+    image, share = in_colour(image), np.asarray(chosen, "float64")[..., None]
     blue = np.array([0.16, 0.24, 0.42])
-    return np.where(chosen[..., None] > 0, image, 0.25 * image + 0.75 * blue)
+    return share * image + (1.0 - share) * (0.25 * image + 0.75 * blue)
 
 
 def name_row(axis: Any, name: str) -> None:

@@ -20,10 +20,14 @@ from keras_moe.analysis.report.section import (
     Verdict,
 )
 from keras_moe.analysis.report.sections.confidence import Confidence
+from keras_moe.analysis.report.sections.dropped_patches import DroppedPatches
 from keras_moe.analysis.report.sections.entropies import RoutingEntropies
+from keras_moe.analysis.report.sections.favourites import Favourites
 from keras_moe.analysis.report.sections.loads import Loads
 from keras_moe.analysis.report.sections.overview import Overview
+from keras_moe.analysis.report.sections.priorities import Priorities
 from keras_moe.analysis.report.sections.pruning import Pruning
+from keras_moe.analysis.report.sections.trajectories import Trajectories
 from keras_moe.analysis.report.subject import make_subject
 from keras_moe.files import is_plain_file, write_json, write_text
 from keras_moe.staging import staged_folder
@@ -37,6 +41,10 @@ SECTIONS: list[type[Section]] = [
     Loads,
     RoutingEntropies,
     Confidence,
+    Priorities,
+    DroppedPatches,
+    Trajectories,
+    Favourites,
     Pruning,
 ]
 

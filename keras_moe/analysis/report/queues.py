@@ -1,0 +1,172 @@
+"""The queues before the experts of each layer of a report, at training's capacity.
+
+Axes: B batch, N tokens, E experts.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from keras_moe.analysis.expert_queues import expert_queues
+from keras_moe.analysis.report.section import Batch, Block, Subject
+from keras_moe.ops import heterogeneous_capacity
+
+
+class Queues(NamedTuple):
+    """The queues before the experts of a layer in one batch.
+
+    Attributes:
+        places: int32 (B, N, E), result of `expert_queues`.
+        group_tokens: number of tokens of a group, S.
+        counts: boolean (B, N), False for padding.
+        gates: float32 (B, N), the largest gate of each token.
+        runs: slices of N by modality.
+    """
+
+    places: np.ndarray
+    group_tokens: int
+    counts: np.ndarray
+    gates: np.ndarray
+    runs: dict[str, slice]
+
+
+class LayerQueues:
+    """The queues before the experts of one layer.
+
+    Args:
+        subject: model that is reported on.
+        blocks: the layer's records, one for each modality that shares it.
+    """
+
+    def __init__(self, subject: Subject, blocks: list[Block]):
+        self.blocks = blocks
+        model = subject.model
+        backbone = getattr(model, "backbone", model)
+        layer = backbone.get_layer(blocks[0].block).feed_forward
+        self.router, self._group_size = layer.router, layer.group_size
+        # A pruned layer has fewer experts than its record.
+        self.num_experts = layer.router.num_experts
+        self.selected = blocks[0].num_selected_experts
+        self.chooses = blocks[0].kind == "token_choice"
+
+    @property
+    def name(self) -> str:
+        """Name of the layer."""
+        return self.blocks[0].block
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """The capacity factor of training; None without, or with a fixed capacity."""
+        return getattr(self.router, "capacity_factor", None)
+
+    def read(self, batch: Batch) -> Queues:
+        """The queues of a batch, whose tokens compete as they do in training.
+
+        Successive images fill groups; images behind the last whole group are left out,
+        unless the batch is smaller than a group.
+
+        Args:
+            batch: examples and their routing.
+        """
+        records, counts, runs, length = [], [], {}, 0
+        for block in self.blocks:
+            record = batch.routing[block.key]
+            tokens = record.affinity.shape[1]
+            records.append(record)
+            shape = record.affinity.shape[:2]
+            mask = batch.masks.get(block.modality)
+            counts.append(
+                np.ones(shape, bool)
+                if mask is None or mask.shape != shape
+                else np.asarray(mask, bool)
+            )
+            runs[block.modality] = slice(length, length + tokens)
+            length += tokens
+        size = len(records[0].affinity)
+        per_group = size
+        if self._group_size is not None:
+            per_group = min(max(self._group_size // length, 1), size)
+        used = size // per_group * per_group
+        affinity, gates = (
+            np.concatenate([getattr(record, field)[:used] for record in records], 1)
+            for field in ("affinity", "gates")
+        )
+        counts = np.concatenate(counts, axis=1)[:used]
+        kept = self._kept()
+        if getattr(self.router, "method", None) == "router_pred_top_k":
+            affinity = np.where(kept, affinity, -np.inf)
+        places = expert_queues(
+            affinity,
+            self.selected if self.chooses else None,
+            self._priority(affinity.shape[:2], runs),
+            per_group,
+            counts,
+        )
+        return Queues(places, per_group * length, counts, gates.max(axis=-1), runs)
+
+    def capacities(self, group_tokens: int, factor: float | None = None) -> np.ndarray:
+        """The capacity of each expert, integers (E,).
+
+        Args:
+            group_tokens: S.
+            factor: capacity factor; None is that of training, or 1 without.
+        """
+        router, kept = self.router, self._kept()
+        if factor is None and getattr(router, "capacity", None) is not None:
+            return np.where(kept, min(router.capacity, group_tokens), 0)
+        factor = factor or self.capacity_factor or 1.0
+        # Expert choice hides its number, which its config has.
+        selected = router.get_config().get("num_selected_experts", 1)
+        multiple_of = router.capacity_multiple_of
+        kinds = router.kinds
+        try:
+            if not kinds.zero_computation:
+                capacity = router.capacity_of(
+                    group_tokens, factor, selected, multiple_of
+                )
+                return np.where(kept, capacity, 0)
+            capacities = heterogeneous_capacity(
+                group_tokens,
+                kinds,
+                router.tau,
+                factor,
+                selected,
+                router.capacity_rounding,
+                multiple_of,
+            )
+        except ValueError:
+            # An image alone is too small a group for this factor.
+            return kept.astype("int64")
+        return np.repeat(capacities, [kinds.ffn, kinds.zero_computation])
+
+    def _kept(self):
+        """The experts that serve anybody, boolean (E,); pruning leaves some."""
+        experts = np.arange(self.num_experts)
+        return np.isin(experts, getattr(self.router, "kept_experts", experts))
+
+    def _priority(self, shape, runs):
+        priority = getattr(self.router, "priority", "first_come")
+        if isinstance(priority, str):
+            # Any order is as good as another where training draws one.
+            return "first_come" if priority == "shuffled" else priority
+        names = ("image", "text")
+        ranks = np.zeros(shape, "float32")
+        for rank, modality in enumerate(priority):
+            if (run := runs.get(names[modality])) is not None:
+                ranks[:, run] = rank
+        return ranks
+
+
+def queues_of_layers(subject: Subject, kinds: tuple[str, ...]) -> list[LayerQueues]:
+    """The queues of a model's layers, in order of depth.
+
+    Args:
+        subject: model that is reported on.
+        kinds: kinds of blocks whose layers are wanted.
+    """
+    layers = []
+    for blocks in subject.by_layer().values():
+        blocks = [block for block in blocks.values() if block.kind in kinds]
+        if blocks:
+            layers.append(LayerQueues(subject, blocks))
+    return layers
