@@ -25,7 +25,7 @@ _MOST_CONTEXTS = 4
 class Favourites(Section):
     """The section on favourites; see `keras_moe.analysis.report.section.Section`."""
 
-    title = "What each expert likes best"
+    title = "Favourites of each expert"
     anchor = "favourites"
     intro = (
         "The patches of the data with the largest weight of an expert in their output, "
@@ -171,15 +171,13 @@ def _word_rows(block, words):
 
 
 def _word_table(block, rows, words):
-    head = [
-        "expert",
-        "words of largest weight",
-        "in their captions, with the weight",
-        "words that it gets oftener than others (times)",
-    ]
-    caption = f"{block.key}: the words of each expert"
+    head = ["expert", "words by weight", "in captions", "words by lift"]
+    caption = (
+        f"{block.key}: the words of largest weight, these in their captions, and those "
+        "that an expert gets oftener than others do, with the factor and the number"
+    )
     if block.num_experts > len(rows):
-        caption += f", {len(rows)} of {block.num_experts} experts, the busiest at first"
+        caption += f"; {len(rows)} of {block.num_experts} experts, the busiest at first"
     if words.uncounted:
         caption += f"; {words.uncounted:,} rare words are not counted"
     return Table(head, rows, caption)

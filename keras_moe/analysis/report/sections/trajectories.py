@@ -91,7 +91,7 @@ class Trajectories(Section):
             "by chance",
         ]
         caption = (
-            "What an expert says about the next one: the share of the uncertainty "
+            "How far an expert determines the next one: the share of the uncertainty "
             "about the next expert that it takes away, and how often two tokens of "
             "one expert meet again in the next layer, against any two tokens"
         )
