@@ -188,17 +188,41 @@ def load_by_kind(
             tokens = tokens[np.asarray(mask, bool).ravel()]
         if not len(tokens):
             raise ValueError("Expected at least one token; received: none that counts")
-        by_kind = {
-            kind: float(tokens[:, part].sum() / len(tokens))
-            for kind, part in kinds.slices().items()
-        }
-        total = sum(by_kind.values())
-        loads[name] = KindLoads(
-            {kind: value / (total or 1.0) for kind, value in by_kind.items()},
-            by_kind,
-            1.0 - total / num_selected_experts,
+        loads[name] = kind_loads(
+            tokens.sum(axis=0), len(tokens), kinds, num_selected_experts
         )
     return loads
+
+
+def kind_loads(
+    served: np.ndarray, num_tokens: int, kinds: ExpertKinds, num_selected_experts: int
+) -> KindLoads:
+    """The loads of the kinds of experts in one MoE layer, by counts of tokens.
+
+    Args:
+        served: (E,), numbers of tokens that each expert served.
+        num_tokens: number of tokens.
+        kinds: numbers of experts of each kind.
+        num_selected_experts: K.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis.compute_allocation import kind_loads
+    >>> from keras_moe.ops import ExpertKinds
+    >>> kind_loads(np.array([3, 1]), 2, ExpertKinds(ffn=1, zero=1), 2).shares["zero"]
+    0.25
+    """
+    by_kind = {
+        kind: float(served[part].sum() / num_tokens)
+        for kind, part in kinds.slices().items()
+    }
+    total = sum(by_kind.values())
+    return KindLoads(
+        {kind: value / (total or 1.0) for kind, value in by_kind.items()},
+        by_kind,
+        1.0 - total / num_selected_experts,
+    )
 
 
 def print_load_by_kind(

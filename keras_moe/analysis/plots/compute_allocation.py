@@ -13,11 +13,12 @@ from keras_moe.analysis.plots.figure import (
     write_figure,
 )
 
+# The hatches tell them apart without colours.
 _KINDS = {
-    "ffn": ("FFN", "tab:blue"),
-    "constant": ("constant", "tab:green"),
-    "copy": ("copy", "tab:orange"),
-    "zero": ("zero", "lightgray"),
+    "ffn": ("FFN", "#0072B2", ""),
+    "constant": ("constant", "#009E73", "///"),
+    "copy": ("copy", "#E69F00", "..."),
+    "zero": ("zero", "#A0A0A0", "xxx"),
 }
 
 
@@ -56,13 +57,44 @@ def plot_compute_maps(
     >>> os.path.exists(path)
     True
     """
+    figure = draw_compute_maps(images, maps, num_selected_experts, title)
+    write_figure(figure, path)
+
+
+def draw_compute_maps(
+    images: Any,
+    maps: Any,
+    num_selected_experts: int = 2,
+    title: str = "",
+    columns: int = 4,
+) -> Any:
+    """The figure of `plot_compute_maps`.
+
+    Args:
+        images: images of `plot_compute_maps`.
+        maps: maps of `plot_compute_maps`.
+        num_selected_experts: K, the largest number of FFN experts of a token.
+        title: title above the picture.
+        columns: largest number of images in a row.
+
+    Raises:
+        ValueError: if images and maps do not fit.
+        ImportError: if matplotlib is not installed.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis.plots.compute_allocation import draw_compute_maps
+    >>> len(draw_compute_maps(np.zeros((1, 8, 8, 1)), np.ones((1, 2, 2))).axes)
+    3
+    """
     images, maps = checked_images(images), np.asarray(maps)
     if maps.ndim != 3 or len(maps) != len(images) or not len(maps):
         raise ValueError(
             f"Expected a map (rows, columns) for each of {len(images)} images; "
             f"received: shape={maps.shape}"
         )
-    columns = min(len(images), 4)
+    columns = min(len(images), columns)
     rows = -(-len(images) // columns)
     size = (2.3 * columns + 1.0, 1.35 * rows + 0.5)
     figure = new_figure(figsize=size, dpi=110)
@@ -98,7 +130,7 @@ def plot_compute_maps(
     bar = figure.colorbar(heat, cax=figure.add_axes(place))
     bar.set_label("FFN experts per token", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    write_figure(figure, path)
+    return figure
 
 
 def plot_load_by_kind(
@@ -132,29 +164,63 @@ def plot_load_by_kind(
     >>> os.path.exists(path)
     True
     """
+    write_figure(draw_load_by_kind(loads, title), path)
+
+
+def draw_load_by_kind(
+    loads: dict[str, Any], title: str = "", width: float = 6.5
+) -> Any:
+    """The figure of `plot_load_by_kind`.
+
+    Args:
+        loads: loads of `plot_load_by_kind`.
+        title: title above the picture.
+        width: its width in inches.
+
+    Raises:
+        ValueError: if there is no block.
+        ImportError: if matplotlib is not installed.
+
+    Example:
+
+    >>> from keras_moe.analysis import KindLoads
+    >>> from keras_moe.analysis.plots.compute_allocation import draw_load_by_kind
+    >>> shares = {"ffn": 0.6, "zero": 0.2, "copy": 0.1, "constant": 0.1}
+    >>> len(draw_load_by_kind({"block_0": KindLoads(shares, shares, 0.0)}).axes)
+    1
+    """
     if not loads:
         raise ValueError("Expected at least one MoE block; received: loads={}")
-    figure = new_figure(figsize=(6.5, 0.9 + 0.42 * len(loads)), dpi=110)
+    height = 1.1 + 0.42 * len(loads) + (0.3 if title else 0)
+    figure = new_figure(figsize=(width, height), dpi=110)
     axis = figure.subplots()
     names = list(loads)
     left = np.zeros(len(names))
-    for kind, (label, colour) in _KINDS.items():
+    for kind, (label, colour, hatch) in _KINDS.items():
         shares = np.array([100 * loads[name].shares[kind] for name in names])
-        axis.barh(names, shares, left=left, color=colour, label=label, height=0.7)
+        axis.barh(
+            range(len(names)), shares, left=left, color=colour, label=label, height=0.7,
+            hatch=hatch, edgecolor="white", linewidth=0.3,
+        )  # fmt: skip
         left += shares
+    axis.set_yticks(range(len(names)), names, parse_math=False)
     for row, name in enumerate(names):
         axis.text(
             101, row, f"{loads[name].experts_per_token['ffn']:.2f}", va="center",
             fontsize=8,
         )  # fmt: skip
-    axis.set_xlim(0, 112)
+    axis.set_xlim(0, 117 if width < 5 else 112)
     axis.invert_yaxis()
     axis.set_xlabel("% of assignments; right: FFN experts per token", fontsize=8)
     axis.tick_params(labelsize=8)
-    axis.set_title(title, fontsize=11)
-    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    axis.legend(
+        loc="lower center", bbox_to_anchor=(0.45, 1.0), fontsize=8, ncols=4,
+        frameon=False, columnspacing=1.0, handlelength=1.2,
+    )  # fmt: skip
+    if title:
+        figure.suptitle(title, fontsize=11)
     figure.tight_layout()
-    write_figure(figure, path)
+    return figure
 
 
 def plot_routing_scores(
@@ -188,15 +254,46 @@ def plot_routing_scores(
     >>> os.path.exists(path)
     True
     """
+    write_figure(draw_routing_scores(scores, title), path)
+
+
+def draw_routing_scores(
+    scores: dict[str, Any], title: str = "", columns: int | None = None
+) -> Any:
+    """The figure of `plot_routing_scores`.
+
+    Args:
+        scores: scores of `plot_routing_scores`.
+        title: title above the picture.
+        columns: number of panels in a row; None puts all into one.
+
+    Raises:
+        ValueError: if there are no scores.
+        ImportError: if matplotlib is not installed.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import RoutingScores
+    >>> from keras_moe.analysis.plots.compute_allocation import draw_routing_scores
+    >>> scores = RoutingScores(np.array([0.6]), np.array([0.4]))
+    >>> len(draw_routing_scores({"block_0": scores}).axes)
+    1
+    """
     if not scores:
         raise ValueError("Expected scores of at least one model; received: scores={}")
-    figure = new_figure(figsize=(4.2 * len(scores), 3.7), dpi=110)
-    axes = figure.subplots(1, len(scores), sharex=True, sharey=True, squeeze=False)[0]
+    columns = min(columns or len(scores), len(scores))
+    rows = -(-len(scores) // columns)
+    size = (4.2 * columns if columns > 1 else 3.6, 3.4 * rows + (0.3 if title else 0))
+    figure = new_figure(figsize=size, dpi=110)
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    for axis in axes[len(scores) :]:
+        axis.axis("off")
     bins = np.linspace(0, 1, 41)
     for axis, (name, values) in zip(axes, scores.items()):
         for label, gates, colour in (
-            ("highest", values.highest, "tab:blue"),
-            ("second-highest", values.second, "tab:orange"),
+            ("highest", values.highest, "#0072B2"),
+            ("second", values.second, "#E69F00"),
         ):
             axis.hist(
                 gates,
@@ -206,11 +303,15 @@ def plot_routing_scores(
                 weights=np.full(len(gates), 100 / len(gates)),
                 label=f"{label}: mean {gates.mean():.3f}, variance {gates.var():.4f}",
             )
-        axis.set_title(name, fontsize=9)
+        axis.set_title(name, fontsize=9, parse_math=False)
         axis.set_xlabel("gate")
         axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    axes[0].set_ylabel("% of tokens")
-    save_figure(figure, path, title)
+    for axis in axes[::columns]:
+        axis.set_ylabel("% of tokens")
+    if title:
+        figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    return figure
 
 
 def plot_tau_study(

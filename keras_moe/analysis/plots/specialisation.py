@@ -176,17 +176,50 @@ def plot_expert_load(
     """
     if not routings:
         raise ValueError("Expected at least one model; received: routings={}")
-    figure = new_figure(figsize=(7.0, 0.7 + 1.5 * len(routings)), dpi=110)
-    axes = figure.subplots(len(routings), 1, squeeze=False)[:, 0]
-    colours = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
-    for axis, (name, routing) in zip(axes, routings.items()):
-        load = expert_load(routing, threshold)
+    loads = {name: expert_load(record, threshold) for name, record in routings.items()}
+    write_figure(draw_expert_loads(loads, threshold, title), path)
+
+
+def draw_expert_loads(
+    loads: dict[str, Any], threshold: float = 0.5, title: str = "", width: float = 7.0
+) -> Any:
+    """The figure of `plot_expert_load`.
+
+    Args:
+        loads: dict from the name of a model, or a layer, to its result of
+            `keras_moe.analysis.expert_load`.
+        threshold: lowest coefficient that counted.
+        title: title above the picture.
+        width: its width in inches.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+
+    Example:
+
+    >>> from keras_moe.analysis.plots.specialisation import draw_expert_loads
+    >>> len(draw_expert_loads({"head": [3, 0]}).axes)
+    1
+    """
+    height = 0.7 + 1.5 * len(loads)
+    figure = new_figure(figsize=(width, height), dpi=110)
+    axes = figure.subplots(len(loads), 1, squeeze=False)[:, 0]
+    colours = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
+    for axis, (name, load) in zip(axes, loads.items()):
+        load = np.asarray(load)
         experts = np.arange(len(load))
         axis.bar(experts, load, color=[colours[e % len(colours)] for e in experts])
+        # An axis of no load at all would have negative numbers.
+        axis.set_ylim(0, 1.05 * max(load.max(), 1))
         unused = int((load == 0).sum())
-        axis.set_title(f"{name}; {unused} without a token", fontsize=8, pad=3)
+        axis.set_title(
+            f"{name}; {unused} without a token", fontsize=8, pad=3, parse_math=False
+        )
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.tick_params(labelsize=7)
         axis.set_ylabel(f"tokens, a >= {threshold:g}", fontsize=7)
     axes[-1].set_xlabel("expert", fontsize=8)
-    save_figure(figure, path, title)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    return figure

@@ -74,7 +74,8 @@ def _block(model, backbone, key, default):
         return block
     layer = getattr(backbone.get_layer(key), "feed_forward", None)
     router = getattr(layer, "router", None)
-    if router is None:
+    # The router of a muMoE gives coefficients, and can do without an expert.
+    if router is None or hasattr(layer, "ablated"):
         return block
     side = getattr(router, "side", None)
     invariant = getattr(router, "batch_invariant", True)
