@@ -11,7 +11,6 @@ from markupsafe import Markup, escape
 
 from keras_moe.analysis.patches import of_patches
 from keras_moe.analysis.report.packed_routing import TokenRouting, pack, token_routing
-from keras_moe.analysis.report.pictures import data_uri
 from keras_moe.analysis.report.reservoir import Reservoir
 from keras_moe.analysis.report.routing_maps import (
     CELL,
@@ -22,6 +21,7 @@ from keras_moe.analysis.report.routing_maps import (
     word_chips,
 )
 from keras_moe.analysis.report.section import Batch, Content, Html, Section, Subject
+from keras_moe.analysis.report.sprites import sprite, tile_of
 
 # Characters of the page for the script's data, and for the maps that need no script.
 DATA_BUDGET, MAPS_BUDGET = 160_000, 110_000
@@ -30,6 +30,8 @@ _ENTRIES = DATA_BUDGET * 3 // 16
 _LAYERS, _EXPERTS = 12, 8
 # A reader has the others in the chooser.
 _MAPS = 36
+# The largest side of an image in pixels, and bytes of its file.
+_SIDE, _BYTES = 128, 16_000
 
 
 class Example(NamedTuple):
@@ -120,7 +122,7 @@ class Explorer(Section):
             Markup(
                 '<image id="example-{}" width="{}" height="{}" href="{}" '
                 'preserveAspectRatio="none"/>'
-            ).format(number, CELL * grid[1], CELL * grid[0], data_uri(example.image))
+            ).format(number, CELL * grid[1], CELL * grid[0], image_uri(example.image))
             for number, example in examples.items()
             if example.image is not None
         )
@@ -254,6 +256,26 @@ def kept_example(
         None if outputs is None else int(outputs[place].argmax()),
         routing,
     )
+
+
+def image_uri(image: np.ndarray) -> str:
+    """A square picture of an image, as an address; maps give it its shape.
+
+    Args:
+        image: (height, width, channels) in [-1, 1]; others than one or three channels
+            are drawn as their mean.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis.report.sections.explorer import image_uri
+    >>> image_uri(np.zeros((4, 4, 2)))[:11]
+    'data:image/'
+    """
+    if image.shape[-1] not in (1, 3):
+        image = image.mean(axis=-1, keepdims=True)
+    tile = tile_of(image, min(max(image.shape[:2]), _SIDE))
+    return sprite(tile[None, None], _BYTES)[0]
 
 
 def json_script(name: str, data: Any) -> Markup:
