@@ -1,6 +1,6 @@
 """The routing report: one page on what the experts of a model do with data."""
 
-from keras_moe.analysis.report.report import SECTIONS, Report, report
+from keras_moe.analysis.report.report import Report, report
 from keras_moe.analysis.report.section import (
     Batch,
     Block,
@@ -15,7 +15,6 @@ from keras_moe.analysis.report.section import (
 )
 
 __all__ = [
-    "SECTIONS",
     "Batch",
     "Block",
     "Content",

@@ -19,18 +19,6 @@ from keras_moe.analysis.report.section import (
     Section,
     Verdict,
 )
-from keras_moe.analysis.report.sections.compute import Compute
-from keras_moe.analysis.report.sections.confidence import Confidence
-from keras_moe.analysis.report.sections.dropped_patches import DroppedPatches
-from keras_moe.analysis.report.sections.entropies import RoutingEntropies
-from keras_moe.analysis.report.sections.explorer import Explorer
-from keras_moe.analysis.report.sections.favourites import Favourites
-from keras_moe.analysis.report.sections.loads import Loads
-from keras_moe.analysis.report.sections.mumoe import MuMoEExperts
-from keras_moe.analysis.report.sections.overview import Overview
-from keras_moe.analysis.report.sections.priorities import Priorities
-from keras_moe.analysis.report.sections.pruning import Pruning
-from keras_moe.analysis.report.sections.trajectories import Trajectories
 from keras_moe.analysis.report.subject import make_subject
 from keras_moe.files import is_plain_file, write_json, write_text
 from keras_moe.staging import staged_folder
@@ -38,21 +26,6 @@ from keras_moe.staging import staged_folder
 PAGE, DATA = "report.html", "report.json"
 # Dots per inch of pictures: 3.5 inches are wide enough for a model card.
 _DPI = 160
-# In reading order.
-SECTIONS: list[type[Section]] = [
-    Overview,
-    Loads,
-    RoutingEntropies,
-    Confidence,
-    Priorities,
-    DroppedPatches,
-    Trajectories,
-    Favourites,
-    Explorer,
-    Compute,
-    MuMoEExperts,
-    Pruning,
-]
 
 
 class Report(NamedTuple):
@@ -103,8 +76,9 @@ def report(
         class_names: names of the classes of labels; None takes the preprocessor's.
         batch_size: number of examples that are routed at once.
         max_examples: number of examples after which the report ends; None for all.
-        sections: sections in reading order; None for `SECTIONS`. Those that do not fit
-            the model are left out.
+        sections: sections in reading order; None for
+            `keras_moe.analysis.report.sections.SECTIONS`. Those that do not fit the
+            model are left out.
         options: choices of its sections; None for `Options()`.
         verbose: whether to show a progress bar.
 
@@ -128,6 +102,9 @@ def report(
     ('report.html', 3)
     """
     import_jinja2()
+    # Sections write markup with what Jinja2 brings: who makes no report needs it not.
+    from keras_moe.analysis.report.sections import SECTIONS
+
     options = options or Options()
     subject = make_subject(model, name, class_names)
     chosen = [x for x in sections or SECTIONS if x.fits(subject)]
