@@ -9,6 +9,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from keras_moe.analysis.entropy import entropy
+
 
 class RoutingStatistics(NamedTuple):
     """Statistics of the routing of one MoE layer.
@@ -79,15 +81,15 @@ def routing_statistics(
     num_experts = dispatched.shape[-1]
     loads = dispatched.sum(axis=0)
     shares = loads / max(loads.sum(), 1.0)
-    positive = shares[shares > 0]
-    entropy = -(positive * np.log(positive)).sum() + 0.0
     return RoutingStatistics(
         expert_shares=shares,
         dropped_tokens=float((dispatched.sum(axis=-1) == 0).mean()),
         dropped_choices=None
         if num_selected_experts is None
         else float(1.0 - loads.sum() / (len(dispatched) * num_selected_experts)),
-        load_entropy=float(entropy / np.log(num_experts)) if num_experts > 1 else 1.0,
+        load_entropy=float(entropy(shares) / np.log(num_experts))
+        if num_experts > 1
+        else 1.0,
         mean_max_gate=float(gates.max(axis=-1).mean()),
         affinity_imbalance=_imbalance(affinity.sum(axis=0)),
     )

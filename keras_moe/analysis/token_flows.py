@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_moe.analysis.entropy import entropy
+
 
 class FlowStatistics(NamedTuple):
     """Relation of the experts of one layer to those of the next.
@@ -111,19 +113,15 @@ def flow_statistics(flows: Any) -> FlowStatistics:
     """
     flows = np.asarray(flows, "float64")
     sources, targets = flows.sum(axis=1), flows.sum(axis=0)
-    entropy = _entropy(targets)
-    left = _entropy(flows.ravel()) - _entropy(sources)
-    information = (entropy - left) / entropy if entropy > 1e-12 else 0.0
+    total = max(flows.sum(), 1.0)
+    unknown = entropy(targets / total)
+    left = entropy(flows.ravel() / total) - entropy(sources / total)
+    information = (unknown - left) / unknown if unknown > 1e-12 else 0.0
     return FlowStatistics(
         float(np.clip(information, 0.0, 1.0)),
         _ratio(_pairs(flows), _pairs(sources)),
         _ratio(_pairs(targets), _pairs(flows.sum())),
     )
-
-
-def _entropy(counts):
-    shares = counts[counts > 0] / max(counts.sum(), 1.0)
-    return float(-(shares * np.log(shares)).sum())
 
 
 def _pairs(counts):

@@ -1,6 +1,7 @@
 """`keras-moe train`: a model trained by a recipe, and what came of it on disk."""
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import time
@@ -47,9 +48,8 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     trained, test = fit(args, recipe, folder)
     if number:
         return None
-    written = report(args, recipe, trained, test, folder)
-    picture = written.pictures[0] if written and written.pictures else None
-    card = card_of(recipe, trained, picture)
+    # First, since all else can be made again.
+    card = card_of(recipe, trained)
     trained.model.save_to_preset(folder / "preset", card=card)
     results = results_of(recipe, trained, folder)
     results["seconds"] = time.perf_counter() - begin
@@ -59,6 +59,10 @@ def run(args: argparse.Namespace, console: Console) -> Result | None:
     except ImportError as error:
         # Pictures need an extra; the results are there without.
         console.print(f"no pictures: {error}")
+    written = report(args, recipe, trained, test, folder, console)
+    if written and written.pictures:
+        card = dataclasses.replace(card, picture=written.pictures[0])
+        card.write(trained.model, folder / "preset", recipe.name)
 
     def show(console: Console) -> None:
         for name, value in {
@@ -159,25 +163,39 @@ def report(
     trained: training.Training,
     test: Any,
     folder: Path,
+    console: Console,
 ) -> analysis.Report | None:
-    """The report on the routing of the test data, if it is asked for."""
+    """The report on the routing of the test data, if it is asked for.
+
+    A run whose report fails has trained all the same: the console says why there is
+    none.
+    """
     if not args.report_examples or not getattr(trained.model, "routing", None):
         return None
-    return analysis.report(
-        trained.model,
-        test,
-        folder / "report",
-        name=f"{recipe.name} on {recipe.data.evaluated_source} "
-        f"{recipe.data.test_split}",
-        max_examples=args.report_examples,
-        verbose=0,
-    )
+    try:
+        return analysis.report(
+            trained.model,
+            test,
+            folder / "report",
+            name=f"{recipe.name} on {recipe.data.evaluated_source} "
+            f"{recipe.data.test_split}",
+            max_examples=args.report_examples,
+            verbose=0,
+        )
+    except Exception as error:
+        text = f"warning: no report, since it failed: {type(error).__name__}: {error}"
+        console.print(
+            f"{text}\nThe model is in {folder / 'preset'}; `keras-moe report {folder}` "
+            "makes a report of it.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        return None
 
 
-def card_of(
-    recipe: training.Recipe, trained: training.Training, picture: Path | None = None
-) -> models.ModelCard:
-    """The page of the trained model: its recipe, data and score, and a picture."""
+def card_of(recipe: training.Recipe, trained: training.Training) -> models.ModelCard:
+    """The page of the trained model: its recipe, data and score."""
     score = models.CardResult(
         recipe.objective.headline.metric,
         trained.score,
@@ -191,7 +209,6 @@ def card_of(
         data=recipe.data.source,
         recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
         results=[score],
-        picture=picture,
         picture_text="The load of each expert on the test data",
     )
 

@@ -324,8 +324,12 @@ def test_sprites_are_pictures_of_bounded_size():
     assert Image.open(io.BytesIO(content)).width < width
     with pytest.raises(ValueError, match="shape=\\(0, 8"):
         sprite(tiles[:0])
-    with pytest.raises(ValueError, match="1 or 3"):
-        tile_of(np.zeros((4, 4, 2)), 8)
+    with pytest.raises(ValueError, match="height, width, channels"):
+        tile_of(np.zeros((4, 4)), 8)
+    # Channels that no screen has are drawn as their mean.
+    channels = np.stack([np.full((4, 4), -1.0), np.full((4, 4), 1.0)], axis=-1)
+    assert np.ptp(tile_of(channels, 8)) == 0
+    assert patch_tile(channels, (2, 2), 3, 8).shape == (8, 8, 3)
     # An image that is not square, of large patches and of numbers that are none.
     image = np.full((60, 90, 3), np.nan)
     assert patch_tile(image, (2, 3), 5, 20).shape == (20, 20, 3)

@@ -1,11 +1,12 @@
 import argparse
 import json
+import shutil
 
 import keras
 import numpy as np
 import pytest
 
-from keras_moe import models, training
+from keras_moe import analysis, models, training
 from keras_moe.cli import train as program_train
 
 SMALL = (
@@ -29,6 +30,10 @@ SETTINGS = (
 @pytest.fixture
 def train(program):
     return lambda *arguments: program("train", *arguments)
+
+
+def broken_report(*args, **kwargs):
+    raise RuntimeError("[broken]")
 
 
 @pytest.mark.dealt_to("tensorflow")
@@ -81,8 +86,14 @@ def test_one_command_trains_and_saves(
     # The same command again has nothing to do; another recipe is another run.
     again = ("mumoe_digits", "--output", tmp_path / "run", "--set", *SMALL)
     again += ("--recipe-set", *SETTINGS)
-    status, output, errors = train(*again, "--json")
+    # A report that fails leaves the trained model, and its older report.
+    shutil.rmtree(tmp_path / "run" / "preset")
+    monkeypatch.setattr(analysis, "report", broken_report)
+    status, output, errors = train(*again, "--report-examples", 5, "--json")
     assert status == 0, errors
+    assert "warning: no report, since it failed: RuntimeError: [broken]" in errors
+    assert (tmp_path / "run" / "preset" / "task.weights.h5").is_file()
+    assert (tmp_path / "run" / "report" / "report.html").is_file()
     assert "Epoch" not in output + errors
     assert json.loads(output)["history"] == results["history"]
     repeated = json.loads((tmp_path / "run" / "results.json").read_text())

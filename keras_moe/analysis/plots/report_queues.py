@@ -8,28 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe.analysis.evenly_spaced import evenly_spaced
 from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure
 
+# Further layers have no panel.
 MAX_PANELS = 8
 _WIDTH = 3.6
-
-
-def shown_layers(count: int, most: int = MAX_PANELS) -> list[int]:
-    """The numbers of the layers that a figure of panels shows, the ends among them.
-
-    Args:
-        count: number of layers.
-        most: number of panels.
-
-    Example:
-
-    >>> from keras_moe.analysis.plots.report_queues import shown_layers
-    >>> shown_layers(24, most=4)
-    [0, 8, 15, 23]
-    """
-    if count <= most:
-        return list(range(count))
-    return [round(place) for place in np.linspace(0, count - 1, most)]
 
 
 def draw_queues(
@@ -62,7 +46,7 @@ def draw_queues(
     'block_1'
     """
     counts, edges = np.asarray(counts, "float64"), np.asarray(edges, "float64")
-    layers = shown_layers(len(counts))
+    layers = evenly_spaced(len(counts), MAX_PANELS)
     figure, axes = _panels(len(layers), 1.15, min(len(layers), 2), 0.42)
     for axis, layer in zip(axes, layers):
         share = counts[layer] / max(counts[layer].sum(), 1.0)
@@ -111,7 +95,7 @@ def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> 
     1
     """
     served, dropped = (np.asarray(x, "float64") for x in (served, dropped))
-    layers = shown_layers(len(served))
+    layers = evenly_spaced(len(served), MAX_PANELS)
     figure, axes = _panels(len(layers), 1.15, min(len(layers), 2), 0.42)
     kinds = [("served", COLOURS[0]), ("dropped by all its experts", COLOURS[5])]
     for axis, layer in zip(axes, layers):
@@ -147,7 +131,7 @@ def draw_places(shares: Any, names: list[str]) -> Any:
     2
     """
     shares = np.asarray(shares, "float64")
-    layers = shown_layers(len(shares))
+    layers = evenly_spaced(len(shares), MAX_PANELS)
     columns = min(len(layers), 4)
     figure, axes = _panels(len(layers), min(_WIDTH / columns, 1.3), columns, 0.45)
     top = max(float(shares.max()), 0.01)
@@ -189,7 +173,7 @@ def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) ->
     2
     """
     shares = np.asarray(shares, "float64")
-    layers = shown_layers(len(shares), len(COLOURS))
+    layers = evenly_spaced(len(shares), len(COLOURS))
     figure = new_figure(figsize=(_WIDTH, 2.5))
     axis = figure.subplots()
     rows = math.ceil(len(layers) / 3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe.analysis.entropy import entropy
 from keras_moe.analysis.report.section import Batch, Block
 
 
@@ -95,10 +96,9 @@ class LayerCounts:
     @property
     def entropy(self) -> float:
         """The entropy of the shares over log E; 1 is a balanced load."""
-        shares = self.shares[self.shares > 0]
         if self.block.num_experts < 2:
             return 1.0
-        return float(-(shares * np.log(shares)).sum() / np.log(self.block.num_experts))
+        return float(entropy(self.shares) / np.log(self.block.num_experts))
 
 
 def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:

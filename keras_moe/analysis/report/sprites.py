@@ -13,11 +13,29 @@ _SMALLEST_TILE = 12
 _GAP = 1
 
 
+def drawable(image: np.ndarray) -> np.ndarray:
+    """An image with one channel or three; others have the mean of their channels.
+
+    Args:
+        image: (height, width, channels).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis.report.sprites import drawable
+    >>> drawable(np.ones((4, 4, 2))).shape, drawable(np.ones((4, 4, 3))).shape
+    ((4, 4, 1), (4, 4, 3))
+    """
+    if image.shape[-1] in (1, 3):
+        return image
+    return image.mean(axis=-1, keepdims=True)
+
+
 def tile_of(image: Any, size: int) -> np.ndarray:
     """An image as a square tile of a sprite.
 
     Args:
-        image: (height, width, channels) in [-1, 1], channels 1 or 3.
+        image: (height, width, channels) in [-1, 1], drawn as `drawable` does it.
         size: T.
 
     Returns:
@@ -34,10 +52,12 @@ def tile_of(image: Any, size: int) -> np.ndarray:
     (8, 8, 3)
     """
     image = np.asarray(image, "float32")
-    if image.ndim != 3 or image.shape[-1] not in (1, 3) or not image.size:
+    if image.ndim != 3 or not image.size:
         raise ValueError(
-            f"Expected an image (height, width, 1 or 3); received: shape={image.shape}"
+            f"Expected an image (height, width, channels); received: "
+            f"shape={image.shape}"
         )
+    image = drawable(image)
     pixels = np.clip(np.nan_to_num((image + 1.0) * 127.5), 0.0, 255.0)
     pixels = np.broadcast_to(np.round(pixels), (*image.shape[:2], 3)).astype("uint8")
     is_smaller = max(image.shape[:2]) > size
@@ -51,7 +71,7 @@ def patch_tile(image: Any, grid: tuple[int, int], place: int, size: int) -> np.n
     """A patch as a tile, in the middle of its dimmed surroundings.
 
     Args:
-        image: (height, width, channels) in [-1, 1], channels 1 or 3.
+        image: (height, width, channels) in [-1, 1].
         grid: numbers of patches down and across.
         place: number of the patch, row by row.
         size: T. The patch takes half of it.

@@ -10,6 +10,7 @@ import numpy as np
 from markupsafe import Markup
 
 from keras_moe.analysis.compute_allocation import RoutingScores, kind_loads
+from keras_moe.analysis.evenly_spaced import evenly_spaced
 from keras_moe.analysis.patches import of_patches
 from keras_moe.analysis.plots.compute_allocation import (
     draw_compute_maps,
@@ -27,7 +28,9 @@ from keras_moe.analysis.report.section import (
     Subject,
     Table,
     Verdict,
+    file_name,
 )
+from keras_moe.analysis.report.sprites import drawable
 from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
 
 # The number of images in a figure, of layers whose scores are drawn, and of examples
@@ -157,9 +160,8 @@ class Compute(Section):
         """Histograms of the two highest gates in some layers."""
         kept = list(self._scores.kept.values())
         keys = list(self._blocks)
-        places = np.linspace(0, len(keys) - 1, min(len(keys), _PANELS)).round()
         figures = []
-        for key in [keys[int(place)] for place in places]:
+        for key in [keys[place] for place in evenly_spaced(len(keys), _PANELS)]:
             gates = np.concatenate([each[key] for each in kept])
             if not len(gates):
                 continue
@@ -173,7 +175,7 @@ class Compute(Section):
                     f"The two highest gates of tokens in {key}, of {len(kept)} "
                     "examples. Gating residuals bring the logits of the layer before, "
                     "which makes them vary less.",
-                    f"compute_scores_{key.replace('/', '_')}",
+                    f"compute_scores_{file_name(key)}",
                 )
             )
         return figures
@@ -222,7 +224,7 @@ class Compute(Section):
         numbers = list(kept)
         for start in range(0, len(numbers), _IMAGES):
             of_figure = numbers[start : start + _IMAGES]
-            images = np.stack([_drawable(kept[number][0]) for number in of_figure])
+            images = np.stack([drawable(kept[number][0]) for number in of_figure])
             maps = np.stack([kept[number][1] for number in of_figure])
             means = [f"example {n}: {m.mean():.2f}" for n, m in zip(of_figure, maps)]
             figures.append(
@@ -240,7 +242,7 @@ class Compute(Section):
             for place, kind in enumerate(KINDS)
             if any(kinds[place] for kinds in self._kinds.values())
         }
-        image = _drawable(self._image / self._seen)[None]
+        image = drawable(self._image / self._seen)[None]
         parts = [
             f"{kind} {x.min():.2f} to {x.max():.2f}" for kind, x in by_kind.items()
         ]
@@ -310,10 +312,3 @@ def _keys(subject):
         for key, block in subject.blocks.items()
         if block.kind == "token_choice" and {*block.expert_kinds} != {"ffn"}
     ]
-
-
-def _drawable(image):
-    """An image with one channel or three; others have their mean."""
-    if image.shape[-1] in (1, 3):
-        return image
-    return image.mean(axis=-1, keepdims=True)

@@ -5,10 +5,11 @@ Axes: B batch, N tokens, E experts, F capacity factors.
 
 import numpy as np
 
+from keras_moe.analysis.evenly_spaced import evenly_spaced
 from keras_moe.analysis.expert_queues import served_at
 from keras_moe.analysis.patches import of_patches
 from keras_moe.analysis.plots.figure import faded
-from keras_moe.analysis.plots.report_queues import draw_drops, shown_layers
+from keras_moe.analysis.plots.report_queues import draw_drops
 from keras_moe.analysis.report.queues import queues_of_layers
 from keras_moe.analysis.report.section import (
     Batch,
@@ -19,7 +20,7 @@ from keras_moe.analysis.report.section import (
     Subject,
     Table,
 )
-from keras_moe.analysis.report.sprites import sprite_figure, tile_of
+from keras_moe.analysis.report.sprites import drawable, sprite_figure, tile_of
 
 _KINDS = ("token_choice", "expert_choice")
 _FACTORS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
@@ -46,7 +47,7 @@ class DroppedPatches(Section):
         self.factors = sorted({*_FACTORS, *options.capacities, *sorted(marked)[:4]})
         # By layer and factor: tokens of images, dropped ones, choices, dropped ones.
         self.counts = np.zeros((len(self.layers), len(self.factors), 4), "int64")
-        self.drawn = shown_layers(len(self.layers), _MOST_LAYERS)
+        self.drawn = evenly_spaced(len(self.layers), _MOST_LAYERS)
         self.tiles: dict[int, np.ndarray] = {}
 
     @classmethod
@@ -77,8 +78,7 @@ class DroppedPatches(Section):
     def _draw(self, batch, layer, all_served):
         """Tiles (F, images, T, T, 3) of images of the first batch."""
         used = len(all_served[0])
-        count = min(max(self.options.num_examples, 1), used)
-        chosen = np.unique(np.linspace(0, used - 1, count).round().astype(int))
+        chosen = evenly_spaced(used, max(self.options.num_examples, 1))
         rows = []
         for factor in sorted(self.options.capacities, reverse=True):
             served = all_served[self.factors.index(factor)]
@@ -97,7 +97,7 @@ class DroppedPatches(Section):
         rows, columns = self.subject.grid
         height, width = image.shape[0] // rows, image.shape[1] // columns
         share = np.kron(share.reshape(rows, columns), np.ones((height, width)))
-        image = image[: rows * height, : columns * width]
+        image = drawable(image[: rows * height, : columns * width])
         return tile_of(2.0 * faded(image, share) - 1.0, _TILE)
 
     def finish(self) -> Content:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keras_moe.analysis.entropy import entropy
 from keras_moe.analysis.plots.report_depth import Line, draw_depth
 from keras_moe.analysis.report.section import (
     Batch,
@@ -70,18 +71,18 @@ class EntropySums:
         """
         shares, _ = _normalised(gates)
         self._tokens += len(shares)
-        self._local += float(_entropy(shares).sum())
+        self._local += float(entropy(shares).sum())
         self._gates += shares.sum(axis=0)
         after, kept = _normalised(combined)
         self._tokens_after += int(kept.sum())
-        self._local_after += float(_entropy(after[kept]).sum())
+        self._local_after += float(entropy(after[kept]).sum())
         self._served += np.asarray(served, "float64").sum(axis=0)
 
     def entropies(self) -> Entropies:
         """The entropies of all tokens so far."""
         scale = float(np.log(max(self.block.num_experts, 2)))
         totals = [_normalised(x[None])[0] for x in (self._gates, self._served)]
-        before, after = (float(_entropy(x)[0]) for x in totals)
+        before, after = (float(entropy(x)[0]) for x in totals)
         return Entropies(
             self._local / max(self._tokens, 1) / scale,
             before / scale,
@@ -204,7 +205,3 @@ def _normalised(rows):
     rows = np.maximum(np.asarray(rows, "float64"), 0.0)
     sums = rows.sum(axis=-1, keepdims=True)
     return rows / np.where(sums > 0, sums, 1.0), sums[..., 0] > 0
-
-
-def _entropy(rows):
-    return -(rows * np.log(np.where(rows > 0, rows, 1.0))).sum(axis=-1)

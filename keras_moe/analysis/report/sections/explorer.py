@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup, escape
 
+from keras_moe.analysis.evenly_spaced import evenly_spaced
 from keras_moe.analysis.patches import of_patches
 from keras_moe.analysis.report.packed_routing import TokenRouting, pack, token_routing
 from keras_moe.analysis.report.reservoir import Reservoir
@@ -181,8 +182,8 @@ class Explorer(Section):
     def _example_maps(self, number, example, name, layers):
         image = None if example.image is None else f"example-{number}"
         rows, chips = Markup(""), Markup("")
-        places = np.linspace(0, len(layers) - 1, min(len(layers), _LAYERS)).round()
-        chosen = [list(layers.items())[int(place)] for place in places]
+        items = list(layers.items())
+        chosen = [items[place] for place in evenly_spaced(len(items), _LAYERS)]
         for block, keys in chosen:
             for modality, key in keys.items():
                 routing = example.routing[key]
@@ -272,8 +273,6 @@ def image_uri(image: np.ndarray) -> str:
     >>> image_uri(np.zeros((4, 4, 2)))[:11]
     'data:image/'
     """
-    if image.shape[-1] not in (1, 3):
-        image = image.mean(axis=-1, keepdims=True)
     tile = tile_of(image, min(max(image.shape[:2]), _SIDE))
     return sprite(tile[None, None], _BYTES)[0]
 

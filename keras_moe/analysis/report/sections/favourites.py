@@ -5,7 +5,7 @@ Axes: B batch, N tokens, E experts.
 
 import numpy as np
 
-from keras_moe.analysis.plots.report_queues import shown_layers
+from keras_moe.analysis.evenly_spaced import evenly_spaced
 from keras_moe.analysis.report.best_tokens import BestPatches, BestWords
 from keras_moe.analysis.report.section import (
     Batch,
@@ -128,7 +128,7 @@ def _shown(subject, modality):
     ]
     if modality == "image" and subject.grid is None:
         return [], 0
-    return [blocks[n] for n in shown_layers(len(blocks), _MOST_LAYERS)], len(blocks)
+    return [blocks[n] for n in evenly_spaced(len(blocks), _MOST_LAYERS)], len(blocks)
 
 
 def _weights(record, block):

@@ -5,6 +5,7 @@ Axes: B batch, N tokens, E experts, U classes.
 
 import numpy as np
 
+from keras_moe.analysis.evenly_spaced import evenly_spaced
 from keras_moe.analysis.plots.report_loads import (
     draw_class_map,
     draw_load_map,
@@ -20,10 +21,11 @@ from keras_moe.analysis.report.section import (
     Section,
     Subject,
     Table,
+    file_name,
 )
 
-# Layers of a deep model with pictures of their own, evenly spaced.
-MAX_LAYERS = 8
+# Layers of a deep model with pictures of their own, and with maps of classes.
+MAX_LAYERS, MAX_CLASS_MAPS = 8, 6
 # Classes that are counted, and drawn.
 MAX_CLASSES, MAX_DRAWN = 1000, 30
 
@@ -76,7 +78,8 @@ class Loads(Section):
 
     def finish(self) -> Content:
         layers = self.subject.by_layer()
-        shown = _spaced(list(layers), MAX_LAYERS)
+        names = list(layers)
+        shown = [names[place] for place in evenly_spaced(len(names), MAX_LAYERS)]
         body = []
         if len(layers) > 1:
             body += self._maps(layers)
@@ -156,7 +159,7 @@ class Loads(Section):
             f"Bars of the share of work of each of {block.num_experts} experts of "
             f"{name}: the largest is {max(x.max() for x in shares.values()):.0%}.",
             f"{name}: {_range_text(counts)}",
-            f"load_{_file_name(name)}",
+            f"load_{file_name(name)}",
         )
 
     def _capacity(self, records):
@@ -209,8 +212,9 @@ class Loads(Section):
         largest = np.argsort(-totals[present], kind="stable")[:MAX_DRAWN]
         chosen = np.sort(present[largest])
         names = [self.subject.class_name(int(label)) for label in chosen]
-        for layer in _spaced(shown, 6):
-            for block in self.subject.by_layer()[layer].values():
+        layers = self.subject.by_layer()
+        for place in evenly_spaced(len(shown), MAX_CLASS_MAPS):
+            for block in layers[shown[place]].values():
                 table = self._by_class[block.key][chosen]
                 figures.append(
                     Figure(
@@ -218,7 +222,7 @@ class Loads(Section):
                         f"Map of the work of each expert of {block.key} by class.",
                         f"{block.key}: bright cells are experts that have specialised "
                         "in a class, and work for it more than for the average one.",
-                        f"classes_{_file_name(block.key)}",
+                        f"classes_{file_name(block.key)}",
                     )
                 )
         left_out = len(present) - len(chosen)
@@ -275,18 +279,6 @@ def relative_work(table: np.ndarray) -> np.ndarray:
     shares = table / np.where(totals > 0, totals, 1.0)
     means = shares.mean(axis=0)
     return np.where(means > 0, shares / np.where(means > 0, means, 1.0), np.nan)
-
-
-def _spaced(names, count):
-    """Up to `count` names, evenly spaced, the first and the last among them."""
-    if len(names) <= count:
-        return names
-    places = np.linspace(0, len(names) - 1, count).round().astype(int)
-    return [names[place] for place in places]
-
-
-def _file_name(name):
-    return "".join(x if x.isalnum() else "_" for x in name)
 
 
 def _range_text(counts):

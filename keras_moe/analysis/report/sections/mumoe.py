@@ -19,6 +19,7 @@ from keras_moe.analysis.report.section import (
     Subject,
     Table,
     Verdict,
+    file_name,
 )
 
 # The lowest coefficient with which an expert serves a token.
@@ -148,7 +149,7 @@ class MuMoEExperts(Section):
             f"{load.argmax()}; {int((load == 0).sum())} experts have none",
             f"{'Channels' if key.endswith('/token_mixer') else 'Tokens'} of {key} in "
             f"which an expert has a coefficient of at least {THRESHOLD:g}.",
-            f"mumoe_load_{_stem(key)}",
+            f"mumoe_load_{file_name(key)}",
         )
 
     def _class_names(self, chosen):
@@ -189,7 +190,7 @@ class MuMoEExperts(Section):
                     f"{key}, the expert with the largest coefficient of each class: "
                     f"{', '.join(parts)}",
                     f"Mean coefficients in {key} by class.{left_out}",
-                    f"mumoe_classes_{_stem(key)}",
+                    f"mumoe_classes_{file_name(key)}",
                 )
             )
         return figures
@@ -255,7 +256,7 @@ class MuMoEExperts(Section):
             f"its accuracy, without expert {ablation.experts[row]}",
             f"The fraction of its accuracy that a class loses without an expert of "
             f"{key}, measured with {count} images drawn at random.{left_out}",
-            f"mumoe_ablation_{_stem(key)}",
+            f"mumoe_ablation_{file_name(key)}",
         )
 
     def _ablation_rows(self, key, ablation):
@@ -302,7 +303,3 @@ def _left_out(shown, total, what):
         return ""
     most = "images" if what == "classes" else "part"
     return f" Shown are {shown} of {total} {what}, those with most {most}."
-
-
-def _stem(key):
-    return key.replace("/", "_")

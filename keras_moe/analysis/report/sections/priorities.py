@@ -5,12 +5,13 @@ Axes: B batch, N tokens, E experts, T kinds of tokens, Q places of a queue.
 
 import numpy as np
 
+from keras_moe.analysis.evenly_spaced import evenly_spaced
 from keras_moe.analysis.expert_queues import served_at
 from keras_moe.analysis.plots.report_queues import (
+    MAX_PANELS,
     draw_places,
     draw_priorities,
     draw_queues,
-    shown_layers,
 )
 from keras_moe.analysis.report.queues import queues_of_layers
 from keras_moe.analysis.report.section import (
@@ -165,7 +166,7 @@ class Priorities(Section):
         return Content([*body, table], {"layers": data}, verdicts)
 
     def _figures(self, names, present, kinds):
-        layers = shown_layers(len(names))
+        layers = evenly_spaced(len(names), MAX_PANELS)
         left_out = ""
         if len(layers) < len(names):
             left_out = (
