@@ -317,9 +317,9 @@ import json, sys, time
 import keras
 
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import keras_moe
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 import keras_moe.layers, keras_moe.routers, keras_moe.ops, keras_moe.losses
 new = sorted({name.split(".")[0] for name in set(sys.modules) - before})
 print(json.dumps({"seconds": seconds, "new": new}))
@@ -352,5 +352,5 @@ def test_the_core_imports_no_heavy_library(imports):
 
 
 def test_importing_keras_moe_is_quick(imports):
-    # The quickest of three: a busy machine slows any single one.
+    # Time of the processor, and the quickest of three: other work changes neither.
     assert min(actual["seconds"] for actual in imports.values()) < 0.2

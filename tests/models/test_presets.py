@@ -205,9 +205,11 @@ def test_describe_h14_is_quick_and_allocates_nothing():
 import resource, time
 import keras
 from keras_moe import models
-start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+models.describe("vit_s32")  # Imports KerasHub.
+# Time of the processor: others that wait for it count for nothing.
+start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 description = models.describe("vmoe_h14", num_classes=1000)
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
 print(description.parameters)
 """
@@ -215,8 +217,8 @@ print(description.parameters)
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.split()
     seconds, gibibytes, parameters = (float(line) for line in output[-3:])
-    assert seconds < 5
-    assert gibibytes < 1
+    assert seconds < 1
+    assert gibibytes < 0.5
     assert parameters > 7e9
 
 
