@@ -161,11 +161,16 @@ for weight in report.weights:
 print("Patches across and down:", model.backbone.grid, "->", larger.backbone.grid)
 
 # %% [markdown]
-# The first components of the position embeddings over the grid show that resizing keeps
-# the map, and refines it.
+# A position embedding has as many numbers as a token. The three directions in which the
+# positions differ most, drawn over the grid of patches, show that resizing keeps the
+# map and refines it. Yellow is large and dark blue small, and each small picture has a
+# scale of its own.
 
 
 # %%
+# Picture: three components of the position embeddings, drawn over the grid of patches
+# from dark blue (least) to yellow (greatest): above over 4 x 4 patches, below the same
+# patterns over 6 x 6.
 def position_map(classifier):
     """The three directions in which positions differ most, over the grid of patches."""
     grid = classifier.backbone.grid
@@ -191,8 +196,8 @@ plt.show()
 
 # %% [markdown]
 # Does the model still read digits, without any training? The head came with the
-# weights. The further the size is from that of the training, the more a stroke differs
-# from all that the patches have shown, and accuracy falls.
+# weights. At another size a stroke is thinner or thicker than all that the patches have
+# shown, and accuracy falls, though not by the distance alone.
 
 # %%
 SIZES = (12, 16, 20, 24, 32)
@@ -213,6 +218,8 @@ for size in SIZES[1:4] if SMALL else SIZES:
 # else comes from the file.
 
 # %%
+# Picture: twelve images of two handwritten digits side by side, white on black, each
+# with its number above it.
 SHAPE, COUNT = (20, 40, 1), (500, 200) if SMALL else (1500, 800)
 SHOTS = (2, 5) if SMALL else (5, 10)
 
@@ -263,6 +270,8 @@ before = {"published weights": few_shot(tuned), "random weights": few_shot(scrat
 # same recipe trains the same architecture from random weights beside it.
 
 # %%
+# Picture: accuracy on test numbers by epoch. The blue line, from published weights,
+# rises far above the orange one, from random weights, which stays near the bottom.
 EPOCHS = 1 if SMALL else 6
 histories = {}
 for name, classifier in {"published weights": tuned, "random weights": scratch}.items():

@@ -82,6 +82,8 @@ print(f"{model.count_params():,} parameters for both modalities")
 # one is in green.
 
 # %%
+# Picture: six emoji, each above the three captions that are nearest to it, the nearest
+# first. Its own caption is among them, in bold green letters.
 image_embeddings = model.encode_images(images)
 text_embeddings = model.encode_text(captions)
 similarity = image_embeddings @ text_embeddings.T
@@ -157,6 +159,9 @@ print(f"{accuracy:.1%} of {len(rows)} emoji, chance is {1 / len(TONES):.0%}")
 # modality; padding of captions does not count. The dashed line is an equal share.
 
 # %%
+# Picture: two bar charts, for block_1 and block_3, with two bars for each expert: its
+# share of image tokens in blue and of text tokens in orange. Some experts serve images
+# nearly alone, others mostly text; a dashed line marks an equal share.
 inputs = {"images": images, **model.preprocessor(captions)}
 usage = analysis.expert_usage(model, inputs, mask={"text": "padding_mask"}, verbose=0)
 picture = folder / "usage.png"
@@ -166,10 +171,14 @@ display(Image(picture))
 # %% [markdown]
 # ## One pair, patch by patch and word by word
 #
-# Each patch below has the number of the expert that serves it in a block, and so has
-# each piece of the caption, behind the slash.
+# Each patch below has the number of the expert that serves it in a block; the tint
+# repeats the number, so that one sees areas. Below the picture each piece of the
+# caption has its expert's number behind the slash.
 
 # %%
+# Picture: three emoji in a row for each of two blocks, divided into 4 x 4 patches, each
+# with the number of its expert in a white circle and a tint for it. Plain background
+# mostly goes to one expert.
 routing = keras.Model(model.input, model.routing).predict(
     {name: array[shown[:3]] for name, array in inputs.items()}, verbose=0
 )
@@ -219,11 +228,14 @@ for column, index in enumerate(shown[:3]):
 # ## Prune: how many experts does text need?
 #
 # A program that only embeds texts, such as a search engine whose pictures are embedded
-# already, can do without the experts of images. The curve has the share of the tokens
-# that the most used experts serve: where it is still high after several are gone, few
-# serve nearly all.
+# already, can do without the experts of images. The curves have the share of the tokens
+# that the most used experts serve, for each block and as a black mean: where a curve is
+# still high after several experts are gone, few serve nearly all.
 
 # %%
+# Picture: two charts, of image tokens and of text tokens, with the share of tokens that
+# the remaining experts cover by the number of pruned experts: thin lines for blocks and
+# a thick black one for their mean. The curve of texts falls later than that of images.
 curves = {name: analysis.coverage_curves(usage, groups=name) for name in usage.groups}
 picture = folder / "coverage.png"
 plots.plot_coverage(curves, picture)
@@ -237,6 +249,9 @@ display(Image(picture))
 # `router_pred` they stay as they were, and a token whose expert is gone passes by.
 
 # %%
+# Picture: R@1 by the number of text experts left, from eight to two, with a line for
+# router_drop and a dashed one for router_pred. Both stay nearly level, and router_drop
+# falls a little at the end.
 COUNTS = (8, 4) if SMALL else (8, 6, 4, 3, 2)
 METHODS = ("router_drop", "router_pred")
 scores = {method: {} for method in METHODS}

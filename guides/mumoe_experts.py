@@ -127,6 +127,9 @@ heads = {count: with_head(count) for count in EXPERTS}
 # the experts with the largest coefficients over all test images.
 
 # %%
+# Picture: a row of eight images for each of seven experts. An image shows two digits,
+# with the expert's coefficient above it and its number below; images of a row mostly
+# share a digit.
 images, labels = test
 model = heads[16]
 routing = keras.Model(model.input, model.routing["head"]).predict(images, verbose=0)
@@ -151,6 +154,9 @@ display(Image(picture))
 # distance of its row from a row with a single 1.
 
 # %%
+# Picture: a row of bar charts for each head, of 2 experts at the top to 32 at the
+# bottom, and in each chart a bar for each class from 00 to 99 with the accuracy that it
+# loses without one expert. Many bars are tall in the upper rows, few in the lower ones.
 ablations = {
     f"{count} experts": analysis.ablate_experts(
         classifier, *test, batch_size=128, verbose=0
@@ -165,11 +171,14 @@ plots.plot_ablation(ablations, picture)
 display(Image(picture))
 
 # %% [markdown]
-# The classes stand from 00 to 99, so that ten neighbours share their first digit; a bar
-# below zero is a class that gains. With few experts, one removal costs many classes all
-# they have; with many, a few.
+# A row is a head, with its first four experts that matter, and `p` is an expert's
+# polysemanticity. The classes stand from 00 to 99, so that ten neighbours share their
+# first digit; a bar below zero is a class that gains. With few experts one removal
+# costs many classes all that they have; with many it costs a few.
 
 # %%
+# Picture: a line of the mean polysemanticity by the number of experts, on a logarithmic
+# axis. It falls with every doubling, steeply at first.
 picture = folder / "polysemanticity.png"
 scores = {
     count: [ablation.mean_polysemanticity]
@@ -188,9 +197,13 @@ display(Image(picture))
 # ## Explain: experts inside the network
 #
 # `mumoe_digits` is an MLP-Mixer whose channel MLPs are muMoE blocks. Its experts see
-# patches in the place of images: below each patch is the image that it comes from.
+# patches in the place of images: below each patch is the image that it comes from,
+# where a red frame marks it. The number above is the expert's coefficient.
 
 # %%
+# Picture: two rows for each of three experts: eight patches of 4 x 4 pixels, with the
+# expert's coefficient above each, and below them the digits that they come from, in
+# which a red frame marks the patch.
 mixer = models.from_preset("mumoe_digits")
 train = data.load_digits("train", (16, 16, 1))
 test = images, labels = data.load_digits("test", (16, 16, 1))
@@ -314,6 +327,10 @@ print(f"Validation images chose a strength of {strength:g} for the edit.")
 analysis.print_fairness(results, (1, 1), console)
 
 # %%
+# Picture: three tables of two rows, digits below 5 and digits of 5 and above, and two
+# columns, as scanned and inverted: accuracies before the edit, after it, and their
+# difference. A green frame marks inverted digits of 5 and above, which gain most;
+# inverted ones below 5 lose.
 picture = folder / "subpopulations.png"
 plots.plot_subpopulations(
     results["as trained"],
@@ -327,9 +344,10 @@ plots.plot_subpopulations(
 display(Image(picture))
 
 # %% [markdown]
-# The framed cell is the subpopulation that the edit is for. Others may lose by its
-# gain: read all four cells, not the mean alone. An edited model is a model of the same
-# class, which `save_to_preset` saves as any other.
+# The cell with the green frame is the subpopulation that the edit is for; in the third
+# table blue is a gain and red a loss. Others may lose by its gain: read all four cells,
+# not the mean alone. An edited model is a model of the same class, which
+# `save_to_preset` saves as any other.
 #
 # ## What to do next
 #

@@ -161,6 +161,10 @@ console.print(table)
 # add up to its slots, whose number is rounded for each image.)
 
 # %%
+# Picture: seven bar charts side by side, one for each router, with a bar for the share
+# of tokens of each of eight experts and a dashed line where an expert is full. The bars
+# of softmax and Sinkhorn token choice differ in height; those of the other routers are
+# level.
 figure, axes = plt.subplots(
     1, 7, figsize=(10.5, 2.2), sharey=True, layout="constrained"
 )
@@ -179,8 +183,13 @@ plt.show()
 # The dispatch matrix D has a row for each token and a column for each expert. Token
 # choice has at most one mark in a row, expert choice about as many in each column of a
 # whole group, and soft routing weights everywhere. The first row is the class token.
+# Yellow is a mark and violet none; the soft router's colours in between are weights,
+# yellow the largest.
 
 # %%
+# Picture: the dispatch matrix of one image for each of seven routers, 17 tokens down
+# and eight experts across, yellow where an expert serves a token and violet where not.
+# Only the soft router has shades in between, in every place.
 figure, axes = plt.subplots(
     1, 7, figsize=(10.5, 3.1), sharey=True, layout="constrained"
 )
@@ -196,11 +205,15 @@ plt.show()
 # %% [markdown]
 # ## Patches with and without an expert
 #
-# The same, over the image. The number of experts that serve a patch is its colour: dark
-# patches have none, and pass by the residual. Where experts choose, they spend more on
-# some patches than on others. The sums of a soft router's shares are no whole numbers.
+# This is the dispatch over the image. The number of experts that serve a patch is its
+# colour: dark blue patches have none, and pass by the residual. Where experts choose,
+# they spend more on some patches than on others. The sums of a soft router's shares are
+# no whole numbers.
 
 # %%
+# Picture: four digits, one in each row, and beside each a map of its 4 x 4 patches for
+# each of seven routers. Colours are the number of experts that serve a patch: dark blue
+# for none, grey for one, yellow for two.
 SHOWN = 4
 grid = (4, 4)
 figure, axes = plt.subplots(

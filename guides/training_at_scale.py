@@ -136,6 +136,10 @@ table(
 # by its use, and the line is what a chip has.
 
 # %%
+# Picture: stacked bars of the memory of a chip by the number of devices that share the
+# experts, from 1 to 32: weights, gradients, optimizer and activations. The first bars
+# are far above the dashed line of a chip's memory, the last ones below it; activations
+# alone stay as they are.
 rows = [
     distribution.costs("vmoe_h14", CHIPS, BATCH, expert_parallel=n).memory for n in WAYS
 ]

@@ -64,9 +64,12 @@ console = Console(width=88, force_jupyter=False)
 # ## Predict
 #
 # A preset with trained weights is a model that predicts at once. `classify` takes
-# integer pixels of any size, resizes them, and gives names and probabilities.
+# integer pixels of any size, resizes them, and gives names and probabilities, which
+# stand above the images.
 
 # %%
+# Picture: ten scans of 8 x 8 pixels in a row, white strokes on black, each with the
+# digit that the model reads and its probability above it.
 model = models.from_preset("vmoe_digits")
 scans, labels = data.load_digits("test", image_shape=(8, 8, 1))
 scans = np.uint8(127.5 * (scans + 1))
@@ -129,10 +132,15 @@ analysis.print_statistics(
 # losses ask for that while the model trains, since an expert without tokens learns
 # nothing.
 #
-# Which patches does each expert take? Each row is an expert of the last MoE block:
-# where in the image it works, then the images in which it works most.
+# Which patches does each expert take? Each row is an expert of the last MoE block. The
+# first column has the places where it works, from violet (in no image) to yellow (in
+# most). The others have the images in which it works most, where patches of other
+# experts are tinted blue.
 
 # %%
+# Picture: a row for each of eight experts. First a heat map of the places where the
+# expert works, from violet (in no image) to yellow (in most), then the eight digits in
+# which it works most; the patches of other experts are tinted blue there.
 last = list(routing)[-1]
 picture = folder / "experts.png"
 plots.plot_expert_views(
@@ -168,6 +176,9 @@ for verdict in written.verdicts:
 # decays to zero.
 
 # %%
+# Picture: accuracy by epoch, a blue line for training images and an orange one for test
+# images. Both rise steeply at first and level out; at the end the training images' line
+# is above.
 EPOCHS = 2 if SMALL else 12
 
 fresh = models.from_preset("vmoe_digits", num_classes=10, load_weights=False, seed=0)

@@ -148,10 +148,14 @@ for name, model in classifiers.items():
 # point. Digits lie in the middle of their image, so that places alone say much about
 # patches, and a baseline like this one is hard to beat here.
 #
-# The record says what each of them did. Colours are experts: ours gives bands, whatever
-# the image shows; the learned one follows what is in the patch.
+# The record says what each of them did. A colour is an expert of that row's router, and
+# no expert of one row is one of another. Ours gives bands, whatever the image shows;
+# the learned one follows what is in the patch.
 
 # %%
+# Picture: six digits in the first row, and below each two maps of its 4 x 4 patches in
+# which a colour is an expert. The router by places has the same bands in all images;
+# those of the learned router follow the strokes.
 SHOWN = 6
 figure, axes = plt.subplots(3, SHOWN, figsize=(7.2, 3.8), layout="constrained")
 for axis, image in zip(axes[0], test_images):

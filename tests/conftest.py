@@ -6,6 +6,7 @@ import os
 import zlib
 from collections import defaultdict
 from importlib import metadata
+from unittest import mock
 
 # Imports and collection make a million objects that stay: Python's garbage collector
 # would walk through all of them again and again. It is switched on when they are made.
@@ -226,6 +227,21 @@ def _functions_run_eagerly(eagerly):
     tf.config.run_functions_eagerly(eagerly)
     yield
     tf.config.run_functions_eagerly(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_names():
+    """Forgets the families, presets and routers that a file's tests have registered.
+
+    Other files list what is known, and find the same in whatever order they run.
+    """
+    from keras_moe.models import registry
+    from keras_moe.routers import ROUTERS
+
+    with contextlib.ExitStack() as stack:
+        for names in (registry._BACKBONES, registry._TASKS, registry._PRESETS, ROUTERS):
+            stack.enter_context(mock.patch.dict(names))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

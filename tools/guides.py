@@ -4,13 +4,19 @@
 
 A source in jupytext's percent format is `guides/NAME.py`; its notebook, which GitHub
 and the site show, is `guides/NAME.ipynb` with its outputs. A notebook keeps a digest of
-the code that its outputs were made by. Where the code is another by now, the notebook
-runs from its first cell to its last, in an empty folder; otherwise only its prose is
-renewed. `--all` runs all of them, and `--check` changes nothing: it lists the notebooks
-that are older than their source, and exits with 1 if there are any.
+the code that its outputs were made by, without comments; times of files decide nothing.
+Where the code is another by now, the notebook runs from its first cell to its last, in
+an empty folder; otherwise only its prose and comments are renewed, and a notebook that
+is as its source says stays as it is, byte for byte. `--all` runs all of them, and
+`--check` changes nothing: it lists the notebooks that are older than their source, and
+exits with 1 if there are any.
 
 Outputs come out alike on the same machine: no times, addresses or paths of files, cells
 numbered from 1, and pictures with a palette, which makes them a third as large.
+
+A cell that draws a picture begins with a comment, `# Picture: ...`, that says what the
+picture shows. It is there for who reads the notebook, and goes into the output's
+metadata as the alternative text.
 """
 
 import argparse
@@ -23,6 +29,7 @@ import os
 import re
 import sys
 import tempfile
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -67,6 +74,8 @@ PATHS = re.compile(
 )
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
+# The comment that says what a cell's picture shows.
+PICTURE = re.compile(r"\A# Picture: (.*(?:\n# .*)*)")
 # Calls at the outermost level of a cell that a reader sees something of.
 SHOWING = re.compile(r"print\w*|display|show\w*|draw\w*|table\w*")
 
@@ -80,18 +89,17 @@ def read_source(path: Path) -> nbformat.NotebookNode:
         cell.metadata = nbformat.NotebookNode()
     if badge := colab_badge(path.stem, repository()):
         notebook.cells[0].source = f"{badge}\n\n{notebook.cells[0].source}"
-    notebook.metadata = nbformat.from_dict(
-        {
-            "kernelspec": {
-                "display_name": "Python 3",
-                "language": "python",
-                "name": "python3",
-            },
-            "language_info": {"name": "python"},
-        }
-    )
+    notebook.metadata = python_metadata()
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
+
+
+def python_metadata() -> nbformat.NotebookNode:
+    """The metadata of every notebook: not the version of Python that ran it."""
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return nbformat.from_dict(
+        {"kernelspec": kernel, "language_info": {"name": "python"}}
+    )
 
 
 def repository() -> str:
@@ -116,9 +124,19 @@ def colab_badge(name: str, address: str) -> str:
 
 
 def code_digest(notebook: nbformat.NotebookNode) -> str:
-    """The digest of the code cells of a notebook, in their order."""
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    """The digest of the code cells of a notebook, in their order, without comments."""
+    code = [without_comments(cell.source) for cell in code_cells(notebook)]
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
+
+
+def without_comments(source: str) -> str:
+    """A cell's code without comments, which change no output."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip() or None
+    return "\n".join(line for line in lines if line is not None)
 
 
 def is_stale(name: str) -> bool:
@@ -153,6 +171,7 @@ def make(name: str, execute: bool) -> list[str]:
         notebook.metadata["keras_moe"] = before.metadata["keras_moe"]
         for cell, old in zip(code_cells(notebook), code_cells(before)):
             cell.outputs, cell.execution_count = old.outputs, old.execution_count
+    describe_pictures(notebook)
     nbformat.write(notebook, path)
     return complaints(notebook)
 
@@ -160,6 +179,25 @@ def make(name: str, execute: bool) -> list[str]:
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """The code cells of a notebook."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def picture_text(source: str) -> str:
+    """The text for those who cannot see a cell's picture, or "" without one."""
+    match = PICTURE.match(source)
+    return " ".join(match.group(1).replace("\n# ", " ").split()) if match else ""
+
+
+def describe_pictures(notebook: nbformat.NotebookNode) -> None:
+    """Puts the cells' texts where programs look for pictures' alternative texts.
+
+    Nbconvert, nbviewer and Colab read the output's metadata, myst-nb the cell's.
+    """
+    for cell in code_cells(notebook):
+        text = {"alt": picture_text(cell.source)}
+        for output in cell.outputs:
+            if "image/png" in output.get("data", {}):
+                output.metadata = nbformat.from_dict({"image/png": text})
+                cell.metadata = nbformat.from_dict({"mystnb": {"image": text}})
 
 
 def run(notebook: nbformat.NotebookNode) -> None:
@@ -188,6 +226,7 @@ def normalise(notebook: nbformat.NotebookNode) -> None:
     A terminal's colours go, too, which no page shows; lines for the error stream, such
     as a compiler's warnings, go to this program's.
     """
+    notebook.metadata = python_metadata()
     for number, cell in enumerate(code_cells(notebook), start=1):
         cell.execution_count = number
         outputs = []
@@ -236,6 +275,12 @@ def complaints(notebook: nbformat.NotebookNode) -> list[str]:
     for cell in code_cells(notebook):
         first = cell.source.partition("\n")[0]
         text = "".join(map(output_text, cell.outputs))
+        pictures = sum("image/png" in x.get("data", {}) for x in cell.outputs)
+        if pictures != bool(picture_text(cell.source)):
+            lines.append(
+                f"{pictures} pictures below {first!r}: expected one below a cell that "
+                "begins with '# Picture: ...', and none below others"
+            )
         if shows(cell.source) and not cell.outputs:
             lines.append(f"no output of the cell that begins with {first!r}")
         for output in cell.outputs:

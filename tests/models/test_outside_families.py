@@ -6,29 +6,18 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import distribution, models, routers
+from keras_moe import distribution, models
 from keras_moe.layers import MoEConfig
-from keras_moe.models import registry
 from tests.small_models import images, with_weights
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 NAME = "neighbours_tiny"
-REGISTRIES = (
-    registry._BACKBONES,
-    registry._TASKS,
-    registry._PRESETS,
-    routers.ROUTERS,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def outside():
     """The module of a user, whose names are registered for these tests alone."""
-    before = [dict(names) for names in REGISTRIES]
-    yield importlib.import_module("tests.models.outside")
-    for names, kept in zip(REGISTRIES, before):
-        names.clear()
-        names.update(kept)
+    return importlib.import_module("tests.models.outside")
 
 
 @pytest.mark.backend_free
