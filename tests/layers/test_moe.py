@@ -3,10 +3,12 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_moe import routers
 from keras_moe.layers import Experts, MoE
-from keras_moe.ops import expert_capacity, token_choice
-from keras_moe.routers import TokenChoiceRouter
+from keras_moe.ops import expert_capacity, expert_kinds, token_choice
+from keras_moe.routers import ExpertChoiceRouter, TokenChoiceRouter
 from tests.calls import call
+from tests.ops.programs import compiled_arguments
 from tests.training_gradients import training_gradients
 
 to_numpy = ops.convert_to_numpy
@@ -292,6 +294,43 @@ def test_an_unknown_batch_size_compiles():
     np.testing.assert_allclose(
         predicted, to_numpy(call(moe, tokens)[0]), rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.every_backend
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="constants of XLA on TensorFlow"
+)
+@pytest.mark.parametrize("kind", ["dropless", "capacity", "expert choice", "MoE++"])
+def test_one_program_for_all_batches(kind):
+    # XLA compiles again for each value of an input that it takes as a constant.
+    import tensorflow as tf
+
+    quiet = {"noise_std": 0.0}
+    router = {
+        "dropless": lambda: TokenChoiceRouter(4, 2, dropless=True, **quiet),
+        "capacity": lambda: TokenChoiceRouter(4, 2, **quiet),
+        "expert choice": lambda: ExpertChoiceRouter(4, **quiet),
+        "MoE++": lambda: routers.of_kinds(
+            "softmax_token_choice", expert_kinds(4, 1, 1, 2), **quiet
+        ),
+    }[kind]()
+    moe = MoE(router, Experts(4, mlp_dim=16))
+    tokens = tf.constant(images())
+    moe.build(tokens.shape)
+
+    def program(training):
+        @tf.function(jit_compile=True)
+        def step(tokens):
+            with tf.GradientTape() as tape:
+                outputs = tf.reduce_sum(moe(tokens, training=training)[0] ** 2)
+            weights = [v.value for v in moe.trainable_variables]
+            return outputs, tape.gradient(outputs, weights) if training else []
+
+        return step
+
+    for training in (False, True):
+        arguments = compiled_arguments(program(training), tokens)
+        assert len(arguments) == 1 + len(moe.trainable_variables), arguments
 
 
 def test_nan_tokens_are_not_hidden():

@@ -1,6 +1,7 @@
 """Ops on rows by expert, and their gradients, in every form of a program."""
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 
 import keras
@@ -36,14 +37,58 @@ def outputs_and_gradients(
         form: one of `FORMS`; `"unknown"` is one program for any number of rows.
         dtype: dtype in which the function gets the arrays.
     """
+    program, inputs = _program_and_inputs(
+        function, arrays, sizes, cotangent, form, dtype
+    )
+    actual = program(*inputs)
+    dtypes = [keras.backend.standardize_dtype(x.dtype) for x in actual]
+    assert dtypes == [dtype] * len(dtypes)
+    return [keras.ops.convert_to_numpy(keras.ops.cast(x, "float32")) for x in actual]
+
+
+def constants(
+    function: Callable,
+    arrays: Sequence[np.ndarray],
+    sizes: Sequence[int],
+    cotangent: np.ndarray,
+    form: str,
+) -> int:
+    """The number of arguments that XLA on TensorFlow takes as constants.
+
+    Args:
+        function: function of `sizes` and of `arrays`, the first of which are rows.
+        arrays: float arrays.
+        sizes: number of rows of each expert.
+        cotangent: gradient in the outputs.
+        form: one of the compiled forms.
+    """
+    program, inputs = _program_and_inputs(
+        function, arrays, sizes, cotangent, form, "float32"
+    )
+    return len(inputs) - len(compiled_arguments(program, *inputs))
+
+
+def compiled_arguments(program: Callable, *inputs) -> list[str]:
+    """The types of all that a compiled function of TensorFlow takes as an argument.
+
+    An input or a variable that is missing here is a constant of XLA's program, which is
+    compiled again for each of its values.
+
+    Args:
+        program: a `tf.function` with `jit_compile=True`.
+        *inputs: tensors.
+    """
+    text = program.experimental_get_compiler_ir(*inputs)(stage="hlo")
+    entry = text[text.index("\nENTRY ") :]
+    return re.findall(r"= (\w+\[[\d,]*\])\S* parameter\(", entry)
+
+
+def _program_and_inputs(function, arrays, sizes, cotangent, form, dtype):
     arrays = [keras.ops.cast(x, dtype) for x in arrays]
     cotangent = keras.ops.cast(cotangent, dtype)
     sizes = keras.ops.convert_to_tensor(np.array(sizes, "int32"))
     shapes = tuple(tuple(x.shape) for x in (*arrays[1:], cotangent))
-    actual = _program(function, form, dtype, shapes)(sizes, cotangent, *arrays)
-    dtypes = [keras.backend.standardize_dtype(x.dtype) for x in actual]
-    assert dtypes == [dtype] * len(dtypes)
-    return [keras.ops.convert_to_numpy(keras.ops.cast(x, "float32")) for x in actual]
+    return _program(function, form, dtype, shapes), (sizes, cotangent, *arrays)
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from tests.ops.programs import (
     BACKEND,
     FORMS,
     REFERENCE_FORM,
+    constants,
     outputs_and_gradients,
 )
 
@@ -130,6 +131,15 @@ def test_rows_unknown_while_tracing(num_rows):
     expected = reference()(rows, kernels, sizes, cotangent)
     actual = program(grouped_matmul, "unknown")(rows, kernels, sizes, cotangent)
     assert_equal(actual, expected)
+
+
+@pytest.mark.every_backend
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="constants of XLA on TensorFlow")
+@pytest.mark.parametrize("form", [form for form in FORMS if "compiled" in form])
+def test_one_program_for_all_values(form):
+    rows, kernels, cotangent = example(ROWS, len(SIZES))
+    run = _sizes_first(grouped_matmul)
+    assert constants(run, (rows, kernels), SIZES, cotangent, form) == 0
 
 
 @each_form

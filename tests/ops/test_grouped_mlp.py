@@ -18,6 +18,7 @@ from tests.ops.programs import (
     BACKEND,
     FORMS,
     REFERENCE_FORM,
+    constants,
     outputs_and_gradients,
 )
 
@@ -157,6 +158,15 @@ def test_rows_unknown_while_tracing(num_rows):
     arrays, cotangent = example(num_rows, len(SIZES))
     sizes = (0, num_rows // 2, 0, num_rows // 3, 0)
     assert_equal(*actual_and_expected(arrays, sizes, cotangent, "unknown"))
+
+
+@pytest.mark.every_backend
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="constants of XLA on TensorFlow")
+@pytest.mark.parametrize("form", [form for form in FORMS if "compiled" in form])
+def test_one_program_for_all_values(form):
+    arrays, cotangent = example(ROWS, len(SIZES))
+    run = named(grouped_mlp, KERNELS + BIASES, gelu_tanh)
+    assert constants(run, arrays, SIZES, cotangent, form) == 0
 
 
 @each_form

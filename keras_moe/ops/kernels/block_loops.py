@@ -14,6 +14,7 @@ neighbours' rows too; their outputs are not written.
 import math
 from typing import Any
 
+import keras
 from keras import ops
 
 # Block sizes over the mean number of rows of an expert. They are closest where
@@ -97,7 +98,7 @@ def for_each_block(group_sizes, sizes, num_rows, outputs, update):
     for place, size in enumerate(sizes):
 
         def body(i, *outputs, size=size):
-            block = ops.reshape(ops.slice(blocks, (i, 0), (1, 3)), (3,))
+            block = ops.reshape(slice_at(blocks, (i, 0), (1, 3)), (3,))
             expert, start, end = ops.unstack(block, num=3)
             at, own = slice_of(start, end, size, num_rows)
             return i + 1, *update(size, expert, at, own, *outputs)
@@ -123,22 +124,33 @@ def without_padding(rows, like):
     return rows if like.shape[0] is not None else rows[: ops.shape(like)[0]]
 
 
+def slice_at(x, begin, shape):
+    """`ops.slice` from where a program computes."""
+    if keras.backend.backend() != "tensorflow":
+        return ops.slice(x, begin, shape)
+    from tensorflow.compiler.tf2xla.python.xla import dynamic_slice
+
+    # For `tf.slice` XLA takes the begin as a constant, with the inputs that it is
+    # computed from, and compiles once more for every batch.
+    return dynamic_slice(x, ops.stack(begin), shape)
+
+
 def rows_at(rows, at, size):
-    return ops.slice(rows, (at, 0), (size, rows.shape[1]))
+    return slice_at(rows, (at, 0), (size, rows.shape[1]))
 
 
 def of_expert(stacked, expert):
     """One expert's part of a stacked weight."""
     _, *shape = stacked.shape
     begin = (expert, *([0] * len(shape)))
-    return ops.reshape(ops.slice(stacked, begin, (1, *shape)), shape)
+    return ops.reshape(slice_at(stacked, begin, (1, *shape)), shape)
 
 
 def add_to_expert(stacked, expert, change):
     """Adds to one expert's part of a stacked float32 gradient."""
     change = ops.cast(change, "float32")[None]
     begin = (expert, *([0] * (len(stacked.shape) - 1)))
-    old = ops.slice(stacked, begin, change.shape)
+    old = slice_at(stacked, begin, change.shape)
     return ops.slice_update(stacked, begin, old + change)
 
 
