@@ -5,6 +5,12 @@ from typing import Any
 import keras
 
 from keras_moe.checks import check_integer
+from keras_moe.data.colour_layers import (
+    AutoContrast,
+    Contrast,
+    Equalization,
+    ScaledSolarization,
+)
 from keras_moe.data.seeded_layers import PLAIN, call_with_seed
 
 VALUE_RANGE = (0, 255)
@@ -92,42 +98,6 @@ class RandAugment:
         return tf.while_loop(lambda i, _: i < self.num_ops, apply, (0, images))[1]
 
 
-class CountedEqualization(keras.layers.Equalization):
-    """Histogram equalisation that counts with one operation.
-
-    Keras chooses how to count by the backend of the models, not of the pipeline: with
-    JAX it makes a graph of 256 comparisons per channel, 40 times as slow. If Keras
-    renames the method, this class changes nothing.
-    """
-
-    def _custom_histogram_fixed_width(self, values, value_range, nbins):
-        import tensorflow as tf
-
-        # Levels are truncated to integers, as in Keras.
-        levels = tf.cast(
-            tf.reshape(values, [-1]) * (nbins - 1) / value_range[1], "int32"
-        )
-        return tf.math.bincount(
-            tf.clip_by_value(levels, 0, nbins - 1), minlength=nbins, maxlength=nbins
-        )
-
-
-class ScaledSolarization(keras.layers.Solarization):
-    """Inverts the pixels from a threshold on, which is at least 256 (1 - magnitude).
-
-    Keras's own lower bound is not on the scale of its upper bound.
-    """
-
-    def __init__(self, magnitude: float, **kwargs):
-        super().__init__(threshold_factor=1.0, **kwargs)
-        self.magnitude = magnitude
-
-    def get_random_transformation(self, data, training=True, seed=None):
-        drawn = super().get_random_transformation(data, training, seed)
-        thresholds = 256 - self.magnitude * (256 - drawn["thresholds"])
-        return {**drawn, "thresholds": thresholds}
-
-
 def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
     """The paper's list without the identity, with its magnitudes at level 10."""
     layers = keras.layers
@@ -145,12 +115,12 @@ def _rand_augment_layers(magnitude: float) -> list[keras.layers.Layer]:
         layers.RandomTranslation(height_factor=shift, width_factor=0.0, **geometric),
         layers.RandomRotation(factor=30 / 360 * magnitude, **geometric),
         layers.RandomBrightness(factor=blend, **colour),
-        layers.RandomContrast(factor=(blend, blend), **colour),
+        Contrast(factor=(blend, blend), **colour),
         layers.RandomColorDegeneration(factor=blend, **colour),
         # One half leaves the image as it is.
         layers.RandomSharpness(factor=(0.5 - blend / 2, 0.5 + blend / 2), **colour),
         layers.RandomPosterization(factor=(bits, bits), **colour),
         ScaledSolarization(magnitude, **colour),
-        layers.AutoContrast(**colour),
-        CountedEqualization(**colour),
+        AutoContrast(**colour),
+        Equalization(**colour),
     ]

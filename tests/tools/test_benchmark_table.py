@@ -2,10 +2,12 @@
 
 import importlib
 import json
+import multiprocessing
 import runpy
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import keras
@@ -115,6 +117,36 @@ def test_a_row_of_numbers_is_not_timed(report):
     (line,) = compare(numbers, "jax", report, "fake", read=None)
     assert (line["ratio"], line["met"], line["unit"]) == (1.5, True, "MiB")
     assert line["foreign"] is None
+
+
+def test_a_row_of_work_is_timed_by_its_own_clock(report, monkeypatch):
+    comparison = importlib.import_module("comparison")
+    ticks = iter(range(1_000_000))
+    clock = ticks.__next__
+    monkeypatch.setitem(comparison.CLOCKS, "cpu", (clock, "CPU ms"))
+    limit, *_ = comparison.compare(
+        row(clock="cpu"), "jax", report, "fake", read=reader(0.02)
+    )
+    # Two readings of the clock for each run, whatever time it takes.
+    assert (limit["value"], limit["ratio"], limit["unit"]) == (1e3, 1.0, "CPU ms")
+
+
+def test_work_of_workers_counts(folder):
+    neighbours = importlib.import_module("neighbours")
+    context = multiprocessing.get_context("spawn")
+    ends = context.Event()
+    worker = context.Process(target=ends.wait)
+    before = neighbours.cpu_seconds()
+    worker.start()
+    deadline = time.monotonic() + 30
+    # A worker that starts takes processor time, while this process sleeps.
+    while neighbours.cpu_seconds() - before < 0.01 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running = neighbours.cpu_seconds()
+    ends.set()
+    worker.join()
+    assert running - before >= 0.01
+    assert neighbours.cpu_seconds() >= running - 0.02
 
 
 @pytest.mark.parametrize(("share", "noisy"), [(0.0, False), (0.04, False), (0.5, True)])

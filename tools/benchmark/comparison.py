@@ -2,14 +2,17 @@
 
 import contextlib
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
-from neighbours import CpuTimes, foreign_share, read_cpu_times
+from neighbours import CpuTimes, cpu_seconds, foreign_share, read_cpu_times
 from row import MISSING, Row
 from runner import Report
 
 from keras_moe.timing import paired_ratios
+
+CLOCKS = {"wall": (time.perf_counter, "ms"), "cpu": (cpu_seconds, "CPU ms")}
 
 # Columns of a line that are None where there are no figures.
 FIGURES = (
@@ -57,9 +60,9 @@ def compare(
             # Compiled before the clocks are read: a compiler's time is no row's.
             report.times(candidates, 1, label=f"{label}, compiling", warm_ups=1)
             before = read()
-            times = report.times(
-                candidates, row.rounds, label=label, warm_ups=0, budget=budget
-            )
+            clock, _ = CLOCKS[row.clock]
+            options = {"warm_ups": 0, "budget": budget, "clock": clock}
+            times = report.times(candidates, row.rounds, label=label, **options)
             foreign = foreign_share(before, read())
             values = {
                 name: 1e3 * statistics.median(seconds)
@@ -107,7 +110,7 @@ def blank(row: Row, backend: str, over: str, note: str | None = None) -> dict[st
         "backend": backend,
         "subject": row.subject,
         "over": over,
-        "unit": row.unit or "ms",
+        "unit": row.unit or CLOCKS[row.clock][1],
         **dict.fromkeys(FIGURES),
         "note": note,
     }

@@ -1,4 +1,4 @@
-"""Images per second of the input pipeline, over `tf.data` by itself and other loaders.
+"""Work of the input pipeline for an image, over `tf.data` by itself and other loaders.
 
     python tools/benchmark/input_pipeline.py
     python tools/benchmark/input_pipeline.py --preset vmoe_s32_last2_e8 --rounds 15
@@ -7,6 +7,9 @@ Writes JPEG files of photographs' size with the noise of a camera, and reads the
 training: a random crop, resized, and a flip of every second image. The plain map
 decodes each image as a whole; the fused one decodes the crop. torchvision and Grain
 take part where they are installed.
+
+A turn is one whole pass of a loader, from its first read to its last batch: a loader
+that read ahead would work while another one is timed, and be paid for it later.
 """
 
 import os
@@ -17,11 +20,13 @@ import argparse
 import contextlib
 import io
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+from neighbours import cpu_seconds
 from row import peer
 from runner import Report, run
 from training_step import jitted_step
@@ -29,12 +34,13 @@ from training_step import jitted_step
 from keras_moe import data, models
 
 BATCH = 32
+# Photographs; further files are copies of them.
+DIFFERENT = 64
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", type=int, default=256, help="in the files")
-    parser.add_argument("--batches", type=int, default=16, help=f"of {BATCH}, a round")
+    parser.add_argument("--images", type=int, default=1024, help=f"in {BATCH}s")
     parser.add_argument("--size", type=int, nargs=2, default=(375, 500))
     parser.add_argument("--preset", default="vit_s32")
 
@@ -42,10 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     model = models.from_preset(args.preset, num_classes=1000, multi_label=False)
     image_shape = model.backbone.image_shape
-    images = args.batches * BATCH
-    title = f"{images} images of {args.size[1]}x{args.size[0]}, {os.cpu_count()} cores"
-    with candidates(args.batches, args.images, args.size, image_shape[:2]) as loaders:
-        report.compare(title, loaders, "plain map", images=images)
+    title = f"{args.images} images of {args.size[1]}x{args.size[0]}"
+    clocks = {f"{os.cpu_count()} cores": time.perf_counter, "CPU time": cpu_seconds}
+    with candidates(args.images, args.size, image_shape[:2]) as loaders:
+        for name, clock in clocks.items():
+            amounts = {"images": args.images}
+            report.compare(
+                f"{title}, {name}", loaders, "plain map", clock=clock, **amounts
+            )
 
     generator = np.random.default_rng(0)
     shape = (BATCH, *image_shape)
@@ -74,35 +84,33 @@ def photograph(seed: int, height: int, width: int) -> bytes:
 
 @contextlib.contextmanager
 def candidates(
-    batches: int, images: int, size: tuple[int, int], shape: tuple[int, int]
+    images: int, size: tuple[int, int], shape: tuple[int, int]
 ) -> Iterator[dict[str, Callable[[], None]]]:
-    """Functions by name that read some batches of files of photographs.
+    """Functions by name, each of which is a pass over files of photographs.
 
     Args:
-        batches: number of batches that one call reads.
-        images: number of files.
+        images: number of files, full batches.
         size: (height, width) of the photographs.
         shape: (height, width) of the images that are made of them.
     """
     with tempfile.TemporaryDirectory() as folder:
+        photographs = [photograph(seed, *size) for seed in range(DIFFERENT)]
         for number in range(images):
             path = Path(folder, "train", str(number % 10), f"{number}.jpg")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(photograph(number, *size))
+            path.write_bytes(photographs[number % DIFFERENT])
         files = sorted(str(path) for path in Path(folder).rglob("*.jpg"))
         loaders = pipelines(folder, files, (*shape, 3))
-        iterators = {name: iter(loader) for name, loader in loaders.items()}
         yield {
-            name: lambda iterator=iterator: drain(iterator, batches)
-            for name, iterator in iterators.items()
+            name: lambda loader=loader: one_pass(loader)
+            for name, loader in loaders.items()
         }
-        # Workers end with their iterators, and read the files until then.
+        # Workers end with their loaders, and read the files until then.
         loaders.clear()
-        iterators.clear()
 
 
 def pipelines(folder: str, files: list[str], image_shape: tuple[int, int, int]) -> dict:
-    """Endless batches, by name."""
+    """Loaders by name; to iterate over one is a pass."""
     height, width, _ = image_shape
     crop = data.RandomResizedCrop(height, width, SCALE, RATIO)
 
@@ -119,7 +127,6 @@ def pipelines(folder: str, files: list[str], image_shape: tuple[int, int, int]) 
             image_shape,
             batch_size=BATCH,
             augment=[crop, "flip"],
-            repeat=True,
         )
 
     loaders = {
@@ -165,7 +172,7 @@ def plain(files: list[str], shape: tuple[int, int], fused: bool) -> tf.data.Data
         image = tf.image.stateless_random_flip_left_right(image, seed)
         return image / 127.5 - 1.0, 0
 
-    paths = tf.data.Dataset.from_tensor_slices(files).shuffle(10_000, seed=0).repeat()
+    paths = tf.data.Dataset.from_tensor_slices(files).shuffle(len(files), seed=0)
     pairs = tf.data.Dataset.zip((paths, tf.data.Dataset.counter()))
     pairs = pairs.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
     return pairs.batch(BATCH, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
@@ -187,17 +194,15 @@ def of_torchvision(transforms, folder: str, shape: tuple[int, int]):
             ]
         ),
     )
-    # Passes follow one another in one, so that workers start once.
-    sampler = torch.utils.data.RandomSampler(
-        images, replacement=True, num_samples=10_000_000
-    )
     return torch.utils.data.DataLoader(
         images,
         batch_size=BATCH,
-        sampler=sampler,
+        shuffle=True,
         num_workers=os.cpu_count(),
         # A copy of this process would have its threads' locks and not its threads.
         multiprocessing_context="spawn",
+        # Workers start once, before the clock, and wait between passes.
+        persistent_workers=True,
         drop_last=True,
     )
 
@@ -223,16 +228,14 @@ def of_grain(grain, files: list[str], shape: tuple[int, int]):
         pixels = pixels[:, ::-1] if generator.random() < 0.5 else pixels
         return pixels / 127.5 - 1.0, 0
 
-    passes = grain.MapDataset.source(files).shuffle(seed=0).repeat()
-    images = passes.seed(0).random_map(prepare)
-    # Grain would read 500 batches ahead, while other loaders are timed.
+    images = grain.MapDataset.source(files).shuffle(seed=0).seed(0).random_map(prepare)
     options = grain.ReadOptions(num_threads=os.cpu_count(), prefetch_buffer_size=2)
     return images.batch(BATCH).to_iter_dataset(options)
 
 
-def drain(batches: Iterator, count: int) -> None:
-    for _ in range(count):
-        next(batches)
+def one_pass(loader: Iterable) -> None:
+    for _ in loader:
+        pass
 
 
 if __name__ == "__main__":

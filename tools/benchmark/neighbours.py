@@ -1,5 +1,6 @@
-"""The share of the machine's time that other programs took during a measurement."""
+"""The time of processors: this program's own, and what others took beside it."""
 
+import multiprocessing
 import os
 import re
 import time
@@ -17,7 +18,7 @@ class CpuTimes(NamedTuple):
     Attributes:
         busy: seconds of all cores in any program, or None where the system has no
             such count.
-        own: seconds of this process and of its children that have ended.
+        own: seconds of this process and of its children.
         wall: seconds that have passed.
         cores: number of cores that `busy` counts.
     """
@@ -28,14 +29,30 @@ class CpuTimes(NamedTuple):
     cores: int
 
 
+def cpu_seconds() -> float:
+    """Seconds of all threads of this process, and of its children.
+
+    Children that run count where they are workers of `multiprocessing`, and where the
+    system has /proc.
+    """
+    times = os.times()
+    seconds = time.process_time() + times.children_user + times.children_system
+    for worker in multiprocessing.active_children():
+        stat = Path(f"/proc/{worker.pid}/stat")
+        if stat.exists():
+            # The name in parentheses may have spaces; user and system are 14 and 15.
+            user, system = stat.read_text().rpartition(")")[2].split()[11:13]
+            seconds += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
 def read_cpu_times(stat: Path = STAT) -> CpuTimes:
     """Reads the clocks.
 
     Args:
         stat: file in the format of Linux's /proc/stat.
     """
-    times = os.times()
-    own = times.user + times.system + times.children_user + times.children_system
+    own = cpu_seconds()
     busy, cores = None, os.cpu_count() or 1
     if stat.exists():
         text = stat.read_text()
@@ -60,5 +77,5 @@ def foreign_share(before: CpuTimes, after: CpuTimes) -> float | None:
         return None
     foreign = (after.busy - before.busy) - (after.own - before.own)
     whole = (after.wall - before.wall) * after.cores
-    # The clocks tick in hundredths of a second, each for itself.
+    # The machine's clock ticks in hundredths of a second.
     return max(foreign, 0.0) / whole if whole else 0.0

@@ -119,4 +119,4 @@ def _goal(row, over):
     goal = row.goals[over]
     if isinstance(goal, dict):
         return ", ".join(f"{TITLES[name]} {value}" for name, value in goal.items())
-    return "" if goal is None else str(goal)
+    return "" if goal is None else str(round(goal, 2))

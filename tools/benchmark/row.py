@@ -29,6 +29,9 @@ class Row:
             installed, by the name of the candidate; see `peer`.
         backends: the backends that the row is measured on.
         unit: unit of numbers that are not times, such as "MiB".
+        clock: clock of the candidates: "wall", or "cpu" for the work of all threads
+            and workers. A loader is timed by its work, since how much of it is done
+            beside a training step depends on the number of cores.
         rounds: number of rounds; the budget of seconds may end them before.
     """
 
@@ -41,6 +44,7 @@ class Row:
     peers: dict[str, str] = field(default_factory=dict)
     backends: tuple[str, ...] = BACKENDS
     unit: str | None = None
+    clock: str = "wall"
     rounds: int = 15
 
     def goal(self, candidate: str, backend: str) -> float | None:

@@ -172,16 +172,11 @@ ROWS = (
     ),
     Row(
         name="input-pipeline",
-        work="1,536 JPEG images of 500 x 375 in a folder: random crop to 224, and flip",
+        work="1,024 JPEG images of 500 x 375 in a folder: random crop to 224, and flip",
         source="input_pipeline:candidates",
-        # Loaders read ahead while the others run: a call has to outlast the buffers.
-        arguments={
-            "batches": 48,
-            "images": 96,
-            "size": (375, 500),
-            "shape": (224, 224),
-        },
+        arguments={"images": 1024, "size": (375, 500), "shape": (224, 224)},
         subject="load",
+        clock="cpu",
         goals={
             "plain map": 1 / 1.15,
             "fused map": None,
@@ -190,6 +185,25 @@ ROWS = (
         },
         peers={"torchvision": "torchvision", "Grain": "grain"},
         backends=("jax",),
+    ),
+    *(
+        Row(
+            name=name,
+            work=f"{title} of 256 images of 224 x 224 in memory, batches of 32",
+            source="augmentations:candidates",
+            arguments={"name": name, "images": 256, "size": 224},
+            subject="load",
+            clock="cpu",
+            goals={"plain map": 1 / 1.15, "Keras": None, "KerasCV": None},
+            peers={"KerasCV": "keras_cv"},
+            backends=("jax",),
+            rounds=7,
+        )
+        for name, title in (
+            ("randaugment", "RandAugment, two operations,"),
+            ("mixup", "MixUp"),
+            ("cutmix", "CutMix"),
+        )
     ),
     *(
         Row(

@@ -10,6 +10,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ class Report:
         title: str,
         candidates: dict[str, Callable[[], Any]],
         baseline: str,
+        clock: Callable[[], float] = time.perf_counter,
         **amounts: float,
     ) -> dict[str, float]:
         """Times functions, and adds a table of them over one of them.
@@ -90,12 +92,13 @@ class Report:
             title: title of the table.
             candidates: functions by name.
             baseline: name of the candidate over which the others are shown.
+            clock: clock that they are timed by.
             **amounts: work of a candidate by its unit, shown by second.
 
         Returns:
             The median seconds of each candidate.
         """
-        times = self.times(candidates, self.rounds)
+        times = self.times(candidates, self.rounds, clock=clock)
         seconds = {name: statistics.median(values) for name, values in times.items()}
         ratios = timing.paired_ratios(times, baseline)
         rows = [
