@@ -83,7 +83,7 @@ def report(commands: Any) -> None:
         commands,
         "report",
         "write a page on what the experts of a preset do with data",
-        "keras-moe report vmoe_digits --data digits\n"
+        "keras-moe report vmoe_digits --data digits --show-examples 3 17\n"
         "keras-moe report runs/limoe_emoji --output emoji_report\n"
         "keras-moe report runs/vmoe --data tfds:cifar10 --examples 10000 --json",
         "Writes report.html, a page that needs no network and no program but a "
@@ -115,6 +115,13 @@ def report(commands: Any) -> None:
         help="examples to show one by one",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="of their choice")
+    parser.add_argument(
+        "--show-examples",
+        type=at_least(0),
+        nargs="+",
+        metavar="NUMBER",
+        help="numbers of the examples to show instead, counted from 0",
+    )
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N")
     parser.set_defaults(hierarchy=None, train_split=None)
     add_overrides(parser)

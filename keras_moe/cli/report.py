@@ -52,7 +52,11 @@ def run(args: argparse.Namespace, console: Console) -> Result:
                 class_names=class_names,
                 batch_size=args.batch_size,
                 max_examples=args.examples,
-                options=Options(num_examples=args.show, seed=args.seed),
+                options=Options(
+                    num_examples=args.show,
+                    seed=args.seed,
+                    examples=args.show_examples and tuple(args.show_examples),
+                ),
                 verbose=0,
             )
     finally:

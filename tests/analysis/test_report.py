@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_moe import analysis, models
+from keras_moe import analysis, layers, models
 from keras_moe.analysis.report import report as report_module_function
 from keras_moe.analysis.report.collection import Collection
 from keras_moe.analysis.report.counts import LayerCounts
@@ -20,6 +20,7 @@ from keras_moe.analysis.report.section import (
     Batch,
     Block,
     Content,
+    Options,
     Section,
     Table,
     Verdict,
@@ -81,6 +82,33 @@ def test_routing_is_the_models_own(model):
     outputs = np.concatenate([x.outputs for x in batches])
     logits = model.predict(pixels, verbose=0)
     np.testing.assert_allclose(outputs, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("head", [None, "mumoe"])
+def test_a_classifier_computes_its_backbone_once(monkeypatch, head):
+    if head is not None:
+        head = layers.MuMoE(3, num_experts=2, rank=2)
+    model = small_model(head=head)
+    expected = keras.Model(model.input, [model.output, model.routing]).predict(
+        pixels := images(2, 16, 8, 3), verbose=0
+    )
+    calls = []
+    call = layers.MoE.call
+    monkeypatch.setattr(
+        layers.MoE,
+        "call",
+        lambda self, *args, **kwargs: calls.append(1) or call(self, *args, **kwargs),
+    )
+    batches_of(model.backbone, pixels)
+    # Compilation calls it, too.
+    alone = len(calls)
+    (batch,) = batches_of(model, pixels)
+    assert len(calls) == 2 * alone
+    np.testing.assert_allclose(batch.outputs, expected[0], rtol=1e-4, atol=1e-5)
+    for key, record in expected[1].items():
+        for mine, its in zip(batch.routing[key], record):
+            np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-5)
 
 
 class Pixels(keras.utils.PyDataset):
@@ -293,7 +321,11 @@ def test_the_files_of_a_report(model, tmp_path):
     costs = values["sections"]["model"]["costs"]
     assert costs["parameters"] == model.count_params()
     assert len(written.pictures) == len({*written.pictures}) > 3
-    assert all(x.read_bytes().startswith(b"\x89PNG") for x in written.pictures)
+    for picture in written.pictures:
+        content = picture.read_bytes()
+        assert content.startswith(b"\x89PNG")
+        # Over three inches of 160 dots.
+        assert int.from_bytes(content[16:20], "big") > 480
     assert [x["text"] for x in values["verdicts"]] == [x.text for x in written.verdicts]
 
 
@@ -317,6 +349,28 @@ def test_a_failed_report_leaves_the_old_one(model, tmp_path, monkeypatch):
     analysis.report(model, pixels, folder, name="second", verbose=0)
     assert "second" in written.page.read_text(encoding="utf-8")
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.backend_free
+def test_examples_that_do_not_occur_are_refused(model, tmp_path):
+    pixels = images(3, 16, 8, 3)
+
+    def refused(data, number, **kwargs):
+        options = Options(examples=(number,))
+        with pytest.raises(ValueError, match="numbers of examples from 0 to"):
+            analysis.report(
+                model, data, tmp_path / "r", options=options, verbose=0, **kwargs
+            )
+        assert not (tmp_path / "r").exists()
+
+    def unread():
+        raise AssertionError("The data was read.")
+        yield
+
+    # Where the number is known, before the data is read; and of batches behind it.
+    refused((pixels, np.arange(3)), 3)
+    refused(unread(), 5, max_examples=5)
+    refused(iter([pixels]), 3)
 
 
 @pytest.mark.backend_free

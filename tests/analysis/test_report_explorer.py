@@ -13,7 +13,11 @@ from keras_moe.analysis.report.packed_routing import (
     token_routing,
     unpack,
 )
-from keras_moe.analysis.report.reservoir import Reservoir
+from keras_moe.analysis.report.reservoir import (
+    Chosen,
+    Reservoir,
+    checked_numbers,
+)
 from keras_moe.analysis.report.routing_maps import expert_map, heat_map, word_chips
 from keras_moe.analysis.report.section import Batch, Block, Options, Subject
 from keras_moe.analysis.report.sections.explorer import (
@@ -90,6 +94,45 @@ def _kept_of(seed):
     reservoir = Reservoir(3, seed)
     reservoir.offer(10, int)
     return reservoir.kept
+
+
+@pytest.mark.parametrize("sizes", [[40], [7, 30, 3], [1] * 40])
+def test_chosen_examples_do_not_depend_on_batches(sizes):
+    chosen, first = Chosen((17, 3)), 0
+    for size in sizes:
+        chosen.offer(size, lambda place, first=first: first + place)
+        first += size
+    assert chosen.kept == {3: 3, 17: 17}
+    assert chosen.seen == 40
+
+
+def test_the_examples_that_were_asked_for_are_drawn():
+    gates = np.eye(3, dtype="float32")[[[0, 1], [1, 2], [2, 0], [0, 0]]]
+    section = Explorer(subject(block("block_1")), Options(examples=(3, 1)))
+    section.update(batch({"block_1": record(gates)}))
+    content = section.finish()
+    assert [x["number"] for x in content.data["examples"]] == [1, 3]
+    assert content.data["examples"][0]["experts"] == {"block_1": [1, 2]}
+    assert content.body[-1] == "The examples that were asked for, 2 of 4."
+
+
+@pytest.mark.parametrize(
+    ("examples", "count", "message"),
+    [
+        ((3, 17), 17, "from 0 to 16, since the report reads 17; received: .*3, 17"),
+        ((3, 3), None, "different numbers"),
+        ((), None, "at least one"),
+        ((-1,), None, "examples=-1"),
+        ((0.5,), None, "examples=0.5"),
+        ("3", None, "a sequence"),
+        (3, None, "a sequence"),
+    ],
+)
+def test_numbers_that_no_example_has(examples, count, message):
+    with pytest.raises(ValueError, match=message):
+        checked_numbers(examples, count)
+    assert checked_numbers(None, 3) is None
+    assert checked_numbers([np.int64(2), 0], 3) == (2, 0)
 
 
 def test_entries_are_the_heaviest_experts():

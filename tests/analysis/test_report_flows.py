@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from keras_moe.analysis.expert_queues import served_at
+from keras_moe.analysis.expert_queues import expert_queues, served_at
 from keras_moe.analysis.plots.figure import figure_svg
+from keras_moe.analysis.report import queues
 from keras_moe.analysis.report.best_tokens import BestPatches, BestWords
 from keras_moe.analysis.report.queues import queues_of_layers
 from keras_moe.analysis.report.section import (
@@ -209,6 +210,49 @@ def test_drops_fall_with_capacity():
     assert at[2.0] == 0.0
     assert sorted(shares, reverse=True) == shares
     assert at[0.25] == pytest.approx(1 / 3)
+
+
+def test_sections_share_the_queues_of_a_batch(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        queues,
+        "expert_queues",
+        lambda *args: calls.append(args) or expert_queues(*args),
+    )
+    about = subject(TokenChoiceRouter(2, 1), ["block_1"], (1, 2))
+    data = {"block_1": record(GATES)}
+    own = contents(about, batch(data, (1, 2)))
+    assert len(calls) == 2
+    calls.clear()
+    shared = contents(about, batch(data, (1, 2))._replace(shared={}))
+    assert len(calls) == 1
+    for section in (Priorities, DroppedPatches):
+        assert shared[section].data == own[section].data
+
+
+@pytest.mark.parametrize(
+    ("router", "group_size", "expected"),
+    [
+        (ExpertChoiceRouter(2, affinity="softmax"), 8, None),
+        (ExpertChoiceRouter(2, affinity="sparsity_constrained"), None, "cut off"),
+        (ExpertChoiceRouter(2, affinity="sinkhorn"), 8, "groups of several"),
+        (TokenChoiceRouter(2, 1, affinity="sparsity_constrained"), 8, "groups of"),
+        (ExpertChoiceRouter(2, affinity="sinkhorn"), None, None),
+    ],
+)
+def test_a_page_says_which_drops_are_approximate(router, group_size, expected):
+    kind = "expert_choice" if router.side == "expert" else "token_choice"
+    about = subject(router, ["block_1", "block_3"], (1, 2), group_size, kind)
+    # Records of inference, where each image is a group.
+    blocks = {key: x._replace(group_size=None) for key, x in about.blocks.items()}
+    routing = {key: record(GATES) for key in blocks}
+    made = contents(about._replace(blocks=blocks), batch(routing, (1, 2)))
+    for section in {*made} & {Priorities, DroppedPatches}:
+        texts = [x for x in made[section].body if isinstance(x, str)]
+        assert len(texts) == (expected is not None)
+        if expected:
+            assert texts[0].startswith("block_1, block_3: dropped tokens are approx")
+            assert expected in texts[0]
 
 
 @pytest.mark.parametrize("count", [1, 9])

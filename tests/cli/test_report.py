@@ -48,8 +48,10 @@ def test_images_of_a_run(program, tmp_path):
     # Four patches and a class token.
     assert data["sections"]["loads"]["block_1"]["tokens"] == 100
     assert "by_class" in data["sections"]["loads"]["block_1"]
-    status, printed, errors = program(*arguments)
+    status, printed, errors = program(*arguments, "--show-examples", 3, 17)
     assert status == 0, errors
+    shown = json.loads((output / "report.json").read_text())["sections"]["explorer"]
+    assert [example["number"] for example in shown["examples"]] == [3, 17]
     assert values["verdicts"][0]["level"] in printed
     assert "report.html" in printed.replace("\n", "")
 
@@ -101,3 +103,8 @@ def test_what_cannot_be_reported_on(program, tmp_path):
     assert status != 0
     assert "Expected a model with experts" in errors
     assert not output.exists()
+    status, _, errors = program(
+        "report", "vmoe_digits", *arguments, "--show-examples", 4
+    )
+    assert status == 2
+    assert "Expected numbers of examples from 0 to 3" in errors

@@ -89,7 +89,11 @@ def write_figure(figure: Any, path: str | os.PathLike) -> None:
     """Writes a figure as it is laid out, in the format of the path's suffix."""
     kind = Path(path).suffix.removeprefix(".") or "png"
     content = io.BytesIO()
-    figure.savefig(content, format=kind)
+    if kind == "png" and hasattr(figure.canvas, "print_png"):
+        # `savefig` draws twice, for layout engines, which these figures do not have.
+        figure.canvas.print_png(content)
+    else:
+        figure.savefig(content, format=kind)
     target = path if Path(path).suffix else f"{path}.{kind}"
     write_bytes(target, content.getbuffer(), durable=False)
 

@@ -10,7 +10,13 @@ import numpy as np
 from keras_moe.analysis.plots.figure import COLOURS, GREY, new_figure, plain_axis
 
 # Colours of the kinds of experts.
-_KINDS = {"ffn": "#0072B2", "zero": "#E69F00", "copy": "#009E73", "constant": "#CC79A7"}
+_KINDS = {
+    "ffn": "#0072B2",
+    "zero": "#E69F00",
+    "copy": "#009E73",
+    "constant": "#CC79A7",
+    "pruned": GREY,
+}
 # More numbers at an axis do not fit.
 _NUM_TICKS = 16
 # Cells as one small picture, since paths of thousands would be a large page.
@@ -66,7 +72,8 @@ def draw_loads(
     if len(shares) == 1 and kinds is not None and len({*kinds}) > 1:
         for kind in dict.fromkeys(kinds):
             axis.plot([], [], "s", color=_KINDS[kind], label=kind)
-    axis.axhline(100 / num_experts, color=GREY, lw=1, ls="--", label="equal share")
+    present = num_experts - (0 if kinds is None else kinds.count("pruned"))
+    axis.axhline(100 / present, color=GREY, lw=1, ls="--", label="equal share")
     if capacity is not None:
         axis.axhline(100 * capacity, color=COLOURS[5], lw=1, label="capacity")
     axis.set_xticks(_ticks(num_experts))
@@ -82,7 +89,8 @@ def draw_load_map(shares: Any, names: list[str], group: str = "") -> Any:
     """Draws the shares of the experts of all layers, in units of an equal share.
 
     Args:
-        shares: L arrays (E,), each of sum 1; layers may differ in E.
+        shares: L arrays (E,), each of sum 1, NaN for experts that are gone; layers may
+            differ in E.
         names: L names of layers.
         group: name of the tokens, such as a modality.
 
@@ -92,7 +100,7 @@ def draw_load_map(shares: Any, names: list[str], group: str = "") -> Any:
     num_experts = max(len(row) for row in shares)
     values = np.full((len(shares), num_experts), np.nan)
     for line, row in zip(values, shares):
-        line[: len(row)] = np.asarray(row) * len(row)
+        line[: len(row)] = np.asarray(row) * np.isfinite(row).sum()
     height = 0.9 + max(0.17 * len(shares), 0.5)
     figure = new_figure(figsize=(3.5, height))
     axis = figure.subplots()

@@ -76,10 +76,7 @@ class Collection:
         self.num_examples = 0
         model = subject.model
         self._has_logits = hasattr(model, "num_classes")
-        records = {"routing": {k: r._asdict() for k, r in model.routing.items()}}
-        if self._has_logits:
-            records["outputs"] = model.output
-        self._records = _Records(keras.Model(model.input, records))
+        self._records = _Records(keras.Model(model.input, _symbols(model)))
 
     def batches(self, data: Any) -> Iterator[Batch]:
         """The batches of the data with their routing.
@@ -143,6 +140,7 @@ class Collection:
                 for key, record in records["routing"].items()
             },
             outputs=np.asarray(records["outputs"]) if self._has_logits else None,
+            shared={},
         )
 
     def _mask(self, modality, inputs, records):
@@ -154,6 +152,25 @@ class Collection:
         grid = self.subject.grid or (1, 1)
         size = len(keras.tree.flatten(inputs)[0])
         return np.ones((size, grid[0] * grid[1]), bool)
+
+
+def _symbols(model):
+    """The symbolic records of routing, and the logits of a classifier."""
+    routing = {key: record._asdict() for key, record in model.routing.items()}
+    symbols = {"routing": routing}
+    if hasattr(model, "num_classes"):
+        symbols["outputs"] = model.output
+    pooler = getattr(model, "pooler", None)
+    if pooler is None or "outputs" not in symbols:
+        return symbols
+    # A classifier calls its backbone as a layer, and the records are in the backbone's
+    # own graph: both together would compute the backbone twice.
+    behind = {"outputs": model.output}
+    if "head" in routing:
+        behind["head"] = routing["head"]
+    behind = keras.Model(pooler.input, behind)(model.backbone.output)
+    symbols["outputs"] = behind.pop("outputs")
+    return {**symbols, "routing": {**routing, **behind}}
 
 
 class _Records(keras.Model):
@@ -221,6 +238,18 @@ def _is_examples(data):
         return True
     # A pair of arrays is one of images and labels, or captions; a list is of batches.
     return isinstance(data, tuple) and len(data) > 1 and _is_examples(data[0])
+
+
+def array_length(data: Any) -> int | None:
+    """The number of examples of arrays; None for batches, which may have any.
+
+    Args:
+        data: argument of `keras_moe.analysis.report`.
+    """
+    if not _is_examples(data):
+        return None
+    inputs = data[0] if isinstance(data, tuple) else data
+    return len(next(iter(inputs.values())) if isinstance(inputs, dict) else inputs)
 
 
 def _iterable(data) -> Iterable:

@@ -95,10 +95,14 @@ class LayerCounts:
 
     @property
     def entropy(self) -> float:
-        """The entropy of the shares over log E; 1 is a balanced load."""
-        if self.block.num_experts < 2:
+        """The entropy of the shares over log E; 1 is a balanced load.
+
+        E counts the experts that are there.
+        """
+        number = int(self.block.is_present.sum())
+        if number < 2:
             return 1.0
-        return float(entropy(self.shares) / np.log(self.block.num_experts))
+        return float(entropy(self.shares) / np.log(number))
 
 
 def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:
@@ -112,10 +116,14 @@ def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:
     served = record.dispatched[counts]
     if block.kind != "token_choice" or block.capacity_factor is None:
         return served
-    affinity = record.affinity[counts]
+    affinity, is_present = record.affinity[counts], block.is_present
+    if block.pruning not in (None, "router_pred"):
+        # Tokens take the best of the others.
+        affinity = np.where(is_present, affinity, -np.inf)
     chosen = np.argsort(-affinity, axis=1, kind="stable")
     chosen = chosen[:, : block.num_selected_experts or 1]
     result = np.zeros_like(served)
     np.put_along_axis(result, chosen, 1.0, axis=1)
-    # Routers may choose by another rule, and what they serve was chosen.
-    return np.maximum(result, served)
+    # Routers may choose by another rule, and what they serve was chosen. A choice of a
+    # pruned expert is lost, and not dropped by a capacity.
+    return np.maximum(np.where(is_present, result, 0.0), served)

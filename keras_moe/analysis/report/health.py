@@ -60,9 +60,10 @@ def health_verdicts(layers: list[LayerCounts]) -> list[Verdict]:
 
 def _of_layer(counts):
     key, shares = counts.block.key, counts.shares
-    number = len(shares)
+    is_present = counts.block.is_present
+    number = int(is_present.sum())
     verdicts = []
-    idle = np.flatnonzero(counts.work == 0)
+    idle = np.flatnonzero((counts.work == 0) & is_present)
     # Those with work, but hardly any.
     dead = np.flatnonzero((shares < DEAD / number) & (counts.work > 0))
     level = "problem" if len(idle) + len(dead) > MAX_DEAD * number else "notice"

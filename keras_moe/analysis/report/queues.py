@@ -59,15 +59,43 @@ class LayerQueues:
         """The capacity factor of training; None without, or with a fixed capacity."""
         return getattr(self.router, "capacity_factor", None)
 
+    @property
+    def approximation(self) -> str | None:
+        """A sentence on the queues of a transport plan; None where gates make them.
+
+        A record has the plan of inference. The plan of training is another one, as far
+        as its groups or its capacity differ.
+        """
+        affinity = getattr(self.router, "affinity", None)
+        if not hasattr(affinity, "iterations"):
+            return None
+        if not self.chooses and getattr(affinity, "sparse", False):
+            return (
+                f"{self.name}: dropped tokens are approximate. Its sparsity-"
+                "constrained plan has as many entries as the capacity, and the "
+                "recorded one is that of inference: at a smaller capacity it is cut "
+                "off, and at a larger one tokens beyond it are taken as they stand."
+            )
+        if self._group_size is None or self.blocks[0].group_size is not None:
+            return None
+        return (
+            f"{self.name}: dropped tokens are approximate. Its transport plan is that "
+            "of inference, where each example is a group by itself, and training "
+            "plans for groups of several."
+        )
+
     def read(self, batch: Batch) -> Queues:
         """The queues of a batch, whose tokens compete as they do in training.
 
         Successive images fill groups; images behind the last whole group are left out,
-        unless the batch is smaller than a group.
+        unless the batch is smaller than a group. All sections share them.
 
         Args:
             batch: examples and their routing.
         """
+        return batch.once(("queues", self.name), lambda: self._read(batch))
+
+    def _read(self, batch):
         records, counts, runs, length = [], [], {}, 0
         for block in self.blocks:
             record = batch.routing[block.key]
@@ -155,6 +183,20 @@ class LayerQueues:
             if (run := runs.get(names[modality])) is not None:
                 ranks[:, run] = rank
         return ranks
+
+
+def approximations(layers: list[LayerQueues]) -> list[str]:
+    """Paragraphs on the layers whose dropped tokens are approximate.
+
+    Args:
+        layers: queues of a model's layers.
+    """
+    # Layers differ in their names alone.
+    alike = {}
+    for layer in layers:
+        if (text := layer.approximation) is not None:
+            alike.setdefault(text.removeprefix(layer.name), []).append(layer.name)
+    return [f"{', '.join(names)}{text}" for text, names in alike.items()]
 
 
 def queues_of_layers(subject: Subject, kinds: tuple[str, ...]) -> list[LayerQueues]:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_moe.analysis.plots.figure import write_figure
-from keras_moe.analysis.report.collection import Collection
+from keras_moe.analysis.report.collection import Collection, array_length
 from keras_moe.analysis.report.page import Chapter, import_jinja2, page_html
+from keras_moe.analysis.report.reservoir import checked_numbers
 from keras_moe.analysis.report.section import (
     LEVELS,
     Figure,
@@ -87,7 +88,8 @@ def report(
 
     Raises:
         ValueError: if the model has no experts, the data does not fit it or has no
-            example, or the folder holds something else than a report.
+            example, the options ask for examples that it has not, or the folder holds
+            something else than a report.
         OSError: if it cannot be written. An older report is whole then.
         ImportError: if Jinja2 or matplotlib is not installed.
 
@@ -106,6 +108,7 @@ def report(
     from keras_moe.analysis.report.sections import SECTIONS
 
     options = options or Options()
+    checked_numbers(options.examples, _known_count(data, max_examples))
     subject = make_subject(model, name, class_names)
     chosen = [x for x in sections or SECTIONS if x.fits(subject)]
     if len({section.anchor for section in chosen}) < len(chosen):
@@ -119,6 +122,7 @@ def report(
     for batch in collection.batches(data):
         for section in sections:
             section.update(batch)
+    checked_numbers(options.examples, collection.num_examples)
     chapters = [Chapter(section, section.finish()) for section in sections]
     verdicts = [verdict for chapter in chapters for verdict in chapter.content.verdicts]
     # Problems first, and for the rest in reading order.
@@ -148,6 +152,12 @@ def report(
         verdicts,
         collection.num_examples,
     )
+
+
+def _known_count(data, max_examples):
+    """The number of examples as far as it is known before they are read."""
+    counts = [x for x in (array_length(data), max_examples) if x is not None]
+    return min(counts, default=None)
 
 
 def _write_pictures(chapters, folder):

@@ -4,13 +4,15 @@ Axes: B batch, N tokens, E experts.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 KINDS = ("token_choice", "expert_choice", "soft", "mumoe")
 LEVELS = ("good", "notice", "problem")
+# The kind of experts that a pruned layer has lost, or whose place nobody takes.
+PRUNED = "pruned"
 
 
 class Block(NamedTuple):
@@ -22,14 +24,16 @@ class Block(NamedTuple):
             `"block_3"` of a shared trunk, `"image/block_3"` of a tower of its own.
         modality: modality of its tokens, `"image"` or `"text"`.
         kind: one of `"token_choice"`, `"expert_choice"`, `"soft"` and `"mumoe"`.
-        expert_kinds: kind of each of the E experts, `"ffn"`, or of MoE++ `"zero"`,
-            `"copy"` or `"constant"`.
+        expert_kinds: kind of each of the E experts of the record: `"ffn"`, of MoE++
+            `"zero"`, `"copy"` or `"constant"`, and `"pruned"` of those that are gone.
         num_selected_experts: K of token choice, or None.
         capacity_factor: capacity factor at inference, or None where nothing is
             dropped.
         group_size: number of tokens that are routed together at inference; None where
             each example is a group.
         training_capacity_factor: capacity factor while training, or None.
+        pruning: method by which experts are pruned, that of
+            `keras_moe.analysis.prune_experts`, or None.
     """
 
     key: str
@@ -41,6 +45,7 @@ class Block(NamedTuple):
     capacity_factor: float | None
     group_size: int | None
     training_capacity_factor: float | None = None
+    pruning: str | None = None
 
     @property
     def is_sparse(self) -> bool:
@@ -51,6 +56,11 @@ class Block(NamedTuple):
     def num_experts(self) -> int:
         """E."""
         return len(self.expert_kinds)
+
+    @property
+    def is_present(self) -> np.ndarray:
+        """Boolean (E,), False for pruned experts."""
+        return np.array([kind != PRUNED for kind in self.expert_kinds])
 
     @property
     def is_of_tokens(self) -> bool:
@@ -112,6 +122,7 @@ class Batch(NamedTuple):
             of soft routers; an image's class token comes first where the model has
             one, see `keras_moe.analysis.patches`.
         outputs: float32 (B, classes), the logits of a classifier, or None.
+        shared: results that several sections read, by name, or None; see `once`.
     """
 
     start: int
@@ -122,6 +133,7 @@ class Batch(NamedTuple):
     labels: np.ndarray | None
     routing: dict[str, Any]
     outputs: np.ndarray | None
+    shared: dict[Any, Any] | None = None
 
     @property
     def size(self) -> int:
@@ -138,12 +150,27 @@ class Batch(NamedTuple):
             return self.masks[block.modality]
         return np.ones(self.routing[block.key].dispatched.shape[:2], bool)
 
+    def once(self, name: Any, make: Callable[[], Any]) -> Any:
+        """A result that sections share, made by the first that asks for it.
+
+        Args:
+            name: hashable name of the result.
+            make: function that computes it from the batch.
+        """
+        if self.shared is None:
+            return make()
+        if name not in self.shared:
+            self.shared[name] = make()
+        return self.shared[name]
+
 
 class Options(NamedTuple):
     """Choices of a report that its sections read.
 
     Attributes:
-        num_examples: number of examples to show one by one.
+        num_examples: number of examples to show one by one, drawn at random.
+        examples: numbers of examples to show instead, counted from 0 in the order of
+            the data, or None.
         top: number of the best of a kind to show, such as the patches of an expert.
         capacities: capacity factors at which dropped tokens are shown.
         seed: seed of the choice of examples.
@@ -153,6 +180,7 @@ class Options(NamedTuple):
     top: int = 8
     capacities: tuple[float, ...] = (1.0, 0.5, 0.25)
     seed: int = 0
+    examples: tuple[int, ...] | None = None
 
 
 class Figure(NamedTuple):

@@ -5,7 +5,7 @@ Axes: E experts, K selected experts.
 
 from typing import Any
 
-from keras_moe.analysis.report.section import Block, Subject
+from keras_moe.analysis.report.section import PRUNED, Block, Subject
 
 IMAGE, TEXT = "image", "text"
 
@@ -82,16 +82,28 @@ def _block(model, backbone, key, default):
     return block._replace(
         block=_name_of(backbone, key, layer, model.routing),
         kind={"token": "token_choice", "expert": "expert_choice"}.get(side, "soft"),
-        expert_kinds=tuple(
-            name for name, count in router.kinds._asdict().items() for _ in range(count)
-        ),
+        expert_kinds=_expert_kinds(router, num_experts),
         num_selected_experts=getattr(router, "num_selected_experts", None),
         capacity_factor=_capacity_factor(router, side),
         group_size=None if invariant else layer.group_size,
         training_capacity_factor=None
         if getattr(router, "dropless", False)
         else getattr(router, "capacity_factor", None),
+        pruning=None if _kept(router) is None else router.method,
     )
+
+
+def _kept(router):
+    """The experts that a pruned layer keeps, or None."""
+    return getattr(router, "kept_experts", None)
+
+
+def _expert_kinds(router, num_experts):
+    """The kinds of a record's experts, which a pruned layer may have lost."""
+    if (kept := _kept(router)) is not None:
+        return tuple("ffn" if e in kept else PRUNED for e in range(num_experts))
+    counts = router.kinds._asdict()
+    return tuple(name for name, count in counts.items() for _ in range(count))
 
 
 def _name_of(backbone, key, layer, keys):

@@ -18,7 +18,7 @@ from keras_moe.analysis.plots.compute_allocation import (
     draw_routing_scores,
 )
 from keras_moe.analysis.plots.kind_maps import draw_kind_maps
-from keras_moe.analysis.report.reservoir import Reservoir
+from keras_moe.analysis.report.reservoir import Reservoir, examples_to_show
 from keras_moe.analysis.report.section import (
     Batch,
     Content,
@@ -66,7 +66,7 @@ class Compute(Section):
         # Sums and sums of squares of the two highest gates.
         self._moments = {key: np.zeros((2, 2)) for key in self._blocks}
         self._maps, self._image, self._words = {}, 0.0, defaultdict(lambda: [0, 0.0])
-        self._examples = Reservoir(options.num_examples, options.seed)
+        self._examples = examples_to_show(options)
         self._scores = Reservoir(_SCORED, options.seed)
 
     def update(self, batch: Batch) -> None:
@@ -310,5 +310,5 @@ def _keys(subject):
     return [
         key
         for key, block in subject.blocks.items()
-        if block.kind == "token_choice" and {*block.expert_kinds} != {"ffn"}
+        if block.kind == "token_choice" and {*block.expert_kinds} & {*KINDS[1:]}
     ]

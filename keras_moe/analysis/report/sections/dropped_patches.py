@@ -10,7 +10,7 @@ from keras_moe.analysis.expert_queues import served_at
 from keras_moe.analysis.patches import of_patches
 from keras_moe.analysis.plots.figure import faded
 from keras_moe.analysis.plots.report_queues import draw_drops
-from keras_moe.analysis.report.queues import queues_of_layers
+from keras_moe.analysis.report.queues import approximations, queues_of_layers
 from keras_moe.analysis.report.section import (
     Batch,
     Content,
@@ -109,7 +109,8 @@ class DroppedPatches(Section):
         choices = self.counts[..., 3] / np.maximum(self.counts[..., 2], 1)
         shown = sorted(self.options.capacities)
         columns = [self.factors.index(factor) for factor in shown]
-        body = [self._sprite(number, dropped) for number in self.drawn]
+        body = approximations(self.layers)
+        body += [self._sprite(number, dropped) for number in self.drawn]
         marked = {layer.capacity_factor for layer in self.layers} - {None}
         caption = "Share of image tokens that get no expert at all, by capacity factor."
         if marked:

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from keras_moe.analysis.evenly_spaced import evenly_spaced
 from keras_moe.analysis.patches import of_patches
 from keras_moe.analysis.report.packed_routing import TokenRouting, pack, token_routing
-from keras_moe.analysis.report.reservoir import Reservoir
+from keras_moe.analysis.report.reservoir import examples_to_show
 from keras_moe.analysis.report.routing_maps import (
     CELL,
     COLOURS,
@@ -73,7 +73,7 @@ class Explorer(Section):
     def __init__(self, subject: Subject, options: Any):
         super().__init__(subject, options)
         self._keys = _keys(subject)
-        self._reservoir = Reservoir(options.num_examples, options.seed)
+        self._reservoir = examples_to_show(options)
 
     def update(self, batch: Batch) -> None:
         self._reservoir.offer(
@@ -101,11 +101,21 @@ class Explorer(Section):
                 f"The maps of {len(examples) - shown} more examples are in the "
                 "chooser above, which needs JavaScript."
             )
-        body.append(
-            f"{len(examples)} of {self._reservoir.seen} examples, drawn with seed "
-            f"{self.options.seed}."
-        )
+        body.append(self._choice(examples))
         return Content(body, {"examples": self._numbers(examples)}, [])
+
+    def _choice(self, examples):
+        """A sentence on which examples these are."""
+        shown, seen = len(examples), self._reservoir.seen
+        if self.options.examples is None:
+            return f"{shown} of {seen:,} examples, drawn with seed {self.options.seed}."
+        wanted = len(self.options.examples)
+        if shown < wanted:
+            return (
+                f"The page has room for {shown} of the {wanted} examples that were "
+                "asked for."
+            )
+        return f"The examples that were asked for, {shown} of {seen:,}."
 
     def _name(self, number, example):
         parts = [f"Example {number}"]

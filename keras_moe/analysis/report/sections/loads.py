@@ -115,9 +115,11 @@ class Loads(Section):
         figures = []
         for modality in self.subject.modalities:
             rows = {
-                records[modality].key: self._counts[records[modality].key].shares
+                block.key: np.where(
+                    block.is_present, self._counts[block.key].shares, np.nan
+                )
                 for records in layers.values()
-                if modality in records
+                if (block := records.get(modality)) is not None
             }
             if not rows:
                 continue
@@ -168,7 +170,7 @@ class Loads(Section):
         if block.kind != "token_choice" or len(records) > 1:
             return None
         if len({*block.expert_kinds}) > 1:
-            # Those of MoE++ differ by kind.
+            # Those of MoE++ differ by kind, and those of pruned layers by method.
             return None
         return block.capacity_factor or block.training_capacity_factor
 
@@ -189,7 +191,7 @@ class Loads(Section):
                     key,
                     f"{counts.entropy:.3f}",
                     f"{counts.shares.max():.1%}",
-                    int((counts.work == 0).sum()),
+                    int(((counts.work == 0) & counts.block.is_present).sum()),
                     f"{counts.unserved / max(counts.tokens, 1):.1%}"
                     if is_sparse
                     else None,

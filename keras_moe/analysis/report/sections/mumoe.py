@@ -30,6 +30,8 @@ THRESHOLD = 0.5
 _EXPERTS, _IMAGES, _BYTES = 16, 256, 2**26
 _LEAST_PAIRS, _MOST_PAIRS = 2_048, 12_288
 _CLASSES = 20
+# Tokens that are classified at once without an expert.
+_TOKENS = 2**13
 
 
 class MuMoEExperts(Section):
@@ -217,6 +219,7 @@ class MuMoEExperts(Section):
                     labels,
                     layer=key,
                     experts=own,
+                    batch_size=self._batch_size(key),
                     verbose=0,
                 )
             except ValueError as error:
@@ -234,6 +237,11 @@ class MuMoEExperts(Section):
             caption = f"Experts that matter most, by {len(images)} images"
             body.append(Table(head, rows, caption))
         return body
+
+    def _batch_size(self, key):
+        """Many small images at once, and few of many tokens, which need memory."""
+        tokens = max(self._tokens[key] // max(self._examples, 1), 1)
+        return int(np.clip(_TOKENS // tokens, 32, 256))
 
     def _ablation_figure(self, key, ablation, count):
         chosen = self._chosen_classes()

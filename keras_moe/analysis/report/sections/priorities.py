@@ -13,7 +13,7 @@ from keras_moe.analysis.plots.report_queues import (
     draw_priorities,
     draw_queues,
 )
-from keras_moe.analysis.report.queues import queues_of_layers
+from keras_moe.analysis.report.queues import approximations, queues_of_layers
 from keras_moe.analysis.report.section import (
     Batch,
     Content,
@@ -130,7 +130,7 @@ class Priorities(Section):
         totals = np.array([counts.totals for counts in self.counts])
         present = np.flatnonzero(totals[..., 2].sum(axis=0))
         kinds = [(_PATCH, _CLASS, _TEXT)[kind] for kind in present]
-        body = self._figures(names, present, kinds)
+        body = [*approximations(self.layers), *self._figures(names, present, kinds)]
         rows, data, verdicts = [], [], []
         for layer, counts in zip(self.layers, self.counts):
             choices, behind, tokens, dropped = counts.totals.sum(axis=0)

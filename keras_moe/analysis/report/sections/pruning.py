@@ -54,12 +54,13 @@ class Pruning(Section):
             counts.update(batch)
 
     def finish(self) -> Content:
-        curves = {}
+        curves, keys = {}, {}
         for key, counts in self._counts.items():
             if counts.served.sum():
                 group = counts.block.modality
                 name = key.removeprefix(f"{group}/")
                 curves.setdefault(group, {})[name] = _curve(counts)
+                keys[group, name] = key
         if not curves:
             return Content(["No expert serves a token of this data."], {})
         head = ["layer", "experts", *(f"needed for {x:.0%}" for x in COVERED)]
@@ -68,10 +69,11 @@ class Pruning(Section):
         for group, by_name in curves.items():
             for name, curve in by_name.items():
                 numbers = [_needed(curve, share) for share in COVERED]
-                least = sorted(curve.experts[numbers[-1] :].tolist())
+                is_present = self._counts[keys[group, name]].block.is_present
+                least = [e for e in curve.experts[numbers[-1] :] if is_present[e]]
                 label = f"{group}: {name}" if len(curves) > 1 else name
-                gone = ", ".join(map(str, least)) or "none"
-                rows.append([label, len(curve.experts), *numbers, gone])
+                gone = ", ".join(map(str, sorted(least))) or "none"
+                rows.append([label, int(is_present.sum()), *numbers, gone])
                 data[f"{group}/{name}"] = curve.to_dict()
         figures = [
             Figure(
