@@ -8,6 +8,7 @@ import pytest
 from keras_moe import models
 from keras_moe.analysis import ablate_experts
 from keras_moe.analysis.plots.report_experts import draw_class_heat
+from keras_moe.analysis.report.page import _parts
 from keras_moe.analysis.report.section import (
     Batch,
     Block,
@@ -171,3 +172,14 @@ def test_names_of_classes_are_cut():
     assert ticks == ["$a_{", "a very long…", "c"]
     with pytest.raises(ValueError, match="3 experts, 2 classes"):
         draw_class_heat(np.eye(3), ["0", "1", "2"], names[:2], "lost")
+
+
+def test_columns_without_a_cell_are_left_out():
+    rows = [[1, None, "a", None], [2, None, None, None]]
+    table = Table(["x", "empty", "y", "none"], rows, "caption")
+    (part,) = _parts([table])
+    assert part["head"] == ["x", "y"]
+    assert part["rows"] == [(1, "a"), (2, None)]
+    assert part["numeric"] == [True, False]
+    (part,) = _parts([table._replace(rows=[])])
+    assert (part["head"], part["rows"]) == (table.head, [])

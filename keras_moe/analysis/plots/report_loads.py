@@ -101,7 +101,8 @@ def draw_load_map(shares: Any, names: list[str], group: str = "") -> Any:
     values = np.full((len(shares), num_experts), np.nan)
     for line, row in zip(values, shares):
         line[: len(row)] = np.asarray(row) * np.isfinite(row).sum()
-    height = 0.9 + max(0.17 * len(shares), 0.5)
+    # The words beside the scale take an inch.
+    height = 0.75 + max(0.17 * len(shares), 1.0)
     figure = new_figure(figsize=(3.5, height))
     axis = figure.subplots()
     image = axis.pcolormesh(values, vmin=0, vmax=3, **_MAP)

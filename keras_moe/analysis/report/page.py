@@ -109,14 +109,28 @@ def _parts(body):
                 parts.append({"kind": "figures", "figures": []})
             parts[-1]["figures"].append(_drawn(item))
         elif isinstance(item, Table):
-            columns = zip(*item.rows) if item.rows else [()] * len(item.head)
-            numeric = [all(map(_is_number, column)) for column in columns]
-            parts.append({"kind": "table", **item._asdict(), "numeric": numeric})
+            parts.append({"kind": "table", **_table(item)})
         elif isinstance(item, str) and not hasattr(item, "__html__"):
             parts.append({"kind": "text", "text": item})
         else:
             parts.append({"kind": "html", "markup": item.markup})
     return parts
+
+
+def _table(table):
+    """A table as the template takes it, without columns that are empty."""
+    columns = zip(*table.rows) if table.rows else [()] * len(table.head)
+    columns = [
+        (title, column)
+        for title, column in zip(table.head, columns)
+        if not column or any(cell is not None for cell in column)
+    ]
+    return {
+        "head": [title for title, _ in columns],
+        "rows": list(zip(*(column for _, column in columns))),
+        "caption": table.caption,
+        "numeric": [all(map(_is_number, column)) for _, column in columns],
+    }
 
 
 def _drawn(figure):

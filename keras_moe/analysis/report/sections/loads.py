@@ -86,7 +86,7 @@ class Loads(Section):
         body += [self._bars(name, layers[name]) for name in shown]
         if any(self._capacity(layers[name]) is not None for name in shown):
             body.append(
-                "The red line is an expert's capacity: at inference where that is "
+                "The orange line is an expert's capacity: at inference where that is "
                 "limited, and hatched tokens are dropped then; or else the capacity "
                 "while training, and inference serves all tokens."
             )

@@ -138,7 +138,7 @@ class MuMoEExperts(Section):
             )
         head = ["layer", "experts", "without a part", "most used (mean coefficient)"]
         return Table(
-            [*head, f"tokens with a coefficient of {THRESHOLD:g}"],
+            [*head, f"tokens with a coefficient from {THRESHOLD:g} on"],
             rows,
             "Coefficients by layer. A token mixer's tokens are channels.",
         )
@@ -299,10 +299,12 @@ def _verdict(key, ablation):
         return Verdict(
             "notice", f"{key}: no class loses accuracy without one of {count} experts."
         )
+    matters = "matters" if matter == 1 else "matter"
+    score = "its polysemanticity" if matter == 1 else "their mean polysemanticity"
     return Verdict(
         "good",
-        f"{key}: {matter} of {count} experts matter for the accuracy of a class; their "
-        f"mean polysemanticity is {mean:.2f}.",
+        f"{key}: {matter} of {count} experts {matters} for the accuracy of a class; "
+        f"{score} is {mean:.2f}.",
     )
 
 
