@@ -1,7 +1,7 @@
-"""One of two processes on loopback, which train and evaluate together; one saves.
+"""Two processes on loopback, which train and evaluate together; one saves.
 
-Arguments: the process's number, the port of the first, and the folder to save to. The
-first one does the same by itself, too, with one device.
+Arguments: the port of the first, and the folder to save to, where each writes its
+results. The first one does the same by itself, too, with one device.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-NUMBER, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+PORT, FOLDER = sys.argv[1], Path(sys.argv[2])
 os.environ.update(
     KERAS_BACKEND="jax",
     JAX_PLATFORMS="cpu",
@@ -21,6 +21,12 @@ os.environ.update(
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+from keras_moe import distribution, models, training  # noqa: E402
+from keras_moe.processes import gathered_batch  # noqa: E402
+from keras_moe.training.periodic import unchanged  # noqa: E402
+from tests.forks import run_forked  # noqa: E402
 
 CONFIG = {
     "image_shape": (16, 16, 3),
@@ -40,8 +46,6 @@ NAMES = ["red", "green", "blue"]
 
 
 def make():
-    from keras_moe import models
-
     keras.utils.set_random_seed(0)
     model = models.from_preset("vit_s16", num_classes=3, seed=0, **CONFIG)
     model.compile(
@@ -61,8 +65,6 @@ def step(model, images):
 
 
 def make_pairs():
-    from keras_moe import models
-
     names = ("image_shape", "patch_size", "hidden_dim", "num_layers", "num_heads")
     sizes = {name: CONFIG[name] for name in names}
     sizes |= {"vocabulary_size": 520, "max_length": 8, "projection_dim": 6, "seed": 1}
@@ -74,9 +76,6 @@ def make_pairs():
 
 def evaluate(model, pair_model):
     """Figures of all kinds, of batches that the devices do not divide."""
-    from keras_moe import training
-    from keras_moe.training.periodic import unchanged
-
     health = training.RouterHealth(IMAGES, min_entropy=0, max_share=1, max_dead=1)
     health.set_model(model)
     pool = (np.concatenate([IMAGES, IMAGES[::-1] / 2])[:15], np.arange(15) % 3)
@@ -95,23 +94,20 @@ def evaluate(model, pair_model):
         return {**health.measure(), **evaluation.measure(), **of_pairs.measure()}
 
 
-def main():
-    keras.utils.set_random_seed(0)
+def work(number):
     # Before anything asks for devices.
-    keras.distribution.initialize(f"127.0.0.1:{PORT}", 2, NUMBER)
-    from keras_moe import distribution
-    from keras_moe.processes import gathered_batch
-
+    keras.distribution.initialize(f"127.0.0.1:{PORT}", 2, number)
+    keras.utils.set_random_seed(0)
     actual = distribution.auto("vit_s16", batch_size=len(IMAGES), **CONFIG)
     assert actual.device_mesh.shape == (4,), actual.device_mesh
     keras.distribution.set_distribution(actual)
     model = make()
-    mine = slice(4 * NUMBER, 4 * NUMBER + 4)
+    mine = slice(4 * number, 4 * number + 4)
     np.testing.assert_array_equal(gathered_batch(IMAGES[mine]), IMAGES)
     losses = [step(model, mine)]
     figures = [evaluate(model, make_pairs())]
     values = [distribution.gathered(weight) for weight in state(model)]
-    if NUMBER == 0:
+    if number == 0:
         # Models of this process alone: with the weights of both, and trained by it.
         keras.distribution.set_distribution(None)
         model, alone = make(), make()
@@ -121,8 +117,10 @@ def main():
         figures.append(evaluate(model, make_pairs()))
         losses.append(step(alone, slice(None)))
         alone.save_weights(FOLDER / "one.weights.h5")
-    print("RESULTS", json.dumps([losses, figures]))
+    (FOLDER / f"{number}.json").write_text(json.dumps([losses, figures]))
 
 
 if __name__ == "__main__":
-    main()
+    # Imported once for both.
+    _ = tf.data, models.ViTBackbone, models.TextTokenizer, training.FewShot
+    run_forked(work, 2)

@@ -1,11 +1,8 @@
 """Two processes write a checkpoint together, each its own pieces."""
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -14,8 +11,7 @@ import pytest
 
 from keras_moe import training
 from keras_moe.training.array_pieces import opened_pieces
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forks import run_script
 
 pytestmark = pytest.mark.backend_free
 
@@ -31,33 +27,8 @@ def folder(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(__file__).with_name("sharded_checkpoint.py")
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(script),
-                str(number),
-                str(port),
-                str(folder),
-                *STORAGES,
-            ],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in (0, 1)
-    ]
-    split = []
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=300)
-            assert process.returncode == 0, errors[-4000:]
-            split.append(int(output.split("SPLIT")[-1]))
-    finally:
-        for process in processes:
-            process.kill()
+    run_script(script, port, folder, *STORAGES)
+    split = [int((folder / f"split-{number}").read_text()) for number in (0, 1)]
     # Attention's four kernels and three biases, and the experts' four.
     assert split == [11, 11]
     return folder

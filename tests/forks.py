@@ -1,0 +1,63 @@
+"""Several processes at once, which share what was imported before.
+
+Importing takes most of the time of a process that does little. A program that has
+imported all it needs, and has asked for no devices yet, forks the processes.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_forked(work: Callable[[int], None], count: int) -> None:
+    """Runs `work(number)` in `count` processes, and ends all when one fails."""
+    children = []
+    for number in range(count):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                work(number)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    left = set(children)
+    while left:
+        child, status = os.wait()
+        left.discard(child)
+        if status:
+            # Whoever is left waits for its partner.
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+            raise SystemExit(f"Process {children.index(child)} ended with {status}")
+
+
+def run_script(script: Path, *arguments: object) -> None:
+    """Runs a program that forks; what is left of it after five minutes is killed."""
+    process = subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=300)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    assert process.returncode == 0, output[-4000:]
