@@ -321,6 +321,7 @@ start = time.process_time()
 import keras_moe
 seconds = time.process_time() - start
 import keras_moe.layers, keras_moe.routers, keras_moe.ops, keras_moe.losses
+import keras_moe.data, keras_moe.evaluation
 new = sorted({name.split(".")[0] for name in set(sys.modules) - before})
 print(json.dumps({"seconds": seconds, "new": new}))
 """
@@ -345,6 +346,7 @@ def imports():
 
 def test_the_core_imports_no_heavy_library(imports):
     heavy = {"jax", "tensorflow", "torch", "keras_hub", "matplotlib"}
+    heavy |= {"tensorflow_datasets", "keras_cv"}
     added = {
         backend: heavy & set(modules["new"]) for backend, modules in imports.items()
     }

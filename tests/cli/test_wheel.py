@@ -71,42 +71,43 @@ def test_every_help_is_printed(run, names):
     assert f"keras-moe {' '.join(names)}" in done.stdout
 
 
-def test_every_module_is_there(run, installed, tmp_path):
+PROGRAM = """
+import importlib, sys
+import keras_moe
+
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(keras_moe.__file__)
+from keras_moe import models
+from keras_moe.models.builtin import builtin_presets
+
+for name, preset in builtin_presets().items():
+    if "weights" in preset:
+        print(name, models.from_preset(name).count_params())
+"""
+
+
+def test_every_module_and_trained_preset_is_there(run, installed, tmp_path):
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted((ROOT / "keras_moe" / "cli").rglob("*.py"))
         # These are programs.
         if path.name not in ("__main__.py", "timm_outputs.py")
     ]
-    program = tmp_path / "every_module.py"
-    program.write_text(
-        f"import importlib, keras_moe\nfor name in {modules}:\n"
-        "    importlib.import_module(name)\nprint(keras_moe.__file__)\n"
-    )
-    done = run("python", program)
+    program = tmp_path / "everything.py"
+    program.write_text(PROGRAM)
+    done = run("python", program, *modules)
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.splitlines()[-1]).is_relative_to(installed.parent)
+    place, *presets = done.stdout.splitlines()
+    assert Path(place).is_relative_to(installed.parent)
+    trained = {path.parent.name for path in ROOT.glob("presets/*/config.json")}
+    assert {line.split()[0] for line in presets} == trained
 
 
 def test_a_program_works(run):
     done = run("keras-moe", "describe", "vmoe_digits", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["parameters"] > 0
-
-
-def test_trained_presets_are_inside(run, tmp_path):
-    program = tmp_path / "every_trained_preset.py"
-    program.write_text(
-        "from keras_moe import models\n"
-        "from keras_moe.models.builtin import builtin_presets\n"
-        "for name, preset in builtin_presets().items():\n"
-        "    if 'weights' in preset:\n"
-        "        print(name, models.from_preset(name).count_params())\n"
-    )
-    done = run("python", program)
-    assert done.returncode == 0, done.stderr
-    trained = {path.parent.name for path in ROOT.glob("presets/*/config.json")}
-    assert {line.split()[0] for line in done.stdout.splitlines()} == trained
 
 
 def test_a_mistake_is_one_line(run):

@@ -8,6 +8,7 @@ A process of its own: XLA counts its devices when it starts.
 import functools
 import json
 import os
+import sys
 
 os.environ.update(
     KERAS_BACKEND="jax",
@@ -17,14 +18,17 @@ os.environ.update(
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 
-import jax
-import keras
-import numpy as np
+# Keras imports it to look for its kinds of shapes: two seconds for nothing.
+sys.modules["tensorflow"] = None
 
-from keras_moe import losses
-from keras_moe.layers import Experts, MoE
-from keras_moe.routers import TokenChoiceRouter
-from tests.losses.test_contrastive import loss_of
+import jax  # noqa: E402
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+
+from keras_moe import losses  # noqa: E402
+from keras_moe.layers import Experts, MoE  # noqa: E402
+from keras_moe.routers import TokenChoiceRouter  # noqa: E402
+from tests.losses.test_contrastive import loss_of  # noqa: E402
 
 BATCH, CHUNK = 24, 7
 GENERATOR = np.random.default_rng(0)

@@ -267,6 +267,8 @@ def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch, fai
 
 LIMITED = """
 import resource, signal, sys, warnings
+# Keras imports it to look for its kinds of shapes: two seconds for nothing.
+sys.modules["tensorflow"] = None
 import keras, numpy as np
 from keras_moe import training
 
