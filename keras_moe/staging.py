@@ -44,7 +44,8 @@ def staged_folder(
         finish: function of the written folder, called before it takes its place.
 
     Raises:
-        ValueError: if `folder` is a file, or a folder of something else.
+        ValueError: if `folder` is a file, a folder of something else, or has the
+            working directory in it.
         FolderInUse: an OSError that names the process that is writing to `folder`, if
             it takes more than ten minutes.
         OSError: if it cannot be written.
@@ -105,6 +106,12 @@ def _check_target(target, kind, is_kind):
         return
     if not target.is_dir():
         raise ValueError(f"Expected a folder; received a file: {target}")
+    if Path.cwd().is_relative_to(target):
+        # Its replacement would leave the program in a folder that is no more.
+        raise ValueError(
+            f"Expected a folder for the {kind} that the program does not run in, since "
+            f"the new one replaces it; received: {target}"
+        )
     if any(target.iterdir()) and not is_kind(target):
         raise ValueError(
             f"Expected a new folder, an empty one or an older {kind}, since the new "

@@ -1,8 +1,11 @@
 """Model cards: the README.md of a preset folder, in Hugging Face's format."""
 
+import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,9 +105,9 @@ class ModelCard:
                 f"Expected tags to be a list of strings; received: {self.tags!r}"
             )
         for result in self.results:
-            if not isinstance(result, CardResult) or isinstance(result.value, str):
+            if not isinstance(result, CardResult) or not _is_figure(result.value):
                 raise ValueError(
-                    "Expected results to be a list of CardResult with numbers; "
+                    "Expected results to be a list of CardResult with finite numbers; "
                     f"received: {result!r}"
                 )
         if self.picture is not None:
@@ -139,9 +142,9 @@ class ModelCard:
         """
         sections = [
             f"---\n{self._metadata(model, name)}\n---",
-            f"# {name}",
+            f"# {_line(name)}",
             self.description or _sentence(model),
-            f"![{self.picture_text}]({picture})" if picture else "",
+            f"![{_line(self.picture_text)}]({picture})" if picture else "",
             _usage(name),
             "## Architecture",
             _table(("argument", "value"), _architecture(model)),
@@ -228,7 +231,8 @@ def _sentence(model):
 def _usage(name):
     return (
         "```python\nimport keras_moe\n\n"
-        f'model = keras_moe.models.from_preset("{name}")  # this folder or its handle\n'
+        f"model = keras_moe.models.from_preset({json.dumps(name, ensure_ascii=False)})"
+        "  # this folder or its handle\n"
         "```"
     )
 
@@ -278,3 +282,15 @@ def _table(header, rows):
 def _cell(value):
     """A value on one line: a bar or a line break would end the cell."""
     return " ".join(str(value).replace("|", "\\|").split())
+
+
+def _line(text):
+    """A text on one line, without a link or a tag of its own."""
+    text = " ".join(text.split()).replace("<", "&lt;")
+    return text.replace("[", "\\[").replace("]", "\\]")
+
+
+def _is_figure(value):
+    return (
+        isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    )

@@ -40,7 +40,8 @@ def from_preset(
     """Makes a model from a preset, ready for `fit` or, if it is trained, `predict`.
 
     With `num_classes` it is an image classifier with a new head. Without, a preset
-    that carries a trained task gives that task, and any other its backbone.
+    that carries a trained task gives that task, and any other its backbone; a built-in
+    one without its weights is an architecture like the others.
 
     Args:
         preset: name of a preset (see `list_presets`, which says which are trained; the

@@ -1,5 +1,7 @@
 """Model cards: what a preset's README.md says, and whose it is."""
 
+import ast
+
 import huggingface_hub
 import keras_hub
 import pytest
@@ -81,6 +83,21 @@ def test_values_stay_in_their_cells(classifier):
     assert "| notes | one \\| two three |" in card.text(classifier, "x")
 
 
+def test_names_stay_in_their_lines(classifier):
+    """A name is a text wherever it stands, in the snippet that people copy as well."""
+    name = 'a")\nimport os\n# <b>[x](http://y)'
+    card = models.ModelCard(picture_text="](http://x)\n# hi", tags=["a\n---\nb"])
+    page = card.text(classifier, name, "card.png")
+    headings = [line for line in page.split("\n") if line.startswith("# ")]
+    assert headings == ['# a") import os # &lt;b>\\[x\\](http://y)']
+    assert "![\\](http://x) # hi](card.png)" in page
+    snippet = page.split("```python\n")[1].split("```")[0]
+    *_, call = ast.parse(snippet).body
+    assert [x.value for x in call.value.args] == [name]
+    assert len(ast.parse(snippet).body) == 2
+    assert huggingface_hub.ModelCard(page).data.tags[-1] == "a\n---\nb"
+
+
 def test_the_author_s_page_stays(classifier, tmp_path):
     folder = tmp_path / "preset"
     classifier.save_to_preset(folder)
@@ -94,6 +111,18 @@ def test_the_author_s_page_stays(classifier, tmp_path):
     # Unless a card is wanted.
     classifier.save_to_preset(folder, card=models.ModelCard(name="asked for"))
     assert "# asked for" in page_of(folder)
+
+
+def test_the_working_directory_is_not_replaced(classifier, tmp_path, monkeypatch):
+    folder = tmp_path / "new" / "below"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    for target in (".", "..", tmp_path / "new"):
+        with pytest.raises(ValueError, match="that the program does not run in"):
+            classifier.save_to_preset(target)
+    classifier.save_to_preset("../other")
+    assert folder.samefile(".")
+    assert (tmp_path / "new" / "other" / CARD).is_file()
 
 
 def test_a_page_in_the_home_folder_stays(classifier, tmp_path, monkeypatch):
@@ -113,7 +142,10 @@ def test_a_page_in_the_home_folder_stays(classifier, tmp_path, monkeypatch):
         ({"license": 3}, "license to be a string; received: 3"),
         ({"tags": "vision"}, "list of strings; received: 'vision'"),
         ({"results": [("accuracy", 1.0)]}, "CardResult"),
-        ({"results": [models.CardResult("a", "b", "c")]}, "CardResult with numbers"),
+        ({"results": [models.CardResult("a", "b", "c")]}, "with finite numbers"),
+        ({"results": [models.CardResult("a", None, "c")]}, "with finite numbers"),
+        ({"results": [models.CardResult("a", True, "c")]}, "with finite numbers"),
+        ({"results": [models.CardResult("a", float("nan"), "c")]}, "finite numbers"),
         ({"picture": "missing.png"}, "received: picture='missing.png'"),
         ({"picture": __file__}, "ends in one of"),
     ],
