@@ -1,12 +1,17 @@
 """Makes the weights of the presets that ship trained: one command for each.
 
-    python tools/make_trained_presets.py vmoe_digits [--run FOLDER]
+    python tools/make_trained_presets.py vmoe_digits [--run FOLDER] [--card]
 
 trains by the recipe of the same name, as `keras-moe train` does, on JAX unless
 KERAS_BACKEND says otherwise; writes the folder `presets/NAME` with weights, configs,
 checksums and card; measures the model that is read from there, as `keras-moe evaluate`
-does; and puts the figures into the card and into `presets/NAME.json`. A run that was
-ended is resumed, and one that is done is not trained again.
+does; reports on it, as `keras-moe report` does, for the card's picture; and puts the
+figures into the card and into `presets/NAME.json`. A run that was ended is resumed, and
+one that is done is not trained again. `--card` renews the card and its picture alone:
+weights and figures stay, and the recipe must be the one that the weights were made by.
+
+The licence of the weights and the attribution of the data are those of
+`presets/NAME.json`.
 
 A group of HDF5's older format takes a kilobyte, and a model has hundreds of them: the
 files are written again in the newer one, compressed; and models that are larger than
@@ -17,20 +22,22 @@ import argparse
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import h5py
 import keras
+from PIL import Image
 from rich.console import Console
 
 from keras_moe import models, training
-from keras_moe.cli import evaluate, train
+from keras_moe.cli import evaluate, report, train
 from keras_moe.cli.commands import make_parser
 from keras_moe.cli.versions import backend_and_versions
 from keras_moe.files import write_json
-from keras_moe.models.model_card import write_card
+from keras_moe.models.model_card import CARD, write_card
 from keras_moe.models.preset_folder import staged
 from keras_moe.models.weights_checksums import is_weights
 
@@ -42,35 +49,81 @@ FIGURES = {
     "contrastive": ("retrieval", r".*_r1"),
 }
 LARGEST = 2_000_000  # bytes
+# The width of a card's picture, in pixels.
+WIDEST = 900
 # Shorter arrays take more room compressed.
 SHORTEST = 256
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", help="name of a recipe and of its preset")
     parser.add_argument("--run", help="folder of the run; runs/NAME by default")
-    args = parser.parse_args()
-    run = Path(args.run or f"runs/{args.name}")
-    console = Console()
-    train.run(parsed("train", args.name, "--output", run), console)
-    model = trained_model(run / "preset")
-    folder = PRESETS / args.name
+    parser.add_argument("--card", action="store_true", help="renew the card alone")
+    args = parser.parse_args(argv)
+    folder, console = PRESETS / args.name, Console()
     recipe = training.load_recipe(args.name)
-    save(model, folder, models.ModelCard())
-    results = measured(model, folder, recipe, console)
-    save(model, folder, card_of(recipe, results))
-    path = PRESETS / f"{args.name}.json"
-    preset = json.loads(path.read_text(encoding="utf-8"))
-    rows = [result._asdict() for result in results]
-    write_json(path, {**preset, "weights": args.name, "results": rows})
+    if args.card:
+        renew_card(folder, recipe, console)
+    else:
+        run = Path(args.run or f"runs/{args.name}")
+        train.run(parsed("train", args.name, "--output", run), console)
+        model = trained_model(run / "preset")
+        save(model, folder, models.ModelCard())
+        results = measured(model, folder, recipe, console)
+        path = PRESETS / f"{args.name}.json"
+        preset = json.loads(path.read_text(encoding="utf-8"))
+        rows = [result._asdict() for result in results]
+        write_json(path, {**preset, "weights": args.name, "results": rows})
+        with tempfile.TemporaryDirectory() as temporary:
+            picture = drawn(folder, recipe, Path(temporary), console)
+            card = card_of(folder, recipe, backend_and_versions(), picture)
+            save(model, folder, card)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if size > LARGEST:
         raise ValueError(
             f"Expected a preset of at most {LARGEST:,} bytes; received: {size:,} bytes "
             f"in {folder}"
         )
-    console.print(f"{folder}: {size:,} bytes, {rows}")
+    console.print(f"{folder}: {size:,} bytes")
+
+
+def renew_card(folder: Path, recipe: training.Recipe, console: Console) -> None:
+    """Writes the page of a preset again, with a new picture.
+
+    Args:
+        folder: folder of the preset.
+        recipe: recipe of the preset's name.
+        console: console that people read.
+
+    Raises:
+        ValueError: if the page has the settings of another recipe.
+    """
+    model = models.from_preset(str(folder))
+    before = training_rows((folder / CARD).read_text(encoding="utf-8"))
+    made_by = {name: before.get(name) for name in backend_and_versions()}
+    with tempfile.TemporaryDirectory() as temporary:
+        picture = drawn(folder, recipe, Path(temporary), console)
+        card = card_of(folder, recipe, made_by, picture)
+        after = training_rows(card.text(model, folder.name))
+        if differences := sorted(dict(before.items() ^ after.items())):
+            raise ValueError(
+                f"Expected the recipe that the weights of {folder} were made by; "
+                f"received: other settings of {differences}. Without --card they are "
+                "trained again"
+            )
+        card.write(model, folder, folder.name)
+
+
+def training_rows(page: str) -> dict[str, str]:
+    """The settings of the training on a card, as they are written there.
+
+    Args:
+        page: card of a preset, as Markdown.
+    """
+    section = page.partition("\n## Training\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", section, re.M)
+    return {name: value for name, value in rows if name not in ("setting", "---")}
 
 
 def parsed(*arguments: object) -> argparse.Namespace:
@@ -139,17 +192,51 @@ def measured(
     ]
 
 
+def drawn(
+    folder: Path, recipe: training.Recipe, temporary: Path, console: Console
+) -> Path:
+    """The first picture of the report on a preset, small enough to ship."""
+    source, split = recipe.data.evaluated_source, recipe.data.test_split
+    args = parsed(
+        *("report", folder, "--data", source, "--split", split),
+        *("--output", temporary / "report"),
+    )
+    picture = Image.open(report.run(args, console).values["pictures"][0])
+    white = Image.new("RGBA", picture.size, "white")
+    picture = Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
+    picture.thumbnail((WIDEST, WIDEST), Image.Resampling.LANCZOS)
+    path = temporary / "loads.png"
+    picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+    return path
+
+
 def card_of(
-    recipe: training.Recipe, results: list[models.CardResult]
+    folder: Path, recipe: training.Recipe, made_by: dict, picture: Path
 ) -> models.ModelCard:
-    settings = {**recipe.settings(), **backend_and_versions()}
+    """The page of a preset: its entry in the list, its recipe and its picture.
+
+    Args:
+        folder: folder of the preset; its entry is beside it.
+        recipe: recipe of the preset's name.
+        made_by: backend and versions that the weights were made by.
+        picture: path of the picture.
+    """
+    listed = json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
+    settings = {**recipe.settings(), **made_by}
+    source, split = recipe.data.evaluated_source, recipe.data.test_split
+    # A report on pairs begins with the images.
+    of_images = ": tokens of images" if recipe.objective.name == "contrastive" else ""
     return models.ModelCard(
         name=recipe.name,
         description=recipe.description,
-        license="apache-2.0",
+        license=listed["license"],
+        attribution=listed["attribution"],
         data=recipe.data.source,
         recipe={k: v for k, v in settings.items() if k not in ("name", "description")},
-        results=results,
+        results=[models.CardResult(**result) for result in listed["results"]],
+        picture=picture,
+        picture_text="A heat map of the load of each expert, a row for each layer with "
+        f"experts of {recipe.name}, on {source}, {split}{of_images}",
     )
 
 

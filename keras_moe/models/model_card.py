@@ -54,6 +54,7 @@ class ModelCard:
             `"apache-2.0"`.
         recipe: settings of the training by name, such as `Recipe.settings()`.
         data: name of the training data.
+        attribution: sentences on the training data's authors and licence, as Markdown.
         results: measured figures, as `CardResult`.
         picture: path of a picture, which is copied into the folder.
         picture_text: text for those who cannot see the picture.
@@ -88,6 +89,7 @@ class ModelCard:
     license: str | None = None
     recipe: Mapping[str, Any] | None = None
     data: str | None = None
+    attribution: str = ""
     results: Sequence[CardResult] = ()
     picture: str | Path | None = None
     picture_text: str = "What the experts of the model do"
@@ -95,8 +97,8 @@ class ModelCard:
     tags: Sequence[str] = ()
 
     def __post_init__(self):
-        texts = ("name", "description", "license", "data", "picture_text", "base_model")
-        for name in texts:
+        texts = ("name", "description", "license", "data", "attribution")
+        for name in (*texts, "picture_text", "base_model"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"Expected {name} to be a string; received: {value!r}")
@@ -153,7 +155,10 @@ class ModelCard:
             *self._training(),
             *self._measured(),
             "## Licence",
-            self.license or "The authors of the weights have named none.",
+            f"The licence of the weights is {self.license}."
+            if self.license
+            else "The authors of the weights have named none.",
+            self.attribution,
             MARK,
         ]
         return "\n\n".join(section for section in sections if section) + "\n"

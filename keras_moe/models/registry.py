@@ -23,6 +23,8 @@ _OPTIONAL = {
     "class_names": None,
     "weights": None,
     "results": (),
+    "license": None,
+    "attribution": "",
 }
 _RESULT = ("metric", "value", "data", "split")
 _ENTRIES = ("description", "backbone", "config", *_OPTIONAL, "variant")
@@ -120,8 +122,9 @@ def register_presets(presets: Mapping[str, dict]) -> None:
             matter `task` (a registered class or its name), `task_config` (its
             arguments), `class_names`, and `source`, the paper or file of the sizes.
             A trained one has `weights`, a folder that `save_to_preset` wrote from a
-            model of this config, or its handle; and `results`, a list of dicts with
-            the `metric`, `value`, `data` and `split` of a figure.
+            model of this config, or its handle; `results`, a list of dicts with the
+            `metric`, `value`, `data` and `split` of a figure; the `license` of the
+            weights; and `attribution`, the authors and licence of the training data.
 
     Raises:
         ValueError: if an entry is missing or unknown, or a different
@@ -204,7 +207,7 @@ def presets_of(cls: type) -> dict[str, dict]:
 
 
 def summary(spec: dict) -> str:
-    """A line about a preset: its description, and what its weights have reached.
+    """A line about a preset: its description, what its weights reach, their licence.
 
     Args:
         spec: preset as `presets` has it.
@@ -218,7 +221,8 @@ def summary(spec: dict) -> str:
     if spec["weights"] is None:
         return spec["description"]
     figures = [_figure(**result) for result in spec["results"]]
-    return f"{spec['description']}; trained: {', '.join(figures) or 'yes'}"
+    licence = f"; {spec['license']}" if spec["license"] else ""
+    return f"{spec['description']}; trained: {', '.join(figures) or 'yes'}{licence}"
 
 
 def _figure(metric, value, data, split):

@@ -31,6 +31,7 @@ def test_a_card_says_what_is_known(classifier, tmp_path):
         description="Three experts.",
         license="apache-2.0",
         data="photos",
+        attribution="The photos are Ann's, under CC BY 4.0.",
         recipe={"schedule.epochs": 3, "seed": 0, "notes": ""},
         results=[models.CardResult("accuracy", 0.98764, "photos", "validation")],
         picture=picture,
@@ -51,6 +52,8 @@ def test_a_card_says_what_is_known(classifier, tmp_path):
         "| schedule.epochs | 3 |",
         "| seed | 0 |",
         "| accuracy | 0.9876 | photos, validation |",
+        "The licence of the weights is apache-2.0.",
+        "The photos are Ann's, under CC BY 4.0.",
         MARK,
     ]:
         assert line in page, line
@@ -158,7 +161,9 @@ def test_wrong_arguments_are_refused(arguments, message):
 def test_the_card_goes_before_the_folder(classifier, tmp_path, monkeypatch):
     """KerasHub writes a page of its own where the repository has none."""
     folder, calls = tmp_path / "preset", []
-    classifier.save_to_preset(folder)
+    picture = tmp_path / "loads.png"
+    picture.write_bytes(b"png")
+    classifier.save_to_preset(folder, card=models.ModelCard(picture=picture))
 
     class Created:
         repo_id = "somebody/tiny"
@@ -183,6 +188,9 @@ def test_the_card_goes_before_the_folder(classifier, tmp_path, monkeypatch):
     models.upload("hf://somebody/tiny", folder)
     assert calls == [(CARD, "somebody/tiny", page), (str(folder), "somebody/tiny")]
     assert page_of(folder) == page
+    # The picture is in the folder, which goes as a whole.
+    assert "(card.png)" in page
+    assert (folder / "card.png").read_bytes() == b"png"
 
 
 def test_only_whole_presets_are_uploaded(classifier, tmp_path, monkeypatch):

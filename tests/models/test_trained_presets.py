@@ -4,14 +4,17 @@ import re
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import keras
 import numpy as np
 import pytest
+from PIL import Image
 
 from keras_moe import data, distribution, evaluation, models
 from keras_moe.models import registry
 from keras_moe.models.builtin import builtin_presets
 from keras_moe.training import list_recipes, load_recipe
+from tools import make_trained_presets
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = {name: x for name, x in builtin_presets().items() if "weights" in x}
@@ -87,6 +90,80 @@ def test_a_folder_is_small_and_has_the_model_of_its_list_and_recipe(name):
         for model in (saved, listed)
     )
     assert saved == listed
+
+
+# Licences of the data by the source of the recipe, and those of the weights: derived
+# from pictures that are to be shared alike, they are shared alike.
+LICENCES = {
+    "digits": ("apache-2.0", "CC BY 4.0", "https://doi.org/10.24432/C50P49"),
+    "emoji": ("cc-by-sa-4.0", "CC BY-SA 4.0", "https://openmoji.org"),
+}
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_card_has_the_recipe_the_licences_and_a_picture(name, tmp_path):
+    folder, recipe = Path(TRAINED[name]["weights"]), load_recipe(name)
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    # The weights were made by the recipe that is here.
+    rows = make_trained_presets.training_rows(page)
+    made_by = {key: rows[key] for key in ("backend", "versions")}
+    picture = folder / "card.png"
+    card = make_trained_presets.card_of(folder, recipe, made_by, picture)
+    model = models.from_preset(name, load_weights=False)
+    text = card.text(model, name, picture.name)
+    assert make_trained_presets.training_rows(text) == rows
+    changed = recipe.replace(schedule={"epochs": 2})
+    card = make_trained_presets.card_of(folder, changed, made_by, picture)
+    assert make_trained_presets.training_rows(card.text(model, name)) != rows
+
+    licence, of_data, source = LICENCES[recipe.data.source]
+    assert huggingface_hub.ModelCard(page).data.license == licence
+    assert f"The licence of the weights is {licence}." in page
+    assert of_data in page
+    assert source in page
+    assert models.list_presets()[name].endswith(f"; {licence}")
+    zoo = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
+    [row] = re.findall(rf"^\| \[`{name}`\].*$", zoo, re.M)
+    assert f"| {licence} |" in row
+    assert of_data in zoo
+
+    assert re.search(r"!\[A heat map of the load [^]]+\]\(card\.png\)", page)
+    with Image.open(picture) as image:
+        assert image.format == "PNG"
+        assert 200 < image.width <= make_trained_presets.WIDEST
+        assert len(image.convert("L").getcolors()) > 10
+    assert picture.stat().st_size < 50_000
+
+
+@pytest.mark.backend_free
+def test_a_card_is_renewed_without_its_weights(copy_of_digits, monkeypatch):
+    folder = copy_of_digits
+    folder.with_suffix(".json").write_bytes(
+        (ROOT / "presets" / "vmoe_digits.json").read_bytes()
+    )
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "README.md").write_text(
+        before["README.md"].decode().replace("# vmoe_digits", "# old"), "utf-8"
+    )
+    drawn = []
+
+    def draw(folder, recipe, temporary, console):
+        path = temporary / "loads.png"
+        path.write_bytes(b"a new picture")
+        drawn.append(path)
+        return path
+
+    monkeypatch.setattr(make_trained_presets, "drawn", draw)
+    recipe = load_recipe("vmoe_digits")
+    make_trained_presets.renew_card(folder, recipe, None)
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after == {**before, "card.png": b"a new picture"}
+    assert not drawn[0].exists()
+    other = recipe.replace(schedule={"epochs": 2})
+    with pytest.raises(ValueError, match=r"other settings of \['schedule\.epochs'\]"):
+        make_trained_presets.renew_card(folder, other, None)
+    assert (folder / "README.md").read_bytes() == before["README.md"]
 
 
 @pytest.mark.backend_free
@@ -195,7 +272,7 @@ def copy_of_digits(tmp_path, monkeypatch):
     folder = tmp_path / "weights"
     shutil.copytree(TRAINED["vmoe_digits"]["weights"], folder)
     monkeypatch.setattr(registry, "_PRESETS", {**registry._PRESETS})
-    names = ("description", "backbone", "task", "config", "results")
+    names = ("description", "backbone", "task", "config", "results", "license")
     spec = {name: TRAINED["vmoe_digits"][name] for name in names}
     models.register_presets({"mine": {**spec, "weights": str(folder)}})
     return folder
