@@ -95,8 +95,7 @@ def grouped_mlp(
     Two `grouped_matmul` with an activation between them, `output(activation(hidden(x))
     )`, or, with a gate, `output(activation(gate(x)) * hidden(x))`. Rows without an
     expert cost nothing, and no (R, H) array is written where nobody asks for a
-    gradient (TensorFlow's graphs do not know whether somebody does). The gradient keeps
-    what the activation reads, and computes the rest again.
+    gradient. The gradient keeps what the activation reads, and computes the rest again.
 
     Args:
         rows: (R, D), any float dtype. On TensorFlow, R may be unknown in a graph.

@@ -169,6 +169,29 @@ def test_one_program_for_all_values(form):
     assert constants(run, arrays, SIZES, cotangent, form) == 0
 
 
+@pytest.mark.every_backend
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="other backends know at each call")
+@pytest.mark.parametrize("kind", ["plain", "gated"])
+def test_gradients_of_a_program_traced_without_them(kind):
+    import tensorflow as tf
+
+    names, activation = WEIGHTS[kind]
+    arrays, cotangent = example(ROWS, len(SIZES), names)
+    run = named(grouped_mlp, names, activation)
+    program = tf.function(run, jit_compile=True)
+    inputs = [tf.constant(SIZES), *map(tf.constant, arrays)]
+    text = program.experimental_get_compiler_ir(*inputs)(stage="hlo")
+    assert f"[{ROWS},{D}]" in text
+    assert f"[{ROWS},{H}]" not in text
+    program(*inputs)
+    with tf.GradientTape() as tape:
+        tape.watch(inputs[1:])
+        outputs = program(*inputs)
+    actual = outputs, *tape.gradient(outputs, inputs[1:], cotangent)
+    expected = outputs_and_gradients(run, arrays, SIZES, cotangent, "eager")
+    assert_equal(actual, expected, names)
+
+
 @each_form
 def test_rows_of_nobody_are_never_read(form):
     run = named(grouped_mlp, KERNELS + BIASES, gelu_tanh)

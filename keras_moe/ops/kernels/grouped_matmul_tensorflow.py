@@ -1,19 +1,19 @@
-"""Grouped matmul on TensorFlow: block loops in graphs, which XLA compiles too."""
+"""Grouped matmul on TensorFlow: block loops for XLA, else expert after expert."""
 
 import tensorflow as tf
 
-from keras_moe.ops.kernels import block_loops
+from keras_moe.ops.kernels import block_loops, tracing_tensorflow
 
 
 def grouped_matmul(rows, kernels, group_sizes):
     """See `keras_moe.ops.grouped_matmul`."""
-    if tf.executing_eagerly():
-        return _eagerly(rows, kernels, group_sizes)
-    return _in_graph(rows, kernels, group_sizes)
+    # See `grouped_mlp_tensorflow`.
+    if tracing_tensorflow.for_xla():
+        return with_loops(rows, kernels, group_sizes)
+    return expert_by_expert(rows, kernels, group_sizes)
 
 
-def _eagerly(rows, kernels, group_sizes):
-    # XLA refuses a split into sizes that it does not know.
+def expert_by_expert(rows, kernels, group_sizes):
     rest = tf.shape(rows)[0] - tf.reduce_sum(group_sizes)
     *groups, rest = tf.split(rows, tf.concat([group_sizes, [rest]], axis=0))
     outputs = [tf.matmul(*pair) for pair in zip(groups, tf.unstack(kernels))]
@@ -22,7 +22,7 @@ def _eagerly(rows, kernels, group_sizes):
 
 
 @tf.custom_gradient
-def _in_graph(rows, kernels, group_sizes):
+def with_loops(rows, kernels, group_sizes):
     def gradient(upstream):
         return *block_loops.backward(rows, kernels, group_sizes, upstream), None
 

@@ -1,19 +1,20 @@
-"""Grouped MLP on TensorFlow: loops over tiles in graphs, which XLA compiles too."""
+"""Grouped MLP on TensorFlow: loops over tiles for XLA, else expert after expert."""
 
 import tensorflow as tf
 
-from keras_moe.ops.kernels import mlp_loops
+from keras_moe.ops.kernels import mlp_loops, tracing_tensorflow
 
 
 def grouped_mlp(rows, group_sizes, weights, activation):
     """See `keras_moe.ops.grouped_mlp`."""
-    if tf.executing_eagerly():
-        return _eagerly(rows, group_sizes, weights, activation)
-    return _in_graph(rows, group_sizes, weights, activation)
+    # XLA refuses a split into sizes that it does not know; elsewhere loops would copy
+    # their outputs in every step.
+    if tracing_tensorflow.for_xla():
+        return with_loops(rows, group_sizes, weights, activation)
+    return expert_by_expert(rows, group_sizes, weights, activation)
 
 
-def _eagerly(rows, group_sizes, weights, activation):
-    # XLA refuses a split into sizes that it does not know.
+def expert_by_expert(rows, group_sizes, weights, activation):
     rest = tf.shape(rows)[0] - tf.reduce_sum(group_sizes)
     *groups, rest = tf.split(rows, tf.concat([group_sizes, [rest]], axis=0))
     outputs = []
@@ -25,22 +26,32 @@ def _eagerly(rows, group_sizes, weights, activation):
     return tf.concat([*outputs, tf.zeros_like(rest)], axis=0)
 
 
-def _in_graph(rows, group_sizes, weights, activation):
+def with_loops(rows, group_sizes, weights, activation):
     present = [x for x in weights if x is not None]
 
     def all_weights(present):
         present = iter(present)
         return mlp_loops.Weights(*(x if x is None else next(present) for x in weights))
 
+    def run(rows, present, keep):
+        weights = all_weights(present)
+        return mlp_loops.forward(rows, group_sizes, weights, activation, keep)
+
     @tf.custom_gradient
     def grouped(rows, *present):
-        outputs, kept = mlp_loops.forward(
-            rows, group_sizes, all_weights(present), activation, keep=True
-        )
+        # An (R, H) array is not written where nobody reads it.
+        outputs, kept = run(rows, present, tracing_tensorflow.for_gradients())
 
         def gradient(upstream):
+            needed = kept or run(rows, present, True)[1]
             dx, dw = mlp_loops.backward(
-                rows, group_sizes, all_weights(present), activation, kept, upstream, vjp
+                rows,
+                group_sizes,
+                all_weights(present),
+                activation,
+                needed,
+                upstream,
+                vjp,
             )
             return dx, *(x for x in dw if x is not None)
 
