@@ -24,7 +24,7 @@ from tests.ops.programs import (
 
 D, H = 8, 16
 each_form = pytest.mark.parametrize("form", FORMS)
-# Two experts with several tiles, one with none, and rows of nobody.
+# Two experts with several blocks, one with none, and rows of nobody.
 SIZES, ROWS = (75, 0, 3, 47, 1), 130
 KERNELS = ("hidden_kernel", "output_kernel")
 BIASES = ("hidden_bias", "output_bias")
@@ -154,7 +154,7 @@ def test_any_group_sizes(num_rows, num_experts, data):
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="shapes are known elsewhere")
 @pytest.mark.parametrize("num_rows", [0, 3, 1100])
 def test_rows_unknown_while_tracing(num_rows):
-    # Fewer rows than a tile, and more than the largest block, in one program.
+    # Fewer rows than a block, and more than the largest block, in one program.
     arrays, cotangent = example(num_rows, len(SIZES))
     sizes = (0, num_rows // 2, 0, num_rows // 3, 0)
     assert_equal(*actual_and_expected(arrays, sizes, cotangent, "unknown"))
@@ -207,7 +207,7 @@ def test_rows_of_nobody_are_never_read(form):
 
 @each_form
 def test_neighbours_do_not_mix(form):
-    # A tile reads beyond its rows, and the rows there may not be finite.
+    # A block reads beyond its rows, and the rows there may not be finite.
     run = named(grouped_mlp, KERNELS + BIASES, gelu_tanh)
     arrays, cotangent = example(ROWS, len(SIZES))
     arrays[0][75:78] = np.nan

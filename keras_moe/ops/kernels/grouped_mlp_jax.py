@@ -1,4 +1,4 @@
-"""Grouped MLP on JAX: loops over tiles on CPUs, `jax.lax.ragged_dot` elsewhere."""
+"""Grouped MLP on JAX: block loops on CPUs, `jax.lax.ragged_dot` elsewhere."""
 
 import functools
 

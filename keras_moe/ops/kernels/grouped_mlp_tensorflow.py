@@ -1,4 +1,4 @@
-"""Grouped MLP on TensorFlow: loops over tiles for XLA, else expert after expert."""
+"""Grouped MLP on TensorFlow: block loops for XLA, else expert after expert."""
 
 import tensorflow as tf
 

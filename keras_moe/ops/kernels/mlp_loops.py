@@ -1,26 +1,18 @@
-"""Grouped MLPs as loops over tiles of rows, on `keras.ops`.
+"""Grouped MLPs as loops over blocks of rows, on `keras.ops`.
 
 Axes: R rows, E experts, D hidden, H mlp.
 
-One loop goes over the experts that have rows and takes each one's weights once; a loop
-inside it goes over short tiles of the expert's rows, and puts each tile through the
-whole MLP. The last tile of an expert reads its neighbours' rows, too; their outputs
-are not written.
+Each block of `block_loops` goes through the whole MLP of its expert, so that its hidden
+rows stay in a cache. (A matmul of few rows is slow, and a block takes a copy of the
+weights: short tiles that waste fewer rows are slower.)
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keras import ops
 
 from keras_moe.ops.kernels import block_loops
-
-# Tiles over the mean number of rows of an expert: half a tile of each expert is waste.
-_TILE_OF_MEAN = 1 / 12
-_TILES = (16, 128)
-# Where TensorFlow does not know the number of rows while it traces.
-_TILE_FOR_UNKNOWN_ROWS = 32
 
 
 class Weights(NamedTuple):
@@ -54,20 +46,6 @@ def activate(activation, hidden, gate=None):
     return activation(hidden) if gate is None else activation(gate) * hidden
 
 
-def tile_size(num_rows: int | None, num_experts: int) -> int:
-    """The static number of rows of a tile.
-
-    Args:
-        num_rows: R, at least 1, or None if it is not known.
-        num_experts: E.
-    """
-    if num_rows is None:
-        return _TILE_FOR_UNKNOWN_ROWS
-    size = 8 * math.ceil(_TILE_OF_MEAN * num_rows / num_experts / 8)
-    smallest, largest = _TILES
-    return min(max(smallest, min(size, largest)), num_rows)
-
-
 def forward(
     rows: Any, group_sizes: Any, weights: Weights, activation: Callable, keep: bool
 ) -> tuple[Any, tuple]:
@@ -85,44 +63,24 @@ def forward(
         `backward` reads, one or two (R, H).
     """
     num_experts, _, width = weights.hidden_kernel.shape
-    size = tile_size(rows.shape[0], num_experts)
-    inputs, num_rows = block_loops.padded(rows, size)
-    ends = ops.cumsum(group_sizes)
-    # The experts that have rows stand first: taking weights is not free.
-    experts = ops.arange(num_experts, dtype="int32")
-    empty = ops.cast(group_sizes == 0, "int32")
-    experts = ops.sort(empty * num_experts + experts) % num_experts
-    num_busy = num_experts - ops.sum(empty)
+    sizes = block_loops.block_sizes(rows.shape[0], num_experts)
+    inputs, num_rows = block_loops.padded(rows, sizes[-1])
 
-    def for_expert(i, *outputs):
-        expert = ops.take(experts, i)
+    def update(size, expert, at, own, *outputs):
         own_weights = weights.map(lambda x: block_loops.of_expert(x, expert))
-        end = ops.take(ends, expert)
-        start = end - ops.take(group_sizes, expert)
-
-        def for_tile(first, *outputs):
-            at, own = block_loops.slice_of(first, end, size, num_rows)
-            kept = own_weights.pre_activations(block_loops.rows_at(inputs, at, size))
-            values = own_weights.linear("output", activate(activation, *kept))
-            values = (values, *kept) if keep else (values,)
-            written = (
-                block_loops.write(old, at, own, new)
-                for old, new in zip(outputs, values, strict=True)
-            )
-            return first + size, *written
-
-        _, *outputs = ops.while_loop(
-            lambda first, *_: first < end, for_tile, (start, *outputs)
+        kept = own_weights.pre_activations(block_loops.rows_at(inputs, at, size))
+        values = own_weights.linear("output", activate(activation, *kept))
+        values = (values, *kept) if keep else (values,)
+        return tuple(
+            block_loops.write(old, at, own, new)
+            for old, new in zip(outputs, values, strict=True)
         )
-        return i + 1, *outputs
 
     widths = [rows.shape[1]]
     if keep:
         widths += [width] * (1 if weights.gate_kernel is None else 2)
     outputs = [ops.zeros((num_rows, width), rows.dtype) for width in widths]
-    _, *outputs = ops.while_loop(
-        lambda i, *_: i < num_busy, for_expert, (ops.zeros((), "int32"), *outputs)
-    )
+    outputs = block_loops.for_each_block(group_sizes, sizes, num_rows, outputs, update)
     outputs, *kept = (block_loops.without_padding(x, rows) for x in outputs)
     return outputs, tuple(kept)
 
