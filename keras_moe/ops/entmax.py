@@ -219,12 +219,14 @@ def _newton_step(rest, tau, power):
         # Two sums of numbers of at most 1 whose squares sum to at least 1.
         total = ops.sum(rest * rest, axis=-1, keepdims=True)
         return (total - ops.sqrt(total)) / ops.sum(rest, axis=-1, keepdims=True)
+    if power == 1:
+        # The norm is a sum, and its slope the number of those above the threshold.
+        chosen = ops.sum(ops.sign(rest), axis=-1, keepdims=True)
+        return (ops.sum(rest, axis=-1, keepdims=True) - 1.0) / chosen
     # Shares of the largest, 0 - tau: a high power of the others would vanish beside it.
     share = rest / -tau
     # share ** (q - 1): one power for the norm and its slope.
     weight = _power(share, power - 1.0)
-    if power == 1:
-        weight = ops.where(share > 0, weight, 0.0)
     total = ops.sum(weight * share, axis=-1, keepdims=True)
     norm = -tau * _power(total, 1.0 / power)
     # sum(share ** (q - 1)) / total ** ((q - 1) / q): the norm's slope.

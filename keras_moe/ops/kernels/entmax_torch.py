@@ -27,8 +27,11 @@ def _newton_step(rest, tau, power):
         # By far the fastest sums of squares and of numbers on a CPU.
         norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
         return norm.square().sub_(norm).div_(rest.sum(dim=-1, keepdim=True))
+    if power == 1:
+        chosen = rest.sign().sum(dim=-1, keepdim=True)
+        return rest.sum(dim=-1, keepdim=True).sub_(1.0).div_(chosen)
     share = rest / -tau
-    weight = share.sign() if power == 1 else share.pow(power - 1.0)
+    weight = share.pow(power - 1.0)
     total = share.mul_(weight).sum(dim=-1, keepdim=True)
     slope = weight.sum(dim=-1, keepdim=True) / total.pow((power - 1.0) / power)
     return (total.pow(1.0 / power).mul_(-tau)).sub_(1.0).div_(slope)
