@@ -25,6 +25,7 @@ from keras_moe.analysis.report.section import (
     Table,
     Verdict,
 )
+from keras_moe.analysis.report.sections.confidence import Confidence
 from keras_moe.analysis.report.sections.entropies import EntropySums
 from keras_moe.analysis.report.subject import make_subject
 from keras_moe.ops import Routing
@@ -90,6 +91,9 @@ def test_a_classifier_computes_its_backbone_once(monkeypatch, head):
     if head is not None:
         head = layers.MuMoE(3, num_experts=2, rank=2)
     model = small_model(head=head)
+    for weight in model.weights:
+        if "variance" in weight.path:
+            weight.assign(keras.ops.abs(weight))
     expected = keras.Model(model.input, [model.output, model.routing]).predict(
         pixels := images(2, 16, 8, 3), verbose=0
     )
@@ -234,6 +238,19 @@ def test_counts_by_hand():
     both = LayerCounts.together("layer", [counts, counts])
     assert both.served.tolist() == [2, 2, 0]
     assert (both.tokens, both.block.key) == (6, "layer")
+
+
+@pytest.mark.backend_free
+def test_confidence_by_hand(model):
+    subject = make_subject(model)._replace(blocks={"b": block_of(2)})
+    section = Confidence(subject, Options())
+    gates = [[0.9, 0.1], [0.6, 0.4], [0.5, 0.5], [0.2, 0.8], [1.0, 0.0]]
+    # The last token is padding.
+    section.update(one_batch(gates, gates, [True, True, True, True, False]))
+    quartiles = section.finish().data["b"]
+    # Bins of half a hundredth.
+    expected = {"lower_quartile": 0.5, "median": 0.6, "upper_quartile": 0.8}
+    assert quartiles == pytest.approx(expected, abs=0.006)
 
 
 @pytest.mark.backend_free

@@ -160,7 +160,11 @@ def test_images_fill_groups_and_the_rest_is_left_out():
     assert queues.group_tokens == 6
     assert queues.places.shape == (4, 3, 2)
     assert queues.places[:, :, 0].ravel().tolist() == [*range(6), *range(6)]
-    # A batch smaller than a group is one.
+    assert queues.left_out == 1
+    # A last batch that is smaller than a group is left out, and a first one is a group.
+    queues = layer.read(batch({"block_1": record(GATES)}))
+    assert (len(queues.places), queues.left_out) == (0, 1)
+    (layer,) = queues_of_layers(about, ("token_choice",))
     assert layer.read(batch({"block_1": record(GATES)})).group_tokens == 3
 
 
@@ -248,7 +252,8 @@ def test_a_page_says_which_drops_are_approximate(router, group_size, expected):
     routing = {key: record(GATES) for key in blocks}
     made = contents(about._replace(blocks=blocks), batch(routing, (1, 2)))
     for section in {*made} & {Priorities, DroppedPatches}:
-        texts = [x for x in made[section].body if isinstance(x, str)]
+        groups, *texts = [x for x in made[section].body if isinstance(x, str)]
+        assert "1 example" in groups
         assert len(texts) == (expected is not None)
         if expected:
             assert texts[0].startswith("block_1, block_3: dropped tokens are approx")

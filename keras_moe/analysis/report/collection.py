@@ -3,50 +3,19 @@
 Axes: B batch, N tokens, E experts.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import numpy as np
 
+from keras_moe.analysis.report.examples import all_examples, joined
 from keras_moe.analysis.report.section import Batch, Subject
 from keras_moe.checks import check_integer
 from keras_moe.processes import predict_batch
 
-CAPTIONS = "captions"
-
-
-class Examples(NamedTuple):
-    """Some examples as the data has them.
-
-    Attributes:
-        inputs: the model's inputs, arrays by name or one of images.
-        captions: texts, or None.
-        labels: integers (B,), or None.
-    """
-
-    inputs: Any
-    captions: list[str] | None
-    labels: np.ndarray | None
-
-    def part(self, start: int, stop: int) -> "Examples":
-        """The examples of a range.
-
-        Args:
-            start: number of the first one.
-            stop: number behind the last one.
-        """
-        rows = slice(start, stop)
-        return Examples(
-            keras.tree.map_structure(lambda x: x[rows], self.inputs),
-            None if self.captions is None else self.captions[rows],
-            None if self.labels is None else self.labels[rows],
-        )
-
-    @property
-    def size(self) -> int:
-        """B."""
-        return len(keras.tree.flatten(self.inputs)[0])
+# Examples of arrays that are prepared at once.
+_AT_ONCE = 256
 
 
 class Collection:
@@ -99,10 +68,12 @@ class Collection:
         """The examples in batches of the batch size; the last one may be smaller."""
         left = self.max_examples
         waiting = None
-        for examples in all_examples(data, self.subject):
+        # Whole batches, and not too few examples at once.
+        at_once = self.batch_size * max(_AT_ONCE // self.batch_size, 1)
+        for examples in all_examples(data, self.subject, at_once):
             if not examples.size:
                 continue
-            waiting = examples if waiting is None else _joined(waiting, examples)
+            waiting = examples if waiting is None else joined(waiting, examples)
             while waiting.size >= self.batch_size:
                 if left is not None and left <= self.batch_size:
                     break
@@ -121,26 +92,31 @@ class Collection:
         images, ids = inputs, None
         if isinstance(inputs, dict):
             images, ids = inputs.get("images"), inputs.get("token_ids")
+        routing, finite = {}, {}
+        for key, record in records["routing"].items():
+            routing[key], is_finite = _without_broken(record)
+            if not is_finite.all():
+                finite[key] = is_finite
         masks = {}
         for modality in subject.modalities:
             masks[modality] = self._mask(modality, inputs, records["routing"])
         words = None if ids is None else words_of(subject.model, ids, masks["text"])
         captions = examples.captions
-        if captions is None and words is not None:
-            captions = _joined_words(subject.model, np.asarray(ids), words)
+        if words is not None and (captions is None or None in captions):
+            texts = _joined_words(subject.model, np.asarray(ids), words)
+            captions = captions or [None] * len(texts)
+            captions = [y if x is None else x for x, y in zip(captions, texts)]
         return Batch(
             start=self.num_examples,
-            images=None if images is None else np.asarray(images, "float32"),
+            images=None if images is None else _finite_pixels(images),
             captions=captions,
             words=words,
             masks=masks,
             labels=examples.labels,
-            routing={
-                key: record_class(**{k: np.asarray(x) for k, x in record.items()})
-                for key, record in records["routing"].items()
-            },
+            routing={key: record_class(**x) for key, x in routing.items()},
             outputs=np.asarray(records["outputs"]) if self._has_logits else None,
             shared={},
+            finite=finite or None,
         )
 
     def _mask(self, modality, inputs, records):
@@ -171,6 +147,27 @@ def _symbols(model):
     behind = keras.Model(pooler.input, behind)(model.backbone.output)
     symbols["outputs"] = behind.pop("outputs")
     return {**symbols, "routing": {**routing, **behind}}
+
+
+def _without_broken(record):
+    """A record with zeros for tokens that are not finite, and which are: (B, N)."""
+    record = {name: np.asarray(x) for name, x in record.items()}
+    # Logits may well be minus infinity, for experts that are gone; and plans of them.
+    is_finite = ~np.isnan(record["affinity"]).any(axis=-1)
+    for name in ("gates", "dispatched", "combined"):
+        is_finite &= np.isfinite(record[name]).all(axis=-1)
+    if not is_finite.all():
+        broken = ~is_finite
+        for name, x in record.items():
+            record[name] = x = np.array(x)
+            x[broken] = 0.0
+    return record, is_finite
+
+
+def _finite_pixels(images):
+    """Images that can be drawn."""
+    images = np.asarray(images, "float32")
+    return np.nan_to_num(images, nan=0.0, posinf=1.0, neginf=-1.0)
 
 
 class _Records(keras.Model):
@@ -213,171 +210,3 @@ def _joined_words(model, token_ids, words):
         " ".join(word for id, word in zip(ids, row) if word and id not in special)
         for ids, row in zip(token_ids.tolist(), words)
     ]
-
-
-def all_examples(data: Any, subject: Subject) -> Iterator[Examples]:
-    """The examples of data of any kind, as its batches come.
-
-    Args:
-        data: argument of `keras_moe.analysis.report`.
-        subject: model.
-
-    Raises:
-        ValueError: if the data does not fit the model.
-    """
-    if _is_examples(data):
-        yield _examples(data, subject)
-        return
-    for batch in _iterable(data):
-        yield _examples(batch, subject)
-
-
-def _is_examples(data):
-    """Whether data are arrays, and no iterable of batches."""
-    if isinstance(data, dict) or hasattr(data, "shape"):
-        return True
-    # A pair of arrays is one of images and labels, or captions; a list is of batches.
-    return isinstance(data, tuple) and len(data) > 1 and _is_examples(data[0])
-
-
-def array_length(data: Any) -> int | None:
-    """The number of examples of arrays; None for batches, which may have any.
-
-    Args:
-        data: argument of `keras_moe.analysis.report`.
-    """
-    if not _is_examples(data):
-        return None
-    inputs = data[0] if isinstance(data, tuple) else data
-    return len(next(iter(inputs.values())) if isinstance(inputs, dict) else inputs)
-
-
-def _iterable(data) -> Iterable:
-    if isinstance(data, keras.utils.PyDataset):
-        return (data[index] for index in range(data.num_batches or len(data)))
-    if not hasattr(data, "__iter__"):
-        raise ValueError(
-            "Expected arrays, or an iterable of batches of them; received: "
-            f"{type(data).__name__}"
-        )
-    return data
-
-
-def _examples(batch, subject):
-    """The examples of one batch: inputs, `(inputs, labels)`, or with weights."""
-    inputs, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
-    second = others[0] if others else None
-    captions = None
-    if "text" in subject.modalities:
-        inputs, captions, second = _of_texts(inputs, second, subject)
-    elif isinstance(inputs, dict) and "images" in inputs:
-        inputs = inputs["images"]
-    inputs = keras.tree.map_structure(_array, inputs)
-    _check_shapes(inputs, subject.model.input)
-    examples = Examples(inputs, captions, _integers(second))
-    sizes = {len(x) for x in keras.tree.flatten(inputs)}
-    sizes |= {len(x) for x in examples[1:] if x is not None}
-    if len(sizes) > 1:
-        raise ValueError(
-            "Expected as many labels and captions as inputs; received: lengths "
-            f"{sorted(sizes)}"
-        )
-    if len(others) > 1 and others[1] is not None:
-        # Padding of a last batch has no weight.
-        kept = np.asarray(others[1]).reshape(len(others[1]), -1).any(axis=1)
-        examples = _chosen(examples, np.flatnonzero(kept))
-    return examples
-
-
-def _check_shapes(inputs, expected):
-    """Raises ValueError for inputs of other shapes than the model's.
-
-    On JAX a failed prediction would leave the model without its weights.
-    """
-    if not isinstance(inputs, dict):
-        inputs = {"images": inputs}
-    if not isinstance(expected, dict):
-        expected = {"images": expected}
-    for name, symbol in expected.items():
-        shape = tuple(inputs[name].shape)
-        fits = len(shape) == len(symbol.shape) and all(
-            size in (None, actual) for size, actual in zip(symbol.shape, shape)
-        )
-        if not fits:
-            wanted = ", ".join(str(x or "any") for x in symbol.shape[1:])
-            raise ValueError(
-                f"Expected {name} of shape (batch, {wanted}); received: shape={shape}"
-            )
-
-
-def _of_texts(inputs, second, subject):
-    """The inputs of a model of texts, with captions, and labels."""
-    captions = None
-    if not isinstance(inputs, dict):
-        inputs, captions, second = {"images": inputs}, second, None
-    inputs = dict(inputs)
-    captions = inputs.pop(CAPTIONS, captions)
-    if captions is not None:
-        # Strings of TensorFlow become bytes.
-        captions = captions.numpy() if hasattr(captions, "numpy") else captions
-        captions = [_string(caption) for caption in captions]
-        tokenizer = getattr(subject.model, "preprocessor", None)
-        if "token_ids" not in inputs:
-            if not callable(tokenizer):
-                raise ValueError(
-                    "Expected token_ids and padding_mask, or a model with a "
-                    "TextTokenizer for captions; received: captions, "
-                    f"preprocessor={tokenizer!r}"
-                )
-            inputs |= tokenizer(captions)
-    names = list(subject.model.input)
-    if missing := [name for name in names if name not in inputs]:
-        raise ValueError(
-            f"Expected inputs {names}, or images and captions; received: "
-            f"{sorted(inputs)} without {missing}"
-        )
-    return {name: inputs[name] for name in names}, captions, second
-
-
-def _array(x):
-    return np.asarray(keras.ops.convert_to_numpy(x) if keras.ops.is_tensor(x) else x)
-
-
-def _string(caption):
-    if isinstance(caption, bytes):
-        return caption.decode("utf-8", "replace")
-    return str(caption)
-
-
-def _integers(labels):
-    """Labels (B,) as integers, those of one-hot vectors too; None for others."""
-    if labels is None or isinstance(labels, dict):
-        return None
-    labels = _array(labels)
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.ndim == 1 and labels.dtype.kind in "iub":
-        return labels.astype("int64")
-    if labels.ndim == 2 and ((labels == 1).sum(axis=1) == 1).all():
-        return labels.argmax(axis=1)
-    return None
-
-
-def _chosen(examples, rows):
-    return Examples(
-        keras.tree.map_structure(lambda x: x[rows], examples.inputs),
-        None if examples.captions is None else [examples.captions[i] for i in rows],
-        None if examples.labels is None else examples.labels[rows],
-    )
-
-
-def _joined(first, second):
-    captions = labels = None
-    if first.captions is not None and second.captions is not None:
-        captions = first.captions + second.captions
-    if first.labels is not None and second.labels is not None:
-        labels = np.concatenate([first.labels, second.labels])
-    inputs = keras.tree.map_structure(
-        lambda a, b: np.concatenate([a, b]), first.inputs, second.inputs
-    )
-    return Examples(inputs, captions, labels)

@@ -10,6 +10,18 @@ import numpy as np
 from keras_moe.analysis.entropy import entropy
 from keras_moe.analysis.report.section import Batch, Block
 
+# Classes that are counted one by one: memory must not grow with the largest label.
+MAX_CLASSES = 1000
+
+
+def rows_of_classes(labels: np.ndarray) -> np.ndarray:
+    """Boolean (B,), True for examples that are counted by their class.
+
+    Args:
+        labels: integers (B,), negative without a class.
+    """
+    return (labels >= 0) & (labels < MAX_CLASSES)
+
 
 class LayerCounts:
     """The work of the experts in one routing record.
@@ -20,6 +32,7 @@ class LayerCounts:
     Attributes:
         tokens: number of tokens.
         unserved: number of tokens that no expert served.
+        broken: number of further tokens, whose gates or weights are not finite.
         served: float64 (E,), numbers of tokens that the experts served.
         mass: float64 (E,), sums of the experts' weights in these tokens' outputs.
         demand: float64 (E,), numbers of tokens that chose the experts, with those
@@ -44,7 +57,7 @@ class LayerCounts:
 
     def __init__(self, block: Block):
         self.block = block
-        self.tokens = self.unserved = 0
+        self.tokens = self.unserved = self.broken = 0
         self.served, self.mass, self.demand = np.zeros((3, block.num_experts))
 
     def update(self, batch: Batch) -> None:
@@ -56,6 +69,7 @@ class LayerCounts:
         record, counts = batch.routing[self.block.key], batch.mask_of(self.block)
         served = record.dispatched[counts]
         self.tokens += len(served)
+        self.broken += batch.num_broken(self.block)
         self.unserved += int((served.sum(axis=1) == 0).sum())
         self.served += served.sum(axis=0, dtype="float64")
         self.mass += record.combined[counts].sum(axis=0, dtype="float64")
@@ -73,6 +87,7 @@ class LayerCounts:
         for part in parts:
             total.tokens += part.tokens
             total.unserved += part.unserved
+            total.broken += part.broken
             total.served += part.served
             total.mass += part.mass
             total.demand += part.demand

@@ -35,13 +35,23 @@ def health_verdicts(layers: list[LayerCounts]) -> list[Verdict]:
     """
     verdicts = []
     for counts in layers:
+        if counts.broken:
+            share = counts.broken / (counts.broken + counts.tokens)
+            text = f"{share:.0%}" if share >= 0.01 else "less than 1%"
+            verdicts.append(
+                Verdict(
+                    "problem",
+                    f"{counts.block.key}: {text} of tokens have gates that are not "
+                    "finite. The report leaves them out.",
+                )
+            )
         if counts.tokens and counts.work.sum() > 0:
             verdicts += _of_layer(counts)
         elif counts.tokens:
             verdicts.append(
                 Verdict("problem", f"{counts.block.key}: no expert serves a token.")
             )
-        else:
+        elif not counts.broken:
             verdicts.append(
                 Verdict("notice", f"{counts.block.key}: the data has no token for it.")
             )

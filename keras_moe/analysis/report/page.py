@@ -15,6 +15,8 @@ from keras_moe.analysis.report.section import (
 )
 
 _FOLDER = Path(__file__).parent
+# The largest page: what many mail programs send, and phones show at once.
+MAX_BYTES = 2_000_000
 
 
 class Chapter(NamedTuple):
@@ -50,25 +52,65 @@ def page_html(subject: Subject, chapters: list[Chapter], facts: dict[str, Any]) 
     )
     environment.filters["figure"] = _figure
     script = _FOLDER / "report.js"
-    return environment.get_template("page.html").render(
-        subject=subject,
-        # Problems are read first.
-        levels=LEVELS[::-1],
-        facts=facts,
-        chapters=[
-            {
-                "title": section.title,
-                "anchor": section.anchor,
-                "intro": section.intro,
-                "parts": _parts(content.body),
-                "verdicts": content.verdicts,
-            }
-            for section, content in chapters
-        ],
-        css=(_FOLDER / "report.css").read_text(encoding="utf-8"),
-        script=script.read_text(encoding="utf-8") if script.is_file() else "",
-        version=__version__,
-    )
+    parts = [
+        {
+            "title": section.title,
+            "anchor": section.anchor,
+            "intro": section.intro,
+            "parts": _parts(content.body),
+            "verdicts": content.verdicts,
+        }
+        for section, content in chapters
+    ]
+
+    def render():
+        return environment.get_template("page.html").render(
+            subject=subject,
+            # Problems are read first.
+            levels=LEVELS[::-1],
+            facts=facts,
+            chapters=parts,
+            css=(_FOLDER / "report.css").read_text(encoding="utf-8"),
+            script=script.read_text(encoding="utf-8") if script.is_file() else "",
+            version=__version__,
+        )
+
+    page, left_out = render(), 0
+    while (excess := len(page.encode("utf-8")) - MAX_BYTES) > 0:
+        if not (number := _leave_out(parts, excess)):
+            break
+        left_out += number
+        facts = {**facts, "pictures left out for the page's size": left_out}
+        page = render()
+    return page
+
+
+def _leave_out(chapters, excess):
+    """Leaves pictures out of the longest chapters, and returns their number."""
+    pieces = [
+        [
+            piece
+            for part in chapter["parts"]
+            for piece in part.get("figures", [part])
+            if _markup(piece)
+        ]
+        for chapter in chapters
+    ]
+    number = 0
+    while excess > 0 and any(pieces):
+        longest = max(pieces, key=lambda own: sum(len(_markup(x)) for x in own))
+        piece = max(longest, key=lambda x: len(_markup(x)))
+        longest.remove(piece)
+        excess -= len(_markup(piece))
+        number += 1
+        place = f"it is in {piece['file']}" if "file" in piece else "it is left out"
+        text = f"The page has no room for this picture: {place}."
+        piece.update(kind="text", text=text, svg="", markup="")
+    return number
+
+
+def _markup(piece):
+    return piece.get("svg") or piece.get("markup") or ""
 
 
 def import_jinja2() -> Any:
@@ -145,5 +187,6 @@ def _drawn(figure):
         "svg": markupsafe.Markup(figure_svg(figure.drawing)),
         "alt": figure.alt,
         "caption": figure.caption,
+        "file": f"{figure.name}.png",
         "width": figure.drawing.get_size_inches()[0],
     }

@@ -3,6 +3,7 @@
 Axes: B batch, N tokens, E experts.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy as np
 from keras_moe.analysis.expert_queues import expert_queues
 from keras_moe.analysis.report.section import Batch, Block, Subject
 from keras_moe.ops import heterogeneous_capacity
+
+# A batch grows for whole groups at most so many times.
+_MOST_TIMES = 4
 
 
 class Queues(NamedTuple):
@@ -21,6 +25,8 @@ class Queues(NamedTuple):
         counts: boolean (B, N), False for padding.
         gates: float32 (B, N), the largest gate of each token.
         runs: slices of N by modality.
+        group_size: number of examples of a group.
+        left_out: number of examples of the batch that fill no group.
     """
 
     places: np.ndarray
@@ -28,6 +34,8 @@ class Queues(NamedTuple):
     counts: np.ndarray
     gates: np.ndarray
     runs: dict[str, slice]
+    group_size: int
+    left_out: int
 
 
 class LayerQueues:
@@ -44,6 +52,8 @@ class LayerQueues:
         backbone = getattr(model, "backbone", model)
         layer = backbone.get_layer(blocks[0].block).feed_forward
         self.router, self._group_size = layer.router, layer.group_size
+        # Examples of a group, which the first batch decides.
+        self._images = None
         # A pruned layer has fewer experts than its record.
         self.num_experts = layer.router.num_experts
         self.selected = blocks[0].num_selected_experts
@@ -87,8 +97,9 @@ class LayerQueues:
     def read(self, batch: Batch) -> Queues:
         """The queues of a batch, whose tokens compete as they do in training.
 
-        Successive images fill groups; images behind the last whole group are left out,
-        unless the batch is smaller than a group. All sections share them.
+        Successive images fill groups. If the first batch is smaller than a group, it
+        stands for one; images behind the last whole group are left out. All sections
+        share them.
 
         Args:
             batch: examples and their routing.
@@ -101,19 +112,14 @@ class LayerQueues:
             record = batch.routing[block.key]
             tokens = record.affinity.shape[1]
             records.append(record)
-            shape = record.affinity.shape[:2]
-            mask = batch.masks.get(block.modality)
-            counts.append(
-                np.ones(shape, bool)
-                if mask is None or mask.shape != shape
-                else np.asarray(mask, bool)
-            )
+            counts.append(batch.mask_of(block))
             runs[block.modality] = slice(length, length + tokens)
             length += tokens
         size = len(records[0].affinity)
-        per_group = size
-        if self._group_size is not None:
-            per_group = min(max(self._group_size // length, 1), size)
+        per_group, wanted = size, self.images_of(length)
+        if wanted is not None:
+            self._images = self._images or min(wanted, size)
+            per_group = self._images
         used = size // per_group * per_group
         affinity, gates = (
             np.concatenate([getattr(record, field)[:used] for record in records], 1)
@@ -123,14 +129,34 @@ class LayerQueues:
         kept = self._kept()
         if getattr(self.router, "method", None) == "router_pred_top_k":
             affinity = np.where(kept, affinity, -np.inf)
-        places = expert_queues(
-            affinity,
-            self.selected if self.chooses else None,
-            self._priority(affinity.shape[:2], runs),
-            per_group,
+        places = np.zeros(affinity.shape, "int32")
+        if used:
+            places = expert_queues(
+                affinity,
+                self.selected if self.chooses else None,
+                self._priority(affinity.shape[:2], runs),
+                per_group,
+                counts,
+            )
+        return Queues(
+            places,
+            per_group * length,
             counts,
+            gates.max(axis=-1),
+            runs,
+            per_group,
+            size - used,
         )
-        return Queues(places, per_group * length, counts, gates.max(axis=-1), runs)
+
+    def images_of(self, length: int) -> int | None:
+        """The number of images whose tokens compete in training, or None for a batch.
+
+        Args:
+            length: number of tokens of an example in this layer.
+        """
+        if self._group_size is None:
+            return None
+        return max(self._group_size // length, 1)
 
     def capacities(self, group_tokens: int, factor: float | None = None) -> np.ndarray:
         """The capacity of each expert, integers (E,).
@@ -183,6 +209,83 @@ class LayerQueues:
             if (run := runs.get(names[modality])) is not None:
                 ranks[:, run] = rank
         return ranks
+
+
+class Groups:
+    """The groups in which a section has read the queues of layers.
+
+    Args:
+        layers: queues of a model's layers.
+    """
+
+    def __init__(self, layers: list[LayerQueues]):
+        self.layers = layers
+        self._sizes, self._tokens, self._examples = {}, {}, 0
+        self._left_out = dict.fromkeys((layer.name for layer in layers), 0)
+
+    def add(self, layer: LayerQueues, queues: Queues) -> None:
+        """Adds a layer's queues of a batch.
+
+        Args:
+            layer: the layer.
+            queues: result of its `read`.
+        """
+        self._sizes.setdefault(layer.name, queues.group_size)
+        self._tokens[layer.name] = queues.group_tokens // queues.group_size
+        self._left_out[layer.name] += queues.left_out
+        if layer is self.layers[0]:
+            self._examples += len(queues.places) + queues.left_out
+
+    def paragraphs(self) -> list[str]:
+        """Sentences on the groups, and on the examples that fill none."""
+        # Layers differ in their names alone.
+        alike = {}
+        for layer in self.layers:
+            if layer.name in self._sizes:
+                alike.setdefault(self._sentence(layer), []).append(layer.name)
+        if len(alike) == 1:
+            return [text[0].upper() + text[1:] for text in alike]
+        return [f"{', '.join(names)}: {text}" for text, names in alike.items()]
+
+    def _sentence(self, layer):
+        size, tokens = self._sizes[layer.name], self._tokens[layer.name]
+        wanted = layer.images_of(tokens)
+        examples = "1 example" if size == 1 else f"{size:,} examples"
+        if wanted is None:
+            return f"training groups whole batches; here these have {examples}."
+        text = f"the tokens of {examples} compete, as in training."
+        if size < wanted:
+            text = (
+                f"the tokens of {examples} compete here, and of {wanted:,} in "
+                "training, which a larger batch_size shows."
+            )
+        if left_out := self._left_out[layer.name]:
+            text += (
+                f" {left_out:,} of {self._examples:,} examples at the end fill no "
+                "group, and are left out here."
+            )
+        return text
+
+
+def whole_groups(subject: Subject, batch_size: int) -> int:
+    """A batch size near another one in which groups of training are whole.
+
+    Args:
+        subject: model that is reported on.
+        batch_size: number of examples; it becomes smaller, or up to four times as large
+            where it is smaller than a group.
+    """
+    sizes = set()
+    for layer in queues_of_layers(subject, ("token_choice", "expert_choice")):
+        shapes = [subject.model.routing[b.key].dispatched.shape for b in layer.blocks]
+        lengths = [shape[1] for shape in shapes]
+        if None not in lengths and (size := layer.images_of(sum(lengths))) is not None:
+            sizes.add(size)
+    largest, all_whole = max(sizes, default=1), math.lcm(*sizes)
+    if largest > batch_size:
+        return largest if largest <= _MOST_TIMES * batch_size else batch_size
+    step = all_whole if all_whole <= batch_size else largest
+    return batch_size // step * step
 
 
 def approximations(layers: list[LayerQueues]) -> list[str]:

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_moe.analysis.plots.figure import write_figure
-from keras_moe.analysis.report.collection import Collection, array_length
+from keras_moe.analysis.report.collection import Collection
+from keras_moe.analysis.report.examples import array_length
 from keras_moe.analysis.report.page import Chapter, import_jinja2, page_html
+from keras_moe.analysis.report.queues import whole_groups
 from keras_moe.analysis.report.reservoir import checked_numbers
 from keras_moe.analysis.report.section import (
     LEVELS,
@@ -21,6 +23,7 @@ from keras_moe.analysis.report.section import (
     Verdict,
 )
 from keras_moe.analysis.report.subject import make_subject
+from keras_moe.checks import check_integer
 from keras_moe.files import is_plain_file, write_json, write_text
 from keras_moe.staging import staged_folder
 
@@ -75,7 +78,8 @@ def report(
         folder: new folder for the report, or that of an older one, which it replaces.
         name: name of the model for the title; None is the model's own.
         class_names: names of the classes of labels; None takes the preprocessor's.
-        batch_size: number of examples that are routed at once.
+        batch_size: number of examples that are routed at once; a smaller one, or up to
+            four times as many, where groups of training would be divided.
         max_examples: number of examples after which the report ends; None for all.
         sections: sections in reading order; None for
             `keras_moe.analysis.report.sections.SECTIONS`. Those that do not fit the
@@ -118,7 +122,9 @@ def report(
         )
     sections = [section(subject, options) for section in chosen]
     bar = keras.utils.Progbar(max_examples, unit_name="example") if verbose else None
-    collection = Collection(subject, batch_size, max_examples, bar and bar.update)
+    # Tokens of a batch then compete as they do in training.
+    at_once = whole_groups(subject, check_integer("batch_size", batch_size))
+    collection = Collection(subject, at_once, max_examples, bar and bar.update)
     for batch in collection.batches(data):
         for section in sections:
             section.update(batch)
@@ -182,10 +188,16 @@ def _is_report(folder):
     return is_plain_file(folder, PAGE) and is_plain_file(folder, DATA)
 
 
+def _is_picture(name):
+    """Whether it is a name that pictures of reports have."""
+    return isinstance(name, str) and name.endswith(".png") and name == Path(name).name
+
+
 def _is_own(folder):
     """A function that tells whether a file belongs to the report in a folder."""
     names = {PAGE, DATA}
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         text = (Path(folder).expanduser() / DATA).read_text(encoding="utf-8")
-        names.update(json.loads(text)["pictures"])
+        # A name in a list that others wrote is no reason to delete a file of theirs.
+        names.update(filter(_is_picture, json.loads(text)["pictures"]))
     return lambda path: path.name in names

@@ -123,6 +123,8 @@ class Batch(NamedTuple):
             one, see `keras_moe.analysis.patches`.
         outputs: float32 (B, classes), the logits of a classifier, or None.
         shared: results that several sections read, by name, or None; see `once`.
+        finite: boolean (B, N) by key, False for tokens whose record has NaN or
+            infinite numbers, for which `routing` has zeros; None if there are none.
     """
 
     start: int
@@ -134,6 +136,7 @@ class Batch(NamedTuple):
     routing: dict[str, Any]
     outputs: np.ndarray | None
     shared: dict[Any, Any] | None = None
+    finite: dict[str, np.ndarray] | None = None
 
     @property
     def size(self) -> int:
@@ -141,14 +144,34 @@ class Batch(NamedTuple):
         return len(next(iter(self.routing.values())).dispatched)
 
     def mask_of(self, block: Block) -> np.ndarray:
-        """Boolean (B, N), True for the rows of a record that count.
+        """Boolean (B, N), True for the rows of a record that count and are finite.
 
         Args:
             block: description of the record.
         """
-        if block.is_of_tokens:
-            return self.masks[block.modality]
-        return np.ones(self.routing[block.key].dispatched.shape[:2], bool)
+        mask = self._tokens_of(block)
+        if not self.finite or block.key not in self.finite:
+            return mask
+        return mask & self.finite[block.key]
+
+    def num_broken(self, block: Block) -> int:
+        """The number of tokens of a record that are not finite.
+
+        Args:
+            block: description of the record.
+        """
+        if not self.finite or block.key not in self.finite:
+            return 0
+        return int((self._tokens_of(block) & ~self.finite[block.key]).sum())
+
+    def _tokens_of(self, block):
+        """Boolean (B, N), False for padding."""
+        shape = self.routing[block.key].dispatched.shape[:2]
+        mask = self.masks.get(block.modality) if block.is_of_tokens else None
+        # Records of layers that merge tokens have rows of their own.
+        if mask is None or mask.shape != shape:
+            return np.ones(shape, bool)
+        return np.asarray(mask, bool)
 
     def once(self, name: Any, make: Callable[[], Any]) -> Any:
         """A result that sections share, made by the first that asks for it.

@@ -5,6 +5,7 @@ Axes: E experts, K selected experts.
 
 from typing import Any
 
+from keras_moe.analysis.report.inputs import plain_text, shortened
 from keras_moe.analysis.report.section import PRUNED, Block, Subject
 
 IMAGE, TEXT = "image", "text"
@@ -38,14 +39,19 @@ def make_subject(
         class_names = getattr(preprocessor, "class_names", None)
     return Subject(
         model,
-        str(name if name is not None else model.name),
+        _shown(model.name if name is None else name),
         blocks,
         _grid(backbone) if takes_images else None,
-        None if class_names is None else tuple(str(x) for x in class_names),
+        None if class_names is None else tuple(map(_shown, class_names)),
         tuple(
             x for x, is_taken in ((IMAGE, takes_images), (TEXT, takes_text)) if is_taken
         ),
     )
+
+
+def _shown(name):
+    """A name as pages, pictures and files can hold it."""
+    return shortened(plain_text(name if isinstance(name, bytes) else str(name)))
 
 
 def _modalities(model):

@@ -18,6 +18,7 @@ from keras_moe.analysis.plots.compute_allocation import (
     draw_routing_scores,
 )
 from keras_moe.analysis.plots.kind_maps import draw_kind_maps
+from keras_moe.analysis.report.best_tokens import MAX_WORDS
 from keras_moe.analysis.report.reservoir import Reservoir, examples_to_show
 from keras_moe.analysis.report.section import (
     Batch,
@@ -66,11 +67,13 @@ class Compute(Section):
         # Sums and sums of squares of the two highest gates.
         self._moments = {key: np.zeros((2, 2)) for key in self._blocks}
         self._maps, self._image, self._words = {}, 0.0, defaultdict(lambda: [0, 0.0])
+        # Examples whose tokens are finite in all layers.
+        self._complete = 0
         self._examples = examples_to_show(options)
         self._scores = Reservoir(_SCORED, options.seed)
 
     def update(self, batch: Batch) -> None:
-        by_token = defaultdict(list)
+        by_token, complete = defaultdict(list), np.ones(batch.size, bool)
         highest = {}
         for key, block in self._blocks.items():
             record, kinds = batch.routing[key], self._kinds[key]
@@ -85,37 +88,38 @@ class Compute(Section):
                 [served[..., part].sum(axis=-1) for part in kinds.slices().values()], -1
             )
             by_token[block.modality].append(by_kind)
+            if batch.finite and key in batch.finite:
+                complete &= batch.finite[key].all(axis=1)
         means = {modality: np.mean(x, axis=0) for modality, x in by_token.items()}
-        self._add_images(batch, means)
-        self._add_words(batch, means)
+        self._add_images(batch, means, np.flatnonzero(complete))
+        self._add_words(batch, means, complete)
         masks = {key: batch.mask_of(block) for key, block in self._blocks.items()}
         self._scores.offer(
             batch.size,
             lambda place: {k: highest[k][place][masks[k][place]] for k in highest},
         )
 
-    def _add_images(self, batch, means):
+    def _add_images(self, batch, means, complete):
         if "image" not in means or self.subject.grid is None:
             return
         maps = of_patches(means["image"], self.subject.grid)
-        self._maps = self._maps + maps.sum(axis=0) if self._seen else maps.sum(axis=0)
-        self._image = self._image + batch.images.sum(axis=0, dtype="float64")
+        own = maps[complete].sum(axis=0)
+        self._maps = self._maps + own if self._complete else own
+        self._image = self._image + batch.images[complete].sum(axis=0, dtype="float64")
+        self._complete += len(complete)
         ffn = maps[..., 0].reshape(-1, *self.subject.grid)
         self._examples.offer(
             batch.size,
             lambda place: (np.array(batch.images[place]), np.array(ffn[place])),
         )
 
-    @property
-    def _seen(self):
-        return self._examples.seen
-
-    def _add_words(self, batch, means):
+    def _add_words(self, batch, means, complete):
         if "text" not in means or batch.words is None:
             return
-        for words, counts in zip(batch.words, means["text"][..., 0].tolist()):
-            for word, count in zip(words, counts):
-                if word:
+        rows = zip(batch.words, means["text"][..., 0].tolist(), complete)
+        for words, counts, is_complete in rows:
+            for word, count in zip(words, counts) if is_complete else ():
+                if word and (word in self._words or len(self._words) < MAX_WORDS):
                     entry = self._words[word]
                     entry[0] += 1
                     entry[1] += count
@@ -144,7 +148,8 @@ class Compute(Section):
             },
             "words": {word: [n, total / n] for word, (n, total) in self._top_words()},
         }
-        return Content(body, data, [self._verdict(loads)])
+        has_tokens = any(self._tokens.values())
+        return Content(body, data, [self._verdict(loads)] if has_tokens else [])
 
     def _load_figure(self, loads):
         parts = [f"{key} {load.shares['ffn']:.0%}" for key, load in loads.items()]
@@ -217,7 +222,7 @@ class Compute(Section):
         )
 
     def _image_figures(self):
-        if not self._seen:
+        if not self._complete:
             return []
         kept, figures = self._examples.kept, []
         selected = max(b.num_selected_experts or 1 for b in self._blocks.values())
@@ -236,13 +241,13 @@ class Compute(Section):
                     f"compute_maps_{start // _IMAGES + 1}",
                 )
             )
-        maps = self._maps / self._seen
+        maps = self._maps / self._complete
         by_kind = {
             kind: maps[:, place].reshape(1, *self.subject.grid)
             for place, kind in enumerate(KINDS)
             if any(kinds[place] for kinds in self._kinds.values())
         }
-        image = drawable(self._image / self._seen)[None]
+        image = drawable(self._image / self._complete)[None]
         parts = [
             f"{kind} {x.min():.2f} to {x.max():.2f}" for kind, x in by_kind.items()
         ]
@@ -250,8 +255,8 @@ class Compute(Section):
             Figure(
                 draw_kind_maps(image, by_kind),
                 f"Experts of each kind by place in the image: {', '.join(parts)}",
-                f"The mean of all {self._seen:,} images, and experts of each kind per "
-                "patch by its place. Each kind has colours of its own scale.",
+                f"The mean of all {self._complete:,} images, and experts of each kind "
+                "per patch by its place. Each kind has colours of its own scale.",
                 "compute_mean_maps",
             )
         )
@@ -273,9 +278,10 @@ class Compute(Section):
             for word, (count, total) in words
         )
         return [
-            f"The {len(words)} commonest of {len(self._words):,} words, each with the "
-            "mean number of FFN experts over layers; those with most compute come "
-            "first.",
+            f"The {len(words)} commonest of {len(self._words):,} words"
+            f"{' that are counted' if len(self._words) == MAX_WORDS else ''}, each "
+            "with the mean number of FFN experts over layers; those with most compute "
+            "come first.",
             Html(Markup('<p class="chips">{}</p>').format(chips)),
         ]
 

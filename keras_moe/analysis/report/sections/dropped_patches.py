@@ -10,7 +10,11 @@ from keras_moe.analysis.expert_queues import served_at
 from keras_moe.analysis.patches import of_patches
 from keras_moe.analysis.plots.figure import faded
 from keras_moe.analysis.plots.report_queues import draw_drops
-from keras_moe.analysis.report.queues import approximations, queues_of_layers
+from keras_moe.analysis.report.queues import (
+    Groups,
+    approximations,
+    queues_of_layers,
+)
 from keras_moe.analysis.report.section import (
     Batch,
     Content,
@@ -42,6 +46,7 @@ class DroppedPatches(Section):
     def __init__(self, subject, options):
         super().__init__(subject, options)
         self.layers = _layers_of_images(subject)
+        self.groups = Groups(self.layers)
         marked = {layer.capacity_factor for layer in self.layers} - {None}
         # A line has few marks, whatever the models' own factors are.
         self.factors = sorted({*_FACTORS, *options.capacities, *sorted(marked)[:4]})
@@ -59,7 +64,9 @@ class DroppedPatches(Section):
             return
         for number, layer in enumerate(self.layers):
             queues = layer.read(batch)
+            self.groups.add(layer, queues)
             run = queues.runs["image"]
+            counted = queues.counts[:, run]
             all_served = []
             for column, factor in enumerate(self.factors):
                 capacities = layer.capacities(queues.group_tokens, factor)
@@ -67,8 +74,8 @@ class DroppedPatches(Section):
                 chosen = (queues.places >= 0)[:, run]
                 all_served.append(served)
                 self.counts[number, column] += [
-                    served[..., 0].size,
-                    (~served.any(axis=-1)).sum(),
+                    counted.sum(),
+                    (counted & ~served.any(axis=-1)).sum(),
                     chosen.sum(),
                     (chosen & ~served).sum(),
                 ]
@@ -109,7 +116,7 @@ class DroppedPatches(Section):
         choices = self.counts[..., 3] / np.maximum(self.counts[..., 2], 1)
         shown = sorted(self.options.capacities)
         columns = [self.factors.index(factor) for factor in shown]
-        body = approximations(self.layers)
+        body = self.groups.paragraphs() + approximations(self.layers)
         body += [self._sprite(number, dropped) for number in self.drawn]
         marked = {layer.capacity_factor for layer in self.layers} - {None}
         caption = "Share of image tokens that get no expert at all, by capacity factor."

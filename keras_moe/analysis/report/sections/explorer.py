@@ -11,6 +11,7 @@ from markupsafe import Markup, escape
 
 from keras_moe.analysis.evenly_spaced import evenly_spaced
 from keras_moe.analysis.patches import of_patches
+from keras_moe.analysis.report.inputs import shortened
 from keras_moe.analysis.report.packed_routing import TokenRouting, pack, token_routing
 from keras_moe.analysis.report.reservoir import examples_to_show
 from keras_moe.analysis.report.routing_maps import (
@@ -31,8 +32,8 @@ _ENTRIES = DATA_BUDGET * 3 // 16
 _LAYERS, _EXPERTS = 12, 8
 # A reader has the others in the chooser.
 _MAPS = 36
-# The largest side of an image in pixels, and bytes of its file.
-_SIDE, _BYTES = 128, 16_000
+# The largest side of an image in pixels, and bytes of its file and of all files.
+_SIDE, _BYTES, _ALL_BYTES = 128, 16_000, 240_000
 
 
 class Example(NamedTuple):
@@ -129,11 +130,14 @@ class Explorer(Section):
         grid = self.subject.grid
         if grid is None:
             return Markup("")
+        most = min(_BYTES, _ALL_BYTES // max(len(examples), 1))
         images = Markup("").join(
             Markup(
                 '<image id="example-{}" width="{}" height="{}" href="{}" '
                 'preserveAspectRatio="none"/>'
-            ).format(number, CELL * grid[1], CELL * grid[0], image_uri(example.image))
+            ).format(
+                number, CELL * grid[1], CELL * grid[0], image_uri(example.image, most)
+            )
             for number, example in examples.items()
             if example.image is not None
         )
@@ -261,20 +265,26 @@ def kept_example(
     labels, outputs = batch.labels, batch.outputs
     return Example(
         None if batch.images is None else np.array(batch.images[place]),
-        None if batch.captions is None else batch.captions[place],
+        None if batch.captions is None else shortened(batch.captions[place]),
         words,
         None if labels is None or labels[place] < 0 else int(labels[place]),
-        None if outputs is None else int(outputs[place].argmax()),
+        None if outputs is None else _predicted(outputs[place]),
         routing,
     )
 
 
-def image_uri(image: np.ndarray) -> str:
+def _predicted(outputs):
+    """The class of the largest output, or None of outputs that are not finite."""
+    return int(outputs.argmax()) if np.isfinite(outputs).all() else None
+
+
+def image_uri(image: np.ndarray, max_bytes: int = _BYTES) -> str:
     """A square picture of an image, as an address; maps give it its shape.
 
     Args:
         image: (height, width, channels) in [-1, 1]; others than one or three channels
             are drawn as their mean.
+        max_bytes: argument of `keras_moe.analysis.report.sprites.sprite`.
 
     Example:
 
@@ -284,7 +294,7 @@ def image_uri(image: np.ndarray) -> str:
     'data:image/'
     """
     tile = tile_of(image, min(max(image.shape[:2]), _SIDE))
-    return sprite(tile[None, None], _BYTES)[0]
+    return sprite(tile[None, None], max_bytes)[0]
 
 
 def json_script(name: str, data: Any) -> Markup:

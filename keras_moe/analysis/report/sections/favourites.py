@@ -57,7 +57,7 @@ class Favourites(Section):
         for block in self.texts:
             if batch.words is not None:
                 weights = _weights(batch.routing[block.key], block)
-                mask = batch.masks.get("text")
+                mask = batch.mask_of(block)
                 self.words[block.key].update(weights, batch.words, mask)
 
     def finish(self) -> Content:

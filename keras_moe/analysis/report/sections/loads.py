@@ -11,7 +11,11 @@ from keras_moe.analysis.plots.report_loads import (
     draw_load_map,
     draw_loads,
 )
-from keras_moe.analysis.report.counts import LayerCounts
+from keras_moe.analysis.report.counts import (
+    MAX_CLASSES,
+    LayerCounts,
+    rows_of_classes,
+)
 from keras_moe.analysis.report.health import health_verdicts
 from keras_moe.analysis.report.section import (
     Batch,
@@ -21,13 +25,14 @@ from keras_moe.analysis.report.section import (
     Section,
     Subject,
     Table,
+    Verdict,
     file_name,
 )
 
 # Layers of a deep model with pictures of their own, and with maps of classes.
 MAX_LAYERS, MAX_CLASS_MAPS = 8, 6
-# Classes that are counted, and drawn.
-MAX_CLASSES, MAX_DRAWN = 1000, 30
+# Classes that are drawn.
+MAX_DRAWN = 30
 
 
 class Loads(Section):
@@ -51,22 +56,30 @@ class Loads(Section):
         self._counts = {key: LayerCounts(x) for key, x in subject.blocks.items()}
         # Work by key and class, (U, E), which grows with the largest label.
         self._by_class = {}
-        self._num_beyond = 0
+        self._num_beyond, self._num_without, self._has_labels = 0, 0, False
+        # Examples, and those whose outputs are not finite.
+        self._outputs = np.zeros(2, "int64")
 
     def update(self, batch: Batch) -> None:
         for key, counts in self._counts.items():
             counts.update(batch)
             if batch.labels is not None:
                 self._count_classes(key, counts.block, batch)
+        if batch.labels is not None:
+            self._has_labels = True
+            self._num_beyond += int((batch.labels >= MAX_CLASSES).sum())
+            self._num_without += int((batch.labels < 0).sum())
+        else:
+            self._num_without += batch.size
+        if batch.outputs is not None:
+            is_broken = ~np.isfinite(batch.outputs).all(axis=-1)
+            self._outputs += [batch.size, is_broken.sum()]
 
     def _count_classes(self, key, block, batch):
         record = batch.routing[key]
         work = record.dispatched if block.is_sparse else record.combined
         work = np.where(batch.mask_of(block)[..., None], work, 0.0).sum(axis=1)
-        labels = batch.labels
-        kept = (labels >= 0) & (labels < MAX_CLASSES)
-        if block is next(iter(self.subject.blocks.values())):
-            self._num_beyond += int((labels >= MAX_CLASSES).sum())
+        labels, kept = batch.labels, rows_of_classes(batch.labels)
         if not kept.any():
             return
         table = self._by_class.get(key, np.zeros((0, block.num_experts)))
@@ -100,15 +113,19 @@ class Loads(Section):
         return Content(
             body,
             {key: self._data(key) for key in self._counts},
-            health_verdicts(
-                [
-                    LayerCounts.together(
-                        name, [self._counts[x.key] for x in records.values()]
-                    )
-                    for name, records in layers.items()
-                ]
-            ),
+            self._verdicts(layers),
         )
+
+    def _verdicts(self, layers):
+        counts = [
+            LayerCounts.together(name, [self._counts[x.key] for x in records.values()])
+            for name, records in layers.items()
+        ]
+        verdicts, (examples, broken) = [], self._outputs.tolist()
+        if broken:
+            text = f"{broken:,} of {examples:,} examples have outputs that are not"
+            verdicts.append(Verdict("problem", f"{text} finite."))
+        return verdicts + health_verdicts(counts)
 
     def _maps(self, layers):
         """A map of all layers for each modality."""
@@ -204,12 +221,12 @@ class Loads(Section):
 
     def _classes(self, shown):
         if not self._by_class:
-            return []
+            return self._left_out()
         figures = []
         totals = next(iter(self._by_class.values())).sum(axis=1)
         present = np.flatnonzero(totals)
         if len(present) < 2:
-            return []
+            return self._left_out()
         # The most frequent classes, in the order of their numbers.
         largest = np.argsort(-totals[present], kind="stable")[:MAX_DRAWN]
         chosen = np.sort(present[largest])
@@ -227,24 +244,28 @@ class Loads(Section):
                         f"classes_{file_name(block.key)}",
                     )
                 )
-        left_out = len(present) - len(chosen)
-        note = []
-        if left_out or self._num_beyond:
-            note = [
-                f"The {len(chosen)} most frequent of {len(present)} classes are drawn"
-                + (
-                    f"; {self._num_beyond:,} examples of classes from number "
-                    f"{MAX_CLASSES:,} on are not counted by class."
-                    if self._num_beyond
-                    else "."
-                )
-            ]
-        return [*figures, *note]
+        if len(chosen) < len(present):
+            figures.append(
+                f"The {len(chosen)} most frequent of {len(present)} classes are drawn."
+            )
+        return [*figures, *self._left_out()]
+
+    def _left_out(self):
+        """A sentence on examples that are not counted by class."""
+        reasons = (
+            (self._num_beyond, f"of classes from number {MAX_CLASSES:,} on"),
+            (self._num_without, "without a label, or with several"),
+        )
+        texts = [f"{number:,} {reason}" for number, reason in reasons if number]
+        if not self._has_labels or not texts:
+            return []
+        return [f"Examples that are not counted by class: {'; '.join(texts)}."]
 
     def _data(self, key):
         counts = self._counts[key]
         data = {
             "tokens": counts.tokens,
+            "tokens_not_finite": counts.broken,
             "shares": counts.shares.tolist(),
             "served": counts.served.tolist(),
             "mass": counts.mass.tolist(),

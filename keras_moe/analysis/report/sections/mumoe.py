@@ -10,6 +10,7 @@ import numpy as np
 from keras_moe.analysis.expert_ablation import ablate_experts
 from keras_moe.analysis.plots.report_experts import draw_class_heat
 from keras_moe.analysis.plots.specialisation import draw_expert_loads
+from keras_moe.analysis.report.counts import MAX_CLASSES, rows_of_classes
 from keras_moe.analysis.report.reservoir import Reservoir
 from keras_moe.analysis.report.section import (
     Batch,
@@ -60,6 +61,7 @@ class MuMoEExperts(Section):
         self._by_class = {key: np.zeros((0, 0)) for key in self._detailed}
         self._counts = np.zeros(0, int)
         self._reservoir, self._classes, self._examples = None, 0, 0
+        self._num_beyond = 0
 
     def update(self, batch: Batch) -> None:
         self._examples += batch.size
@@ -72,7 +74,12 @@ class MuMoEExperts(Section):
         if batch.labels is None:
             return
         labels = np.asarray(batch.labels)
-        known = np.flatnonzero(labels >= 0)
+        self._num_beyond += int((labels >= MAX_CLASSES).sum())
+        is_known = rows_of_classes(labels)
+        for key in self._detailed:
+            # An image without any finite token has no mean.
+            is_known &= batch.mask_of(self._blocks[key]).any(axis=1)
+        known = np.flatnonzero(is_known)
         if not len(known):
             return
         self._add_classes(labels, known, batch)
@@ -80,9 +87,9 @@ class MuMoEExperts(Section):
             self._keep(labels, known, batch)
 
     def _add_classes(self, labels, known, batch):
-        classes = int(labels.max()) + 1
+        classes = int(labels[known].max()) + 1
         if batch.outputs is not None:
-            classes = max(classes, batch.outputs.shape[-1])
+            classes = max(classes, min(batch.outputs.shape[-1], MAX_CLASSES))
         if classes > len(self._counts):
             more = classes - len(self._counts)
             self._counts = np.pad(self._counts, (0, more))
@@ -92,15 +99,18 @@ class MuMoEExperts(Section):
                 self._by_class[key] = np.concatenate([sums.reshape(-1, experts), rows])
         np.add.at(self._counts, labels[known], 1)
         for key in self._detailed:
-            means = np.asarray(batch.routing[key].gates, "float64").mean(axis=1)
-            np.add.at(self._by_class[key], labels[known], means[known])
+            gates = np.asarray(batch.routing[key].gates, "float64")[known]
+            counts = batch.mask_of(self._blocks[key])[known][..., None]
+            means = (gates * counts).sum(axis=1) / counts.sum(axis=1)
+            np.add.at(self._by_class[key], labels[known], means)
 
     def _keep(self, labels, known, batch):
         self._classes = batch.outputs.shape[-1]
         if self._reservoir is None:
             size = max(min(_IMAGES, _BYTES // max(batch.images[0].nbytes, 1)), 8)
             self._reservoir = Reservoir(size, self.options.seed)
-        known = known[labels[known] < self._classes]
+        is_kept = labels[known] < self._classes
+        known = known[is_kept & np.isfinite(batch.outputs[known]).all(axis=-1)]
         self._reservoir.offer(
             len(known),
             lambda place: (np.array(batch.images[known[place]]), labels[known[place]]),
@@ -115,7 +125,7 @@ class MuMoEExperts(Section):
                 "load": self._load[key].tolist(),
             }
             unused = int((mean == 0).sum())
-            if unused:
+            if unused and self._tokens[key]:
                 text = f"{key}: {unused} of {block.num_experts} experts have no part."
                 verdicts.append(Verdict("notice", text))
         body += [self._load_figure(key) for key in self._detailed]
@@ -194,6 +204,11 @@ class MuMoEExperts(Section):
                     f"Mean coefficients in {key} by class.{left_out}",
                     f"mumoe_classes_{file_name(key)}",
                 )
+            )
+        if self._num_beyond:
+            figures.append(
+                f"Examples that are not counted by class: {self._num_beyond:,} of "
+                f"classes from number {MAX_CLASSES:,} on."
             )
         return figures
 

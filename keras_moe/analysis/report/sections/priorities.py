@@ -13,7 +13,11 @@ from keras_moe.analysis.plots.report_queues import (
     draw_priorities,
     draw_queues,
 )
-from keras_moe.analysis.report.queues import approximations, queues_of_layers
+from keras_moe.analysis.report.queues import (
+    Groups,
+    approximations,
+    queues_of_layers,
+)
 from keras_moe.analysis.report.section import (
     Batch,
     Content,
@@ -61,6 +65,7 @@ class Priorities(Section):
     def __init__(self, subject, options):
         super().__init__(subject, options)
         self.layers = queues_of_layers(subject, ("token_choice",))
+        self.groups = Groups(self.layers)
         grid = subject.grid or (0, 0)
         self.num_places = grid[0] * grid[1]
         self.counts = [
@@ -74,6 +79,7 @@ class Priorities(Section):
     def update(self, batch: Batch) -> None:
         for layer, counts in zip(self.layers, self.counts):
             queues = layer.read(batch)
+            self.groups.add(layer, queues)
             capacities = layer.capacities(queues.group_tokens)
             self._count(counts, queues, capacities)
 
@@ -107,10 +113,11 @@ class Priorities(Section):
                 counts.gates[row] += np.histogram(gates[part], _GATES)[0]
                 counts.gate_sums[kind, row] += gates[part].sum()
         if self.num_places and "image" in queues.runs:
-            images = dropped[:, queues.runs["image"]][:, -self.num_places :]
-            counts.places += np.stack(
-                [np.full(self.num_places, len(images)), images.sum(axis=0)]
+            run = queues.runs["image"]
+            patches, images = (
+                x[:, run][:, -self.num_places :] for x in (queues.counts, dropped)
             )
+            counts.places += [patches.sum(axis=0), (images & patches).sum(axis=0)]
 
     def _runs(self, queues):
         """Pairs of a kind of token and its place among the tokens."""
@@ -129,8 +136,11 @@ class Priorities(Section):
         names = [layer.name for layer in self.layers]
         totals = np.array([counts.totals for counts in self.counts])
         present = np.flatnonzero(totals[..., 2].sum(axis=0))
+        if not len(present):
+            return Content(["The data has no tokens that count."], {"layers": []})
         kinds = [(_PATCH, _CLASS, _TEXT)[kind] for kind in present]
-        body = [*approximations(self.layers), *self._figures(names, present, kinds)]
+        body = [*self.groups.paragraphs(), *approximations(self.layers)]
+        body += self._figures(names, present, kinds)
         rows, data, verdicts = [], [], []
         for layer, counts in zip(self.layers, self.counts):
             choices, behind, tokens, dropped = counts.totals.sum(axis=0)

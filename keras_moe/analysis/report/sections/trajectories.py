@@ -45,11 +45,10 @@ class Trajectories(Section):
     def update(self, batch: Batch) -> None:
         for modality, blocks in self.ways.items():
             records = [batch.routing[block.key] for block in blocks]
-            shape = records[0].dispatched.shape[:2]
-            mask = batch.masks.get(modality)
-            mask = mask if mask is not None and mask.shape == shape else None
+            masks = [batch.mask_of(block) for block in blocks]
             flows = self.flows[modality]
             for step, (source, target) in enumerate(itertools.pairwise(records)):
+                mask = masks[step] & masks[step + 1]
                 flows[step] = flows[step] + token_flows(source, target, mask)
 
     def finish(self) -> Content:
