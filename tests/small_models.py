@@ -28,7 +28,10 @@ def with_weights(model: Any, seed: int = 1) -> Any:
     generator = np.random.default_rng(seed)
     for weight in model.weights:
         if "seed_generator" not in weight.path:
-            weight.assign(generator.normal(size=weight.shape) * 0.3)
+            values = generator.normal(size=weight.shape) * 0.3
+            is_variance = weight.path.endswith("moving_variance")
+            # The root of a negative one is NaN, which equals itself in comparisons.
+            weight.assign(np.abs(values) if is_variance else values)
     return model
 
 
