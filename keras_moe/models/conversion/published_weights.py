@@ -38,12 +38,12 @@ class PublishedWeights:
     is_wanted: bool = True
 
     def fills_backbone(self) -> bool:
-        """False: which initial values are kept is known only of a model."""
-        return False
+        """Whether no initial value is kept: `load` refuses a weight without a rule."""
+        return self.is_wanted
 
     def fills_head(self) -> bool:
-        """False, as for the backbone."""
-        return False
+        """Whether no initial value of the task around the backbone is kept."""
+        return self.is_wanted and not self.new_weights
 
     def load(
         self,

@@ -13,6 +13,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.layers import resize_patch_kernel
+from keras_moe.models.conversion import PublishedWeights
 from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
 from keras_moe.models.conversion.safetensors_checkpoint import SafetensorsCheckpoint
 from keras_moe.models.conversion.vmoe_checkpoint import VMoECheckpoint
@@ -374,6 +375,50 @@ def test_a_new_pooling_comes_with_a_new_head():
     assert model.pooling == "map"
     with pytest.raises(ValueError, match=r"none for 'pooler/probe'"):
         models.convert(source, pooling="map")
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("source", ["vit_classic.npz", "vmoe_tiny/vmoe_tiny"])
+def test_only_weights_without_a_rule_are_drawn(monkeypatch, source):
+    source, draws = str(CHECKPOINTS / source), []
+
+    def recorded(draw):
+        def call(self, shape, dtype=None):
+            draws.append(tuple(shape))
+            return draw(self, shape, dtype=dtype)
+
+        return call
+
+    for name in ("VarianceScaling", "RandomNormal", "TruncatedNormal", "RandomUniform"):
+        cls = getattr(keras.initializers, name)
+        monkeypatch.setattr(cls, "__call__", recorded(cls.__call__))
+
+    def converted(**overrides):
+        draws.clear()
+        keras.utils.set_random_seed(0)
+        model, report = models.convert(source, **overrides)
+        arrays = {w.path: keras.ops.convert_to_numpy(w.value) for w in model.weights}
+        return arrays, set(report.new), sorted(draws)
+
+    assert not converted()[2]
+    assert not converted(task="backbone")[2]
+    new_head = {"num_classes": 3, "pooling": "map"}
+    arrays, new, head = converted(**new_head)
+    # All other weights are the source's, and the head's draws are not moved by them.
+    monkeypatch.setattr(PublishedWeights, "fills_backbone", lambda self: False)
+    expected, _, everything = converted(**new_head)
+    assert head
+    assert len(head) < len(everything)
+    assert set(head) <= {arrays[path].shape for path in new}
+    for path, array in expected.items():
+        np.testing.assert_array_equal(arrays[path], array)
+
+
+@pytest.mark.every_backend
+def test_weights_that_are_not_loaded_are_drawn():
+    source = str(CHECKPOINTS / "vit_classic.npz")
+    model, _ = models.convert(source, load_weights=False)
+    assert np.any(values(model, "patch_embedding/kernel"))
 
 
 @pytest.mark.backend_free
