@@ -142,6 +142,7 @@ ROWS = (
         arguments={"names": ["keras_moe.models", "keras_hub", "keras"]},
         subject="keras_moe.models",
         goals={"keras_hub": None, "keras": None},
+        clock="cpu",
         rounds=3,
     ),
     Row(
