@@ -100,12 +100,6 @@ PRIVATE_METHODS = (
         "initializers of the projections that are not those of the config",
     ),
     PrivateMethod(
-        keras.layers.Equalization,
-        "_custom_histogram_fixed_width",
-        ("values", "value_range", "nbins"),
-        "a histogram by the backend of the pipeline instead of that of the models",
-    ),
-    PrivateMethod(
         keras.layers.CutMix,
         "_generate_batch_mask",
         ("images_shape", "box_corners"),

@@ -49,8 +49,16 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+import functools  # noqa: E402
+
 import keras  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+# A comparison of NaN with NaN proves nothing, unless a test says that it wants it.
+np.testing.assert_allclose = functools.partial(
+    np.testing.assert_allclose, equal_nan=False
+)
 
 # A user's keras.json may say otherwise.
 keras.config.set_floatx("float32")

@@ -46,7 +46,7 @@ def test_average_precision_is_that_of_scikit_learn(seed, weighted):
         ]
     )
     actual = average_precision(labels, scores, weights)
-    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+    np.testing.assert_allclose(actual, expected, rtol=1e-12, equal_nan=True)
     np.testing.assert_array_equal(
         average_precision(sparse, scores, weights, sparse_labels=True), actual
     )
@@ -59,7 +59,7 @@ def test_average_precision_is_that_of_scikit_learn(seed, weighted):
             yield sparse[part], scores[part], None if weights is None else weights[part]
 
     streamed = streamed_average_precision(batches, C, sparse_labels=True)
-    np.testing.assert_allclose(streamed, expected, rtol=1e-12)
+    np.testing.assert_allclose(streamed, expected, rtol=1e-12, equal_nan=True)
 
 
 def test_over_examples_it_ranks_classes():

@@ -50,7 +50,7 @@ def test_gelu_of_extreme_inputs():
     outputs = (
         keras.ops.convert_to_numpy(f(x)) for f in (gelu_tanh, gelu_tanh_reference)
     )
-    np.testing.assert_allclose(*outputs, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(*outputs, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.every_backend

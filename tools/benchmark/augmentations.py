@@ -19,8 +19,8 @@ import keras
 import numpy as np
 import plain_augmentations as plain
 import tensorflow as tf
-from input_pipeline import BATCH, one_pass
 from neighbours import cpu_seconds
+from passes import BATCH, one_pass
 from row import peer
 from runner import Report, run
 

@@ -21,19 +21,19 @@ import contextlib
 import io
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 from neighbours import cpu_seconds
+from passes import BATCH, one_pass
 from row import peer
 from runner import Report, run
 from training_step import jitted_step
 
 from keras_moe import data, models
 
-BATCH = 32
 # Photographs; further files are copies of them.
 DIFFERENT = 64
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -231,11 +231,6 @@ def of_grain(grain, files: list[str], shape: tuple[int, int]):
     images = grain.MapDataset.source(files).shuffle(seed=0).seed(0).random_map(prepare)
     options = grain.ReadOptions(num_threads=os.cpu_count(), prefetch_buffer_size=2)
     return images.batch(BATCH).to_iter_dataset(options)
-
-
-def one_pass(loader: Iterable) -> None:
-    for _ in loader:
-        pass
 
 
 if __name__ == "__main__":
