@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe import models
+
 # A V-MoE whose image is not square.
 SMALL = {
     "image_shape": (16, 8, 2),
@@ -33,6 +35,30 @@ def with_weights(model: Any, seed: int = 1) -> Any:
             # The root of a negative one is NaN, which equals itself in comparisons.
             weight.assign(np.abs(values) if is_variance else values)
     return model
+
+
+def small_classifier(**kwargs: Any) -> Any:
+    """A classifier of three classes with experts, for images of (16, 8, 3)."""
+    fields = {**SMALL, "image_shape": (16, 8, 3), "num_classes": 3, **kwargs}
+    return with_weights(models.from_preset("vmoe_s32", load_weights=False, **fields))
+
+
+def small_pairs_model(captions: list[str]) -> Any:
+    """A LIMoE for images of (8, 8, 3), whose tokenizer is trained on captions."""
+    tokenizer = models.TextTokenizer.trained(captions, 520, max_length=8)
+    backbone = models.LIMoEBackbone(
+        image_shape=(8, 8, 3),
+        patch_size=4,
+        vocabulary_size=520,
+        max_length=8,
+        hidden_dim=8,
+        num_layers=2,
+        num_heads=2,
+        mlp_dim=16,
+        projection_dim=4,
+        moe={"num_experts": 4, "num_selected_experts": 1},
+    )
+    return models.ContrastiveModel(with_weights(backbone), tokenizer)
 
 
 def flat_config(model: Any) -> dict:

@@ -29,39 +29,20 @@ from keras_moe.analysis.report.sections.confidence import Confidence
 from keras_moe.analysis.report.sections.entropies import EntropySums
 from keras_moe.analysis.report.subject import make_subject
 from keras_moe.ops import Routing
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import SMALL, images, small_classifier, small_pairs_model
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "<script>alert(1)</script></svg>$x_{"
 
 
-def small_model(**kwargs):
-    fields = {**SMALL, "image_shape": (16, 8, 3), "num_classes": 3, **kwargs}
-    return with_weights(models.from_preset("vmoe_s32", load_weights=False, **fields))
-
-
 @pytest.fixture(scope="module")
 def model():
-    return small_model()
+    return small_classifier()
 
 
 @pytest.fixture(scope="module")
 def pairs_model():
-    captions = ["a cat", "two cats", "a dog and a cat"]
-    tokenizer = models.TextTokenizer.trained(captions, 520, max_length=8)
-    backbone = models.LIMoEBackbone(
-        image_shape=(8, 8, 3),
-        patch_size=4,
-        vocabulary_size=520,
-        max_length=8,
-        hidden_dim=8,
-        num_layers=2,
-        num_heads=2,
-        mlp_dim=16,
-        projection_dim=4,
-        moe={"num_experts": 4, "num_selected_experts": 1},
-    )
-    return models.ContrastiveModel(with_weights(backbone), tokenizer)
+    return small_pairs_model(["a cat", "two cats", "a dog and a cat"])
 
 
 def batches_of(model, data, **kwargs):
@@ -90,7 +71,7 @@ def test_routing_is_the_models_own(model):
 def test_a_classifier_computes_its_backbone_once(monkeypatch, head):
     if head is not None:
         head = layers.MuMoE(3, num_experts=2, rank=2)
-    model = small_model(head=head)
+    model = small_classifier(head=head)
     expected = keras.Model(model.input, [model.output, model.routing]).predict(
         pixels := images(2, 16, 8, 3), verbose=0
     )

@@ -12,7 +12,7 @@ from keras_moe import analysis, models
 from keras_moe.analysis.report.collection import Collection
 from keras_moe.analysis.report.inputs import labels_of
 from keras_moe.analysis.report.subject import make_subject
-from tests.small_models import SMALL, images, with_weights
+from tests.small_models import images, small_classifier, small_pairs_model
 
 pytestmark = pytest.mark.backend_free
 SURROGATE = "a\ud800b"
@@ -20,26 +20,12 @@ SURROGATE = "a\ud800b"
 
 @pytest.fixture(scope="module")
 def model():
-    fields = {**SMALL, "image_shape": (16, 8, 3), "num_classes": 3}
-    return with_weights(models.from_preset("vmoe_s32", load_weights=False, **fields))
+    return small_classifier()
 
 
 @pytest.fixture(scope="module")
 def pairs_model():
-    tokenizer = models.TextTokenizer.trained(["a cat", "two cats"], 520, max_length=8)
-    backbone = models.LIMoEBackbone(
-        image_shape=(8, 8, 3),
-        patch_size=4,
-        vocabulary_size=520,
-        max_length=8,
-        hidden_dim=8,
-        num_layers=2,
-        num_heads=2,
-        mlp_dim=16,
-        projection_dim=4,
-        moe={"num_experts": 4, "num_selected_experts": 1},
-    )
-    return models.ContrastiveModel(with_weights(backbone), tokenizer)
+    return small_pairs_model(["a cat", "two cats"])
 
 
 def batches_of(model, data, **kwargs):

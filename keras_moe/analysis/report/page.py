@@ -51,7 +51,11 @@ def page_html(subject: Subject, chapters: list[Chapter], facts: dict[str, Any]) 
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["figure"] = _figure
-    script = _FOLDER / "report.js"
+    template = environment.get_template("page.html")
+    css, script = (
+        (_FOLDER / name).read_text(encoding="utf-8")
+        for name in ("report.css", "report.js")
+    )
     parts = [
         {
             "title": section.title,
@@ -64,14 +68,14 @@ def page_html(subject: Subject, chapters: list[Chapter], facts: dict[str, Any]) 
     ]
 
     def render():
-        return environment.get_template("page.html").render(
+        return template.render(
             subject=subject,
             # Problems are read first.
             levels=LEVELS[::-1],
             facts=facts,
             chapters=parts,
-            css=(_FOLDER / "report.css").read_text(encoding="utf-8"),
-            script=script.read_text(encoding="utf-8") if script.is_file() else "",
+            css=css,
+            script=script,
             version=__version__,
         )
 

@@ -71,7 +71,7 @@ class LayerQueues:
 
     @property
     def approximation(self) -> str | None:
-        """A sentence on the queues of a transport plan; None where gates make them.
+        """Sentences on the queues of a transport plan; None where gates make them.
 
         A record has the plan of inference. The plan of training is another one, as far
         as its groups or its capacity differ.
@@ -81,17 +81,17 @@ class LayerQueues:
             return None
         if not self.chooses and getattr(affinity, "sparse", False):
             return (
-                f"{self.name}: dropped tokens are approximate. Its sparsity-"
-                "constrained plan has as many entries as the capacity, and the "
-                "recorded one is that of inference: at a smaller capacity it is cut "
-                "off, and at a larger one tokens beyond it are taken as they stand."
+                "dropped tokens are approximate. Its sparsity-constrained plan has as "
+                "many entries as the capacity, and the recorded one is that of "
+                "inference: at a smaller capacity it is cut off, and at a larger one "
+                "tokens beyond it are taken as they stand."
             )
         if self._group_size is None or self.blocks[0].group_size is not None:
             return None
         return (
-            f"{self.name}: dropped tokens are approximate. Its transport plan is that "
-            "of inference, where each example is a group by itself, and training "
-            "plans for groups of several."
+            "dropped tokens are approximate. Its transport plan is that of inference, "
+            "where each example is a group by itself, and training plans for groups "
+            "of several."
         )
 
     def read(self, batch: Batch) -> Queues:
@@ -238,11 +238,11 @@ class Groups:
 
     def paragraphs(self) -> list[str]:
         """Sentences on the groups, and on the examples that fill none."""
-        # Layers differ in their names alone.
-        alike = {}
-        for layer in self.layers:
-            if layer.name in self._sizes:
-                alike.setdefault(self._sentence(layer), []).append(layer.name)
+        alike = _names_by_text(
+            (layer.name, self._sentence(layer))
+            for layer in self.layers
+            if layer.name in self._sizes
+        )
         if len(alike) == 1:
             return [text[0].upper() + text[1:] for text in alike]
         return [f"{', '.join(names)}: {text}" for text, names in alike.items()]
@@ -294,12 +294,12 @@ def approximations(layers: list[LayerQueues]) -> list[str]:
     Args:
         layers: queues of a model's layers.
     """
-    # Layers differ in their names alone.
-    alike = {}
-    for layer in layers:
-        if (text := layer.approximation) is not None:
-            alike.setdefault(text.removeprefix(layer.name), []).append(layer.name)
-    return [f"{', '.join(names)}{text}" for text, names in alike.items()]
+    alike = _names_by_text(
+        (layer.name, text)
+        for layer in layers
+        if (text := layer.approximation) is not None
+    )
+    return [f"{', '.join(names)}: {text}" for text, names in alike.items()]
 
 
 def queues_of_layers(subject: Subject, kinds: tuple[str, ...]) -> list[LayerQueues]:
@@ -315,3 +315,11 @@ def queues_of_layers(subject: Subject, kinds: tuple[str, ...]) -> list[LayerQueu
         if blocks:
             layers.append(LayerQueues(subject, blocks))
     return layers
+
+
+def _names_by_text(pairs):
+    """The names of layers that have the same text, by text: a page says it once."""
+    names = {}
+    for name, text in pairs:
+        names.setdefault(text, []).append(name)
+    return names

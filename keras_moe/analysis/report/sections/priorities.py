@@ -187,7 +187,7 @@ class Priorities(Section):
         words = (
             f"capacity factor {known.pop():g}"
             if len(factors) == 1 and known
-            else ("capacity")
+            else "capacity"
         )
         figures = [
             Figure(
