@@ -7,12 +7,13 @@ from keras import ops
 
 from keras_moe.ops import entmax
 from keras_moe.ops.entmax import entmax_gradient_reference, solve_reference
+from keras_moe.ops.powers import real_power
 from tests import golden
 from tests.gradients import gradient, one_program
 
 to_numpy = ops.convert_to_numpy
 BACKEND = keras.backend.backend()
-ALPHAS = (1.05, 1.25, 1.5, 1.75, 2.0)
+ALPHAS = (1.05, 1.25, 1.3, 1.5, 1.75, 2.0)
 
 
 def exact(logits, alpha):
@@ -191,3 +192,45 @@ def test_gradient_near_one_is_that_of_softmax(alpha):
         lambda x: ops.sum(ops.multiply(ops.softmax(x), weights)), logits
     )
     np.testing.assert_allclose(actual, expected, atol=2 * (alpha - 1))
+
+
+@pytest.mark.every_backend
+def test_few_steps_are_enough_for_inputs_made_to_be_hard():
+    """Levels of ties, near the threshold of the largest alone."""
+    generator = np.random.default_rng(5)
+    rows, size = 400, 512
+    for alpha in (1.1, 1.25, 1.35, 1.45):
+        power = 1 / (alpha - 1)
+        ties = np.exp(generator.random(rows) ** 2 * np.log(size / 4)).astype(int)
+        thresholds = -(ties ** (-1 / power))
+        logits = np.full((rows, size), -np.inf)
+        for row, (count, threshold) in enumerate(zip(ties, thresholds)):
+            near = 10 ** generator.uniform(-5, 0, 2) * generator.choice([-1, 1], 2)
+            middle = count + int(np.exp(generator.random() * np.log(size / 4)))
+            logits[row, :count] = 0
+            logits[row, count:middle] = min(threshold * (1 + near[0]), 0)
+            logits[row, middle:] = min(threshold * (1 + near[1]), 0)
+        logits = (logits / (alpha - 1)).astype("float32")
+        z = (alpha - 1) * logits.astype("float64")
+        low, high = np.full((2, rows, 1), [[[-1.0]], [[0.0]]])
+        for _ in range(50):
+            tau = (low + high) / 2
+            above = (np.maximum(z - tau, 0) ** power).sum(-1, keepdims=True) >= 1
+            low, high = np.where(above, tau, low), np.where(above, high, tau)
+        expected = np.maximum(z - low, 0) ** power
+        actual = to_numpy(one_program(lambda x, a=alpha: entmax(x, a))(logits))
+        np.testing.assert_allclose(actual, expected, atol=3e-6, err_msg=str(alpha))
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("exponent", [0.25, 0.5, 0.75, 1, 1.25, 2.5, 4, 7, 16, 0.3])
+def test_powers_by_roots_and_products(exponent):
+    x = np.array([0.0, 1e-30, 1e-3, 0.7, 1.0, 3.0], "float32")
+    actual, expected = (
+        to_numpy(real_power(x, exponent)),
+        x.astype("float64") ** exponent,
+    )
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-37)
+    (slope,) = gradient(lambda x: ops.sum(real_power(x, exponent)), x[3:])
+    rises = exponent * x[3:].astype("float64") ** (exponent - 1)
+    np.testing.assert_allclose(slope, rises, rtol=2e-5)

@@ -2,10 +2,12 @@
 
 import torch
 
+from keras_moe.ops.powers import entmax_power, product_exponent
+
 
 def solve(scores, alpha, steps):
     """See `keras_moe.ops.entmax.solve_reference`."""
-    power = 1.0 / (alpha - 1.0)
+    power = entmax_power(alpha)
     # An empty batch has no largest entry, and nothing to find.
     reduce = torch.amax if scores.numel() else torch.sum
     top = reduce(scores, dim=-1, keepdim=True)
@@ -18,7 +20,10 @@ def solve(scores, alpha, steps):
         step = _newton_step(rest, tau, power).relu_()
         tau.add_(step)
         rest.sub_(step).relu_()
-    gates = _power_(rest, power)
+    if power == 1:
+        gates = rest
+    else:
+        gates = rest.square_() if power == 2 else _power(rest, power)
     return gates.div_(gates.sum(dim=-1, keepdim=True)), top, tau
 
 
@@ -31,7 +36,7 @@ def _newton_step(rest, tau, power):
         chosen = rest.sign().sum(dim=-1, keepdim=True)
         return rest.sum(dim=-1, keepdim=True).sub_(1.0).div_(chosen)
     share = rest / -tau
-    weight = share.pow(power - 1.0)
+    weight = _power(share, power - 1.0)
     total = share.mul_(weight).sum(dim=-1, keepdim=True)
     slope = weight.sum(dim=-1, keepdim=True) / total.pow((power - 1.0) / power)
     return (total.pow(1.0 / power).mul_(-tau)).sub_(1.0).div_(slope)
@@ -44,18 +49,29 @@ def gradient_is_enough(gates):
 
 def gradient(gates, upstream, alpha):
     """See `keras_moe.ops.entmax.entmax_gradient_reference`."""
-    if alpha == 2.0:
-        slope = gates.sign()
-    elif alpha == 1.5:
-        slope = gates.sqrt()
-    else:
-        slope = gates.pow(2.0 - alpha)
+    slope = gates.sign() if alpha == 2.0 else _power(gates, 2.0 - alpha)
     changes = upstream * slope
     mean = changes.sum(dim=-1, keepdim=True).div_(slope.sum(dim=-1, keepdim=True))
     return changes.addcmul_(slope, mean, value=-1.0)
 
 
-def _power_(x, exponent):
-    if exponent == 1:
-        return x
-    return x.mul_(x) if exponent == 2 else x.pow_(exponent)
+def _power(x, exponent):
+    """x ** exponent by roots and products, each of which takes a tenth of a power."""
+    parts = product_exponent(exponent)
+    if parts is None:
+        return x.pow(exponent)
+    whole, quarters = parts
+    power = None
+    if quarters:
+        root = power = x.sqrt()
+        if quarters != 2:
+            power = root.sqrt()
+        if quarters == 3:
+            power.mul_(root)
+    while whole:
+        if whole % 2:
+            power = x if power is None else power * x
+        whole //= 2
+        if whole:
+            x = x * x
+    return power
