@@ -22,8 +22,9 @@ import keras
 from keras.src.backend.common.masking import get_keras_mask
 
 # Inside a layer's call, a public layer cannot read its variables in their own dtype:
-# `AutocastScope(None)` switches the automatic cast off.
-from keras.src.backend.common.variables import AutocastScope
+# `AutocastScope(None)` switches the automatic cast off. Which scope there is, nothing
+# public says.
+from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 
 # Initializers that scale by fans compute them within their calls alone.
 from keras.src.initializers.random_initializers import compute_fans
@@ -50,9 +51,12 @@ __all__ = [
     "compute_fans",
     "count_batches",
     "flatten_layers",
+    "get_autocast_scope",
     "get_file",
     "get_keras_mask",
+    "has_hooks",
     "has_seed_generator",
+    "is_rematerialized",
     "is_state_of_steps",
     "load_json",
     "mark_loss_as_built",
@@ -206,6 +210,29 @@ def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
     The public setter quantises a layer whose new policy is quantised.
     """
     layer._dtype_policy = policy
+
+
+def is_rematerialized(layer: keras.layers.Layer) -> bool:
+    """Whether a layer was made within a `keras.RematScope`, which it keeps privately.
+
+    Args:
+        layer: layer.
+    """
+    return layer._remat_mode is not None
+
+
+def has_hooks(layer: keras.layers.Layer, modules: Any) -> bool:
+    """Whether PyTorch has something to run around a layer's call.
+
+    Args:
+        layer: layer.
+        modules: `torch.nn.modules.module`, which has the hooks of all layers.
+    """
+    names = ("forward_pre", "forward", "backward_pre", "backward")
+    return any(
+        getattr(layer, f"_{name}_hooks") or getattr(modules, f"_global_{name}_hooks")
+        for name in names
+    )
 
 
 def is_state_of_steps(name: str) -> bool:

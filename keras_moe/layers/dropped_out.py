@@ -4,6 +4,8 @@ from typing import Any
 
 import keras
 
+from keras_moe.layers.inner_call import inner_call
+
 
 def dropped_out(dropout: keras.layers.Dropout, x: Any, training: bool | None) -> Any:
     """`dropout(x)`, without the call of a layer whose rate is 0.
@@ -22,4 +24,9 @@ def dropped_out(dropout: keras.layers.Dropout, x: Any, training: bool | None) ->
     >>> dropped_out(keras.layers.Dropout(0.0), "tokens", training=True)
     'tokens'
     """
-    return dropout(x, training=training) if dropout.rate else x
+    if not dropout.rate:
+        return x
+    # The context of the call decides, which an inner call does not ask.
+    if training is None:
+        return dropout(x)
+    return inner_call(dropout, x, training=training)

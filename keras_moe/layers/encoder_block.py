@@ -20,6 +20,7 @@ from keras_moe.checks import (
 )
 from keras_moe.compat import get_keras_mask
 from keras_moe.layers.dropped_out import dropped_out
+from keras_moe.layers.inner_call import inner_call
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.rematerialization import rematerialized
@@ -130,13 +131,14 @@ class EncoderBlock(keras.layers.Layer):
 
         Such a mixer leaves out the expert in `ablated`, one for each example.
         """
-        x, records = self.mixer_norm(tokens), ()
+        x, records = inner_call(self.mixer_norm, tokens), ()
         if ablated is not None:
             x = self.token_mixer.ablated(x, ablated)
         elif boundaries:
             x = self._mix_runs(x, training, mask, boundaries)
         else:
-            x = self.token_mixer(x, training=training, **_present(mask=mask))
+            arguments = {"training": training, **_present(mask=mask)}
+            x = inner_call(self.token_mixer, x, **arguments)
             if self.mixes_by_experts:
                 x, *records = x
         x = dropped_out(self.dropout_layer, x, training)
@@ -160,7 +162,9 @@ class EncoderBlock(keras.layers.Layer):
         )
         masks = [None] * len(runs) if masks is None else masks
         mixed = [
-            self.token_mixer(run, training=training, **_present(mask=run_mask))
+            inner_call(
+                self.token_mixer, run, training=training, **_present(mask=run_mask)
+            )
             for run, run_mask in zip(runs, masks)
         ]
         return ops.concatenate(mixed, axis=1)
@@ -200,8 +204,8 @@ class EncoderBlock(keras.layers.Layer):
 
     def _run(self, tokens, mask, boundaries, training):
         tokens, _ = self._mix(tokens, training, mask, boundaries=boundaries)
-        x = self.feed_forward_norm(tokens)
-        x = self.feed_forward(x, training=training)
+        x = inner_call(self.feed_forward_norm, tokens)
+        x = inner_call(self.feed_forward, x, training=training)
         return tokens + dropped_out(self.depth_layer, x, training)
 
     def compute_output_spec(
@@ -325,9 +329,13 @@ class MoEEncoderBlock(EncoderBlock):
         tokens, mixer_records = self._mix(
             tokens, training, fixed.get("mask"), boundaries=boundaries
         )
-        x = self.feed_forward_norm(tokens)
-        x, routing = self.feed_forward(
-            x, training=training, **fixed, **_present(previous_logits=previous_logits)
+        x = inner_call(self.feed_forward_norm, tokens)
+        x, routing = inner_call(
+            self.feed_forward,
+            x,
+            training=training,
+            **fixed,
+            **_present(previous_logits=previous_logits),
         )
         return (
             tokens + dropped_out(self.depth_layer, x, training),
@@ -351,9 +359,9 @@ class MoEEncoderBlock(EncoderBlock):
         """
         tokens = ops.cast(tokens, self.compute_dtype)
         tokens, _ = self._mix(tokens, False, ablated=experts if mixer else None)
-        x = self.feed_forward_norm(tokens)
+        x = inner_call(self.feed_forward_norm, tokens)
         if mixer:
-            return tokens + self.feed_forward(x, training=False)[0]
+            return tokens + inner_call(self.feed_forward, x, training=False)[0]
         return tokens + self.feed_forward.ablated(x, experts)
 
     def compute_output_spec(

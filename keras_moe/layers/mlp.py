@@ -11,6 +11,7 @@ from keras_moe.checks import check_dropout, check_integer, check_seed
 from keras_moe.layers import activations
 from keras_moe.layers.dropped_out import dropped_out
 from keras_moe.layers.fused_bias import fused_bias
+from keras_moe.layers.inner_call import inner_call
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.initial_values import Drawn
 
@@ -80,9 +81,9 @@ class MLP(keras.layers.Layer):
         self.output_dense.build((*input_shape[:-1], self.mlp_dim))
 
     def call(self, tokens: Any, training: bool | None = None) -> Any:
-        x = self.activation(self.hidden(tokens))
+        x = self.activation(inner_call(self.hidden, tokens))
         x = dropped_out(self.dropout_layer, x, training)
-        x = self.output_dense(x)
+        x = inner_call(self.output_dense, x)
         return dropped_out(self.dropout_layer, x, training)
 
     def compute_output_shape(self, input_shape):

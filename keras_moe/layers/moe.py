@@ -20,6 +20,7 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.compat import get_keras_mask
+from keras_moe.layers.inner_call import inner_call
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops.cost import Cost, under
@@ -198,7 +199,8 @@ class MoE(keras.layers.Layer):
             if by_image
             else self._group(tokens, mask, modality_ids, residual)
         )
-        plan, routing = self.router(
+        plan, routing = inner_call(
+            self.router,
             grouped,
             mask=group_mask,
             modality_ids=group_ids,
@@ -267,8 +269,11 @@ class MoE(keras.layers.Layer):
         # Rows stay rows: without a capacity equation 2's tensors have no bound.
         if self.dispatcher == "einsum" and plan.group_sizes is None:
             plan = plan.dense()
-        outputs = self.experts(
-            plan.dispatch(tokens), plan.group_sizes, training=training
+        outputs = inner_call(
+            self.experts,
+            plan.dispatch(tokens),
+            group_sizes=plan.group_sizes,
+            training=training,
         )
         return outputs, plan
 
@@ -276,7 +281,9 @@ class MoE(keras.layers.Layer):
         outputs, plan = self._expert_outputs(tokens, plan, training)
         outputs = plan.combine(outputs)
         if self.zero_computation_experts is not None:
-            in_place = self.zero_computation_experts(tokens, plan.in_place_weights)
+            in_place = inner_call(
+                self.zero_computation_experts, tokens, weights=plan.in_place_weights
+            )
             outputs = outputs + in_place
         return outputs
 

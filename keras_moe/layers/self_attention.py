@@ -16,7 +16,9 @@ from keras_moe.checks import (
     check_mask,
     check_seed,
 )
+from keras_moe.compat import get_keras_mask
 from keras_moe.layers.fused_bias import fused_bias
+from keras_moe.layers.inner_call import inner_call
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.attention import attend
 from keras_moe.ops.cost import Cost, under
@@ -95,6 +97,9 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         check_seed("seed", seed)
         super().__init__(num_heads, key_dim, dropout=dropout, seed=seed, **kwargs)
         self.causal = check_bool("causal", causal)
+        self._is_plain = not (
+            causal or kwargs.get("use_gate") or kwargs.get("sliding_window")
+        )
         self.query_key_norm = query_key_norm
         self.query_key_norm_bias = query_key_norm_bias
         self.layer_norm_epsilon = layer_norm_epsilon
@@ -136,6 +141,16 @@ class SelfAttention(keras.layers.MultiHeadAttention):
             mask = check_mask("mask", mask, (pairs[0], pairs[2]), pairs)
             mask = ops.cast(mask, "bool")
             mask = mask if len(mask.shape) == 3 else ops.expand_dims(mask, 1)
+        masks = [get_keras_mask(x) for x in (tokens, context)]
+        if self._is_plain and masks == [None, None]:
+            # Keras's method, whose projections are inner calls.
+            query = inner_call(self.query_dense, tokens)
+            key, value = (
+                inner_call(dense, context)
+                for dense in (self.key_dense, self.value_dense)
+            )
+            outputs, _ = self._compute_attention(query, key, value, mask, training)
+            return inner_call(self.output_dense, outputs)
         return super().call(
             tokens,
             context,
@@ -160,7 +175,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         return_attention_scores=False,
     ):
         if self.query_key_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query = inner_call(self.query_norm, query)
+            key = inner_call(self.key_norm, key)
         if self._attends_without_copies(return_attention_scores):
             if attention_mask is not None:
                 attention_mask = ops.expand_dims(attention_mask, 1)
