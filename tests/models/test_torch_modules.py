@@ -1,8 +1,6 @@
 """Our models as PyTorch modules: parameters, optimizers of torch, two processes."""
 
-import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from keras import ops
 
 from keras_moe.models import ViTBackbone, ViTImageClassifier
+from tests.forks import run_forked, run_script
 from tests.small_models import SMALL, images, with_weights
 
 torch = pytest.importorskip("torch")
@@ -19,7 +18,6 @@ pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "torch", reason="modules exist on PyTorch alone"
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 IMAGES = images(4, *SMALL["image_shape"])
 LABELS = np.array([0, 1, 2, 0])
 
@@ -133,14 +131,12 @@ def test_a_loop_of_torch_makes_the_steps_of_keras():
     assert losses[-1] < losses[0]
 
 
-def test_two_processes_make_the_step_of_one(tmp_path):
+def test_two_processes_make_the_step_of_one(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = {
-        **os.environ,
         "KERAS_BACKEND": "torch",
-        "PYTHONPATH": str(ROOT),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": "lo",
@@ -148,19 +144,9 @@ def test_two_processes_make_the_step_of_one(tmp_path):
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, __file__, str(tmp_path)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    run_script(Path(__file__), tmp_path)
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.from_numpy(IMAGES), torch.from_numpy(LABELS)
@@ -172,21 +158,23 @@ def test_two_processes_make_the_step_of_one(tmp_path):
             close([file[f"arr_{i}"] for i in range(len(expected))], expected, 1e-5)
 
 
-def train_as_one_of_two(folder):
+def train_as_one_of_two(rank):
     """Two steps on this process's half of the images, by DistributedDataParallel."""
     import torch.distributed
 
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
+    torch.distributed.init_process_group("gloo", rank=rank)
     model = classifier()
     module = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     x, y = torch.from_numpy(IMAGES[rank::2]), torch.from_numpy(LABELS[rank::2])
     for _ in range(2):
         step(model, module, optimizer, x, y)
-    np.savez(Path(folder) / f"{rank}.npz", *values(model))
+    np.savez(Path(sys.argv[1]) / f"{rank}.npz", *values(model))
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    train_as_one_of_two(sys.argv[1])
+    # Keras imports it to look for its kinds of shapes: two seconds for nothing.
+    sys.modules["tensorflow"] = None
+    # Imported once for both.
+    run_forked(train_as_one_of_two, 2)
