@@ -41,3 +41,32 @@ def call(layer: keras.layers.Layer, *inputs: Any, training: bool = False, **kwar
     for variable, value in zip(layer.non_trainable_variables, state):
         variable.assign(value)
     return outputs
+
+
+def call_with_losses(layer: keras.layers.Layer, *inputs: Any, training: bool):
+    """The layer's outputs, and the values that it adds to the loss.
+
+    Args:
+        layer: built by this call if it is not.
+        *inputs: arrays.
+        training: passed to the layer.
+    """
+    if keras.backend.backend() != "jax":
+        outputs = layer(*inputs, training=training)
+        return outputs, [float(value) for value in layer.losses]
+    import jax
+
+    if not layer.built:
+        layer.build(tuple(inputs[0].shape))
+
+    def program(trainable, state, inputs):
+        return layer.stateless_call(
+            trainable, state, *inputs, training=training, return_losses=True
+        )
+
+    outputs, _, losses = jax.jit(program)(
+        [v.value for v in layer.trainable_variables],
+        [v.value for v in layer.non_trainable_variables],
+        inputs,
+    )
+    return outputs, [float(value) for value in losses]

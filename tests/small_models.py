@@ -6,6 +6,8 @@ import numpy as np
 
 from keras_moe import models
 
+# One block with experts: what is asked of a router or of training compiles once.
+ONE_BLOCK = {"num_layers": 1, "moe_layers": [0]}
 # A V-MoE whose image is not square.
 SMALL = {
     "image_shape": (16, 8, 2),

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_moe.layers import Experts, MoE, ZeroComputationExperts
 from keras_moe.routers import PathwayAwareRouter
+from tests.calls import call
 from tests.training_gradients import training_gradients
 
 to_numpy = ops.convert_to_numpy
@@ -48,9 +49,9 @@ def positive(x):
 def test_each_kind_gives_what_its_equation_says(training):
     x = positive(tokens())
     moe = make(capacity_factor=100.0)
-    zeros, _ = forced(moe, 4)(x, training=training)
+    zeros, _ = call(forced(moe, 4), x, training=training)
     np.testing.assert_array_equal(to_numpy(zeros), 0)
-    copies, _ = forced(moe, 5)(x, training=training)
+    copies, _ = call(forced(moe, 5), x, training=training)
     # TensorFlow's softmax gives the only expert 1 less the last bit.
     np.testing.assert_allclose(to_numpy(copies), x, rtol=2e-7)
     generator = np.random.default_rng(3)
@@ -59,7 +60,7 @@ def test_each_kind_gives_what_its_equation_says(training):
     moe.zero_computation_experts.vector.assign(vector)
     moe.zero_computation_experts.kernel.assign(kernel)
     for constant in range(2):
-        actual, routing = forced(moe, 6 + constant)(x, training=training)
+        actual, routing = call(forced(moe, 6 + constant), x, training=training)
         np.testing.assert_array_equal(
             to_numpy(routing.dispatched)[..., 6 + constant], 1
         )
@@ -67,7 +68,7 @@ def test_each_kind_gives_what_its_equation_says(training):
         expected = alpha[..., :1] * x + alpha[..., 1:] * vector[constant]
         np.testing.assert_allclose(to_numpy(actual), expected, rtol=1e-5, atol=1e-6)
     # And an FFN expert what it always gives.
-    actual, _ = forced(moe, 2)(x, training=training)
+    actual, _ = call(forced(moe, 2), x, training=training)
     expected = to_numpy(moe.experts(np.stack([x.reshape(-1, D)] * 4)[None]))[0, 2]
     np.testing.assert_allclose(
         to_numpy(actual).reshape(-1, D), expected, rtol=1e-4, atol=1e-5
@@ -77,7 +78,7 @@ def test_each_kind_gives_what_its_equation_says(training):
 def test_tokens_that_overflow_are_dropped():
     moe = forced(make(tau=0.5, capacity_factor=1.0), 5)
     x = positive(tokens(batch=1))
-    outputs, routing = moe(x, training=True)
+    outputs, routing = call(moe, x, training=True)
     # 12 assignments over 4 * 0.5 + 4: two for a zero-computation expert.
     served = to_numpy(routing.dispatched)[0, :, 5]
     assert served.tolist() == [1, 1] + [0] * 10
@@ -91,12 +92,12 @@ def test_a_zero_expert_makes_top_2_top_1():
     kernel = np.zeros((D, 8), "float32")
     kernel[0, 4], kernel[0, 1] = 20.0, 10.0
     moe.router.kernel.assign(kernel)
-    actual, routing = moe(x)
+    actual, routing = call(moe, x)
     assert np.all(to_numpy(routing.dispatched)[..., [1, 4]] == 1)
     alone = make(selected=1)
     for mine, theirs in zip(moe.experts.weights, alone.experts.weights):
         theirs.assign(mine)
-    expected, _ = forced(alone, 1)(x)
+    expected, _ = call(forced(alone, 1), x)
     np.testing.assert_allclose(
         to_numpy(actual), to_numpy(expected), rtol=1e-5, atol=1e-6
     )
@@ -141,7 +142,7 @@ def test_padding_is_nobodys():
     mask[:, 7:] = False
     x[:, 7:] = np.nan
     for training in (False, True):
-        outputs, routing = moe(x, mask=mask, training=training)
+        outputs, routing = call(moe, x, mask=mask, training=training)
         assert np.isfinite(to_numpy(outputs)).all()
         np.testing.assert_array_equal(to_numpy(outputs)[:, 7:], 0)
         np.testing.assert_array_equal(to_numpy(routing.dispatched)[:, 7:], 0)
@@ -149,9 +150,9 @@ def test_padding_is_nobodys():
 
 def test_an_image_does_not_depend_on_its_batch():
     moe, x = make(selected=2), tokens(batch=4)
-    together = to_numpy(moe(x)[0])
+    together = to_numpy(call(moe, x)[0])
     for index in range(4):
-        alone = to_numpy(moe(x[index : index + 1])[0])
+        alone = to_numpy(call(moe, x[index : index + 1])[0])
         np.testing.assert_allclose(together[index : index + 1], alone, atol=1e-6)
 
 
@@ -169,7 +170,7 @@ def test_previous_logits_go_by_group_and_stay_float32():
     moe.router.kernel.assign(np.zeros((D, 8)))
     moe.router.residual_kernel.assign(np.eye(8))
     for training in (False, True):
-        outputs, routing = moe(x, previous_logits=previous, training=training)
+        outputs, routing = call(moe, x, previous_logits=previous, training=training)
         np.testing.assert_allclose(to_numpy(routing.logits), previous, rtol=1e-6)
         assert "bfloat16" in str(outputs.dtype)
 
@@ -183,7 +184,7 @@ def test_gradients_are_finite_where_a_zero_gate_takes_all(gap):
     moe.build((None, 1, 4))
     moe.router.kernel.assign(np.eye(4))
     x = np.array([[[0.0, -5.0, gap, -5.0]]], "float32")
-    _, routing = moe(x)
+    _, routing = call(moe, x)
     for value in training_gradients(moe, x, training=False):
         assert np.isfinite(value).all()
     if gap < 80:

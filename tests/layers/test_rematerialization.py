@@ -84,8 +84,9 @@ def test_training_is_that_of_the_plain_block(make):
         )
         histories.append(history.history["loss"])
         weights.append([keras.ops.convert_to_numpy(v) for v in model.variables])
-        (unlike,) = training_losses(model)
-        assert (unlike > 0.1) == (make is moe_block)
+    # Those of the plain block are in its history, which is the same.
+    (unlike,) = training_losses(model)
+    assert (unlike > 0.1) == (make is moe_block)
     np.testing.assert_allclose(*histories, rtol=1e-5)
     for plain, again in zip(*weights):
         np.testing.assert_allclose(again, plain, rtol=1e-3, atol=1e-5)

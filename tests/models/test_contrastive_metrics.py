@@ -6,7 +6,7 @@ import pytest
 
 from keras_moe.losses import SoftmaxContrastiveLoss
 from keras_moe.models import ContrastiveAccuracy, ContrastiveModel
-from tests.models.test_pairs import FOUR, PAIRS, clip
+from tests.models.test_pairs import FOUR, PAIRS, one_block
 from tests.small_models import with_weights
 
 
@@ -80,7 +80,7 @@ def test_by_hand():
 
 @pytest.mark.every_backend
 def test_fit_and_evaluate_report_it(tmp_path):
-    model = ContrastiveModel(with_weights(clip()))
+    model = ContrastiveModel(with_weights(one_block("clip")))
     model.compile(
         keras.optimizers.SGD(0.0),
         SoftmaxContrastiveLoss(),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_moe.models import MixerBackbone, ViTBackbone, ViTImageClassifier
-from tests.small_models import SMALL
+from tests.small_models import ONE_BLOCK, SMALL
 
 
 def fitted(rematerialize):
@@ -14,6 +14,7 @@ def fitted(rematerialize):
     backbone = ViTBackbone.from_config(
         {
             **SMALL,
+            **ONE_BLOCK,
             "dropout_rate": 0.1,
             "attention_dropout": 0.1,
             "expert_dropout": 0.1,

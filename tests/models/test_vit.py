@@ -8,7 +8,7 @@ from keras import ops
 from keras_moe import losses
 from keras_moe.models import ViTBackbone, ViTImageClassifier, describe, from_preset
 from keras_moe.routers import SinkhornAffinity, SparsityConstrainedAffinity, registry
-from tests.small_models import SMALL
+from tests.small_models import ONE_BLOCK, SMALL
 
 to_numpy = ops.convert_to_numpy
 # The package's own: other tests register further ones.
@@ -175,7 +175,7 @@ def test_each_site_that_draws_has_a_seed_of_its_own():
 
 
 def test_a_frozen_backbone_adds_no_losses():
-    model = classifier(auxiliary_losses={"z": 1e6})
+    model = classifier(auxiliary_losses={"z": 1e6}, **ONE_BLOCK)
     model.backbone.trainable = False
     model.compile()
     assert model.train_on_batch(images(), np.zeros(5))[0] < 2
@@ -183,7 +183,7 @@ def test_a_frozen_backbone_adds_no_losses():
 
 def test_the_defaults_train_under_every_policy():
     for policy in ("bfloat16", "mixed_bfloat16"):
-        model = classifier(dtype=policy)
+        model = classifier(dtype=policy, **ONE_BLOCK)
         history = model.fit(images(), np.zeros(5), epochs=1, verbose=0).history
         assert np.isfinite(history["loss"]).all()
 
@@ -271,7 +271,9 @@ def test_a_tiny_fit_lowers_the_loss(kwargs):
 
 def test_multi_label_heads_train_on_vectors():
     keras.utils.set_random_seed(0)
-    model = classifier(multi_label=True, head_bias="prior", num_classes=4)
+    # About the head.
+    dense = {"num_layers": 1, "moe_layers": None}
+    model = classifier(multi_label=True, head_bias="prior", num_classes=4, **dense)
     x = images(batch=16)
     y = (np.random.default_rng(0).random((16, 4)) > 0.5).astype("float32")
     np.testing.assert_allclose(model.predict(x, verbose=0), -np.log(4), rtol=1e-5)
@@ -289,12 +291,12 @@ def test_multi_label_heads_train_on_vectors():
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_outputs_may_be_probabilities(multi_label):
     activation = "sigmoid" if multi_label else "softmax"
-    model = classifier(
-        output_activation=activation, multi_label=multi_label, head_bias=1.0
-    )
+    head = {"multi_label": multi_label, "head_bias": 1.0}
+    dense = {"num_layers": 1, "moe_layers": None}
+    model = classifier(output_activation=activation, **head, **dense)
     kernel = model.output_dense.kernel
     kernel.assign(np.random.default_rng(1).normal(size=kernel.shape))
-    logits = classifier(multi_label=multi_label, head_bias=1.0)
+    logits = classifier(**head, **dense)
     x = images()
     y = np.eye(3)[[0, 1, 2, 0, 1]] if multi_label else np.array([0, 1, 2, 0, 1])
     for weight, value in zip(logits.weights, model.weights):
@@ -332,7 +334,7 @@ def test_the_same_seed_trains_the_same_model():
 
 
 def test_evaluate_reports_the_tasks_loss_alone():
-    model = classifier(auxiliary_losses={"z": 1e6})
+    model = classifier(auxiliary_losses={"z": 1e6}, **ONE_BLOCK)
     x, y = images(), np.array([0, 1, 2, 0, 1])
     np.testing.assert_allclose(model.evaluate(x, y, verbose=0)[0], np.log(3), rtol=1e-4)
     assert model.train_on_batch(x, y)[0] > 1e3
@@ -366,7 +368,7 @@ def test_nan_images_give_nan_for_themselves_alone():
 @pytest.mark.parametrize("name", ROUTERS)
 def test_one_argument_switches_the_router(name, tmp_path):
     """Builds, trains, predicts image by image, and loads again."""
-    model = classifier(router=name, seed=0)
+    model = classifier(router=name, seed=0, **ONE_BLOCK)
     labels = np.array([0, 1, 2, 0])
     model.compile(optimizer=keras.optimizers.Adam(1e-2), loss=model.loss)
     losses = model.fit(images(4), labels, batch_size=4, epochs=4, verbose=0).history
@@ -381,7 +383,8 @@ def test_one_argument_switches_the_router(name, tmp_path):
 
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_training_goes_on_from_a_keras_file(multi_label, tmp_path):
-    model = classifier(moe_layers=None, seed=0, multi_label=multi_label)
+    dense = {"num_layers": 1, "moe_layers": None}
+    model = classifier(seed=0, multi_label=multi_label, **dense)
     labels = np.array([0, 1, 2, 0])
     if multi_label:
         labels = np.eye(3, dtype="float32")[labels]
@@ -564,7 +567,7 @@ def test_exported_models_serve_any_batch(router, tmp_path):
         # Newton's linear solver is not among what TensorFlow can run for JAX.
         options = {"affinity": SparsityConstrainedAffinity(solver="adam")}
     backbone = ViTBackbone.from_config(
-        {**SMALL, "router": router, "router_options": options}
+        {**SMALL, **ONE_BLOCK, "router": router, "router_options": options}
     )
     backbone.export(tmp_path / "model", format="tf_saved_model", verbose=False)
     loaded = tf.saved_model.load(tmp_path / "model")
