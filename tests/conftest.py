@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 import zlib
 from collections import defaultdict
 from importlib import metadata
@@ -93,6 +94,19 @@ def _part(text):
     return number, count
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leaves the files alone that another run has as a whole: imports take seconds."""
+    if (
+        config.getoption("--skip-backend-free")
+        and collection_path.match("test_*.py")
+        and _ONCE.search(collection_path.read_text(encoding="utf-8"))
+    ):
+        config.stash[_FILES_LEFT_OUT] = True
+        return True
+    # Others may say no.
+    return None
+
+
 # Last, so that -k and -m have deselected what they do.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
@@ -107,7 +121,8 @@ def pytest_collection_modifyitems(config, items):
     kept = [item for item in chosen if item.path in mine]
     elsewhere = set(items) - set(kept)
     config.hook.pytest_deselected(items=[x for x in items if x in elsewhere])
-    config.stash[_NOTHING_LEFT] = bool(elsewhere) and not kept
+    left_out = config.stash.get(_FILES_LEFT_OUT, False)
+    config.stash[_NOTHING_LEFT] = (bool(elsewhere) or left_out) and not kept
     items[:] = kept
 
 
@@ -166,7 +181,10 @@ def _digest(name):
     return zlib.crc32(name.encode())
 
 
+_FILES_LEFT_OUT = pytest.StashKey[bool]()
 _NOTHING_LEFT = pytest.StashKey[bool]()
+# The mark of a file whose tests run once.
+_ONCE = re.compile(r"^pytestmark = .*\bbackend_free\b", re.MULTILINE)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -90,7 +90,7 @@ def test_benchmarks_have_one_runner():
         # The model is in a process of its own, on JAX.
         (
             "distribution",
-            "--parts devices --devices 2 --processes 1 --steps 1 --rounds 1",
+            "--parts devices --devices 2 --processes 1 --steps 1 --blocks 2 --rounds 1",
             [{"devices", "over 2", "MiB per device", "on paper", "process GiB"}],
         ),
     ],
@@ -187,6 +187,37 @@ def test_parts_of_the_suite_are_all_of_it():
     assert collected((5, 5), False) == ([], [True])
     every = []
     assert collected((1, 2), False) == ([], [False])
+
+
+def test_files_that_run_once_are_imported_once(tmp_path):
+    conftest = runpy.run_path(str(ROOT / "tests" / "conftest.py"))
+    path = tmp_path / "test_example.py"
+
+    def answer(source, skip=True):
+        path.write_text(source)
+        options = {"--skip-backend-free": skip, "--part": (1, 1), "--whole": False}
+        config = SimpleNamespace(
+            getoption=options.get,
+            stash={},
+            hook=SimpleNamespace(pytest_deselected=lambda items: None),
+        )
+        ignored = conftest["pytest_ignore_collect"](path, config)
+        # No tests are an error, but not where another backend has them.
+        conftest["pytest_collection_modifyitems"](config, [])
+        assert config.stash[conftest["_NOTHING_LEFT"]] is bool(ignored)
+        return ignored
+
+    marked = "import pytest\n\npytestmark = pytest.mark.backend_free\n"
+    assert answer(marked) is True
+    assert answer(marked, skip=False) is None
+    several = "pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures('a')]"
+    assert answer(several) is True
+    for others in (
+        "@pytest.mark.backend_free\ndef test(): pass",
+        "pytestmark = pytest.mark.usefixtures('op_by_op')",
+        "# pytestmark = pytest.mark.backend_free",
+    ):
+        assert answer(others) is None
 
 
 class Case(NamedTuple):

@@ -56,19 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--processes", type=int, default=3, help="for each count of devices"
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="on several devices")
+    parser.add_argument(
+        "--blocks", type=int, default=SPLIT["num_layers"], help="on several devices"
+    )
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     if args.child:
-        row = measured(args.child, args.steps)
+        row = measured(args.child, args.steps, args.blocks)
         report.table(f"{args.child} devices", [row], {})
         return
     if "overhead" in args.parts:
         for case in CASES:
             overhead(case, report)
     if "devices" in args.parts:
-        on_devices(args.devices, args.processes, args.steps, report)
+        on_devices(args.devices, args.processes, args.steps, args.blocks, report)
 
 
 def compiled(preset: str, **overrides) -> keras.Model:
@@ -114,7 +117,9 @@ def overhead(case: str, report: Report) -> None:
     )
 
 
-def on_devices(counts: list[int], processes: int, steps: int, report: Report) -> None:
+def on_devices(
+    counts: list[int], processes: int, steps: int, blocks: int, report: Report
+) -> None:
     """Adds a step's time and memory by the number of virtual devices."""
     order = [count for count in counts for _ in range(processes)]
     random.Random(0).shuffle(order)
@@ -123,6 +128,7 @@ def on_devices(counts: list[int], processes: int, steps: int, report: Report) ->
         by_count[count] += rows_of_process(
             f"--child={count}",
             f"--steps={steps}",
+            f"--blocks={blocks}",
             XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} "
             f"--xla_force_host_platform_device_count={count}",
         )
@@ -151,16 +157,17 @@ def on_devices(counts: list[int], processes: int, steps: int, report: Report) ->
     )
 
 
-def measured(count: int, steps: int) -> dict:
+def measured(count: int, steps: int, blocks: int) -> dict:
     """A step's time, and the bytes of a device and of this process."""
     import jax
 
     devices = keras.distribution.list_devices()
     if len(devices) != count:
         raise ValueError(f"Expected {count} devices; received: {devices}")
-    chosen = distribution.auto("vit_s16", devices, batch_size=BATCH_SIZE, **SPLIT)
+    sizes = {**SPLIT, "num_layers": blocks}
+    chosen = distribution.auto("vit_s16", devices, batch_size=BATCH_SIZE, **sizes)
     with chosen.scope():
-        model = compiled("vit_s16", **SPLIT)
+        model = compiled("vit_s16", **sizes)
         images, labels = examples(model, BATCH_SIZE * steps)
 
         def fit():
@@ -175,7 +182,7 @@ def measured(count: int, steps: int) -> dict:
         for shard in variable.value.addressable_shards:
             held[shard.device] += shard.data.nbytes
     costs = distribution.costs(
-        "vit_s16", count, BATCH_SIZE, dtype="float32", num_classes=10, **SPLIT
+        "vit_s16", count, BATCH_SIZE, dtype="float32", num_classes=10, **sizes
     )
     return {
         "seconds": statistics.median(seconds),
