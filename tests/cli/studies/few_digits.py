@@ -1,15 +1,29 @@
 """A few batches of the digits, for studies that take seconds."""
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+
+import pytest
 
 from keras_moe import data
 from keras_moe.cli.studies import moepp_training
 
 
-def load_few(monkeypatch):
-    """Lets the models of the study of MoE++ see three batches of each split."""
+def load_few(
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType = moepp_training,
+    **batches: int,
+) -> None:
+    """Lets the models of a study see the first batches of each split.
 
-    def load(*arguments, **options):
-        return data.load(*arguments, **options).take(3)
+    Args:
+        monkeypatch: pytest's fixture.
+        module: the study's module that loads the digits.
+        **batches: numbers of batches, by split; three of the others.
+    """
 
-    monkeypatch.setattr(moepp_training, "data", SimpleNamespace(load=load))
+    def load(name, split, *arguments, **options):
+        few = batches.get(split, 3)
+        return data.load(name, split, *arguments, **options).take(few)
+
+    few = SimpleNamespace(load=load, num_classes=data.num_classes)
+    monkeypatch.setattr(module, "data", few)

@@ -8,6 +8,7 @@ from keras_moe.cli.commands import make_parser
 from keras_moe.cli.studies import routers
 from keras_moe.cli.studies.router_configuration import Configuration
 from keras_moe.cli.studies.router_summary import summarise
+from tests.cli.studies.few_digits import load_few
 
 ROUTERS = ["soft", "softmax_token_choice"]
 TINY = [
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.backend_free
 @pytest.fixture
 def study(program, monkeypatch):
     monkeypatch.setattr(routers, "TIMING_ROUNDS", 1)
+    # Fewer than all 21 batches to train on, and all to test.
+    load_few(monkeypatch, routers, train=12, test=8)
 
     def run(output, *arguments):
         return program("study", "routers", *TINY, "--output", output, *arguments)
@@ -56,7 +59,7 @@ def test_a_study_resumes_where_it_stopped(study, tmp_path, monkeypatch):
     assert runs[0]["result"]["test_accuracy"] != runs[1]["result"]["test_accuracy"]
     for row in summary:
         curves = row["curves"]
-        assert (row["combine"], curves["step"]) == ("softmax", [21])
+        assert (row["combine"], curves["step"]) == ("softmax", [12])
         assert curves["train_loss"]["mean"][0] > 0
         last = row["grouped_test_accuracy"]
         accuracies = curves["grouped_test_accuracy"]
