@@ -126,17 +126,19 @@ class IndexedExamples(Examples):
             numbers = tf.random.stateless_uniform([2], seed, None, None, "int32")
 
         def place(own):
-            batch, row = own // share.batch_size, own % share.batch_size
-            position = batch * common + share.index * share.batch_size + row
-            position = tf.where(
-                own < full, position, batches * common + first + own - full
-            )
+            position = own
+            if share.count > 1:
+                batch, row = own // share.batch_size, own % share.batch_size
+                position = batch * common + share.index * share.batch_size + row
+                position = tf.where(
+                    own < full, position, batches * common + first + own - full
+                )
             index = position
             if seed is not None:
                 index = tf.random.experimental.index_shuffle(
                     position, numbers, self.count - 1
                 )
-            return position, index if kept is None else kept[index]
+            return position, index if kept is None else tf.gather(kept, index)
 
         length = full + last - first if length is None else length
         return tf.data.Dataset.range(start, length).map(place)

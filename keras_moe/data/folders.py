@@ -108,18 +108,19 @@ def _examples(files, labels, classes):
 
     # Paths are bytes, since a name need not be UTF-8.
     places = tf.constant([os.fsencode(file) for file in files])
+
+    def read(index):
+        place = tf.gather(places, index)
+        encoded = read_or_name(tf.io.read_file, place, "a file that can be read", place)
+        return encoded, tf.gather(labels, index)
+
     return IndexedExamples(
         len(files),
-        lambda index: (
-            read_or_name(
-                tf.io.read_file, places[index], "a file that can be read", places[index]
-            ),
-            labels[index],
-        ),
+        read,
         decode_image,
         classes,
         encoded_channels=3,
-        place=lambda index: places[index],
+        place=lambda index: tf.gather(places, index),
     )
 
 

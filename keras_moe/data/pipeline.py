@@ -92,11 +92,11 @@ def batches(examples: IndexedExamples | RecordExamples, settings: BatchSettings)
         return images * (1 / 127.5) - 1.0
 
     parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
-    dataset = _passes(tf, examples, settings)
+    dataset, again = _passes(tf, examples, settings)
     if examples.place is None:
-        dataset = dataset.map(lambda *x: prepare(*read(*x)), **parallel)
+        dataset = dataset.map(lambda x, _: prepare(*read(*x)), **parallel)
     else:
-        dataset = map_or_name(dataset, read, prepare)
+        dataset = map_or_name(dataset, read, prepare, again)
     dataset = _augmented(tf, dataset, one_by_one)
     dataset = dataset.batch(
         settings.share.batch_size, drop_remainder=settings.drop_remainder
@@ -110,8 +110,14 @@ def batches(examples: IndexedExamples | RecordExamples, settings: BatchSettings)
 
 
 def _passes(tf, examples, settings: BatchSettings):
-    """A data set of ((position, item), pass): one pass, or passes without end."""
+    """One pass, or passes without end, and a function that finds an element again.
+
+    The elements are (((position, item), pass), number), where the number is that of
+    the pass before it was mixed. The function is of the number of an element and of
+    that of its pass, and returns a data set of ((position, item), pass).
+    """
     share = settings.share
+    rest = examples.count % (share.batch_size * share.count)
     per_pass = examples.count // (share.batch_size * share.count)
     endless = settings.start_batch is not None
     if endless:
@@ -131,29 +137,38 @@ def _passes(tf, examples, settings: BatchSettings):
         numbers = tf.data.Dataset.random(
             seed=settings.seed, rerandomize_each_iteration=True
         ).take(1)
-    whole = endless or settings.drop_remainder
-    length = per_pass * share.batch_size if whole else None
+    length = per_pass * share.batch_size
+    if not endless and not settings.drop_remainder:
+        begin, end = share.bounds(rest)
+        length += end - begin
+    skipped *= share.batch_size
 
-    def one_pass(number):
+    def one_pass(number, start):
         seed = tf.stack([tf.constant(settings.seed, "int64"), number])
-        start = 0
-        if skipped:
-            start = tf.where(number == first, skipped * share.batch_size, 0)
         dataset = examples.pass_over(
-            share, seed if settings.shuffle else None, tf.cast(start, "int64"), length
+            share,
+            seed if settings.shuffle else None,
+            tf.cast(start, "int64"),
+            length,
         )
         # A function is not needed here, and would not run in parallel.
         number_of_pass = tf.data.Dataset.from_tensors(_mixed(tf, seed)).repeat()
         return tf.data.Dataset.zip((dataset, number_of_pass))
 
-    dataset = numbers.flat_map(one_pass)
-    if endless:
-        return dataset.apply(
-            tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
-        )
-    first, last = share.bounds(examples.count % (share.batch_size * share.count))
-    count = per_pass * share.batch_size + (0 if whole else last - first)
-    return dataset.apply(tf.data.experimental.assert_cardinality(count))
+    def with_number(number):
+        start = tf.where(number == first, skipped, 0) if skipped else 0
+        repeated = tf.data.Dataset.from_tensors(number).repeat()
+        return tf.data.Dataset.zip((one_pass(number, start), repeated))
+
+    def again(element, number):
+        element += skipped
+        if endless:
+            number = first + element // length
+        return one_pass(number, element % length).take(1)
+
+    count = tf.data.INFINITE_CARDINALITY if endless else length
+    dataset = numbers.flat_map(with_number)
+    return dataset.apply(tf.data.experimental.assert_cardinality(count)), again
 
 
 def _augmented(tf, dataset, steps: list[tuple[int, Step]]):

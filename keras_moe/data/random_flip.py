@@ -20,7 +20,7 @@ class RandomFlip:
 
         seed = tf.random.experimental.stateless_fold_in(seed, 1)
         if len(images.shape) == 3:
-            is_flipped = tf.random.stateless_uniform([1, 1, 1], seed)[0, 0, 0] <= 0.5
+            is_flipped = tf.random.stateless_uniform([], seed) <= 0.5
             return tf.cond(is_flipped, lambda: tf.reverse(images, [1]), lambda: images)
         shape = tf.shape(images)
         is_flipped = tf.random.stateless_uniform([shape[0], 1, 1, 1], seed) <= 0.5

@@ -72,12 +72,12 @@ class RandomResizedCrop:
 
         channels = images.shape[-1]
         if len(images.shape) == 3:
-            window = self._draw(tf, tf.shape(images)[:2], 1, seed)[0]
-            return self._resized(tf, images, window, channels)
+            window = self._draw(tf, tf.shape(images)[:2], [], seed)
+            return self._resized(tf, images, *window, channels)
         size = tf.shape(images)
         return tf.map_fn(
-            lambda pair: self._resized(tf, *pair, channels),
-            (images, self._draw(tf, size[1:3], size[0], seed)),
+            lambda drawn: self._resized(tf, *drawn, channels),
+            (images, *self._draw(tf, size[1:3], [size[0]], seed)),
             fn_output_signature=tf.TensorSpec(
                 (self.height, self.width, channels), "float32"
             ),
@@ -100,60 +100,76 @@ class RandomResizedCrop:
         """
         import tensorflow as tf
 
-        def part():
+        # A draw needs the size of the image: that of a JPEG file is in its header,
+        # and the others are decoded for it.
+        is_jpeg = tf.io.is_jpeg(encoded)
+
+        def header():
             size = tf.image.extract_jpeg_shape(encoded)[:2]
-            window = self._draw(tf, size, 1, seed)[0]
+            return tf.zeros([0, 0, channels], "uint8"), size
+
+        def pixels_of_others():
+            pixels = decode(encoded)
+            return pixels, tf.shape(pixels)[:2]
+
+        whole, size = tf.cond(is_jpeg, header, pixels_of_others)
+        corner, sides = self._draw(tf, size, [], seed)
+
+        def part():
             # One more pixel at each side is decoded: at the edge of the decoded part
             # colours are interpolated from fewer pixels than within the image.
-            begin = tf.maximum(window[:2] - 1, 0)
-            end = tf.minimum(window[:2] + window[2:] + 1, size)
+            begin = tf.maximum(corner - 1, 0)
+            end = tf.minimum(corner + sides + 1, size)
             pixels = tf.io.decode_and_crop_jpeg(
                 encoded, tf.concat([begin, end - begin], 0), channels=channels
             )
-            moved = tf.concat([window[:2] - begin, window[2:]], 0)
-            return self._resized(tf, pixels, moved, channels)
+            return pixels, corner - begin
 
-        return tf.cond(
-            tf.io.is_jpeg(encoded), part, lambda: self(decode(encoded), seed)
-        )
+        pixels, corner = tf.cond(is_jpeg, part, lambda: (whole, corner))
+        return self._resized(tf, pixels, corner, sides, channels)
 
-    def _resized(self, tf, image, window, channels):
-        """A window (4,) of an image, resized: (height, width, channels)."""
-        part = tf.slice(
-            image, tf.pad(window[:2], [[0, 1]]), tf.concat([window[2:], [channels]], 0)
-        )
+    def _resized(self, tf, image, corner, sides, channels):
+        """A part of an image, resized: (height, width, channels)."""
+        size = tf.pad(sides, [[0, 1]], constant_values=channels)
+        part = tf.slice(image, tf.pad(corner, [[0, 1]]), size)
         part = tf.image.resize(part, (self.height, self.width))
         return tf.ensure_shape(part, [self.height, self.width, channels])
 
-    def _draw(self, tf, size, count, seed):
-        """Crops of images of a size (2,): int32 (count, 4), top, left, height, width.
+    def _draw(self, tf, size, shape, seed):
+        """Crops of images of a size (2,): int32 (*shape, 2), top and left, and sides.
 
-        The arithmetic has few operations, since each costs more than its numbers.
+        The arithmetic has few operations, since each costs more than its numbers: one
+        draw is a row of height, width, and the places of the top and of the left side.
         """
         limits = tf.cast(size, "float32")
-        uniform = tf.random.stateless_uniform([count, self._NUM_DRAWS, 4], seed)
-        low = np.array([self.scale[0], np.log(self.ratio[0])], "float32")
-        high = np.array([self.scale[1], np.log(self.ratio[1])], "float32")
-        share, log_ratio = tf.unstack(low + (high - low) * uniform[..., :2], axis=-1)
+        uniform = tf.random.stateless_uniform([*shape, self._NUM_DRAWS, 4], seed)
+        low = np.array([self.scale[0], np.log(self.ratio[0]), 0, 0], "float32")
+        high = np.array([self.scale[1], np.log(self.ratio[1]), 1, 1], "float32")
+        draws = low + (high - low) * uniform
+        share, log_ratio, places = tf.split(draws, [1, 1, 2], axis=-1)
         mean = tf.sqrt(share * tf.reduce_prod(limits))
-        sides = mean[..., None] * tf.exp(log_ratio[..., None] * [-0.5, 0.5])
-        sides = tf.round(sides)
-        fits = tf.reduce_all((sides >= 1) & (sides <= limits), axis=-1)
+        sides = tf.round(mean * tf.exp(log_ratio * [-0.5, 0.5]))
         # The last candidate is taken if no draw fits: a centred crop, as high and as
         # wide as the lowest and the highest ratio permit.
-        permitted = limits[::-1] * [1 / self.ratio[0], self.ratio[1]]
+        permitted = tf.reverse(limits, [0]) * [1 / self.ratio[0], self.ratio[1]]
         centred = tf.maximum(tf.round(tf.minimum(limits, permitted)), 1.0)
-        centred = tf.concat([centred, [0.5, 0.5]], axis=0)
-        draws = tf.concat([sides, uniform[..., 2:]], axis=-1)
-        draws = tf.concat([draws, tf.tile(centred[None, None], [count, 1, 1])], axis=1)
-        # The numbers fall, since argmax promises nothing about equal ones.
-        order = tf.range(self._NUM_DRAWS + 1, 0, -1)
-        first = tf.argmax(
-            tf.where(tf.pad(fits, [[0, 0], [0, 1]], constant_values=True), order, 0),
-            axis=1,
+        centred = tf.pad(centred, [[0, 2]], constant_values=0.5)
+        draws = tf.concat(
+            [
+                tf.concat([sides, places], axis=-1),
+                tf.broadcast_to(centred, [*shape, 1, 4]),
+            ],
+            axis=-2,
         )
-        chosen = tf.gather(draws, first, axis=1, batch_dims=1)
-        room = limits - chosen[:, :2]
+        highest = tf.pad(limits, [[0, 2]], constant_values=1.0)
+        fits = tf.reduce_all((draws >= [1.0, 1.0, 0.0, 0.0]) & (draws <= highest), -1)
+        # The numbers fall, since argmax promises nothing about equal ones.
+        order = np.arange(self._NUM_DRAWS + 1, 0, -1, "int32")
+        first = tf.argmax(tf.where(fits, order, 0), axis=-1)
+        axis = len(shape)
+        chosen = tf.gather(draws, first, axis=axis, batch_dims=axis)
+        sides, places = tf.split(chosen, 2, axis=-1)
+        room = limits - sides
         # A draw is below 1, but its product may round up.
-        corner = tf.minimum(tf.floor(chosen[:, 2:] * (room + 1)), room)
-        return tf.cast(tf.concat([corner, chosen[:, :2]], axis=1), "int32")
+        corner = tf.minimum(tf.floor(places * (room + 1)), room)
+        return tf.cast(corner, "int32"), tf.cast(sides, "int32")

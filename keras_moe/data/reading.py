@@ -3,8 +3,8 @@
 TensorFlow's graphs have no exceptions, and its errors seldom name the file. A data set
 can ignore an error: an example is therefore read in a data set of its own, which then
 goes on with an element that raises an error with the file's name. Such a data set takes
-as long as decoding several images, so that `map_or_name` has one for many examples, and
-one for each only where one of these failed.
+as long as decoding several images: `map_or_name` ignores the errors of all examples in
+one, and reads the one that is missing again.
 """
 
 import contextlib
@@ -13,9 +13,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# The number of examples that are read in one data set, and of such data sets at a time:
-# while the last examples of one are awaited, the next is read.
-_AT_ONCE, _DATA_SETS = 64, 2
 _FAILED = re.compile(r"assertion failed: \[(Expected [^\n]*)\]")
 
 
@@ -48,52 +45,59 @@ def attempt(function: Callable, item: Any, otherwise: Callable) -> Any:
 _with_names = contextvars.ContextVar("with_names", default=True)
 
 
-def map_or_name(dataset: Any, read: Callable, then: Callable) -> Any:
+def map_or_name(dataset: Any, read: Callable, then: Callable, again: Callable) -> Any:
     """`dataset.map(read).map(then)`, in parallel and in order, with errors that name.
 
     Args:
-        dataset: `tf.data.Dataset` of tuples.
+        dataset: `tf.data.Dataset` of (fields, origin): a tuple, and an int64 that
+            `again` needs. Its cardinality is known.
         read: function with calls of `read_or_name`, of the fields of an element. Its
             errors name a place by these calls, which cost nothing otherwise.
         then: function of the fields of what `read` returns.
+        again: function from the number of an element, and the origin of the one
+            before or after it, to a data set of its fields alone.
     """
     import tensorflow as tf
 
-    parallel = {"num_parallel_calls": tf.data.AUTOTUNE}
-
-    def without_names(number, item):
+    def without_names(number, element):
         token = _with_names.set(False)
         try:
-            return number, then(*read(*item))
+            fields, origin = element
+            return number, origin, then(*read(*fields))
         finally:
             _with_names.reset(token)
 
-    def read_some(*some):
-        items = tf.data.Dataset.from_tensor_slices(some)
-        count = tf.shape(tf.nest.flatten(some)[0], "int64")[0]
-        # An error leaves a gap between the numbers, where the elements end.
-        done = items.enumerate().map(without_names, **parallel)
-        done = done.ignore_errors().enumerate()
-        done = done.take_while(lambda n, numbered: n == numbered[0])
-        done = done.map(lambda _, numbered: numbered[1])
-        # Reading again with names fails where reading failed.
-        failing = items.map(lambda *item: then(*read(*item)))
-        failing = failing.filter(lambda *_: tf.constant(False))
-        again = tf.data.Dataset.from_tensors(0).map(
-            lambda _: _fail(
-                done.element_spec, "an image that can be read twice", "another one"
-            )
+    def check(state, element):
+        expected, before = state
+        number, origin, values = element
+        origin = tf.where(number < 0, before, origin)
+        named = tf.cond(
+            number == expected, lambda: True, lambda: fail(expected, origin)
         )
-        return done.concatenate(failing).concatenate(again).take(count)
+        with tf.control_dependencies([named]):
+            return (expected + 1, origin), tf.nest.map_structure(tf.identity, values)
 
-    # Blocks as long as the parts keep the order.
-    mapped = dataset.batch(_AT_ONCE).interleave(
-        read_some,
-        cycle_length=_DATA_SETS,
-        block_length=_AT_ONCE,
-        num_parallel_calls=_DATA_SETS,
+    def fail(number, origin):
+        # Reading again with names fails where reading failed.
+        failing = again(number, origin).map(lambda *fields: then(*read(*fields)))
+        expected = "an image that can be read twice"
+        failing = failing.map(
+            lambda *_: _fail(tf.TensorSpec([], "bool"), expected, "another one")
+        )
+        return failing.get_single_element()
+
+    # An error leaves a gap between the numbers. The order is kept whatever the options
+    # of the data set that is made of this one.
+    done = dataset.enumerate().map(
+        without_names, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
     )
-    return mapped.apply(tf.data.experimental.assert_cardinality(dataset.cardinality()))
+    missing = tf.data.Dataset.from_tensors(0).map(
+        lambda _: (*2 * [tf.constant(-1, "int64")], _zeros(done.element_spec[2]))
+    )
+    count = dataset.cardinality()
+    done = done.ignore_errors().concatenate(missing.repeat()).take(count)
+    checked = done.scan(2 * (tf.constant(0, "int64"),), check)
+    return checked.apply(tf.data.experimental.assert_cardinality(count))
 
 
 def read_or_name(function: Callable, item: Any, expected: str, place: Any) -> Any:
@@ -175,7 +179,13 @@ def _fail(specs, expected, place):
 
     about = [f"Expected {expected}; received:", place]
     with tf.control_dependencies([tf.debugging.Assert(False, about)]):
-        return tf.nest.map_structure(
-            lambda spec: tf.zeros([size or 0 for size in spec.shape], spec.dtype),
-            specs,
-        )
+        return _zeros(specs)
+
+
+def _zeros(specs):
+    """A structure of tensors; sizes that are not known are 0."""
+    import tensorflow as tf
+
+    return tf.nest.map_structure(
+        lambda spec: tf.zeros([size or 0 for size in spec.shape], spec.dtype), specs
+    )

@@ -63,6 +63,44 @@ def test_an_image_that_cannot_be_read_is_named(photos, augment):
         list(batches)
 
 
+@pytest.mark.parametrize(
+    ("broken", "options", "whole"),
+    [
+        ([0], {}, 0),
+        ([19], {}, 6),
+        # The other images of the last batch do not fill it.
+        ([19], {"drop_remainder": True, "batch_size": 10}, 1),
+        (range(20), {"shuffle": True}, 0),
+        # Image 6 is met in the fifth pass, and the run goes on in the fourth.
+        ([6], {"repeat": True, "start_batch": 23}, 3),
+    ],
+)
+def test_a_damaged_image_is_named_wherever_it_is(tmp_path, broken, options, whole):
+    for number in range(20):
+        save(tmp_path / "train" / "ab"[number // 10] / f"{number % 10}.png", number)
+    settings = {"image_shape": SHAPE, "batch_size": 3, "shuffle": False, **options}
+    batches = load(f"folder:{tmp_path}", "train", **settings)
+    names = [tmp_path / "train" / "ab"[n // 10] / f"{n % 10}.png" for n in broken]
+    for name in names:
+        name.write_bytes(b"no image")
+    with reading_errors():
+        iterator = batches.as_numpy_iterator()
+        for _ in range(whole):
+            next(iterator)
+    with pytest.raises(ValueError, match="can be decoded") as error, reading_errors():
+        next(iterator)
+    assert str(error.value).rpartition(" ")[2] in map(str, names)
+
+
+def test_an_augmentation_that_fails_is_not_a_damaged_image(photos):
+    def fails(images):
+        return tf.debugging.check_numerics(images / 0.0, "NaN of an augmentation")
+
+    batches = load(f"folder:{photos}", "train", SHAPE, 1, fails, shuffle=False)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="NaN of an augmentation"):
+        list(batches)
+
+
 def test_a_file_that_is_gone_is_named(photos):
     batches = load(f"folder:{photos}", "train", SHAPE, 1, shuffle=False)
     name = photos / "train" / "a" / "0.png"
