@@ -1,11 +1,7 @@
-"""`model.fit`'s step over a hand-written jitted step, on JAX, with its parts.
+"""`model.fit`'s step over a hand-written one; on JAX with its parts.
 
-python tools/benchmark/fit_overhead.py
+KERAS_BACKEND=jax python tools/benchmark/fit_overhead.py
 """
-
-import os
-
-os.environ["KERAS_BACKEND"] = "jax"
 
 import argparse
 from collections.abc import Callable
@@ -14,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 from runner import Report, run
-from training_step import jitted_step
+from training_step import hand_written_step
 
 from keras_moe import models
 
@@ -36,8 +32,20 @@ def fit_and_hand(case: str) -> dict[str, Callable[[], Any]]:
     Args:
         case: name among `CASES`.
     """
-    parts = parts_of_fit(case)
-    return {name: parts[name] for name in ("fit", "hand-written step")}
+    fitted, images, labels, steps = fitted_model(case)
+    stepped, *_ = fitted_model(case)
+    x, y = np.tile(images, (steps, 1, 1, 1)), np.tile(labels, steps)
+    step = hand_written_step(stepped, images, labels)
+
+    def fit(x=x, y=y):
+        fitted.fit(x, y, batch_size=len(images), shuffle=False, verbose=0)
+
+    def hand():
+        for _ in range(steps):
+            loss = step()
+        return loss
+
+    return {"fit": fit, "hand-written step": hand}
 
 
 def parts_of_fit(case: str) -> dict[str, Callable[[], Any]]:
@@ -50,32 +58,12 @@ def parts_of_fit(case: str) -> dict[str, Callable[[], Any]]:
     Args:
         case: name among `CASES`.
     """
-    preset, overrides, batch_size, steps = CASES[case]
-    fitted, looped, stepped = (
-        models.from_preset(preset, num_classes=10, load_weights=False, **overrides)
-        for _ in range(3)
-    )
-    generator = np.random.default_rng(0)
-    shape = (batch_size, *fitted.backbone.image_shape)
-    images = generator.normal(size=shape).astype("float32")
-    labels = generator.integers(10, size=batch_size)
+    looped, images, labels, steps = fitted_model(case)
+    batch_size = len(images)
     x, y = np.tile(images, (steps, 1, 1, 1)), np.tile(labels, steps)
-    for model in (fitted, looped):
-        model.compile(
-            optimizer=keras.optimizers.Adam(1e-4),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=[],
-        )
     looped.fit(images, labels, batch_size=batch_size, verbose=0)
-    step, keras_step = jitted_step(stepped, images, labels), bare_step(looped)
-
-    def fit(x=x, y=y):
-        fitted.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
-
-    def hand():
-        for _ in range(steps):
-            loss = step()
-        return loss
+    keras_step = bare_step(looped)
+    whole = fit_and_hand(case)
 
     def bare():
         for _ in range(steps):
@@ -89,12 +77,30 @@ def parts_of_fit(case: str) -> dict[str, Callable[[], Any]]:
         return logs
 
     return {
-        "fit": fit,
-        "hand-written step": hand,
+        **whole,
         "Keras's step alone": bare,
         "with batches of arrays": from_arrays,
-        "fit of one step": lambda: fit(images, labels),
+        "fit of one step": lambda: whole["fit"](images, labels),
     }
+
+
+def fitted_model(case: str) -> tuple[keras.Model, np.ndarray, np.ndarray, int]:
+    """A compiled model, one batch of images and labels, and the number of steps.
+
+    Args:
+        case: name among `CASES`.
+    """
+    preset, overrides, batch_size, steps = CASES[case]
+    model = models.from_preset(preset, num_classes=10, load_weights=False, **overrides)
+    model.compile(
+        optimizer=keras.optimizers.Adam(1e-4),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[],
+    )
+    generator = np.random.default_rng(0)
+    shape = (batch_size, *model.backbone.image_shape)
+    images = generator.normal(size=shape).astype("float32")
+    return model, images, generator.integers(10, size=batch_size), steps
 
 
 def bare_step(model: keras.Model) -> Callable[..., Any]:
@@ -124,7 +130,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     for case in args.cases:
         _, _, batch_size, steps = CASES[case]
         title = f"{case}, batch {batch_size}, {steps} steps"
-        report.compare(title, parts_of_fit(case), "hand-written step")
+        on_jax = keras.backend.backend() == "jax"
+        parts = parts_of_fit(case) if on_jax else fit_and_hand(case)
+        report.compare(title, parts, "hand-written step")
 
 
 if __name__ == "__main__":

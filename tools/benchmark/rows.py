@@ -83,7 +83,6 @@ ROWS = (
         arguments={"case": "vmoe_digits"},
         subject="fit",
         goals={"hand-written step": 1.05},
-        backends=("jax",),
     ),
     *(
         Row(

@@ -1,4 +1,4 @@
-"""One compiled training step of a model on JAX, as a function to time."""
+"""One hand-written training step of a model, as a function to time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +7,29 @@ import keras
 import numpy as np
 
 
+def hand_written_step(
+    model: keras.Model, images: np.ndarray, labels: np.ndarray
+) -> Callable[[], Any]:
+    """A step on any backend: forward, loss, gradients and Adam.
+
+    It is compiled as one but on PyTorch, as Keras's own is. Each call continues from
+    the last. The model's own losses are added.
+
+    Args:
+        model: a built model that returns logits.
+        images: one batch of inputs.
+        labels: integers (B,).
+    """
+    backend = keras.backend.backend()
+    if backend == "jax":
+        return jitted_step(model, images, labels)
+    return {"tensorflow": _tensorflow, "torch": _torch}[backend](model, images, labels)
+
+
 def jitted_step(
     model: keras.Model, images: np.ndarray, labels: np.ndarray
 ) -> Callable[[], Any]:
-    """A hand-written step: forward, loss, gradients and Adam, compiled as one.
-
-    Each call continues from the last. The model's own losses are added.
-    """
+    """`hand_written_step` on JAX."""
     import jax
 
     optimizer = keras.optimizers.Adam(1e-4)
@@ -23,12 +39,7 @@ def jitted_step(
         logits, state, losses = model.stateless_call(
             trainable, state, images, training=True, return_losses=True
         )
-        loss = keras.ops.mean(
-            keras.losses.sparse_categorical_crossentropy(
-                labels, logits, from_logits=True
-            )
-        )
-        return loss + sum(losses), state
+        return _loss(labels, logits, losses), state
 
     def step(trainable, state, optimizer_state, images, labels):
         (loss, state), gradients = jax.value_and_grad(loss_fn, has_aux=True)(
@@ -54,3 +65,48 @@ def jitted_step(
         return loss
 
     return run
+
+
+def _tensorflow(model, images, labels):
+    import tensorflow as tf
+
+    optimizer = keras.optimizers.Adam(1e-4)
+    optimizer.build(model.trainable_variables)
+    variables = [v.value for v in model.trainable_variables]
+
+    @tf.function(jit_compile=True)
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            logits = model(images, training=True)
+            loss = _loss(labels, logits, model.losses)
+        optimizer.apply(tape.gradient(loss, variables), model.trainable_variables)
+        return loss
+
+    images, labels = tf.constant(images), tf.constant(labels)
+    return lambda: step(images, labels)
+
+
+def _torch(model, images, labels):
+    import torch
+
+    optimizer = keras.optimizers.Adam(1e-4)
+    optimizer.build(model.trainable_variables)
+    variables = [v.value for v in model.trainable_variables]
+    images, labels = torch.tensor(images), torch.tensor(labels)
+
+    def step():
+        loss = _loss(labels, model(images, training=True), model.losses)
+        gradients = torch.autograd.grad(loss, variables)
+        with torch.no_grad():
+            optimizer.apply(gradients, model.trainable_variables)
+        return loss.detach()
+
+    return step
+
+
+def _loss(labels, logits, losses):
+    """The mean cross-entropy, with a model's own losses."""
+    each = keras.losses.sparse_categorical_crossentropy(
+        labels, logits, from_logits=True
+    )
+    return keras.ops.mean(each) + sum(losses)
