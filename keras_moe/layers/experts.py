@@ -14,6 +14,7 @@ from keras_moe.layers.activation_layout import with_layout
 from keras_moe.layers.expert_kernels import ExpertKernels
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.ops.cost import Cost
+from keras_moe.ops.dropout import dropout
 from keras_moe.ops.grouped_matmul import grouped_matmul
 from keras_moe.ops.grouped_mlp import grouped_mlp
 
@@ -195,7 +196,7 @@ class Experts(ExpertKernels):
     def _drop(self, x, training):
         if not training or self.seed_generator is None:
             return x
-        return keras.random.dropout(x, self.dropout, seed=self.seed_generator)
+        return dropout(x, self.dropout, self.seed_generator)
 
     def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
         """Parts of variables; an expert's outputs are zero if these are.
