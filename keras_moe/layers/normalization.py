@@ -14,10 +14,14 @@ def _normalize(x, gamma, beta, epsilon):
 
     @ops.custom_gradient
     def normalize(x, gamma, beta):
-        centred = x - ops.mean(x, axis=-1, keepdims=True)
-        variance = ops.mean(ops.square(centred), axis=-1, keepdims=True)
+        mean = ops.mean(x, axis=-1, keepdims=True)
+        # In two axes, since XLA would write one difference of (..., D) to memory for
+        # its two readers; it computes either of two in passing.
+        rows = ops.reshape(x, (-1, x.shape[-1])) - ops.reshape(mean, (-1, 1))
+        variance = ops.mean(ops.square(rows), axis=-1)
+        variance = ops.reshape(variance, ops.shape(mean))
         scale = ops.rsqrt(variance + epsilon)
-        normed = centred * scale
+        normed = (x - mean) * scale
 
         def gradient(upstream):
             inner = upstream * gamma
