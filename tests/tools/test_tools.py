@@ -1,5 +1,6 @@
 import ast
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -113,16 +114,55 @@ def test_benchmarks_run(capsys, monkeypatch, name, arguments, columns):
         assert table["title"].split()[0] in errors
 
 
-def test_a_benchmark_of_the_compiler_runs():
-    arguments = ["--tokens", "64", "--dim", "8", "--experts", "4"]
+def run_alone(name, *arguments, **environment):
+    """The output of a benchmark that sets its own backend."""
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "routing_memory.py"), *arguments],
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "dropless" in done.stdout
+    return done.stdout
+
+
+def test_a_benchmark_of_the_compiler_runs():
+    arguments = ["--tokens", "64", "--dim", "8", "--experts", "4"]
+    assert "dropless" in run_alone("routing_memory", *arguments)
+
+
+# In the place of the official model: one kernel, and the arguments that it was given.
+OFFICIAL = """
+from jax import numpy as jnp
+
+class VisionTransformerMoe:
+    def __init__(self, num_classes, encoder, **sizes):
+        self.num_classes, self.moe = num_classes, encoder["moe"]
+
+    def init(self, key, images):
+        return {"kernel": jnp.zeros((images.shape[-1], self.num_classes))}
+
+    def apply(self, weights, images, rngs=None):
+        assert self.moe["layers"] == (1,) and self.moe["num_experts"] == 8
+        logits = jnp.mean(images, axis=(1, 2)) @ weights["kernel"]
+        return logits, {"auxiliary_loss": jnp.zeros(())}
+"""
+
+
+def test_whole_models_are_compiled_beside_the_official_one(tmp_path):
+    package = tmp_path / "vmoe" / "nn"
+    package.mkdir(parents=True)
+    (package / "vit_moe.py").write_text(OFFICIAL)
+    arguments = "--presets vmoe_digits --layers 2 --dispatchers einsum --json"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    output = run_alone("compiled_cost", *arguments.split(), PYTHONPATH=path)
+    (table,) = json.loads(output)["tables"]
+    forward, official, gradients, _ = table["rows"]
+    assert forward["model"] == gradients["model"] == "keras_moe"
+    assert official["model"] == "vmoe, einsum"
+    assert 0 < official["GFLOP"] < forward["GFLOP"] < gradients["GFLOP"]
+    assert 0 < forward["temporary MiB"] < gradients["temporary MiB"]
 
 
 def test_the_runner_adds_up_pytests_closing_lines():

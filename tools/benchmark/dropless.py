@@ -107,19 +107,28 @@ def moe_plus_plus(
 
 
 def vision_transformers(
-    images: int = 1, num_experts: int = 8
+    images: int = 1, num_experts: int = 8, selected: int = 1
 ) -> dict[str, Callable[[], Any]]:
-    """V-MoE-S/32 with one expert for each token, and ViT-S/32, at inference."""
+    """V-MoE-S/32 and a dense model with as many matmuls of a token, at inference.
+
+    With more than one expert for each token the MLPs of the dense model are wider, all
+    by the same factor.
+    """
     sizes = VARIANTS["vit/S"].config() | {"patch_size": 32}
     moe = MoEConfig(
-        moe_layers="last_2", num_experts=num_experts, num_selected_experts=1
+        moe_layers="last_2", num_experts=num_experts, num_selected_experts=selected
     )
+    blocks = sizes["num_layers"]
+    width = sizes["mlp_dim"] * (blocks + 2 * (selected - 1)) // blocks
     pixels = np.random.default_rng(0).normal(size=(images, 224, 224, 3))
     return {
         name: execution.forward(
-            ViTBackbone(**sizes, **options), pixels.astype("float32"), training=False
+            ViTBackbone(**sizes | options), pixels.astype("float32"), training=False
         )
-        for name, options in {"V-MoE": {"moe": moe}, "dense": {}}.items()
+        for name, options in {
+            "V-MoE": {"moe": moe},
+            "dense": {"mlp_dim": width},
+        }.items()
     }
 
 

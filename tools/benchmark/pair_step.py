@@ -6,8 +6,9 @@
 
 The first compares a LIMoE's step with the sum of the steps of its two dense
 one-modality models, and LIMoE's steps by the number of groups whose tokens are routed
-together. With `--clip` it compares the two-tower step with that of KerasHub's CLIP of
-the same size and, on PyTorch, with that of OpenCLIP's where this is installed. A step
+together. With `--clip` it compares the two-tower step with the steps of its towers,
+each trained alone, with that of KerasHub's CLIP of the same size and, on PyTorch,
+with that of OpenCLIP's where this is installed. A step
 is `train_on_batch` with SGD (OpenCLIP: its own forward and PyTorch's SGD). With
 `--recipes` it takes the steps of recipes as they are: model, batch, loss, optimizer.
 """
@@ -154,44 +155,82 @@ def open_clip_step(preset: str, batch: dict) -> Callable[[], Any] | None:
     return step
 
 
-def measure_clip(args: argparse.Namespace, report: Report) -> None:
-    model = contrastive(args.preset, num_layers=args.layers)
-    batch = pairs(model.backbone, args.batch_size)
-    hub = hub_clip(model.backbone, TEXT_HEADS[args.preset])
+def two_towers(
+    backbone: keras.Model, batch: dict[str, np.ndarray]
+) -> Callable[[], Any]:
+    """A step of each encoder of a backbone, trained by itself."""
+    texts = {name: batch[name] for name in ("token_ids", "padding_mask")}
+    steps = []
+    for name, inputs in (("image", batch["images"]), ("text", texts)):
+        model = OneModality(backbone.encoder(name), len(batch["images"]))
+        steps.append(step_of(compiled(model), inputs))
+    return lambda: [step() for step in steps]
+
+
+def clip_steps(
+    preset: str = "clip_b32", num_layers: int = 12, batch_size: int = 8
+) -> dict[str, Callable[[], Any]]:
+    """A two-tower model's step, its towers' alone, and other libraries'.
+
+    Args:
+        preset: name among `TEXT_HEADS`.
+        num_layers: number of blocks of each tower.
+        batch_size: number of pairs.
+    """
+    model, alone = (contrastive(preset, num_layers=num_layers) for _ in range(2))
+    batch = pairs(model.backbone, batch_size)
+    hub = hub_clip(model.backbone, TEXT_HEADS[preset])
     candidates = {
         "keras_moe": step_of(model, batch),
+        "two towers": two_towers(alone.backbone, batch),
         "keras_hub": step_of(hub, {k: batch[k] for k in ("images", "token_ids")}),
     }
-    if keras.backend.backend() == "torch" and args.layers == 12:
-        step = open_clip_step(args.preset, batch)
+    if keras.backend.backend() == "torch" and num_layers == 12:
+        step = open_clip_step(preset, batch)
         if step is not None:
             candidates["open_clip"] = step
+    return candidates
+
+
+def limoe_steps(
+    num_layers: int = 12,
+    num_experts: int = 8,
+    batch_size: int = 8,
+    group_sizes: tuple[int, ...] = (),
+) -> dict[str, Callable[[], Any]]:
+    """LIMoE's step, and those of its two dense models of one modality.
+
+    Args:
+        num_layers: number of blocks, every other one a mixture.
+        num_experts: number of experts.
+        batch_size: number of pairs.
+        group_sizes: numbers of pairs whose tokens are routed together, for further
+            candidates; by default all of the batch are.
+    """
+    sizes = {"num_layers": num_layers, "num_experts": num_experts}
+    limoe = contrastive("limoe_b32", **sizes)
+    batch = pairs(limoe.backbone, batch_size)
+    dense = from_preset("limoe_b32", num_layers=num_layers, moe=None)
+    candidates = {
+        "two dense models": two_towers(dense, batch),
+        "limoe": step_of(limoe, batch),
+    }
+    for size in group_sizes:
+        model = contrastive("limoe_b32", images_per_group=size, **sizes)
+        candidates[f"limoe, {size} pairs a group"] = step_of(model, batch)
+    return candidates
+
+
+def measure_clip(args: argparse.Namespace, report: Report) -> None:
+    candidates = clip_steps(args.preset, args.layers, args.batch_size)
     title = f"{args.preset}, {args.layers} blocks, batch {args.batch_size}"
     report.compare(title, candidates, "keras_moe", pairs=args.batch_size)
 
 
 def measure_limoe(args: argparse.Namespace, report: Report) -> None:
-    sizes = {"num_layers": args.layers, "num_experts": args.experts}
-    limoe = contrastive("limoe_b32", **sizes)
-    batch = pairs(limoe.backbone, args.batch_size)
-    texts = {name: batch[name] for name in ("token_ids", "padding_mask")}
-    dense = from_preset("limoe_b32", num_layers=args.layers, moe=None)
-    alone = {
-        name: compiled(OneModality(dense.encoder(name), args.batch_size))
-        for name in ("image", "text")
-    }
-    steps = {
-        "image": step_of(alone["image"], batch["images"]),
-        "text": step_of(alone["text"], texts),
-    }
-
-    def both():
-        return steps["image"](), steps["text"]()
-
-    candidates = {"two dense models": both, "limoe": step_of(limoe, batch)}
-    for size in args.group_sizes:
-        model = contrastive("limoe_b32", images_per_group=size, **sizes)
-        candidates[f"limoe, {size} pairs a group"] = step_of(model, batch)
+    candidates = limoe_steps(
+        args.layers, args.experts, args.batch_size, args.group_sizes
+    )
     title = f"LIMoE-B/32, {args.layers} blocks, batch {args.batch_size}"
     report.compare(title, candidates, "two dense models", pairs=args.batch_size)
 

@@ -61,12 +61,16 @@ ROWS = (
         )
         for mode in ("inference", "training")
     ),
-    Row(
-        name="one-image",
-        work="V-MoE-S/32 (8 experts, K=1) on one image",
-        source="dropless:vision_transformers",
-        subject="V-MoE",
-        goals={"dense": 1.2},
+    *(
+        Row(
+            name=f"one-image-k{selected}",
+            work=f"V-MoE-S/32 (8 experts, K={selected}) on one image",
+            source="dropless:vision_transformers",
+            arguments={"selected": selected},
+            subject="V-MoE",
+            goals={"dense": 1.2},
+        )
+        for selected in (1, 2)
     ),
     Row(
         name="soft-layer",
@@ -158,6 +162,22 @@ ROWS = (
         source="vmoe_step:steps",
         subject="V-MoE",
         goals={"dense twin": 1.1},
+    ),
+    Row(
+        name="clip-step",
+        work="CLIP-B/32's training step, 4 blocks in each tower, 8 pairs",
+        source="pair_step:clip_steps",
+        arguments={"num_layers": 4},
+        subject="keras_moe",
+        goals={"two towers": None, "keras_hub": None},
+    ),
+    Row(
+        name="limoe-step",
+        work="LIMoE-B/32's training step, 4 blocks, two of them of 8 experts, 8 pairs",
+        source="pair_step:limoe_steps",
+        arguments={"num_layers": 4},
+        subject="limoe",
+        goals={"two dense models": None},
     ),
     *(
         Row(
