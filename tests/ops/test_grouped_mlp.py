@@ -425,3 +425,22 @@ def test_shape_inference():
     outputs = grouped_mlp_torch.grouped_mlp(rows, sizes, weights, gelu_tanh)
     assert outputs.is_meta
     assert outputs.shape == (6, D)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a kernel of PyTorch")
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_few_rows_without_a_gradient_on_pytorch(kind):
+    """One expert has no rows, and the last rows have no expert."""
+    import torch
+
+    names, activation = WEIGHTS[kind]
+    (rows, *weights), _ = example(12, 4, names)
+    rows[9:] = np.nan
+    weights = dict(zip(names, map(torch.tensor, weights)))
+    sizes = torch.tensor([4, 0, 3, 2])
+    with torch.no_grad():
+        actual, expected = (
+            function(torch.tensor(rows), sizes, activation=activation, **weights)
+            for function in (grouped_mlp, grouped_mlp_reference)
+        )
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -7,6 +7,9 @@ import torch
 
 from keras_moe.ops.kernels.grouped_matmul_torch import grouped_matmul
 
+# A product of fewer rows takes the time in which its kernel is read and packed.
+SHORT = 32
+
 
 def grouped_mlp(rows, group_sizes, weights, activation):
     """See `keras_moe.ops.grouped_mlp`."""
@@ -45,7 +48,41 @@ def with_loop(activation, group_sizes, *inputs):
         x is not None and x.requires_grad for x in inputs
     ):
         return _Loop.apply(activation, sizes, *inputs)
+    if _is_short(sizes):
+        return _in_one_batch(activation, sizes, *inputs)
     return _forward(activation, sizes, *inputs)
+
+
+def _in_one_batch(activation, sizes, rows, output_kernel, output_bias, *first):
+    """The outputs of few rows, by batched products of as many rows for each expert."""
+    num_experts, longest = len(sizes), max(sizes)
+    places, start = [], 0
+    for size in sizes:
+        places += range(start, start + size)
+        start += longest
+    places = torch.tensor(places)
+    inputs = rows.new_zeros((num_experts * longest, rows.shape[1]))
+    inputs[places] = rows[: len(places)]
+    inputs = inputs.view(num_experts, longest, -1)
+
+    def linear(x, kernels, biases):
+        if biases is None:
+            return torch.bmm(x, kernels)
+        return torch.baddbmm(biases[:, None], x, kernels)
+
+    hidden = [linear(inputs, *layer) for layer in _pairs(first)]
+    hidden = _between(activation, hidden)
+    results = linear(hidden, output_kernel, output_bias).flatten(0, 1)
+    outputs = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    torch.index_select(results, 0, places, out=outputs[: len(places)])
+    outputs[len(places) :].zero_()
+    return outputs
+
+
+def _is_short(sizes):
+    """Whether a loop would take longer than a batch, which has rows of no expert."""
+    longest = max(sizes)
+    return 0 < longest <= SHORT and len(sizes) * longest <= 3 * sum(sizes)
 
 
 def _forward(activation, sizes, rows, output_kernel, output_bias, *first, kept=None):
