@@ -3,6 +3,7 @@
 Axes: L levels of hierarchy, N_l experts of a level, E all experts, I inputs.
 """
 
+import math
 from typing import Any
 
 import keras
@@ -11,12 +12,17 @@ from keras import ops
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.layers import activations
 from keras_moe.ops.cost import Cost
+from keras_moe.ops.entmax import entmax15_and_source
 from keras_moe.ops.expert_kinds import ExpertKinds
 from keras_moe.ops.routing import Routing
+from keras_moe.ops.standardize import standardize
 
 NORMALIZATIONS = ("batch", "layer", None)
 _EPSILON = 1e-5
 _MOMENTUM = 0.9
+# The part of the inputs' size above which coefficients are not kept, but computed
+# again, which takes eager PyTorch a twentieth of the layer's time.
+_LARGE = 1 / 3
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -39,10 +45,14 @@ class ExpertCoefficients(keras.layers.Layer):
         training: whether statistics are those of the batch, and update the moving ones.
         logits: products of the inputs and each kernel, if the caller has them.
         mask: boolean (...), False for padding, which has no part in batch statistics.
+        with_sources: whether what `MultilinearExperts` computes the coefficients from
+            again is returned, too.
 
     Output shape:
         `(coefficients, Routing)`: a tuple of float32 (..., N_l), and a record whose
-        expert axis has all N_1 x ... x N_L experts.
+        expert axis has all N_1 x ... x N_L experts. With `with_sources` there comes a
+        source for each level, which is empty for another activation than entmax, or
+        where coefficients are few beside the inputs.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -115,15 +125,17 @@ class ExpertCoefficients(keras.layers.Layer):
         training: bool | None = None,
         logits: Any = None,
         mask: Any = None,
-    ) -> tuple[tuple[Any, ...], Routing]:
+        with_sources: bool = False,
+    ) -> tuple[Any, ...]:
         if logits is None:
             logits = [ops.matmul(inputs, kernel) for kernel in self.kernels]
         normalised = [
             self._normalise(level, x, training, mask) for level, x in enumerate(logits)
         ]
-        coefficients = tuple(self.activation(x) for x in normalised)
+        limit = _LARGE * inputs.shape[-1] if with_sources else math.inf
+        coefficients, sources = zip(*(self._activate(x, limit) for x in normalised))
         gates = outer(coefficients, ops.multiply)
-        return coefficients, Routing(
+        routing = Routing(
             logits=outer(logits, ops.add),
             noisy_logits=outer(normalised, ops.add),
             affinity=gates,
@@ -131,22 +143,29 @@ class ExpertCoefficients(keras.layers.Layer):
             dispatched=ops.cast(gates != 0, "float32"),
             combined=gates,
         )
+        if with_sources:
+            return coefficients, routing, sources
+        return coefficients, routing
+
+    def _activate(self, x, limit):
+        if x.shape[-1] > limit and self.activation is activations.entmax15:
+            return entmax15_and_source(x)
+        return self.activation(x), ()
 
     def _normalise(self, level, x, training, mask):
         if self.normalization is None:
             return x
-        # Squares of centred logits, which are kept for the gradient anyway.
         if self.normalization == "layer":
-            centred = x - ops.mean(x, axis=-1, keepdims=True)
-            variance = ops.mean(centred * centred, axis=-1, keepdims=True)
+            normalised, _, _ = standardize(x, (-1,), _EPSILON)
         elif training and self.trainable:
-            mean, count = _row_mean(x, mask)
-            centred = x - mean
-            variance, _ = _row_mean(centred * centred, mask)
-            self._keep(level, mean, variance, count)
+            axes = tuple(range(len(x.shape) - 1))
+            normalised, *statistics = standardize(x, axes, _EPSILON, mask)
+            mean, variance = (ops.reshape(value, (-1,)) for value in statistics)
+            self._keep(level, mean, variance, _row_count(x, mask))
         else:
-            centred, variance = x - self.means[level], self.variances[level]
-        return centred * ops.rsqrt(variance + _EPSILON)
+            scale = ops.rsqrt(self.variances[level] + _EPSILON)
+            normalised = (x - self.means[level]) * scale
+        return normalised
 
     def _keep(self, level, mean, variance, count):
         """Updates the moving statistics, with the unbiased variance as in PyTorch."""
@@ -208,16 +227,11 @@ class ExpertCoefficients(keras.layers.Layer):
         return config
 
 
-def _row_mean(x, mask):
-    """The mean over rows that are no padding, (..., N) to (N,), and their number."""
-    axes = tuple(range(len(x.shape) - 1))
+def _row_count(x, mask):
+    """The number of rows of (..., N) that are no padding."""
     if mask is None:
-        return ops.mean(x, axis=axes), ops.size(x) // x.shape[-1]
-    mask = ops.expand_dims(ops.cast(mask, "bool"), -1)
-    count = ops.sum(ops.cast(mask, x.dtype))
-    # A product would not do: padding may hold NaN.
-    total = ops.sum(ops.where(mask, x, ops.zeros_like(x)), axis=axes)
-    return total / ops.maximum(count, 1.0), count
+        return ops.size(x) // x.shape[-1]
+    return ops.sum(ops.cast(mask, x.dtype))
 
 
 def check_levels(num_experts: Any) -> tuple[int, ...]:

@@ -53,7 +53,10 @@ class MultilinearExperts(keras.layers.Layer):
     Call arguments:
         inputs: (..., I).
         coefficients: sequence with (..., N_l) for each level.
-        projected: product of the inputs and `input_matrix()`, if the caller has it.
+        projected: product of the inputs and `input_factor()`, if the caller has it.
+        sources: tensors of each level, which the gradient keeps instead of its
+            coefficients, or an empty tuple; see `ExpertCoefficients`. In half precision
+            they are left out.
 
     Output shape:
         (..., O).
@@ -133,20 +136,34 @@ class MultilinearExperts(keras.layers.Layer):
         limit = 1 / math.sqrt(fan_in)
         return keras.initializers.RandomUniform(-limit, limit)
 
-    def call(self, inputs: Any, coefficients: Any, projected: Any = None) -> Any:
+    def call(
+        self,
+        inputs: Any,
+        coefficients: Any,
+        projected: Any = None,
+        sources: Any = None,
+    ) -> Any:
         if len(coefficients) != len(self.num_experts):
             raise ValueError(
                 f"Expected coefficients for {len(self.num_experts)} levels, "
                 f"num_experts={self.num_experts}; received: {len(coefficients)}"
             )
         coefficients = [ops.cast(a, inputs.dtype) for a in coefficients]
+        if self.compute_dtype != "float32":
+            # Keras has cast them with the other arguments.
+            sources = None
         return tensors.multilinear(
-            inputs, coefficients, self._tensors(), self.factorization, projected
+            inputs,
+            coefficients,
+            self._tensors(),
+            self.factorization,
+            projected,
+            sources,
         )
 
-    def input_matrix(self) -> Any:
-        """The matrix (I, R) that multiplies the inputs first; None without factors."""
-        return tensors.input_matrix(self._tensors(), self.factorization)
+    def input_factor(self) -> Any:
+        """The factor that multiplies the inputs first; None without factors."""
+        return tensors.input_factor(self._tensors(), self.factorization)
 
     def _tensors(self):
         return [ops.cast(factor, self.compute_dtype) for factor in self.factors]
@@ -239,7 +256,7 @@ class MultilinearExperts(keras.layers.Layer):
             self._rank(inputs),
         )
 
-    def compute_output_spec(self, inputs, coefficients, projected=None):
+    def compute_output_spec(self, inputs, coefficients, projected=None, sources=None):
         shape = (*inputs.shape[:-1], self.units)
         return keras.KerasTensor(shape, self.compute_dtype)
 

@@ -141,8 +141,10 @@ class MuMoE(MuMoEBase):
 
     def call(self, inputs: Any, training: bool | None = None) -> tuple[Any, Any]:
         x, logits, projected = self.project(inputs, self.experts)
-        coefficients, routing = self.gate(inputs, training=training, logits=logits)
-        outputs = self.experts(x, coefficients, projected=projected)
+        coefficients, routing, sources = self.gate(
+            inputs, training=training, logits=logits, with_sources=True
+        )
+        outputs = self.experts(x, coefficients, projected=projected, sources=sources)
         return self._edited(outputs, routing.gates), routing
 
     def _edited(self, outputs, gates):

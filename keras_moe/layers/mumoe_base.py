@@ -12,7 +12,7 @@ from keras_moe.checks import check_bool
 from keras_moe.layers.expert_coefficients import ExpertCoefficients
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.multilinear import projections
+from keras_moe.ops.factor_products import projections
 
 
 class MuMoEBase(keras.layers.Layer):
@@ -67,11 +67,11 @@ class MuMoEBase(keras.layers.Layer):
         """
         if self.norm is not None:
             return self.norm(inputs), None, None
-        gate, matrix = self.gate, experts.input_matrix()
-        if matrix is None or experts.compute_dtype != gate.compute_dtype:
+        gate, factor = self.gate, experts.input_factor()
+        if factor is None or experts.compute_dtype != gate.compute_dtype:
             return inputs, None, None
         kernels = [ops.cast(kernel, gate.compute_dtype) for kernel in gate.kernels]
-        *logits, projected = projections(inputs, *kernels, matrix)
+        *logits, projected = projections(inputs, *kernels, factor)
         return inputs, logits, projected
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:

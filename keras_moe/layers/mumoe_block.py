@@ -140,11 +140,12 @@ class MuMoEBlock(MuMoEBase):
         training: bool | None = None,
     ) -> tuple[Any, Any]:
         x, logits, projected = self.project(inputs, self.hidden)
-        coefficients, routing = self.gate(
-            inputs, training=training, logits=logits, mask=mask
+        coefficients, routing, sources = self.gate(
+            inputs, training=training, logits=logits, mask=mask, with_sources=True
         )
-        x = self.hidden(x, coefficients, projected=projected)
-        x = self.output_experts(self.hidden_activation(x), coefficients)
+        x = self.hidden(x, coefficients, projected=projected, sources=sources)
+        x = self.hidden_activation(x)
+        x = self.output_experts(x, coefficients, sources=sources)
         if mask is not None:
             x = ops.where(ops.expand_dims(ops.cast(mask, "bool"), -1), x, 0)
         return x, routing

@@ -1,7 +1,7 @@
 """alpha-entmax: between softmax, which is dense, and sparsemax."""
 
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -76,6 +76,82 @@ def _entmax(scores, alpha):
         return (entmax_gradient(*kept, upstream, alpha),)
 
     return with_own_gradient(forward, backward, scores)
+
+
+class Source(NamedTuple):
+    """Tensors from which 1.5-entmax over the last axis is computed again.
+
+    Attributes:
+        scores: logits, (..., N).
+        top: largest of them, (..., 1).
+        tau: threshold, (..., 1).
+    """
+
+    scores: Any
+    top: Any
+    tau: Any
+
+
+def entmax15_and_source(scores: Any) -> tuple[Any, Source]:
+    """1.5-entmax over the last axis, whose gradient keeps the scores, and no gates.
+
+    It is for scores that are kept anyway, and for a user of the gates that keeps their
+    source, too: the gates are then computed again, twice, without a search for the
+    threshold.
+
+    Args:
+        scores: float32 (..., N).
+
+    Returns:
+        The gates (..., N), and their source.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.entmax import entmax15_and_source
+    >>> gates, source = entmax15_and_source(np.array([1.0, 1.0, -1.0], "float32"))
+    >>> np.array(gates).tolist(), float(source.top[0])
+    ([0.5, 0.5, 0.0], 1.0)
+    """
+
+    def forward(scores):
+        gates, top, tau = solve(scores, 1.5)
+        return (gates, top, tau), (scores, top, tau)
+
+    def backward(kept, upstream, *_):
+        return (entmax_gradient(gates_again(Source(*kept)), upstream, 1.5),)
+
+    scores = ops.convert_to_tensor(scores)
+    gates, top, tau = with_own_gradient(forward, backward, scores)
+    return gates, Source(scores, top, tau)
+
+
+def gates_again(source: Source) -> Any:
+    """The gates of a source, with the gradient of entmax.
+
+    Args:
+        source: source that `entmax15_and_source` returned.
+
+    Returns:
+        (..., N).
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops.entmax import entmax15_and_source, gates_again
+    >>> _, source = entmax15_and_source(np.array([1.0, 1.0, -1.0], "float32"))
+    >>> np.array(gates_again(source)).tolist()
+    [0.5, 0.5, 0.0]
+    """
+
+    def forward(*source):
+        gates = gates_at(*source, 1.5)
+        return gates, (gates,)
+
+    def backward(kept, upstream):
+        return entmax_gradient(*kept, upstream, 1.5), None, None
+
+    return with_own_gradient(forward, backward, *source)
 
 
 def solve(scores: Any, alpha: float) -> tuple[Any, Any, Any]:
@@ -155,6 +231,12 @@ def gates_at(scores: Any, top: Any, tau: Any, alpha: float) -> Any:
     >>> np.array(gates_at(scores, 3.0, -0.5, 2.0)).tolist()
     [0.5, 0.5, 0.0]
     """
+    if keras.backend.backend() == "torch":
+        from keras_moe.ops.kernels import entmax_torch
+
+        scores, top, tau = map(ops.convert_to_tensor, (scores, top, tau))
+        if entmax_torch.gradient_is_enough(scores):
+            return entmax_torch.gates_at(scores, top, tau, alpha)
     rest = ops.maximum((alpha - 1.0) * (scores - top) - tau, 0.0)
     gates = real_power(rest, entmax_power(alpha))
     return gates / ops.sum(gates, axis=-1, keepdims=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from keras import ops
 
-from keras_moe.ops.own_gradient import with_own_gradient
+from keras_moe.ops.factor_products import merged_matmul, mixed, projections, rows
 
 FACTORIZATIONS = ("cp", "tr", "tucker", None)
 
@@ -64,6 +64,7 @@ def multilinear(
     factors: list[Any],
     factorization: str | None,
     projected: Any = None,
+    sources: Any = None,
 ) -> Any:
     """muMoE's forward pass of one layer.
 
@@ -72,7 +73,10 @@ def multilinear(
         coefficients: tensor (..., N_l) for each level.
         factors: tensors of `factor_shapes`.
         factorization: `"cp"`, `"tr"`, `"tucker"` or None.
-        projected: product of the inputs and `input_matrix`, or None.
+        projected: product of the inputs and `input_factor`, or None.
+        sources: `keras_moe.ops.entmax.Source` of each level's coefficients,
+            which the gradient keeps instead of them, or an empty tuple. None is one for
+            no level.
 
     Returns:
         (..., O).
@@ -91,101 +95,41 @@ def multilinear(
     if factorization is None:
         return _full(inputs, coefficients, factors)
     if projected is None:
-        (projected,) = projections(inputs, input_matrix(factors, factorization))
-    return _FORWARD[factorization](projected, coefficients, factors)
+        (projected,) = projections(inputs, input_factor(factors, factorization))
+    sources = sources or [()] * len(coefficients)
+    return _FORWARD[factorization](projected, coefficients, factors, sources)
 
 
-def input_matrix(factors: list[Any], factorization: str | None) -> Any:
-    """The matrix (I, R) by which a factorised layer takes its inputs first.
+def input_factor(factors: list[Any], factorization: str | None) -> Any:
+    """The factor by which a factorised layer takes its inputs first.
 
     Args:
         factors: tensors of `factor_shapes`.
-        factorization: `"cp"`, `"tr"` or `"tucker"`; the whole tensor, None, has no such
-            matrix.
+        factorization: `"cp"`, `"tr"`, `"tucker"`, or None: the whole tensor is no such
+            factor.
 
     Returns:
-        The matrix, or None.
+        (I, R), or (R, I, S) for `"tr"`, or None.
 
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.ops.multilinear import input_matrix
+    >>> from keras_moe.ops.multilinear import input_factor
     >>> factors = [np.ones((2, 3, 4)), np.ones((4, 5, 6)), np.ones((6, 7, 2))]
-    >>> tuple(input_matrix(factors, "tr").shape)
-    (5, 24)
+    >>> tuple(input_factor(factors, "tr").shape)
+    (4, 5, 6)
     """
     if factorization is None:
         return None
-    if factorization == "tr":
-        return _core_matrix(factors[-2])
     return factors[-3 if factorization == "tucker" else -2]
 
 
-def projections(inputs: Any, *matrices: Any) -> tuple[Any, ...]:
-    """The products of the inputs and each of several matrices.
-
-    In the backward pass the matrices are one: the gradient in the inputs is one matmul,
-    and no sum of several, which would cost as much as they do.
-
-    Args:
-        inputs: (..., I).
-        *matrices: tensors (I, R), or (I + 1, R) where the last row belongs to a
-            constant 1: no copy of the inputs with ones behind them is made.
-
-    Returns:
-        (..., R) for each.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.multilinear import projections
-    >>> first, second = projections(np.ones((1, 2)), np.ones((2, 3)), np.ones((3, 1)))
-    >>> float(first[0, 0]), float(second[0, 0])
-    (2.0, 3.0)
-    """
-    return with_own_gradient(_project, _project_gradients, inputs, *matrices)
-
-
-def _project(inputs, *matrices):
-    size = inputs.shape[-1]
-    outputs = []
-    for matrix in matrices:
-        output = ops.matmul(inputs, matrix[:size])
-        outputs.append(output if matrix.shape[0] == size else output + matrix[size])
-    return tuple(outputs), (inputs, *matrices)
-
-
-def _project_gradients(kept, *upstream):
-    inputs, *matrices = kept
-    size = inputs.shape[-1]
-    upstream = [_rows(x) for x in upstream]
-    together = ops.concatenate(upstream, axis=-1)
-    matrix = ops.concatenate([matrix[:size] for matrix in matrices], axis=-1)
-    inputs_gradient = ops.matmul(together, ops.transpose(matrix))
-    matrix_gradient = ops.matmul(ops.transpose(_rows(inputs)), together)
-    gradients, start = [ops.reshape(inputs_gradient, ops.shape(inputs))], 0
-    for matrix, own in zip(matrices, upstream):
-        part = matrix_gradient[:, start : start + matrix.shape[1]]
-        if matrix.shape[0] > size:
-            total = ops.sum(own, axis=0, keepdims=True)
-            part = ops.concatenate([part, total], axis=0)
-        gradients.append(part)
-        start += matrix.shape[1]
-    return tuple(gradients)
-
-
-def _rows(x):
-    """(..., N) as a matrix."""
-    return ops.reshape(x, (-1, x.shape[-1]))
-
-
-def _cp(projected, coefficients, factors):
+def _cp(projected, coefficients, factors, sources):
     # Equation 2: everything is one elementwise product of rank R.
     *experts, _, output_factor = factors
-    closing = ops.transpose(output_factor)
-    return _merged_matmul(
-        _scale, _scale_gradients, closing, projected, *coefficients, *experts
-    )
+    parts = [projected, *coefficients, *experts]
+    sources = ((), *sources, *(() for _ in experts))
+    return merged_matmul(_scale, _scale_gradients, output_factor, parts, sources)
 
 
 def _scale(projected, *pairs):
@@ -208,32 +152,22 @@ def _scale_gradients(upstream, projected, *pairs):
         for scale in scales[:level] + scales[level + 1 :]:
             others = others * scale
         coefficient_gradients.append(ops.matmul(others, ops.transpose(factor)))
-        factor_gradients.append(ops.matmul(ops.transpose(_rows(a)), _rows(others)))
+        factor_gradients.append(ops.matmul(ops.transpose(rows(a)), rows(others)))
     for scale in scales:
         upstream = upstream * scale
     return upstream, *coefficient_gradients, *factor_gradients
 
 
-def _tr(projected, coefficients, factors):
+def _tr(projected, coefficients, factors, sources):
     # Equation 3: matrices from the experts' cores, one from the input's; the ring
     # closes in the output's core.
-    *experts, _, output_factor = factors
+    *experts, input_core, output_core = factors
     chain = None
-    for coefficient, core in zip(coefficients, experts):
-        matrix = _as_core(ops.matmul(coefficient, _core_matrix(core)), core)
+    for coefficient, core, source in zip(coefficients, experts, sources):
+        matrix = _as_core(mixed(coefficient, core, source), core)
         chain = matrix if chain is None else ops.matmul(chain, matrix)
-    last, units, first = output_factor.shape
-    closing = ops.reshape(
-        ops.transpose(output_factor, (2, 0, 1)), (first * last, units)
-    )
-    projected = _as_core(projected, factors[-2])
-    return _merged_matmul(_ring, _ring_gradients, closing, chain, projected)
-
-
-def _core_matrix(core):
-    """(R, N, S) as (N, R S)."""
-    rows, size, columns = core.shape
-    return ops.reshape(ops.transpose(core, (1, 0, 2)), (size, rows * columns))
+    projected = _as_core(projected, input_core)
+    return merged_matmul(_ring, _ring_gradients, output_core, [chain, projected])
 
 
 def _as_core(x, core):
@@ -242,41 +176,21 @@ def _as_core(x, core):
 
 
 def _ring(chain, projected):
-    rows, columns = chain.shape[-2], projected.shape[-1]
+    size = chain.shape[-2] * projected.shape[-1]
     product = ops.matmul(chain, projected)
-    return ops.reshape(product, (*ops.shape(product)[:-2], rows * columns))
+    return ops.reshape(product, (*ops.shape(product)[:-2], size))
 
 
 def _ring_gradients(upstream, chain, projected):
-    rows, columns = chain.shape[-2], projected.shape[-1]
-    upstream = ops.reshape(upstream, (*ops.shape(upstream)[:-1], rows, columns))
+    matrix = (chain.shape[-2], projected.shape[-1])
+    upstream = ops.reshape(upstream, (*ops.shape(upstream)[:-1], *matrix))
     return (
         ops.matmul(upstream, ops.swapaxes(projected, -1, -2)),
         ops.matmul(ops.swapaxes(chain, -1, -2), upstream),
     )
 
 
-def _merged_matmul(merge, gradients, closing, *parts):
-    """`merge(*parts)` by the matrix `closing`; only these are kept for the gradient.
-
-    The merged parts are computed again in the backward pass: this is cheap beside the
-    matmuls, and they would be most of the layer's memory.
-    """
-
-    def forward(closing, *parts):
-        return ops.matmul(merge(*parts), closing), (closing, *parts)
-
-    def backward(kept, upstream):
-        closing, *parts = kept
-        merged_gradient = ops.matmul(upstream, ops.transpose(closing))
-        merged = ops.transpose(_rows(merge(*parts)))
-        closing_gradient = ops.matmul(merged, _rows(upstream))
-        return closing_gradient, *gradients(merged_gradient, *parts)
-
-    return with_own_gradient(forward, backward, closing, *parts)
-
-
-def _tucker(projected, coefficients, factors):
+def _tucker(projected, coefficients, factors, _):
     *experts, _, output_factor, core = factors
     reduced = [ops.matmul(a, factor) for a, factor in zip(coefficients, experts)]
     reduced.append(projected)

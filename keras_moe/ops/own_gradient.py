@@ -17,7 +17,8 @@ def with_own_gradient(forward: Callable, backward: Callable, *inputs: Any) -> An
         forward: function of the inputs, which returns an output, or a tuple of them,
             and a tuple of the tensors to keep, each an input or an output.
         backward: function of that tuple and the gradient in each output, which returns
-            a tuple with a gradient for each input. It closes over no tensor.
+            a tuple with a gradient for each input, None where it is zero. It closes
+            over no tensor.
         *inputs: tensors.
 
     Returns:
@@ -42,6 +43,18 @@ def with_own_gradient(forward: Callable, backward: Callable, *inputs: Any) -> An
     @ops.custom_gradient
     def function(*inputs):
         outputs, kept = forward(*inputs)
-        return outputs, lambda *upstream: backward(kept, *tree.flatten(upstream))
+        specs = [(x.shape, x.dtype) for x in inputs]
+
+        def gradient(*upstream):
+            gradients = backward(kept, *tree.flatten(upstream))
+            if keras.backend.backend() != "jax":
+                return gradients
+            # JAX takes no None.
+            return tuple(
+                ops.zeros(*spec) if x is None else x
+                for x, spec in zip(gradients, specs, strict=True)
+            )
+
+        return outputs, gradient
 
     return function(*inputs)

@@ -9,7 +9,8 @@ import pytest
 from keras import ops
 
 from keras_moe.ops import entmax
-from keras_moe.ops.multilinear import projections
+from keras_moe.ops.entmax import entmax15_and_source
+from keras_moe.ops.factor_products import merged_matmul, mixed, projections
 from keras_moe.ops.own_gradient import with_own_gradient
 from tests.gradients import gradient, gradient_and_outputs
 
@@ -81,21 +82,66 @@ def test_nothing_waits_for_the_garbage_collector():
         gc.enable()
 
 
+def by_entmax(logits, factor):
+    return merged_matmul(_times, _times_gradients, factor, [entmax(logits)])
+
+
+def by_sources(logits, factor):
+    gates, source = entmax15_and_source(logits)
+    return merged_matmul(_times, _times_gradients, factor, [gates], [source])
+
+
+def by_mixed(logits, factor):
+    gates, source = entmax15_and_source(logits)
+    return mixed(gates, ops.transpose(factor), source)
+
+
+def _times(gates):
+    return 1.0 * gates
+
+
+def _times_gradients(upstream, gates):
+    return (upstream,)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("function", [by_sources, by_mixed])
+def test_gates_computed_again_have_the_gradients_of_those_kept(function):
+    logits = (3 * generator.normal(size=(2, 4, 6))).astype("float32")
+    factor = generator.normal(size=(5, 6)).astype("float32")
+    weights = generator.normal(size=(2, 4, 5)).astype("float32")
+
+    def loss(function):
+        def run(*tensors):
+            y = function(*tensors)
+            return ops.sum(ops.multiply(ops.sin(y), weights)), [y]
+
+        return run
+
+    actual = gradient_and_outputs(loss(function), logits, factor)
+    expected = gradient_and_outputs(loss(by_entmax), logits, factor)
+    for mine, theirs in zip(actual, expected):
+        for one, other in zip(mine, theirs):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="one nested tape is enough")
-def test_second_derivatives():
+@pytest.mark.parametrize("again", [False, True])
+def test_second_derivatives(again):
     x = np.array([0.3, -0.2, 0.1, -4.0], "float32")
     w = np.array([1.0, 2.0, -1.0, 3.0], "float32")
+    entmax15 = entmax if not again else lambda x: entmax15_and_source(x)[0]
     if BACKEND == "jax":
         import jax
 
         actual = jax.grad(
-            lambda x: (jax.grad(lambda x: (entmax(x) * w).sum())(x) * w).sum()
+            lambda x: (jax.grad(lambda x: (entmax15(x) * w).sum())(x) * w).sum()
         )(x)
     else:
         import torch
 
         x, w = torch.tensor(x, requires_grad=True), torch.tensor(w)
-        (first,) = torch.autograd.grad((entmax(x) * w).sum(), x, create_graph=True)
+        (first,) = torch.autograd.grad((entmax15(x) * w).sum(), x, create_graph=True)
         (actual,) = torch.autograd.grad((first * w).sum(), x)
     # By central differences of the first, in float64.
     expected = [-0.850316, 0.425158, 0.425158, 0.0]

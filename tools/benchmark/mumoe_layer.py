@@ -33,6 +33,7 @@ from keras_moe.layers import (
     TokenMuMoE,
 )
 from keras_moe.layers.activations import entmax15
+from keras_moe.ops import entmax
 from keras_moe.ops.kernels.execution import wait
 
 MIB = 2**20
@@ -186,19 +187,24 @@ def compare_entmax(rows: int, count: int, report: Report) -> None:
     report.compare(f"({rows}, {count}), forward and backward", steps, "softmax")
 
 
-def entmax_and_softmax(rows: int, count: int) -> dict[str, Callable[[], Any]]:
+def entmax_and_softmax(
+    rows: int, count: int, alpha: float = 1.5
+) -> dict[str, Callable[[], Any]]:
     """Forward and backward passes of entmax, softmax and the entmax package's.
 
     Args:
         rows: number of distributions.
         count: length of each.
+        alpha: alpha; of another than 1.5 entmax is beside 1.5-entmax alone.
     """
     generator = np.random.default_rng(0)
     logits, cotangent = (
         generator.normal(size=(rows, count)).astype("float32") for _ in range(2)
     )
     functions = {"softmax": keras.ops.softmax, "entmax": entmax15}
-    if keras.backend.backend() == "torch" and (package := peer("entmax")):
+    if alpha != 1.5:
+        functions = {"1.5-entmax": entmax15, "entmax": lambda x: entmax(x, alpha)}
+    elif keras.backend.backend() == "torch" and (package := peer("entmax")):
         functions["entmax package"] = package.entmax15
     steps = {}
     for name, function in functions.items():

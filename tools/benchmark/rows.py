@@ -126,6 +126,17 @@ ROWS = (
     ),
     *(
         Row(
+            name=f"entmax-{alpha}",
+            work=f"{alpha}-entmax of 1,568 x 512, forward and backward",
+            source="mumoe_layer:entmax_and_softmax",
+            arguments={"rows": 1568, "count": 512, "alpha": alpha},
+            subject="entmax",
+            goals={"1.5-entmax": None},
+        )
+        for alpha in (1.25, 1.3)
+    ),
+    *(
+        Row(
             name=f"{name}-{work.split()[-1]}",
             work=f"{title}'s {work}, batch 16, one form of GELU",
             source="zoo_step:candidates",

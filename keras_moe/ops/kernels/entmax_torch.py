@@ -20,11 +20,21 @@ def solve(scores, alpha, steps):
         step = _newton_step(rest, tau, power).relu_()
         tau.add_(step)
         rest.sub_(step).relu_()
-    if power == 1:
-        gates = rest
-    else:
-        gates = rest.square_() if power == 2 else _power(rest, power)
-    return gates.div_(gates.sum(dim=-1, keepdim=True)), top, tau
+    return _shares(rest, power), top, tau
+
+
+def gates_at(scores, top, tau, alpha):
+    """See `keras_moe.ops.entmax.gates_at`."""
+    rest = torch.sub(scores, top).mul_(alpha - 1.0).sub_(tau).relu_()
+    return _shares(rest, entmax_power(alpha))
+
+
+def _shares(rest, power):
+    if power == 2:
+        rest.square_()
+    elif power != 1:
+        rest = _power(rest, power)
+    return rest.div_(rest.sum(dim=-1, keepdim=True))
 
 
 def _newton_step(rest, tau, power):
