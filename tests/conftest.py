@@ -62,6 +62,15 @@ np.testing.assert_allclose = functools.partial(
     np.testing.assert_allclose, equal_nan=False
 )
 
+# Optimizing a graph takes a fifth of the time of a small model's tracing and steps. The
+# tests that start programs run them as users do, with it.
+if keras.backend.backend() == "tensorflow":
+    import tensorflow
+
+    tensorflow.config.optimizer.set_experimental_options(
+        {"disable_meta_optimizer": True}
+    )
+
 # A user's keras.json may say otherwise.
 keras.config.set_floatx("float32")
 keras.config.set_image_data_format("channels_last")
