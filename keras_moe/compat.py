@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -54,9 +54,9 @@ __all__ = [
     "get_autocast_scope",
     "get_file",
     "get_keras_mask",
+    "hands_on",
     "has_hooks",
     "has_seed_generator",
-    "is_rematerialized",
     "is_state_of_steps",
     "load_json",
     "mark_loss_as_built",
@@ -212,13 +212,15 @@ def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
     layer._dtype_policy = policy
 
 
-def is_rematerialized(layer: keras.layers.Layer) -> bool:
-    """Whether a layer was made within a `keras.RematScope`, which it keeps privately.
+def hands_on(layer: keras.layers.Layer, names: Iterable[str]) -> bool:
+    """Whether Keras hands arguments to a layer's `call`, outside of a `RematScope`.
 
     Args:
         layer: layer.
+        names: names of the arguments, of which Keras leaves `training` out.
     """
-    return layer._remat_mode is not None
+    takes = layer._call_has_training_arg or "training" not in names
+    return takes and layer._remat_mode is None
 
 
 def has_hooks(layer: keras.layers.Layer, modules: Any) -> bool:
@@ -229,7 +231,7 @@ def has_hooks(layer: keras.layers.Layer, modules: Any) -> bool:
         modules: `torch.nn.modules.module`, which has the hooks of all layers.
     """
     names = ("forward_pre", "forward", "backward_pre", "backward")
-    return any(
+    return layer._compiled_call_impl is not None or any(
         getattr(layer, f"_{name}_hooks") or getattr(modules, f"_global_{name}_hooks")
         for name in names
     )

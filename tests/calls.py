@@ -25,9 +25,11 @@ def call(layer: keras.layers.Layer, *inputs: Any, training: bool = False, **kwar
         layer.build(tuple(inputs[0].shape))
     programs = _PROGRAMS.setdefault(layer, {})
     if training not in programs:
+        # The layer is the key of a program, which would keep it.
+        weak = weakref.ref(layer)
 
         def program(trainable, state, inputs, kwargs):
-            return layer.stateless_call(
+            return weak().stateless_call(
                 trainable, state, *inputs, training=training, **kwargs
             )
 

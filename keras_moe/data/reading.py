@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+# The number of examples after which a beat shows that one is missing.
+_AT_ONCE = 256
 _FAILED = re.compile(r"assertion failed: \[(Expected [^\n]*)\]")
 
 
@@ -59,23 +61,40 @@ def map_or_name(dataset: Any, read: Callable, then: Callable, again: Callable) -
     """
     import tensorflow as tf
 
-    def without_names(number, element):
+    def without_names(*element):
         token = _with_names.set(False)
         try:
-            fields, origin = element
-            return number, origin, then(*read(*fields))
+            return then(*read(*element))
         finally:
             _with_names.reset(token)
 
+    (fields, origin), count = dataset.element_spec, dataset.cardinality()
+    # One program, which is called in one of two branches.
+    values = tf.function(without_names, autograph=False).get_concrete_function(*fields)
+    specs = tf.nest.map_structure(
+        lambda x: tf.TensorSpec(x.shape, x.dtype), values.structured_outputs
+    )
+
+    def value_or_beat(number, element):
+        fields, origin = element
+        flat = tf.nest.flatten(fields)
+        made = tf.cond(number < 0, lambda: _zeros(specs), lambda: values(*flat))
+        return number, origin, made
+
     def check(state, element):
         expected, before = state
-        number, origin, values = element
+        number, origin, made = element
+        is_beat = number <= -_AT_ONCE
         origin = tf.where(number < 0, before, origin)
         named = tf.cond(
-            number == expected, lambda: True, lambda: fail(expected, origin)
+            tf.where(is_beat, -number, number) == expected,
+            lambda: True,
+            lambda: fail(expected, origin),
         )
         with tf.control_dependencies([named]):
-            return (expected + 1, origin), tf.nest.map_structure(tf.identity, values)
+            made = tf.nest.map_structure(tf.identity, made)
+        following = expected + tf.cast(~is_beat, "int64")
+        return (following, origin), (~is_beat, made)
 
     def fail(number, origin):
         # Reading again with names fails where reading failed.
@@ -86,17 +105,27 @@ def map_or_name(dataset: Any, read: Callable, then: Callable, again: Callable) -
         )
         return failing.get_single_element()
 
-    # An error leaves a gap between the numbers. The order is kept whatever the options
-    # of the data set that is made of this one.
-    done = dataset.enumerate().map(
-        without_names, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    # An error leaves a gap between the numbers. Beats, which cannot fail, show it
+    # where no example is read any more: they have the number of those before them.
+    beats = tf.data.Dataset.range(1, tf.int64.max).map(
+        lambda n: (-n * _AT_ONCE, (_zeros(fields), _zeros(origin)))
+    )
+    turns = tf.data.Dataset.range(_AT_ONCE + 1).map(lambda n: n // _AT_ONCE).repeat()
+    numbered = tf.data.Dataset.choose_from_datasets(
+        [dataset.enumerate(), beats], turns, stop_on_empty_dataset=True
+    )
+    # The order is kept whatever the options of the data set that is made of this one.
+    done = numbered.map(
+        value_or_beat, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
     )
     missing = tf.data.Dataset.from_tensors(0).map(
-        lambda _: (*2 * [tf.constant(-1, "int64")], _zeros(done.element_spec[2]))
+        lambda _: (*2 * [tf.constant(-1, "int64")], _zeros(specs))
     )
-    count = dataset.cardinality()
-    done = done.ignore_errors().concatenate(missing.repeat()).take(count)
+    with_beats = tf.where(count < 0, count, count + count // _AT_ONCE)
+    done = done.ignore_errors().concatenate(missing.repeat()).take(with_beats)
     checked = done.scan(2 * (tf.constant(0, "int64"),), check)
+    checked = checked.filter(lambda is_example, _: is_example)
+    checked = checked.map(lambda _, made: made)
     return checked.apply(tf.data.experimental.assert_cardinality(count))
 
 

@@ -9,12 +9,12 @@ from keras_moe.compat import (
     AutocastScope,
     get_autocast_scope,
     get_keras_mask,
-    is_rematerialized,
+    hands_on,
 )
 
 
-def inner_call(layer: keras.layers.Layer, x: Any, **kwargs: Any) -> Any:
-    """`layer(x, **kwargs)`, without the bookkeeping that the owner's call has done.
+def inner_call(layer: keras.layers.Layer, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """`layer(x, ...)`, without the bookkeeping that the owner's call has done.
 
     A call of a layer takes some 0.1 ms in Python on PyTorch, where every operation
     waits for it: signatures, masks, scopes and the context of calls are gone through
@@ -27,6 +27,7 @@ def inner_call(layer: keras.layers.Layer, x: Any, **kwargs: Any) -> Any:
     Args:
         layer: layer that the caller owns, whose outputs hand no implicit mask on.
         x: input of the layer.
+        *args: further inputs.
         **kwargs: other arguments of the layer's `call`; `training`, where it has one,
             is among them, since it is not looked up.
 
@@ -41,19 +42,19 @@ def inner_call(layer: keras.layers.Layer, x: Any, **kwargs: Any) -> Any:
     >>> tuple(inner_call(dense, keras.ops.ones((1, 3))).shape)
     (1, 2)
     """
-    if keras.backend.backend() != "torch" or not _is_all(layer, x):
-        return layer(x, **kwargs)
+    if keras.backend.backend() != "torch" or not _is_all(layer, x, kwargs):
+        return layer(x, *args, **kwargs)
     if layer.autocast:
-        x, *values = (_cast(layer, value) for value in (x, *kwargs.values()))
-        kwargs = dict(zip(kwargs, values))
+        x, *args = (_cast(layer, value) for value in (x, *args))
+        kwargs = {name: _cast(layer, value) for name, value in kwargs.items()}
     # Mixed precision reads variables in the layer's dtype.
     if get_autocast_scope() is None and layer.compute_dtype == layer.variable_dtype:
-        return layer.call(x, **kwargs)
+        return layer.call(x, *args, **kwargs)
     with AutocastScope(layer.compute_dtype if layer.autocast else None):
-        return layer.call(x, **kwargs)
+        return layer.call(x, *args, **kwargs)
 
 
-def _is_all(layer, x):
+def _is_all(layer, x, kwargs):
     """Whether a call of the layer is its method `call` in its dtype, and no more."""
     from keras_moe.ops.kernels import hooks_torch
 
@@ -63,9 +64,10 @@ def _is_all(layer, x):
         and get_keras_mask(x) is None
         and _takes(layer.input_spec, x)
         and type(layer).__call__ is keras.layers.Layer.__call__
+        and type(layer).forward is keras.layers.Layer.forward
         and layer.quantization_mode is None
         and layer.activity_regularizer is None
-        and not is_rematerialized(layer)
+        and hands_on(layer, kwargs)
         and keras.distribution.distribution() is None
         and not hooks_torch.has_hooks(layer)
     )
@@ -76,6 +78,7 @@ def _takes(spec, x):
     # Keras has a sentence for what it refuses.
     return spec is None or (
         isinstance(spec, keras.InputSpec)
+        and (spec.shape, spec.max_ndim, spec.dtype) == (None, None, None)
         and spec.ndim in (None, x.ndim)
         and (spec.min_ndim or 0) <= x.ndim
         and all(x.shape[axis] == size for axis, size in spec.axes.items())

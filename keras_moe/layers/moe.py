@@ -272,7 +272,7 @@ class MoE(keras.layers.Layer):
         outputs = inner_call(
             self.experts,
             plan.dispatch(tokens),
-            group_sizes=plan.group_sizes,
+            plan.group_sizes,
             training=training,
         )
         return outputs, plan
@@ -282,7 +282,7 @@ class MoE(keras.layers.Layer):
         outputs = plan.combine(outputs)
         if self.zero_computation_experts is not None:
             in_place = inner_call(
-                self.zero_computation_experts, tokens, weights=plan.in_place_weights
+                self.zero_computation_experts, tokens, plan.in_place_weights
             )
             outputs = outputs + in_place
         return outputs

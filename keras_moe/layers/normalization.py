@@ -15,11 +15,10 @@ def _normalize(x, gamma, beta, epsilon):
     @ops.custom_gradient
     def normalize(x, gamma, beta):
         mean = ops.mean(x, axis=-1, keepdims=True)
-        # In two axes, since XLA would write one difference of (..., D) to memory for
-        # its two readers; it computes either of two in passing.
-        rows = ops.reshape(x, (-1, x.shape[-1])) - ops.reshape(mean, (-1, 1))
+        # With one more axis, since XLA would write one difference of (..., D) to memory
+        # for its two readers; it computes either of two shapes in passing.
+        rows = ops.expand_dims(x, -2) - ops.expand_dims(mean, -2)
         variance = ops.mean(ops.square(rows), axis=-1)
-        variance = ops.reshape(variance, ops.shape(mean))
         scale = ops.rsqrt(variance + epsilon)
         normed = (x - mean) * scale
 

@@ -6,6 +6,7 @@ It is kept as it is: its matrix would be a copy, and is made again.
 Axes: N size of a mode, R and S ranks, I inputs, O units.
 """
 
+import itertools
 from typing import Any
 
 from keras import ops
@@ -90,16 +91,19 @@ def mixed(coefficients: Any, factor: Any, source: Any = ()) -> Any:
     (5, 12)
     """
 
+    # Gradients close over no tensor.
+    count = len(source)
+
     def forward(coefficients, factor, *source):
         product = ops.matmul(coefficients, _matrix(factor))
         return product, (factor, *(source or (coefficients,)))
 
     def backward(kept, upstream):
         factor, *kept = kept
-        (coefficients,) = _parts(kept, [source])
+        (coefficients,) = _parts(kept, [count])
         gradient = ops.matmul(upstream, ops.transpose(_matrix(factor)))
         part = ops.matmul(ops.transpose(rows(coefficients)), rows(upstream))
-        return gradient, _factor(part, factor), *(None for _ in source)
+        return gradient, _factor(part, factor), *[None] * count
 
     return with_own_gradient(forward, backward, coefficients, factor, *source)
 
@@ -139,17 +143,19 @@ def merged_matmul(
     sources = sources or [()] * len(parts)
     # A source has None of `backward` for its gradient: that of its part is its own.
     flat = [tensor for source in sources for tensor in source]
+    # Gradients close over no tensor.
+    counts = [len(source) for source in sources]
 
     def forward(closing, *tensors):
-        parts, flat = tensors[: len(sources)], iter(tensors[len(sources) :])
+        parts, flat = tensors[: len(counts)], iter(tensors[len(counts) :])
         kept = []
-        for part, source in zip(parts, sources):
-            kept += [next(flat) for _ in source] if source else [part]
+        for part, count in zip(parts, counts):
+            kept += itertools.islice(flat, count) if count else [part]
         return ops.matmul(merge(*parts), _closing_matrix(closing)), (closing, *kept)
 
     def backward(kept, upstream):
         closing, *kept = kept
-        parts = _parts(kept, sources)
+        parts = _parts(kept, counts)
         matrix = ops.transpose(_closing_matrix(closing))
         merged_gradient = ops.matmul(upstream, matrix)
         merged = ops.transpose(rows(merge(*parts)))
@@ -157,18 +163,18 @@ def merged_matmul(
         return (
             _closing_factor(part, closing),
             *gradients(merged_gradient, *parts),
-            *(None for source in sources for _ in source),
+            *[None] * sum(counts),
         )
 
     return with_own_gradient(forward, backward, closing, *parts, *flat)
 
 
-def _parts(kept, sources):
-    """Parts, of which some are kept as they are, and some as their sources."""
+def _parts(kept, counts):
+    """Parts, of which some are kept as they are, and some as a count of tensors."""
     kept, parts = iter(kept), []
-    for source in sources:
-        if source:
-            parts.append(gates_again(Source(*(next(kept) for _ in source))))
+    for count in counts:
+        if count:
+            parts.append(gates_again(Source(*itertools.islice(kept, count))))
         else:
             parts.append(next(kept))
     return parts

@@ -1,5 +1,7 @@
 """Folders of images: what is read, what is reported, and what cannot be read."""
 
+import collections
+import itertools
 import json
 import os
 import warnings
@@ -90,6 +92,18 @@ def test_a_damaged_image_is_named_wherever_it_is(tmp_path, broken, options, whol
     with pytest.raises(ValueError, match="can be decoded") as error, reading_errors():
         next(iterator)
     assert str(error.value).rpartition(" ")[2] in map(str, names)
+
+
+def test_a_run_ends_where_no_image_can_be_read_any_more(photos):
+    batches = load(
+        f"folder:{photos}", "train", SHAPE, 1, shuffle=False, repeat=True, start_batch=0
+    )
+    iterator = batches.as_numpy_iterator()
+    next(iterator)
+    for file in (photos / "train").rglob("*.png"):
+        file.unlink()
+    with pytest.raises(ValueError, match="a file that can be read"), reading_errors():
+        collections.deque(itertools.islice(iterator, 100_000), maxlen=0)
 
 
 def test_an_augmentation_that_fails_is_not_a_damaged_image(photos):

@@ -77,9 +77,7 @@ def test_outputs_are_those_of_keras_calls(dtype, training, calls, monkeypatch):
     results = {}
     for way in ("inner", "keras"):
         if way == "keras":
-            monkeypatch.setattr(
-                "keras_moe.layers.inner_call._is_all", lambda layer, x: False
-            )
+            monkeypatch.setattr("keras_moe.layers.inner_call._is_all", lambda *_: False)
         calls.clear()
         for number, block in enumerate(blocks(dtype=dtype)):
             outputs = block(ops.convert_to_tensor(X), training=training)
@@ -146,6 +144,13 @@ def test_everything_around_a_call_still_happens(calls):
         assert called(layer)
         handle.remove()
         assert not called(layer)
+    compiled = dense()
+    compiled.compile(backend="eager")
+    assert called(compiled)
+    forward = type("Forward", (MLP,), {"forward": lambda self, x: x})(4)
+    forward.build(X.shape)
+    assert called(forward)
+
     layer = dense()
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda module, *_: seen.append(module.name)
@@ -153,6 +158,16 @@ def test_everything_around_a_call_still_happens(calls):
     assert called(layer)
     handle.remove()
     assert seen == ["register_forward_hook", "register_forward_pre_hook", "dense"]
+
+
+def test_a_layer_without_training_gets_none():
+    class Half(keras.layers.Layer):
+        def call(self, x):
+            return x / 2
+
+    for feed_forward in (Half(), keras.layers.LayerNormalization()):
+        block = EncoderBlock(SelfAttention(2, 2), feed_forward)
+        assert tuple(block(ops.convert_to_tensor(X), training=True).shape) == X.shape
 
 
 def test_keras_refuses_inputs_of_another_size():

@@ -5,6 +5,7 @@ writes an integer for each value. Written out, XLA computes all of them in passi
 The values are `jax.random.bernoulli`'s, bit for bit.
 """
 
+import functools
 import math
 
 import jax
@@ -30,6 +31,7 @@ def is_valid(x):
     )
 
 
+@functools.partial(jax.jit, static_argnames="rate")
 def dropout(x, rate, key):
     """See `keras_moe.ops.dropout`.
 
