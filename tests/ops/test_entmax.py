@@ -222,6 +222,14 @@ def test_few_steps_are_enough_for_inputs_made_to_be_hard():
         np.testing.assert_allclose(actual, expected, atol=3e-6, err_msg=str(alpha))
 
 
+def test_rounding_makes_no_step_back():
+    # A step back by rounding would end in another threshold at every number of steps.
+    logits = np.repeat(np.float32([0, -0.99999899, -0.99999821]), [1, 9, 502])
+    for steps in (10, 11, 12, 60):
+        gates, _, _ = solve_reference(logits, 2.0, steps)
+        np.testing.assert_allclose(to_numpy(gates), exact(logits, 2.0), atol=2e-5)
+
+
 @pytest.mark.every_backend
 @pytest.mark.parametrize("exponent", [0.25, 0.5, 0.75, 1, 1.25, 2.5, 4, 7, 16, 0.3])
 def test_powers_by_roots_and_products(exponent):
