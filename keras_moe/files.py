@@ -285,8 +285,8 @@ def remove_partials(target: str | os.PathLike) -> None:
             lock: the folder of a process that is still writing would be removed, too.
     """
     target = Path(target)
-    # The eight letters are of `uuid`, or in earlier versions of `tempfile`.
-    own = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}{_PARTIAL}")
+    # `new_partial` draws eight hexadecimal digits.
+    own = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{_PARTIAL}")
     for path in target.parent.iterdir():
         if own.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -114,8 +114,7 @@ def find_source(args: argparse.Namespace, recipe: dict) -> tuple[Any, dict]:
         )
     if args.data not in (None, recipe.get("source")):
         recipe = {}
-    # A run of earlier versions may say nothing of its images: these are the defaults.
-    return args.data or recipe.get("source", "digits"), recipe
+    return args.data or recipe["source"], recipe
 
 
 def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:

@@ -14,7 +14,6 @@ from keras_moe.cli.evaluate_pairs import find_source
 from keras_moe.data.label_hierarchy import as_hierarchy
 from keras_moe.data.sources import open_source
 from keras_moe.models.pair_backbone import PairBackbone
-from keras_moe.training.flat_recipes import in_sections, is_flat
 
 
 class Images(NamedTuple):
@@ -85,8 +84,6 @@ def find_run(preset: str) -> tuple[str, dict]:
     path = run_folder / "results.json"
     try:
         recipe = json.loads(path.read_text(encoding="utf-8"))["recipe"]
-        if is_flat(recipe):
-            recipe = {"data": {}, "objective": {}, **in_sections(recipe)}
         return str(run_folder / "preset"), {**recipe["data"], **recipe["objective"]}
     except (
         ValueError,

@@ -11,7 +11,6 @@ import keras
 
 from keras_moe.checks import check_argument_names, check_not_negative, nearest
 from keras_moe.losses.auxiliary_functions import (
-    EARLIER_NAMES,
     FUNCTIONS,
     AuxiliaryFunction,
     checked_options,
@@ -83,8 +82,6 @@ class AuxiliaryLoss:
     ):
         if isinstance(function, dict):
             function = keras.saving.deserialize_keras_object(function)
-        if isinstance(function, str):
-            function = EARLIER_NAMES.get(function, function)
         self.function = function
         self.weight = float(check_not_negative("weight", weight))
         if callable(function):
@@ -303,7 +300,6 @@ def _by_name(name, options):
     if not isinstance(options, dict):
         options = {"weight": options}
     owner = f"the auxiliary loss {name!r}"
-    name = EARLIER_NAMES.get(name, name)
     if name in FUNCTIONS:
         check_argument_names(options, ["weight", *FUNCTIONS[name].options], owner)
         return AuxiliaryLoss(name, **options)
@@ -365,33 +361,3 @@ def serialize(losses: list[AuxiliaryLoss | AggregateLoss]) -> list[dict]:
     0.01
     """
     return [keras.saving.serialize_keras_object(loss) for loss in losses]
-
-
-class _EarlierClass:
-    """A class that configs saved by earlier versions name: one for each function."""
-
-    function: str
-
-    @classmethod
-    def from_config(cls, config: dict) -> AuxiliaryLoss:
-        return AuxiliaryLoss(cls.function, **config)
-
-    def get_config(self):
-        """Is never called: `from_config` makes no instance of the class."""
-
-
-for _function, _class_name in {
-    "importance": "ImportanceLoss",
-    "load": "LoadLoss",
-    "load_balance": "LoadBalanceLoss",
-    "heterogeneous_balance": "HeterogeneousBalanceLoss",
-    "router_z": "ZLoss",
-    "local_entropy": "LocalEntropyLoss",
-    "global_entropy": "GlobalEntropyLoss",
-    "mutual_information": "MutualInformationLoss",
-    "target_entropy": "TargetEntropyLoss",
-    "merged_entropy": "MergedEntropyLoss",
-}.items():
-    keras.saving.register_keras_serializable("keras_moe", _class_name)(
-        type(_class_name, (_EarlierClass,), {"function": _function})
-    )

@@ -242,9 +242,6 @@ def _of_experts(compute, options=None, *checks) -> AuxiliaryFunction:
 
 _BY_MODALITY = {"modality": None}
 
-# Names in configs of earlier versions.
-EARLIER_NAMES = {"z": "router_z"}
-
 FUNCTIONS = {
     "importance": _of_experts(_over_tokens(_importance)),
     "load": _of_experts(_over_tokens(_load), {}, _has_selected_experts, _has_noise),

@@ -179,11 +179,11 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
 
     @classmethod
     def from_config(cls, config: dict) -> "MoEBackbone":
-        """A backbone of `get_config`'s arguments, also of an earlier version's.
+        """Makes a backbone from the result of `get_config`.
 
         Args:
-            config: arguments of the constructor; the fields of `moe` may stand beside
-                the others, where earlier versions had them.
+            config: arguments of the constructor. Fields of `moe` may also be given
+                beside the others, as in a preset's file.
         """
         return super().from_config(overrides.nested_config(cls, config))
 

@@ -15,23 +15,6 @@ from keras_moe.models.model_sources import (
 from keras_moe.models.quantization import new_head_dtype
 
 
-def with_new_names(config: dict) -> dict:
-    """A saved config of an earlier version in the terms of this one.
-
-    Args:
-        config: result of `get_config`.
-    """
-    config = dict(config)
-    if config.get("pooling") == "map":
-        # Before there was this argument the pooling had no such norms, even where the
-        # backbone's attention had them, which None now follows.
-        config.setdefault("pooling_query_key_norm", False)
-    if "activation" in config:
-        # The backbone has an argument of this name.
-        config.setdefault("output_activation", config.pop("activation"))
-    return config
-
-
 def classifier_config(
     source: ModelSource, overrides: dict[str, Any], backbone_config: dict[str, Any]
 ) -> TaskConfig:
@@ -59,8 +42,6 @@ def classifier_config(
             f"head={overrides['head']}"
         )
     config, new_weights = dict(source.task_config()), ()
-    if source.kind == SAVED:
-        config = with_new_names(config)
     preprocessor = _preprocessor(source, config, backbone_config)
     if source.kind == ARCHITECTURE:
         config = _fitted(config, source, overrides, backbone_config)

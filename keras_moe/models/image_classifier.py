@@ -17,7 +17,7 @@ from keras_moe.checks import (
 )
 from keras_moe.layers import LayerNorm
 from keras_moe.models import classifying, head_editing
-from keras_moe.models.classifier_config import classifier_config, with_new_names
+from keras_moe.models.classifier_config import classifier_config
 from keras_moe.models.classifier_parts import (
     backbone_arguments,
     check_backbone,
@@ -352,15 +352,6 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             labels: labels of `fit` or `evaluate`.
         """
         check_labels(labels, self.num_classes, getattr(self, "loss", None))
-
-    @classmethod
-    def from_config(cls, config: dict) -> "ImageClassifier":
-        """A classifier of `get_config`'s arguments, also of an earlier version's.
-
-        Args:
-            config: result of `get_config`.
-        """
-        return super().from_config(with_new_names(config))
 
     def get_config(self):
         config = super().get_config()

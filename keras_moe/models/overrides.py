@@ -10,18 +10,8 @@ from typing import Any
 
 from keras_moe.checks import argument_names, check_argument_names
 from keras_moe.layers import MoEConfig, moe_config, updated_moe
-from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.models.registry import backbone_class
 
-# The fields that muMoE blocks had in configs of earlier versions.
-_MUMOE_FIELDS = (
-    "router",
-    "router_options",
-    "moe_layers",
-    "num_experts",
-    "expert_mlp_dim",
-    "expert_activation",
-)
 # The keys of `router_options` are no flat names: the encoder has an `activation`, too.
 MOE_FIELDS = (*MoEConfig.field_names(),)
 # Arguments of every Keras model.
@@ -81,7 +71,7 @@ def nested_config(cls: type, config: dict) -> dict:
     Args:
         cls: class of backbones.
         config: arguments by name, some of which may be fields of `moe`, as in presets'
-            files and configs of earlier versions; they override those in `moe`.
+            files; they override those in `moe`.
     """
     towers = {
         name: tower_config(family, name, config[name])
@@ -94,20 +84,6 @@ def nested_config(cls: type, config: dict) -> dict:
     fields = {k: v for k, v in config.items() if k not in own and k in MOE_FIELDS}
     if not fields:
         return dict(config)
-    if isinstance(fields.get("moe_layers"), list) and not fields["moe_layers"]:
-        # Earlier versions wrote it for dense models.
-        fields["moe_layers"] = None
-    options = fields.get("router_options") or {}
-    if (
-        "evaluation" not in fields
-        and str(fields.get("router")).endswith("expert_choice")
-        and options.get("eval_capacity_factor") is not None
-    ):
-        # Before there was `evaluation`, each image was a group here.
-        fields["router_options"] = {"batch_invariant": True, **options}
-    if fields.get("router") == MUMOE:
-        # Earlier versions wrote the fields of all routers.
-        fields = {k: v for k, v in fields.items() if k in _MUMOE_FIELDS}
     config = {k: v for k, v in config.items() if k in own or k not in MOE_FIELDS}
     moe = updated_moe(config.get("moe"), fields)
     return {**config, "moe": moe and moe.to_dict()}

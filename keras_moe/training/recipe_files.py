@@ -36,8 +36,7 @@ def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
     """Reads a recipe.
 
     A TOML file has the settings of each section under its heading, as `[schedule]`, and
-    `"none"` for None, which TOML lacks. A JSON file has sections as objects; files of
-    earlier versions, without sections, are read, too.
+    `"none"` for None, which TOML lacks. A JSON file has sections as objects.
 
     Args:
         name_or_path: a name of `list_recipes`, a TOML file, or a JSON file of

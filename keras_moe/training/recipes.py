@@ -13,7 +13,6 @@ from keras_moe.files import write_json
 from keras_moe.training.best_epoch import BestEpoch
 from keras_moe.training.data_config import DataConfig
 from keras_moe.training.datasets import Datasets
-from keras_moe.training.flat_recipes import in_sections, is_flat
 from keras_moe.training.model_config import ModelConfig
 from keras_moe.training.objectives import Classification, Objective, new_objective
 from keras_moe.training.optimizer_config import OptimizerConfig
@@ -111,17 +110,14 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "Recipe":
-        """A recipe of `to_dict`, or of the settings of an earlier version.
+        """Makes a recipe from the result of `to_dict`.
 
         Args:
-            settings: a name, and settings by section; or, as before there were
-                sections, all of them side by side.
+            settings: a name, and settings by section.
 
         Raises:
             ValueError: if a setting is unknown, missing or out of range.
         """
-        if is_flat(settings):
-            settings = in_sections(settings)
         names = {field.name: None for field in dataclasses.fields(cls)}
         for name, value in settings.items():
             if name not in names:

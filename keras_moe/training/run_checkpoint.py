@@ -18,7 +18,6 @@ from keras_moe.training.best_epoch import BestEpoch
 from keras_moe.training.checkpoints import new_storage, open_checkpoint
 from keras_moe.training.non_finite import NonFiniteLoss
 from keras_moe.training.progress import Progress
-from keras_moe.training.run_settings import saved_settings
 from keras_moe.training.storage import Checkpoint, Retention, Storage
 from keras_moe.training.tensor_writer import NonFiniteValues
 
@@ -305,7 +304,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         _check_state(checkpoint)
         state = checkpoint.state
         pairs = [("steps_per_epoch", state["steps_per_epoch"], self.steps_per_epoch)]
-        saved = saved_settings(state["settings"], self.settings)
+        saved = state["settings"]
         pairs += [
             (name, saved.get(name), self.settings.get(name))
             for name in sorted({*saved, *self.settings})

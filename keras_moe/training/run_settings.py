@@ -1,12 +1,10 @@
 """The settings of a run, as its checkpoints keep them."""
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import keras
 
-from keras_moe.training.flat_recipes import is_flat
 from keras_moe.training.recipes import Recipe
 
 # These say nothing about how a model is trained.
@@ -14,7 +12,6 @@ _WORDS = ("description", "reference", "notes")
 _UNREADABLE = "unreadable_images"
 # The digest of a vocabulary that a run trains anew, also when it is resumed.
 TOKENIZER = "tokenizer_sha256"
-_LOAD_WEIGHTS = "model.load_weights"
 
 
 def run_settings(
@@ -58,34 +55,3 @@ def run_settings(
     if not own_data and model is not None:
         settings |= recipe.objective.taken_from_data(model)
     return settings
-
-
-def saved_settings(
-    settings: Mapping[str, Any], current: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The settings of a checkpoint by dotted name, also of an earlier version.
-
-    Args:
-        settings: settings as a checkpoint has them.
-        current: settings of the run that is resumed. Only where these are a recipe's
-            are those of the checkpoint read as a recipe.
-
-    Raises:
-        ValueError: if settings of an earlier version are no recipe of this one.
-
-    Example:
-
-    >>> from keras_moe.training.run_settings import saved_settings
-    >>> flat = {"name": "mine", "preset": "vmoe_b16", "batch_size": 8, "epochs": 2,
-    ...         "learning_rate": 1e-3}
-    >>> saved_settings(flat, {"model.preset": "vmoe_b16"})["data.batch_size"]
-    8
-    """
-    settings = dict(settings)
-    # An earlier version did not say, and a resumed run has the checkpoint's weights.
-    unsaid = {k: current[k] for k in (TOKENIZER, _LOAD_WEIGHTS) if k in current}
-    if not is_flat(settings) or "model.preset" not in current:
-        return {**unsaid, **settings}
-    others = {name: settings.pop(name) for name in [_UNREADABLE] if name in settings}
-    settings = run_settings(Recipe.from_dict(settings), own_data=True)
-    return {**settings, **others, **unsaid}

@@ -7,7 +7,6 @@ from typing import Any
 
 from keras_moe.checks import nearest
 from keras_moe.training.data_config import DataConfig
-from keras_moe.training.flat_recipes import PLACES
 from keras_moe.training.model_config import ModelConfig
 from keras_moe.training.objectives import OBJECTIVES, Objective
 from keras_moe.training.optimizer_config import OptimizerConfig
@@ -77,7 +76,7 @@ def settings_of(section: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Section):
         return value.to_dict()
     if not isinstance(value, Mapping):
-        example = next(x for x in PLACES.values() if x.startswith(f"{section}."))
+        example = next(iter(dotted_names(section).values()))
         raise ValueError(
             f"Expected {section} to be a dict of settings, such as {example}; "
             f"received: {section}={value!r}"
@@ -92,22 +91,27 @@ def nearest_setting(name: str, top_level: Mapping[str, Any]) -> str:
         name: an unknown name, with or without a section.
         top_level: names of sections and of settings outside them.
     """
-    places = dict(PLACES)
-    for section, cls in SECTIONS.items():
-        classes = OBJECTIVES.values() if cls is Objective else [cls]
-        for field in (x for each in classes for x in dataclasses.fields(each)):
-            places.setdefault(field.name, f"{section}.{field.name}")
     if "." in name:
-        dotted = [place for place in places.values() if "." in place]
-        close = difflib.get_close_matches(name, dotted, n=3)
-    else:
-        similar = difflib.get_close_matches(name, places, n=3, cutoff=0.5)
-        close = list(dict.fromkeys(places[leaf] for leaf in similar))
-    if name in PLACES:
-        close = [PLACES[name]]
+        dotted = [x for section in SECTIONS for x in dotted_names(section).values()]
+        return nearest(name, dotted)
+    places = {name: name for name in top_level if name not in SECTIONS}
+    for section in SECTIONS:
+        places = {**dotted_names(section), **places}
+    similar = difflib.get_close_matches(name, places, n=3, cutoff=0.5)
+    close = list(dict.fromkeys(places[leaf] for leaf in similar))
+    if name in places:
+        close = [places[name]]
     if close:
         return f"nearest: {', '.join(close)}"
     return nearest(name, list(top_level))
+
+
+def dotted_names(section: str) -> dict[str, str]:
+    """The dotted name of each setting in a section, by the setting's own name."""
+    cls = SECTIONS[section]
+    classes = OBJECTIVES.values() if cls is Objective else [cls]
+    names = (field.name for each in classes for field in dataclasses.fields(each))
+    return {name: f"{section}.{name}" for name in names}
 
 
 def _changed(value, name, path, new):

@@ -9,7 +9,7 @@ import pytest
 
 from keras_moe import data, evaluation, models
 from keras_moe.cli import commands
-from keras_moe.cli.measured import find_images, find_run
+from keras_moe.cli.measured import find_images
 
 pytest.importorskip("tensorflow")
 
@@ -179,12 +179,6 @@ def test_the_folder_of_a_run_names_its_images(program, digits):
         assert errors.startswith(
             f"error: Expected the results of keras-moe train in {results}"
         )
-    # Earlier versions had no sections, and may name no source: these are the defaults.
-    for recipe in ({"data": "digits", "test_split": "all"}, {"test_split": "all"}):
-        recipe = {"preset": "vmoe_digits", "epochs": 1, **recipe}
-        results.write_text(json.dumps({"recipe": recipe}))
-        images = find_images(evaluate_arguments(folder), find_run(str(folder))[1])
-        assert (images.source, images.test_split) == ("digits", "all")
     results.unlink()
 
 

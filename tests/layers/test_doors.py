@@ -74,7 +74,7 @@ def vit(**arguments):
         (lambda: SinkhornAffinity(iterations=10**9), "iterations="),
         (lambda: losses.AuxiliaryLoss("importance", float("nan")), "weight=nan"),
         (lambda: losses.AuxiliaryLoss("importance", "x"), "weight='x'"),
-        (lambda: losses.AuxiliaryLoss("z", True), "weight=True"),
+        (lambda: losses.AuxiliaryLoss("router_z", True), "weight=True"),
         (lambda: training.WarmupLinearDecay(float("nan"), 3), "peak=nan"),
         (lambda: training.WarmupLinearDecay(1.0, 3, final=float("nan")), "final=nan"),
         (lambda: training.warmup_schedule("cosine", float("nan"), 3), "peak=nan"),

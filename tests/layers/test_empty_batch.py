@@ -90,7 +90,7 @@ def options_of(name):
         return [
             {"auxiliary_losses": losses, "noise_std": 1.0},
             {"eval_capacity_factor": 1.0, "priority": "max_gate"},
-            {"dropless": True, "auxiliary_losses": {"z": 0.1}},
+            {"dropless": True, "auxiliary_losses": {"router_z": 0.1}},
         ]
     return [{}, {"eval_capacity_factor": 1.0, "batch_invariant": False}]
 

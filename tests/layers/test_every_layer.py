@@ -111,7 +111,7 @@ def moe(**kwargs):
         TokenChoiceRouter(E, 2, capacity_factor=4.0, noise_std=0.1, seed=1),
         Experts(E, mlp_dim=16, dtype=kwargs.get("dtype")),
         group_size=N,
-        auxiliary_losses={"importance": 0.1, "load": 0.2, "z": 0.3},
+        auxiliary_losses={"importance": 0.1, "load": 0.2, "router_z": 0.3},
         dispatcher="einsum",
         input_scale=2.0,
         **kwargs,
@@ -424,7 +424,7 @@ def test_every_public_layer_is_checked():
         (lambda: SoftRouter(4, noise_std=float("nan")), "noise_std=nan"),
         (lambda: SoftRouter(4).build((None, None, 8)), "num_tokens=None"),
         (
-            lambda: MoE("soft", Experts(2, 8), auxiliary_losses={"z": 0.1}),
+            lambda: MoE("soft", Experts(2, 8), auxiliary_losses={"router_z": 0.1}),
             "SoftRouter",
         ),
         (
@@ -443,7 +443,7 @@ def test_every_public_layer_is_checked():
         ),
         (
             lambda: MoE(
-                TokenChoiceRouter(2), Experts(2, 8), auxiliary_losses={"z": -1.0}
+                TokenChoiceRouter(2), Experts(2, 8), auxiliary_losses={"router_z": -1.0}
             ),
             "weight=-1.0",
         ),

@@ -192,7 +192,7 @@ def test_losses_are_added_in_training_alone_and_skip_padding():
             moe.router,
             moe.experts,
             group_size=group_size,
-            auxiliary_losses={"importance": 1.0, "z": 0.5, "load_balance": 2.0},
+            auxiliary_losses={"importance": 1.0, "router_z": 0.5, "load_balance": 2.0},
         )
         layers.append(layer)
         assert not call_with_losses(layer, tokens, training=False)[1]

@@ -47,7 +47,7 @@ NOT_DEFAULT = {
     "priority": "sum_gates",
     "noise_std": 0.5,
     "images_per_group": None,
-    "auxiliary_losses": {"z": 0.1},
+    "auxiliary_losses": {"router_z": 0.1},
     "expert_dropout": 0.1,
     "shared_expert_initialization": False,
     "dispatcher": "einsum",
@@ -263,7 +263,9 @@ def test_only_routers_tell_modalities_apart():
 
 
 def test_losses_may_be_objects():
-    moe = MoEConfig(auxiliary_losses=[losses.AuxiliaryLoss("z", 0.25)], num_experts=4)
+    moe = MoEConfig(
+        auxiliary_losses=[losses.AuxiliaryLoss("router_z", 0.25)], num_experts=4
+    )
     (loss,) = blocks(moe_config(json.loads(json.dumps(moe.to_dict()))))[
         1
     ].auxiliary_losses
@@ -277,10 +279,10 @@ def test_numpy_integers_become_plain():
 
 
 def test_configs_share_nothing_with_what_they_are_made_of():
-    mine, options = {"z": 0.5}, {"expert_pools": np.array([[0], [1]])}
+    mine, options = {"router_z": 0.5}, {"expert_pools": np.array([[0], [1]])}
     moe = MoEConfig(auxiliary_losses=mine, router_options=options)
-    mine["z"] = 7.0
-    assert moe.auxiliary_losses == {"z": 0.5}
+    mine["router_z"] = 7.0
+    assert moe.auxiliary_losses == {"router_z": 0.5}
     assert json.loads(json.dumps(moe.to_dict()))["router_options"] == {
         "expert_pools": [[0], [1]]
     }

@@ -250,47 +250,12 @@ def test_losses_by_name():
     weights = {name: 0.1 * (i + 1) for i, name in enumerate(FUNCTIONS)}
     made = losses.get(weights)
     assert len(made) == 10
-    assert losses.get({"z": 0.5})[0].get_config() == {
+    assert losses.get({"router_z": 0.5})[0].get_config() == {
         "function": "router_z",
         "weight": 0.5,
     }
     assert {loss.name: loss.weight for loss in made} == weights
     assert {loss.function for loss in made} == set(weights)
-
-
-@pytest.mark.backend_free
-@pytest.mark.parametrize(
-    ("class_name", "config", "function"),
-    [
-        ("ImportanceLoss", {}, "importance"),
-        ("LoadLoss", {}, "load"),
-        ("LoadBalanceLoss", {"choices": "all"}, "load_balance"),
-        ("HeterogeneousBalanceLoss", {}, "heterogeneous_balance"),
-        ("ZLoss", {}, "router_z"),
-        ("LocalEntropyLoss", {"modality": 1}, "local_entropy"),
-        ("GlobalEntropyLoss", {"modality": 0, "threshold": 1.5}, "global_entropy"),
-        ("MutualInformationLoss", {"num_modalities": 3}, "mutual_information"),
-        ("TargetEntropyLoss", {"modality": None}, "target_entropy"),
-        ("MergedEntropyLoss", {"modality": 2}, "merged_entropy"),
-    ],
-)
-def test_configs_of_earlier_versions_name_a_class(class_name, config, function):
-    saved = {
-        "module": "keras_moe.losses.modality_losses",
-        "class_name": class_name,
-        "config": {"weight": 0.25, **config},
-        "registered_name": f"keras_moe>{class_name}",
-    }
-    aggregate = {
-        "module": "keras_moe.losses.auxiliary",
-        "class_name": "AggregateLoss",
-        "config": {"weight": 0.04, "losses": [saved]},
-        "registered_name": "keras_moe>AggregateLoss",
-    }
-    alone, within = losses.get(json.loads(json.dumps([saved, aggregate])))
-    for loss in (alone, *within.losses, keras.saving.deserialize_keras_object(saved)):
-        assert type(loss) is AuxiliaryLoss
-        assert loss.get_config() == {"function": function, "weight": 0.25, **config}
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -331,8 +296,8 @@ def test_a_function_of_ones_own():
             "choice='all' (nearest: choices)",
         ),
         (lambda: AggregateLoss([]), "weights=[]"),
-        (lambda: AggregateLoss({"z": 0.0, "load": 0}), "weights=[0.0, 0.0]"),
-        (lambda: AggregateLoss({"z": 1.0}, weight=-1), "weight=-1"),
+        (lambda: AggregateLoss({"router_z": 0.0, "load": 0}), "weights=[0.0, 0.0]"),
+        (lambda: AggregateLoss({"router_z": 1.0}, weight=-1), "weight=-1"),
         (lambda: AggregateLoss({"y": 1.0}), "'y'"),
         (lambda: losses.get({"router_zz": 1.0}), "'router_zz' (nearest: router_z)"),
         (
@@ -340,8 +305,8 @@ def test_a_function_of_ones_own():
             "choices='second'",
         ),
         (
-            lambda: losses.get({"load_balance": {"function": "z"}}),
-            "function='z'",
+            lambda: losses.get({"load_balance": {"function": "router_z"}}),
+            "function='router_z'",
         ),
         (
             lambda: losses.check_modalities({"global_entropy": {"modality": 2}}, 2),

@@ -193,7 +193,7 @@ def test_every_argument_round_trips(kind):
         "capacity_multiple_of": None,
         "priority": "sum_gates",
         "noise_std": 0.5,
-        "auxiliary_losses": {"z": 0.1},
+        "auxiliary_losses": {"router_z": 0.1},
         "expert_dropout": 0.1,
         "shared_expert_initialization": False,
         "dispatcher": "einsum",

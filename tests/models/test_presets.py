@@ -658,14 +658,14 @@ def test_the_dtype_policy_is_saved(tmp_path, policy):
 
 @pytest.mark.backend_free
 def test_what_a_caller_changes_stays_with_the_caller():
-    mine = {"z": 0.5}
+    mine = {"router_z": 0.5}
     backbone = models.from_preset(
         "vmoe_digits", auxiliary_losses=mine, load_weights=False
     )
-    mine["z"] = 7.0
-    backbone.get_config()["moe"]["auxiliary_losses"]["z"] = 8.0
+    mine["router_z"] = 7.0
+    backbone.get_config()["moe"]["auxiliary_losses"]["router_z"] = 8.0
     builtin_presets()["vmoe_digits"]["config"]["image_shape"].clear()
-    assert backbone.moe.auxiliary_losses == {"z": 0.5}
+    assert backbone.moe.auxiliary_losses == {"router_z": 0.5}
     assert (
         models.from_preset("vmoe_digits", load_weights=False).moe.auxiliary_losses
         == "auto"
@@ -825,3 +825,10 @@ def test_other_backbones_of_kerashub_are_refused_with_those_that_convert(tmp_pat
     for source in (bert, str(tmp_path / "bert")):
         with pytest.raises(ValueError, match=r"BertBackbone.*SigLIP.*models\.convert;"):
             models.from_preset(source)
+
+
+@pytest.mark.backend_free
+def test_a_dense_model_has_no_router_options():
+    dense = models.from_preset("vit_s32", num_layers=1, hidden_dim=12)
+    with pytest.raises(ValueError, match="ViTBackbone without"):
+        dense.with_router_options(normalize_gates="after")

@@ -48,7 +48,7 @@ NOT_DEFAULT = {
     "priority": "sum_gates",
     "noise_std": 0.5,
     "images_per_group": 2,
-    "auxiliary_losses": {"z": 0.1},
+    "auxiliary_losses": {"router_z": 0.1},
     "expert_dropout": 0.3,
     "shared_expert_initialization": False,
     "dispatcher": "einsum",
@@ -137,7 +137,7 @@ def test_every_argument_of_the_classifier_round_trips():
 @pytest.mark.backend_free
 def test_losses_may_be_given_as_objects():
     backbone = ViTBackbone.from_config(
-        {**SMALL, "auxiliary_losses": [losses.AuxiliaryLoss("z", 0.25)]}
+        {**SMALL, "auxiliary_losses": [losses.AuxiliaryLoss("router_z", 0.25)]}
     )
     again = ViTBackbone.from_config(plain(backbone.get_config()))
     (loss,) = again.get_layer("block_1").feed_forward.auxiliary_losses
@@ -175,7 +175,7 @@ def test_each_site_that_draws_has_a_seed_of_its_own():
 
 
 def test_a_frozen_backbone_adds_no_losses():
-    model = classifier(auxiliary_losses={"z": 1e6}, **ONE_BLOCK)
+    model = classifier(auxiliary_losses={"router_z": 1e6}, **ONE_BLOCK)
     model.backbone.trainable = False
     model.compile()
     assert model.train_on_batch(images(), np.zeros(5))[0] < 2
@@ -334,7 +334,7 @@ def test_the_same_seed_trains_the_same_model():
 
 
 def test_evaluate_reports_the_tasks_loss_alone():
-    model = classifier(auxiliary_losses={"z": 1e6}, **ONE_BLOCK)
+    model = classifier(auxiliary_losses={"router_z": 1e6}, **ONE_BLOCK)
     x, y = images(), np.array([0, 1, 2, 0, 1])
     np.testing.assert_allclose(model.evaluate(x, y, verbose=0)[0], np.log(3), rtol=1e-4)
     assert model.train_on_batch(x, y)[0] > 1e3

@@ -1,11 +1,26 @@
-"""Recipes of tests, whose settings are short names: those of the flat recipes."""
+"""Recipes for tests, written with the short names of their settings."""
 
 import itertools
 
 import numpy as np
 
 from keras_moe.training import Datasets, Recipe
-from keras_moe.training.flat_recipes import PLACES
+from keras_moe.training.setting_names import SECTIONS, dotted_names
+
+PLACES = {
+    **{
+        name: dotted
+        for section in SECTIONS
+        for name, dotted in dotted_names(section).items()
+        if name not in ("name", "function")
+    },
+    "data": "data.source",
+    "objective": "objective",
+    "optimizer": "optimizer.name",
+    "optimizer_options": "optimizer.options",
+    "model_arguments": "model",
+    "multi_label": "objective.name",
+}
 
 
 def short_recipe(**settings):

@@ -483,7 +483,6 @@ def test_a_checkpoint_of_no_run_is_refused_by_a_run(tmp_path):
 
 @backend_free
 def test_settings_of_ones_own_may_have_any_names(tmp_path):
-    # Such as those of recipes in earlier versions.
     settings = {"preset": "vmoe_b16", "note": "mine"}
 
     def run(epochs, **changes):

@@ -98,8 +98,7 @@ class Study:
             result, arrays = record["result"], set(record["arrays"])
             if record["settings"] != self.settings_of(run):
                 return None
-            # Earlier versions wrote no digest.
-            if record.get("digest", digest(result)) != digest(result):
+            if record["digest"] != digest(result):
                 return None
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None

@@ -99,18 +99,6 @@ def test_a_damaged_file_is_no_result(new_study, text):
     assert training.count == 2
 
 
-def test_a_file_of_an_earlier_version_is_a_result(new_study):
-    training = Training()
-    study, run = new_study(), Run("vanilla", 0, {}, training)
-    result = study.finish(run)
-    path = study.path(run)
-    record = json.loads(path.read_text())
-    del record["digest"]
-    path.write_text(json.dumps(record))
-    assert study.finish(run) == result
-    assert training.count == 1
-
-
 def test_a_result_without_a_number_is_stored_once(new_study):
     count = []
 
