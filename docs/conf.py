@@ -1,5 +1,6 @@
 """Sphinx's configuration of the documentation site: `make docs`."""
 
+import inspect
 import os
 import re
 import shutil
@@ -123,7 +124,17 @@ def with_restructured_text(app, what, name, obj, options, lines):
     lines[:] = restructured(lines)
 
 
+def with_constructor(app, what, name, obj, options, signature, return_annotation):
+    """Gives a Keras class its constructor's arguments, which `__new__` hides."""
+    if what != "class" or signature != "(*args, **kwargs)":
+        return None
+    arguments = list(inspect.signature(obj.__init__).parameters.values())[1:]
+    shown = inspect.Signature([x.replace(annotation=x.empty) for x in arguments])
+    return str(shown), None
+
+
 def setup(app):
+    app.connect("autodoc-process-signature", with_constructor)
     # Before napoleon, which has the priority 500.
     app.connect("autodoc-process-docstring", with_restructured_text, priority=400)
     app.connect("config-inited", with_copies)

@@ -4,6 +4,8 @@ import re
 
 _FENCE = re.compile(r"(\s*)```(\w*)\s*$")
 _ROW = re.compile(r"(\s*)\|(.*)\|\s*$")
+# Sphinx reads "num_experts: E." as the item "E." of a list.
+_LETTER = re.compile(r"^(\s*|\s+[\w*, ]+: )([A-Za-z]\.)(?=\s|$)")
 _NAMES = re.compile(r"\s+\w+(, \w+)*,$")
 
 
@@ -40,7 +42,7 @@ def restructured(lines: list[str]) -> list[str]:
                 result.append(lines[number])
                 number += 1
         else:
-            result.append(line)
+            result.append(_LETTER.sub(r"\1\\\2", line))
             number += 1
     return result
 

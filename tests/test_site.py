@@ -59,3 +59,10 @@ def test_names_that_share_a_description_come_on_one_line(restructured):
     assert restructured(text) == (
         "Args:\n    a, b, c: arguments of others.\n    d: one, two,"
     )
+
+
+def test_a_letter_is_no_item_of_a_list(restructured):
+    text = "Args:\n    num_experts: E.\n    size: S. The size.\n    name: Any one."
+    assert restructured(text) == (
+        "Args:\n    num_experts: \\E.\n    size: \\S. The size.\n    name: Any one."
+    )
