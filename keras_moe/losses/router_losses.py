@@ -190,7 +190,7 @@ def router_z_loss(logits: Any, mask: Any = None) -> Any:
         float32 (G,): the mean over tokens of `logsumexp(logits)^2`.
 
     Reference:
-        *ST-MoE*, equation 5; *LIMoE*, appendix B; *CLIP-UP*, section 3.
+        *ST-MoE*, equation 5; *LIMoE*, appendix B; *CLIP-UP*, section 2.2.
 
     Example:
 

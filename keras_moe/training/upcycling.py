@@ -68,10 +68,11 @@ def upcycle(
             `router_options={"normalize_gates": ...}` overrides it.
         preset: None; or `"clip_up"`, the settings of *CLIP-UP*'s main results: K = 2,
             gates as they are, capacity factor 1.0 (2.0 as Switch and the paper count,
-            without K), first come first served, no noise,
-            and the auxiliary losses load balance (0.01) and z (1e-4). The function is
-            then not preserved: a token's K gates sum to less than one. Experts (8) and
-            blocks (every other) are the defaults here. Other arguments override it.
+            without K), first come first served, no noise, the auxiliary losses load
+            balance (0.01) and z (1e-4), and texts whose padding is routed like any
+            other token (`mask_padding=False`). The function is then not preserved: a
+            token's K gates sum to less than one. Experts (8) and blocks (every other)
+            are the defaults here. Other arguments override it.
         carry_optimizer: give the new model the state of a compiled dense one's
             optimizer, too: iterations, and slots, which are tiled as the weights are.
         images: (B, height, width, channels), at least one, for the report's difference;
@@ -98,7 +99,7 @@ def upcycle(
 
     Reference:
         *Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints*,
-        section 3; *CLIP-UP*, Table 3 and appendix B.3, for its preset.
+        section 3; *CLIP-UP*, section 2.2, Table 3 and appendix B.3, for its preset.
 
     Example:
 

@@ -6,6 +6,7 @@ Axes: E experts.
 from typing import Any
 
 from keras_moe.checks import (
+    argument_names,
     check_argument_names,
     check_bool,
     check_integer,
@@ -41,6 +42,7 @@ MOE_ARGUMENTS = (
     "gating_residual",
     "num_modalities",
     "expert_pools",
+    "mask_padding",
     "seed",
 )
 # Arguments of `upcycle` that each tower may have of its own.
@@ -81,7 +83,7 @@ def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
                 f"Expected towers=None for {backbone.__name__}, which has one tower; "
                 f"received: towers={towers!r}"
             )
-        return {None: _expert_overrides(**arguments)}
+        return {None: _expert_overrides(backbone, **arguments)}
     if towers is None:
         towers = tuple(families)
     if not isinstance(towers, (dict, tuple, list)) or not towers:
@@ -99,7 +101,7 @@ def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
                 f"towers[{name!r}]={own!r}"
             )
         check_argument_names(own, (*_OF_TOWERS, *MOE_ARGUMENTS), "towers")
-        overrides[name] = _expert_overrides(**{**arguments, **own})
+        overrides[name] = _expert_overrides(families[name], **{**arguments, **own})
         if "seed" not in own:
             # That of all towers is the pair's: each derives one of its own from it.
             overrides[name].pop("seed", None)
@@ -107,7 +109,7 @@ def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
 
 
 def _expert_overrides(
-    num_experts, moe_layers, router, normalize_gates, preset, **moe_arguments
+    cls, num_experts, moe_layers, router, normalize_gates, preset, **moe_arguments
 ):
     """Checked overrides of one tower."""
     check_one_of("router", router, [*ROUTERS, MUMOE])
@@ -125,6 +127,9 @@ def _expert_overrides(
     if normalize_gates is not None:
         normalizes = check_bool("normalize_gates", normalize_gates)
     moe_arguments = {**settings, **moe_arguments}
+    if "mask_padding" not in argument_names(cls):
+        # Images have no padding.
+        moe_arguments.pop("mask_padding", None)
     options = dict(moe_arguments.pop("router_options", None) or {})
     is_soft = not is_mumoe and issubclass(ROUTERS[router][0], SoftRouter)
     if normalizes and not is_mumoe and not is_soft:

@@ -7,7 +7,7 @@ from keras_moe.checks import check_one_of
 from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.routers import ROUTERS, TokenChoiceRouter
 
-# `normalize_gates` of `upcycle`, and arguments of the MoE layers.
+# `normalize_gates` of `upcycle`, `mask_padding` of text towers, arguments of MoE layers.
 UPCYCLING_PRESETS = {
     # *CLIP-UP*, Table 3 and section 2.2; gates are normalised in appendix B.3 alone.
     "clip_up": {
@@ -19,6 +19,8 @@ UPCYCLING_PRESETS = {
         # K times the factor.
         "capacity_factor": 1.0,
         "priority": "first_come",
+        # Appendix B.3: the text encoder routes padding, which takes up capacity.
+        "mask_padding": False,
     }
 }
 

@@ -430,7 +430,7 @@ def test_overrides_go_to_their_tower():
 @pytest.mark.parametrize(
     ("preset", "overrides", "gflops"),
     [
-        # CLIP-UP, Table 3 (two digits more than there).
+        # CLIP-UP, Table 2 (two digits more than there).
         ("clip_b32", {}, 14.78),
         ("clip_b16", {}, 41.09),
         ("clip_l14", {}, 175.33),
@@ -466,6 +466,16 @@ def test_sizes_of_limoe(preset, millions, active, gflops):
     assert received.parameters / 1e6 == pytest.approx(millions, rel=0.005)
     assert received.active_parameters / 1e6 == pytest.approx(active, rel=0.005)
     assert received.gflops == pytest.approx(gflops, rel=0.005)
+
+
+@pytest.mark.backend_free
+@pytest.mark.parametrize("preset", [x for x in PAIR_PRESETS if "emoji" not in x])
+def test_presets_route_as_their_papers_do(preset):
+    config = models.resolve(preset, {}).config
+    if preset.startswith("limoe"):
+        assert config["moe"]["images_per_group"] >= 32
+    elif preset.startswith("clip_up"):
+        assert not config.get("text", config)["mask_padding"]
 
 
 @pytest.mark.backend_free

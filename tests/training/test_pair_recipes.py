@@ -42,6 +42,10 @@ PUBLISHED = {
         *(3e-4, 32_768, 350_000, None, 2000, "cosine", 0),
         *(0.05, "learning_rate", "adamw"),
     ),
+    "clip_up_b16_scratch": (
+        *(5e-4, 32_768, 790_000, None, 2000, "cosine", 0),
+        *(0.2, "learning_rate", "adamw"),
+    ),
     "soft_moe_laion": (
         *(1e-3, 16_384, 750_000, None, 20_000, "rsqrt", 20_000),
         *(0.1, "learning_rate", "adamw"),
@@ -79,6 +83,17 @@ def test_every_recipe_of_pairs_is_here():
     objectives = {name: load_recipe(name).objective for name in list_recipes()}
     pairs = {name for name, x in objectives.items() if isinstance(x, Contrastive)}
     assert pairs == {*PUBLISHED, *EMOJI}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "_b16" in name])
+def test_groups_are_large_enough(name):
+    model = load_recipe(name).model
+    config = models.resolve(model.preset, model.overrides).config
+    # Groups below 32 examples are unstable: LIMoE, appendix E.5.
+    towers = [config, *(config.get(x) or {} for x in ("image", "text"))]
+    mixtures = [tower["moe"] for tower in towers if tower.get("moe")]
+    assert mixtures or name == "clip_b16"
+    assert all(moe["images_per_group"] >= 128 for moe in mixtures)
 
 
 def test_sizes_of_limoe_differ_in_their_preset_alone():

@@ -91,6 +91,10 @@ def test_table_7():
         assert actual.optimizer.name == "adamw"
     assert mixer.model.overrides["stochastic_depth"] == 0.1
     assert "stochastic_depth" not in clip.model.overrides
+    # Figure 3 fine-tunes DINO likewise.
+    dino = load_recipe("mumoe_dino_b16")
+    sections = ("data", "optimizer", "schedule", "objective")
+    assert all(getattr(dino, x) == getattr(clip, x) for x in sections)
     strengths = {x["name"]: x for x in mixer.data.augment if isinstance(x, dict)}
     assert strengths["randaugment"]["magnitude"] == 15 / 30
     assert strengths["mixup"]["alpha"] == 0.5

@@ -93,6 +93,10 @@ def test_each_tower_has_settings_of_its_own(dense):
     config = sparse.backbone.get_config()
     assert [config[name]["moe"]["num_experts"] for name in towers] == [3, 2]
     assert [each.preserved for each in report.modalities.values()] == [False, True]
+    # CLIP-UP routes padding.
+    assert config["text"]["mask_padding"]
+    routed, _ = training.upcycle(dense["clip"], num_experts=2, preset="clip_up")
+    assert not routed.backbone.get_config()["text"]["mask_padding"]
     # Both towers follow from the pair's seed, and draw for themselves.
     assert [config["seed"], config["image"]["seed"], config["text"]["seed"]] == [
         5,

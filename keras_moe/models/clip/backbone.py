@@ -83,8 +83,8 @@ class CLIPBackbone(PairBackbone):
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*;
-        *CLIP-UP: CLIP-Based Unified Pre-training with Sparse Upcycling*; *Sigmoid Loss
-        for Language Image Pre-Training*.
+        *CLIP-UP: A Simple and Efficient Mixture-of-Experts CLIP Training Recipe with
+        Sparse Upcycling*; *Sigmoid Loss for Language Image Pre-Training*.
 
     Example:
 
