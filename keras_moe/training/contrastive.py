@@ -12,6 +12,7 @@ from keras_moe.checks import check_bool, check_integer, check_one_of
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
 from keras_moe.losses.pairs import check_similarity
 from keras_moe.models import ContrastiveAccuracy, ContrastiveModel, TextTokenizer
+from keras_moe.processes import process_index
 from keras_moe.training.data_config import DataConfig
 from keras_moe.training.datasets import Datasets, pair_datasets
 from keras_moe.training.objectives import Headline, Objective, register_objective
@@ -95,7 +96,11 @@ class Contrastive(Objective):
         return {"task": ContrastiveModel.task_name}
 
     def prepare(
-        self, model: keras.Model, config: DataConfig, data_dir: str | None = None
+        self,
+        model: keras.Model,
+        config: DataConfig,
+        data_dir: str | None = None,
+        run_folder: Path | None = None,
     ) -> None:
         """Gives the model its tokenizer.
 
@@ -103,6 +108,8 @@ class Contrastive(Objective):
             model: a `ContrastiveModel`.
             config: the recipe's data.
             data_dir: folder of TensorFlow Datasets.
+            run_folder: folder of a run's checkpoints. A trained tokenizer is kept
+                there, and read from there when the run is resumed.
 
         Raises:
             ValueError: if there is no such tokenizer, it does not fit the model, or the
@@ -112,7 +119,15 @@ class Contrastive(Objective):
             self._check_no_size("the preset's tokenizer")
             self._check_length(model.preprocessor)
             return
-        tokenizer = self.new_tokenizer(model.backbone, config, data_dir)
+        kept = None
+        if run_folder is not None and self.tokenizer in (None, _TRAINED):
+            kept = run_folder / "tokenizer"
+        if kept is not None and (kept / _TOKENIZER).is_file():
+            tokenizer = TextTokenizer.from_preset(kept)
+        else:
+            tokenizer = self.new_tokenizer(model.backbone, config, data_dir)
+            if kept is not None and process_index() == 0:
+                tokenizer.save_to_preset(kept)
         tokenizer.check_fits(model.backbone)
         model.preprocessor = tokenizer
 

@@ -6,6 +6,7 @@ that those of others stand beside these.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import keras
@@ -126,7 +127,11 @@ class Objective(Section):
         )
 
     def prepare(
-        self, model: keras.Model, config: DataConfig, data_dir: str | None = None
+        self,
+        model: keras.Model,
+        config: DataConfig,
+        data_dir: str | None = None,
+        run_folder: Path | None = None,
     ) -> None:
         """Gives a new model what it takes from the data: the names of their classes.
 
@@ -134,6 +139,8 @@ class Objective(Section):
             model: the model, not yet compiled.
             config: the recipe's data.
             data_dir: folder of TensorFlow Datasets.
+            run_folder: folder of a run's checkpoints, where an objective may keep what
+                a resumed run must have again; None for a run without checkpoints.
         """
         set_class_names(model, self.class_names(config, data_dir))
 

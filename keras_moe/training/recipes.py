@@ -228,17 +228,23 @@ class Recipe:
         """
         return self.objective.new_model(self.model, num_classes, self.seed)
 
-    def prepare(self, model: keras.Model, data_dir: str | None = None) -> None:
+    def prepare(
+        self,
+        model: keras.Model,
+        data_dir: str | None = None,
+        run_folder: Path | None = None,
+    ) -> None:
         """Gives a new model what the objective takes from the data.
 
         Args:
             model: a model of the objective, which gets class names or a tokenizer.
             data_dir: folder of TensorFlow Datasets.
+            run_folder: folder of a run's checkpoints, which keeps a trained tokenizer.
 
         Raises:
             ValueError: as `keras_moe.data.load` and `keras_moe.data.load_captions`.
         """
-        self.objective.prepare(model, self.data, data_dir)
+        self.objective.prepare(model, self.data, data_dir, run_folder)
 
     def compile(self, model: keras.Model, steps_per_epoch: int) -> None:
         """Gives a model the recipe's optimizer, loss and metrics.

@@ -1,8 +1,10 @@
 """A run: the model of a recipe, trained on its images."""
 
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -10,7 +12,8 @@ import numpy as np
 from keras import ops
 
 from keras_moe import data
-from keras_moe.processes import process_count
+from keras_moe.processes import process_count, process_index
+from keras_moe.training.checkpoints import list_checkpoints
 from keras_moe.training.class_names import set_class_names
 from keras_moe.training.datasets import Datasets
 from keras_moe.training.extension import EXTENDABLE, check_extension
@@ -24,6 +27,7 @@ from keras_moe.training.recipes import Recipe
 from keras_moe.training.run_checkpoint import RunCheckpoint
 from keras_moe.training.run_lock import holds_run_folder
 from keras_moe.training.run_settings import run_settings
+from keras_moe.training.storage import is_remote
 
 # Without checkpoints, a run is made again from its start to see where it went wrong,
 # if it is no longer than this.
@@ -138,7 +142,12 @@ def train(
             f"received: best={keeps_best!r}, checkpoint_dir=None"
         )
     best = recipe.best_epoch()
-    run = _Run(recipe, datasets, data_dir)
+    folder = None
+    if checkpoint_dir is not None and not is_remote(checkpoint_dir):
+        folder = Path(checkpoint_dir)
+        if process_index() == 0 and not (resume and list_checkpoints(folder)):
+            shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+    run = _Run(recipe, datasets, data_dir, folder)
     model = run.new_model()
     checkpoint, first_step = None, 0
     if checkpoint_dir is not None:
@@ -209,8 +218,9 @@ def train(
 class _Run:
     """The model that a recipe begins with, and its batches from any step on."""
 
-    def __init__(self, recipe, datasets, data_dir):
+    def __init__(self, recipe, datasets, data_dir, folder):
         self.recipe, self.own_datasets, self.data_dir = recipe, datasets, data_dir
+        self.folder = folder
         self.model = None
         self._opened = {}
 
@@ -222,7 +232,7 @@ class _Run:
         keras.utils.set_random_seed(recipe.seed)
         if self.own_datasets is None:
             self.model = recipe.new_model(recipe.num_classes(self.data_dir))
-            recipe.prepare(self.model, self.data_dir)
+            recipe.prepare(self.model, self.data_dir, self.folder)
         else:
             self.model = recipe.new_model(self.datasets(0).num_classes)
             # Nobody knows whether they are the preset's.

@@ -7,7 +7,7 @@ from keras_moe.checks import check_one_of
 from keras_moe.layers.mumoe_config import MUMOE
 from keras_moe.routers import ROUTERS, TokenChoiceRouter
 
-# `normalize_gates` of `upcycle`, `mask_padding` of text towers, arguments of MoE layers.
+# `normalize_gates` of `upcycle`, `mask_padding` of text towers, MoE layers' arguments.
 UPCYCLING_PRESETS = {
     # *CLIP-UP*, Table 3 and section 2.2; gates are normalised in appendix B.3 alone.
     "clip_up": {

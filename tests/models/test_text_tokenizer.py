@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.models import TextBackbone, TextTokenizer
+from keras_moe.models.text import vocabularies
 from keras_moe.models.text.vocabularies import clip_byte_pairs
 
 pytestmark = pytest.mark.backend_free
@@ -199,6 +201,31 @@ def test_own_byte_pairs():
         assert ids.count(529) == 1
         assert ids[-1] == 529 or len(ids) == 77
     assert rows(own(), FEW) == rows(tokenizer, FEW)
+
+
+# Trains in a process that imports neither Keras nor the rest of the package.
+TRAIN = """
+import importlib.util, json, sys, types
+checks = types.ModuleType("keras_moe.checks")
+checks.check_integer = lambda name, value, minimum: value
+sys.modules["keras_moe.checks"] = checks
+spec = importlib.util.spec_from_file_location("vocabularies", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+captions = [a + b + " " + b + c for a in "abcdefg" for b in "hijkl" for c in "mnop"]
+print(json.dumps(module.trained_byte_pairs(captions, 560).merges))
+"""
+
+
+def test_every_process_trains_the_same_byte_pairs():
+    # Most of these pairs are as frequent as others, and hash maps differ by process.
+    command = [sys.executable, "-c", TRAIN, vocabularies.__file__]
+    outputs = {
+        subprocess.run(command, capture_output=True, check=True).stdout
+        for _ in range(10)
+    }
+    assert len(outputs) == 1
+    assert len(json.loads(outputs.pop())) == 560 - 514
 
 
 # Lengths, bad input, presets

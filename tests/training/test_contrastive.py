@@ -1,5 +1,7 @@
 """The objective of pairs: its settings, its tokenizer, and runs that go on exactly."""
 
+import shutil
+
 import keras
 import numpy as np
 import pytest
@@ -72,10 +74,15 @@ def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):
     np.testing.assert_array_equal(
         saved.encode_text(captions), whole.model.encode_text(captions)
     )
-    # Other captions in the place of those of the run would give tokens other meanings.
+    # The run keeps its vocabulary, and so its tokens keep their meanings.
     others = ["quite other words"] * 9
     with monkeypatch.context() as patched:
         patched.setattr(data, "load_captions", lambda *_, **__: others)
+        again = train(mine, checkpoint_dir=tmp_path / "whole", **options).model
+        assert (
+            again.preprocessor.tokenizer.merges == saved.preprocessor.tokenizer.merges
+        )
+        shutil.rmtree(tmp_path / "whole" / "tokenizer")
         with pytest.raises(ValueError, match="tokenizer_sha256"):
             train(mine, checkpoint_dir=tmp_path / "whole", **options)
     # The headline is that of `evaluate`.

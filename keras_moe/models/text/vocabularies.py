@@ -122,6 +122,10 @@ def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePai
         show_progress=False,
         initial_alphabet=_bytes(),
         end_of_word_suffix=_END_OF_WORD,
+        # Pairs of equal counts merge in the order of their tokens' ids. Without this the
+        # trainer numbers the bytes that end words in the order of a hash map, which
+        # differs between processes.
+        special_tokens=[byte + _END_OF_WORD for byte in _bytes()],
     )
     tokenizer.train_from_iterator(captions, trainer)
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
@@ -130,7 +134,7 @@ def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePai
         raise ValueError(
             "Expected captions with words of several letters; received: none"
         )
-    # The trainer's alphabet lacks bytes that end no word here.
+    # The trainer's vocabulary lacks the start and the end of a text.
     return _byte_pairs(merges[: size - _BASE], "captions")
 
 
