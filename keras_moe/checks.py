@@ -9,21 +9,27 @@ from typing import Any
 import keras
 import numpy as np
 
+# NumPy's, and with it that of `keras.utils.set_random_seed`.
+LARGEST_SEED = 2**32 - 1
 
-def check_integer(name: str, value: Any, minimum: int = 1) -> int:
-    """`value` as an int, if it is an integer of at least `minimum`."""
+
+def check_integer(
+    name: str, value: Any, minimum: int = 1, maximum: int | None = None
+) -> int:
+    """`value` as an int, if it is an integer within the bounds."""
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or value < minimum:
+    if not is_integer or value < minimum or (maximum is not None and value > maximum):
+        end = "" if maximum is None else f" <= {maximum}"
+        start = f"{name} >= {minimum}" if not end else f"{minimum} <= {name}{end}"
         raise ValueError(
-            f"Expected {name} to be an integer, {name} >= {minimum}; "
-            f"received: {name}={value!r}"
+            f"Expected {name} to be an integer, {start}; received: {name}={value!r}"
         )
     return int(value)
 
 
 def check_seed(name: str, seed: Any) -> int | None:
-    """`seed`, if it is None or an integer of at least 0."""
-    return None if seed is None else check_integer(name, seed, 0)
+    """`seed`, if it is None or an integer that all random generators take."""
+    return None if seed is None else check_integer(name, seed, 0, LARGEST_SEED)
 
 
 def check_selected(num_selected_experts: Any, num_experts: int) -> int:

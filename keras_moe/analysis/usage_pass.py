@@ -183,7 +183,9 @@ class UsageProbe:
     """
 
     def __init__(self, model: Any, contributions: bool = False, training: bool = False):
-        backbone, routing = getattr(model, "backbone", model), model.routing
+        backbone, routing = getattr(model, "backbone", model), None
+        if model is not None:
+            routing = model.routing
         if not routing:
             raise ValueError(
                 "Expected a model with MoE blocks, whose `routing` has their records; "

@@ -98,7 +98,7 @@ def _files_of_classes(folder: Path) -> list[tuple[Path, list[str]]]:
     return [
         (file, [name])
         for name in folders_in(folder)
-        for file in files_below(folder / name)
+        for file in files_below(folder / name, folder.parent)
         if file.suffix.lower() in image_suffixes()
     ]
 
@@ -160,7 +160,7 @@ def _listed(
     for file, classes in listed.items():
         outside = leads_outside(file)
         known = Path(file).suffix.lower() in image_suffixes()
-        is_there = not outside and known and (root / split / file).is_file()
+        is_there = not outside and known and is_file_within(root / split / file, root)
         if outside or not known or (missing is None and not is_there):
             raise ValueError(
                 f"Expected images ({', '.join(image_suffixes())}) relative to the "
@@ -213,29 +213,66 @@ def image_suffixes() -> tuple[str, ...]:
     return SUFFIXES if has_webp else tuple(x for x in SUFFIXES if x != ".webp")
 
 
-def files_below(folder: Path) -> list[Path]:
-    """All files in a folder and below it, but for hidden ones, sorted."""
+def files_below(folder: Path, root: Path | None = None) -> list[Path]:
+    """All files in a folder and below it, but for hidden ones, sorted.
 
-    def stop(error):
-        raise error
+    Pipes and devices are no files. A link may lead to another place below `root`.
 
-    paths, seen = [], set()
-    for place, folders, files in os.walk(folder, onerror=stop, followlinks=True):
+    Args:
+        folder: the folder.
+        root: folder that no link may leave; None for `folder`.
+
+    Raises:
+        ValueError: if a link leads out of `root`.
+    """
+    root = os.path.realpath(folder if root is None else root)
+    paths, seen, pending = [], set(), [Path(folder)]
+    while pending:
+        place = pending.pop()
         # A link may lead to a folder above itself.
-        real = os.path.realpath(place)
+        real = _within(place, root)
         if real in seen:
-            folders.clear()
             continue
         seen.add(real)
+        with os.scandir(place) as entries:
+            shown = [entry for entry in entries if not entry.name.startswith(".")]
         # The first of several names of one folder is then the same on any machine.
-        folders[:] = sorted(x for x in folders if not x.startswith("."))
-        paths += [Path(place, file) for file in files if not file.startswith(".")]
+        for entry in sorted(shown, key=lambda entry: entry.name, reverse=True):
+            if entry.is_dir():
+                pending.append(place / entry.name)
+            elif entry.is_file():
+                if entry.is_symlink():
+                    _within(entry.path, root)
+                paths.append(place / entry.name)
     return sorted(paths)
+
+
+def _within(path: str | Path, root: str) -> str:
+    """The real path of a path, if it is below a folder's."""
+    real = os.path.realpath(path)
+    if real != root and not real.startswith(os.path.join(root, "")):
+        raise ValueError(
+            f"Expected links to stay within {root}; received: {path}, which leads to "
+            f"{real}"
+        )
+    return real
+
+
+def is_file_within(path: Path, root: Path) -> bool:
+    """Whether a path is a file, and no link out of a folder.
+
+    Raises:
+        ValueError: if a link leads out of `root`.
+    """
+    if path.is_symlink():
+        _within(path, os.path.realpath(root))
+    return path.is_file()
 
 
 def _report_others(folder: Path, used: set[Path]) -> None:
     """Warns of the files of a split that are not among its images."""
-    others = [x for x in files_below(folder) if x not in used and x != folder / LABELS]
+    files = files_below(folder, folder.parent)
+    others = [x for x in files if x not in used and x != folder / LABELS]
     if not others:
         return
     kinds = Counter(file.suffix.lower() or "no suffix" for file in others)

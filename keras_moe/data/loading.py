@@ -3,7 +3,13 @@
 import dataclasses
 from typing import Any
 
-from keras_moe.checks import check_argument_names, check_image_shape, check_integer
+from keras_moe.checks import (
+    LARGEST_SEED,
+    check_argument_names,
+    check_bool,
+    check_image_shape,
+    check_integer,
+)
 from keras_moe.data import digits
 from keras_moe.data.augmentation import build_steps
 from keras_moe.data.examples import Examples
@@ -71,6 +77,7 @@ class LoadOptions(OrderOptions):
 
     def __post_init__(self):
         super().__post_init__()
+        check_bool("multi_label", self.multi_label)
         if self.max_labels is not None:
             check_integer("max_labels", self.max_labels)
 
@@ -80,7 +87,7 @@ class LoadOptions(OrderOptions):
         return make_labels(
             examples.classes,
             source,
-            bool(self.multi_label),
+            self.multi_label,
             None if hierarchy is None else as_hierarchy(hierarchy),
             self.max_labels,
             one_hot,
@@ -197,7 +204,11 @@ def load(
     if source == "digits":
         digits.check_channels(image_shape)
     check_integer("batch_size", batch_size)
-    check_integer("seed", seed, minimum=0)
+    check_integer("seed", seed, 0, LARGEST_SEED)
+    check_bool("one_hot", one_hot)
+    check_bool("drop_remainder", drop_remainder)
+    if shuffle is not None:
+        check_bool("shuffle", shuffle)
     check_split(split)
     known = [field.name for field in dataclasses.fields(LoadOptions)]
     check_argument_names(options, known, "load")
@@ -212,7 +223,7 @@ def load(
     excluded = left_out(examples, source, split, options.exclude, options.unreadable)
     if len(excluded):
         examples = examples.without(excluded)
-    full = bool(drop_remainder or options.repeat)
+    full = drop_remainder or options.repeat
     options.check_count(
         examples.count,
         batch_size,
@@ -226,7 +237,7 @@ def load(
             steps=steps,
             labels=labels,
             share=share,
-            shuffle=split.startswith("train") if shuffle is None else bool(shuffle),
+            shuffle=split.startswith("train") if shuffle is None else shuffle,
             seed=int(seed),
             drop_remainder=full,
             start_batch=options.first_batch,

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from keras_moe.checks import check_integer
+from keras_moe.checks import check_bool, check_integer
 from keras_moe.data.examples import Share
 
 
@@ -21,6 +21,7 @@ class OrderOptions:
     unreadable: str = "raise"
 
     def __post_init__(self):
+        check_bool("repeat", self.repeat)
         check_integer("start_batch", self.start_batch, minimum=0)
         if self.start_batch and not self.repeat:
             raise ValueError(

@@ -109,10 +109,14 @@ def prompts(class_names: Sequence[str], templates: Sequence[Template]) -> list[s
 
     Args:
         class_names: C names.
-        templates: T templates, as of `read_templates`.
+        templates: T templates, or anything that `read_templates` takes.
 
     Returns:
         C * T texts.
+
+    Raises:
+        ValueError: if `class_names` is one string, or a template has no place for the
+            name.
 
     Example:
 
@@ -120,6 +124,12 @@ def prompts(class_names: Sequence[str], templates: Sequence[Template]) -> list[s
     >>> prompts(["cat", "dog"], ["a {}", lambda name: f"two {name}s"])
     ['a cat', 'two cats', 'a dog', 'two dogs']
     """
+    if isinstance(class_names, str):
+        raise ValueError(
+            "Expected a sequence of names of classes; received: "
+            f"class_names={class_names!r}"
+        )
+    templates = read_templates(templates)
     return [fill(template, name) for name in class_names for template in templates]
 
 

@@ -81,7 +81,13 @@ def get(identifier: Any) -> Callable:
     """The activation of this name: one of this file, or any that Keras knows."""
     if isinstance(identifier, str) and identifier in _NAMED:
         return _NAMED[identifier]
-    activation = keras.activations.get(identifier)
+    try:
+        activation = keras.activations.get(identifier)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected the name of an activation, one of {tuple(_NAMED)} or of Keras, "
+            f"or a function; received: activation={identifier!r}"
+        ) from error
     if getattr(activation, "__name__", "") == "<lambda>":
         raise ValueError(
             "Expected an activation that can be saved: a name, or a function that is "

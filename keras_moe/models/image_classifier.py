@@ -238,6 +238,12 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
 
     @preprocessor.setter
     def preprocessor(self, value: Any) -> None:
+        known = value is None or isinstance(value, ImagePreprocessor) or callable(value)
+        if not known:
+            raise ValueError(
+                "Expected preprocessor to be an ImagePreprocessor, a layer or None; "
+                f"received: preprocessor={value!r}"
+            )
         # The constructor checks its own before there is a model.
         if isinstance(value, ImagePreprocessor) and hasattr(self, "num_classes"):
             value.check_model(self.input_shape[1:], self.num_classes)

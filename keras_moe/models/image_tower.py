@@ -8,7 +8,13 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_bool, check_image_shape, check_integer, check_seed
+from keras_moe.checks import (
+    check_bool,
+    check_image_shape,
+    check_integer,
+    check_one_of,
+    check_seed,
+)
 from keras_moe.layers import (
     ClassToken,
     EncoderSpec,
@@ -16,6 +22,7 @@ from keras_moe.layers import (
     PatchEmbedding,
     PositionEmbedding,
 )
+from keras_moe.layers.position_embedding import KINDS
 from keras_moe.models.tower import Tower, embedding_dropout, encoder_spec
 
 _SWITCHES = ("class_token", "embedding_norm", "final_norm")
@@ -85,6 +92,7 @@ def image_embedding(config: dict, dtype: Any) -> tuple[tuple, int]:
     if has_class_token:
         embedding.append(ClassToken(dtype=dtype, name="class_token"))
     if config.get("position_embedding") is not None:
+        check_one_of("position_embedding", config["position_embedding"], KINDS)
         embedding.append(
             PositionEmbedding(
                 (rows, columns),

@@ -36,6 +36,9 @@ def check_images(images: Any, image_shape: tuple) -> None:
     >>> check_images(np.zeros((2, 8, 8, 3), "float32"), (8, 8, 3))
     """
     _check_shape("images", images, image_shape)
+    dtype = str(getattr(images, "dtype", ""))
+    if "complex" in dtype:
+        raise ValueError(f"Expected images of real numbers; received: dtype={dtype}")
 
 
 def check_multi_labels(labels: Any) -> None:

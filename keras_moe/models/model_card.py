@@ -285,8 +285,9 @@ def _table(header, rows):
 
 
 def _cell(value):
-    """A value on one line: a bar or a line break would end the cell."""
-    return " ".join(str(value).replace("|", "\\|").split())
+    """A value on one line, without tags: a bar or a line break would end the cell."""
+    text = " ".join(str(value).split())
+    return text.replace("<", "&lt;").replace("|", "\\|")
 
 
 def _line(text):

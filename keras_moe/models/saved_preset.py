@@ -188,6 +188,10 @@ def check_preset(preset: str | os.PathLike) -> str:
         )
     if "://" in str(preset):
         return str(preset)
+    if "\0" in str(preset):
+        raise ValueError(
+            f"Expected a path without NUL; received: preset={str(preset)!r}"
+        )
     folder = readable(preset)
     if not folder.is_dir():
         raise ValueError(
@@ -195,6 +199,10 @@ def check_preset(preset: str | os.PathLike) -> str:
             f"received: preset={str(preset)!r} "
             f"({nearest(str(preset), list(registry.presets()))})"
         )
+    for path in folder.iterdir():
+        # Opening a pipe waits for a writer, which may never come.
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"Expected files in a preset's folder; received: {path}")
     check_folder(folder)
     return str(folder)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from keras_moe.checks import check_dropout
 from keras_moe.layers import EncoderSpec, MoEEncoderBlock, moe_config
 from keras_moe.models.description import Part
 from keras_moe.ops import Cost
@@ -192,7 +193,7 @@ def embedding_dropout(config: dict, dtype: Any) -> keras.layers.Dropout:
         dtype: dtype policy.
     """
     return keras.layers.Dropout(
-        config["dropout_rate"],
+        check_dropout("dropout_rate", config["dropout_rate"]),
         # The first of the encoder's sites.
         seed=config["seed"],
         dtype=dtype,

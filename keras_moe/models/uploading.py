@@ -39,6 +39,13 @@ def upload(uri: str, preset_dir: str | os.PathLike) -> None:
             f"Expected a URI that starts with {_HUGGING_FACE} or {_KAGGLE}; received: "
             f"{uri!r}"
         )
+    kind, _, place = uri.partition("://")
+    names = place.split("/")
+    if len(names) != (2 if f"{kind}://" == _HUGGING_FACE else 4) or "" in names:
+        raise ValueError(
+            f"Expected a URI like {_HUGGING_FACE}USER/MODEL or "
+            f"{_KAGGLE}USER/MODEL/FRAMEWORK/VARIATION; received: {uri!r}"
+        )
     folder = Path(preset_dir).expanduser()
     if not folder.is_dir():
         raise ValueError(f"Expected a preset folder; received: {str(preset_dir)!r}")

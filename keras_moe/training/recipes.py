@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.checks import check_integer
+from keras_moe.checks import LARGEST_SEED, check_integer
 from keras_moe.files import write_json
 from keras_moe.training.best_epoch import BestEpoch
 from keras_moe.training.data_config import DataConfig
@@ -91,7 +91,7 @@ class Recipe:
             raise ValueError(
                 f"Expected a name without folders; received: name={self.name!r}"
             )
-        check_integer("seed", self.seed, minimum=0)
+        check_integer("seed", self.seed, 0, LARGEST_SEED)
         for name, cls in SECTIONS.items():
             section = _section(name, cls, getattr(self, name))
             object.__setattr__(self, name, section)

@@ -202,7 +202,13 @@ class Storage(abc.ABC):
             for group, variables in groups.items()
         }
         # Figures, unlike weights, may be NaN.
-        text = json.dumps({"state": state, "variables": described}, sort_keys=True)
+        try:
+            text = json.dumps({"state": state, "variables": described}, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"Expected a state that JSON can hold; received: state={state!r:.200} "
+                f"({error})"
+            ) from error
         self.write(path, step, groups, text)
         if self.writes_alone:
             try:

@@ -1,6 +1,7 @@
 """Folders of images: what is read, what is reported, and what cannot be read."""
 
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -159,14 +160,14 @@ def test_files_that_are_listed_and_missing_are_corrupt(tmp_path):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch, turned):
-    walk = os.walk
+    scan = os.scandir
 
-    def other(*args, **options):
-        for place, names, files in walk(*args, **options):
-            names.sort(reverse=turned)
-            yield place, names, files
+    @contextlib.contextmanager
+    def other(place):
+        with scan(place) as entries:
+            yield sorted(entries, key=lambda entry: entry.name, reverse=turned)
 
-    monkeypatch.setattr(os, "walk", other)
+    monkeypatch.setattr(os, "scandir", other)
     save(tmp_path / "m" / "0.png", 0)
     # Two names of one folder.
     (tmp_path / "z").symlink_to("m")
@@ -246,6 +247,27 @@ def test_folders_within_those_of_classes(tmp_path):
     actual = load(f"folder:{tmp_path}", "train", SHAPE, 4, shuffle=False)
     # In the order of the paths.
     assert numbers(actual) == [[1, 0, 2, 3]]
+
+
+def test_links_and_pipes_lead_nowhere_else(tmp_path):
+    outside = tmp_path / "outside"
+    save(outside / "0.png", 0)
+    root = tmp_path / "photos"
+    save(root / "train" / "a" / "0.png", 0)
+    save(root / "train" / "b" / "0.png", 1)
+    # Reading a pipe would wait for a writer.
+    os.mkfifo(root / "train" / "a" / "1.png")
+    actual = load(f"folder:{root}", "train", SHAPE, 2, shuffle=False)
+    assert numbers(actual) == [[0, 1]]
+    for target in ("/", outside, outside / "0.png"):
+        link = root / "train" / "a" / "link.png"
+        link.symlink_to(target)
+        with pytest.raises(ValueError, match=r"links to stay within .*link\.png"):
+            load(f"folder:{root}", "train", SHAPE, 2)
+        link.unlink()
+    (root / "train" / "c").symlink_to(outside)
+    with pytest.raises(ValueError, match="links to stay within"):
+        load(f"folder:{root}", "train", SHAPE, 2)
 
 
 def test_other_files_are_reported(tmp_path):

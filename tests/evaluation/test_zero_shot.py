@@ -144,3 +144,11 @@ def test_mistakes_of_class_embeddings():
         class_embeddings([[[1.0], [1.0]], [[1.0], [-2.0]]])
     with pytest.raises(ValueError, match=r"none of them 0.*\[1\]"):
         class_embeddings([[[1.0], [0.0]]])
+
+
+def test_prompts_of_one_string_are_no_letters():
+    assert prompts(["cat"], "a {}") == ["a cat"]
+    with pytest.raises(ValueError, match="class_names='cat'"):
+        prompts("cat", ["a {}"])
+    with pytest.raises(ValueError, match="received: 'a photo'"):
+        prompts(["cat"], ["a photo"])

@@ -53,6 +53,11 @@ def vit(**arguments):
         (lambda: vit(attention_dropout=1.0), "dropout=1.0"),
         (lambda: vit(attention_dropout=float("nan")), "dropout=nan"),
         (lambda: vit(query_key_norm=1), "query_key_norm=1"),
+        (lambda: vit(seed=2**32), "seed=4294967296"),
+        (lambda: vit(dropout_rate=1.0), "; received: dropout_rate=1.0"),
+        (lambda: vit(position_embedding="x"), "position_embedding='x'"),
+        (lambda: vit(activation="x"), "activation='x'"),
+        (lambda: ViTImageClassifier(vit(), 3, preprocessor=3), "preprocessor=3"),
         (lambda: vit(layer_norm_epsilon=float("nan")), "layer_norm_epsilon=nan"),
         (
             lambda: vit(shared_expert_initialization=1),

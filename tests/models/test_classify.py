@@ -206,20 +206,3 @@ def test_another_models_preprocessor_is_refused_when_it_is_set():
     assert model.copy().preprocessor == model.preprocessor
     model.preprocessor = None
     assert model.copy().preprocessor is None
-
-
-@pytest.mark.backend_free
-def test_earlier_map_heads_had_no_norms(tmp_path):
-    backbone = ViTBackbone.from_config({**SMALL, "query_key_norm": True})
-    saved = ViTImageClassifier(backbone, 3, pooling="map", pooling_query_key_norm=False)
-    for pooling in (None, "map"):
-        config = ViTImageClassifier(backbone, 3, pooling=pooling).get_config()
-        assert "pooling_query_key_norm" in config
-    folder = tmp_path / "preset"
-    saved.save_to_preset(folder)
-    edit_task(folder, lambda config: config.pop("pooling_query_key_norm"))
-    # The checksums are of the weights alone.
-    again = models.from_preset(str(folder))
-    assert again.pooling_query_key_norm is False
-    actual = models.describe(str(folder))
-    assert actual.parameters == again.count_params()

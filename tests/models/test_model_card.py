@@ -84,6 +84,8 @@ def test_a_dense_backbone_has_no_experts_in_its_tags(tmp_path):
 def test_values_stay_in_their_cells(classifier):
     card = models.ModelCard(recipe={"notes": "one | two\nthree"})
     assert "| notes | one \\| two three |" in card.text(classifier, "x")
+    card = models.ModelCard(recipe={"notes": "<script>alert(1)</script>"})
+    assert "<script" not in card.text(classifier, "x")
 
 
 def test_names_stay_in_their_lines(classifier):
@@ -196,6 +198,9 @@ def test_the_card_goes_before_the_folder(classifier, tmp_path, monkeypatch):
 def test_only_whole_presets_are_uploaded(classifier, tmp_path, monkeypatch):
     uploads = []
     monkeypatch.setattr(keras_hub, "upload_preset", lambda *a: uploads.append(a))
+    for uri in ("hf://", "hf://a", "hf://a/b/c", "kaggle://a/b"):
+        with pytest.raises(ValueError, match=f"hf://USER/MODEL or .*received: '{uri}'"):
+            models.upload(uri, tmp_path)
     with pytest.raises(ValueError, match=r"preset folder; received: .*nowhere"):
         models.upload("kaggle://a/b/keras/c", tmp_path / "nowhere")
     folder = tmp_path / "preset"

@@ -200,6 +200,17 @@ def test_what_killed_saves_left_is_removed_and_nothing_else(presets, tmp_path):
 
 
 @backend_free
+def test_pipes_and_broken_paths_are_refused(copies):
+    path = copies / "whole" / "metadata.json"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"in a preset's folder; .*metadata\.json"):
+        models.from_preset(copies / "whole")
+    with pytest.raises(ValueError, match="NUL; received: preset='a"):
+        models.from_preset("a\0b")
+
+
+@backend_free
 def test_an_empty_folder_does_not_cost_the_older_preset(presets, tmp_path):
     target, previous = tmp_path / "one", tmp_path / ".one.previous-preset"
     shutil.copytree(presets / "whole", previous)

@@ -308,11 +308,15 @@ def test_bad_arguments():
         ({"max_length": 0}, "max_length=0"),
         ({"max_length": 2, "start_id": 1, "end_id": 2}, "max_length=2"),
         ({"start_id": -1}, "start_id=-1"),
+        ({"start_id": 10**9}, "start_id=1000000000"),
+        ({"end_id": 530}, "end_id < 530, .*end_id=530"),
         ({"padding_id": None}, "padding_id=None"),
         ({"lower_case": 1}, "lower_case=1"),
     ):
         with pytest.raises(ValueError, match=message):
             TextTokenizer(**{"tokenizer": inner, **kwargs})
+    with pytest.raises(ValueError, match=r"lone surrogates; received: captions\[1\]"):
+        own()(["a cat", "a \ud800"])
     with pytest.raises(ValueError, match="vocabulary_size=514"):
         own(vocabulary_size=514)
     with pytest.raises(ValueError, match="several letters"):

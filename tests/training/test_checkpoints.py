@@ -482,6 +482,14 @@ def test_a_checkpoint_of_no_run_is_refused_by_a_run(tmp_path):
 
 
 @backend_free
+def test_a_state_is_json(tmp_path):
+    model = small_model()
+    with pytest.raises(ValueError, match=r"that JSON can hold; .*state=\{'x': <"):
+        training.save_checkpoint(tmp_path, 1, {"m": model.variables}, {"x": object()})
+    assert training.find_checkpoint(tmp_path) is None
+
+
+@backend_free
 def test_settings_of_ones_own_may_have_any_names(tmp_path):
     settings = {"preset": "vmoe_b16", "note": "mine"}
 

@@ -20,6 +20,7 @@ from keras_moe.data.folders import (
     files_below,
     folders_in,
     image_suffixes,
+    is_file_within,
     leads_outside,
 )
 from keras_moe.data.pairs.captions import CAPTION_NAMES
@@ -92,11 +93,11 @@ def read_pairs(path: str, split: str) -> PairSource:
                 faults[image] = f"{place} {fault}"
     there = [
         x.relative_to(folder).as_posix()
-        for x in files_below(folder)
+        for x in files_below(folder, folder.parent)
         if x.suffix.lower() in image_suffixes()
     ]
     for image in captions:
-        if image not in faults and not (folder / image).is_file():
+        if image not in faults and not is_file_within(folder / image, folder.parent):
             faults[image] = f"{folder / image} is not there"
     for image in sorted({*there} - {*captions}):
         captions[image] = []

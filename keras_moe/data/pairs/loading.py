@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_moe.checks import (
+    LARGEST_SEED,
     check_argument_names,
+    check_bool,
     check_image_shape,
     check_integer,
     check_one_of,
@@ -187,7 +189,10 @@ def load_pairs(
     """
     image_shape = check_image_shape(image_shape)
     check_integer("batch_size", batch_size)
-    check_integer("seed", seed, minimum=0)
+    check_integer("seed", seed, 0, LARGEST_SEED)
+    check_bool("drop_remainder", drop_remainder)
+    if shuffle is not None:
+        check_bool("shuffle", shuffle)
     check_split(split)
     options = _pair_options(options, "load_pairs")
     share = options.share_of(batch_size)
@@ -209,7 +214,7 @@ def load_pairs(
         sizes = list(batch_sizes(source, batch_size, share.count).values())
     else:
         sizes = [batch_size]
-    full = bool(drop_remainder or options.repeat)
+    full = drop_remainder or options.repeat
     datasets = []
     opened = open_all(source, split, options.source_options(image_shape, data_dir))
     for number, (pairs, size) in enumerate(zip(opened, sizes)):
@@ -222,7 +227,7 @@ def load_pairs(
             steps=steps,
             labels=CaptionChoice(options.captions == "random"),
             share=options.share_of(size),
-            shuffle=split.startswith("train") if shuffle is None else bool(shuffle),
+            shuffle=split.startswith("train") if shuffle is None else shuffle,
             # Sources have orders of their own, also where they have equal numbers.
             seed=int(seed) + number,
             drop_remainder=full,

@@ -4,6 +4,7 @@ Axes: B batch, N tokens.
 """
 
 import os
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,8 @@ from keras_moe.ops.kernels.strings_tensorflow import call_on_strings, is_tensorf
 
 # Not one of the files that saving a model replaces: the tokenizer stays.
 _FILE = "text_tokenizer.json"
+# Half of a pair in UTF-16, which no encoding to bytes takes.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -98,7 +101,22 @@ class TextTokenizer:
         self.start_id, self.end_id = start_id, end_id
         self.padding_id = check_integer("padding_id", padding_id, 0)
         self.lower_case = check_bool("lower_case", lower_case)
+        if self.has_vocabulary:
+            self._check_special_ids()
         self.num_captions = self.num_truncated = 0
+
+    def _check_special_ids(self):
+        """Raises ValueError for a special token that the vocabulary has no id for."""
+        ids = getattr(self.tokenizer, "vocabulary", None)
+        # The ids of a published file may have gaps.
+        is_dict = isinstance(ids, dict)
+        size = max(ids.values()) + 1 if is_dict else self.vocabulary_size
+        for name in ("start_id", "end_id", "padding_id"):
+            if (getattr(self, name) or 0) >= size:
+                raise ValueError(
+                    f"Expected {name} < {size}, the size of the vocabulary; received: "
+                    f"{name}={getattr(self, name)}"
+                )
 
     @classmethod
     def clip(
@@ -405,5 +423,10 @@ def _strings(captions):
             raise ValueError(
                 "Expected captions that are strings; received: "
                 f"captions[{index}]={caption!r}"
+            )
+        if not caption.isascii() and _SURROGATE.search(caption):
+            raise ValueError(
+                "Expected captions of whole characters, without lone surrogates; "
+                f"received: captions[{index}]={caption!r}"
             )
     return captions

@@ -122,7 +122,7 @@ def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePai
         show_progress=False,
         initial_alphabet=_bytes(),
         end_of_word_suffix=_END_OF_WORD,
-        # Pairs of equal counts merge in the order of their tokens' ids. Without this the
+        # Pairs of equal counts merge in the order of their tokens' ids. Otherwise the
         # trainer numbers the bytes that end words in the order of a hash map, which
         # differs between processes.
         special_tokens=[byte + _END_OF_WORD for byte in _bytes()],
