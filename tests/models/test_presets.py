@@ -827,6 +827,37 @@ def test_other_backbones_of_kerashub_are_refused_with_those_that_convert(tmp_pat
             models.from_preset(source)
 
 
+BUILD = """
+import threading
+from keras_moe import models
+
+sizes = {"image_shape": (8, 8, 3), "patch_size": 4, "hidden_dim": 12, "mlp_dim": 8}
+failures, start = [], threading.Barrier(8)
+
+def build(name):
+    start.wait()
+    try:
+        heads = {} if name.startswith("mixer") else {"num_heads": 2}
+        models.from_preset(name, num_classes=3, num_layers=2, **sizes, **heads)
+    except Exception as error:
+        failures.append(repr(error))
+
+names = ("vit_s32", "mixer_s16", "vmoe_s32", "mixer_s32") * 2
+threads = [threading.Thread(target=build, args=(name,)) for name in names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failures, failures
+"""
+
+
+@pytest.mark.backend_free
+def test_models_are_built_in_several_threads():
+    # The first models of a process: Keras changes their classes when it builds them.
+    subprocess.run([sys.executable, "-c", BUILD], check=True)
+
+
 @pytest.mark.backend_free
 def test_a_dense_model_has_no_router_options():
     dense = models.from_preset("vit_s32", num_layers=1, hidden_dim=12)
