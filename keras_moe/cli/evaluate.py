@@ -37,6 +37,8 @@ from keras_moe.models import registry
 METRICS = ("accuracy", "average_precision", "few_shot")
 # Scores of all images are needed, from a head.
 OF_HEADS = METRICS[:2]
+# Options that classifiers have no use for.
+OF_PAIRS = ("templates", "class_names", "data_options")
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
@@ -49,6 +51,12 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     preset, recipe = find_run(args.preset)
     overrides = model_overrides(args.set, {"preset": FIRST})
     of_pairs = has_pairs(preset, overrides)
+    for name in () if of_pairs else OF_PAIRS:
+        if getattr(args, name):
+            option = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"Expected a preset of pairs for {option}; received: {args.preset}"
+            )
     images = (find_pair_data if of_pairs else find_images)(args, recipe)
     if preset in models.list_presets() and not (
         registry.has_weights(preset) and overrides.get("load_weights", True)

@@ -96,6 +96,8 @@ def test_a_model_without_a_head(program, tmp_path):
     assert "± 0.00%" in output
     errors = program(*arguments, "--metrics", "accuracy").errors
     assert errors.startswith("error: Expected a preset with a head")
+    errors = program(*arguments, "--templates", "a {}").errors
+    assert errors.startswith("error: Expected a preset of pairs for --templates")
 
 
 @pytest.mark.backend_free

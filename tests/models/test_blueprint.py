@@ -3,7 +3,6 @@
 import json
 
 import keras
-import numpy as np
 import pytest
 
 from keras_moe import models
@@ -166,23 +165,3 @@ def test_a_backbone_of_ones_own(sources):
     assert model.pooling == "average"
     with pytest.raises(ValueError, match="not both; received: num_layers="):
         ViTImageClassifier.from_preset(sources["task"], backbone=backbone, num_layers=2)
-
-
-def test_activations_of_earlier_versions_still_load(sources, tmp_path):
-    model = models.from_preset(sources["task"], output_activation="softmax")
-    kernel = model.output_dense.kernel
-    kernel.assign(np.random.default_rng(0).normal(size=kernel.shape))
-    model.save_to_preset(tmp_path / "new")
-    path = tmp_path / "new" / "task.json"
-    content = json.loads(path.read_text())
-    content["config"]["activation"] = content["config"].pop("output_activation")
-    path.write_text(json.dumps(content))
-    images = np.random.default_rng(1).normal(size=(2, 8, 8, 3)).astype("float32")
-    loaded = models.from_preset(str(tmp_path / "new"))
-    assert loaded.output_activation == "softmax"
-    np.testing.assert_array_equal(
-        loaded.predict(images, verbose=0), model.predict(images, verbose=0)
-    )
-    actual = models.from_preset(str(tmp_path / "new"), activation="relu")
-    assert actual.backbone.get_config()["activation"] == "relu"
-    assert actual.output_activation == "softmax"

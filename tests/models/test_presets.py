@@ -486,7 +486,7 @@ np.save({str(tmp_path / "pairs.npy")!r}, pairs.similarity(images, texts))
         ({"num_layers": 10**12, "moe_layers": [1]}, "num_layers=1000000000000"),
         ({"final_norm": "no"}, "final_norm='no'"),
         ({"class_token": 2}, "class_token=2"),
-        ({"position_embedding": "rotary"}, "kind='rotary'"),
+        ({"position_embedding": "rotary"}, "position_embedding='rotary'"),
         ({"dropout_rate": 1.5}, "=1.5"),
         ({"num_heads": 0}, "num_heads=0"),
         ({"moe_layers": 5}, "moe_layers=5"),

@@ -227,24 +227,6 @@ def test_k_is_a_factor_of_every_capacity():
 
 
 @backend_free
-def test_configs_of_before_keep_their_groups():
-    config = ViTBackbone.from_config(
-        {
-            **SMALL,
-            "router": "softmax_expert_choice",
-            "router_options": {"eval_capacity_factor": 1.0},
-            "evaluation": "batch_invariant",
-        }
-    ).get_config()
-    config.update(config.pop("moe"))
-    del config["evaluation"]
-    again = ViTBackbone.from_config(config)
-    assert again.get_layer("block_0").feed_forward.router.groups_by_image(False)
-    dense = {**config, "moe_layers": [], "router_options": None}
-    assert ViTBackbone.from_config(dense).routing == {}
-
-
-@backend_free
 def test_groups_are_said_once():
     with pytest.raises(ValueError, match="evaluation='official', batch_invariant=True"):
         router_of(evaluation="official", router_options={"batch_invariant": True})

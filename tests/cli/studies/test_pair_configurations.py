@@ -106,8 +106,9 @@ def test_orders_routers_and_groups(base):
     with pytest.raises(ValueError, match="1 to 31 of 32 experts"):
         limoe.router_configurations(base, text_pool=32)
     groups = limoe.group_configurations(base)
-    # 64 pairs in 8 groups are the preset's own.
-    assert groups[8] == {}
+    # 64 pairs in 2 groups are the preset's own.
+    assert groups[2] == {}
+    assert groups[8] == {"model.images_per_group": 8}
     assert groups[32] == {"model.images_per_group": 2}
 
 
