@@ -246,7 +246,8 @@ display(Image(picture))
 # smaller model of the same class, and retrieval says what is lost. Texts are embedded
 # by the pruned model, images by the whole one.
 # With `router_drop` the gates of the experts that are left are renormalised. With
-# `router_pred` they stay as they were, and a token whose expert is gone passes by.
+# `router_pred` they stay as they were, and a token whose expert is gone takes the best
+# of the others, with its small gate.
 
 # %%
 # Picture: R@1 by the number of text experts left, from eight to two, with a line for

@@ -44,20 +44,19 @@ def prune_experts(
     | method | gates are the softmax over | a token that prefers a pruned expert |
     |---|---|---|
     | `"router_drop"` | the kept experts: they are renormalised | takes the best kept |
-    | `"router_pred"` | all experts | loses that choice; the residual carries it |
-    | `"router_pred_top_k"` | all experts | takes the best kept, with its small gate |
+    | `"router_pred"` | all experts | takes the best kept, with its small gate |
+    | `"router_pred_skip"` | all experts | loses that choice; the residual carries it |
 
     With `"router_drop"` the routers' columns of the pruned experts are gone, too. The
     other two keep all columns, which the softmax needs, and lose the experts alone:
     numbers in routing records stay as they were.
 
-    *LIMoE* finds "router-pred" better where many experts go. Its text has the top-K
-    operation ignore experts that are unavailable, which can mean either of the last
-    two.
+    `"router_drop"` and `"router_pred"` are *LIMoE*'s, which finds "router-pred" better
+    where many experts go. `"router_pred_skip"` is ours.
 
     Every token is served at inference unless a capacity is set. A capacity factor then
-    counts the kept experts, C = S K c / E of these; with `"router_pred"`, which routes
-    as before, all E. The outputs are those of `mask_experts` either way.
+    counts the kept experts, C = S K c / E of these; with `"router_pred_skip"`, which
+    routes as before, all E. The outputs are those of `mask_experts` either way.
 
     To train the result, take `"router_drop"`: with the other methods auxiliary losses
     still balance the load over pruned experts, so that `auxiliary_losses=None` is
@@ -68,7 +67,7 @@ def prune_experts(
             was pruned by the same method can be pruned further.
         kept_experts: numbers of the experts to keep by the block's name, as
             `select_experts` gives them; the other blocks stay as they are.
-        method: `"router_drop"`, `"router_pred"` or `"router_pred_top_k"`.
+        method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.
 
     Returns:
         A model of the same class, which saves and loads as any other; its blocks may

@@ -278,7 +278,7 @@ class MoEModel(Exportable, TorchParameters):
         Args:
             kept_experts: numbers of the experts to keep by the block's name, such as
                 `{"block_1": [0, 3]}`; the other blocks stay as they are.
-            method: `"router_drop"`, `"router_pred"` or `"router_pred_top_k"`.
+            method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.
             removed: whether the other experts are removed, or only serve nobody.
 
         Raises:

@@ -15,7 +15,7 @@ from keras_moe.routers.affinities import SparsityConstrainedAffinity
 from keras_moe.routers.router import Router
 from keras_moe.routers.token_choice import TokenChoiceRouter
 
-METHODS = ("router_drop", "router_pred", "router_pred_top_k")
+METHODS = ("router_drop", "router_pred", "router_pred_skip")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -25,21 +25,21 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
     | method | gates are the softmax over | a token that prefers a pruned expert |
     |---|---|---|
     | `"router_drop"` | the kept experts: they are renormalised | takes the best kept |
-    | `"router_pred"` | all experts | loses that choice; the residual carries it |
-    | `"router_pred_top_k"` | all experts | takes the best kept, with its small gate |
+    | `"router_pred"` | all experts | takes the best kept, with its small gate |
+    | `"router_pred_skip"` | all experts | loses that choice; the residual carries it |
 
-    *LIMoE* defines "router-pred" by a softmax over all experts and a top-K operation
-    that ignores those unavailable. `"router_pred"` reads this as choices that get
-    lost, and `"router_pred_top_k"` as K choices among the kept.
+    `"router_drop"` and `"router_pred"` are *LIMoE*'s: "router-pred" masks pruned
+    experts after the softmax, and its top-K operation ignores them. With
+    `"router_pred_skip"`, which is ours, top-K still chooses them, in vain.
 
     The routing record has all E experts, in which no pruned one serves a token. The
     capacity is C = S K c / E of E kept experts where these take all tokens, and with
-    `"router_pred"`, which routes as before, of all experts.
+    `"router_pred_skip"`, which routes as before, of all experts.
 
     Args:
         num_experts: E, the pruned ones included.
         kept_experts: numbers of the kept experts, at least K.
-        method: `"router_drop"`, `"router_pred"` or `"router_pred_top_k"`.
+        method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.
         removed: whether the layer has the kept experts alone, so that plans have no
             slots and rows of the others; otherwise it has all.
         **kwargs: arguments of `TokenChoiceRouter`.
@@ -55,7 +55,7 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
     >>> import numpy as np
     >>> from keras_moe.routers.pruned import PrunedTokenChoiceRouter
     >>> router = PrunedTokenChoiceRouter(
-    ...     4, kept_experts=[1, 3], num_selected_experts=1, method="router_pred"
+    ...     4, kept_experts=[1, 3], num_selected_experts=1, method="router_pred_skip"
     ... )
     >>> plan, routing = router(np.ones((1, 2, 8), "float32"))
     >>> float(np.array(routing.dispatched)[..., [0, 2]].sum())
@@ -95,7 +95,7 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
         return [expert in self.kept_experts for expert in range(self.num_experts)]
 
     def capacity_of(self, num_tokens, factor, selected, multiple_of):
-        routes_as_before = self.method == "router_pred"
+        routes_as_before = self.method == "router_pred_skip"
         return expert_capacity(
             num_tokens,
             self.num_experts if routes_as_before else len(self.kept_experts),
@@ -106,7 +106,7 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
         )
 
     def allocate(self, affinity, gates, mask=None, training=None, modality_ids=None):
-        if self.method == "router_pred_top_k":
+        if self.method == "router_pred":
             affinity = ops.where(
                 ops.convert_to_tensor(self._available, "bool"), affinity, -float("inf")
             )
@@ -159,7 +159,7 @@ def checked_kept(kept_experts: Any, num_experts: int) -> tuple[int, ...]:
 def _check_choices(router, kept, method):
     """Checks that each token can choose K of the kept experts."""
     pools = [range(router.num_experts)]
-    if method != "router_pred":
+    if method != "router_pred_skip":
         # There a token of a pool may lose all its choices.
         pools += router.expert_pools or []
     for pool in pools:
@@ -213,7 +213,7 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
     if method == "router_drop" and is_transport:
         # Its plan gives each expert S / E of the tokens, the excluded ones, too.
         raise ValueError(
-            "Expected method='router_pred' or 'router_pred_top_k' for sparsity-"
+            "Expected method='router_pred' or 'router_pred_skip' for sparsity-"
             f"constrained routers; received: method={method!r}"
         )
     kept = checked_kept(kept_experts, router.num_experts)

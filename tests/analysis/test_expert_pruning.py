@@ -189,13 +189,13 @@ def test_other_mixtures_are_refused_by_name(changes, message):
 
 @pytest.mark.backend_free
 def test_another_pruning_than_before_is_refused(model):
-    pruned = prune_experts(model, KEPT, "router_pred")
-    with pytest.raises(ValueError, match="method='router_pred', by which"):
+    pruned = prune_experts(model, KEPT, "router_pred_skip")
+    with pytest.raises(ValueError, match="method='router_pred_skip', by which"):
         prune_experts(pruned, {"block_0": [1, 3]})
     with pytest.raises(ValueError, match="pruned experts are removed"):
-        mask_experts(pruned, {"block_0": [1, 3]}, "router_pred")
+        mask_experts(pruned, {"block_0": [1, 3]}, "router_pred_skip")
     with pytest.raises(ValueError, match=r"among \[1, 3, 4\]"):
-        prune_experts(pruned, {"block_0": [0, 3]}, "router_pred")
+        prune_experts(pruned, {"block_0": [0, 3]}, "router_pred_skip")
     with pytest.raises(ValueError, match="method"):
         prune_experts(model, KEPT, "drop")
     with pytest.raises(ValueError, match="received: Sequential"):
@@ -234,7 +234,7 @@ def test_limoe_is_pruned_for_its_texts():
     )
     kept = select_experts(usage, coverage=1.0, groups="text")
     assert len(kept["block_1"]) < 6
-    masked, pruned = (f(model, kept, "router_pred")(pairs()) for f in PRUNINGS)
+    masked, pruned = (f(model, kept, "router_pred_skip")(pairs()) for f in PRUNINGS)
     for name, expected in masked.items():
         np.testing.assert_allclose(
             to_numpy(pruned[name]), to_numpy(expected), atol=1e-5

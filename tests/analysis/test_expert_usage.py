@@ -301,7 +301,7 @@ def test_pruned_experts_are_not_used(model):
     inputs = images(*SHAPE)
     usages = [
         expert_usage(
-            f(model, kept, "router_pred"), inputs, contributions=True, verbose=0
+            f(model, kept, "router_pred_skip"), inputs, contributions=True, verbose=0
         )
         for f in (mask_experts, prune_experts)
     ]

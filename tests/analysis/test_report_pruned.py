@@ -16,7 +16,7 @@ from keras_moe.ops import Routing
 from tests.small_models import SMALL, images, with_weights
 
 pytestmark = pytest.mark.backend_free
-METHODS = ["router_drop", "router_pred", "router_pred_top_k"]
+METHODS = ["router_drop", "router_pred_skip", "router_pred"]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def pruned(model, method, removed):
 
 
 @pytest.mark.parametrize("removed", [False, True])
-@pytest.mark.parametrize("method", ["router_drop", "router_pred", "router_pred_top_k"])
+@pytest.mark.parametrize("method", ["router_drop", "router_pred_skip", "router_pred"])
 def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     subject = make_subject(smaller := pruned(model, method, removed))
     (block,) = subject.blocks.values()
@@ -57,7 +57,7 @@ def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     assert ("4 (2 pruned)" in page) == (not is_new)
 
 
-@pytest.mark.parametrize("method", ["router_drop", "router_pred", "router_pred_top_k"])
+@pytest.mark.parametrize("method", ["router_drop", "router_pred_skip", "router_pred"])
 def test_choices_of_pruned_experts(method):
     kinds = ("ffn", "pruned", "ffn")
     block = Block("b", "b", "image", "token_choice", kinds, 1, 1.0, None, None, method)
@@ -65,5 +65,5 @@ def test_choices_of_pruned_experts(method):
     served = np.array([[[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]])
     record = Routing(*[affinity] * 4, served, served)
     chosen = demand(block, record, np.ones((1, 2), bool))
-    moved = [0.0, 0.0, 0.0] if method == "router_pred" else [1.0, 0.0, 0.0]
+    moved = [0.0, 0.0, 0.0] if method == "router_pred_skip" else [1.0, 0.0, 0.0]
     assert chosen.tolist() == [moved, [1.0, 0.0, 0.0]]

@@ -62,7 +62,7 @@ NOT_DEFAULT = {
     "num_modalities": 2,
     "expert_pools": [[0, 1], [2]],
     "pruning": {
-        "method": "router_pred",
+        "method": "router_pred_skip",
         "kept_experts": {"block_1": [0, 2]},
         "removed": True,
     },

@@ -57,12 +57,12 @@ def test_gates_and_choices_follow_the_definitions(method):
         gates = np.zeros_like(logits)
         gates[..., KEPT] = softmax(logits[..., KEPT])
         preferred = gates
-    elif method == "router_pred_top_k":
+    elif method == "router_pred":
         preferred[..., GONE] = -1.0
     chosen = np.zeros_like(logits)
     order = np.argsort(-preferred, axis=-1)[..., :2]
     np.put_along_axis(chosen, order, 1.0, axis=-1)
-    if method == "router_pred":
+    if method == "router_pred_skip":
         # Some tokens lose one choice, some both.
         assert {*chosen[..., GONE].sum(axis=-1).ravel()} == {0.0, 1.0, 2.0}
         chosen[..., GONE] = 0.0
@@ -101,7 +101,7 @@ def test_the_einsum_dispatcher_takes_smaller_plans():
     router = TokenChoiceRouter(6, num_selected_experts=2, **options)
     outputs = []
     for dispatcher in ("index", "einsum"):
-        moe = layer(pruned_router(router, KEPT, "router_pred", removed=True), KEPT)
+        moe = layer(pruned_router(router, KEPT, "router_pred_skip", removed=True), KEPT)
         moe.dispatcher = dispatcher
         outputs.append(to_numpy(call(moe, TOKENS)[0]))
     np.testing.assert_allclose(*outputs, atol=1e-6)
@@ -109,7 +109,7 @@ def test_the_einsum_dispatcher_takes_smaller_plans():
 
 @pytest.mark.parametrize(
     ("method", "capacity"),
-    [("router_drop", 6), ("router_pred", 3), ("router_pred_top_k", 6)],
+    [("router_drop", 6), ("router_pred_skip", 3), ("router_pred", 6)],
 )
 @pytest.mark.filterwarnings("ignore:eval_capacity_factor=1.0")
 @pytest.mark.parametrize("removed", [False, True])
@@ -139,7 +139,7 @@ def test_pools_keep_their_experts():
     expected = call(masked, TOKENS, modality_ids=ids)[0]
     actual = call(small, TOKENS, modality_ids=ids)[0]
     np.testing.assert_allclose(to_numpy(actual), to_numpy(expected), atol=1e-5)
-    for method in ("router_drop", "router_pred_top_k"):
+    for method in ("router_drop", "router_pred"):
         for removed in (False, True):
             with pytest.raises(ValueError, match=r"received: \[\] of \[3, 4, 5\]"):
                 pruned_router(router, [0, 1], method, removed)
@@ -171,7 +171,7 @@ def test_the_config_makes_an_equal_router():
         (
             TokenChoiceRouter(4, affinity="sparsity_constrained"),
             [0, 1],
-            "router_pred_top_k",
+            "router_pred",
         ),
     ],
 )

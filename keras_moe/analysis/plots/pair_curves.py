@@ -8,8 +8,8 @@ from keras_moe.analysis.plots.figure import new_figure, save_figure
 
 _STYLES = {
     "router_drop": "-",
-    "router_pred": "--",
-    "router_pred_top_k": ":",
+    "router_pred_skip": "--",
+    "router_pred": ":",
 }
 
 

@@ -132,7 +132,7 @@ def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:
     if block.kind != "token_choice" or block.capacity_factor is None:
         return served
     affinity, is_present = record.affinity[counts], block.is_present
-    if block.pruning not in (None, "router_pred"):
+    if block.pruning not in (None, "router_pred_skip"):
         # Tokens take the best of the others.
         affinity = np.where(is_present, affinity, -np.inf)
     chosen = np.argsort(-affinity, axis=1, kind="stable")

@@ -127,7 +127,7 @@ class LayerQueues:
         )
         counts = np.concatenate(counts, axis=1)[:used]
         kept = self._kept()
-        if getattr(self.router, "method", None) == "router_pred_top_k":
+        if getattr(self.router, "method", None) == "router_pred":
             affinity = np.where(kept, affinity, -np.inf)
         places = np.zeros(affinity.shape, "int32")
         if used:

@@ -20,7 +20,7 @@ from keras_moe.cli.studies.pair_measures import retrieval_figures
 from keras_moe.cli.studies.pair_training import PairTraining
 from keras_moe.cli.studies.study import Part, Run, Study, Tell, percent, spread
 
-METHODS = ("router_drop", "router_pred")
+METHODS = ("router_drop", "router_pred", "router_pred_skip")
 MODALITIES = ("text", "image")
 # The experts are ranked by the last fifth of the steps, counted at so many times.
 LAST_SHARE, TIMES = 5, 10

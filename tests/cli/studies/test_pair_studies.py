@@ -44,8 +44,8 @@ def test_rows_of_limoe_train_once_and_are_drawn(program, folder, tmp_path, monke
     curves = results["pruning"]["rows"][pruned]["pruned"]
     for methods in curves.values():
         # With both experts both ways are the whole model.
-        assert methods["router_drop"]["2"] == methods["router_pred"]["2"]
-        assert list(methods["router_pred"]) == ["1", "2"]
+        assert methods["router_drop"]["2"] == methods["router_pred_skip"]["2"]
+        assert list(methods["router_pred_skip"]) == ["1", "2"]
     for name in ("losses", "orders", "coverage", "pruning"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
     assert "I→T R@1" in text
