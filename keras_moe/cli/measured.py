@@ -84,7 +84,9 @@ def find_run(preset: str) -> tuple[str, dict]:
     path = run_folder / "results.json"
     try:
         recipe = json.loads(path.read_text(encoding="utf-8"))["recipe"]
-        return str(run_folder / "preset"), {**recipe["data"], **recipe["objective"]}
+        source = {"source": recipe["data"]["source"]}
+        settings = {**recipe["data"], **recipe["objective"], **source}
+        return str(run_folder / "preset"), settings
     except (
         ValueError,
         LookupError,

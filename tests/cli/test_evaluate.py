@@ -174,6 +174,7 @@ def test_the_folder_of_a_run_names_its_images(program, digits):
     for text in (
         "{",
         '{"recipe": 3}',
+        '{"recipe": {"data": {}, "objective": {}}}',
         '{"recipe": {"preset": "vmoe_b16", "epoch": 7}}',
     ):
         results.write_text(text)
