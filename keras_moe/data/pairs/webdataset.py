@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,9 +167,9 @@ def _read_index(
 
 def _plain_members(path: Path, file: Any, end: int) -> Iterator[tarfile.TarInfo]:
     """The files of an archive; an error of tarfile where it is not whole."""
-    with tarfile.open(fileobj=file, mode="r:") as archive:
+    with _read_header(lambda: tarfile.open(fileobj=file, mode="r:")) as archive:
         at = 0
-        while (member := archive.next()) is not None:
+        while (member := _read_header(archive.next)) is not None:
             _check_member(path, member)
             if member.size < 0 or member.offset_data + member.size > end:
                 raise tarfile.ReadError("unexpected end of data")
@@ -185,6 +185,15 @@ def _plain_members(path: Path, file: Any, end: int) -> Iterator[tarfile.TarInfo]
     while chunk := file.read(1 << 20):
         if chunk.count(0) != len(chunk):
             raise tarfile.ReadError("content behind its end")
+
+
+def _read_header(read: Callable[[], Any]) -> Any:
+    """What `read` returns; an error of tarfile for a damaged header."""
+    try:
+        return read()
+    except (OverflowError, ValueError) as error:
+        # Numbers of sparse files in PAX headers are not checked by tarfile.
+        raise tarfile.InvalidHeaderError(f"a damaged header, {error}") from error
 
 
 def _begins_as_tar(file: Any) -> bool:

@@ -218,6 +218,17 @@ def test_members_that_lead_out_of_the_archive(tmp_path, pair_tools):
         assert f"received: {name!r} in {path}" in str(error.value)
 
 
+@pytest.mark.parametrize("number", ["x", "1,x"])
+def test_damaged_numbers_of_sparse_files(tmp_path, number):
+    path = tmp_path / "train-0.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("0.txt")
+        member.pax_headers = {"GNU.sparse.map": number}
+        archive.addfile(member)
+    with pytest.raises(ValueError, match=r"Expected images .*train-0\.tar.*damaged"):
+        load_captions(f"webdataset:{tmp_path}", "train")
+
+
 def test_other_files(tmp_path, pair_tools):
     path = tmp_path / "train.tar"
     write_tar(path, examples(pair_tools, [0]), "w:gz")
