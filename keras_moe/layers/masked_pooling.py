@@ -6,23 +6,25 @@ Axes: B batch, N tokens, D hidden.
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_moe.checks import check_ids, check_integer, check_mask, check_one_of
 from keras_moe.ops.cost import Cost
 
-MASKED_POOLINGS = ("first", "last", "end_of_text", "average")
+MASKED_POOLINGS = ("first", "last", "end_of_text", "average", "max")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class MaskedPooling(keras.layers.Layer):
-    """Takes one token, or the average, of those that are no padding.
+    """Takes one token, the average or the maximum of those that are no padding.
 
     An example without any such token gets zeros.
 
     Args:
-        pooling: `"first"`, `"last"` or `"average"` of the tokens that the mask keeps;
-            or `"end_of_text"`, the first token of the id below.
+        pooling: `"first"`, `"last"`, `"average"` or `"max"`, the largest value of each
+            dimension, of the tokens that the mask keeps; or `"end_of_text"`, the
+            first token of the id below.
         end_of_text_id: id for `"end_of_text"`; None takes the largest id of each text,
             as published CLIP weights do, whose vocabulary ends with it. A text
             without the id gets its last token.
@@ -86,6 +88,12 @@ class MaskedPooling(keras.layers.Layer):
             total = ops.sum(ops.cast(kept, "float32"), axis=1)
             count = ops.sum(ops.cast(mask, "float32"), axis=1, keepdims=True)
             return ops.cast(total / ops.maximum(count, 1.0), self.compute_dtype)
+        if self.pooling == "max":
+            kept = ops.where(ops.expand_dims(mask, -1), tokens, -np.inf)
+            # PyTorch takes the maximum of an empty batch only with an initial value.
+            largest = ops.max(kept, axis=1, initial=-np.inf)
+            largest = ops.where(ops.any(mask, axis=1, keepdims=True), largest, 0.0)
+            return ops.cast(largest, self.compute_dtype)
         taken = mask
         if self.pooling == "end_of_text":
             if token_ids is None:

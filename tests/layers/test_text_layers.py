@@ -12,6 +12,7 @@ from keras_moe.layers import (
     TextPositions,
     TokenEmbedding,
 )
+from tests.gradients import gradient
 
 to_numpy = ops.convert_to_numpy
 TOKENS = np.arange(12, dtype="float32").reshape(2, 6, 1)
@@ -25,6 +26,7 @@ IDS = np.array([[8, 3, 9, 9, 9, 9], [9, 1, 2, 7, 2, 7]], "int32")
         ("first", {}, [0, 7]),
         ("last", {}, [3, 11]),
         ("average", {}, [1.5, 9]),
+        ("max", {}, [3, 11]),
         # The first 9 that is no padding, and the first 7.
         ("end_of_text", {}, [2, 9]),
         ("end_of_text", {"end_of_text_id": 2}, [3, 8]),
@@ -42,10 +44,27 @@ def test_pooling_without_a_mask_takes_all():
     for pooling, expected in (("first", [0, 6]), ("last", [5, 11])):
         pooled = to_numpy(MaskedPooling(pooling)(TOKENS))
         np.testing.assert_array_equal(pooled[:, 0], expected)
-    average = to_numpy(MaskedPooling("average")(TOKENS, mask=np.zeros_like(MASK)))
-    np.testing.assert_array_equal(average, np.zeros((2, 1)))
+    largest = to_numpy(MaskedPooling("max")(-TOKENS))
+    np.testing.assert_array_equal(largest[:, 0], [0, -6])
+    for pooling in ("average", "max"):
+        layer = MaskedPooling(pooling)
+        nothing = to_numpy(layer(TOKENS, mask=np.zeros_like(MASK)))
+        np.testing.assert_array_equal(nothing, np.zeros((2, 1)))
+        assert layer(TOKENS[:0], mask=MASK[:0]).shape == (0, 1)
     largest = MaskedPooling("end_of_text")(TOKENS, token_ids=IDS)
     np.testing.assert_array_equal(to_numpy(largest)[:, 0], [2, 6])
+
+
+def test_the_largest_tokens_get_the_gradient():
+    tokens = np.array([[[1.0, 5.0], [3.0, 2.0], [9.0, 9.0]], [[7.0, 7.0]] * 3])
+    mask = np.array([[1, 1, 0], [0, 0, 0]], "bool")
+    layer = MaskedPooling("max")
+    (received,) = gradient(
+        lambda x: ops.sum(layer(x, mask=mask)), tokens.astype("float32")
+    )
+    expected = np.zeros_like(tokens)
+    expected[0, 0, 1] = expected[0, 1, 0] = 1
+    np.testing.assert_array_equal(received, expected)
 
 
 def test_a_probe_reads_no_padding():

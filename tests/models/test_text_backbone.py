@@ -110,8 +110,11 @@ def test_pooled_is_the_projection_of_a_token(pooling, positions):
 
 
 @pytest.mark.backend_free
-def test_map_pooling_reads_no_padding():
-    model = with_weights(text(pooling="map", causal=False))
+@pytest.mark.parametrize("pooling", ["map", "max"])
+def test_pooling_of_all_tokens_reads_no_padding(pooling):
+    model = with_weights(text(pooling=pooling, causal=False))
+    again = TextBackbone.from_config(model.get_config())
+    assert again.get_config()["pooling"] == pooling
     expected = model.predict(texts(), verbose=0)["pooled"]
     received = model.predict(texts(np.where(MASK, IDS, 4), MASK), verbose=0)["pooled"]
     np.testing.assert_allclose(received, expected, atol=1e-5)

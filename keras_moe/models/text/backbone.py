@@ -42,9 +42,9 @@ class TextBackbone(MoEBackbone):
         num_heads: number of attention heads, a divisor of D.
         mlp_dim: H.
         causal: whether a token attends to itself and the tokens before it alone.
-        pooling: pooling of a text's tokens: `"first"`, `"last"`, `"end_of_text"` or
-            `"average"`, see `keras_moe.layers.MaskedPooling`; or `"map"`, a learned
-            probe that attends to them, see `keras_moe.layers.AttentionPooling`.
+        pooling: pooling of a text's tokens: `"first"`, `"last"`, `"end_of_text"`,
+            `"average"` or `"max"`, see `keras_moe.layers.MaskedPooling`; or `"map"`, a
+            learned probe that attends to them, see `keras_moe.layers.AttentionPooling`.
         end_of_text_id: id of the token that `"end_of_text"` takes; None takes the
             largest id of each text, as published CLIP weights do.
         mask_padding: whether no token attends to padding, which is neither routed nor

@@ -220,3 +220,28 @@ def test_an_image_tower_of_timm_in_open_clip(tmp_path, case):
         received = model.encoder("image").predict(arrays["inputs/images"], verbose=0)
         expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
     np.testing.assert_allclose(received, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.backend_free
+def test_the_maximum_of_vmoes_texts(tmp_path):
+    arrays, _ = golden.load("08_two_tower/moe_both_towers")
+    weights = {
+        name.removeprefix("params/"): value
+        for name, value in arrays.items()
+        if name.startswith("params/txt/") or name == "params/img/embedding/kernel"
+    }
+    prefix = write_vmoe(tmp_path / "checkpoint", weights)
+    model, report = models.convert(prefix, tower="text", pooling="max")
+    assert model.get_config()["pooling"] == "max"
+    assert not any("pooling" in note for note in report.notes)
+    ids = arrays["inputs/texts"]
+    # Every token counts, as in vmoe's `gmp`, whatever the mask says.
+    outputs = model({"token_ids": ids, "padding_mask": ids > 9})
+    tokens = keras.ops.convert_to_numpy(outputs["tokens"])
+    head = arrays["params/txt/head/kernel"], arrays["params/txt/head/bias"]
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(outputs["pooled"]),
+        tokens.max(axis=1) @ head[0] + head[1],
+        rtol=1e-5,
+        atol=1e-5,
+    )
