@@ -41,7 +41,8 @@ def staged_folder(
         is_kind: function that tells whether an existing folder is of its kind.
         is_own: function that tells whether a file of the older folder belongs to it,
             and is not kept.
-        finish: function of the written folder, called before it takes its place.
+        finish: function of the folder with all its files, called before it takes its
+            place.
 
     Raises:
         ValueError: if `folder` is a file, a folder of something else, or has the
@@ -76,9 +77,9 @@ def staged_folder(
                 # A private folder stays private.
                 staging.chmod(stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU)
             yield staging
+            _keep_others(target, staging, is_own)
             if finish is not None:
                 finish(staging)
-            _keep_others(target, staging, is_own)
             sync_tree(staging)
             replace_folder(staging, target, previous_folder(target, kind))
         except OSError as error:

@@ -171,8 +171,9 @@ class MoEModel(Exportable, TorchParameters):
     ) -> None:
         """Saves config, weights and card to a preset folder, whole or not at all.
 
-        The SHA-256 of the weights is in `metadata.json`, and loading compares it. The
-        card is a `README.md` with the architecture, its costs and what `card` says.
+        The SHA-256 of the weights and of a tokenizer's files is in `metadata.json`, and
+        loading compares it. The card is a `README.md` with the architecture, its costs
+        and what `card` says.
 
         Args:
             preset_dir: a new folder, or one with an older preset, which is replaced

@@ -10,15 +10,7 @@ from pathlib import Path
 import h5py
 import keras
 
-from keras_moe.files import write_json
-from keras_moe.models.weights_checksums import (
-    CHECKSUMS,
-    INDEX,
-    METADATA,
-    checksums,
-    is_weights,
-    shard_names,
-)
+from keras_moe.models.checksums import INDEX, add_checksums, is_weights, shard_names
 from keras_moe.staging import previous_folder, staged_folder
 
 # The files of a preset folder; other files in it are the user's.
@@ -67,23 +59,12 @@ def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
     if _writing.get():
         yield str(preset_dir)
         return
-    with staged_folder(
-        preset_dir, _KIND, is_preset, _is_own, _add_checksums
-    ) as staging:
+    with staged_folder(preset_dir, _KIND, is_preset, _is_own, add_checksums) as staging:
         token = _writing.set(True)
         try:
             yield str(staging)
         finally:
             _writing.reset(token)
-
-
-def _add_checksums(staging):
-    """Adds the weights' checksums to the metadata, if the preset has any."""
-    path = staging / METADATA
-    if path.is_file():
-        metadata = json.loads(path.read_text(encoding="utf-8"))
-        weights = [file.name for file in staging.iterdir() if is_weights(file)]
-        write_json(path, {**metadata, CHECKSUMS: checksums(staging, weights)})
 
 
 def readable(preset_dir: str | os.PathLike) -> Path:

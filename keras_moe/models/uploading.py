@@ -5,9 +5,9 @@ from pathlib import Path
 
 import keras_hub
 
+from keras_moe.models.checksums import compare_preset
 from keras_moe.models.model_card import CARD
 from keras_moe.models.preset_folder import check_folder
-from keras_moe.models.weights_checksums import compare_preset
 
 _HUGGING_FACE, _KAGGLE = "hf://", "kaggle://"
 

@@ -355,6 +355,136 @@ def test_a_tokenizer_is_part_of_a_preset(sentence_piece, tmp_path):
         TextTokenizer.from_preset(tmp_path / "without")
 
 
+# Damage
+
+
+def save(folder, sentence_piece=None):
+    """A preset's tokenizer, and its files."""
+    tokenizer = own(max_length=20)
+    if sentence_piece:
+        tokenizer = TextTokenizer.sentence_piece(sentence_piece, 20)
+    tokenizer.save_to_preset(folder)
+    return tokenizer, sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def damaged(content, draw):
+    """Cut, with a byte or several changed, with further bytes, in another order."""
+    at = int(draw.integers(len(content)))
+    several = bytearray(content)
+    for i in draw.integers(0, len(content), 8):
+        several[i] ^= 1 << int(draw.integers(8))
+    lines = content.split(b"\n")
+    draw.shuffle(lines)
+    yield content[:at]
+    yield content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+    yield bytes(several)
+    yield content[:at] + draw.bytes(5) + content[at:]
+    yield b"\n".join(lines)
+    for other in (None, [], {}, "x", {"a": 1}, {"a": "b"}, {"a": [1]}, {"a": True}):
+        yield json.dumps(other).encode()
+
+
+def outcome(load):
+    """The ids of captions, or the message of the ValueError."""
+    try:
+        return rows(load(), FEW)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", ["byte_pairs", "sentence_piece"])
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_damaged_files_of_a_preset_are_named(
+    kind, has_checksums, sentence_piece, tmp_path
+):
+    spm = sentence_piece if kind == "sentence_piece" else None
+    tokenizer, paths = save(tmp_path, spm)
+    if not has_checksums:
+        (tmp_path / "metadata.json").unlink()
+        # KerasHub's config of the vocabulary is not read.
+        paths = [x for x in paths if x.name not in ("metadata.json", "tokenizer.json")]
+    expected, draw = rows(tokenizer, FEW), np.random.default_rng(0)
+    for path in paths:
+        whole = path.read_bytes()
+        for content in damaged(whole, draw):
+            path.write_bytes(content)
+            received = outcome(lambda: TextTokenizer.from_preset(tmp_path))
+            if received == expected:
+                # Such as another space. A changed sum may be that of no file.
+                is_metadata = path.name == "metadata.json"
+                assert not has_checksums or is_metadata or content == whole
+            else:
+                assert path.name in received
+                assert str(tmp_path) in received
+        path.write_bytes(whole)
+
+
+def test_damaged_files_of_vocabularies_are_named(sentence_piece, tmp_path):
+    pairs, draw = own().tokenizer, np.random.default_rng(0)
+    files = {
+        "vocab.json": json.dumps(pairs.vocabulary).encode(),
+        "merges.txt": "\n".join(["#version: 0.2", *pairs.merges]).encode(),
+        "model.spm": sentence_piece,
+    }
+    for name, whole in files.items():
+        (tmp_path / name).write_bytes(whole)
+    expected = rows(own(), FEW)
+    for name, whole in files.items():
+        path = tmp_path / name
+        for content in damaged(whole, draw):
+            path.write_bytes(content)
+            if name == "model.spm":
+                received = outcome(lambda p=path: TextTokenizer.sentence_piece(p))
+                # No checksum tells a piece from another one.
+                assert isinstance(received, list) or str(path) in received
+            else:
+                received = outcome(lambda: TextTokenizer.clip(tmp_path))
+                assert received == expected or str(tmp_path) in received
+        path.write_bytes(whole)
+    # Whole lines are missing, or ids are no ids.
+    merges = files["merges.txt"].splitlines()
+    (tmp_path / "merges.txt").write_bytes(b"\n".join(merges[:-1]))
+    with pytest.raises(ValueError, match=r"a merge for each token.*no merge for \['"):
+        TextTokenizer.clip(tmp_path)
+    (tmp_path / "merges.txt").write_bytes(files["merges.txt"])
+    for id, message in ((True, "dict"), (-1, "dict"), (2**40, "dict"), (5, "an id")):
+        other = json.dumps({**pairs.vocabulary, "a": id})
+        (tmp_path / "vocab.json").write_text(other)
+        with pytest.raises(ValueError, match=message):
+            TextTokenizer.clip(tmp_path)
+
+
+def test_swapped_ids_are_refused(tmp_path):
+    """The weights of one id would be those of another."""
+    backbone = TextBackbone(530, 20, 8, 1, 2, 8)
+    backbone.save_to_preset(tmp_path)
+    save(tmp_path)
+    # Saved again, the backbone keeps the tokenizer and its checksums.
+    backbone.save_to_preset(tmp_path)
+    path = tmp_path / "assets/tokenizer/vocabulary.json"
+    vocabulary = json.loads(path.read_text())
+    vocabulary["a</w>"], vocabulary["cat</w>"] = (
+        vocabulary["cat</w>"],
+        vocabulary["a</w>"],
+    )
+    path.write_text(json.dumps(vocabulary))
+    listed = json.loads((tmp_path / "metadata.json").read_text())["sha256"]
+    assert set(listed) == {
+        "model.weights.h5",
+        "text_tokenizer.json",
+        "tokenizer.json",
+        "assets/tokenizer/merges.txt",
+        "assets/tokenizer/vocabulary.json",
+    }
+    message = f"vocabulary.json of SHA-256 {listed['assets/tokenizer/vocabulary.json']}"
+    with pytest.raises(ValueError, match=message):
+        TextTokenizer.from_preset(tmp_path)
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    del metadata["sha256"]
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    assert rows(TextTokenizer.from_preset(tmp_path), FEW) != rows(own(), FEW)
+
+
 def test_it_is_serialisable_without_its_vocabulary():
     tokenizer = own(max_length=5)
     config = keras.saving.serialize_keras_object(tokenizer)

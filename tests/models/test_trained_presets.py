@@ -1,5 +1,6 @@
 """The presets that ship trained: their figures, their files, and what does not fit."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from keras_moe import data, distribution, evaluation, models
+from keras_moe.files import sha256_of
 from keras_moe.models import registry
 from keras_moe.models.builtin import builtin_presets
 from keras_moe.training import list_recipes, load_recipe
@@ -42,6 +44,14 @@ def test_digits_are_read_as_well_as_the_list_says(name):
     assert {weight.dtype for weight in model.trainable_weights} == {"float32"}
     photo = ((images[0] + 1) * 127.5).astype("uint8")
     assert model.classify(photo)[0].name == str(labels[0])
+
+
+@pytest.mark.backend_free
+def test_a_tokenizer_ships_with_its_checksums():
+    folder = ROOT / "presets" / "limoe_emoji"
+    listed = json.loads((folder / "metadata.json").read_text())["sha256"]
+    assert {name: sha256_of(folder / name) for name in listed} == listed
+    assert listed.keys() >= {"text_tokenizer.json", "assets/tokenizer/vocabulary.json"}
 
 
 @pytest.mark.every_backend

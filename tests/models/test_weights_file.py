@@ -11,7 +11,7 @@ import pytest
 
 from keras_moe import files
 from keras_moe.models import weights_file
-from keras_moe.models.weights_checksums import compare_checksums, compare_preset
+from keras_moe.models.checksums import compare_checksums, compare_preset
 from keras_moe.models.weights_file import new_hdf5, save_weights
 
 pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]

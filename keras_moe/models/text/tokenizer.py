@@ -3,6 +3,7 @@
 Axes: B batch, N tokens.
 """
 
+import contextlib
 import os
 import re
 import warnings
@@ -18,11 +19,14 @@ import sentencepiece
 from keras_moe.checks import check_bool, check_integer
 from keras_moe.compat import load_json
 from keras_moe.files import write_json
+from keras_moe.models.checksums import (
+    TOKENIZER,
+    add_tokenizer_checksums,
+    compare_tokenizer,
+)
 from keras_moe.models.text.vocabularies import clip_byte_pairs, trained_byte_pairs
 from keras_moe.ops.kernels.strings_tensorflow import call_on_strings, is_tensorflow
 
-# Not one of the files that saving a model replaces: the tokenizer stays.
-_FILE = "text_tokenizer.json"
 # Half of a pair in UTF-16, which no encoding to bytes takes.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -342,6 +346,8 @@ class TextTokenizer:
     def save_to_preset(self, preset_dir: str | os.PathLike) -> None:
         """Saves the tokenizer and its vocabulary to a preset's folder.
 
+        Their SHA-256 is in its `metadata.json`, and loading compares it.
+
         Args:
             preset_dir: folder, with or without a model.
 
@@ -351,7 +357,8 @@ class TextTokenizer:
         folder = Path(preset_dir).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save_to_preset(str(folder))
-        write_json(folder / _FILE, keras.saving.serialize_keras_object(self))
+        write_json(folder / TOKENIZER, keras.saving.serialize_keras_object(self))
+        add_tokenizer_checksums(folder)
 
     @classmethod
     def from_preset(cls, preset: str | os.PathLike) -> "TextTokenizer":
@@ -365,15 +372,18 @@ class TextTokenizer:
         """
         preset = os.fspath(preset)
         try:
-            config = load_json(preset, _FILE)
-            tokenizer = keras.saving.deserialize_keras_object(config)
-        except (FileNotFoundError, TypeError, ValueError) as error:
+            config = load_json(preset, TOKENIZER)
+        except (OSError, RecursionError, ValueError) as error:
             raise ValueError(
-                f"Expected a preset with a tokenizer; received: {preset} ({error})"
+                f"Expected a preset with a tokenizer in {TOKENIZER}; received: "
+                f"{preset} ({error})"
             ) from error
+        compare_tokenizer(preset)
+        with _explained(f"a tokenizer's config in {TOKENIZER} of {preset}"):
+            tokenizer = keras.saving.deserialize_keras_object(config)
         if not isinstance(tokenizer, cls):
             raise ValueError(
-                f"Expected a preset of a {cls.__name__}; received: {preset} of a "
+                f"Expected a {cls.__name__} in {TOKENIZER}; received: {preset} of a "
                 f"{type(tokenizer).__name__}"
             )
         tokenizer.load_preset_assets(preset)
@@ -384,8 +394,18 @@ class TextTokenizer:
 
         Args:
             preset: folder or handle.
+
+        Raises:
+            ValueError: naming the files, if one is damaged, missing, or not the one
+                that was saved.
         """
-        self.tokenizer.load_preset_assets(preset)
+        assets = self.tokenizer.file_assets or ()
+        compare_tokenizer(preset)
+        with _explained(f"a vocabulary in {' and '.join(assets)} of {preset}"):
+            self.tokenizer.load_preset_assets(preset)
+            self._check_special_ids()
+            # Some values are looked at only when they are used.
+            self.tokenizer.tokenize(["a"])
 
     def get_config(self) -> dict:
         """The arguments; the vocabulary is an asset of the preset."""
@@ -407,6 +427,19 @@ class TextTokenizer:
         """
         tokenizer = keras.saving.deserialize_keras_object(config["tokenizer"])
         return cls(**{**config, "tokenizer": tokenizer})
+
+
+@contextlib.contextmanager
+def _explained(expected):
+    """Errors within are ValueErrors that name what was expected."""
+    try:
+        yield
+    except Exception as error:
+        # Each library of tokenizers has errors of its own; one raises `Exception`.
+        raise ValueError(
+            f"Expected {expected}; received files that fail with "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _strings(captions):

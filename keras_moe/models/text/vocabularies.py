@@ -159,24 +159,46 @@ def _from_folder(path):
             f"Expected vocab.json and merges.txt in {path}; received: {error}"
         ) from error
     if not isinstance(vocabulary, dict) or not all(
-        isinstance(value, int) for value in vocabulary.values()
+        type(value) is int and 0 <= value < 2**31 for value in vocabulary.values()
     ):
-        raise ValueError(f"Expected a dict of ids in {path}/vocab.json")
+        raise ValueError(
+            f"Expected a dict from tokens to ids from 0 on in {path}/vocab.json; "
+            "received a file of another kind"
+        )
     merges = [line for line in lines if line and not line.startswith("#version")]
-    return BytePairs(vocabulary, merges)
+    return _checked(vocabulary, merges, path)
 
 
 def _byte_pairs(merges, source):
     tokens = [*_bytes(), *(byte + _END_OF_WORD for byte in _bytes())]
-    for merge in merges:
-        pair = merge.split()
-        if len(pair) != 2:
-            raise ValueError(
-                f"Expected two tokens in each merge of {source}; received: {merge!r}"
-            )
-        tokens.append("".join(pair))
+    tokens += ["".join(merge.split()) for merge in merges]
     tokens += [START, END]
-    return BytePairs({token: index for index, token in enumerate(tokens)}, merges)
+    return _checked({x: index for index, x in enumerate(tokens)}, merges, source)
+
+
+def _checked(vocabulary, merges, source):
+    """The byte pairs, if each merge makes a token of others, and ids are distinct."""
+    merged = set()
+    for merge in merges:
+        pair = merge.split(" ")
+        if len(pair) != 2 or not vocabulary.keys() >= {*pair, "".join(pair)}:
+            raise ValueError(
+                f"Expected two tokens in each merge of {source}, which make a third "
+                f"one; received: {merge!r}"
+            )
+        merged.add("".join(pair))
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise ValueError(
+            f"Expected an id for each token in {source}; received one id for several"
+        )
+    others = {*_bytes(), *(byte + _END_OF_WORD for byte in _bytes()), START, END}
+    missing = sorted(vocabulary.keys() - merged - others)
+    if missing or not vocabulary.keys() >= {START, END}:
+        raise ValueError(
+            f"Expected {START}, {END} and a merge for each token of several letters in "
+            f"{source}; received: no merge for {missing[:3]}"
+        )
+    return BytePairs(vocabulary, merges)
 
 
 def _bytes():

@@ -1,23 +1,27 @@
-"""Which files of weights belong together, and the checksums that they must have.
+"""Which files of weights belong together, and the checksums that files must have.
 
-A preset's `metadata.json` has the SHA-256 of each file of its weights, and the index of
-shards, a `.weights.json`, that of each shard, in `"metadata"`. Those who do not know of
-them read the files all the same.
+A preset's `metadata.json` has the SHA-256 of each file of its weights and of its
+tokenizer, and the index of shards, a `.weights.json`, that of each shard, in
+`"metadata"`. Those who do not know of them read the files all the same.
 """
 
 import json
 import os
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import Any
 
-from keras_moe.files import sha256_of
+from keras_moe.compat import check_file_exists, get_file
+from keras_moe.files import sha256_of, write_json
 
 METADATA = "metadata.json"
 CHECKSUMS = "sha256"
 INDEX = "model.weights.json"
 # KerasHub's names: whole, one of several shards, and the head's.
 WEIGHTS_FILES = ("model.weights.h5", "model_*.weights.h5", "task.weights.h5")
+TOKENIZER = "text_tokenizer.json"
+# KerasHub's config, and the files of the vocabulary, are beside ours.
+_TOKENIZER_FILE = re.compile(r"(text_)?tokenizer\.json|assets/tokenizer/\w[\w.-]*")
 
 
 def is_weights(path: Path) -> bool:
@@ -25,9 +29,40 @@ def is_weights(path: Path) -> bool:
     return any(path.match(pattern) for pattern in WEIGHTS_FILES)
 
 
-def checksums(folder: str | os.PathLike, names: Sequence[str]) -> dict[str, str]:
-    """The SHA-256 of files of a folder, by their names."""
-    return {name: sha256_of(Path(folder) / name) for name in sorted(names)}
+def add_checksums(folder: str | os.PathLike) -> None:
+    """Adds the checksums of weights and of a tokenizer to a preset's metadata."""
+    folder = Path(folder)
+    path = folder / METADATA
+    if path.is_file():
+        weights = {x.name: sha256_of(x) for x in folder.iterdir() if is_weights(x)}
+        sums = dict(sorted({**weights, **_tokenizer_checksums(folder)}.items()))
+        write_json(path, {**json.loads(path.read_text("utf-8")), CHECKSUMS: sums})
+
+
+def add_tokenizer_checksums(folder: str | os.PathLike) -> None:
+    """Adds the checksums of a tokenizer to the metadata, which may be new.
+
+    Without any checksum in it, the metadata of a preset stays as it is: with some,
+    those of the weights would be missed.
+    """
+    folder = Path(folder)
+    path = folder / METADATA
+    metadata = (
+        json.loads(path.read_text("utf-8")) if path.is_file() else {CHECKSUMS: {}}
+    )
+    if CHECKSUMS in metadata:
+        sums = {**metadata[CHECKSUMS], **_tokenizer_checksums(folder)}
+        write_json(path, {**metadata, CHECKSUMS: dict(sorted(sums.items()))})
+
+
+def _tokenizer_checksums(folder):
+    paths = [*folder.glob("*.json"), *folder.glob("assets/tokenizer/*")]
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {
+        name: sha256_of(path)
+        for name, path in names.items()
+        if _TOKENIZER_FILE.fullmatch(name) and path.is_file()
+    }
 
 
 def shard_names(path: Path, content: Any) -> list[str]:
@@ -99,18 +134,45 @@ def compare_checksums(path: Path) -> list[Path]:
         # Keras says which file is missing.
         received = sha256_of(file) if listed and file.is_file() else None
         for source, sha256 in listed.items():
-            if received not in (None, sha256):
-                raise ValueError(
-                    f"Expected the weights that were saved, {file} of SHA-256 "
-                    f"{sha256}; received: {received}. The file is damaged, or was "
-                    f'replaced: remove "{CHECKSUMS}" from {source} to load it all '
-                    "the same"
-                )
+            _compare(file, received, sha256, source)
     return files
 
 
+def _compare(file, received, expected, source):
+    if received not in (None, expected):
+        raise ValueError(
+            f"Expected the file that was saved, {file} of SHA-256 {expected}; "
+            f"received: {received}. The file is damaged, or was replaced: remove "
+            f'"{CHECKSUMS}" from {source} to load it all the same'
+        )
+
+
+def compare_tokenizer(preset: str) -> None:
+    """Compares the files of a preset's tokenizer with the checksums that are there.
+
+    Args:
+        preset: folder or handle.
+
+    Raises:
+        ValueError: naming the file that is not the one that was saved, or the metadata
+            if it is damaged.
+    """
+    if not check_file_exists(preset, METADATA):
+        return
+    source = Path(get_file(preset, METADATA))
+    metadata = _read_json(source)
+    if not isinstance(metadata, dict):
+        raise ValueError(f"Expected whole JSON in {source}; received another file")
+    sums = metadata.get(CHECKSUMS)
+    for name, expected in sums.items() if isinstance(sums, dict) else ():
+        # KerasHub says which file is missing.
+        if _TOKENIZER_FILE.fullmatch(name) and check_file_exists(preset, name):
+            file = get_file(preset, name)
+            _compare(file, sha256_of(file), expected, source)
+
+
 def compare_preset(folder: str | os.PathLike) -> None:
-    """Compares all weights of a preset's folder with their checksums.
+    """Compares the weights and the tokenizer of a preset's folder with their checksums.
 
     Raises:
         ValueError: naming the file that is not the one that was saved.
@@ -120,6 +182,7 @@ def compare_preset(folder: str | os.PathLike) -> None:
         # A backbone's preset has no head's file.
         if path.is_file():
             compare_checksums(path)
+    compare_tokenizer(os.fspath(folder))
 
 
 _NOT_JSON = object()
