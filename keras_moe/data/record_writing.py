@@ -1,6 +1,8 @@
 """TFRecord files of a split, written as a whole beside a file that describes them."""
 
 import contextlib
+import errno
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_moe.checks import check_integer
-from keras_moe.files import new_file, write_json
+from keras_moe.files import new_file, write_failed, write_json
 
 SIDECAR = "dataset.json"
 
@@ -33,6 +35,8 @@ def write_split(
 
     Raises:
         ValueError: if an argument is out of range.
+        OSError: with the path and the bytes, if a file cannot be written, as on a full
+            disk. The older files stay as they were.
     """
     if not isinstance(split, str) or not re.fullmatch(r"[A-Za-z0-9]+", split):
         raise ValueError(
@@ -44,7 +48,13 @@ def write_split(
     with contextlib.ExitStack() as files:
         # A glob of the records does not match the files' names until they are whole.
         parts = [files.enter_context(new_file(folder / name)).name for name in names]
-        counts, settings = write(parts)
+        try:
+            counts, settings = write(parts)
+        except OSError as error:
+            if error.filename not in parts:
+                raise
+            path = folder / names[parts.index(error.filename)]
+            raise OSError(error.errno, error.strerror, str(path)) from error
         own = re.compile(rf"{split}-\d{{5}}-of-\d{{5}}\.tfrecord")
         old = [
             path
@@ -70,20 +80,32 @@ def write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[
 
     Raises:
         ValueError: if there are no records.
+        OSError: with the path and the bytes, if a file cannot be written.
     """
     import tensorflow as tf
 
-    counts = [0] * len(parts)
-    writers = [tf.io.TFRecordWriter(str(part)) for part in parts]
+    counts, sizes = [0] * len(parts), [0] * len(parts)
     try:
-        for number, values in enumerate(records):
-            features = {name: _feature(tf, value) for name, value in values.items()}
-            example = tf.train.Example(features=tf.train.Features(feature=features))
-            writers[number % len(writers)].write(example.SerializeToString())
-            counts[number % len(writers)] += 1
-    finally:
-        for writer in writers:
-            writer.close()
+        with contextlib.ExitStack() as stack:
+            writers = [
+                stack.enter_context(tf.io.TFRecordWriter(part)) for part in parts
+            ]
+            for number, values in enumerate(records):
+                features = {name: _feature(tf, value) for name, value in values.items()}
+                example = tf.train.Example(features=tf.train.Features(feature=features))
+                content, index = example.SerializeToString(), number % len(parts)
+                counts[index] += 1
+                sizes[index] += len(content)
+                writers[index].write(content)
+    except tf.errors.OpError as error:
+        part = next((part for part in parts if part in error.message), None)
+        if part is None:
+            # Of the records: they may come from TensorFlow, too.
+            raise
+        reasons = {os.strerror(number): number for number in errno.errorcode}
+        reason = error.message.rpartition("; ")[2]
+        cause = OSError(reasons.get(reason, errno.EIO), reason)
+        raise write_failed(cause, part, sizes[parts.index(part)]) from error
     if not sum(counts):
         raise ValueError("Expected examples to write; received: none")
     return counts

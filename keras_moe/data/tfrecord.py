@@ -212,6 +212,7 @@ def write_tfrecords(
     Raises:
         ValueError: if an argument is out of range, or the classes are not those of
             the splits that are there.
+        OSError: with the path and the bytes, if a file cannot be written.
 
     Example:
 

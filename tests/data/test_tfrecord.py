@@ -1,5 +1,6 @@
 """TFRecord files, and what every source can do: several labels, shards, exclusion."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -19,6 +20,7 @@ from keras_moe.data import (
     tfrecord,
     write_tfrecords,
 )
+from tests.disk import files_up_to
 
 tf = pytest.importorskip("tensorflow")
 
@@ -139,6 +141,20 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     assert sorted(numbers(read(source))) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match=r"Expected the classes of .*dataset\.json"):
         write_tfrecords(tmp_path, "test", [(image(0), 0)], ["a", "b"])
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    source = write(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    # Nothing, or all but the end.
+    for limit in (0, max(map(len, before.values())) - 1):
+        message = r"large; received: [\d,]+ bytes to"
+        with pytest.raises(OSError, match=message) as caught, files_up_to(limit):
+            write(tmp_path)
+        assert caught.value.errno == errno.EFBIG
+        assert Path(caught.value.filename).name in before
+        assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
+    assert numbers(read(source, batch_size=23))[:3] == [0, 3, 6]
 
 
 def test_records_are_on_the_disk_before_they_take_their_place(tmp_path, monkeypatch):

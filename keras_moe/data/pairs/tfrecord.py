@@ -123,6 +123,7 @@ def write_pair_tfrecords(
     Raises:
         ValueError: if an argument is out of range, a caption is missing, empty or not
             UTF-8, or other splits have text where this one has tokens.
+        OSError: with the path and the bytes, if a file cannot be written.
 
     Example:
 

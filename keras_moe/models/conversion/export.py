@@ -1,6 +1,7 @@
 """Weights in the formats of other libraries: written whole, or not at all."""
 
 import os
+import re
 
 import keras
 
@@ -47,8 +48,8 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
             have, such as experts; or if the folder holds something else.
         FolderInUse: an OSError that names the process that has been exporting to
             `folder` for ten minutes.
-        OSError: with the path, if a file cannot be written. The older export stays as
-            it was.
+        OSError: with the path and the bytes, if a file cannot be written. The older
+            export stays as it was.
 
     Example:
 
@@ -67,6 +68,7 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     """
     check_one_of("library", library, tuple(_FORMATS))
     required_library("safetensors")
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     files_of, weights_name, config_name = _FORMATS[library]
@@ -81,9 +83,13 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
         path = staging / weights_name
         try:
             save_file(tensors, str(path), metadata={"format": "pt"})
-        except OSError as error:
+        except SafetensorError as error:
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise
+            reason = OSError(int(number[1]), os.strerror(int(number[1])))
             size = sum(array.nbytes for array in tensors.values())
-            raise write_failed(error, path, size) from error
+            raise write_failed(reason, path, size) from error
         for name, content in files.items():
             write_json(staging / name, content)
 

@@ -1,5 +1,6 @@
 """Exported weights are those that were converted, and other libraries load them."""
 
+import errno
 import json
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from keras_moe import models
+from tests.disk import files_up_to
 from tests.models.conversion import clip_models
 from tests.models.conversion.clip_models import IDS, PADDING
 from tests.models.conversion.test_clip_pairs import check, pixels
@@ -230,6 +232,14 @@ def test_a_failed_export_leaves_the_older_one(tmp_path, monkeypatch):
         patch.setattr("keras_moe.models.conversion.export.write_json", fail)
         with pytest.raises(OSError, match="No space"):
             models.export_weights(text, "transformers", folder)
+    # safetensors has an error of its own.
+    largest = len(before["model.safetensors"])
+    for limit in (1000, largest // 2, largest - 1):
+        message = r"received: [\d,]+ bytes to"
+        with pytest.raises(OSError, match=message) as caught, files_up_to(limit):
+            models.export_weights(text, "transformers", folder)
+        assert caught.value.errno == errno.EFBIG
+        assert caught.value.filename.endswith("model.safetensors")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     models.export_weights(text, "transformers", folder)
