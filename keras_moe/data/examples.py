@@ -189,8 +189,8 @@ class RecordExamples(Examples):
 
     Args:
         files: files in the order of the source.
-        read: function from a record and the path of its file to the stored image and
-            its labels.
+        read: function from a record and its place, the path of its file and its number
+            in it, to the stored image and its labels.
         decode: function from a stored image to pixels (height, width, channels).
         classes: classes of the labels.
         encoded_channels: number of channels that `decode` makes; see `Examples`.
@@ -208,11 +208,11 @@ class RecordExamples(Examples):
         count = sum(file.take for file in self.files)
         super().__init__(
             count,
-            lambda item: read(*item),
+            lambda item: read(item[0], record_place(*item[1:])),
             decode,
             classes,
             encoded_channels,
-            place=lambda item: item[1],
+            place=lambda item: record_place(*item[1:]),
         )
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
@@ -245,13 +245,14 @@ class RecordExamples(Examples):
             path = paths[file]
             opened = tf.data.TFRecordDataset(path).skip(skip[file])
             opened = records_or_name(opened, path, take[file])
-            if self.kept is not None:
-                opened = opened.enumerate(before[file])
-                opened = opened.filter(lambda index, _: is_kept[index])
-                opened = opened.map(lambda _, record: record)
             # A function here would cost as much as reading.
             path = tf.data.Dataset.from_tensors(path).repeat()
-            return tf.data.Dataset.zip((opened, path))
+            numbers = tf.data.Dataset.range(skip[file], tf.int64.max)
+            opened = tf.data.Dataset.zip((opened, path, numbers))
+            if self.kept is not None:
+                first_kept = before[file] - skip[file]
+                opened = opened.filter(lambda _, __, i: is_kept[first_kept + i])
+            return opened
 
         dataset = tf.data.Dataset.from_tensor_slices(indices)
         if seed is None:
@@ -270,6 +271,13 @@ class RecordExamples(Examples):
         if length is not None:
             dataset = dataset.take(length)
         return dataset.skip(start).enumerate(tf.cast(start, "int64") + first)
+
+
+def record_place(path: Any, number: Any) -> Any:
+    """The place of a record for errors, a string tensor."""
+    import tensorflow as tf
+
+    return tf.strings.join([path, ", record ", tf.strings.as_string(number)])
 
 
 def _between(files: list[RecordFile], first: int, last: int) -> list[RecordFile]:

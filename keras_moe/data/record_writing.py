@@ -14,6 +14,8 @@ from keras_moe.checks import check_integer
 from keras_moe.files import new_file, write_failed, write_json
 
 SIDECAR = "dataset.json"
+# How files of JPEG, PNG, GIF, BMP and WebP begin.
+_IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|BM|RIFF....WEBP", re.DOTALL)
 
 
 def write_split(
@@ -111,13 +113,34 @@ def write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[
     return counts
 
 
-def encoded_image(image: Any) -> bytes:
-    """The bytes of an image file: those that are there, or PNG of an array."""
+def encoded_image(image: Any, number: int) -> bytes:
+    """The bytes of an image file: those that are there, or PNG of an array.
+
+    Args:
+        image: bytes of a file, or uint8 (height, width, 1 or 3).
+        number: number of the example, for errors.
+
+    Raises:
+        ValueError: if `image` is neither. What comes after the first bytes is not
+            decoded.
+    """
     import tensorflow as tf
 
     if isinstance(image, bytes):
+        if not _IMAGE.match(image):
+            raise ValueError(
+                "Expected the bytes of an image file; received: "
+                f"{len(image)} bytes, {image[:16]!r}, of example {number}"
+            )
         return image
-    return tf.io.encode_png(np.asarray(image)).numpy()
+    pixels = np.asarray(image)
+    if pixels.dtype != "uint8" or pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
+        raise ValueError(
+            "Expected the bytes of an image file, or uint8 (height, width, 1 or 3); "
+            f"received: {type(image).__name__} of shape {pixels.shape} and dtype "
+            f"{pixels.dtype}, of example {number}"
+        )
+    return tf.io.encode_png(pixels).numpy()
 
 
 def _feature(tf, values):

@@ -87,12 +87,12 @@ def read_examples(pattern: str, split: str) -> RecordExamples:
         labels = example[names["label"]]
         return example[names["image"]], labels.values if several else labels
 
-    def read(record, path):
-        image, labels = read_or_name(parse, record, expected, path)
+    def read(record, place):
+        image, labels = read_or_name(parse, record, expected, place)
         labels = labels - first_label
         within = tf.reduce_all((labels >= 0) & (labels < classes.count))
         check = check_or_name(
-            within, f"labels of {classes.count} classes", path, labels
+            within, f"labels of {classes.count} classes", place, labels
         )
         with tf.control_dependencies([check]):
             return image, tf.cast(labels, "int32")
@@ -210,8 +210,8 @@ def write_tfrecords(
         num_files: number of files, to which examples are dealt out in turn.
 
     Raises:
-        ValueError: if an argument is out of range, or the classes are not those of
-            the splits that are there.
+        ValueError: if an argument is out of range, an image is neither, or the classes
+            are not those of the splits that are there.
         OSError: with the path and the bytes, if a file cannot be written.
 
     Example:
@@ -271,7 +271,7 @@ def _write(parts, examples, num_classes) -> tuple[list[int], int | None]:
                 )
             most = max(most, len(values))
             yield {
-                FEATURES["image"]: [encoded_image(image)],
+                FEATURES["image"]: [encoded_image(image, number)],
                 FEATURES["label"]: values,
             }
 

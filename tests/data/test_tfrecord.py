@@ -18,6 +18,7 @@ from keras_moe.data import (
     num_examples,
     reading_errors,
     tfrecord,
+    write_pair_tfrecords,
     write_tfrecords,
 )
 from tests.disk import files_up_to
@@ -113,7 +114,7 @@ def test_files_of_others(tmp_path):
     describe(classes=3, features=names, first_label=1)
     assert read(source, "val") == [([1, 2, 3], [0, 1, 2])]
     describe(classes=3, features=names)
-    message = r"labels of 3 classes in .*photos-val\.rec; received: 3"
+    message = r"labels of 3 classes in .*photos-val\.rec, record 2; received: 3"
     with pytest.raises(ValueError, match=message), reading_errors():
         read(source, "val")
     describe(classes=3, features={"image": "jpg"})
@@ -218,13 +219,39 @@ def test_a_record_without_an_image_is_named(tmp_path):
             for record in [records[0], new, *records[2:]]:
                 writer.write(record)
         for augment in (None, "random_resized_crop"):
-            with pytest.raises(ValueError, match=f"{message}.*{path}$"):
+            with pytest.raises(ValueError, match=f"{message}.*{path}, record 1$"):
                 read_all(source, augment=augment)
         # The files one after the other, of which two have 8.
         assert find_unreadable(source, "train").tolist() == [17]
-        with pytest.warns(UserWarning, match=f"1 of 23 images.*{path}$"):
+        with pytest.warns(UserWarning, match=f"1 of 23 images.*{path}, record 1$"):
             actual = numbers(read(source, unreadable="exclude"))
         assert sorted(actual) == [n for n in range(23) if n != 5]
+        # The number in the file is that of the file, whatever is left out before it.
+        with pytest.raises(ValueError, match=f"{path}, record 1$"):
+            read_all(source, exclude=[0, 9, 16])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (b"no image at all, but text", "25 bytes, b'no image at all,', of example 1"),
+        (b"", "0 bytes"),
+        ("photo.png", r"str of shape \(\) and dtype <U9, of example 1"),
+        (image(1) / 255, "dtype float64, of example 1"),
+        (image(1)[..., :2], r"shape \(4, 4, 2\)"),
+        (image(1)[..., 0], r"shape \(4, 4\)"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_is_no_image_is_not_written(tmp_path, other, message):
+    png = tf.io.encode_png(image(5)).numpy()
+    for write_one in (
+        lambda x: write_tfrecords(tmp_path, "train", [(png, 0), (x, 1)], CLASSES),
+        lambda x: write_pair_tfrecords(tmp_path, "train", [(png, "a"), (x, "b")]),
+    ):
+        with pytest.raises(ValueError, match=f"of an image file.*{message}"):
+            write_one(other)
+    assert not any(tmp_path.iterdir())
 
 
 def test_several_labels(tmp_path):

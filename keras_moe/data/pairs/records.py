@@ -14,6 +14,7 @@ from keras_moe.data.examples import (
     RecordExamples,
     RecordFile,
     Share,
+    record_place,
 )
 from keras_moe.data.labels import Classes
 from keras_moe.data.pairs.captions import equal_ids
@@ -62,7 +63,7 @@ def record_pairs(
 
     examples = RecordExamples(
         files,
-        lambda record, path: read_or_name(texts, record, _EXPECTED, path),
+        lambda record, place: read_or_name(texts, record, _EXPECTED, place),
         decode,
         Classes(1),
         encoded_channels,
@@ -107,16 +108,20 @@ def _indexed(examples: RecordExamples) -> IndexedExamples:
     import tensorflow as tf
 
     paths = tf.constant([file.path for file in examples.files])
-    file_of, offsets = [], []
-    for number, file in enumerate(examples.files):
-        own = record_offsets(Path(file.path))[file.skip : file.skip + file.take]
-        offsets += own
-        file_of += [number] * len(own)
-    file_of, offsets = tf.constant(file_of, "int64"), tf.constant(offsets, "int64")
+    file_of, numbers, offsets = [], [], []
+    for index, file in enumerate(examples.files):
+        own = range(file.skip, file.skip + file.take)
+        offsets += record_offsets(Path(file.path))[own.start : own.stop]
+        numbers += own
+        file_of += [index] * len(own)
+    file_of, numbers, offsets = (
+        tf.constant(values, "int64") for values in (file_of, numbers, offsets)
+    )
 
     def read(index):
         path = paths[file_of[index]]
-        stored, texts = examples.read((_record_at(path, offsets[index]), path))
+        record = _record_at(path, offsets[index])
+        stored, texts = examples.read((record, path, numbers[index]))
         # A number of its own, where a stream has a hash.
         return stored, {**texts, "image_ids": tf.cast(index, "int32")}
 
@@ -126,7 +131,7 @@ def _indexed(examples: RecordExamples) -> IndexedExamples:
         examples.decode,
         examples.classes,
         examples.encoded_channels,
-        place=lambda index: paths[file_of[index]],
+        place=lambda index: record_place(paths[file_of[index]], numbers[index]),
     )
 
 

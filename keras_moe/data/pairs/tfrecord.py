@@ -121,8 +121,9 @@ def write_pair_tfrecords(
             the captions: `load_pairs` then takes no tokenizer. None stores text.
 
     Raises:
-        ValueError: if an argument is out of range, a caption is missing, empty or not
-            UTF-8, or other splits have text where this one has tokens.
+        ValueError: if an argument is out of range, an image is neither, a caption is
+            missing, empty or not UTF-8, or other splits have text where this one has
+            tokens.
         OSError: with the path and the bytes, if a file cannot be written.
 
     Example:
@@ -151,7 +152,7 @@ def write_pair_tfrecords(
                     f"Expected tokens of one length; received: {about} of pair "
                     f"{number} after {settings['texts']}"
                 )
-            yield {IMAGE: [encoded_image(image)], **texts}
+            yield {IMAGE: [encoded_image(image, number)], **texts}
 
     def write(parts):
         counts = write_records(parts, records())
