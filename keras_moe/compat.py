@@ -64,6 +64,7 @@ __all__ = [
     "own_variables",
     "rate_or_schedule",
     "replaced_seed_generator",
+    "safe_get_h5_dataset",
     "save_state",
     "set_dtype_policy",
     "stored_dataset",

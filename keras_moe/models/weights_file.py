@@ -21,6 +21,7 @@ from keras_moe.compat import (
     H5IOStore,
     ShardedH5IOStore,
     ask_to_proceed_with_overwrite,
+    safe_get_h5_dataset,
     save_state,
 )
 from keras_moe.files import new_file, sha256_of, write_all, write_failed
@@ -312,6 +313,7 @@ def _visit(hdf5, use):
                 f"Expected arrays in {hdf5.filename} itself; received: {path}, whose "
                 "values are in another file"
             )
-        use(path, value[()])
+        # Keras refuses a shape of which the file has hardly any values.
+        use(path, safe_get_h5_dataset(hdf5, path)[()])
 
     hdf5.visititems(read)

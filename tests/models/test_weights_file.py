@@ -12,7 +12,12 @@ import pytest
 from keras_moe import files
 from keras_moe.models import weights_file
 from keras_moe.models.checksums import compare_checksums, compare_preset
-from keras_moe.models.weights_file import new_hdf5, save_weights
+from keras_moe.models.weights_file import (
+    checked_weights,
+    new_hdf5,
+    plain_values,
+    save_weights,
+)
 
 pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
 
@@ -79,6 +84,21 @@ def test_an_error_of_the_work_is_not_hidden(tmp_path):
         file["x"] = 1.0
     with h5py.File(tmp_path / "a.h5") as file:
         assert file["x"][()] == 1.0
+
+
+def test_a_declared_shape_takes_no_memory(tmp_path, model):
+    """A million rows of a million, of which no value is in the file."""
+    path = tmp_path / "a.weights.h5"
+    save_weights(model, path)
+    with h5py.File(path, "r+") as file:
+        name = "layers/dense/vars/0"
+        del file[name]
+        file.create_dataset(name, (10**6, 10**6), "float32", chunks=(1000, 1000))
+    message = re.escape(f"HDF5 file at {path}; received: ValueError: Not allowed: ")
+    with pytest.raises(ValueError, match=message), checked_weights(path):
+        keras.saving.load_weights(model, path)
+    with h5py.File(path) as file, pytest.raises(ValueError, match=r"declares 3.64 TB"):
+        plain_values(file)
 
 
 # Shards
