@@ -214,6 +214,32 @@ def check_disjoint(name: str, pools: Any) -> None:
         )
 
 
+def check_dtype(name: str, dtype: Any) -> Any:
+    """`dtype`, if it is a dtype policy of Keras, its name or config, or None."""
+    try:
+        keras.dtype_policies.get(dtype)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected {name} to be a dtype policy of Keras, or the name of one, such "
+            f"as 'mixed_bfloat16'; received: {name}={dtype!r}"
+        ) from error
+    return dtype
+
+
+def check_initializer(name: str, value: Any) -> Any:
+    """The initializer that `value` is, or that it names."""
+    try:
+        initializer = keras.initializers.get(value)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        initializer = None
+    if initializer is None:
+        raise ValueError(
+            f"Expected {name} to be an initializer of Keras, or the name of one; "
+            f"received: {name}={value!r}"
+        )
+    return initializer
+
+
 def check_affinity(affinity: Any, gates: Any, capacity: Any, mask: Any) -> None:
     """Checks the shapes of an allocation's arguments, and a static capacity."""
     if len(affinity.shape) != 3 or tuple(gates.shape) != tuple(affinity.shape):

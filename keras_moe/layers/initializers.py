@@ -5,6 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.checks import check_initializer
 from keras_moe.ops.by_group import on_several_devices
 from keras_moe.ops.initial_values import host_values, unwritten_value
 from keras_moe.ops.kernels import host_memory
@@ -30,7 +31,7 @@ class PerExpert(keras.initializers.Initializer):
     """
 
     def __init__(self, initializer: Any, shared: bool = False):
-        self.initializer = keras.initializers.get(initializer)
+        self.initializer = check_initializer("initializer", initializer)
         self.shared = shared
 
     def __call__(self, shape, dtype=None):

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.checks import check_integer, check_one_of, check_pair
+from keras_moe.checks import check_initializer, check_integer, check_one_of, check_pair
 from keras_moe.layers.interpolation import (
     INTERPOLATIONS,
     cubic_weights,
@@ -166,7 +166,9 @@ class PatchEmbedding(keras.layers.Layer):
         )
         self.hidden_dim = check_integer("hidden_dim", hidden_dim)
         self.patch_size = check_pair("patch_size", patch_size)
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.kernel_initializer = check_initializer(
+            "kernel_initializer", kernel_initializer
+        )
 
     def build(self, input_shape):
         self.grid(input_shape)

@@ -5,7 +5,7 @@ Axes: B batch, N tokens, D hidden, V vocabulary.
 
 import keras
 
-from keras_moe.checks import check_integer
+from keras_moe.checks import check_initializer, check_integer
 from keras_moe.ops.cost import Cost
 
 
@@ -57,7 +57,7 @@ class TokenEmbedding(keras.layers.Embedding):
         super().__init__(
             check_integer("vocabulary_size", vocabulary_size),
             check_integer("hidden_dim", hidden_dim),
-            embeddings_initializer,
+            check_initializer("embeddings_initializer", embeddings_initializer),
             **kwargs,
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_moe.checks import check_initializer
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_kinds import expert_kinds
@@ -74,8 +75,12 @@ class ZeroComputationExperts(keras.layers.Layer):
         self.zero_experts = kinds.zero
         self.copy_experts = kinds.copy
         self.constant_experts = kinds.constant
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.vector_initializer = keras.initializers.get(vector_initializer)
+        self.kernel_initializer = check_initializer(
+            "kernel_initializer", kernel_initializer
+        )
+        self.vector_initializer = check_initializer(
+            "vector_initializer", vector_initializer
+        )
 
     @property
     def num_experts(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import keras_hub
 
-from keras_moe.checks import check_image_shape
+from keras_moe.checks import check_dtype, check_image_shape
 from keras_moe.layers import MoEConfig, MuMoEConfig, activations, moe_config
 from keras_moe.models import block_kinds, lora, overrides
 from keras_moe.models.description import Part
@@ -73,6 +73,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         cls = type(self)
         overrides.check_constructor_arguments(cls, kwargs)
         config = cls._plain_config(config)
+        check_dtype("dtype", dtype)
 
         # === Layers and functional model ===
         inputs, outputs, encoded = cls._functional(config, dtype)

@@ -13,6 +13,7 @@ from keras_moe.checks import (
     check_argument_names,
     check_bool,
     check_dropout,
+    check_dtype,
     check_integer,
 )
 from keras_moe.layers import LayerNorm
@@ -150,7 +151,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         check_backbone(backbone, self.backbone_cls)
         check_bool("multi_label", multi_label)
         backbone_config = backbone_arguments(backbone)
-        policy = head_dtype or backbone.dtype_policy
+        policy = check_dtype("head_dtype", head_dtype) or backbone.dtype_policy
         pooling = check_pooling(pooling, backbone.class_token)
         if isinstance(preprocessor, ImagePreprocessor):
             preprocessor.check_model(backbone_config["image_shape"], num_classes)

@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_moe.checks import (
     check_bool,
+    check_initializer,
     check_integer,
     check_one_of,
     check_positive,
@@ -202,7 +203,9 @@ class PathwayAwareRouter(TokenChoiceRouter):
         self.gate_hidden_dim = gate_hidden_dim
         self.logits_norm_std = logits_norm_std
         self.zero_gates = check_one_of("zero_gates", zero_gates, ZERO_GATES)
-        self.residual_initializer = keras.initializers.get(residual_initializer)
+        self.residual_initializer = check_initializer(
+            "residual_initializer", residual_initializer
+        )
 
     @classmethod
     def own_fields(cls, config, site):

@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_moe.checks import (
     check_bool,
+    check_initializer,
     check_integer,
     check_one_of,
     check_positive,
@@ -118,8 +119,10 @@ class SoftRouter(Router):
             "capacity_rounding", capacity_rounding, sorted(ROUNDINGS)
         )
         self.normalize = check_bool("normalize", normalize)
-        self.slot_initializer = keras.initializers.get(slot_initializer)
-        self.scale_initializer = keras.initializers.get(scale_initializer)
+        self.slot_initializer = check_initializer("slot_initializer", slot_initializer)
+        self.scale_initializer = check_initializer(
+            "scale_initializer", scale_initializer
+        )
 
     @classmethod
     def from_moe_config(cls, config, site, **arguments):

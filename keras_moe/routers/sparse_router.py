@@ -10,6 +10,7 @@ from keras import ops
 
 from keras_moe.checks import (
     check_bool,
+    check_initializer,
     check_integer,
     check_one_of,
     check_positive,
@@ -147,7 +148,9 @@ class SparseRouter(Router):
         self.capacity = capacity
         self.capacity_rounding = capacity_rounding
         self.capacity_multiple_of = capacity_multiple_of
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.kernel_initializer = check_initializer(
+            "kernel_initializer", kernel_initializer
+        )
         self.num_modalities = num_modalities
         self.expert_pools = check_pools(expert_pools, num_modalities, num_experts)
 

@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import keras
-
-from keras_moe.checks import check_bool
+from keras_moe.checks import check_bool, check_dtype
 from keras_moe.training.section import Section
 
 # Settings that follow from the data or from the recipe itself.
@@ -57,13 +55,7 @@ class ModelConfig(Section):
                     f"Expected no {name} of the model, which the recipe or its data "
                     f"determine; received: {name}={self.overrides[name]!r}"
                 )
-        try:
-            keras.dtype_policies.get(self.dtype)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                "Expected the name of a dtype policy such as 'mixed_bfloat16'; "
-                f"received: dtype={self.dtype!r}"
-            ) from error
+        check_dtype("dtype", self.dtype)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "ModelConfig":

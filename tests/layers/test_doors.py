@@ -11,7 +11,10 @@ from keras_moe.layers import (
     Experts,
     MoE,
     MoEConfig,
+    PatchEmbedding,
+    PerExpert,
     SelfAttention,
+    TokenEmbedding,
 )
 from keras_moe.models import (
     MixerBackbone,
@@ -48,6 +51,24 @@ def vit(**arguments):
         ),
         (lambda: ViTBackbone(moe=MoEConfig(moe_layers=[])), r"moe_layers=\[\]"),
         (lambda: vit(seed=-1), "seed=-1"),
+        (lambda: vit(dtype="flot32"), "policy of Keras.*received: dtype='flot32'"),
+        (lambda: vit(dtype=3), "dtype=3"),
+        (lambda: from_preset("limoe_s16", dtype="int9"), "dtype='int9'"),
+        (
+            lambda: ViTImageClassifier(vit(), 2, head_dtype="flot32"),
+            "head_dtype='flot32'",
+        ),
+        (
+            lambda: vit(router="soft", router_options={"slot_initializer": "normall"}),
+            "initializer of Keras.*received: slot_initializer='normall'",
+        ),
+        (
+            lambda: vit(router_options={"kernel_initializer": 3}),
+            "kernel_initializer=3",
+        ),
+        (lambda: PerExpert({"a": 1}), r"initializer=\{'a': 1\}"),
+        (lambda: PatchEmbedding(8, 2, kernel_initializer=None), "_initializer=None"),
+        (lambda: TokenEmbedding(8, 2, "glort"), "embeddings_initializer='glort'"),
         (lambda: vit(seed=1.5), "seed=1.5"),
         (lambda: vit(seed=True), "seed=True"),
         (lambda: vit(attention_dropout=1.0), "dropout=1.0"),
