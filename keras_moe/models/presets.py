@@ -110,9 +110,9 @@ def convert(
             files, also `gs://vmoe_checkpoints/...`); a ViT or MLP-Mixer `.npz` of
             Google's releases (also `gs://vit_models/...`, `gs://mixer_models/...`); a
             folder or `hf://` of a timm ViT or Mixer, of OpenCLIP, or of
-            transformers' CLIP or SigLIP, with `.safetensors` weights, or such a file;
-            or a KerasHub ViT, CLIP or SigLIP: a model or a preset. Images and texts
-            become a `CLIPBackbone`.
+            transformers' CLIP or SigLIP, with `.safetensors` weights, or such a file; a
+            folder with one such checkpoint; or a KerasHub ViT, CLIP or SigLIP: a model
+            or a preset. Images and texts become a `CLIPBackbone`.
         num_classes: classes of a new head of the image tower. Without, the source's
             head is taken: its classes, the embedding of an image tower, or none.
         task: `"backbone"` or `"image_classifier"`; None decides as above.

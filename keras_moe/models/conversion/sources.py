@@ -73,8 +73,9 @@ def check_convertible(source: Any) -> None:
     if _kind(source) is None:
         raise ValueError(
             "Expected weights to convert: a V-MoE checkpoint's prefix, an .npz, a "
-            ".safetensors file, a folder of timm, OpenCLIP or transformers, a KerasHub "
-            f"model or preset, or hf://, kaggle://, gs:// of them; received: {source!r}"
+            ".safetensors file, a folder with one of these, or of timm, OpenCLIP or "
+            "transformers, a KerasHub model or preset, or hf://, kaggle://, gs:// of "
+            f"them; received: {source!r}"
         )
 
 
@@ -87,7 +88,9 @@ def _kind(source):
     text = os.fspath(source)
     # A folder may have any name, such as that of a run's checkpoint.
     if os.path.isdir(text) and not os.path.isfile(f"{text}.index"):
-        return "hub" if _is_hub_preset(text) else _folder_kind(text)
+        kind = "hub" if _is_hub_preset(text) else _folder_kind(text)
+        only = _only_checkpoint(text) if kind is None else None
+        return kind if only is None else _kind(only)
     if text.endswith(_PICKLES):
         raise _pickle(text)
     if text.endswith(".npz"):
@@ -165,6 +168,12 @@ def _json(folder, name, types=None):
     return check_types(content, types or {}, f"{folder}/{name}")
 
 
+def _only_checkpoint(folder):
+    """The `.npz` or the V-MoE checkpoint of a local folder, if it has one such file."""
+    paths = [x for x in Path(folder).iterdir() if x.suffix in (".npz", ".index")]
+    return str(paths[0]) if len(paths) == 1 else None
+
+
 def _weights_file(folder):
     for stem in (
         "model",
@@ -175,7 +184,10 @@ def _weights_file(folder):
         for name in (f"{stem}.safetensors", f"{stem}{_INDEX}"):
             if _has(folder, name):
                 return name
-    return None
+    if "://" in folder:
+        return None
+    only = [path.name for path in Path(folder).glob("*.safetensors")]
+    return only[0] if len(only) == 1 else None
 
 
 def open_source(
@@ -204,6 +216,9 @@ def open_source(
     if kind == "hub":
         return keras_hub_names.keras_hub_plan(hub_model(source, load_weights), tower)
     text = os.fspath(source)
+    if kind in ("npz", "vmoe") and os.path.isdir(text):
+        # A V-MoE checkpoint may lie beside a folder of its name.
+        text = text if os.path.isfile(f"{text}.index") else _only_checkpoint(text)
     config = {}
     if kind == "npz":
         file, name = NpzCheckpoint(local(text)), Path(text).stem

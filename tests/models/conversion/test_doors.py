@@ -1,6 +1,8 @@
 """The classes and `describe` take the sources that `models.from_preset` takes."""
 
 import json
+import shutil
+from pathlib import Path
 
 import keras
 import keras_hub
@@ -56,6 +58,35 @@ def test_classes_take_folders_and_models(tmp_path):
     assert type(ViTBackbone.from_preset(hub_vit())) is ViTBackbone
     new = ViTImageClassifier.from_preset(hub_vit(), num_classes=3, load_weights=False)
     assert new.output_shape == (None, 3)
+
+
+@pytest.mark.parametrize("case", ["vit_classic.npz", "vmoe_tiny", "mixer.safetensors"])
+def test_a_folder_with_one_checkpoint_is_that_checkpoint(case, tmp_path):
+    folder, source = tmp_path / "folder", CHECKPOINTS / case
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    if case == "vmoe_tiny":
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        source = source / "vmoe_tiny"
+    elif case == "mixer.safetensors":
+        source = timm_folder(tmp_path / "timm", "mixer")
+        for path in Path(source).iterdir():
+            name = path.name.replace("model.", "mixer_of_mine.")
+            shutil.copy(path, folder / name)
+    else:
+        shutil.copy(source, folder)
+    expected, received = models.from_preset(source), models.from_preset(folder)
+    for one, other in zip(expected.weights, received.weights, strict=True):
+        np.testing.assert_array_equal(
+            keras.ops.convert_to_numpy(one), keras.ops.convert_to_numpy(other)
+        )
+    assert models.describe(folder).parameters == received.count_params()
+    # With two it is not known which.
+    shutil.copy(CHECKPOINTS / "mixer.npz", folder / "other.npz")
+    shutil.copy(CHECKPOINTS / "mixer.npz", folder / "third.npz")
+    if case != "mixer.safetensors":
+        with pytest.raises(ValueError, match=r"other\.npz"):
+            models.from_preset(folder)
 
 
 @pytest.mark.parametrize(
