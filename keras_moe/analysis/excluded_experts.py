@@ -46,7 +46,7 @@ def exclude_experts(model: Any, experts: Any) -> Any:
     >>> float(served[..., 8:10].sum())
     0.0
     """
-    kinds = getattr(model, "backbone", model).expert_kinds
+    kinds = getattr(getattr(model, "backbone", model), "expert_kinds", None)
     if kinds is None:
         raise ValueError(
             f"Expected a model with MoE blocks; received: {type(model).__name__} "

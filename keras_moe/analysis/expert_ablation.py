@@ -134,8 +134,8 @@ def ablate_experts(
     (4, 10)
     """
     images = check_images(images)
-    labels = _check_labels(labels, len(images), model)
     part = ablated_part(model, layer)
+    labels = _check_labels(labels, len(images), model)
     if removal is not None:
         check_one_of("removal", removal, REMOVALS)
     names, removals = _removals(experts, removal, part)

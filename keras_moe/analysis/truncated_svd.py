@@ -131,14 +131,15 @@ def truncated_svd(
         raise ValueError(
             f"Expected shares to be numbers; received: shares={shares!r}"
         ) from None
-    kernels = [v for v in model.variables if _KERNELS.search(v.path)]
+    variables = getattr(model, "variables", ())
+    kernels = [v for v in variables if _KERNELS.search(v.path)]
     types = {keras.backend.standardize_dtype(v.dtype) for v in kernels}
     if not kernels or any("int" in dtype for dtype in types):
         raise ValueError(
             "Expected a model with MLPs whose kernels are floats; received: "
-            f"{len(kernels)} kernels of {sorted(types)}"
+            f"{type(model).__name__} with {len(kernels)} kernels of {sorted(types)}"
         )
-    if any("lora" in v.path for v in model.variables):
+    if any("lora" in v.path for v in variables):
         raise ValueError(
             "Expected a model without low-rank pairs beside its kernels; received "
             "some: save_to_preset and load it first"

@@ -183,9 +183,8 @@ class UsageProbe:
     """
 
     def __init__(self, model: Any, contributions: bool = False, training: bool = False):
-        backbone, routing = getattr(model, "backbone", model), None
-        if model is not None:
-            routing = model.routing
+        backbone = getattr(model, "backbone", model)
+        routing = getattr(model, "routing", None)
         if not routing:
             raise ValueError(
                 "Expected a model with MoE blocks, whose `routing` has their records; "

@@ -135,7 +135,7 @@ def ablated_part(model: keras.Model, layer: str) -> Any:
         ValueError: if there is no such layer.
     """
     if layer == ALL:
-        blocks = [moe_block(model, name) for name in _block_names(model)]
+        blocks = [moe_block(model, name) for name in _block_names(model) or [ALL]]
         return RoutedPart([block.feed_forward for block in blocks])
     if layer != "head":
         name = str(layer).removesuffix(MIXER)

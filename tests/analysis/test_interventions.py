@@ -19,6 +19,7 @@ HEADS = {
     "penultimate": ((3, 2), {"factorization": "tr", "rank": (2, 3, 2, 4)}),
 }
 LABELS = np.arange(24) % CLASSES
+IMAGES = np.zeros((24, *SHAPE), "float32")
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 
@@ -501,3 +502,26 @@ def test_bad_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("model", [None, 3, "vmoe_digits"])
+@pytest.mark.parametrize(
+    "analyse",
+    [
+        lambda model: analysis.ablate_experts(model, IMAGES, LABELS),
+        lambda model: analysis.ablate_experts(model, IMAGES, LABELS, layer="all"),
+        lambda model: analysis.edit_expert_logits(model, IMAGES, 0, 1, 0),
+        lambda model: analysis.exclude_experts(model, [0]),
+        lambda model: analysis.expert_centres(model, "block_1"),
+        lambda model: analysis.expert_usage(model, IMAGES),
+        lambda model: analysis.mask_experts(model, {"block_1": [0]}),
+        lambda model: analysis.mean_coefficients(model, IMAGES),
+        lambda model: analysis.prune_experts(model, {"block_1": [0]}),
+        lambda model: analysis.report(model, IMAGES, "nowhere"),
+        lambda model: analysis.truncated_svd(model, IMAGES, LABELS),
+    ],
+)
+def test_what_is_no_model_is_refused(analyse, model):
+    message = f"^Expected .*received: .*{type(model).__name__}"
+    with pytest.raises(ValueError, match=message):
+        analyse(model)

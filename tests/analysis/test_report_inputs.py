@@ -165,6 +165,17 @@ def test_halves_of_characters_are_replaced(model, pairs_model, tmp_path):
     assert "a\ufffdb" in written.page.read_text(encoding="utf-8")
 
 
+def test_labels_without_a_name_are_refused(model, tmp_path):
+    pixels, labels = images(3, 16, 8, 3), np.array([-1, 1, 2])
+    message = "of all classes of the labels; received: 2 class_names, and label 2"
+    for data in ((pixels, labels), iter([(pixels, labels)])):
+        with pytest.raises(ValueError, match=message):
+            analysis.report(
+                model, data, tmp_path / "r", class_names=["a", "b"], verbose=0
+            )
+    assert not (tmp_path / "r").exists()
+
+
 def test_an_old_list_of_pictures_deletes_nothing_else(model, tmp_path):
     folder = tmp_path / "r"
     pixels = images(2, 16, 8, 3)

@@ -77,7 +77,8 @@ def report(
             `keras_moe.data.load` and `keras_moe.data.load_pairs` give.
         folder: new folder for the report, or that of an older one, which it replaces.
         name: name of the model for the title; None is the model's own.
-        class_names: names of the classes of labels; None takes the preprocessor's.
+        class_names: names of all classes of labels; None takes the preprocessor's, and
+            numbers for classes beyond them.
         batch_size: number of examples that are routed at once; a smaller one, or up to
             four times as many, where groups of training would be divided.
         max_examples: number of examples after which the report ends; None for all.
@@ -92,8 +93,8 @@ def report(
 
     Raises:
         ValueError: if the model has no experts, the data does not fit it or has no
-            example, the options ask for examples that it has not, or the folder holds
-            something else than a report.
+            example, a label has none of the `class_names`, the options ask for examples
+            that it has not, or the folder holds something else than a report.
         OSError: if it cannot be written. An older report is whole then.
         ImportError: if Jinja2 or matplotlib is not installed.
 
@@ -126,6 +127,8 @@ def report(
     at_once = whole_groups(subject, check_integer("batch_size", batch_size))
     collection = Collection(subject, at_once, max_examples, bar and bar.update)
     for batch in collection.batches(data):
+        if class_names is not None and batch.labels is not None:
+            _check_names(subject.class_names, batch.labels)
         for section in sections:
             section.update(batch)
     checked_numbers(options.examples, collection.num_examples)
@@ -158,6 +161,15 @@ def report(
         verdicts,
         collection.num_examples,
     )
+
+
+def _check_names(names, labels):
+    largest = labels.max(initial=-1)
+    if largest >= len(names):
+        raise ValueError(
+            "Expected class_names of all classes of the labels; received: "
+            f"{len(names)} class_names, and label {largest}"
+        )
 
 
 def _known_count(data, max_examples):
