@@ -29,6 +29,9 @@ from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 # Initializers that scale by fans compute them within their calls alone.
 from keras.src.initializers.random_initializers import compute_fans
 
+# Keras changes the bases of a class when it builds the first model of it.
+from keras.src.models.model import inject_functional_model_class
+
 # `keras.saving.save_weights` opens its files itself: it takes no stream, and puts no
 # shards in their places together. Its stores copy arrays that they have read, and take
 # no place to read them into.
@@ -57,6 +60,7 @@ __all__ = [
     "hands_on",
     "has_hooks",
     "has_seed_generator",
+    "inject_functional_model_class",
     "is_state_of_steps",
     "load_json",
     "mark_loss_as_built",

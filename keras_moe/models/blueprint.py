@@ -5,7 +5,6 @@ A name, a folder, a handle, published weights or a model becomes, with its overr
 """
 
 import contextlib
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,10 +30,6 @@ from keras_moe.ops.initial_values import unwritten_values
 BACKBONE = "backbone"
 # The towers of models of pairs, by the kinds of their inputs.
 TOWERS = ("image", "text")
-
-# Keras changes the bases of classes, which models share, when it builds the first model
-# of each, and a thread that builds another one at that moment fails.
-_ONE_AT_A_TIME = threading.RLock()
 
 
 class UnbuiltTower(NamedTuple):
@@ -161,7 +156,7 @@ class Blueprint:
         Returns:
             The model, and a `ConversionReport` or None.
         """
-        with self._explained(), _ONE_AT_A_TIME:
+        with self._explained():
             model, report = self._new(), None
             if self.weights is not None:
                 report = self.weights.load(model, progress)

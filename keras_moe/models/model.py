@@ -4,13 +4,19 @@ Axes: B batch.
 """
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
+import keras_hub
 
-from keras_moe.compat import TorchParameters, is_state_of_steps
+from keras_moe.compat import (
+    TorchParameters,
+    inject_functional_model_class,
+    is_state_of_steps,
+)
 from keras_moe.models import registry
 from keras_moe.models.blueprint import Blueprint, build
 from keras_moe.models.class_property import ClassProperty
@@ -30,6 +36,12 @@ from keras_moe.models.model_card import ModelCard, write_card
 from keras_moe.models.preset_folder import staged
 from keras_moe.models.state_recovery import state_kept
 from keras_moe.models.weights_file import checked_weights, save_weights
+
+# Keras would change the bases of this class, which models share, when it builds the
+# first model, and a thread that builds another one at that moment would fail. KerasHub
+# changes them for each task: these are made one at a time.
+inject_functional_model_class(keras_hub.models.Backbone)
+ONE_AT_A_TIME = threading.RLock()
 
 
 class MoEModel(Exportable, TorchParameters):

@@ -14,7 +14,7 @@ from keras_moe.models import task_weights
 from keras_moe.models.compile_defaults import default_optimizer
 from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_inputs
-from keras_moe.models.model import MoEModel
+from keras_moe.models.model import ONE_AT_A_TIME, MoEModel
 from keras_moe.models.model_sources import ModelSource, TaskConfig
 from keras_moe.models.quantization import settle_policies
 from keras_moe.models.trainer import (
@@ -107,7 +107,10 @@ class MoETask(MoEModel):
         self, inputs: Any, outputs: Any, features: Any, routing: dict, **kwargs
     ):
         # One of KerasHub's own tasks would build a head of its own.
-        keras_hub.models.Task.__init__(self, inputs=inputs, outputs=outputs, **kwargs)
+        with ONE_AT_A_TIME:
+            keras_hub.models.Task.__init__(
+                self, inputs=inputs, outputs=outputs, **kwargs
+            )
         settle_policies(self)
         # Plain attributes: Keras would wrap the dicts of symbolic records.
         object.__setattr__(self, "_features", features)
