@@ -214,6 +214,13 @@ def check_disjoint(name: str, pools: Any) -> None:
         )
 
 
+def check_path(name: str, path: Any) -> Any:
+    """`path`, if it has no NUL, which Python refuses without the path."""
+    if "\0" in str(path):
+        raise ValueError(f"Expected a path without NUL; received: {name}={str(path)!r}")
+    return path
+
+
 def check_dtype(name: str, dtype: Any) -> Any:
     """`dtype`, if it is a dtype policy of Keras, its name or config, or None."""
     try:

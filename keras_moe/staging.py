@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from keras_moe.checks import check_path
 from keras_moe.files import (
     new_partial,
     remove_partials,
@@ -62,7 +63,7 @@ def staged_folder(
     >>> [path.name for path in folder.iterdir()]
     ['a.txt']
     """
-    target = Path(folder).expanduser().resolve()
+    target = Path(check_path("folder", folder)).expanduser().resolve()
     _check_target(target, kind, is_kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.saving.lock")

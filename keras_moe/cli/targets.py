@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from keras_moe.checks import check_path
 from keras_moe.models.preset_folder import is_preset
 
 
@@ -15,8 +16,10 @@ def check_target(source: str, output: str | os.PathLike) -> None:
 
     Raises:
         ValueError: if it is the source, by whatever path, or a folder of something
-            else, or lies below a file.
+            else, lies below a file, or one of them has a NUL.
     """
+    check_path("source", source)
+    check_path("output", output)
     target, origin = Path(output).expanduser().resolve(), Path(source).expanduser()
     if target == origin.resolve() or (
         target.exists() and origin.exists() and target.samefile(origin)

@@ -19,7 +19,11 @@ _FAILED = re.compile(r"assertion failed: \[(Expected [^\n]*)\]")
 
 
 def decode_image(encoded: Any) -> Any:
-    """Pixels (height, width, 3), uint8, of an image file; the first of an animation."""
+    """Pixels (height, width, 3), uint8, of an image file; the first of a GIF.
+
+    TensorFlow 2.21 decodes neither animated nor transparent WebP to three channels, and
+    ends the process where four are asked for and an image has three.
+    """
     import tensorflow as tf
 
     image = tf.io.decode_image(encoded, channels=3, expand_animations=False)

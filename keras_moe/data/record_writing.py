@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.checks import check_integer
+from keras_moe.checks import check_integer, check_path
 from keras_moe.files import new_file, write_failed, write_json
 
 SIDECAR = "dataset.json"
@@ -45,6 +45,7 @@ def write_split(
             f"Expected a split of letters and digits; received: split={split!r}"
         )
     check_integer("num_files", num_files)
+    check_path("folder", folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"{split}-{i:05}-of-{num_files:05}.tfrecord" for i in range(num_files)]
     with contextlib.ExitStack() as files:

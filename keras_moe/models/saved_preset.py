@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_moe.checks import nearest
+from keras_moe.checks import check_path, nearest
 from keras_moe.compat import check_file_exists, get_file, load_json
 from keras_moe.models import registry
 from keras_moe.models.checksums import INDEX, compare_preset
@@ -188,11 +188,7 @@ def check_preset(preset: str | os.PathLike) -> str:
         )
     if "://" in str(preset):
         return str(preset)
-    if "\0" in str(preset):
-        raise ValueError(
-            f"Expected a path without NUL; received: preset={str(preset)!r}"
-        )
-    folder = readable(preset)
+    folder = readable(check_path("preset", preset))
     if not folder.is_dir():
         raise ValueError(
             "Expected a built-in preset, a folder or a handle such as hf://user/name; "

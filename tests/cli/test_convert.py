@@ -51,6 +51,18 @@ def test_keras_hubs_own_model_is_compared(tmp_path, convert):
     assert "patch_embedding" not in stdout
 
 
+def test_a_path_with_nul_is_named(tmp_path, convert):
+    source, out = CHECKPOINTS / "vit_classic.npz", tmp_path / "out"
+    for name, paths in (
+        ("source", (f"{source}\0", out)),
+        ("output", (source, f"{out}\0")),
+    ):
+        status, _, stderr = convert(*paths)
+        assert status == 2
+        assert f"without NUL; received: {name}=" in stderr
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_failure_leaves_nothing(tmp_path, convert):
     arrays = dict(np.load(CHECKPOINTS / "vit_classic.npz"))
     np.savez(tmp_path / "vit.npz", left=np.zeros(3), **arrays)

@@ -9,6 +9,7 @@ import warnings
 
 import keras
 import numpy as np
+import PIL.Image
 import pytest
 
 from keras_moe.data import (
@@ -52,6 +53,36 @@ def numbers(dataset):
         np.round((images[:, 0, 0, 0] + 1) * 127.5).astype(int).tolist()
         for images, _ in dataset.as_numpy_iterator()
     ]
+
+
+@pytest.mark.parametrize("kind", ["folder", "tfrecord"])
+def test_nul_in_a_path_is_named(kind):
+    source = f"{kind}:a\0b"
+    calls = (
+        lambda: load(source, "train", SHAPE),
+        lambda: num_examples(source, "train"),
+        lambda: find_corrupt_files(source),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=f"received: source='{source}'"):
+            call()
+
+
+def test_animations(tmp_path):
+    """TensorFlow reads the first picture of a GIF, and no animated WebP."""
+    for name in "ab":
+        save(tmp_path / "train" / name / "0.png", 0)
+    pictures = [PIL.Image.new("RGB", (4, 4), (n, n, n)) for n in (7, 9)]
+    for name, kind in (("c", "gif"), ("d", "webp")):
+        path = tmp_path / "train" / name / f"0.{kind}"
+        path.parent.mkdir()
+        pictures[0].save(path, save_all=True, append_images=pictures[1:], lossless=True)
+    source = f"folder:{tmp_path}"
+    batches = load(source, "train", SHAPE, 1, shuffle=False)
+    assert numbers(batches.take(3)) == [[0], [0], [7]]
+    if ".webp" in folders.image_suffixes():
+        with pytest.raises(ValueError, match=f"received: {path}$"), reading_errors():
+            numbers(batches)
 
 
 @pytest.mark.parametrize("augment", [None, "random_resized_crop"])

@@ -187,3 +187,10 @@ def test_no_images_at_all_have_a_named_error(model):
     for method in (model.predict, model.predict_on_batch, model.backbone.predict):
         with pytest.raises(ValueError, match="received: None"):
             method(None)
+
+
+def test_complex_images_are_refused():
+    model = vit()
+    for use in (model.predict, lambda x: model.fit(x, LABELS, verbose=0)):
+        with pytest.raises(ValueError, match=r"of real numbers; received: .*complex64"):
+            use(IMAGES + 1j)

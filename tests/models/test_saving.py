@@ -208,6 +208,8 @@ def test_pipes_and_broken_paths_are_refused(copies):
         models.from_preset(copies / "whole")
     with pytest.raises(ValueError, match="NUL; received: preset='a"):
         models.from_preset("a\0b")
+    with pytest.raises(ValueError, match="NUL; received: folder='a"):
+        models.from_preset(copies / "shards").save_to_preset("a\0b")
 
 
 @backend_free

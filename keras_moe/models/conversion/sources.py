@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import keras_hub
 
+from keras_moe.checks import check_path
 from keras_moe.compat import check_file_exists, get_file
 from keras_moe.models.conversion import keras_hub_names
 from keras_moe.models.conversion.clip_names import clip_plan
@@ -70,6 +71,7 @@ def check_convertible(source: Any) -> None:
     Raises:
         ValueError: if it is no checkpoint of others, or one that is refused.
     """
+    check_path("source", source)
     if _kind(source) is None:
         raise ValueError(
             "Expected weights to convert: a V-MoE checkpoint's prefix, an .npz, a "

@@ -16,7 +16,7 @@ import keras_hub
 import numpy as np
 import sentencepiece
 
-from keras_moe.checks import check_bool, check_integer
+from keras_moe.checks import check_bool, check_integer, check_path
 from keras_moe.compat import load_json
 from keras_moe.files import write_json
 from keras_moe.models.checksums import (
@@ -137,7 +137,8 @@ class TextTokenizer:
         Raises:
             ValueError: if there is no such vocabulary.
         """
-        return cls._of_byte_pairs(clip_byte_pairs(vocabulary), max_length)
+        pairs = clip_byte_pairs(check_path("vocabulary", vocabulary))
+        return cls._of_byte_pairs(pairs, max_length)
 
     @classmethod
     def trained(

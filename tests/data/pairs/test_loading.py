@@ -209,3 +209,17 @@ def test_bad_input():
         with pytest.raises(ValueError, match=message):
             load_pairs((images, captions), "train", SHAPE, **options)
     assert PairOptions().first_batch is None
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float32", "int64"])
+def test_images_of_other_numbers_are_refused(dtype):
+    images, captions = make_pairs(2)
+    with pytest.raises(ValueError, match=f"of uint8 .*dtype={dtype}"):
+        load_pairs((images.astype(dtype), captions), "train", SHAPE)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tfrecord", "webdataset"])
+def test_nul_in_a_path_is_named(kind):
+    source = f"{kind}:a\0b"
+    with pytest.raises(ValueError, match=f"received: source='{source}'"):
+        load_pairs(source, "train", SHAPE)
