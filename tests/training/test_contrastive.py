@@ -1,6 +1,10 @@
 """The objective of pairs: its settings, its tokenizer, and runs that go on exactly."""
 
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -12,6 +16,7 @@ from keras_moe.training import (
     Contrastive,
     Datasets,
     Recipe,
+    find_checkpoint,
     load_recipe,
     train,
 )
@@ -19,6 +24,7 @@ from keras_moe.training.run_settings import run_settings
 from tests.training.ends import Ends
 from tests.training.pair_folder import write_pairs
 
+ROOT = Path(__file__).resolve().parents[2]
 backend_free = pytest.mark.backend_free
 TINY = {
     "image_shape": [8, 8, 3],
@@ -89,6 +95,55 @@ def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):
     test = mine.datasets(whole.model).test
     values = whole.model.evaluate(test, verbose=0, return_dict=True)
     assert values["contrastive_accuracy"] == pytest.approx(whole.score)
+
+
+# A life of a run, which ends while its tokenizer is written, or before a step.
+LIFE = """
+import os, signal, sys
+from keras_moe.models.text import tokenizer
+from keras_moe.training import train
+from tests.training.ends import Ends
+from tests.training.test_contrastive import recipe
+
+def end(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+source, folder, moment = sys.argv[1:]
+if moment == "tokenizer":
+    tokenizer.write_json = end
+
+
+class Killed(Ends):
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.left == 0:
+            end()
+        self.left -= 1
+
+
+train(recipe(source), checkpoint_dir=folder, checkpoint_every=1, callbacks=[Killed(3)])
+"""
+
+
+@backend_free
+def test_a_killed_run_keeps_its_vocabulary_and_goes_on(folder, tmp_path):
+    options = {"verbose": 0, "checkpoint_every": 1}
+    whole = train(recipe(folder), checkpoint_dir=tmp_path / "whole", **options)
+    killed = tmp_path / "killed"
+    for moment in ("tokenizer", "step"):
+        command = [sys.executable, "-c", LIFE, folder, str(killed), moment]
+        life = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert life.returncode == -signal.SIGKILL, life.stderr[-2000:]
+        has_tokenizer = (killed / "tokenizer" / "text_tokenizer.json").is_file()
+        assert has_tokenizer == (moment == "step")
+    assert find_checkpoint(killed) is not None
+    kept = (killed / "tokenizer/assets/tokenizer/merges.txt").read_bytes()
+    again = train(recipe(folder), checkpoint_dir=killed, **options)
+    assert (killed / "tokenizer/assets/tokenizer/merges.txt").read_bytes() == kept
+    one, other = (x.model.preprocessor.tokenizer for x in (whole, again))
+    assert (one.vocabulary, one.merges) == (other.vocabulary, other.merges)
+    assert again.history == whole.history
+    for one, other in zip(whole.model.weights, again.model.weights, strict=True):
+        np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (one, other)))
 
 
 @backend_free
