@@ -118,7 +118,10 @@ def add_data(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
         parser: parser to add them to.
         **kwargs: arguments of `add_argument`, for `--data`.
     """
-    what = "digits, emoji, fashion_mnist, tfds:NAME, tfrecord:GLOB or folder:PATH"
+    what = (
+        "digits, emoji, fashion_mnist, tfds:NAME, tfrecord:GLOB, folder:PATH or "
+        "openclipart:PATH"
+    )
     more = kwargs.pop("help", "")
     parser.add_argument("--data", metavar="SOURCE", help=what + more, **kwargs)
     parser.add_argument(

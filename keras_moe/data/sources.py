@@ -3,7 +3,14 @@
 import difflib
 from pathlib import Path
 
-from keras_moe.data import digits, fashion_mnist, folders, tfds, tfrecord
+from keras_moe.data import (
+    digits,
+    fashion_mnist,
+    folders,
+    openclipart,
+    tfds,
+    tfrecord,
+)
 from keras_moe.data.emoji import loading as emoji
 from keras_moe.data.emoji.fonts import STYLES
 from keras_moe.data.examples import IndexedExamples, RecordExamples
@@ -28,6 +35,8 @@ def open_source(
         return tfds.read_examples(name, split, data_dir)
     if kind == "tfrecord":
         return tfrecord.read_examples(name, split)
+    if kind == "openclipart":
+        return openclipart.read_examples(name, split)
     if kind == "emoji":
         return emoji.read_examples(split, name)
     if kind == "fashion_mnist":
@@ -44,6 +53,8 @@ def count_classes(source: str, data_dir: str | None) -> int:
         return tfds.count_classes(name, data_dir)
     if kind == "tfrecord":
         return tfrecord.count_classes(name)
+    if kind == "openclipart":
+        return len(openclipart.class_names(name))
     if kind == "emoji":
         return len(emoji.class_names())
     if kind == "fashion_mnist":
@@ -77,6 +88,8 @@ def class_names(source: str, data_dir: str | None = None) -> tuple[str, ...] | N
         return tfds.class_names(name, data_dir)
     if kind == "tfrecord":
         return tfrecord.class_names(name)
+    if kind == "openclipart":
+        return openclipart.class_names(name)
     if kind == "emoji":
         return emoji.class_names()
     if kind == "fashion_mnist":
@@ -91,7 +104,8 @@ def split_source(source: str) -> tuple[str, str]:
             return _NAMED[source]
         kind, _, name = source.partition(":")
         # A folder without a name has an error of its own.
-        if (kind in ("tfds", "tfrecord") and name) or source.startswith("folder:"):
+        is_named = kind in ("openclipart", "tfds", "tfrecord") and name
+        if is_named or source.startswith("folder:"):
             return kind, name
     hint = ""
     if isinstance(source, str) and source:
@@ -101,5 +115,6 @@ def split_source(source: str) -> tuple[str, str]:
         hint = f"; did you mean {' or '.join(map(repr, guesses))}?"
     raise ValueError(
         "Expected 'digits', 'emoji', 'emoji:noto', 'fashion_mnist', 'tfds:NAME', "
-        f"'tfrecord:GLOB' or 'folder:PATH'; received: source={source!r}{hint}"
+        "'tfrecord:GLOB', 'folder:PATH' or 'openclipart:PATH'; received: "
+        f"source={source!r}{hint}"
     )

@@ -147,12 +147,12 @@ def test_emoji_of_a_style_are_pairs_and_classes(monkeypatch):
         assert (pair_data.source, pair_data.options) == ("emoji", {"style": "noto"})
         assert pair_data.class_source == "emoji:noto"
         assert pair_data.metrics == ("retrieval", "contrastive_accuracy", "zero_shot")
-    pair_data = data_of(source="emoji", test_split="held_out_bases", language="de")
+    pair_data = data_of(source="emoji", test_split="validation", language="de")
     # Its classes have English names.
     assert pair_data.metrics == ("retrieval", "contrastive_accuracy")
     assert pair_data.class_source == "emoji"
     assert (pair_data.test_split, pair_data.options) == (
-        "held_out_bases", {"language": "de"},
+        "validation", {"language": "de"},
     )  # fmt: skip
     with pytest.raises(ValueError, match="a mixture"):
         data_of(source={"emoji": 3, "digits": 1})

@@ -1,6 +1,5 @@
 """The fonts of the styles, and pictures of emoji that they have."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,15 +114,15 @@ class Painter:
                 f"received: {path}"
             )
 
-    def __call__(self, text: str) -> tuple[np.ndarray, bytes] | None:
+    def __call__(self, text: str) -> tuple[np.ndarray, np.ndarray] | None:
         """The picture of an emoji, None if the font has none of its own.
 
         Args:
             text: code points of one emoji.
 
         Returns:
-            The picture (height, width, 3), uint8, and a digest of the drawing, which
-            is the same for drawings that look the same at a small size.
+            The picture (height, width, 3), uint8, and the drawing at the size at which
+            drawings are compared, (32, 32, 3).
         """
         # The parts of a combination that the font does not join are wider.
         if self._font.getlength(text) != self._advance:
@@ -139,13 +138,12 @@ class Painter:
             picture.resize((side, side), self._image.Resampling.LANCZOS)
             for side in (_SMALL, self._own)
         )
-        digest = hashlib.sha256(small.tobytes()).digest()
         if self._height != self._width:
             canvas = self._image.new("RGB", (self._width, self._height), "white")
             corner = (self._width - self._own) // 2, (self._height - self._own) // 2
             canvas.paste(reduced, corner)
             reduced = canvas
-        return np.asarray(reduced), digest
+        return np.asarray(reduced), np.asarray(small)
 
     def _drawn(self, text: str) -> Any:
         picture = self._image.new("RGB", (self._side, self._side), "white")

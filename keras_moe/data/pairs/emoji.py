@@ -10,8 +10,6 @@ from keras_moe.data.pairs.source import PairSource
 def read_pairs(source: str, split: str, options: Any) -> PairSource:
     """The pairs of a split, drawn at the size of the images or at their own.
 
-    Emoji that are drawn alike are one image with several captions.
-
     Args:
         source: `"emoji"`, or with a style `"emoji:noto"`.
         split: split of `load_emoji`.
@@ -32,12 +30,4 @@ def read_pairs(source: str, split: str, options: Any) -> PairSource:
         style=own or options.style or "openmoji",
         language=options.language or "en",
     )
-    rows, captions = [], {}
-    for row, (drawing, caption) in enumerate(
-        zip(emoji.drawings.tolist(), emoji.captions)
-    ):
-        alike = captions.setdefault(drawing, [])
-        if not alike:
-            rows.append(row)
-        alike.append(caption)
-    return arrays.read_pairs(emoji.images[rows], list(captions.values()), source)
+    return arrays.read_pairs(emoji.images, emoji.captions, source)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from keras_moe.data.emoji.fonts import STYLES
+from keras_moe.data.openclipart import read_clip_art
 from keras_moe.data.pairs import (
     arrays,
     emoji,
@@ -81,6 +82,9 @@ def _open(source, split, options):
     kind, _, name = source.partition(":") if isinstance(source, str) else ("", "", "")
     if kind == "webdataset" and name:
         return webdataset.read_pairs(name, split)
+    if kind == "openclipart" and name and options.templates is None:
+        clip_art = read_clip_art(name, split)
+        return arrays.read_pairs(clip_art.images, clip_art.captions.tolist(), source)
     if kind == "folder":
         folder.check_split(name, split)
     if kind == "folder" and folder.has_captions(name, split):

@@ -1,0 +1,306 @@
+"""The Open Clip Art Library's pictures, as Debian's packages have them.
+
+PATH/png/animals/mammals/bull_utrescu_.png     a picture; its first folder is its class
+PATH/svg/animals/mammals/bull_utrescu_.svg     the same, with its title and keywords
+"""
+
+import hashlib
+import os
+import re
+import warnings
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from keras_moe.checks import check_one_of
+from keras_moe.data.examples import IndexedExamples, in_memory
+from keras_moe.data.kept_arrays import cache_folder, kept_arrays
+from keras_moe.data.labels import Classes
+
+SPLITS = ("train", "validation", "test", "all")
+# The share of series in each of the validation and the test split.
+HELD_OUT_FRACTION = 0.1
+# The side of the pictures in pixels.
+SIDE = 64
+# Increase it to invalidate older caches.
+_VERSION = 1
+# Series of more pictures are trained on: one of them would be most of a test split.
+_LONGEST_SERIES = 50
+# A title of more pictures is that of a collection.
+_MOST_OF_ONE_TITLE = 5
+# The correlation of pixels above which pictures are alike.
+_ALIKE = 0.95
+# Pictures that are compared with all others at a time.
+_BLOCK = 512
+# The number of pictures below which a category is no class.
+_LEAST_OF_CLASS = 40
+_NO_CLASS = "unsorted"
+# Keywords that say nothing of the picture.
+_NO_KEYWORDS = ("", "hash", "unsorted", "magick")
+_BY_SOMEONE = re.compile(r"^clip ?art by .* - ")
+_PLACES = ("", "usr/share/openclipart")
+
+
+class ClipArt(NamedTuple):
+    """Pictures with their captions, in the order of their files.
+
+    Fields:
+        images: (N, 64, 64, 3), uint8, on white.
+        captions: (N,) strings, such as `"bull, mammal, animal"`.
+        categories: (N,) strings, such as `"animals"`.
+        splits: (N,) strings, `"train"`, `"validation"` or `"test"`.
+    """
+
+    images: np.ndarray
+    captions: np.ndarray
+    categories: np.ndarray
+    splits: np.ndarray
+
+
+class _Description(NamedTuple):
+    """What an SVG says of its picture, in lower case."""
+
+    title: str
+    keywords: tuple[str, ...]
+    artist: str
+
+
+def read_clip_art(path: str, split: str) -> ClipArt:
+    """The pictures of a split, which are kept below `KERAS_HOME`, or `~/.keras`.
+
+    Args:
+        path: folder with `png` and `svg`, or one that a package was unpacked into.
+        split: one of `SPLITS`.
+
+    Raises:
+        ValueError: if there are no pictures, one cannot be read, or the split is not
+            known.
+        ImportError: if Pillow is not installed.
+    """
+    check_one_of("split", split, SPLITS)
+    root = _root(path)
+    files = _files(root / "png", ".png")
+    sizes = [f"{name} {(root / 'png' / name).stat().st_size}" for name in files]
+    key = "\n".join([str(_VERSION), *sizes])
+    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+    def is_whole(kept):
+        number = len(kept["images"])
+        return kept["images"].shape == (number, SIDE, SIDE, 3) and all(
+            kept[name].shape == (number,) and kept[name].dtype.kind == "U"
+            for name in ClipArt._fields[1:]
+        )
+
+    kept = kept_arrays(
+        cache_folder("openclipart") / f"{digest}.npz",
+        ClipArt._fields,
+        is_whole,
+        lambda: _rendered(root, files)._asdict(),
+    )
+    everything = ClipArt(**{name: kept[name] for name in ClipArt._fields})
+    if split == "all":
+        return everything
+    rows = everything.splits == split
+    return ClipArt(*(field[rows] for field in everything))
+
+
+def read_examples(path: str, split: str) -> IndexedExamples:
+    """The pictures of a split whose categories are classes, labelled by them."""
+    names = class_names(path)
+    clip_art = read_clip_art(path, split)
+    rows = np.isin(clip_art.categories, names)
+    labels = [names.index(name) for name in clip_art.categories[rows]]
+    classes = Classes(len(names), names)
+    return in_memory(clip_art.images[rows], np.asarray(labels, "int32"), classes)
+
+
+def class_names(path: str) -> tuple[str, ...]:
+    """The categories with enough pictures, sorted."""
+    files = _files(_root(path) / "png", ".png")
+    counts = Counter(name.split("/")[0] for name in files)
+    return tuple(
+        name
+        for name, count in sorted(counts.items())
+        if count >= _LEAST_OF_CLASS and name != _NO_CLASS
+    )
+
+
+def _root(path: str) -> Path:
+    for place in _PLACES:
+        root = Path(path) / place
+        if path and (root / "png").is_dir() and (root / "svg").is_dir():
+            return root
+    raise ValueError(
+        "Expected a folder with png and svg of the Debian packages openclipart-png and "
+        f"openclipart-svg; received: source='openclipart:{path}'"
+    )
+
+
+def _files(folder: Path, suffix: str) -> list[str]:
+    """Files below a folder's folders, as sorted relative paths.
+
+    Links, by which the packages show pictures in several categories, are left out.
+    """
+    found = []
+    for place, _, files in os.walk(folder):
+        below = Path(place).relative_to(folder).as_posix()
+        if below != ".":
+            found += [f"{below}/{name}" for name in files if name.endswith(suffix)]
+    return sorted(name for name in found if not (folder / name).is_symlink())
+
+
+def _rendered(root: Path, files: Sequence[str]) -> ClipArt:
+    """Reads all pictures and what is said of them, with a progress bar."""
+    if not files:
+        raise ValueError(f"Expected PNG files in folders below {root / 'png'}")
+    console = Console(stderr=True)
+    # Pillow warns of palettes, and of sizes below those that it refuses.
+    with warnings.catch_warnings(action="ignore"), ThreadPoolExecutor() as threads:
+        images = list(
+            track(
+                threads.map(lambda name: _picture(root / "png" / name), files),
+                "Reading openclipart",
+                total=len(files),
+                console=console,
+                transient=True,
+                disable=not (console.is_terminal or console.is_jupyter),
+            )
+        )
+    files = [name for name, image in zip(files, images) if image is not None]
+    images = np.stack([image for image in images if image is not None])
+    described = [_described(root / "svg" / name[:-4]) for name in files]
+    titles = Counter(one.title for one in described)
+    captions, series = [], []
+    for name, one in zip(files, described):
+        is_own = one.title and titles[one.title] <= _MOST_OF_ONE_TITLE
+        title = one.title if is_own else _of_file(name, one.artist)
+        captions.append(_caption(title, one))
+        # Titles of a series differ in numbers.
+        series.append(" ".join(re.findall(r"[^\W\d_]+", title)) or title)
+    splits = _splits(files, _joined(series, images))
+    categories = [name.split("/")[0] for name in files]
+    return ClipArt(images, *map(np.asarray, (captions, categories, splits)))
+
+
+def _picture(path: Path) -> np.ndarray | None:
+    """A picture on white, (64, 64, 3), which keeps its proportions.
+
+    None if Pillow takes it for a decompression bomb; one has 231 million pixels.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            'Pillow reads the pictures: pip install "keras-moe[emoji]"'
+        ) from error
+    try:
+        with Image.open(path) as file:
+            picture = file.convert("RGBA")
+    except Image.DecompressionBombError:
+        return None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"Expected a PNG in {path}; received: {error}") from error
+    picture.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS, reducing_gap=2.0)
+    canvas = Image.new("RGBA", (SIDE, SIDE), "white")
+    corner = (SIDE - picture.width) // 2, (SIDE - picture.height) // 2
+    canvas.alpha_composite(picture, corner)
+    return np.asarray(canvas.convert("RGB"))
+
+
+def _described(path: Path) -> _Description:
+    """The metadata of an SVG, empty where there are none.
+
+    Args:
+        path: path of the file without its suffix.
+    """
+    title, artist, keywords, above = "", "", [], []
+    try:
+        for event, element in ElementTree.iterparse(f"{path}.svg", ("start", "end")):
+            tag = element.tag.rpartition("}")[2]
+            if event == "start":
+                above.append(tag)
+                continue
+            above.pop()
+            text = " ".join((element.text or "").lower().replace("_", " ").split())
+            if tag == "metadata":
+                break
+            elif tag == "title" and above[-1:] == ["Work"]:
+                title = _BY_SOMEONE.sub("", text)
+            elif tag == "title" and "creator" in above:
+                artist = text
+            elif tag == "li" and "subject" in above:
+                keywords.append(text)
+    except (FileNotFoundError, ElementTree.ParseError):
+        pass
+    return _Description(title, tuple(keywords), artist)
+
+
+def _of_file(name: str, artist: str) -> str:
+    """The words of a file's name, whose end may be that of its artist."""
+    words = re.split(r"[\W_]+", Path(name).stem.lower())
+    words = [word for word in words if word]
+    artists = artist.split()
+    while len(words) > 1 and (
+        words[-1].isdigit() or any(x.startswith(words[-1]) for x in artists)
+    ):
+        words.pop()
+    return " ".join(words)
+
+
+def _caption(title: str, description: _Description) -> str:
+    """A title and the keywords that say something else."""
+    said = [title]
+    for keyword in description.keywords:
+        is_new = keyword not in (*said, description.artist, *_NO_KEYWORDS)
+        if is_new and not {*keyword.split()} <= {*title.split()}:
+            said.append(keyword)
+    return ", ".join(said)
+
+
+def _joined(series: Sequence[str], images: np.ndarray) -> np.ndarray:
+    """A number for each picture, equal for those of one series or of one look.
+
+    What is like a picture of a series belongs to the series, and so on.
+    """
+    small = images.reshape(len(images), SIDE // 2, 2, SIDE // 2, 2, 3).mean((2, 4))
+    pixels = small.reshape(len(images), -1).astype("float32")
+    pixels -= pixels.mean(axis=1, keepdims=True)
+    pixels /= np.maximum(np.linalg.norm(pixels, axis=1, keepdims=True), 1e-3)
+    places: dict[str, int] = {}
+    first = [places.setdefault(name, row) for row, name in enumerate(series)]
+    links = [*enumerate(first)]
+    for start in range(0, len(pixels), _BLOCK):
+        alike = pixels[start : start + _BLOCK] @ pixels.T > _ALIKE
+        links += [(start + row, other) for row, other in np.argwhere(alike).tolist()]
+    group = list(range(len(images)))
+
+    def head(row):
+        while group[row] != row:
+            group[row] = row = group[group[row]]
+        return row
+
+    for row, other in links:
+        row, other = head(row), head(other)
+        group[max(row, other)] = min(row, other)
+    return np.asarray([head(row) for row in range(len(images))])
+
+
+def _splits(files: Sequence[str], groups: np.ndarray) -> list[str]:
+    """The split of each picture, which its group has drawn by its first file."""
+    sizes = np.bincount(groups)
+    of_group = {}
+    for group in np.unique(groups).tolist():
+        name = files[group].encode("utf-8", "surrogateescape")
+        draw = int.from_bytes(hashlib.sha256(name).digest()[:6], "big") / 2**48
+        if sizes[group] > _LONGEST_SERIES or draw >= 2 * HELD_OUT_FRACTION:
+            of_group[group] = "train"
+        else:
+            of_group[group] = "test" if draw < HELD_OUT_FRACTION else "validation"
+    return [of_group[group] for group in groups.tolist()]

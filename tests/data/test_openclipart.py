@@ -1,0 +1,168 @@
+"""The Open Clip Art Library, in a folder of its packages' form."""
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from keras_moe import data
+from keras_moe.data import openclipart
+
+pytestmark = pytest.mark.backend_free
+
+SVG = """<?xml version="1.0"?>
+<svg xmlns="http://www.w3.org/2000/svg"><title>not this one</title><metadata>
+<rdf:RDF xmlns:cc="http://web.resource.org/cc/"
+  xmlns:dc="http://purl.org/dc/elements/1.1/"
+  xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><cc:Work rdf:about="">
+<dc:title>{title}</dc:title>
+<dc:subject><rdf:Bag>{keywords}</rdf:Bag></dc:subject>
+<dc:publisher><cc:Agent><dc:title>Open Clip Art Library</dc:title></cc:Agent>
+</dc:publisher>
+<dc:creator><cc:Agent><dc:title>Jo Painter</dc:title></cc:Agent></dc:creator>
+</cc:Work></rdf:RDF></metadata><path d="M0 0"/></svg>
+"""
+
+
+def write(root, name, title=None, keywords=(), size=(40, 20), seed=0):
+    """A picture of random rectangles, which is unlike that of another seed."""
+    png, svg = root / "png" / f"{name}.png", root / "svg" / f"{name}.svg"
+    png.parent.mkdir(parents=True, exist_ok=True)
+    svg.parent.mkdir(parents=True, exist_ok=True)
+    picture = Image.new("RGBA", size, (0, 0, 0, 0))
+    draw, rng = ImageDraw.Draw(picture), np.random.default_rng(seed)
+    for _ in range(6):
+        x, y = rng.integers(size)
+        colour = (*rng.integers(0, 256, 3).tolist(), 255)
+        draw.rectangle([int(x), int(y), int(x) + 9, int(y) + 9], colour)
+    picture.save(png)
+    if title is not None:
+        items = "".join(f"<rdf:li>{keyword}</rdf:li>" for keyword in keywords)
+        svg.write_text(SVG.format(title=title, keywords=items))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Where `dpkg -x` puts the pictures."""
+    return tmp_path / "x" / "usr" / "share" / "openclipart"
+
+
+def captions(tmp_path):
+    return list(data.load_captions(f"openclipart:{tmp_path / 'x'}", "all"))
+
+
+def test_captions_of_titles_and_keywords(root, tmp_path):
+    write(root, "a/1", "Big  Bull", ["mammal", "bull", "jo painter", ""], seed=1)
+    write(root, "a/b/2", "Clipart by Nicu - arrow", ["Road_Sign", "mammal"], seed=2)
+    # Without metadata, and in a damaged file, the words are those of the name.
+    write(root, "a/red_house_jo_pai_03", seed=3)
+    write(root, "a/blue_house", "Blue", seed=4)
+    (root / "svg" / "a" / "blue_house.svg").write_text("<svg><metadata>")
+    assert captions(tmp_path) == [
+        "big bull, mammal",
+        "arrow, road sign, mammal",
+        "blue house",
+        "red house jo pai",
+    ]
+
+
+def test_a_title_of_a_whole_collection_says_nothing(root, tmp_path):
+    for number in range(6):
+        name = "abcdef"[number] * 3
+        write(root, f"icons/{name}_jo_painter_01", "Jo's icons", ["icon"], seed=number)
+    assert captions(tmp_path) == [f"{letter * 3}, icon" for letter in "abcdef"]
+
+
+def test_pictures_are_on_white_and_keep_their_proportions(root, tmp_path):
+    write(root, "a/1", "One", size=(128, 32), seed=1)
+    (root / "png" / "b").mkdir()
+    # The packages show a picture in other categories by links.
+    (root / "png" / "b" / "1.png").symlink_to("../a/1.png")
+    write(root, "b/2", "Two", size=(20, 10), seed=2)
+    clip_art = openclipart.read_clip_art(str(root), "all")
+    assert clip_art.images.shape == (2, 64, 64, 3)
+    assert clip_art.categories.tolist() == ["a", "b"]
+    wide, small = clip_art.images
+    assert (wide[:24] == 255).all()
+    assert (wide[40:] == 255).all()
+    assert (wide[24:40] < 255).any()
+    # A small one is not made larger.
+    assert (small[:, :22] == 255).all()
+    assert (small[27:37, 22:42] < 255).any()
+
+
+def test_series_and_pictures_that_are_alike_have_one_split(root, tmp_path):
+    for number in range(30):
+        write(root, f"a/star_{number}pt", f"star {number}pt", seed=number)
+    for number in range(30, 60):
+        write(root, f"b/p{number}", f"thing {'ab'[number % 2] * number}", seed=1000)
+    for number in range(60, 160):
+        word = "".join("abcdefghij"[int(digit)] for digit in str(number))
+        write(root, f"c/{word}", word, seed=number)
+    source = str(root)
+    everything = openclipart.read_clip_art(source, "all")
+    series = np.array([name == "a" for name in everything.categories])
+    copies = np.array([name == "b" for name in everything.categories])
+    assert len(set(everything.splits[series])) == 1
+    assert len(set(everything.splits[copies])) == 1
+    others = everything.splits[~series & ~copies]
+    assert all(4 <= (others == split).sum() <= 20 for split in ("validation", "test"))
+    parts = [openclipart.read_clip_art(source, x) for x in openclipart.SPLITS[:3]]
+    assert sum(len(part.images) for part in parts) == 160
+    for part, split in zip(parts, openclipart.SPLITS):
+        assert set(part.splits) == {split}
+
+
+def test_a_long_series_is_trained_on(root, tmp_path):
+    for number in range(60):
+        write(root, f"a/{number}", f"star {number}", seed=number)
+    assert data.num_pairs(f"openclipart:{root}", "train") == 60
+
+
+def test_categories_are_classes(root, tmp_path):
+    for number in range(40):
+        write(root, f"b/{number}", f"bull {number}", seed=number)
+        write(root, f"a/{number}", f"arrow {number}", seed=number)
+        write(root, f"unsorted/{number}", f"thing {number}", seed=number)
+    write(root, "c/1", "one", seed=1)
+    source = f"openclipart:{root}"
+    assert data.class_names(source) == ("a", "b")
+    assert data.num_examples(source, "all") == 80
+    images, labels = next(
+        iter(data.load(source, "all", (16, 16, 3), batch_size=80, shuffle=False))
+    )
+    assert images.shape == (80, 16, 16, 3)
+    assert labels.numpy().tolist() == [0] * 40 + [1] * 40
+    # Every picture has a caption, or one by the template of its class.
+    assert data.num_pairs(source, "all") == 121
+    assert data.load_captions(source, "all", templates="a sign of {}") == (
+        "a sign of a",
+        "a sign of b",
+    )
+
+
+def test_pictures_are_read_once(root, tmp_path, monkeypatch):
+    write(root, "a/1", "one", seed=1)
+    first = openclipart.read_clip_art(str(root), "all")
+    with monkeypatch.context() as patch:
+        patch.setattr(openclipart, "_rendered", None)
+        kept = openclipart.read_clip_art(str(tmp_path / "x"), "all")
+        np.testing.assert_array_equal(kept.images, first.images)
+        assert kept.captions.tolist() == first.captions.tolist()
+    write(root, "a/2", "two", seed=2)
+    assert len(openclipart.read_clip_art(str(root), "all").images) == 2
+
+
+def test_bad_input(root, tmp_path):
+    with pytest.raises(ValueError, match=r"png and svg.*received: source='openclipart"):
+        data.load_captions(f"openclipart:{tmp_path}", "train")
+    write(root, "a/1", "one", seed=1)
+    with pytest.raises(ValueError, match="split='held_out'"):
+        data.load_captions(f"openclipart:{root}", "held_out")
+    (root / "png" / "a" / "1.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"Expected a PNG in .*a/1\.png; received"):
+        data.load_captions(f"openclipart:{root}", "train")
