@@ -13,7 +13,10 @@ from keras_moe.evaluation.few_shot import (
     few_shot_from_model,
     sample_shots,
 )
-from keras_moe.evaluation.nearest_caption import nearest_caption_embeddings
+from keras_moe.evaluation.pair_baselines import (
+    kernel_ridge_embeddings,
+    nearest_caption_embeddings,
+)
 from keras_moe.evaluation.pair_models import (
     PairEmbeddings,
     contrastive_accuracy_from_model,
@@ -63,6 +66,7 @@ __all__ = [
     "few_shot",
     "few_shot_accuracies",
     "few_shot_from_model",
+    "kernel_ridge_embeddings",
     "mean_average_precision",
     "nearest_caption_embeddings",
     "precision_at_1",

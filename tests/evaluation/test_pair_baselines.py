@@ -1,9 +1,13 @@
-"""The baseline of retrieval by the nearest image, by hand."""
+"""Baselines of retrieval, by hand."""
 
 import numpy as np
 import pytest
 
-from keras_moe.evaluation import nearest_caption_embeddings, retrieval
+from keras_moe.evaluation import (
+    kernel_ridge_embeddings,
+    nearest_caption_embeddings,
+    retrieval,
+)
 
 pytestmark = pytest.mark.backend_free
 
@@ -37,6 +41,36 @@ def test_it_is_the_baseline_that_retrieval_reads():
     assert result.image_to_text.tolist() == result.text_to_image.tolist() == [1.0]
 
 
+def test_a_regression_on_two_images_by_hand():
+    # Each caption is the one run "xy", with spaces, of its two letters: vectors that
+    # have no run in common. The median of the distances 0, 0, 4, 4 is 2.
+    image_vectors, text_vectors = kernel_ridge_embeddings(
+        images(0, 4), ["ab", "cd"], images(1), ["cd", "ab"], width=2, penalty=0.5
+    )
+    near, far, other = np.exp([-1 / 4, -3 / 4, -1])
+    weights = np.linalg.solve([[1.5, other], [other, 1.5]], [near, far])
+    np.testing.assert_allclose(
+        image_vectors @ text_vectors.T, [weights[::-1]], rtol=1e-5
+    )
+
+
+def test_a_caption_of_unknown_letters_is_a_vector():
+    embeddings = kernel_ridge_embeddings(
+        images(0, 4), ["ab", "cd"], images(1, 3), ["ab", "wxyz"]
+    )
+    assert retrieval(*embeddings, ks=(1,)).image_to_text.tolist() == [0.5]
+
+
+@pytest.mark.parametrize("options", [{"width": 0}, {"penalty": -1.0}])
+def test_wrong_settings_of_the_regression(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name}="):
+        kernel_ridge_embeddings(images(0), ["a"], images(0), ["a"], **options)
+
+
+@pytest.mark.parametrize(
+    "baseline", [nearest_caption_embeddings, kernel_ridge_embeddings]
+)
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -47,6 +81,6 @@ def test_it_is_the_baseline_that_retrieval_reads():
         ((np.zeros((1, 2)), ["a"], images(0), ["a"]), "train_images.shape"),
     ],
 )
-def test_wrong_arguments(arguments, match):
+def test_wrong_arguments(baseline, arguments, match):
     with pytest.raises(ValueError, match=match):
-        nearest_caption_embeddings(*arguments)
+        baseline(*arguments)

@@ -1,0 +1,339 @@
+"""What experts give on pictures that are held out: an experiment in three steps.
+
+    python -m tools.studies.held_out pairs emoji
+    python -m tools.studies.held_out pairs openclipart:FOLDER
+    python -m tools.studies.held_out classes openclipart:FOLDER
+
+A model with experts and its dense twin, which has as many active parameters and trains
+for as many steps, each try the same settings on the validation split, from one seed.
+The best setting of each is trained from several seeds, and measured on the test split,
+which nothing has read until then. Baselines choose their settings on the validation
+split, too: for pairs the nearest caption and a kernel ridge regression, for classes the
+same regression to labels.
+
+Runs that are done are kept in the folder `--output`; the same command goes on after an
+interruption. The table is printed, and is in `results.json`.
+"""
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from keras_moe import data, evaluation, training
+from keras_moe.cli.evaluate import pooled_features
+from keras_moe.cli.studies.pair_training import PairTraining
+from keras_moe.cli.studies.study import Run, Study, percent, spread
+from keras_moe.cli.versions import backend_and_versions
+from keras_moe.files import write_json
+
+# The settings that both twins try, by name.
+SETTINGS = {
+    "as it is": {},
+    "weight decay 1": {"optimizer.weight_decay": 1.0},
+    "learning rate halved": {"schedule.learning_rate": 1e-3},
+}
+TWINS = {"experts": {}, "dense": {"model.moe_layers": None}}
+WIDTHS, PENALTIES = (0.3, 1.0, 3.0), (0.01, 0.1, 1.0)
+# The side of the images that the regression reads, which is not better at 32.
+SIDE = 16
+# What the larger pictures need: as many patches as the smaller ones.
+CLIP_ART = {"model.image_shape": [64, 64, 3], "model.patch_size": 16}
+# The recipes by task, and what else the larger set needs.
+RECIPES = {
+    "pairs": ("limoe_emoji", {"model.max_length": 24, "schedule.epochs": 15}),
+    "classes": (
+        "vmoe_digits",
+        {
+            # As many active parameters as the dense twin.
+            "model.num_selected_experts": 1,
+            "model.images_per_group": 64,
+            "optimizer.groups": [
+                {"match": "kernels"},
+                {"match": "rest", "weight_decay": 0.0},
+            ],
+            "schedule.epochs": 15,
+        },
+    ),
+}
+# The figure that is chosen by, first, and those beside it.
+FIGURES = {
+    "pairs": ("r1", "image_to_text_r1", "text_to_image_r1"),
+    "classes": ("accuracy", "few_shot_10"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("task", choices=list(RECIPES))
+    parser.add_argument("source", help="emoji, or openclipart:FOLDER")
+    parser.add_argument("--output", type=Path, help="runs/held_out_TASK by default")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, help="in the place of the recipe's")
+    args = parser.parse_args(argv)
+    console = Console()
+    name, sizes = RECIPES[args.task]
+    overrides = {"data.source": args.source}
+    if args.source != "emoji":
+        overrides |= {**CLIP_ART, **sizes}
+    if args.epochs:
+        overrides["schedule.epochs"] = args.epochs
+    recipe = training.load_recipe(name).replace(**overrides)
+    kind = args.source.partition(":")[0]
+    output = args.output or Path(f"runs/held_out_{args.task}_{kind}")
+    pairs = PairTraining(recipe, None)
+    settings = {**pairs.settings(), **backend_and_versions()}
+    study = Study(output, settings, console)
+    train = pairs.make if args.task == "pairs" else lambda *x: classified(recipe, *x)
+    results = {
+        "baselines": (pair_baselines if args.task == "pairs" else class_baselines)(
+            args.source, console
+        ),
+        "twins": compared(study, train, args.seeds, FIGURES[args.task][0]),
+    }
+    write_json(output / "results.json", {"settings": settings, **results})
+    console.print(table_of(results, FIGURES[args.task]))
+    console.print(f"results   {output / 'results.json'}", soft_wrap=True)
+
+
+def compared(study: Study, train: Callable, seeds: int, figure: str) -> dict:
+    """Chooses a setting of each twin on validation, and tests it from several seeds.
+
+    Args:
+        study: folder of the runs.
+        train: function from overrides of the recipe, a seed and a function that tells
+            how far it is, to a result with `"figures"`, and arrays.
+        seeds: number of seeds.
+        figure: figure that is chosen by.
+    """
+
+    def run(split, twin, name, seed):
+        own = {**TWINS[twin], **SETTINGS[name], "data.test_split": split}
+
+        def make(tell):
+            return train(own, seed, tell)
+
+        return Run(f"{twin}-{split}", seed, {"overrides": own}, make, f"{twin}, {name}")
+
+    def figures(results):
+        return [result["figures"] for result in results]
+
+    twins = {}
+    for twin in TWINS:
+        tried = study.finish_all([run("validation", twin, x, 0) for x in SETTINGS])
+        validation = dict(zip(SETTINGS, figures(tried)))
+        chosen = max(SETTINGS, key=lambda name: validation[name][figure])
+        twins[twin] = {"validation": validation, "chosen": chosen}
+    # The one look at the test split, after all choices.
+    for twin, row in twins.items():
+        runs = [run("test", twin, row["chosen"], seed) for seed in range(seeds)]
+        tested = study.finish_all(runs)
+        row |= {
+            "test": {
+                name: spread([own[name] for own in figures(tested)])
+                for name in tested[0]["figures"]
+                if all(isinstance(own.get(name), float) for own in figures(tested))
+            },
+            "parameters": tested[0]["parameters"],
+            "seconds": spread([result["seconds"] for result in tested]),
+        }
+    return twins
+
+
+def classified(
+    recipe: training.Recipe, overrides: dict, seed: int, tell: Callable
+) -> tuple[dict, dict]:
+    """Trains a classifier; its accuracy, and that of a 10-shot probe of its features.
+
+    Args:
+        recipe: recipe of all models.
+        overrides: overrides of the recipe.
+        seed: seed of weights, noise and order.
+        tell: function that shows a text beside the bar.
+    """
+    recipe = recipe.replace(**{**overrides, "seed": seed})
+    tell("training")
+    watch = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: tell(f"epoch {epoch + 1}")
+    )
+    begin = time.perf_counter()
+    trained = training.train(recipe, callbacks=[watch], verbose=0)
+    seconds = time.perf_counter() - begin
+    model = trained.model
+    features = keras.Model(model.input, pooled_features(model))
+
+    def features_of(split):
+        images, labels = images_of(recipe.data.source, split, model.input_shape[1:])
+        return features.predict(images, verbose=0), labels
+
+    train, validation = features_of("train"), features_of("validation")
+    probe = evaluation.few_shot(*train, *validation, shots=(10,))
+    l2 = float(probe.best_l2[0])
+    tested = features_of(recipe.data.test_split)
+    probe = evaluation.few_shot(*train, *tested, shots=(10,), l2s=(l2,))
+    return {
+        "figures": {"accuracy": trained.score, "few_shot_10": float(probe.mean[0])},
+        "parameters": model.count_params(),
+        "seconds": seconds,
+        "history": trained.history,
+    }, {}
+
+
+def pair_baselines(source: str, console: Console) -> dict:
+    """Retrieval by the nearest caption and by a kernel ridge regression.
+
+    Args:
+        source: source of pairs.
+        console: console that people read.
+    """
+    train, validation, test = (
+        pairs_of(source, split) for split in ("train", "validation", "test")
+    )
+
+    def nearest(pairs):
+        embeddings = evaluation.nearest_caption_embeddings(*train[:2], *pairs[:2])
+        return recalls(*embeddings, pairs[2])
+
+    def ridge(pairs, setting):
+        embeddings = evaluation.kernel_ridge_embeddings(
+            *train[:2], *pairs[:2], width=setting[0], penalty=setting[1]
+        )
+        return recalls(*embeddings, pairs[2])
+
+    console.print("fitting the regression")
+    tried = {x: ridge(validation, x) for x in itertools.product(WIDTHS, PENALTIES)}
+    chosen = max(tried, key=lambda setting: tried[setting]["r1"])
+    return {
+        "chance": {"validation": chance(validation), "test": chance(test)},
+        "nearest caption": {"validation": nearest(validation), "test": nearest(test)},
+        "kernel ridge": {
+            "validation": tried[chosen],
+            "test": ridge(test, chosen),
+            "chosen": dict(zip(("width", "penalty"), chosen)),
+        },
+    }
+
+
+def class_baselines(source: str, console: Console) -> dict:
+    """The most frequent class, and a kernel ridge regression to classes.
+
+    Args:
+        source: source of classes.
+        console: console that people read.
+    """
+    from sklearn.metrics.pairwise import manhattan_distances
+
+    splits = [
+        images_of(source, split, (SIDE, SIDE, 3))
+        for split in ("train", "validation", "test")
+    ]
+    rows = [images.reshape(len(images), -1) for images, _ in splits]
+    distances = [manhattan_distances(own, rows[0]) for own in rows]
+    targets = np.eye(1 + splits[0][1].max())[splits[0][1]]
+    median = np.median(distances[0])
+
+    def ridge(setting):
+        width, penalty = setting
+        kernel, *others = (np.exp(-own / (width * median)) for own in distances)
+        weights = np.linalg.solve(kernel + penalty * np.eye(len(kernel)), targets)
+        return [(own @ weights).argmax(axis=1) for own in others]
+
+    def accuracies(predicted):
+        return [
+            {"accuracy": float(np.mean(own == labels))}
+            for own, (_, labels) in zip(predicted, splits[1:])
+        ]
+
+    console.print("fitting the regression")
+    tried = {x: accuracies(ridge(x)) for x in itertools.product(WIDTHS, PENALTIES)}
+    chosen = max(tried, key=lambda setting: tried[setting][0]["accuracy"])
+    most = np.bincount(splits[0][1]).argmax()
+    names = ("validation", "test")
+    return {
+        "most frequent class": dict(zip(names, accuracies([most, most]))),
+        "kernel ridge": {
+            **dict(zip(names, tried[chosen])),
+            "chosen": dict(zip(("width", "penalty"), chosen)),
+        },
+    }
+
+
+def pairs_of(source: str, split: str) -> tuple[np.ndarray, list[str], np.ndarray]:
+    """Images, captions, and numbers that are equal for equal captions."""
+    batches = data.load_pairs(
+        source, split, (SIDE, SIDE, 3), batch_size=256, shuffle=False
+    )
+    inputs, ids = zip(*batches.as_numpy_iterator())
+    captions = np.concatenate([batch["captions"] for batch in inputs])
+    return (
+        np.concatenate([batch["images"] for batch in inputs]),
+        [caption.decode() for caption in captions],
+        np.concatenate([batch["text_ids"] for batch in ids]),
+    )
+
+
+def images_of(source: str, split: str, shape: tuple) -> tuple[np.ndarray, np.ndarray]:
+    """All images of a split, and their labels."""
+    batches = data.load(source, split, shape, batch_size=256, shuffle=False)
+    images, labels = zip(*batches.as_numpy_iterator())
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def recalls(images: Any, texts: Any, text_ids: np.ndarray) -> dict[str, float]:
+    """R@1 of both directions, and their mean."""
+    figures = evaluation.retrieval(images, texts, ks=(1, 5), text_ids=text_ids)
+    figures = figures.figures()
+    both = figures["image_to_text_r1"], figures["text_to_image_r1"]
+    return {**figures, "r1": sum(both) / 2}
+
+
+def chance(pairs: tuple) -> dict[str, float]:
+    """The recall of a random order, in which any of equal captions is right."""
+    _, counts = np.unique(pairs[2], return_counts=True)
+    share = float(np.sum(counts.astype(float) ** 2) / counts.sum() ** 2)
+    return dict.fromkeys(("r1", "image_to_text_r1", "text_to_image_r1"), share)
+
+
+def table_of(results: dict, figures: tuple[str, ...]) -> Table:
+    """A row for each baseline and twin, in percent.
+
+    Args:
+        results: the results.
+        figures: names of the figures.
+    """
+    table = Table("", "chosen", *(f"validation {name}" for name in figures))
+    for name in ("parameters", "seconds", *(f"test {name}" for name in figures)):
+        table.add_column(name, justify="right")
+
+    def cells(row):
+        return [f"{100 * row[name]:.1f}" if name in row else "" for name in figures]
+
+    for name, row in results["baselines"].items():
+        chosen = ", ".join(f"{key} {x:g}" for key, x in row.get("chosen", {}).items())
+        table.add_row(
+            name, chosen, *cells(row["validation"]), "", "", *cells(row["test"])
+        )
+    for name, row in results["twins"].items():
+        table.add_row(
+            name,
+            row["chosen"],
+            *cells(row["validation"][row["chosen"]]),
+            f"{row['parameters']:,}",
+            f"{row['seconds']['mean']:.0f}",
+            *(percent(row["test"][name]) for name in figures),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
