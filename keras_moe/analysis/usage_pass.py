@@ -193,7 +193,7 @@ class UsageProbe:
         layers = {key: _moe_layer(backbone, key) for key in routing}
         self._layers = list({id(layer): layer for layer in layers.values()}.values())
         self._keys = _keys_by_block(layers)
-        self._fields = ["dispatched", "combined"]
+        self._fields = list(_Counted._fields)
         if check_bool("contributions", contributions):
             # The context of `count` puts them there.
             self._fields.append("affinity")
@@ -238,7 +238,7 @@ class UsageProbe:
         for name, keys in self._keys.items():
             usages = [
                 routing_usage(
-                    _Served(records[key]["dispatched"], records[key]["combined"]),
+                    _Counted(*(records[key][x] for x in _Counted._fields)),
                     groups,
                     count,
                     masks.get(modality),
@@ -252,9 +252,10 @@ class UsageProbe:
         return ExpertUsage(group_names or modalities, blocks)
 
 
-class _Served(NamedTuple):
+class _Counted(NamedTuple):
     """The part of a `Routing` that counts."""
 
+    gates: Any
     dispatched: Any
     combined: Any
 
