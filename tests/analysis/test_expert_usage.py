@@ -350,6 +350,9 @@ def test_modalities_come_with_the_inputs(text):
             usage.blocks["block_1"].tokens[modality], served[own].sum(axis=0)
         )
     assert usage.blocks["block_1"].tokens.sum() == 12
+    # K = 1, and padding is not routed: its gates are nobody's choice.
+    usage = expert_usage(text, inputs, verbose=0).blocks["block_1"]
+    np.testing.assert_array_equal(usage.first_choices, usage.tokens)
 
 
 class TwoModalities(keras.Model):
@@ -370,6 +373,9 @@ class TwoModalities(keras.Model):
 
     def get_layer(self, name):
         return self.tower.get_layer(name.rpartition("/")[2])
+
+    def get_config(self):
+        return self.tower.get_config()
 
 
 @pytest.mark.backend_free
