@@ -64,6 +64,7 @@ from keras_moe.analysis.truncated_svd import (
     truncated_svd,
 )
 from keras_moe.analysis.usage_pass import expert_usage
+from keras_moe.analysis.word_tags import TokenTags, tag_tokens
 
 __all__ = [
     "BlockUsage",
@@ -77,6 +78,7 @@ __all__ = [
     "Report",
     "RoutingScores",
     "RoutingStatistics",
+    "TokenTags",
     "TruncatedSVD",
     "ablate_experts",
     "accuracy_changes",
@@ -115,6 +117,7 @@ __all__ = [
     "routing_usage",
     "select_experts",
     "steer_expert",
+    "tag_tokens",
     "token_flows",
     "truncate_kernel",
     "truncated_svd",

@@ -16,6 +16,15 @@ def moe_block(model: Any, name: str) -> Any:
     return backbone.get_layer(name)
 
 
+def masks_padding(model: Any, name: str) -> bool:
+    """Whether the block of a routing record routes texts without their padding."""
+    backbone = getattr(model, "backbone", model)
+    if not isinstance(model.input, dict) or name.startswith("image/"):
+        return False
+    config = backbone.get_config()
+    return config.get("text", config).get("mask_padding", False)
+
+
 def mumoe_head(model: Any) -> Any:
     """The muMoE head of a classifier."""
     head = getattr(model, "head", None)

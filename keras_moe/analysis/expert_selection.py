@@ -13,7 +13,7 @@ from keras_moe.analysis.expert_usage import ExpertUsage, checked_usage
 from keras_moe.checks import check_integer, check_one_of
 
 CRITERIA = ("tokens", "mass", "reap")
-COVERED = ("tokens", "mass")
+COVERED = ("tokens", "mass", "first_choices")
 
 
 class CoverageCurve(NamedTuple):
@@ -109,10 +109,12 @@ def coverage_curves(
 
     Args:
         usage: `ExpertUsage`.
-        by: share that is covered, of the served `"tokens"`, or of the `"mass"` of
-            gates in their outputs.
+        by: share that is covered, of the served `"tokens"`, of the `"mass"` of gates
+            in their outputs, or of the `"first_choices"` of all tokens, as in the
+            paper's figure.
         groups: argument of `expert_scores`.
-        criterion: argument of `expert_scores` that orders the experts; None takes `by`.
+        criterion: argument of `expert_scores` that orders the experts; None takes `by`,
+            and `"tokens"` for first choices.
 
     Returns:
         Dict from the name of a block to its `CoverageCurve`; equal scores put the lower
@@ -134,10 +136,17 @@ def coverage_curves(
     ([1, 2, 0], [0.6, 0.9, 1.0])
     """
     check_one_of("by", by, COVERED)
-    work = expert_scores(usage, by, groups)
-    scores = work if criterion is None else expert_scores(usage, criterion, groups)
-    curves = {}
-    for name, amounts in work.items():
+    if criterion is None:
+        criterion = by if by in CRITERIA else "tokens"
+    scores = expert_scores(usage, criterion, groups)
+    rows, curves = _rows(usage, groups), {}
+    for name, block in usage.blocks.items():
+        if getattr(block, by) is None:
+            raise ValueError(
+                f"Expected a usage with {by}, as expert_usage counts them; received: "
+                f"none in {name}"
+            )
+        amounts = getattr(block, by)[rows].sum(axis=0)
         order = np.argsort(-scores[name], kind="stable")
         covered = np.cumsum(amounts[order])
         curves[name] = CoverageCurve(order, covered / covered[-1])

@@ -15,6 +15,8 @@ from keras_moe.files import write_json
 
 # The group of all tokens.
 ALL = "all"
+# Figures that a usage may lack.
+OPTIONAL = ("contributions", "first_choices")
 
 
 class BlockUsage(NamedTuple):
@@ -25,11 +27,14 @@ class BlockUsage(NamedTuple):
         mass: float64 (U, E), sums of the experts' weights in these tokens' outputs.
         contributions: float64 (U, E), sums of these weights times the norms of the
             experts' outputs; None if they were not measured.
+        first_choices: float64 (U, E), numbers of tokens whose largest gate was the
+            expert's, served or not; None if they were not counted.
     """
 
     tokens: np.ndarray
     mass: np.ndarray
     contributions: np.ndarray | None = None
+    first_choices: np.ndarray | None = None
 
 
 class ExpertUsage(NamedTuple):
@@ -137,7 +142,8 @@ def routing_usage(
         groups: integers (B,) or (B, N), the group of each example or token, such as its
             class or modality; negative ones do not count. None has one group.
         num_groups: U; None is the largest number in `groups` and one.
-        mask: boolean (B, N), False for tokens that do not count.
+        mask: boolean (B, N), False for tokens that do not count. First choices need it
+            where padding is not routed.
         contributions: float (B, N, E), weights of experts times norms of their outputs,
             or None.
 
@@ -168,6 +174,8 @@ def routing_usage(
             f"received: shape={tokens.shape}"
         )
     figures = {"tokens": tokens, "mass": routing.combined}
+    first = np.argmax(routing.gates, axis=-1)
+    figures["first_choices"] = np.eye(tokens.shape[-1])[first]
     if contributions is not None:
         figures["contributions"] = contributions
     owners = _owners(groups, mask, tokens.shape[:2])
@@ -266,7 +274,7 @@ def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
 
 def _layout(usage):
     blocks = {
-        name: (block.tokens.shape, block.contributions is not None)
+        name: (block.tokens.shape, *(getattr(block, x) is not None for x in OPTIONAL))
         for name, block in usage.blocks.items()
     }
     return list(usage.groups), blocks
@@ -290,7 +298,7 @@ def checked_usage(usage: Any) -> ExpertUsage:
     for name, block in usage.blocks.items():
         shape = np.shape(block.tokens)
         for field, figure in block._asdict().items():
-            if figure is None and field == "contributions":
+            if figure is None and field in OPTIONAL:
                 continue
             if np.ndim(figure) != 2 or np.shape(figure) != shape:
                 raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_moe.analysis.blocks import masks_padding
 from keras_moe.analysis.expert_usage import (
     ALL,
     BlockUsage,
@@ -32,11 +33,13 @@ def expert_usage(
     contributions: bool = False,
     batch_size: int = 32,
     verbose: Any = "auto",
+    modality: str | None = None,
 ) -> ExpertUsage:
     """Counts how much each expert is used, in a pass over data.
 
     Models of two modalities whose blocks are shared, such as LIMoE, are counted by
-    modality. Others have one group, unless `groups` divides their tokens.
+    modality. Others have one group, unless `groups` divides their tokens, and so have
+    the tokens of one `modality`.
 
     Args:
         model: backbone or task with MoE blocks.
@@ -49,18 +52,21 @@ def expert_usage(
         group_names: names of the U groups; None numbers those of an array.
         mask: name of an input (B, N), such as `"padding_mask"`, that is False for
             tokens that do not count, or a dict from modalities to such names, such as
-            `{"text": "padding_mask"}`; None counts each token that an expert serves.
+            `{"text": "padding_mask"}`; None counts each token that is routed.
         contributions: whether to measure the norms of experts' outputs, too, which
             REAP's criterion needs; experts then run twice.
         batch_size: number of examples in a batch of arrays.
         verbose: whether to show a progress bar.
+        modality: `"text"` or `"image"` of a model of pairs, whose tokens alone count;
+            `groups` and `mask` are then those of its tokens. None counts all.
 
     Returns:
         `ExpertUsage`.
 
     Raises:
-        ValueError: if the model has no MoE blocks, or soft routing or muMoE, where all
-            experts serve all tokens; there is no example; or arguments do not fit.
+        ValueError: if the model has no MoE blocks (of the modality), or soft routing or
+            muMoE, where all experts serve all tokens; there is no example; or arguments
+            do not fit.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
@@ -75,7 +81,7 @@ def expert_usage(
     >>> tokens.shape, int(tokens.sum()) == 450 * 17 * 2  # 17 tokens, K=2
     ((10, 8), True)
     """
-    probe = UsageProbe(model, contributions)
+    probe = UsageProbe(model, contributions, modality=modality)
     names = _group_names(groups, group_names)
     bar = keras.utils.Progbar(None, unit_name="batch") if verbose else None
     total = None
@@ -177,12 +183,19 @@ class UsageProbe:
         model: backbone or task with MoE blocks.
         contributions: whether norms of the experts' outputs are measured.
         training: whether tokens are routed as in training.
+        modality: modality whose tokens alone count, or None for all.
 
     Raises:
         ValueError: if the model has no MoE blocks, or soft routing or muMoE.
     """
 
-    def __init__(self, model: Any, contributions: bool = False, training: bool = False):
+    def __init__(
+        self,
+        model: Any,
+        contributions: bool = False,
+        training: bool = False,
+        modality: str | None = None,
+    ):
         backbone = getattr(model, "backbone", model)
         routing = getattr(model, "routing", None)
         if not routing:
@@ -190,10 +203,19 @@ class UsageProbe:
                 "Expected a model with MoE blocks, whose `routing` has their records; "
                 f"received: {type(model).__name__} without"
             )
+        if modality is not None:
+            every, start = list(routing), f"{modality}/"
+            routing = {key: x for key, x in routing.items() if key.startswith(start)}
+            if not routing:
+                raise ValueError(
+                    f"Expected a modality of the records {every}; received: "
+                    f"modality={modality!r}"
+                )
         layers = {key: _moe_layer(backbone, key) for key in routing}
         self._layers = list({id(layer): layer for layer in layers.values()}.values())
         self._keys = _keys_by_block(layers)
-        self._fields = ["dispatched", "combined"]
+        self._without_padding = {key for key in layers if masks_padding(model, key)}
+        self._fields = list(_Counted._fields)
         if check_bool("contributions", contributions):
             # The context of `count` puts them there.
             self._fields.append("affinity")
@@ -238,10 +260,10 @@ class UsageProbe:
         for name, keys in self._keys.items():
             usages = [
                 routing_usage(
-                    _Served(records[key]["dispatched"], records[key]["combined"]),
+                    _Counted(*(records[key][x] for x in _Counted._fields)),
                     groups,
                     count,
-                    masks.get(modality),
+                    self._mask(key, inputs, masks.get(modality)),
                     records[key].get("affinity"),
                 )
                 for modality, key in keys.items()
@@ -251,10 +273,18 @@ class UsageProbe:
             blocks[name] = BlockUsage(*rows)
         return ExpertUsage(group_names or modalities, blocks)
 
+    def _mask(self, key, inputs, mask):
+        """The tokens of a record that count, without padding that is not routed."""
+        if key not in self._without_padding:
+            return mask
+        padding = np.asarray(inputs["padding_mask"], bool)
+        return padding if mask is None else padding & mask.astype(bool)
 
-class _Served(NamedTuple):
+
+class _Counted(NamedTuple):
     """The part of a `Routing` that counts."""
 
+    gates: Any
     dispatched: Any
     combined: Any
 

@@ -32,6 +32,7 @@ from keras_moe.cli.overrides import FIRST, model_overrides
 from keras_moe.cli.prediction import accuracy, predict
 from keras_moe.cli.result import Result, show_all
 from keras_moe.evaluation.average_precision import mean_of_defined
+from keras_moe.evaluation.class_subsets import NUM_CLASSES
 from keras_moe.models import registry
 
 METRICS = ("accuracy", "average_precision", "few_shot")
@@ -92,10 +93,17 @@ def evaluate(
 ) -> dict:
     """The figures of a model by metric, JSON-serialisable."""
     metrics = chosen_metrics(args.metrics, model, images)
-    outputs = {}
+    outputs, subset = {}, None
+    if args.class_subset:
+        check_of_subset(args.class_subset, metrics, images)
+        subset = evaluation.read_class_subset(args.class_subset)
     if set(metrics) & set(OF_HEADS):
         # Before the images are read: classes that do not fit.
-        places = class_places(model, images)
+        if subset is None:
+            places = class_places(model, images)
+        else:
+            places = subset.places(*names_and_count(images))
+            columns = outputs_of(model, subset)
         outputs["logits"] = model.output
     if "few_shot" in metrics:
         outputs["features"] = pooled_features(model)
@@ -109,9 +117,13 @@ def evaluate(
     outcome, labels = predict_split(inference, images.test_split)
     figures = {"images": len(labels)}
     if "logits" in outputs:
-        figures["classes"] = model.num_classes
         scores = outcome["logits"].astype("float32")
-        figures |= figures_of_scores(scores, in_model(labels, places, model), metrics)
+        if subset is None:
+            own = in_model(labels, places, model)
+        else:
+            scores, own = scores[:, columns], subset.labels(labels, places)
+        figures["classes"] = scores.shape[1]
+        figures |= figures_of_scores(scores, own, metrics)
     if "few_shot" in metrics:
         features = keras.Model(model.input, {"features": outputs["features"]})
         pool, pool_labels = predict_split(features, images.train_split)
@@ -166,7 +178,7 @@ def class_places(model: keras.Model, images: Images) -> np.ndarray:
     Raises:
         ValueError: if the model does not know a class.
     """
-    names = images.class_names()
+    names, count = names_and_count(images)
     known = getattr(getattr(model, "preprocessor", None), "class_names", None)
     needless = "; --metrics few_shot needs no head"
     if names is not None and known is not None:
@@ -179,13 +191,54 @@ def class_places(model: keras.Model, images: Images) -> np.ndarray:
                 f"{needless}"
             )
         return np.array([place[name] for name in names])
-    count = len(names or ()) or data.num_classes(images.source, images.data_dir)
     if count != model.num_classes:
         raise ValueError(
             f"Expected data of the model's {model.num_classes} classes; received: "
             f"{count} classes of {images.source!r}{needless}"
         )
     return np.arange(count)
+
+
+def check_of_subset(name: str, metrics: Sequence[str], images: Images) -> None:
+    """Checks that a metric reads some of the classes.
+
+    Args:
+        name: name of the subset.
+        metrics: names of `METRICS`.
+        images: the images.
+
+    Raises:
+        ValueError: if none does, or images have several labels.
+    """
+    if images.several or not set(metrics) & set(OF_HEADS):
+        raise ValueError(
+            f"Expected --metrics accuracy of images of one label with --class-subset "
+            f"{name}; received: --metrics {' '.join(metrics)} of {images.source!r}"
+        )
+
+
+def names_and_count(images: Images) -> tuple[tuple[str, ...] | None, int]:
+    """The names of the data's classes, or None, and their number."""
+    names = images.class_names()
+    return names, len(names or ()) or data.num_classes(images.source, images.data_dir)
+
+
+def outputs_of(model: keras.Model, subset: evaluation.ClassSubset) -> list[int]:
+    """The outputs of a model for the classes of a subset.
+
+    Raises:
+        ValueError: if its classes are not ImageNet's.
+    """
+    known = getattr(getattr(model, "preprocessor", None), "class_names", None) or ()
+    place = {name: index for index, name in enumerate(known)}
+    if place.keys() >= {*subset.wordnet_ids}:
+        return [place[name] for name in subset.wordnet_ids]
+    if model.num_classes != NUM_CLASSES:
+        raise ValueError(
+            f"Expected a model of ImageNet's {NUM_CLASSES:,} classes for "
+            f"--class-subset {subset.name}; received: {model.num_classes} classes"
+        )
+    return subset.numbers.tolist()
 
 
 def in_model(labels: np.ndarray, places: np.ndarray, model: keras.Model) -> np.ndarray:

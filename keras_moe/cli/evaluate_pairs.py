@@ -14,6 +14,7 @@ from keras_moe.checks import check_argument_names
 from keras_moe.cli.prediction import predict
 from keras_moe.data.sources import open_source
 from keras_moe.data.unreadable import check_unreadable
+from keras_moe.evaluation.pair_models import names_in_subset
 from keras_moe.evaluation.retrieval import KS
 
 # Those of images with captions, and those of images with one label each.
@@ -39,6 +40,8 @@ class PairData(NamedTuple):
         excluded: images that are left out, by split.
         class_names: names of the classes for zero-shot accuracy, or None.
         prompt_templates: templates of prompts for zero-shot accuracy, or None.
+        subset: the classes among which zero-shot accuracy chooses; None for all.
+        places: the place in the subset of each of the data's classes, or None.
     """
 
     source: str
@@ -50,6 +53,8 @@ class PairData(NamedTuple):
     excluded: dict[str, Any]
     class_names: tuple[str, ...] | None = None
     prompt_templates: tuple | None = None
+    subset: evaluation.ClassSubset | None = None
+    places: Any = None
 
     @property
     def class_source(self) -> str:
@@ -167,7 +172,7 @@ def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:
     _check_effect(pair_data, args, asked_for, needed)
     if "zero_shot" in metrics:
         pair_data = pair_data._replace(
-            class_names=_names_of_classes(pair_data, args),
+            **_classes_of(pair_data, args),
             prompt_templates=evaluation.read_templates(args.templates or "ours"),
         )
     return pair_data
@@ -281,6 +286,7 @@ def _check_effect(pair_data, args, asked_for, needed):
     unused = {
         "--templates": args.templates is not None and "zero_shot" not in metrics,
         "--class-names": bool(args.class_names) and "zero_shot" not in metrics,
+        "--class-subset": bool(args.class_subset) and "zero_shot" not in metrics,
         "--data-options templates": "templates" in asked_for
         and not set(metrics) & set(OF_PAIRS),
     }
@@ -311,9 +317,20 @@ def _check_effect(pair_data, args, asked_for, needed):
                 )
 
 
-def _names_of_classes(pair_data, args):
-    """The names of the data's classes, one for each."""
+def _classes_of(pair_data, args):
+    """The names of the data's classes, one for each, or those of a subset of them."""
     source, data_dir = pair_data.class_source, pair_data.data_dir
+    if args.class_subset:
+        subset = evaluation.read_class_subset(args.class_subset)
+        own, count = data.class_names(source, data_dir), None
+        if own is None:
+            count = data.num_classes(source, data_dir)
+        names = evaluation.read_class_names(args.class_names or "imagenet")
+        return {
+            "class_names": names_in_subset(names, subset),
+            "subset": subset,
+            "places": subset.places(own, count),
+        }
     names = args.class_names or data.class_names(source, data_dir)
     if names is None:
         raise ValueError(
@@ -326,7 +343,7 @@ def _names_of_classes(pair_data, args):
             f"Expected names of the {count} classes of {source!r}; received: "
             f"{len(names)} names"
         )
-    return names
+    return {"class_names": names}
 
 
 def _of_classes(model, pair_data, args, shown):
@@ -345,7 +362,10 @@ def _of_classes(model, pair_data, args, shown):
     test = features(pair_data.test_split)
     figures = {"images": len(test[1])}
     if zero_shot:
-        result = evaluation.zero_shot(*test, classes)
+        images, labels = test
+        if pair_data.subset is not None:
+            labels = pair_data.subset.labels(labels, pair_data.places)
+        result = evaluation.zero_shot(images, labels, classes)
         figures["zero_shot"] = {
             **result.figures(),
             "images": len(test[1]),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_moe.cli.parser import (
+    add_class_subset,
     add_command,
     add_data,
     add_devices,
@@ -58,6 +59,7 @@ def evaluate(commands: Any) -> None:
     parser.add_argument(
         "--hierarchy", metavar="FILE.json", help="of labels, as keras_moe.data.load"
     )
+    add_class_subset(parser)
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N")
     add_overrides(parser)
     add_pair_evaluation(parser)

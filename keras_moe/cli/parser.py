@@ -164,6 +164,20 @@ def add_num_classes(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--num-classes", type=at_least(1), help=what)
 
 
+def add_class_subset(parser: argparse.ArgumentParser) -> None:
+    """Adds `--class-subset`.
+
+    Args:
+        parser: parser to add it to.
+    """
+    parser.add_argument(
+        "--class-subset",
+        choices=("imagenet_a", "imagenet_r"),
+        help="the 200 of ImageNet's 1,000 classes among which the model chooses, as "
+        "accuracies on ImageNet-A and ImageNet-R are measured",
+    )
+
+
 def add_pair_evaluation(parser: argparse.ArgumentParser) -> None:
     """Adds what evaluates models of images and texts.
 

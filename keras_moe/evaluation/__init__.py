@@ -6,6 +6,7 @@ from keras_moe.evaluation.average_precision import (
     precision_at_1,
     streamed_average_precision,
 )
+from keras_moe.evaluation.class_subsets import ClassSubset, read_class_subset
 from keras_moe.evaluation.few_shot import (
     FewShotResult,
     best_l2,
@@ -50,6 +51,7 @@ from keras_moe.evaluation.zero_shot import (
 
 __all__ = [
     "TEMPLATES",
+    "ClassSubset",
     "ContrastiveAccuracyResult",
     "FewShotResult",
     "PairEmbeddings",
@@ -72,6 +74,7 @@ __all__ = [
     "precision_at_1",
     "prompts",
     "read_class_names",
+    "read_class_subset",
     "read_templates",
     "retrieval",
     "retrieval_from_model",

@@ -15,6 +15,11 @@ import keras
 import numpy as np
 
 from keras_moe.checks import check_integer
+from keras_moe.evaluation.class_subsets import (
+    NUM_CLASSES,
+    ClassSubset,
+    read_class_subset,
+)
 from keras_moe.evaluation.feature_checks import to_numpy
 from keras_moe.evaluation.feature_extraction import extract_features
 from keras_moe.evaluation.prompts import prompts, read_class_names, read_templates
@@ -147,6 +152,7 @@ def zero_shot_from_model(
     ks: Sequence[int] | None = None,
     batch_size: int = 64,
     verbose: int = 0,
+    class_subset: str | None = None,
 ) -> ZeroShotResult:
     """Zero-shot accuracies of a model of pairs; see `keras_moe.evaluation.zero_shot`.
 
@@ -161,6 +167,9 @@ def zero_shot_from_model(
         ks: values of k; None takes 1, and 5 where there are as many classes.
         batch_size: number of images and of texts that are embedded at a time.
         verbose: 1 for a progress bar, 2 for one line at its end, 0 for nothing.
+        class_subset: `"imagenet_a"` or `"imagenet_r"`, the classes of the 1,000 named
+            among which the model chooses; see
+            `keras_moe.evaluation.read_class_subset`. None takes all classes.
 
     Raises:
         ValueError: if names, templates, images or labels are of the wrong kind.
@@ -173,6 +182,9 @@ def zero_shot_from_model(
     ```
     """
     batch_size = check_integer("batch_size", batch_size)
+    subset = None if class_subset is None else read_class_subset(class_subset)
+    if subset is not None:
+        class_names = names_in_subset(read_class_names(class_names), subset)
     classes = encode_classes(model, class_names, templates, batch_size)
     size = 0
 
@@ -190,7 +202,26 @@ def zero_shot_from_model(
         batch_size,
         verbose,
     )
+    labels = labels if subset is None else subset.labels(labels)
     return zero_shot(embeddings, labels, classes, ks)
+
+
+def names_in_subset(class_names: Sequence[str], subset: ClassSubset) -> tuple[str, ...]:
+    """The names of a subset's classes.
+
+    Args:
+        class_names: names of ImageNet's 1,000 classes.
+        subset: some of them.
+
+    Raises:
+        ValueError: if there are not 1,000 names.
+    """
+    if len(class_names) != NUM_CLASSES:
+        raise ValueError(
+            f"Expected names of ImageNet's {NUM_CLASSES:,} classes for those of "
+            f"{subset.name}; received: {len(class_names)} names"
+        )
+    return tuple(class_names[number] for number in subset.numbers)
 
 
 def encode_classes(

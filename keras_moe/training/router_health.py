@@ -14,6 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_moe.analysis.blocks import masks_padding
 from keras_moe.analysis.router_limits import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY
 from keras_moe.analysis.routing_statistics import routing_statistics
 from keras_moe.checks import check_bool
@@ -238,7 +239,7 @@ class _RoutingProbe(keras.Model):
         self.in_training = training
         # Plain numbers, which Keras need not track.
         self.selected = {name: _num_selected_experts(model, name) for name in routing}
-        self.without_padding = [name for name in routing if _masks_padding(model, name)]
+        self.without_padding = [name for name in routing if masks_padding(model, name)]
 
     def call(self, inputs):
         return self.records(inputs, training=self.in_training)
@@ -284,15 +285,6 @@ def _num_selected_experts(model, name):
     block = backbone.get_layer(name)
     router = getattr(block.feed_forward, "router", None)
     return getattr(router, "num_selected_experts", None)
-
-
-def _masks_padding(model, name):
-    """Whether a block routes texts without their padding."""
-    backbone = getattr(model, "backbone", model)
-    if not isinstance(model.input, dict) or name.startswith("image/"):
-        return False
-    config = backbone.get_config()
-    return config.get("text", config)["mask_padding"]
 
 
 def _row(name, figures):

@@ -147,6 +147,29 @@ def test_coverage_by_hand():
 
 
 @pytest.mark.backend_free
+def test_coverage_of_first_choices_by_hand():
+    # Three tokens prefer expert 0, which has room for one; K = 2.
+    gates = np.array([[[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.5, 0.4, 0.1]]])
+    served = np.array([[[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]])
+    record = Routing(*[gates] * 4, served, served * gates)
+    block = routing_usage(record)
+    np.testing.assert_array_equal(block.first_choices, [[3, 0, 0]])
+    usage = ExpertUsage(["all"], {"block_1": block})
+    # Expert 1 served most, and without expert 0 no first choice is serviceable.
+    curve = coverage_curves(usage, "first_choices")["block_1"]
+    np.testing.assert_array_equal(curve.experts, [1, 0, 2])
+    np.testing.assert_array_equal(curve.covered, [0, 1, 1])
+    np.testing.assert_allclose(coverage_curves(usage)["block_1"].covered, [0.75, 1, 1])
+    masked = routing_usage(record, mask=np.array([[True, True, False]]))
+    np.testing.assert_array_equal(masked.first_choices, [[2, 0, 0]])
+    again = ExpertUsage.from_dict(usage.to_dict())
+    total = merged_usage([usage, again]).blocks["block_1"]
+    np.testing.assert_array_equal(total.first_choices, [[6, 0, 0]])
+    with pytest.raises(ValueError, match="usage with first_choices"):
+        coverage_curves(HAND, "first_choices")
+
+
+@pytest.mark.backend_free
 def test_the_smallest_set_covers():
     def kept(**arguments):
         return select_experts(HAND, **arguments)["block_1"]
@@ -306,7 +329,8 @@ def test_pruned_experts_are_not_used(model):
         for f in (mask_experts, prune_experts)
     ]
     for name, experts in kept.items():
-        for figure, other in zip(*(usage.blocks[name] for usage in usages)):
+        # First choices are those of routers that still have all columns.
+        for figure, other in zip(*(usage.blocks[name][:3] for usage in usages)):
             np.testing.assert_allclose(figure, other, rtol=1e-5)
             assert figure[0, experts].min() > 0
             assert figure.sum() == pytest.approx(figure[0, experts].sum())
@@ -326,6 +350,9 @@ def test_modalities_come_with_the_inputs(text):
             usage.blocks["block_1"].tokens[modality], served[own].sum(axis=0)
         )
     assert usage.blocks["block_1"].tokens.sum() == 12
+    # K = 1, and padding is not routed: its gates are nobody's choice.
+    usage = expert_usage(text, inputs, verbose=0).blocks["block_1"]
+    np.testing.assert_array_equal(usage.first_choices, usage.tokens)
 
 
 class TwoModalities(keras.Model):
@@ -346,6 +373,9 @@ class TwoModalities(keras.Model):
 
     def get_layer(self, name):
         return self.tower.get_layer(name.rpartition("/")[2])
+
+    def get_config(self):
+        return self.tower.get_config()
 
 
 @pytest.mark.backend_free

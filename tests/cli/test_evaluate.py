@@ -277,3 +277,44 @@ def test_classes_that_the_model_does_not_know(mistake, photos, tmp_path):
     model.save_to_preset(tmp_path)
     errors = mistake("evaluate", tmp_path, "--data", f"folder:{photos}")
     assert "received: ['round'], and 1 of 3 in all" in errors
+
+
+@pytest.fixture(scope="module")
+def stingrays(tmp_path_factory):
+    """Three images of a class and one of another, in folders as ImageNet-A's."""
+    folder = tmp_path_factory.mktemp("imagenet_a")
+    for wordnet_id, count in (("n01498041", 3), ("n01531178", 1)):
+        (folder / "test" / wordnet_id).mkdir(parents=True)
+        for number in range(count):
+            path = folder / "test" / wordnet_id / f"{number}.png"
+            keras.utils.save_img(path, np.zeros((16, 16, 1)), scale=False)
+    return folder
+
+
+@pytest.mark.backend_free
+def test_a_model_of_imagenet_chooses_among_a_subset(
+    program, digits, stingrays, tmp_path
+):
+    sizes = {**SMALL, "num_layers": 1, "moe_layers": None}
+    model = models.from_preset(
+        "vmoe_digits", num_classes=1000, **sizes, load_weights=False
+    )
+    # Class 7, which ImageNet-A does not have, then class 6, its stingrays.
+    bias = np.zeros(1000)
+    bias[7], bias[6] = 90.0, 80.0
+    model.output_dense.kernel.assign(0.0 * model.output_dense.kernel)
+    model.output_dense.bias.assign(bias)
+    model.save_to_preset(tmp_path)
+    arguments = ["evaluate", tmp_path, "--data", f"folder:{stingrays}"]
+    arguments += ["--metrics", "accuracy", "--json"]
+    status, output, errors = program(*arguments, "--class-subset", "imagenet_a")
+    assert status == 0, errors
+    figures = json.loads(output)
+    assert (figures["classes"], figures["accuracy"]) == (200, 0.75)
+    subset = ("--class-subset", "imagenet_a")
+    errors = program("evaluate", digits[1], *arguments[2:], *subset).errors
+    assert "Expected a model of ImageNet's 1,000 classes" in errors
+    errors = program(
+        "evaluate", tmp_path, "--data", "digits", "--metrics", "few_shot", *subset
+    ).errors
+    assert "Expected --metrics accuracy" in errors

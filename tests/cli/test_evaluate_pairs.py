@@ -104,6 +104,23 @@ def data_of(*arguments, **recipe):
     return find_pair_data(arguments, recipe)
 
 
+def test_a_subset_of_imagenet_has_its_names_and_places(tmp_path):
+    for wordnet_id in ("n01531178", "n01498041"):
+        (tmp_path / "test" / wordnet_id).mkdir(parents=True)
+        path = tmp_path / "test" / wordnet_id / "a.png"
+        keras.utils.save_img(path, np.zeros((16, 16, 1)), scale=False)
+    (tmp_path / "names.txt").write_text("\n".join(map(str, range(1000))))
+    subset = ("--data", f"folder:{tmp_path}", "--class-subset", "imagenet_a")
+    names = ("--class-names", tmp_path / "names.txt")
+    found = data_of(*subset, *names, "--metrics", "zero_shot")
+    assert found.class_names[:2] == ("6", "11")
+    assert len(found.class_names) == 200
+    # Folders in order: stingrays, goldfinches.
+    assert found.places.tolist() == [0, 1]
+    with pytest.raises(ValueError, match="a metric that reads --class-subset"):
+        data_of(*subset, "--metrics", "few_shot")
+
+
 def test_settings_of_a_run_are_those_of_its_evaluation(photos, tmp_path):
     run = {"source": f"folder:{photos}", "unreadable": "exclude", "exclude": "bad.json"}
     pair_data = data_of(**run)

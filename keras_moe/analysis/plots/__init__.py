@@ -12,7 +12,7 @@ from keras_moe.analysis.plots.expert_images import (
     plot_expert_images,
     plot_expert_patches,
 )
-from keras_moe.analysis.plots.expert_usage import plot_expert_usage
+from keras_moe.analysis.plots.expert_usage import plot_expert_groups, plot_expert_usage
 from keras_moe.analysis.plots.expert_views import plot_expert_views
 from keras_moe.analysis.plots.interventions import (
     plot_subpopulations,
@@ -50,6 +50,7 @@ __all__ = [
     "plot_constant_experts",
     "plot_coverage",
     "plot_entropy_thresholds",
+    "plot_expert_groups",
     "plot_expert_images",
     "plot_expert_load",
     "plot_expert_patches",

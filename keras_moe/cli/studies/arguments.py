@@ -47,6 +47,8 @@ LIMOE_PARTS = (
     "thresholds",
     "orders",
     "routers",
+    "experts",
+    "lengths",
     "groups",
     "pruning",
 )
@@ -225,9 +227,10 @@ def limoe(studies: Any) -> None:
         "selected has the local losses and priorities for several experts per token "
         "(Table 6). thresholds varies the global entropy thresholds (appendix B.2, "
         "Figures 8 to 10), orders who is served first (Figure 6), routers compares one "
-        "router, one for each modality, and disjoint experts (Table 7), groups the "
-        "groups of a batch (Figure 16). pruning prunes the experts of one modality "
-        "(Figures 13 to 15).",
+        "router, one for each modality, and disjoint experts (Table 7), experts the "
+        "number of experts (Figure 12), lengths the number of patches (Figure 5), "
+        "groups the groups of a batch (Figure 16). pruning prunes the experts of one "
+        "modality (Figures 13 to 15).",
         RESUMES,
         "keras_moe.cli.studies.limoe",
     )

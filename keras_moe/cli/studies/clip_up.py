@@ -5,6 +5,10 @@ steps (Figure 4); `backbones` separated towers with one transformer for both, up
 and from scratch, with LIMoE's entropy losses and without (Tables 1 and 4);
 `modalities` has experts for texts, for images and for both (appendix B.1); `capacity`
 two capacity factors (B.2); `gates` normalises the gates or not (B.3).
+
+All models are evaluated with the capacity and the groups of their training, as the
+paper does, whose Figure 7 shows the tokens that are dropped then: with every token
+served, capacity factors would be the same at the start, and normalisations, too.
 """
 
 import argparse
@@ -41,7 +45,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         args: arguments of `arguments.clip_up`.
         console: console that people read.
     """
-    recipe = recipe_of(args)
+    recipe = evaluated_with_capacity(recipe_of(args))
     config = config_of(recipe)
     pairs = PairTraining(recipe, args.data_dir)
     study = Study(
@@ -156,6 +160,19 @@ def backbone_runs(source: UpcycledPairs, config: dict) -> dict[str, list]:
             rows[f"{backbone}, {start}"] = make({}, backbone)
             rows[f"{backbone}, {start}, entropy losses"] = make(entropy, backbone)
     return rows
+
+
+def evaluated_with_capacity(recipe: Recipe) -> Recipe:
+    """The recipe, whose models keep their capacity at evaluation unless it says.
+
+    Args:
+        recipe: a recipe of pairs.
+    """
+    config = config_of(recipe)
+    own = [config[tower]["moe"]["evaluation"] for tower in configurations.TOWERS]
+    if own != [None, None]:
+        return recipe
+    return recipe.replace(**{"model.evaluation": "official"})
 
 
 def config_of(recipe: Recipe) -> dict:

@@ -3,7 +3,8 @@
 `losses` adds the auxiliary losses one after the other; `selected` has the local losses
 and priorities of K > 1 (Table 6); `thresholds` the global entropy thresholds (appendix
 B.2, Figures 8 to 10); `orders` who is served first (Figure 6); `routers` one router,
-one for each modality, and disjoint experts (Table 7); `groups` the groups of a batch
+one for each modality, and disjoint experts (Table 7); `experts` the number of experts
+(Figure 12); `lengths` the number of patches (Figure 5); `groups` the groups of a batch
 (Figure 16); `pruning` prunes the experts of one modality (Figures 13 to 15).
 """
 
@@ -28,7 +29,7 @@ from keras_moe.cli.studies.study import Study
 from keras_moe.cli.versions import backend_and_versions
 
 # Names of rows, with their numbers.
-THRESHOLDS, GROUPS = "text {:g}, image {:g}", "groups: {}"
+THRESHOLDS, GROUPS, EXPERTS = "text {:g}, image {:g}", "groups: {}", "{} experts"
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
@@ -86,6 +87,7 @@ def tables_of(args: argparse.Namespace, base: Base) -> dict[str, Configurations]
         base, args.text_experts or texts, args.image_experts or images
     )
     groups = configurations.group_configurations(base)
+    experts = configurations.expert_configurations(base)
     return {
         "losses": configurations.loss_configurations(base),
         "selected": configurations.selected_configurations(
@@ -94,6 +96,8 @@ def tables_of(args: argparse.Namespace, base: Base) -> dict[str, Configurations]
         "thresholds": {THRESHOLDS.format(*x): row for x, row in thresholds.items()},
         "orders": configurations.order_configurations(base),
         "routers": configurations.router_configurations(base, args.text_pool),
+        "experts": {EXPERTS.format(x): row for x, row in experts.items()},
+        "lengths": configurations.length_configurations(base),
         "groups": {GROUPS.format(x): row for x, row in groups.items()},
         "pruning": configurations.pruning_configurations(base),
     }
@@ -144,5 +148,7 @@ PARTS = {
     "thresholds": (Thresholds, "Global entropy thresholds (Figures 8 to 10)"),
     "orders": (Comparison, "Dispatch orders (Figure 6)"),
     "routers": (Comparison, "Routers (Table 7)"),
+    "experts": (Comparison, "Number of experts (Figure 12)"),
+    "lengths": (Comparison, "Number of patches (Figure 5)"),
     "groups": (Groups, "Groups of a batch (Figure 16)"),
 }

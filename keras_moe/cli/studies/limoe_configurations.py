@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from keras_moe import models
+from keras_moe.checks import check_pair
 from keras_moe.layers import MoEConfig
 from keras_moe.losses import LIMOE_LOSSES
+from keras_moe.losses.limoe import CLASSIC
+from keras_moe.models.overrides import complete_config
 from keras_moe.training import Recipe
 
 # Overrides by the name of a configuration.
@@ -31,6 +34,13 @@ ORDERS = {
     "texts first": [1, 0],
     "max gate (BPR)": "max_gate",
 }
+# Arguments of the losses without any of the entropy losses.
+WITHOUT_ENTROPY = {"thresholds": {}, "local_modalities": []}
+# Figure 12: soft minima of text and of images over E, and numbers of experts over 32.
+EXPERTS_TEXT, EXPERTS_IMAGE, EXPERTS = 0.6, 0.2, (1 / 8, 1 / 4, 1 / 2, 1, 2)
+# Figure 5: patch sizes over that of B/16, and the soft minimum of text over E; that of
+# images is 1.
+PATCHES, LENGTHS_TEXT = (3 / 4, 1, 3 / 2, 2, 3, 4), 25 / 32
 # Numbers of groups of a batch, of Figure 16.
 GROUPS = (1, 2, 4, 8, 16, 32)
 
@@ -42,11 +52,15 @@ class Base(NamedTuple):
         moe: its mixtures of experts.
         bag: arguments of its auxiliary losses, see `keras_moe.losses.limoe_losses`.
         batch_size: pairs in a step.
+        image_size: height and width of the images.
+        patch_size: height and width of their patches.
     """
 
     moe: MoEConfig
     bag: dict
     batch_size: int
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int]
 
     def soft_minimum(self, modality: str) -> float:
         """The number of experts whose logarithm is a modality's threshold.
@@ -88,11 +102,12 @@ def base_of(recipe: Recipe) -> Base:
     Raises:
         ValueError: if its model is no LIMoE with entropy losses for both modalities.
     """
-    config = models.resolve(
+    blueprint = models.resolve(
         recipe.model.preset,
         recipe.model.overrides,
         load_weights=recipe.model.load_weights,
-    ).config
+    )
+    config = complete_config(blueprint.backbone, blueprint.config)
     moe = config.get("moe")
     if isinstance(moe, dict):
         moe = MoEConfig.from_dict(moe)
@@ -104,21 +119,26 @@ def base_of(recipe: Recipe) -> Base:
             f"image and text; received: preset={recipe.model.preset!r}, "
             f"auxiliary_losses={losses!r}"
         )
-    return Base(moe, bag, recipe.data.batch_size)
+    sizes = config["image_shape"][:2], check_pair("patch_size", config["patch_size"])
+    return Base(moe, bag, recipe.data.batch_size, *map(tuple, sizes))
 
 
 def loss_configurations(base: Base) -> Configurations:
     """The auxiliary losses, one after the other; the last row is LIMoE's.
 
+    -MI is the negative mutual information of experts and modalities of appendix B.1, in
+    the place of the entropies.
+
     Args:
         base: the LIMoE.
     """
-    without = {"thresholds": {}, "local_modalities": []}
     load = ["importance", "load"]
+    mutual = [*base.bag.get("classic", CLASSIC), "mutual_information"]
     rows = {
         "none": {},
-        "importance, load": base.losses(**without, classic=load),
-        "importance, load, z": base.losses(**without),
+        "importance, load": base.losses(**WITHOUT_ENTROPY, classic=load),
+        "importance, load, z": base.losses(**WITHOUT_ENTROPY),
+        "... and -MI": base.losses(**WITHOUT_ENTROPY, classic=mutual),
         "... and local entropy": base.losses(thresholds={}),
         "... and global entropy": base.losses(local_modalities=[]),
         "entropies alone": base.losses(classic=[]),
@@ -233,6 +253,52 @@ def router_configurations(base: Base, text_pool: int | None = None) -> Configura
             },
         }
     )
+
+
+def expert_configurations(base: Base) -> dict[int, dict[str, Any]]:
+    """Figure 12: overrides by the number of experts, with thresholds in proportion.
+
+    The paper has 4 to 64 experts around its 32, and soft minima of 0.6 E and 0.2 E;
+    thresholds below 0, as its log(0.8), are 0.
+
+    Args:
+        base: the LIMoE.
+    """
+    counts = [round(share * base.moe.num_experts) for share in EXPERTS]
+    rows = {}
+    for count in counts:
+        if count > base.moe.num_selected_experts:
+            minima = (max(1.0, x * count) for x in (EXPERTS_TEXT, EXPERTS_IMAGE))
+            losses = base.losses(thresholds=thresholds(*minima))
+            rows[str(count)] = {"num_experts": count, "auxiliary_losses": losses}
+    return {int(name): row for name, row in base.changes(rows).items()}
+
+
+def length_configurations(base: Base) -> Configurations:
+    """Figure 5: numbers of image tokens, with the classic losses alone and with all.
+
+    Args:
+        base: the LIMoE, whose patches are those of B/16 in the paper.
+    """
+    sizes = {}
+    for factor in PATCHES:
+        patch = [round(factor * side) for side in base.patch_size]
+        length = math.prod(-(-x // y) for x, y in zip(base.image_size, patch))
+        if length > 1:
+            sizes.setdefault(length, patch)
+    text = max(1.0, LENGTHS_TEXT * base.moe.num_experts)
+    losses = {
+        "classic": base.losses(**WITHOUT_ENTROPY),
+        "entropy": base.losses(thresholds=thresholds(text, 1.0)),
+    }
+    rows = {}
+    for name, changes in base.changes(
+        {name: {"auxiliary_losses": bag} for name, bag in losses.items()}
+    ).items():
+        for length, patch in sizes.items():
+            own = {} if tuple(patch) == base.patch_size else {"model.patch_size": patch}
+            rows[f"{length} patches, {name} losses"] = {**changes, **own}
+    return rows
 
 
 def group_configurations(base: Base) -> dict[int, dict[str, Any]]:

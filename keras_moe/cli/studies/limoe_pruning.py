@@ -62,6 +62,7 @@ class Pruning(Part):
             "counts": self.counts,
             "methods": METHODS,
             "usage": [LAST_SHARE, TIMES, BATCHES],
+            "coverage": "first_choices",
         }
         make = functools.partial(self.measure, overrides, seed)
         return Run("pruning", seed, settings, make, name)
@@ -112,7 +113,7 @@ class Pruning(Part):
             modality: {
                 name: curve.covered.tolist()
                 for name, curve in analysis.coverage_curves(
-                    usage, groups=modality
+                    usage, "first_choices", modality
                 ).items()
             }
             for modality in MODALITIES

@@ -32,7 +32,7 @@ def retrieval_figures(pairs: evaluation.PairEmbeddings) -> dict[str, float]:
 
 
 def routing_figures(model: Any, inputs: dict) -> dict[str, float]:
-    """Figures of routers by modality, where no token is dropped.
+    """Figures of routers by modality, routed as at inference.
 
     Args:
         model: a model of pairs with MoE blocks.

@@ -52,6 +52,7 @@ def test_losses_are_added_one_after_the_other(base):
         [],
         classic[:2],
         classic,
+        [*classic, ("mutual_information", None)],
         classic + local,
         classic + both,
         local + both,
@@ -110,6 +111,45 @@ def test_orders_routers_and_groups(base):
     assert groups[2] == {}
     assert groups[8] == {"model.images_per_group": 8}
     assert groups[32] == {"model.images_per_group": 2}
+
+
+def test_figure_12(base):
+    rows = limoe.expert_configurations(base)
+    assert list(rows) == [4, 8, 16, 32, 64]
+    assert "model.num_experts" not in rows[32]
+    found = {
+        count: {
+            name: math.exp(threshold)
+            for name, threshold in row[LOSSES]["limoe"]["thresholds"].items()
+        }
+        for count, row in rows.items()
+    }
+    # Table 5 has log(0.8) for images, which is no loss, as 0 is.
+    assert found[4] == pytest.approx({"text": 2.4, "image": 1.0})
+    assert found[8] == pytest.approx({"text": 4.8, "image": 1.6})
+    assert found[64] == pytest.approx({"text": 38.4, "image": 12.8})
+    assert rows[64]["model.num_experts"] == 64
+    one = base._replace(moe=base.moe.replace(num_experts=8))
+    assert list(limoe.expert_configurations(one)) == [2, 4, 8, 16]
+
+
+def test_figure_5(base):
+    rows = limoe.length_configurations(base)
+    # Images of 224 x 224, padded where patches do not divide them.
+    lengths = [19**2, 14**2, 10**2, 7**2, 5**2, 4**2]
+    assert list(rows)[:6] == [f"{x} patches, classic losses" for x in lengths]
+    assert "model.patch_size" not in rows["196 patches, entropy losses"]
+    assert rows["49 patches, entropy losses"]["model.patch_size"] == [32, 32]
+    assert [name for name, _ in names(rows["49 patches, classic losses"])] == [
+        "importance",
+        "load",
+        "router_z",
+    ]
+    bag = rows["49 patches, entropy losses"][LOSSES]["limoe"]
+    assert bag["thresholds"] == {"text": math.log(25), "image": 0.0}
+    small = base._replace(image_size=(8, 8), patch_size=(4, 4))
+    # A single patch is no row, and equal numbers are one.
+    assert len(limoe.length_configurations(small)) == 2 * 2
 
 
 def test_pruned_models_have_two_thresholds(base):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from keras_moe import training
+from keras_moe.cli.studies import clip_up, clip_up_configurations
 from tests.cli.studies.small_pairs import write_pairs
 
 pytestmark = pytest.mark.backend_free
@@ -82,6 +83,7 @@ def test_upcycled_models_begin_with_the_dense_ones(
     (dense, _), (recipe, weights) = starts
     assert dense.schedule.epochs == 2
     assert dense.model.overrides["image"]["moe_layers"] is None
+    assert recipe.model.overrides["evaluation"] == "official"
     with np.load(next((tmp_path / "runs").glob("dense-*.npz"))) as stored:
         kernels = [x for x in stored.values() if x.shape == (8, 16)]
     assert recipe.schedule.epochs == 2
@@ -96,6 +98,31 @@ def test_upcycled_models_begin_with_the_dense_ones(
     assert 0 <= rows["upcycled"]["start"]["r1"]["mean"] <= 1
     names = ("upcycling", "upcycling_curves")
     assert all((tmp_path / f"{name}.png").stat().st_size > 5_000 for name in names)
+
+
+def test_capacities_and_normalisations_differ_at_evaluation(folder):
+    recipe = training.load_recipe(folder / "clip_up.json")
+    official = clip_up.evaluated_with_capacity(recipe)
+    config = clip_up.config_of(official)
+    rows = {
+        **clip_up_configurations.capacity_configurations(config),
+        **clip_up_configurations.gate_configurations(config),
+    }
+    images = np.random.default_rng(0).uniform(-1, 1, (8, 8, 8, 3)).astype("float32")
+    weights, embedded = None, {}
+    for name, overrides in rows.items():
+        model = official.replace(**overrides).new_model(None)
+        weights = weights or model.get_weights()
+        model.set_weights(weights)
+        embedded[name] = model.encode_images(images)
+    two, four, own, before, after = embedded.values()
+    np.testing.assert_array_equal(two, own)
+    # The last image is served last.
+    assert np.abs(two - four)[-1].max() > 1e-3
+    assert np.abs(before - after)[-1].max() > 1e-3
+    # A recipe that says how its models are evaluated keeps it.
+    own = recipe.replace(**{"model.evaluation": "batch_invariant"})
+    assert clip_up.evaluated_with_capacity(own) is own
 
 
 @pytest.mark.parametrize(
