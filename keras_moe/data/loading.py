@@ -128,7 +128,8 @@ def load(
             `"emoji"` or `"emoji:noto"`, OpenMoji's or Noto's drawings with Unicode's
             subgroups as classes (see `load_emoji`); `"fashion_mnist"`, the files of
             the Debian package `dataset-fashion-mnist` or in `data_dir`, else TensorFlow
-            Datasets';
+            Datasets'; `"openclipart:PATH"`, the drawings of the Debian packages
+            `openclipart-png` and `openclipart-svg`, with their categories as classes;
             `"tfds:NAME"` for a classification data set of TensorFlow Datasets, such as
             `"tfds:cifar10"`, which is downloaded if it is not in `data_dir`;
             `"tfrecord:GLOB"` for TFRecord files, or a folder of such, with a

@@ -129,6 +129,8 @@ def load_pairs(
 
             - `"emoji"`, or `"emoji:noto"`: pictures of emoji with their names; see
               `keras_moe.data.load_emoji`.
+            - `"openclipart:PATH"`: drawings of the Debian packages `openclipart-png`
+              and `openclipart-svg`, with captions of their titles and keywords.
             - `"folder:PATH"`: images in `PATH/split`, and their captions in
               `captions.csv`, with the columns "image" and "caption", or in
               `captions.jsonl`, with an object `{"image": "a.png", "caption": "a cat"}`
