@@ -79,11 +79,12 @@ print(f"{model.count_params():,} parameters for both modalities")
 #
 # `encode_images` and `encode_text` give unit vectors, which are compared by their
 # products. Below each picture are the three nearest of all test captions, and its own
-# one is in green.
+# one, where it is among them, is in green.
 
 # %%
 # Picture: six emoji, each above the three captions that are nearest to it, the nearest
-# first. Its own caption is among them, in bold green letters.
+# first. Its own caption, where it is among them, is in bold green
+# letters.
 image_embeddings = model.encode_images(images)
 text_embeddings = model.encode_text(captions)
 similarity = image_embeddings @ text_embeddings.T
