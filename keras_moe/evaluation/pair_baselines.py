@@ -81,12 +81,9 @@ def kernel_ridge_embeddings(
     """Embeddings of a kernel ridge regression from pixels to parts of words.
 
     A caption is the TF-IDF vector of its runs of two to four letters, and an image is
-    the vector that the regression predicts:
-
-        K(X, T) (K(T, T) + penalty I)^-1 Y,  K(a, b) = exp(-|a - b|_1 / (width m))
-
-    with the training captions' vectors Y, and the median m of the training images'
-    distances. It is fitted in seconds, and on small sets it is hard to beat.
+    the vector that the regression predicts: `K(X, T) (K(T, T) + penalty I)^-1 Y`, with
+    the training captions' vectors `Y`, the kernel `K(a, b) = exp(-d(a, b) / (width m))`
+    of sums `d` of absolute differences, and the median `m` of the training images'. It is fitted in seconds, and on small sets it is hard to beat.
 
     Args:
         train_images: (T, height, width, channels), of any range; time and memory grow
