@@ -83,7 +83,8 @@ def kernel_ridge_embeddings(
     A caption is the TF-IDF vector of its runs of two to four letters, and an image is
     the vector that the regression predicts: `K(X, T) (K(T, T) + penalty I)^-1 Y`, with
     the training captions' vectors `Y`, the kernel `K(a, b) = exp(-d(a, b) / (width m))`
-    of sums `d` of absolute differences, and the median `m` of the training images'. It is fitted in seconds, and on small sets it is hard to beat.
+    of sums `d` of absolute differences, and the median `m` of the training
+    images'. It is fitted in seconds, and on small sets it is hard to beat.
 
     Args:
         train_images: (T, height, width, channels), of any range; time and memory grow

@@ -13,6 +13,7 @@ from keras_moe.analysis.expert_queues import expert_queues, served_at
 from keras_moe.analysis.plots.figure import figure_svg
 from keras_moe.analysis.report import queues
 from keras_moe.analysis.report.best_tokens import BestPatches, BestWords
+from keras_moe.analysis.report.counts import LayerCounts
 from keras_moe.analysis.report.queues import queues_of_layers
 from keras_moe.analysis.report.section import (
     Batch,
@@ -86,6 +87,7 @@ def contents(about, *batches, options=None):
         own = section(about, options or Options())
         for each in batches:
             own.update(each)
+            own.update_queues(each)
         made[section] = content = own.finish()
         json.dumps(content.data, allow_nan=False)
         names = [item.name for item in content.body if isinstance(item, Figure)]
@@ -147,8 +149,74 @@ def test_modalities_of_a_shared_layer_compete():
         ["image patches", "50.0%"],
         ["text tokens", "0.0%"],
     ]
+    (layer,) = content[Priorities].data["layers"]
+    assert layer["capacity"] == [2, 2]
+    assert layer["by_modality"] == {
+        "image": {"choices": [2, 0], "behind": [1, 0]},
+        "text": {"choices": [1, 0], "behind": [0, 0]},
+    }
+    assert "priorities_modalities" in [
+        x.name for x in content[Priorities].body if isinstance(x, Figure)
+    ]
     best = content[Favourites].data["text/block_1"][0]["by_weight"]
     assert [word["context"] for word in best] == ["[<b>cat</b>]"]
+
+
+def test_padding_that_is_routed_queues_and_takes_capacity():
+    router = TokenChoiceRouter(2, 1, capacity_factor=1.0, num_modalities=2)
+    keys = ["image/block_1", "text/block_1"]
+    about = subject(router, keys, (1, 2))
+    text = np.array([[[0.8, 0.2], [0.8, 0.2]]], "float32")
+    masks = {"text": np.array([[True, False]])}
+    routing = {keys[0]: record(GATES[:, 1:]), keys[1]: record(text)}
+    blocks = {
+        x.key: x._replace(routes_padding=x.modality == "text")
+        for x in about.blocks.values()
+    }
+    own = about._replace(blocks=blocks)
+    content = contents(own, batch(routing, (1, 2), [["cat", ""]], masks))
+    counts = content[Priorities].data["layers"][0]["by_modality"]["text"]
+    assert counts == {"choices": [2, 0], "behind": [2, 0]}
+    loads = LayerCounts(blocks["text/block_1"])
+    loads.update(batch(routing, masks=masks))
+    assert loads.tokens == 2
+
+
+def test_groups_are_drawn_from_data_that_come_class_by_class():
+    router = TokenChoiceRouter(2, 1, capacity_factor=1.0)
+    about = subject(router, ["block_1"], None, group_size=8)
+    # Examples of one token: the first half chooses expert 0, the others expert 1.
+    gates = np.array([[[0.9, 0.1]], [[0.1, 0.9]]], "float32").repeat(32, axis=0)
+    parts = [batch({"block_1": record(gates[i : i + 8])}) for i in range(0, 64, 8)]
+    in_order = contents(about, *parts)[Priorities].data["layers"][0]
+    assert in_order["behind_by_expert"] == [0.5, 0.5]
+
+    def drawn(seed):
+        shuffled = queues.ShuffledBatches(about, 8, seed)
+        assert not [x for part in parts for x in shuffled.add(part)]
+        return [*shuffled.rest()]
+
+    batches = drawn(0)
+    seen = np.concatenate([x.routing["block_1"].affinity for x in batches])
+    assert seen.shape == gates.shape
+    np.testing.assert_array_equal(np.sort(seen, axis=0), np.sort(gates, axis=0))
+    again = np.concatenate([x.routing["block_1"].affinity for x in drawn(0)])
+    np.testing.assert_array_equal(seen, again)
+    section = Priorities(about, Options())
+    for each in batches:
+        section.update_queues(each)
+    behind = section.finish().data["layers"][0]["behind_by_expert"]
+    assert max(behind) < 0.3
+
+
+def test_groups_are_drawn_from_few_records_of_long_data(monkeypatch):
+    monkeypatch.setattr(queues, "_BYTES", 1)
+    about = subject(TokenChoiceRouter(2, 1), ["block_1"], None)
+    shuffled = queues.ShuffledBatches(about, 4, seed=0)
+    part = batch({"block_1": record(np.repeat(GATES, 16, axis=0))})
+    sizes = [x.size for x in shuffled.add(part)]
+    assert sizes == [4, 4, 4]
+    assert [x.size for x in shuffled.rest()] == [4]
 
 
 def test_images_fill_groups_and_the_rest_is_left_out():
@@ -226,7 +294,8 @@ def test_sections_share_the_queues_of_a_batch(monkeypatch):
     about = subject(TokenChoiceRouter(2, 1), ["block_1"], (1, 2))
     data = {"block_1": record(GATES)}
     own = contents(about, batch(data, (1, 2)))
-    assert len(calls) == 2
+    # One of them draws pictures from the batch that it reads.
+    assert len(calls) == 3
     calls.clear()
     shared = contents(about, batch(data, (1, 2))._replace(shared={}))
     assert len(calls) == 1

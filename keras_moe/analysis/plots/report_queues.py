@@ -75,6 +75,74 @@ def draw_queues(
     return figure
 
 
+def draw_modalities(
+    counts: list[dict[str, Any]], capacities: list[Any], names: list[str]
+) -> Any:
+    """Draws the tokens of each modality before the experts, a panel a layer.
+
+    Args:
+        counts: for each of L layers, (2, E) by modality: the choices of an expert, and
+            those among them that it drops.
+        capacities: for each layer, (E,), the choices that an expert can serve.
+        names: names of the L layers.
+
+    Returns:
+        A matplotlib figure.
+
+    Reference:
+        *LIMoE*, Figures 17 to 22 and 39.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis.plots.report_queues import draw_modalities
+    >>> images, texts = np.array([[3, 1], [1, 0]]), np.array([[1, 2], [0, 0]])
+    >>> counts = {"image": images, "text": texts}
+    >>> draw_modalities([counts], [[3, 3]], ["block_1"]).axes[0].get_title()
+    'block_1'
+    """
+    figure, axes = _panels(len(counts), 1.15, min(len(counts), 2), 0.42)
+    for axis, own, room, name in zip(axes, counts, capacities, names):
+        experts = np.arange(len(room))
+        parts = [
+            (np.asarray(part, "float64"), colour, alpha)
+            for row, alpha in ((0, 1.0), (1, 0.35))
+            for (served, dropped), colour in zip(own.values(), COLOURS)
+            for part in ((np.asarray(served) - dropped, dropped)[row],)
+        ]
+        total = sum(part.sum() for part, _, _ in parts) or 1.0
+        below = np.zeros(len(room))
+        for part, colour, alpha in parts:
+            axis.bar(
+                experts,
+                part / total,
+                0.85,
+                below,
+                color=colour,
+                alpha=alpha,
+                linewidth=0,
+            )
+            below = below + part / total
+        axis.hlines(
+            np.asarray(room) / total,
+            experts - 0.5,
+            experts + 0.5,
+            color="black",
+            linewidth=1.0,
+            linestyle="--",
+        )
+        _style(axis, name)
+        axis.set_xticks(experts[:: max(len(experts) // 8, 1)])
+        axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
+    modalities = list(dict.fromkeys(name for own in counts for name in own))
+    _legend(
+        figure,
+        [*zip(modalities, COLOURS)],
+        "expert (pale: dropped; line: capacity; all choices are 100%)",
+    )
+    return figure
+
+
 def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> Any:
     """Draws how sure the router is of served and of dropped tokens, a panel a layer.
 

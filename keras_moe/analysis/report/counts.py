@@ -66,7 +66,7 @@ class LayerCounts:
         Args:
             batch: examples and their routing.
         """
-        record, counts = batch.routing[self.block.key], batch.mask_of(self.block)
+        record, counts = batch.routing[self.block.key], batch.routed_of(self.block)
         served = record.dispatched[counts]
         self.tokens += len(served)
         self.broken += batch.num_broken(self.block)

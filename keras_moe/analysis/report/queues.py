@@ -4,8 +4,10 @@ Axes: B batch, N tokens, E experts.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import keras
 import numpy as np
 
 from keras_moe.analysis.expert_queues import expert_queues
@@ -14,6 +16,78 @@ from keras_moe.ops import heterogeneous_capacity
 
 # A batch grows for whole groups at most so many times.
 _MOST_TIMES = 4
+# Bytes of records from which groups are drawn.
+_BYTES = 1 << 26
+
+
+class ShuffledBatches:
+    """Batches of random examples, for groups as training makes them.
+
+    Data often come class by class, and tokens that are alike queue before the same
+    experts. Records wait until `_BYTES` of them are there; each batch is drawn from
+    those that wait.
+
+    Args:
+        subject: model that is reported on.
+        batch_size: number of examples of a batch.
+        seed: seed of the draws.
+    """
+
+    def __init__(self, subject: Subject, batch_size: int, seed: int):
+        self.batch_size = batch_size
+        self._keys = [x.key for x in subject.blocks.values() if x.is_sparse]
+        self._generator = np.random.default_rng(seed)
+        self._waiting, self._drawn, self._record = [], 0, None
+
+    def add(self, batch: Batch) -> Iterator[Batch]:
+        """Adds examples, and gives the batches that are drawn then.
+
+        Args:
+            batch: examples and their routing.
+        """
+        if not self._keys:
+            return
+        self._record = type(batch.routing[self._keys[0]])
+        for index in range(batch.size):
+            self._waiting.append(self._row(batch, index))
+        size = sum(x.nbytes for x in keras.tree.flatten(self._waiting[0]))
+        while len(self._waiting) >= max(_BYTES // size, 1) + self.batch_size:
+            yield self._draw()
+
+    def rest(self) -> Iterator[Batch]:
+        """The batches of all examples that wait; the last one may be smaller."""
+        while self._waiting:
+            yield self._draw()
+
+    def _row(self, batch, index):
+        """What queues need of an example, copied: no view keeps its whole batch."""
+        finite = batch.finite or {}
+        rows = {}
+        for key in self._keys:
+            record = batch.routing[key]
+            is_finite = finite.get(key, np.ones(record.gates.shape[:2], bool))
+            rows[key] = [x[index].copy() for x in (record.affinity, record.gates)]
+            rows[key].append(is_finite[index].copy())
+        masks = {x: np.array(y[index], bool) for x, y in batch.masks.items()}
+        return rows, masks
+
+    def _draw(self):
+        rows = []
+        for _ in range(min(self.batch_size, len(self._waiting))):
+            place = int(self._generator.integers(len(self._waiting)))
+            rows.append(self._waiting[place])
+            last = self._waiting.pop()
+            if place < len(self._waiting):
+                self._waiting[place] = last
+        records, masks = keras.tree.map_structure(lambda *x: np.stack(x), *rows)
+        routing, finite = {}, {}
+        for key, (affinity, gates, is_finite) in records.items():
+            # Queues read no other field.
+            fields = dict.fromkeys(self._record._fields, affinity)
+            routing[key] = self._record(**{**fields, "gates": gates})
+            finite[key] = is_finite
+        start, self._drawn = self._drawn, self._drawn + len(rows)
+        return Batch(start, None, None, None, masks, None, routing, None, {}, finite)
 
 
 class Queues(NamedTuple):
@@ -22,7 +96,7 @@ class Queues(NamedTuple):
     Attributes:
         places: int32 (B, N, E), result of `expert_queues`.
         group_tokens: number of tokens of a group, S.
-        counts: boolean (B, N), False for padding.
+        counts: boolean (B, N), False for padding that is not routed.
         gates: float32 (B, N), the largest gate of each token.
         runs: slices of N by modality.
         group_size: number of examples of a group.
@@ -112,7 +186,7 @@ class LayerQueues:
             record = batch.routing[block.key]
             tokens = record.affinity.shape[1]
             records.append(record)
-            counts.append(batch.mask_of(block))
+            counts.append(batch.routed_of(block))
             runs[block.modality] = slice(length, length + tokens)
             length += tokens
         size = len(records[0].affinity)

@@ -13,7 +13,7 @@ from keras_moe.analysis.plots.figure import write_figure
 from keras_moe.analysis.report.collection import Collection
 from keras_moe.analysis.report.examples import array_length
 from keras_moe.analysis.report.page import Chapter, import_jinja2, page_html
-from keras_moe.analysis.report.queues import whole_groups
+from keras_moe.analysis.report.queues import ShuffledBatches, whole_groups
 from keras_moe.analysis.report.reservoir import checked_numbers
 from keras_moe.analysis.report.section import (
     LEVELS,
@@ -126,11 +126,18 @@ def report(
     # Tokens of a batch then compete as they do in training.
     at_once = whole_groups(subject, check_integer("batch_size", batch_size))
     collection = Collection(subject, at_once, max_examples, bar and bar.update)
+    shuffled = ShuffledBatches(subject, at_once, options.seed)
     for batch in collection.batches(data):
         if class_names is not None and batch.labels is not None:
             _check_names(subject.class_names, batch.labels)
         for section in sections:
             section.update(batch)
+        for drawn in shuffled.add(batch):
+            for section in sections:
+                section.update_queues(drawn)
+    for drawn in shuffled.rest():
+        for section in sections:
+            section.update_queues(drawn)
     checked_numbers(options.examples, collection.num_examples)
     chapters = [Chapter(section, section.finish()) for section in sections]
     verdicts = [verdict for chapter in chapters for verdict in chapter.content.verdicts]

@@ -34,6 +34,8 @@ class Block(NamedTuple):
         training_capacity_factor: capacity factor while training, or None.
         pruning: method by which experts are pruned, that of
             `keras_moe.analysis.prune_experts`, or None.
+        routes_padding: whether padding is routed like any other token, and takes
+            capacity.
     """
 
     key: str
@@ -46,6 +48,7 @@ class Block(NamedTuple):
     group_size: int | None
     training_capacity_factor: float | None = None
     pruning: str | None = None
+    routes_padding: bool = False
 
     @property
     def is_sparse(self) -> bool:
@@ -149,7 +152,18 @@ class Batch(NamedTuple):
         Args:
             block: description of the record.
         """
+        return self._finite(block, self._tokens_of(block))
+
+    def routed_of(self, block: Block) -> np.ndarray:
+        """Boolean (B, N), True for rows that are routed and finite, padding among them.
+
+        Args:
+            block: description of the record.
+        """
         mask = self._tokens_of(block)
+        return self._finite(block, mask | block.routes_padding)
+
+    def _finite(self, block, mask):
         if not self.finite or block.key not in self.finite:
             return mask
         return mask & self.finite[block.key]
@@ -336,6 +350,16 @@ class Section(ABC):
 
         Args:
             batch: examples and their routing.
+        """
+
+    def update_queues(self, batch: Batch) -> None:  # noqa: B027
+        """Reads a batch of random examples, as they are together in training.
+
+        By default nothing happens.
+
+        Args:
+            batch: masks, affinities and gates alone, of the examples that `update`
+                reads in the order of the data.
         """
 
     @abstractmethod

@@ -5,6 +5,7 @@ Axes: E experts, K selected experts.
 
 from typing import Any
 
+from keras_moe.analysis.blocks import masks_padding
 from keras_moe.analysis.report.inputs import plain_text, shortened
 from keras_moe.analysis.report.section import PRUNED, Block, Subject
 
@@ -96,6 +97,7 @@ def _block(model, backbone, key, default):
         if getattr(router, "dropless", False)
         else getattr(router, "capacity_factor", None),
         pruning=None if _kept(router) is None else router.method,
+        routes_padding=modality == TEXT and not masks_padding(model, key),
     )
 
 

@@ -62,33 +62,40 @@ class DroppedPatches(Section):
     def update(self, batch: Batch) -> None:
         if batch.images is None:
             return
+        for number in self.drawn:
+            if number not in self.tiles:
+                layer = self.layers[number]
+                self.tiles[number] = self._draw(batch, layer)
+
+    def update_queues(self, batch: Batch) -> None:
         for number, layer in enumerate(self.layers):
             queues = layer.read(batch)
             self.groups.add(layer, queues)
             run = queues.runs["image"]
             counted = queues.counts[:, run]
-            all_served = []
+            chosen = (queues.places >= 0)[:, run]
             for column, factor in enumerate(self.factors):
-                capacities = layer.capacities(queues.group_tokens, factor)
-                served = served_at(queues.places, capacities)[:, run]
-                chosen = (queues.places >= 0)[:, run]
-                all_served.append(served)
+                served = self._served(layer, queues, factor)
                 self.counts[number, column] += [
                     counted.sum(),
                     (counted & ~served.any(axis=-1)).sum(),
                     chosen.sum(),
                     (chosen & ~served).sum(),
                 ]
-            if number in self.drawn and number not in self.tiles:
-                self.tiles[number] = self._draw(batch, layer, all_served)
 
-    def _draw(self, batch, layer, all_served):
+    def _served(self, layer, queues, factor):
+        """The tokens of images that each expert serves, boolean (B, N, E)."""
+        capacities = layer.capacities(queues.group_tokens, factor)
+        return served_at(queues.places, capacities)[:, queues.runs["image"]]
+
+    def _draw(self, batch, layer):
         """Tiles (F, images, T, T, 3) of images of the first batch."""
-        used = len(all_served[0])
+        queues = layer.read(batch)
+        used = len(queues.places)
         chosen = evenly_spaced(used, max(self.options.num_examples, 1))
         rows = []
         for factor in sorted(self.options.capacities, reverse=True):
-            served = all_served[self.factors.index(factor)]
+            served = self._served(layer, queues, factor)
             patches = of_patches(served, self.subject.grid).sum(axis=-1)
             if layer.chooses:
                 share = patches / layer.selected

@@ -9,6 +9,7 @@ from keras_moe.analysis.evenly_spaced import evenly_spaced
 from keras_moe.analysis.expert_queues import served_at
 from keras_moe.analysis.plots.report_queues import (
     MAX_PANELS,
+    draw_modalities,
     draw_places,
     draw_priorities,
     draw_queues,
@@ -49,6 +50,10 @@ class _Counts:
         self.experts = np.zeros((2, num_experts), "int64")
         # By place in images: tokens, and dropped ones.
         self.places = np.zeros((2, places), "int64")
+        # By modality and expert: choices, and those behind the cut.
+        self.modalities = {}
+        # By expert: the capacities of all groups together.
+        self.room = np.zeros(num_experts, "int64")
 
 
 class Priorities(Section):
@@ -77,6 +82,9 @@ class Priorities(Section):
         return any(block.kind == "token_choice" for block in subject.blocks.values())
 
     def update(self, batch: Batch) -> None:
+        pass
+
+    def update_queues(self, batch: Batch) -> None:
         for layer, counts in zip(self.layers, self.counts):
             queues = layer.read(batch)
             self.groups.add(layer, queues)
@@ -94,6 +102,10 @@ class Priorities(Section):
         )
         bins = np.clip(bins - 1, 0, len(_EDGES) - 2)
         counts.experts += np.stack([x.sum(axis=(0, 1)) for x in (chosen, behind)])
+        counts.room += capacities * (len(queues.places) // queues.group_size)
+        for modality, run in queues.runs.items():
+            own = np.stack([x[:, run].sum(axis=(0, 1)) for x in (chosen, behind)])
+            counts.modalities[modality] = counts.modalities.get(modality, 0) + own
         for kind, run in self._runs(queues):
             counted = queues.counts[:, run]
             if not counted.any():
@@ -219,6 +231,25 @@ class Priorities(Section):
                 "priorities_gates",
             ),
         ]
+        shared = [x for x in range(len(names)) if len(self.counts[x].modalities) > 1]
+        if shared:
+            drawn = [shared[x] for x in evenly_spaced(len(shared), MAX_PANELS)]
+            counts = [self.counts[layer] for layer in drawn]
+            figures.append(
+                Figure(
+                    draw_modalities(
+                        [c.modalities for c in counts],
+                        [c.room for c in counts],
+                        [names[layer] for layer in drawn],
+                    ),
+                    "Stacked bars of the tokens of each modality that choose each "
+                    "expert, by layer, with those that it drops in pale colours, and "
+                    "lines at the experts' capacities.",
+                    "Who chooses each expert, and whom it drops (pale) at the capacity "
+                    "of training (line).",
+                    "priorities_modalities",
+                )
+            )
         shares = [c.places[1] / np.maximum(c.places[0], 1) for c in self.counts]
         if self.num_places and np.any(shares):
             grids = [share.reshape(self.subject.grid) for share in shares]
@@ -260,6 +291,11 @@ def _data(layer, counts, present, kinds):
             name: counts.queues[kind].tolist() for kind, name in zip(present, kinds)
         },
         "behind_by_expert": (behind / np.maximum(choices, 1)).tolist(),
+        "capacity": counts.room.tolist(),
+        "by_modality": {
+            modality: dict(zip(("choices", "behind"), own.tolist()))
+            for modality, own in counts.modalities.items()
+        },
         "gate_edges": _GATES.tolist(),
         "gates_served": counts.gates[0].tolist(),
         "gates_dropped": counts.gates[1].tolist(),
