@@ -137,7 +137,7 @@ WRITERS = {
     "cli/main.py": "a log is appended to",
     "cli/studies/study.py": "arrays go into a file of `files.new_file`",
     "cli/timm_outputs.py": "a temporary folder for another process",
-    "data/emoji/cache.py": "arrays go into a file of `files.new_file`",
+    "data/kept_arrays.py": "arrays go into a file of `files.new_file`",
     "models/conversion/sources.py": "Keras downloads to a folder of its own",
     "staging.py": "a killed write is finished",
     "training/local_storage.py": "a killed save is finished",

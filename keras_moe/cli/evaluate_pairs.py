@@ -257,6 +257,8 @@ def _metrics_of(source: str, split: str, data_dir: str | None) -> Sequence[str]:
     if source == "emoji":
         # Some of its classes have fewer pictures than a few shots.
         return (*OF_PAIRS, "zero_shot")
+    if source.startswith("openclipart:"):
+        return METRICS
     try:
         open_source(source, split, data_dir)
     except ValueError:

@@ -11,7 +11,12 @@ import pytest
 
 from keras_moe import data, evaluation, models
 from keras_moe.cli.commands import make_parser
-from keras_moe.cli.evaluate_pairs import evaluate_pairs, find_pair_data
+from keras_moe.cli.evaluate_pairs import (
+    METRICS,
+    _metrics_of,
+    evaluate_pairs,
+    find_pair_data,
+)
 from keras_moe.data.emoji import fonts
 from tests.small_models import with_weights
 
@@ -221,3 +226,7 @@ def test_a_wrong_split_of_captions_names_the_others(photos):
 )
 def test_mistakes(mistake, saved, arguments, message):
     assert message in mistake("evaluate", saved[1], *arguments)
+
+
+def test_clip_art_has_captions_and_classes():
+    assert _metrics_of("openclipart:nowhere", "test", None) == METRICS
