@@ -116,7 +116,9 @@ def report(commands: Any) -> None:
         metavar="N",
         help="examples to show one by one",
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of their choice")
+    parser.add_argument(
+        "--seed", type=at_least(0), default=0, help="of examples and groups"
+    )
     parser.add_argument(
         "--show-examples",
         type=at_least(0),

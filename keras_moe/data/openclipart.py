@@ -114,6 +114,11 @@ def read_clip_art(path: str, split: str) -> ClipArt:
 def read_examples(path: str, split: str) -> IndexedExamples:
     """The pictures of a split whose categories are classes, labelled by them."""
     names = class_names(path)
+    if len(names) < 2:
+        raise ValueError(
+            f"Expected two categories of at least {_LEAST_OF_CLASS} pictures; "
+            f"received: {names} in openclipart:{path}"
+        )
     clip_art = read_clip_art(path, split)
     rows = np.isin(clip_art.categories, names)
     labels = [names.index(name) for name in clip_art.categories[rows]]

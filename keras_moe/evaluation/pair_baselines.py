@@ -152,6 +152,9 @@ def _pixels(train_images, train_captions, images, captions):
         )
     if not len(captions):
         raise ValueError("Expected captions; received: captions=[]")
+    for caption in (*train_captions, *captions):
+        if not isinstance(caption, str):
+            raise ValueError(f"Expected strings as captions; received: {caption!r}")
     return known, pixels
 
 

@@ -76,6 +76,7 @@ def test_wrong_settings_of_the_regression(options):
     [
         ((images(0), ["a", "b"], images(0), ["a"]), "2 train_captions"),
         ((images(0), ["a"], images(0), []), "captions="),
+        ((images(0), [1], images(0), ["a"]), "strings as captions; received: 1"),
         ((images(0), ["a"], np.zeros((1, 2, 1, 1)), ["a"]), "one shape"),
         ((images(0), ["a"], np.zeros((0, 1, 1, 1)), ["a"]), "images.shape"),
         ((np.zeros((1, 2)), ["a"], images(0), ["a"]), "train_images.shape"),

@@ -210,7 +210,7 @@ class Options(NamedTuple):
             the data, or None.
         top: number of the best of a kind to show, such as the patches of an expert.
         capacities: capacity factors at which dropped tokens are shown.
-        seed: seed of the choice of examples.
+        seed: seed of the choice of examples, and of the groups that queue together.
     """
 
     num_examples: int = 6
