@@ -2,11 +2,7 @@
 
 
 def import_keras() -> None:
-    """Imports Keras.
-
-    Raises:
-        ImportError: with what to install and to set, if its backend is not installed.
-    """
+    """Imports Keras."""
     try:
         import keras  # noqa: F401
     except ModuleNotFoundError as error:

@@ -144,16 +144,7 @@ def check_one_of(name: str, value: Any, allowed: Any) -> Any:
 def check_class_labels(
     labels: Any, num_classes: int, ignored: int | None = None
 ) -> None:
-    """Checks the numbers of classes in a NumPy array, in one pass over it.
-
-    Args:
-        labels: array; anything but a NumPy array of numbers passes.
-        num_classes: number of classes.
-        ignored: label that stands for none, such as the padding -1, or None.
-
-    Raises:
-        ValueError: if a label is not an integer from 0 to `num_classes - 1`.
-    """
+    """Checks the numbers of classes in a NumPy array, in one pass over it."""
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iufb":
         return
     # The range does not contain NaN.

@@ -78,14 +78,7 @@ __all__ = [
 
 
 class PrivateMethod(NamedTuple):
-    """A private method of another library that classes of this one override or call.
-
-    Fields:
-        owner: class that has the method.
-        name: name of the method.
-        arguments: names of the method's first arguments.
-        missing: public way that is missing.
-    """
+    """A private method of another library that classes of this one override or call."""
 
     owner: type
     name: str
@@ -165,11 +158,6 @@ def flatten_layers(
     """A layer and all that are inside it.
 
     The public `Model.layers` lists the outermost ones, and a `Layer` has no list.
-
-    Args:
-        layer: layer or model.
-        include_self: whether the layer itself is the first of them.
-        recursive: whether layers inside of layers are among them.
     """
     return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
 
@@ -178,11 +166,6 @@ def own_variables(layer: keras.layers.Layer, trainable: bool) -> list[keras.Vari
     """The variables that a layer made itself, without those of layers inside it.
 
     The public lists have the variables of all layers inside, too.
-
-    Args:
-        layer: layer or optimizer.
-        trainable: whether to take Keras's list of variables that were added as
-            trainable, or that of the others. A frozen weight stays in the first one.
     """
     name = "_trainable_variables" if trainable else "_non_trainable_variables"
     return list(getattr(layer, name))
@@ -218,23 +201,13 @@ def set_dtype_policy(layer: keras.layers.Layer, policy: Any) -> None:
 
 
 def hands_on(layer: keras.layers.Layer, names: Iterable[str]) -> bool:
-    """Whether Keras hands arguments to a layer's `call`, outside of a `RematScope`.
-
-    Args:
-        layer: layer.
-        names: names of the arguments, of which Keras leaves `training` out.
-    """
+    """Whether Keras hands arguments to a layer's `call`, outside of a `RematScope`."""
     takes = layer._call_has_training_arg or "training" not in names
     return takes and layer._remat_mode is None
 
 
 def has_hooks(layer: keras.layers.Layer, modules: Any) -> bool:
-    """Whether PyTorch has something to run around a layer's call.
-
-    Args:
-        layer: layer.
-        modules: `torch.nn.modules.module`, which has the hooks of all layers.
-    """
+    """Whether PyTorch has something to run around a layer's call."""
     names = ("forward_pre", "forward", "backward_pre", "backward")
     return layer._compiled_call_impl is not None or any(
         getattr(layer, f"_{name}_hooks") or getattr(modules, f"_global_{name}_hooks")
@@ -281,10 +254,6 @@ def replaced_seed_generator(
     """Makes a layer for `tf.data` draw from another generator.
 
     A layer makes its generator for `tf.data` itself, and takes none.
-
-    Args:
-        layer: layer with a seed generator.
-        generator: generator whose `next` gives the seeds.
     """
     # The instance's dict, so that Keras does not take it for state to track.
     layer.__dict__["_get_seed_generator"] = lambda backend=None: generator
@@ -328,11 +297,7 @@ def variable_layout(variable: keras.Variable) -> Any:
 
 
 def get_file(preset: str, name: str) -> str:
-    """The path of a preset's file, which is downloaded where it is remote.
-
-    Raises:
-        FileNotFoundError: if the preset has no such file.
-    """
+    """The path of a preset's file, which is downloaded where it is remote."""
     if os.path.isdir(preset):
         # KerasHub imports TensorFlow before it looks for a folder.
         path = os.path.join(preset, name)
@@ -364,14 +329,6 @@ def stored_dataset(store: Any, key: str) -> Any | None:
     """The HDF5 dataset of an array in a store of weights, which is not read yet.
 
     The public `store[key]` reads it, and copies what it has read.
-
-    Args:
-        store: store of `load_own_variables`.
-        key: name of the array.
-
-    Returns:
-        An `h5py.Dataset`, or None: for a store of another kind, and an array that is
-        not in the file that is open, or whose dtype HDF5 does not know.
     """
     group = getattr(store, "_h5_entry_group", None)
     if not isinstance(store, H5IOStore) or key not in group:
@@ -391,19 +348,7 @@ class _NoParameters:
 
 
 class _TorchParameters:
-    """Makes `parameters()` and `state_dict()` of a KerasHub model complete.
-
-    On PyTorch a Keras model is a module whose parameters are in the dictionary
-    `_torch_params`. KerasHub bypasses `torch.nn.Module.__setattr__` until its
-    constructors have ended, so that the module does not know the dictionary before the
-    first `fit`. Keras, in turn, does not renew a model's dictionary when its layers get
-    further weights, such as low-rank pairs.
-
-    The dictionary is made on request, and made anew where the model's variables are
-    not those in it. Names are the variables' paths. Keras
-    numbers the states of random generators over the whole process: here they are
-    numbered within the model, so that models with one config have the same names.
-    """
+    """Makes `parameters()` and `state_dict()` of a KerasHub model complete."""
 
     def _track_variables(self):
         super()._track_variables()

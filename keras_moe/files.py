@@ -22,13 +22,7 @@ _PARTIAL = ".partial"
 
 
 def write_failed(error: OSError, path: str | os.PathLike, size: int) -> OSError:
-    """An error with the file that could not be written, and the bytes that it needs.
-
-    Args:
-        error: error of the operating system, whose number is kept.
-        path: path of the file.
-        size: number of bytes to write.
-    """
+    """An error with the file that could not be written, and the bytes that it needs."""
     reason = f"{error.strerror or error}; received: {size:,} bytes to write"
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(Path(path).absolute().parent).free
@@ -38,28 +32,7 @@ def write_failed(error: OSError, path: str | os.PathLike, size: int) -> OSError:
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to write bytes to, which takes its place when all is written.
-
-    Args:
-        path: path of the file; an older one is replaced.
-        durable: whether it is on the disk before it takes its place.
-
-    Yields:
-        The unbuffered file, open for reading, too, under another name.
-
-    Raises:
-        OSError: with the path and the number of bytes so far, if it cannot be written.
-
-    Example:
-
-    >>> import os, tempfile
-    >>> from keras_moe.files import new_file
-    >>> path = os.path.join(tempfile.mkdtemp(), "two_bytes")
-    >>> with new_file(path) as file:
-    ...     written = file.write(b"ab")
-    >>> os.path.getsize(path)
-    2
-    """
+    """A file to write bytes to, which takes its place when all is written."""
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
     try:
@@ -80,13 +53,7 @@ def new_file(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO
 def replace_file(
     new: str | os.PathLike, path: str | os.PathLike, durable: bool = True
 ) -> None:
-    """Puts a file that is on the disk in the place of another one.
-
-    Args:
-        new: path of the new file, in the same file system.
-        path: path of the file to replace, which need not exist.
-        durable: whether to bring the folder's entry to the disk.
-    """
+    """Puts a file that is on the disk in the place of another one."""
     os.replace(new, path)
     if durable:
         sync_folder(Path(path).parent)
@@ -100,16 +67,7 @@ def write_all(file: BinaryIO, data: Any) -> None:
 
 
 def write_bytes(path: str | os.PathLike, data: Any, durable: bool = True) -> None:
-    """Writes a file as a whole, or leaves the one that is there.
-
-    Args:
-        path: path of the file.
-        data: bytes, or another buffer.
-        durable: whether it is on the disk before it takes its place.
-
-    Raises:
-        OSError: with the path and the bytes, if it cannot be written.
-    """
+    """Writes a file as a whole, or leaves the one that is there."""
     with new_file(path, durable) as file:
         try:
             write_all(file, data)
@@ -118,16 +76,7 @@ def write_bytes(path: str | os.PathLike, data: Any, durable: bool = True) -> Non
 
 
 def write_text(path: str | os.PathLike, text: str, durable: bool = True) -> None:
-    """Writes a text in UTF-8 as `write_bytes` does.
-
-    Args:
-        path: path of the file.
-        text: the file's content.
-        durable: whether it is on the disk before it takes its place.
-
-    Raises:
-        OSError: with the path and the bytes, if it cannot be written.
-    """
+    """Writes a text in UTF-8 as `write_bytes` does."""
     write_bytes(path, text.encode(), durable)
 
 
@@ -135,32 +84,12 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
     """Writes a JSON file as a whole, or leaves the one that is there.
 
     NaN and infinities, which JSON does not have, become null.
-
-    Args:
-        path: path of the file.
-        value: dicts, lists, tuples, strings, numbers, booleans and None.
-
-    Raises:
-        OSError: with the path and the bytes, if it cannot be written.
-
-    Example:
-
-    >>> import os, tempfile
-    >>> from keras_moe.files import write_json
-    >>> path = os.path.join(tempfile.mkdtemp(), "loss.json")
-    >>> write_json(path, [0.5, float("nan")])
-    >>> open(path).read().split()
-    ['[', '0.5,', 'null', ']']
     """
     write_text(path, json_text(value) + "\n")
 
 
 def json_text(value: Any) -> str:
-    """A value as indented JSON, in which NaN and infinities are null.
-
-    Args:
-        value: dicts, lists, tuples, strings, numbers, booleans and None.
-    """
+    """A value as indented JSON, in which NaN and infinities are null."""
     return json.dumps(_without_non_finite(value), indent=2, allow_nan=False)
 
 
@@ -218,14 +147,7 @@ def is_plain_file(folder: str | os.PathLike, name: Any) -> bool:
 
 
 def new_partial(target: str | os.PathLike) -> Path:
-    """Makes an empty folder beside a target, for the content that replaces it.
-
-    Args:
-        target: path of a folder, which need not exist; its parent must.
-
-    Returns:
-        The new folder, of the umask's mode, unlike `tempfile.mkdtemp`'s.
-    """
+    """Makes an empty folder beside a target, for the content that replaces it."""
     target = Path(target)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
     partial.mkdir()
@@ -239,16 +161,6 @@ def replace_folder(
 
     No file system exchanges two folders everywhere: a process that is killed between
     the two renames leaves the older folder at `aside`, where its owner looks for it.
-
-    Args:
-        new: path of the folder that is written; see `sync_tree`.
-        target: path of the folder to replace, which need not exist.
-        aside: path where the older folder is until the new one has its place. A folder
-            that is there is removed.
-
-    Raises:
-        OSError: if the new folder cannot take its place. The older one is back in its
-            own.
     """
     new, target, aside = Path(new), Path(target), Path(aside)
     replaces = target.exists()
@@ -266,24 +178,14 @@ def replace_folder(
 
 
 def remove_folder(path: str | os.PathLike, aside: str | os.PathLike) -> None:
-    """Removes a folder at once: half of it is never at its place.
-
-    Args:
-        path: path of the folder.
-        aside: path of the folder while it is removed. A folder that is there goes, too.
-    """
+    """Removes a folder at once: half of it is never at its place."""
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
     shutil.rmtree(aside)
 
 
 def remove_partials(target: str | os.PathLike) -> None:
-    """Removes the folders of `new_partial` that killed processes have left.
-
-    Args:
-        target: path of the folder for which they were made. The caller must hold its
-            lock: the folder of a process that is still writing would be removed, too.
-    """
+    """Removes the folders of `new_partial` that killed processes have left."""
     target = Path(target)
     # `new_partial` draws eight hexadecimal digits.
     own = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{_PARTIAL}")
@@ -293,18 +195,7 @@ def remove_partials(target: str | os.PathLike) -> None:
 
 
 def shipped_files(folder: str, suffix: str = ".json") -> dict[str, Path]:
-    """The files of a folder that ships with the library, by their names.
-
-    Args:
-        folder: name of the folder, such as `"presets"`.
-        suffix: suffix of the files.
-
-    Example:
-
-    >>> from keras_moe.files import shipped_files
-    >>> shipped_files("presets")["vmoe_b16"].name
-    'vmoe_b16.json'
-    """
+    """The files of a folder that ships with the library, by their names."""
     # Inside the wheel the folders lie in the package, in a checkout beside it.
     package = Path(__file__).resolve().parent
     folders = (package / folder, package.parent / folder)

@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Fault(NamedTuple):
-    """A place in a value that is not as described.
-
-    Fields:
-        place: keys and indices on the way to it, such as `['counts']['a.tfrecord']`.
-        expected: the description in words.
-        received: the value that is there.
-    """
+    """A place in a value that is not as described."""
 
     place: str
     expected: str
@@ -112,13 +106,7 @@ class DictOf:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A dict with values of their own for some names.
-
-    Fields:
-        fields: descriptions of the values by their names.
-        required: names that must be there.
-        others: whether there may be names without a description.
-    """
+    """A dict with values of their own for some names."""
 
     fields: Mapping[str, Any]
     required: Iterable[str] = ()
@@ -159,33 +147,12 @@ class Either:
 
 
 def find_fault(value: Any, description: Any) -> Fault | None:
-    """The first place in a JSON value that is not as described, None if all is.
-
-    Args:
-        value: value that `json.loads` returned.
-        description: an instance of a class of this module.
-
-    Example:
-
-    >>> from keras_moe.json_schema import DictOf, Integer, find_fault
-    >>> find_fault({"a.rec": "7"}, DictOf(Integer(0, 9))).message("counts.json")
-    "Expected an integer in [0, 9] at ['a.rec'] in counts.json; received: '7'"
-    """
+    """The first place in a JSON value that is not as described, None if all is."""
     return next(description.faults(value, ""), None)
 
 
 def read_json(path: Path, description: Any) -> Any:
-    """The value in a JSON file, if it is as described.
-
-    Args:
-        path: path of the file.
-        description: an instance of a class of this module.
-
-    Raises:
-        ValueError: if there is no such file, it is no JSON, or a value in it is not as
-            described; with the file's name.
-        OSError: if it cannot be read.
-    """
+    """The value in a JSON file, if it is as described."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

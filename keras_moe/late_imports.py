@@ -87,22 +87,6 @@ def loaded_on_demand(
 
     Behind the context, imports are as ever; code that was imported within it keeps
     stand-ins of the modules.
-
-    Args:
-        modules: names of functions and submodules that may be looked up without loading
-            anything, by the name of their module. Submodules follow their packages.
-        absent: names that are looked up in any of them by code that can do without,
-            such as a base class: the lookup raises AttributeError.
-
-    Example:
-
-    >>> import sys
-    >>> from keras_moe.late_imports import loaded_on_demand
-    >>> _ = sys.modules.pop("this", None)
-    >>> with loaded_on_demand({"this": ()}):
-    ...     import this
-    >>> "this" in sys.modules
-    False
     """
     roots = {name for name in modules if "." not in name}
     if any(name in sys.modules or not _is_installed(name) for name in roots):

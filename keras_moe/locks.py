@@ -40,36 +40,7 @@ class FolderInUse(OSError):
 def locked(
     path: str | os.PathLike, purpose: str, patience: float = 0.0
 ) -> Iterator[None]:
-    """Holds a lock, whose file names its owner.
-
-    The owner's process, host and time are in the file, which is removed at the end. A
-    process that was killed leaves its file behind, and the next one takes it over: the
-    system has released the killed one's lock, and the process has ended. Where a file
-    system has no locks, the file of a process on another host stays until somebody
-    removes it: this host cannot tell whether that process still runs.
-
-    Args:
-        path: path of the lock's file, in a folder that exists.
-        purpose: subject of the error's message, such as `"the run in runs/a"`.
-        patience: number of seconds to wait for another owner.
-
-    Raises:
-        FolderInUse: an OSError that names the owner, if there still is one.
-        OSError: if the file cannot be written, or is not that of a lock: a link, or a
-            file of something else, is not changed.
-
-    Example:
-
-    >>> import os, tempfile
-    >>> from keras_moe.locks import locked
-    >>> path = os.path.join(tempfile.mkdtemp(), ".lock")
-    >>> with locked(path, "the folder"):
-    ...     with locked(path, "the folder"):
-    ...         pass
-    Traceback (most recent call last):
-        ...
-    keras_moe.locks.FolderInUse: Expected no one else at work on the folder...
-    """
+    """Holds a lock, whose file names its owner."""
     path = Path(path).absolute()
     path = path.parent.resolve() / path.name
     deadline = time.monotonic() + patience

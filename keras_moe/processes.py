@@ -40,14 +40,7 @@ def process_count() -> int:
 
 
 def batch_devices() -> int:
-    """The number of devices that share a batch under the current distribution.
-
-    Example:
-
-    >>> from keras_moe.processes import batch_devices
-    >>> batch_devices()
-    1
-    """
+    """The number of devices that share a batch under the current distribution."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return 1
@@ -56,29 +49,7 @@ def batch_devices() -> int:
 
 
 def gathered_batch(batch: Any) -> Any:
-    """The batch of all processes, from the part that each has read.
-
-    All processes must call it together. The parts follow one another by process: for
-    `keras_moe.data.load` and `load_pairs` this is the order in which one process reads
-    the whole batch, and for a mixture it is not, since each part has examples of all
-    sources.
-
-    Args:
-        batch: structure of arrays (B of this process, ...), of numbers or booleans.
-
-    Returns:
-        The structure with NumPy arrays (B, ...).
-
-    Raises:
-        ValueError: if an array is one of objects, such as strings of TensorFlow.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.processes import gathered_batch
-    >>> gathered_batch({"labels": np.array([3, 4])})
-    {'labels': array([3, 4])}
-    """
+    """The batch of all processes, from the part that each has read."""
     batch = keras.tree.map_structure(np.asarray, batch)
     if any(array.dtype.hasobject for array in keras.tree.flatten(batch)):
         # Bytes of pointers mean nothing to other processes.
@@ -101,27 +72,6 @@ def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> A
     Without a distribution of Keras this is `model.predict_on_batch`. With one, the
     devices of all processes share the batch, and their outputs are gathered. Keras's
     `predict` fails there: no process has all outputs.
-
-    Args:
-        model: any model with weights.
-        inputs: array or dict of arrays (B, ...), the same in all processes, which must
-            call this together.
-        size: number of examples up to which a smaller batch is filled with copies of
-            its last one where devices share it, so that one program serves all batches;
-            in any case it is filled up to a multiple of the devices.
-
-    Returns:
-        The outputs as NumPy arrays. Those of a batch that was filled have examples on
-        their first axis, and are cut to B.
-
-    Example:
-
-    >>> import keras
-    >>> import numpy as np
-    >>> from keras_moe.processes import predict_batch
-    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
-    >>> predict_batch(model, np.ones((5, 2))).shape
-    (5, 3)
     """
     distribution = keras.distribution.distribution()
     if distribution is None:

@@ -34,34 +34,6 @@ def staged_folder(
     If writing fails or is interrupted, `folder` stays as it was. One process at a time
     writes it, and another one waits. The remains of killed processes beside it are
     removed.
-
-    Args:
-        folder: a new folder, an empty one, or an older one of its kind, whose files of
-            others are kept.
-        kind: name of its kind, such as `"preset"`.
-        is_kind: function that tells whether an existing folder is of its kind.
-        is_own: function that tells whether a file of the older folder belongs to it,
-            and is not kept.
-        finish: function of the folder with all its files, called before it takes its
-            place.
-
-    Raises:
-        ValueError: if `folder` is a file, a folder of something else, or has the
-            working directory in it.
-        FolderInUse: an OSError that names the process that is writing to `folder`, if
-            it takes more than ten minutes.
-        OSError: if it cannot be written.
-
-    Example:
-
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> from keras_moe.staging import staged_folder
-    >>> folder = Path(tempfile.mkdtemp()) / "notes"
-    >>> with staged_folder(folder, "note", lambda x: True, lambda x: True) as staging:
-    ...     written = (staging / "a.txt").write_text("a")
-    >>> [path.name for path in folder.iterdir()]
-    ['a.txt']
     """
     target = Path(check_path("folder", folder)).expanduser().resolve()
     _check_target(target, kind, is_kind)
@@ -94,12 +66,7 @@ def staged_folder(
 
 
 def previous_folder(target: Path, kind: str) -> Path:
-    """The place of the older folder while the new one takes its own.
-
-    Args:
-        target: path of the folder.
-        kind: name of its kind.
-    """
+    """The place of the older folder while the new one takes its own."""
     return target.with_name(f".{target.name}.previous-{kind}")
 
 

@@ -60,18 +60,7 @@ def read_templates(templates: Any, sets: Sequence[str] = ()) -> tuple[Template, 
 
 
 def fill(template: Template, name: str) -> str:
-    """The text of a template for a name.
-
-    Args:
-        template: text or function.
-        name: name of a class.
-
-    Example:
-
-    >>> from keras_moe.templates import fill
-    >>> fill("a {}", "cat")
-    'a cat'
-    """
+    """The text of a template for a name."""
     if callable(template):
         return template(name)
     # Not by `format`: names and templates may have braces of their own.
@@ -81,16 +70,7 @@ def fill(template: Template, name: str) -> str:
 def read_lines(
     path: str | os.PathLike, what: str, sets: Sequence[str] = ()
 ) -> list[str]:
-    """The texts of a file, one a line, without blanks at its ends, or a JSON list.
-
-    Args:
-        path: path of the file.
-        what: words for the texts, for errors.
-        sets: names that the caller knows in the place of a file, for errors.
-
-    Raises:
-        ValueError: if there is no such file, or it is no such list in UTF-8.
-    """
+    """The texts of a file, one a line, without blanks at its ends, or a JSON list."""
     path = Path(path).expanduser()
     if not path.is_file():
         known = f", or one of {sorted(sets)}" if sets else ""

@@ -37,25 +37,7 @@ def interleaved(
     seed: int = 0,
     on_round: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Times functions in turn.
-
-    Args:
-        candidates: functions by name, whose results may still be being computed.
-        rounds: number of times that each is run, after two that compile and warm up.
-        seed: seed of their order.
-        on_round: function to call after each round.
-
-    Returns:
-        The median seconds of each candidate.
-
-    Example:
-
-    >>> from keras_moe.timing import interleaved
-    >>> functions = {"short": lambda: sum(range(9)), "long": lambda: sum(range(99_999))}
-    >>> seconds = interleaved(functions, rounds=3)
-    >>> seconds["short"] < seconds["long"]
-    True
-    """
+    """Times functions in turn."""
     times = interleaved_times(candidates, rounds, seed, on_round)
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -69,32 +51,7 @@ def interleaved_times(
     budget: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Times functions in turn, and keeps the time of each round.
-
-    Args:
-        candidates: functions by name, whose results may still be being computed.
-        rounds: number of times that each is run, after the warm-ups.
-        seed: seed of their order.
-        on_round: function to call after each round.
-        warm_ups: number of times that each is run before, to compile and warm up.
-        budget: seconds after which no further round begins, or None. Three rounds
-            are run in any case, or `rounds` if these are fewer.
-        clock: clock that the functions are timed by, such as `time.process_time` for
-            the work of all threads of this process.
-
-    Returns:
-        The seconds of each candidate by round, in the order of the rounds.
-
-    Example:
-
-    >>> from keras_moe.timing import interleaved_times, paired_ratios
-    >>> functions = {"short": lambda: sum(range(9)), "long": lambda: sum(range(99_999))}
-    >>> times = interleaved_times(functions, rounds=5)
-    >>> len(times["short"])
-    5
-    >>> paired_ratios(times, "short")["long"].lower > 1
-    True
-    """
+    """Times functions in turn, and keeps the time of each round."""
     for function in candidates.values():
         for _ in range(warm_ups):
             wait(function())
@@ -121,24 +78,6 @@ def paired_ratios(
     """The ratios of functions' times to one of them, round by round.
 
     Whatever slows a whole round, such as another program, leaves its ratio alone.
-
-    Args:
-        times: seconds of each candidate by round, as `interleaved_times` returns them.
-        baseline: name of the candidate over which the others are taken.
-
-    Returns:
-        The ratio of each candidate, the baseline's own among them.
-
-    Raises:
-        ValueError: if the baseline is none of the candidates, or one of them has
-            another number of rounds.
-
-    Example:
-
-    >>> from keras_moe.timing import paired_ratios
-    >>> times = {"ours": [2.0, 6.0, 3.0], "theirs": [1.0, 2.0, 2.0]}
-    >>> paired_ratios(times, "theirs")["ours"]
-    PairedRatio(median=2.0, lower=1.75, upper=2.5)
     """
     if baseline not in times:
         raise ValueError(

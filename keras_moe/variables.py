@@ -9,14 +9,7 @@ from keras import ops
 
 @contextlib.contextmanager
 def restored(variables: list) -> Iterator[list[np.ndarray]]:
-    """Lets variables change within the context, and restores their values after it.
-
-    Args:
-        variables: list of variables.
-
-    Yields:
-        The variables' values.
-    """
+    """Lets variables change within the context, and restores their values after it."""
     kept = [np.array(ops.convert_to_numpy(v.value)) for v in variables]
     try:
         yield kept

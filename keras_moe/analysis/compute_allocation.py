@@ -197,22 +197,7 @@ def load_by_kind(
 def kind_loads(
     served: np.ndarray, num_tokens: int, kinds: ExpertKinds, num_selected_experts: int
 ) -> KindLoads:
-    """The loads of the kinds of experts in one MoE layer, by counts of tokens.
-
-    Args:
-        served: (E,), numbers of tokens that each expert served.
-        num_tokens: number of tokens.
-        kinds: numbers of experts of each kind.
-        num_selected_experts: K.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.compute_allocation import kind_loads
-    >>> from keras_moe.ops import ExpertKinds
-    >>> kind_loads(np.array([3, 1]), 2, ExpertKinds(ffn=1, zero=1), 2).shares["zero"]
-    0.25
-    """
+    """The loads of the kinds of experts in one MoE layer, by counts of tokens."""
     by_kind = {
         kind: float(served[part].sum() / num_tokens)
         for kind, part in kinds.slices().items()

@@ -59,15 +59,7 @@ def exclude_experts(model: Any, experts: Any) -> Any:
 
 
 def numbers_of(experts: Any, kinds: ExpertKinds) -> tuple[int, ...]:
-    """The numbers of experts that are named by number or kind.
-
-    Args:
-        experts: an expert's number, a kind of `KINDS`, or a sequence of these.
-        kinds: numbers of experts of each kind.
-
-    Raises:
-        ValueError: if there is no such expert.
-    """
+    """The numbers of experts that are named by number or kind."""
     if isinstance(experts, str):
         if experts not in KINDS or not getattr(kinds, experts):
             own = [kind for kind in KINDS if getattr(kinds, kind)]
@@ -96,14 +88,6 @@ def excluded(routers: list, experts: tuple[int, ...]) -> Iterator[None]:
     """Keeps routers from choosing some experts within the context.
 
     Functions that were compiled before the context still choose them.
-
-    Args:
-        routers: token choice routers.
-        experts: numbers of the experts.
-
-    Raises:
-        ValueError: if a router is not one of token choice, or fewer than K experts are
-            left.
     """
     with contextlib.ExitStack() as stack:
         for router in routers:

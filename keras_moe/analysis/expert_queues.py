@@ -89,22 +89,7 @@ def expert_queues(
 
 
 def served_at(places: Any, capacity: Any) -> np.ndarray:
-    """The tokens that each expert serves at a capacity.
-
-    Args:
-        places: integers (B, N, E), result of `expert_queues`.
-        capacity: C, a number or integers (E,).
-
-    Returns:
-        Boolean (B, N, E).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.expert_queues import served_at
-    >>> served_at(np.array([[[1, -1], [0, -1], [-1, 0]]]), capacity=1).tolist()
-    [[[False, False], [True, False], [False, True]]]
-    """
+    """The tokens that each expert serves at a capacity."""
     return (places >= 0) & (places < np.asarray(capacity))
 
 

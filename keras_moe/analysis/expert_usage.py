@@ -281,15 +281,7 @@ def _layout(usage):
 
 
 def checked_usage(usage: Any) -> ExpertUsage:
-    """`usage`, if its figures can rank experts.
-
-    Args:
-        usage: `ExpertUsage`.
-
-    Raises:
-        ValueError: if it has no block or no served token, shapes do not fit, or a
-            figure is negative or not finite.
-    """
+    """`usage`, if its figures can rank experts."""
     if not isinstance(usage, ExpertUsage) or not usage.blocks or not usage.groups:
         raise ValueError(
             "Expected an ExpertUsage of at least one group and block; "

@@ -73,28 +73,6 @@ def main_flows(
     """The largest flows of tokens through experts, placed for a picture.
 
     Nodes stand beside those that their tokens come from, so that few ribbons cross.
-
-    Args:
-        flows: list of results of `token_flows` (E + 1, E + 1) between successive
-            layers.
-        max_experts: number of experts of a layer with a node of their own.
-        min_share: smallest share of the tokens for a node of its own.
-        max_ribbons: number of ribbons; between two layers the broadest are taken.
-        gap: room between two nodes.
-
-    Returns:
-        `MainFlows`.
-
-    Raises:
-        ValueError: if there are no flows.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.main_flows import main_flows
-    >>> picture = main_flows([np.array([[6, 0, 0], [0, 2, 0], [0, 0, 0]])])
-    >>> [node.name for node in picture.columns[0]], len(picture.ribbons)
-    (['0', '1'], 2)
     """
     flows = [np.asarray(each, "float64") for each in flows]
     if not flows:

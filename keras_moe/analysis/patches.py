@@ -6,25 +6,7 @@ import numpy as np
 
 
 def of_patches(values: Any, grid: tuple[int, int]) -> np.ndarray:
-    """The values that belong to patches, without those of a class token before them.
-
-    Args:
-        values: (B, N, ...).
-        grid: numbers of patches down and across.
-
-    Returns:
-        (B, rows x columns, ...).
-
-    Raises:
-        ValueError: if the tokens do not fit the grid.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.patches import of_patches
-    >>> of_patches(np.zeros((2, 5, 3)), grid=(2, 2)).shape
-    (2, 4, 3)
-    """
+    """The values that belong to patches, without those of a class token before them."""
     values, count = np.asarray(values), grid[0] * grid[1]
     tokens = values.shape[1] if values.ndim > 1 else 0
     if tokens not in (count, count + 1):

@@ -177,17 +177,7 @@ def _masks(inputs, mask, modalities):
 
 
 class UsageProbe:
-    """Counts the use of experts in batches of a model's inputs.
-
-    Args:
-        model: backbone or task with MoE blocks.
-        contributions: whether norms of the experts' outputs are measured.
-        training: whether tokens are routed as in training.
-        modality: modality whose tokens alone count, or None for all.
-
-    Raises:
-        ValueError: if the model has no MoE blocks, or soft routing or muMoE.
-    """
+    """Counts the use of experts in batches of a model's inputs."""
 
     def __init__(
         self,
@@ -232,17 +222,7 @@ class UsageProbe:
         group_names: list[str] | None = None,
         mask: Any = None,
     ) -> ExpertUsage:
-        """The use of experts in one batch.
-
-        Args:
-            inputs: one batch of the model's inputs.
-            groups: argument of `routing_usage`.
-            group_names: names of the groups; None is those of modalities, or `"all"`.
-            mask: argument of `expert_usage`.
-
-        Raises:
-            ValueError: if groups or mask do not fit the records.
-        """
+        """The use of experts in one batch."""
         modalities = list(next(iter(self._keys.values())))
         if modalities != [ALL] and groups is not None:
             raise ValueError(

@@ -29,12 +29,7 @@ _PAIRS, _ROWS = 2**20, 1024
 
 
 class MuMoEPart:
-    """A muMoE in a classifier: its inputs, and the outputs without some experts.
-
-    Args:
-        model: classifier.
-        layer: `"head"`, or the name of a block or of its token mixer.
-    """
+    """A muMoE in a classifier: its inputs, and the outputs without some experts."""
 
     def __init__(self, model: keras.Model, layer: str):
         self.is_head, self.is_mixer = layer == "head", layer.endswith(MIXER)
@@ -58,15 +53,7 @@ class MuMoEPart:
         return self.gate.kinds
 
     def without(self, inputs: Any, experts: Any) -> Any:
-        """The classifier's outputs with the weights of one expert zero.
-
-        Args:
-            inputs: input of the muMoE's layer, (B, D) or (B, N, D).
-            experts: integers (B, L), the expert for each image.
-
-        Returns:
-            (B, C).
-        """
+        """The classifier's outputs with the weights of one expert zero."""
         if self.is_head:
             coefficients, _ = self.gate(inputs)
             return self.rest(self.layer.ablated(inputs, coefficients, experts))
@@ -74,11 +61,7 @@ class MuMoEPart:
 
 
 class RoutedPart:
-    """The routed MoE layers of one block of a classifier, or of all.
-
-    Args:
-        layers: `MoE` layers, whose routers have the same numbers of experts.
-    """
+    """The routed MoE layers of one block of a classifier, or of all."""
 
     def __init__(self, layers: list):
         for layer in layers:
@@ -122,18 +105,7 @@ def _rest(model, name):
 
 
 def ablated_part(model: keras.Model, layer: str) -> Any:
-    """The part of a classifier whose experts are ablated.
-
-    Args:
-        model: classifier.
-        layer: name of a layer with experts; see `ablate_experts`.
-
-    Returns:
-        A `MuMoEPart`, or `RoutedPart`.
-
-    Raises:
-        ValueError: if there is no such layer.
-    """
+    """The part of a classifier whose experts are ablated."""
     if layer == ALL:
         blocks = [moe_block(model, name) for name in _block_names(model) or [ALL]]
         return RoutedPart([block.feed_forward for block in blocks])
@@ -164,18 +136,7 @@ def scores(
     batch_size: int,
     verbose: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of right predictions (C,), and of those lost by removals (E, C).
-
-    Args:
-        model: classifier.
-        part: result of `ablated_part`.
-        images: (B, height, width, channels).
-        labels: int32 (B,) or (B, C).
-        removals: E pairs of one of `REMOVALS` and the experts that are removed, one
-            each from a `MuMoEPart`.
-        batch_size: number of images in a batch.
-        verbose: whether there is a progress bar.
-    """
+    """The numbers of right predictions (C,), and of those lost by removals (E, C)."""
     if isinstance(part, MuMoEPart):
         experts = np.array([expert for _, (expert,) in removals])
         return _by_pairs(model, part, images, labels, experts, batch_size, verbose)

@@ -29,11 +29,7 @@ class Uncompared(Exception):
 
 
 def fixed_inputs(model: keras.Model) -> Any:
-    """One example, always the same: an image in [-1, 1], a text, or a pair of both.
-
-    Args:
-        model: backbone, or task around one.
-    """
+    """One example, always the same: an image in [-1, 1], a text, or a pair of both."""
     generator = np.random.default_rng(0)
     inputs = model.input if isinstance(model.input, dict) else {"images": model.input}
     example = {}
@@ -57,11 +53,7 @@ def fixed_inputs(model: keras.Model) -> Any:
 
 
 def verify(source: str, scheme: str, model: keras.Model, changed: bool) -> str:
-    """Compares with the source's own model, where that is possible.
-
-    Raises:
-        ValueError: if they differ.
-    """
+    """Compares with the source's own model, where that is possible."""
     if changed:
         return f"{UNCOMPARED}: arguments were overridden"
     images = fixed_inputs(model)
@@ -98,9 +90,6 @@ def timm_outputs(source: str, images: np.ndarray) -> np.ndarray:
 
     It gets the files that our own reader opened: timm's loader may take a pickle,
     whose reading runs the code in it.
-
-    Raises:
-        Uncompared: if timm cannot run it.
     """
     if not os.path.isdir(source) and not source.startswith("hf://"):
         raise Uncompared("a file without its folder does not tell timm's architecture")
@@ -129,11 +118,7 @@ def timm_outputs(source: str, images: np.ndarray) -> np.ndarray:
 
 
 def run_timm(folder: Path) -> None:
-    """Runs `timm_outputs.py` on a request.
-
-    Raises:
-        Uncompared: if it fails, is killed by a signal or takes too long.
-    """
+    """Runs `timm_outputs.py` on a request."""
     program = Path(__file__).with_name("timm_outputs.py")
     command = [sys.executable, str(program), str(folder)]
     try:

@@ -32,12 +32,7 @@ OWN = {
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Converts, compares, and saves.
-
-    Args:
-        args: arguments of `commands.convert`.
-        console: console that people read.
-    """
+    """Converts, compares, and saves."""
     check_target(args.source, args.output)
     overrides = model_overrides(args.set, OWN)
     model, report = convert(args, overrides, console)

@@ -10,12 +10,7 @@ from keras_moe.cli.result import Result, show_all
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Compares all images, and writes the indices of the copies.
-
-    Args:
-        args: arguments of `commands.deduplicate`.
-        console: console that people read.
-    """
+    """Compares all images, and writes the indices of the copies."""
     against = args.against_data or args.data
     max_distance = None if args.max_distance < 0 else args.max_distance
     args.output.parent.mkdir(parents=True, exist_ok=True)

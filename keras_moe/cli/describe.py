@@ -13,12 +13,7 @@ OWN = {"preset": FIRST, "num_classes": "--num-classes"}
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Counts, without allocating a weight.
-
-    Args:
-        args: arguments of `commands.describe`.
-        console: console that people read.
-    """
+    """Counts, without allocating a weight."""
     overrides = model_overrides(args.set, OWN)
     if args.list == bool(args.preset or overrides):
         raise ValueError(

@@ -20,14 +20,7 @@ OWN = {
 
 
 def start_processes(args: argparse.Namespace) -> None:
-    """Joins the other processes, if there are any: before all else.
-
-    Args:
-        args: arguments of `parser.add_devices`.
-
-    Raises:
-        ValueError: if only some of the three arguments are given.
-    """
+    """Joins the other processes, if there are any: before all else."""
     processes = (args.coordinator, args.num_processes, args.process_id)
     if all(value is None for value in processes):
         return
@@ -42,22 +35,7 @@ def start_processes(args: argparse.Namespace) -> None:
 def set_devices(
     args: argparse.Namespace, preset: str, batch_size: int, overrides: dict[str, Any]
 ) -> keras.distribution.ModelParallel | None:
-    """Sets the distribution for a model to be made, if --devices asks for one.
-
-    Args:
-        args: arguments of `parser.add_devices`.
-        preset: the model.
-        batch_size: images in a batch.
-        overrides: overrides of the model's arguments.
-
-    Returns:
-        The distribution, or None.
-
-    Raises:
-        ValueError: as `keras_moe.distribution.auto`, if there are fewer devices, or if
-            a layout is asked for without --devices, or an override is no argument of
-            the model.
-    """
+    """Sets the distribution for a model to be made, if --devices asks for one."""
     if args.devices is None:
         if args.num_processes is not None:
             raise ValueError(

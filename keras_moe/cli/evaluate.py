@@ -43,12 +43,7 @@ OF_PAIRS = ("templates", "class_names", "data_options")
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Evaluates, and returns the figures.
-
-    Args:
-        args: arguments of `measuring.evaluate`.
-        console: console that people read.
-    """
+    """Evaluates, and returns the figures."""
     preset, recipe = find_run(args.preset)
     overrides = model_overrides(args.set, {"preset": FIRST})
     of_pairs = has_pairs(preset, overrides)
@@ -174,9 +169,6 @@ def class_places(model: keras.Model, images: Images) -> np.ndarray:
 
     They are matched by name where both have names, and by number otherwise. Data may
     lack classes of the model.
-
-    Raises:
-        ValueError: if the model does not know a class.
     """
     names, count = names_and_count(images)
     known = getattr(getattr(model, "preprocessor", None), "class_names", None)
@@ -200,16 +192,7 @@ def class_places(model: keras.Model, images: Images) -> np.ndarray:
 
 
 def check_of_subset(name: str, metrics: Sequence[str], images: Images) -> None:
-    """Checks that a metric reads some of the classes.
-
-    Args:
-        name: name of the subset.
-        metrics: names of `METRICS`.
-        images: the images.
-
-    Raises:
-        ValueError: if none does, or images have several labels.
-    """
+    """Checks that a metric reads some of the classes."""
     if images.several or not set(metrics) & set(OF_HEADS):
         raise ValueError(
             f"Expected --metrics accuracy of images of one label with --class-subset "
@@ -224,11 +207,7 @@ def names_and_count(images: Images) -> tuple[tuple[str, ...] | None, int]:
 
 
 def outputs_of(model: keras.Model, subset: evaluation.ClassSubset) -> list[int]:
-    """The outputs of a model for the classes of a subset.
-
-    Raises:
-        ValueError: if its classes are not ImageNet's.
-    """
+    """The outputs of a model for the classes of a subset."""
     known = getattr(getattr(model, "preprocessor", None), "class_names", None) or ()
     place = {name: index for index, name in enumerate(known)}
     if place.keys() >= {*subset.wordnet_ids}:
@@ -253,13 +232,7 @@ def in_model(labels: np.ndarray, places: np.ndarray, model: keras.Model) -> np.n
 def figures_of_scores(
     scores: np.ndarray, labels: np.ndarray, metrics: Sequence[str]
 ) -> dict:
-    """The figures that follow from the outputs of a head.
-
-    Args:
-        scores: (N, C), logits or probabilities.
-        labels: (N,) integers, or (N, C) 0-1 vectors.
-        metrics: names of `METRICS`.
-    """
+    """The figures that follow from the outputs of a head."""
     figures = {}
     if "accuracy" in metrics:
         figures["accuracy"] = accuracy(scores, labels)

@@ -91,27 +91,14 @@ class PairData(NamedTuple):
 
 
 def class_source(source: str, style: str | None) -> str:
-    """The source of `keras_moe.data.load` with the images of a source of pairs.
-
-    Args:
-        source: name of a source of `keras_moe.data.load_pairs`.
-        style: drawings of the emoji, or None.
-    """
+    """The source of `keras_moe.data.load` with the images of a source of pairs."""
     if source == "emoji" and style not in (None, "openmoji"):
         return f"emoji:{style}"
     return source
 
 
 def find_source(args: argparse.Namespace, recipe: dict) -> tuple[Any, dict]:
-    """The source that is asked for or the run's, and the settings that belong to it.
-
-    Args:
-        args: arguments of `measuring.evaluate`.
-        recipe: settings of the run, see `keras_moe.cli.evaluate.find_run`.
-
-    Raises:
-        ValueError: if no data is named.
-    """
+    """The source that is asked for or the run's, and the settings that belong to it."""
     if args.data is None and not recipe:
         raise ValueError(
             "Expected --data, or the folder of a run that says what it was trained "
@@ -123,16 +110,7 @@ def find_source(args: argparse.Namespace, recipe: dict) -> tuple[Any, dict]:
 
 
 def find_pair_data(args: argparse.Namespace, recipe: dict) -> PairData:
-    """The data and the metrics that are asked for, or those of the run.
-
-    Args:
-        args: arguments of `measuring.evaluate`.
-        recipe: settings of the run, see `keras_moe.cli.evaluate.find_run`.
-
-    Raises:
-        ValueError: if no data is named, an option or a metric is not one of models of
-            pairs, or metrics, names and templates do not fit the data.
-    """
+    """The data and the metrics that are asked for, or those of the run."""
     source, recipe = find_source(args, recipe)
     # The test split of a run is that of its source of tests.
     source = args.data or recipe.get("test_source") or source
@@ -184,15 +162,7 @@ def evaluate_pairs(
     args: argparse.Namespace,
     shown: Callable[[Iterable, str], Iterable],
 ) -> dict:
-    """The figures of a model of pairs by metric, JSON-serialisable.
-
-    Args:
-        model: model of pairs.
-        pair_data: data and metrics.
-        args: arguments of `measuring.evaluate`.
-        shown: function of batches and the name of their split to the same batches,
-            with a bar of their progress.
-    """
+    """The figures of a model of pairs by metric, JSON-serialisable."""
     metrics, figures = pair_data.metrics, {}
     if set(metrics) & set(OF_PAIRS):
         pairs = pair_data.pairs(
@@ -222,13 +192,7 @@ def evaluate_pairs(
 
 
 def few_shot_figures(test: tuple, pool: tuple, args: argparse.Namespace) -> dict:
-    """Few-shot accuracies by number of shots.
-
-    Args:
-        test: features and labels.
-        pool: features and labels from which shots are drawn.
-        args: arguments of `measuring.evaluate`.
-    """
+    """Few-shot accuracies by number of shots."""
     result = evaluation.few_shot(*pool, *test, shots=args.shots, seeds=args.seeds)
     return {
         f"{k}_shot": {"mean": float(mean), "std": float(std), "l2": float(l2)}

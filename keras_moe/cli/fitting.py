@@ -4,12 +4,8 @@ import keras
 
 
 def compile_with_cosine(model: keras.Model, steps: int, learning_rate: float) -> None:
-    """Compiles a model with AdamW, warm-up in a tenth of the steps, and cosine decay.
-
-    Args:
-        model: a model that knows its loss.
-        steps: steps of the whole training.
-        learning_rate: learning rate after the warm-up.
+    """Compiles a model with AdamW, warm-up in a tenth of the steps, and cosine
+    decay.
     """
     schedule = keras.optimizers.schedules.CosineDecay(
         0.0, steps, warmup_target=learning_rate, warmup_steps=steps // 10

@@ -38,14 +38,7 @@ WIDTH = 160
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a sub-command.
-
-    Args:
-        argv: arguments; None takes those of the process.
-
-    Returns:
-        The status of the process.
-    """
+    """Runs a sub-command."""
     wants_traceback = os.environ.get("KERAS_MOE_TRACEBACK", "0") not in ("", "0")
     interrupted, log = "Interrupted.", None
     try:
@@ -79,12 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: Any) -> None:
-    """Runs the sub-command that was parsed, and prints its result.
-
-    Args:
-        args: `args.module` is the module whose `run(args, console)` does the work and
-            returns a `Result`, or None where another process prints it.
-    """
+    """Runs the sub-command that was parsed, and prints its result."""
     if args.json not in (None, STDOUT):
         # A folder that cannot be made is no reason to lose a result.
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)

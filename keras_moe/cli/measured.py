@@ -68,12 +68,7 @@ class Images(NamedTuple):
 
 
 def find_run(preset: str) -> tuple[str, dict]:
-    """The preset of a run's folder, and the settings of its recipe.
-
-    Args:
-        preset: a folder that `keras-moe train` wrote, its `preset`, or any other
-            preset, whose recipe is unknown: an empty dict.
-    """
+    """The preset of a run's folder, and the settings of its recipe."""
     folder = Path(preset).expanduser()
     if (folder / "preset").is_dir() and (folder / "results.json").is_file():
         run_folder = folder

@@ -15,9 +15,6 @@ def divert_native_log() -> Path:
 
     Where native code ends the process, `faulthandler` prints the Python stack, and the
     file is left.
-
-    Returns:
-        The path of the file, to be removed if nothing unexpected happens.
     """
     handle, path = tempfile.mkstemp(prefix="keras-moe-", suffix=".log")
     sys.stderr.flush()

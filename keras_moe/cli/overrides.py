@@ -9,15 +9,7 @@ FIRST = "the first argument"
 def model_overrides(
     pairs: Iterable[tuple[str, Any]], own: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The overrides of a model's arguments.
-
-    Args:
-        pairs: names and values of `--set`.
-        own: arguments that the program sets itself, and the options that set them.
-
-    Raises:
-        ValueError: if the program sets one itself.
-    """
+    """The overrides of a model's arguments."""
     overrides = dict(pairs)
     for name, value in overrides.items():
         if name in own:

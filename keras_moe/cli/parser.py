@@ -23,13 +23,7 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors are exceptions, and whose help has examples.
-
-    Args:
-        examples: example commands, one a line; the last part of the help.
-        description: paragraphs, with an empty line between them.
-        **kwargs: arguments of `argparse.ArgumentParser`.
-    """
+    """An `ArgumentParser` whose errors are exceptions, and whose help has examples."""
 
     def __init__(self, *, examples: str = "", description: str = "", **kwargs: Any):
         width = min(shutil.get_terminal_size().columns - 2, 88)
@@ -55,18 +49,7 @@ def add_command(
     interrupted: str = "Interrupted.",
     module: str | None = None,
 ) -> Parser:
-    """Adds a sub-command.
-
-    Args:
-        commands: sub-parsers to add it to.
-        name: the sub-command's name.
-        line: description for the list of sub-commands.
-        examples: example commands, one a line.
-        description: further text of its own help.
-        interrupted: last words after Ctrl-C.
-        module: module whose `run(args, console)` does the work; None for
-            `keras_moe.cli.NAME`.
-    """
+    """Adds a sub-command."""
     parser = commands.add_parser(
         name,
         help=line,
@@ -99,24 +82,15 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def add_preset(parser: argparse.ArgumentParser, name: str = "preset", **kwargs) -> None:
-    """Adds the model: a positional `PRESET`, or an option where it has a default.
-
-    Args:
-        parser: parser to add it to.
-        name: `"preset"` for the positional, `"--preset"` for the option.
-        **kwargs: arguments of `add_argument`.
-    """
+    """Adds the model: a positional `PRESET`, or an option where it has a default."""
     what = "a built-in name, a folder, an hf:// handle or published weights"
     kwargs = {"metavar": "PRESET", "help": what, **kwargs}
     parser.add_argument(name, **kwargs)
 
 
 def add_data(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
-    """Adds `--data` and `--data-dir`, the images as `keras_moe.data.load` takes them.
-
-    Args:
-        parser: parser to add them to.
-        **kwargs: arguments of `add_argument`, for `--data`.
+    """Adds `--data` and `--data-dir`, the images as `keras_moe.data.load`
+    takes them.
     """
     what = (
         "digits, emoji, fashion_mnist, tfds:NAME, tfrecord:GLOB, folder:PATH or "
@@ -135,14 +109,7 @@ def add_overrides(
     what: str = "arguments of the model, as in from_preset",
     example: str = "num_experts=8 image_shape=[384,384,3]",
 ) -> None:
-    """Adds an option of `NAME=VALUE` pairs; `dict` of its value are the overrides.
-
-    Args:
-        parser: parser to add it to.
-        option: the option's name.
-        what: words for that which is overridden.
-        example: pairs for the help.
-    """
+    """Adds an option of `NAME=VALUE` pairs; `dict` of its value are the overrides."""
     parser.add_argument(
         option,
         nargs="+",
@@ -155,21 +122,12 @@ def add_overrides(
 
 
 def add_num_classes(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds `--num-classes`.
-
-    Args:
-        parser: parser to add it to.
-        what: words for the help.
-    """
+    """Adds `--num-classes`."""
     parser.add_argument("--num-classes", type=at_least(1), help=what)
 
 
 def add_class_subset(parser: argparse.ArgumentParser) -> None:
-    """Adds `--class-subset`.
-
-    Args:
-        parser: parser to add it to.
-    """
+    """Adds `--class-subset`."""
     parser.add_argument(
         "--class-subset",
         choices=("imagenet_a", "imagenet_r"),
@@ -179,11 +137,7 @@ def add_class_subset(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pair_evaluation(parser: argparse.ArgumentParser) -> None:
-    """Adds what evaluates models of images and texts.
-
-    Args:
-        parser: parser to add it to.
-    """
+    """Adds what evaluates models of images and texts."""
     pairs = parser.add_argument_group("models of images and texts")
     pairs.add_argument(
         "--templates",
@@ -209,13 +163,7 @@ def add_pair_evaluation(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shots(parser: Any, default: list[int] | None) -> None:
-    """Adds `--shots`, the examples of each class of few-shot accuracies.
-
-    Args:
-        parser: parser, or group of its arguments, to add it to.
-        default: numbers of examples; None leaves them to the program, which then
-            knows whether the option was used.
-    """
+    """Adds `--shots`, the examples of each class of few-shot accuracies."""
     parser.add_argument(
         "--shots",
         type=at_least(1),
@@ -233,14 +181,8 @@ def add_run(
     learning_rate: float,
     folder: str,
 ) -> None:
-    """Adds the arguments of a training without a recipe, and the folder of its results.
-
-    Args:
-        parser: parser, or group of its arguments, to add them to.
-        epochs: default of `--epochs`.
-        batch_size: default of `--batch-size`.
-        learning_rate: default of `--learning-rate`.
-        folder: default of `--output`, below `runs`.
+    """Adds the arguments of a training without a recipe, and the folder of its
+    results.
     """
     parser.add_argument("--epochs", type=at_least(1), default=epochs)
     parser.add_argument("--batch-size", type=at_least(1), default=batch_size)
@@ -276,15 +218,7 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 
 def override(text: str) -> tuple[str, Any]:
-    """`NAME=VALUE` as a name and a value.
-
-    Args:
-        text: an argument; its value is JSON, or else a string.
-
-    Raises:
-        argparse.ArgumentTypeError: without a name and "=", or if the value begins as
-            JSON and is none, or is Python in the place of JSON.
-    """
+    """`NAME=VALUE` as a name and a value."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"Expected NAME=VALUE; received: {text}")
@@ -310,12 +244,7 @@ def override(text: str) -> tuple[str, Any]:
 
 
 def at_least(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
-    """An argument's type: integers from a minimum on.
-
-    Args:
-        minimum: smallest integer.
-        maximum: largest integer.
-    """
+    """An argument's type: integers from a minimum on."""
     what = f"at least {minimum}"
     if maximum < math.inf:
         what = f"{minimum} to {maximum}"
@@ -340,12 +269,7 @@ def positive(text: str) -> float:
 
 
 def integer_or(word: str, minimum: int = 1) -> Callable[[str], int | str]:
-    """An argument's type: one word, or integers from a minimum on.
-
-    Args:
-        word: the word.
-        minimum: smallest integer.
-    """
+    """An argument's type: one word, or integers from a minimum on."""
     integer = at_least(minimum)
     return lambda text: text if text == word else integer(text)
 

@@ -27,12 +27,7 @@ OWN = {
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Compares layouts, and shows one of them.
-
-    Args:
-        args: arguments of `commands.plan`.
-        console: console that people read.
-    """
+    """Compares layouts, and shows one of them."""
     if args.expert_parallel is not None:
         chosen = costs(args, args.expert_parallel)
         return Result({"costs": as_json(chosen)}, chosen.print)

@@ -14,14 +14,6 @@ def predict(
 
     A last batch is filled up with its last image, so that nothing is compiled for it
     and devices can share it.
-
-    Args:
-        model: a model without state that inference changes.
-        batches: pairs of images and labels, as of `keras_moe.data.load`.
-        batch_size: images of a full batch.
-
-    Returns:
-        The outputs for all images, in the structure of the model's, and the labels.
     """
     outputs, labels = [], []
     for images, batch_labels in batches:
@@ -35,10 +27,5 @@ def predict(
 
 
 def accuracy(logits: np.ndarray, labels: np.ndarray) -> float:
-    """The share of images whose largest logit is that of their class.
-
-    Args:
-        logits: (N, C).
-        labels: (N,) integers.
-    """
+    """The share of images whose largest logit is that of their class."""
     return float((logits.argmax(axis=-1) == labels).mean())

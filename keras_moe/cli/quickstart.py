@@ -22,12 +22,7 @@ PRESET = "vmoe_digits"
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Trains, evaluates, saves and loads, and draws what each expert looks at.
-
-    Args:
-        args: arguments of `commands.quickstart`.
-        console: console that people read.
-    """
+    """Trains, evaluates, saves and loads, and draws what each expert looks at."""
     begin = time.perf_counter()
     args.output.mkdir(parents=True, exist_ok=True)
     keras.utils.set_random_seed(args.seed)
@@ -127,16 +122,7 @@ def train(model: keras.Model, args: argparse.Namespace) -> None:
 
 
 def save_and_load(model: keras.Model, folder: Path, images: np.ndarray) -> None:
-    """Saves the model as a preset, and loads it again.
-
-    Args:
-        model: the trained model.
-        folder: folder of the preset.
-        images: (N, height, width, channels) images to compare predictions of.
-
-    Raises:
-        ValueError: if the loaded model's predictions differ.
-    """
+    """Saves the model as a preset, and loads it again."""
     model.save_to_preset(folder)
     loaded = models.from_preset(str(folder))
     before, after = (x.predict(images, verbose=0) for x in (model, loaded))

@@ -20,12 +20,7 @@ _STYLES = {"good": "green", "notice": "yellow", "problem": "red"}
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Writes the report, and returns its files and findings.
-
-    Args:
-        args: arguments of `measuring.report`.
-        console: console that people read.
-    """
+    """Writes the report, and returns its files and findings."""
     preset, recipe = find_run(args.preset)
     overrides = model_overrides(args.set, {"preset": FIRST})
     of_pairs = has_pairs(preset, overrides)

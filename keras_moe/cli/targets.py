@@ -8,16 +8,7 @@ from keras_moe.models.preset_folder import is_preset
 
 
 def check_target(source: str, output: str | os.PathLike) -> None:
-    """Refuses a folder to which no preset can be saved, and the source.
-
-    Args:
-        source: the model that a new preset is made of; perhaps a path.
-        output: folder of the new preset.
-
-    Raises:
-        ValueError: if it is the source, by whatever path, or a folder of something
-            else, lies below a file, or one of them has a NUL.
-    """
+    """Refuses a folder to which no preset can be saved, and the source."""
     check_path("source", source)
     check_path("output", output)
     target, origin = Path(output).expanduser().resolve(), Path(source).expanduser()

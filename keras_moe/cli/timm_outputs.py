@@ -35,11 +35,7 @@ def main(argv: list[str]) -> int:
 def timm_outputs(
     images: np.ndarray, architecture: str, arguments: dict, files: list[str]
 ) -> np.ndarray:
-    """The outputs of timm's model with the weights in the files.
-
-    Raises:
-        ValueError: if timm has no such architecture.
-    """
+    """The outputs of timm's model with the weights in the files."""
     import timm
     import torch
     from safetensors.torch import load_file

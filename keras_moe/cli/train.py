@@ -27,15 +27,7 @@ from keras_moe.processes import gathered_batch
 
 
 def run(args: argparse.Namespace, console: Console) -> Result | None:
-    """Trains, and saves the model, the results and the pictures.
-
-    Args:
-        args: arguments of `commands.train`.
-        console: console that people read.
-
-    Returns:
-        None in all processes but the first.
-    """
+    """Trains, and saves the model, the results and the pictures."""
     begin = time.perf_counter()
     check_options(args)
     start_processes(args)

@@ -15,12 +15,7 @@ from keras_moe.training.upcycling_arguments import MOE_ARGUMENTS
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Upcycles, and saves the model with its report.
-
-    Args:
-        args: arguments of `commands.upcycle`.
-        console: console that people read.
-    """
+    """Upcycles, and saves the model with its report."""
     check_target(args.source, args.output)
     overrides = dict(args.set)
     check_argument_names(overrides, MOE_ARGUMENTS, "MoE layers")

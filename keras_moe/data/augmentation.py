@@ -30,17 +30,7 @@ LABEL_MIXING_NAMES = ("mixup", "cutmix")
 
 
 class Step(NamedTuple):
-    """One augmentation, ready for the pipeline.
-
-    Fields:
-        function: (images, labels, seed) -> (images, labels).
-        crop: the step itself if it is a `RandomResizedCrop`, which takes images of any
-            size where it comes first; otherwise None.
-        mixes_labels: whether it needs a batch and one-hot labels.
-        is_stateless: whether all its randomness comes from the seed, so that calls may
-            run in parallel and in any order.
-        keeps_range: whether pixels stay between the lowest and the highest.
-    """
+    """One augmentation, ready for the pipeline."""
 
     function: Callable[[Any, Any, Any], tuple[Any, Any]]
     crop: RandomResizedCrop | None
@@ -52,11 +42,7 @@ class Step(NamedTuple):
 def build_steps(
     augment: Any, image_shape: tuple[int, int, int], seed: int
 ) -> list[Step]:
-    """Turns the `augment` argument of `load` into steps.
-
-    Raises:
-        ValueError: if something in it is neither a known name nor callable.
-    """
+    """Turns the `augment` argument of `load` into steps."""
     if augment is None:
         return []
     if isinstance(augment, (str, dict)) or callable(augment):

@@ -123,12 +123,8 @@ class Equalization(keras.layers.Equalization):
 
 
 def _rows(tf, values, like=None):
-    """Images (..., height, width, channels) as rows (..., height, 1, width * channels).
-
-    Args:
-        tf: TensorFlow.
-        values: images, or numbers for each channel (..., 1, 1, channels).
-        like: images whose rows the numbers are repeated for; None for images.
+    """Images (..., height, width, channels) as rows (..., height, 1, width *
+    channels).
     """
     shape = tf.shape(values if like is None else like)
     width, channels = shape[-2], shape[-1]

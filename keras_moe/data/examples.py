@@ -22,13 +22,7 @@ _OPEN_FILES, _RECORDS_IN_A_ROW = 16, 16
 
 
 class Share(NamedTuple):
-    """The part of a data set that one of several hosts reads.
-
-    Fields:
-        index: number of the host.
-        count: number of hosts.
-        batch_size: size of the host's own batches.
-    """
+    """The part of a data set that one of several hosts reads."""
 
     index: int
     count: int
@@ -44,16 +38,6 @@ class Examples:
     """The examples of any source: how they are read, and which of them are left.
 
     Subclasses define their order, in `pass_over`.
-
-    Args:
-        count: number of examples.
-        read: function from an item of `pass_over` to the stored image and its labels.
-        decode: function from a stored image to pixels (height, width, channels).
-        classes: classes of the labels.
-        encoded_channels: number of channels that `decode` makes, where stored images
-            are the bytes of image files; None otherwise.
-        place: function from an item of `pass_over` to the path of its file, a string
-            tensor; None where nothing is read from files.
     """
 
     def __init__(
@@ -72,13 +56,7 @@ class Examples:
         self.kept = None
 
     def decoded(self, item: Any, stored: Any, decode: Callable | None = None) -> Any:
-        """The pixels of an example, or an error that names its file.
-
-        Args:
-            item: item of `pass_over`.
-            stored: stored image that `read` returns for it.
-            decode: function in the place of the source's own.
-        """
+        """The pixels of an example, or an error that names its file."""
         decode = self.decode if decode is None else decode
         if self.place is None:
             return decode(stored)
@@ -103,18 +81,7 @@ class IndexedExamples(Examples):
     """
 
     def pass_over(self, share: Share, seed: Any, start: Any, length: int | None) -> Any:
-        """One pass of a host.
-
-        Args:
-            share: share of the host.
-            seed: (2,) int64, seed of the order, or None for the order of the source.
-            start: number of the host's examples to skip at the start.
-            length: number of the host's examples, None for all.
-
-        Returns:
-            A `tf.data.Dataset` of (position, item): the position in the order of all
-            hosts, int64, and the argument of `read`.
-        """
+        """One pass of a host."""
         import tensorflow as tf
 
         common = share.batch_size * share.count
@@ -147,13 +114,7 @@ class IndexedExamples(Examples):
 def in_memory(
     images: np.ndarray, labels: np.ndarray, classes: Classes
 ) -> IndexedExamples:
-    """Examples in memory, decoded.
-
-    Args:
-        images: (N, height, width, channels), in [0, 255].
-        labels: (N,), int32.
-        classes: classes of the labels.
-    """
+    """Examples in memory, decoded."""
     import tensorflow as tf
 
     images, labels = tf.constant(images), tf.constant(labels)
@@ -166,13 +127,7 @@ def in_memory(
 
 
 class RecordFile(NamedTuple):
-    """A TFRecord file, or part of one.
-
-    Fields:
-        path: path of the file.
-        skip: number of records that are skipped at its start.
-        take: number of records that are read.
-    """
+    """A TFRecord file, or part of one."""
 
     path: str
     skip: int
@@ -180,21 +135,7 @@ class RecordFile(NamedTuple):
 
 
 class RecordExamples(Examples):
-    """Examples in TFRecord files, which are read one after the other.
-
-    A random order shuffles the files, takes the records of a few files in turn, and
-    shuffles these in a buffer of `SHUFFLE_BUFFER` encoded records. A pass that does not
-    begin at its start reads the records that it skips, and decodes none of them. Hosts
-    have files, or parts of files, of their own.
-
-    Args:
-        files: files in the order of the source.
-        read: function from a record and its place, the path of its file and its number
-            in it, to the stored image and its labels.
-        decode: function from a stored image to pixels (height, width, channels).
-        classes: classes of the labels.
-        encoded_channels: number of channels that `decode` makes; see `Examples`.
-    """
+    """Examples in TFRecord files, which are read one after the other."""
 
     def __init__(
         self,

@@ -54,11 +54,7 @@ def write_exclusion(
 
 
 def excluded_indices(exclude: Any, source: str, split: str, count: int) -> np.ndarray:
-    """The indices of `exclude`, an argument of `load`, sorted and each once.
-
-    Raises:
-        ValueError: if they are not of this split, or leave no example.
-    """
+    """The indices of `exclude`, an argument of `load`, sorted and each once."""
     what = f"exclude={exclude!r:.100}"
     files = [exclude] if isinstance(exclude, (str, os.PathLike)) else exclude
     is_list = isinstance(files, (list, tuple)) and files

@@ -66,12 +66,6 @@ def read_files(path: str) -> tuple[IndexedExamples | None, list[str]]:
 
     Unlike `read_examples` it accepts a folder that cannot be trained on: some splits
     may have no images, and labels are not read.
-
-    Returns:
-        The images with label 0, None if there are none; and paths.
-
-    Raises:
-        ValueError: if there is neither an image nor one that is missing.
     """
     import tensorflow as tf
 
@@ -217,13 +211,6 @@ def files_below(folder: Path, root: Path | None = None) -> list[Path]:
     """All files in a folder and below it, but for hidden ones, sorted.
 
     Pipes and devices are no files. A link may lead to another place below `root`.
-
-    Args:
-        folder: the folder.
-        root: folder that no link may leave; None for `folder`.
-
-    Raises:
-        ValueError: if a link leads out of `root`.
     """
     root = os.path.realpath(folder if root is None else root)
     paths, seen, pending = [], set(), [Path(folder)]
@@ -259,11 +246,7 @@ def _within(path: str | Path, root: str) -> str:
 
 
 def is_file_within(path: Path, root: Path) -> bool:
-    """Whether a path is a file, and no link out of a folder.
-
-    Raises:
-        ValueError: if a link leads out of `root`.
-    """
+    """Whether a path is a file, and no link out of a folder."""
     if path.is_symlink():
         _within(path, os.path.realpath(root))
     return path.is_file()

@@ -32,12 +32,6 @@ def kept_arrays(
 
     Processes that start together wait for the one that makes them. Where the file
     cannot be written, a warning says so, and the arrays are not kept.
-
-    Args:
-        path: path of an `.npz` file, which need not exist.
-        names: names of the arrays.
-        is_whole: whether arrays of a file have the right shapes and dtypes.
-        make: function that makes the arrays.
     """
     if (kept := _read(path, names, is_whole)) is not None:
         return kept

@@ -8,14 +8,7 @@ from keras_moe.data.label_hierarchy import LabelHierarchy
 
 
 class Classes(NamedTuple):
-    """The classes of a source, and how many of them an example has.
-
-    Fields:
-        count: number of classes.
-        names: names of the classes, or None.
-        max_labels: largest number of labels of an example; None for one and only one
-            label, 0 for an unknown number.
-    """
+    """The classes of a source, and how many of them an example has."""
 
     count: int
     names: tuple[str, ...] | None = None
@@ -23,15 +16,7 @@ class Classes(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """How labels of examples become those of batches.
-
-    Fields:
-        count: number of classes.
-        max_labels: number of labels of an example after padding with -1; None for one.
-        dense: whether labels are float32 vectors (count,) instead of numbers.
-        closure: int32 (classes of the source, most), the classes that each class of
-            the source stands for, padded with -1; None for itself alone.
-    """
+    """How labels of examples become those of batches."""
 
     count: int
     max_labels: int | None
@@ -39,12 +24,7 @@ class Labels(NamedTuple):
     closure: np.ndarray | None
 
     def __call__(self, labels: Any, key: Any = None) -> Any:
-        """Labels of one example, as tensors of TensorFlow.
-
-        Args:
-            labels: int32, () or (any,); negative numbers are padding.
-            key: key of the example, from which random targets follow; not used.
-        """
+        """Labels of one example, as tensors of TensorFlow."""
         import tensorflow as tf
 
         if self.max_labels is None:

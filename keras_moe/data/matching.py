@@ -7,12 +7,7 @@ from pathlib import Path
 
 
 def matching_files(pattern: str, names: str) -> list[Path]:
-    """The files of a folder or a glob, sorted.
-
-    Args:
-        pattern: folder or glob.
-        names: glob of the names of the files in a folder.
-    """
+    """The files of a folder or a glob, sorted."""
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), names)
     paths = [Path(path) for path in sorted(glob.glob(pattern))]

@@ -14,13 +14,6 @@ def answer_of(function: Callable[[], Any], question: str) -> Any:
     Libraries that look a name up on the network have no time-outs of their own, or
     multiply them by attempts. A function that is late goes on in a thread, whose
     result is lost.
-
-    Args:
-        function: function without arguments.
-        question: description of the question, for the error.
-
-    Raises:
-        TimeoutError: an OSError, if it takes longer than `PATIENCE`.
     """
     done: dict[str, Any] = {}
 
@@ -44,15 +37,7 @@ def answer_of(function: Callable[[], Any], question: str) -> Any:
 
 
 def check_reachable(url: str, purpose: str) -> None:
-    """Asks a server for an address once, before many attempts are made.
-
-    Args:
-        url: address of HTTP; any answer will do, even a refusal.
-        purpose: purpose of the connection, for the error.
-
-    Raises:
-        OSError: if there is no answer.
-    """
+    """Asks a server for an address once, before many attempts are made."""
     import requests
 
     try:

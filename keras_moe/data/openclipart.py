@@ -49,14 +49,7 @@ _PLACES = ("", "usr/share/openclipart")
 
 
 class ClipArt(NamedTuple):
-    """Pictures with their captions, in the order of their files.
-
-    Fields:
-        images: (N, 64, 64, 3), uint8, on white.
-        captions: (N,) strings, such as `"bull, mammal, animal"`.
-        categories: (N,) strings, such as `"animals"`.
-        splits: (N,) strings, `"train"`, `"validation"` or `"test"`.
-    """
+    """Pictures with their captions, in the order of their files."""
 
     images: np.ndarray
     captions: np.ndarray
@@ -73,17 +66,7 @@ class _Description(NamedTuple):
 
 
 def read_clip_art(path: str, split: str) -> ClipArt:
-    """The pictures of a split, which are kept below `KERAS_HOME`, or `~/.keras`.
-
-    Args:
-        path: folder with `png` and `svg`, or one that a package was unpacked into.
-        split: one of `SPLITS`.
-
-    Raises:
-        ValueError: if there are no pictures, one cannot be read, or the split is not
-            known.
-        ImportError: if Pillow is not installed.
-    """
+    """The pictures of a split, which are kept below `KERAS_HOME`, or `~/.keras`."""
     check_one_of("split", split, SPLITS)
     root = _root(path)
     files = _files(root / "png", ".png")
@@ -220,11 +203,7 @@ def _picture(path: Path) -> np.ndarray | None:
 
 
 def _described(path: Path) -> _Description:
-    """The metadata of an SVG, empty where there are none.
-
-    Args:
-        path: path of the file without its suffix.
-    """
+    """The metadata of an SVG, empty where there are none."""
     title, artist, keywords, above = "", "", [], []
     try:
         for event, element in ElementTree.iterparse(f"{path}.svg", ("start", "end")):

@@ -52,14 +52,7 @@ class OrderOptions:
     def check_count(
         self, count: int, batch_size: int, drop_remainder: bool, place: str
     ) -> None:
-        """Raises ValueError unless the examples fill batches of all hosts.
-
-        Args:
-            count: number of examples.
-            batch_size: size of the batches of all hosts together.
-            drop_remainder: whether a last batch that is not full is left out.
-            place: origin of the examples, for the error.
-        """
+        """Raises ValueError unless the examples fill batches of all hosts."""
         rest = count % batch_size
         if (self.repeat and count < batch_size) or (
             not drop_remainder and 0 < rest < self.share_of(batch_size).count

@@ -11,20 +11,7 @@ from keras_moe.data.reading import map_or_name
 
 
 class BatchSettings(NamedTuple):
-    """How `batches` makes batches of examples.
-
-    Fields:
-        image_shape: (height, width, channels) of the images.
-        steps: steps of the augmentation.
-        labels: labels to make: `Labels`, or another function from the labels that the
-            source reads, and the key of the example, to a structure of tensors.
-        share: share of the host.
-        shuffle: whether the order is random.
-        seed: seed of the order and of the augmentation.
-        drop_remainder: whether a last batch that is not full is left out.
-        start_batch: number of the first batch of an endless sequence; None for a single
-            pass.
-    """
+    """How `batches` makes batches of examples."""
 
     image_shape: tuple[int, int, int]
     steps: list[Step]

@@ -54,12 +54,7 @@ class RandAugment:
         self._layers = _rand_augment_layers(magnitude)
 
     def __call__(self, images: Any, seed: Any) -> Any:
-        """Augments tensors of TensorFlow, inside `tf.data` or a `tf.function`.
-
-        Args:
-            images: (height, width, channels) in [0, 255], or a batch of them.
-            seed: (2,) integers, the seed of `tf.random.stateless_uniform`.
-        """
+        """Augments tensors of TensorFlow, inside `tf.data` or a `tf.function`."""
         import tensorflow as tf
 
         if len(images.shape) == 4:

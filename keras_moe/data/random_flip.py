@@ -9,10 +9,6 @@ class RandomFlip:
     The images are those of `keras.layers.RandomFlip("horizontal")` for the same seed.
     That layer reverses every image and then selects with a broadcast condition, which
     takes many times as long.
-
-    Args:
-        images: (height, width, channels), or a batch of them.
-        seed: (2,) integers, the seed of `tf.random.stateless_uniform`.
     """
 
     def __call__(self, images: Any, seed: Any) -> Any:

@@ -61,13 +61,7 @@ class RandomResizedCrop:
         self.scale, self.ratio = tuple(scale), tuple(ratio)
 
     def __call__(self, images: Any, seed: Any) -> Any:
-        """Crops tensors of TensorFlow.
-
-        Args:
-            images: (height, width, channels), or a batch of them; each image of a
-                batch is cropped differently.
-            seed: (2,) integers, the seed of `tf.random.stateless_uniform`.
-        """
+        """Crops tensors of TensorFlow."""
         import tensorflow as tf
 
         channels = images.shape[-1]

@@ -31,13 +31,8 @@ def decode_image(encoded: Any) -> Any:
 
 
 def attempt(function: Callable, item: Any, otherwise: Callable) -> Any:
-    """`function(item)`, or `otherwise(item, specs)` if TensorFlow fails at the first.
-
-    Args:
-        function: function from one structure of tensors to another.
-        item: structure of tensors.
-        otherwise: function of `item`, too, and of the structure of `tf.TensorSpec` of
-            `function`'s result.
+    """`function(item)`, or `otherwise(item, specs)` if TensorFlow fails at the
+    first.
     """
     import tensorflow as tf
 
@@ -52,16 +47,8 @@ _with_names = contextvars.ContextVar("with_names", default=True)
 
 
 def map_or_name(dataset: Any, read: Callable, then: Callable, again: Callable) -> Any:
-    """`dataset.map(read).map(then)`, in parallel and in order, with errors that name.
-
-    Args:
-        dataset: `tf.data.Dataset` of (fields, origin): a tuple, and an int64 that
-            `again` needs. Its cardinality is known.
-        read: function with calls of `read_or_name`, of the fields of an element. Its
-            errors name a place by these calls, which cost nothing otherwise.
-        then: function of the fields of what `read` returns.
-        again: function from the number of an element, and the origin of the one
-            before or after it, to a data set of its fields alone.
+    """`dataset.map(read).map(then)`, in parallel and in order, with errors
+    that name.
     """
     import tensorflow as tf
 
@@ -141,27 +128,14 @@ def map_or_name(dataset: Any, read: Callable, then: Callable, again: Callable) -
 
 
 def read_or_name(function: Callable, item: Any, expected: str, place: Any) -> Any:
-    """`function(item)`, or an error that names a place.
-
-    Args:
-        function: function from one structure of tensors to another.
-        item: structure of tensors.
-        expected: description of what the place should have, for the error.
-        place: string tensor, the path of a file.
-    """
+    """`function(item)`, or an error that names a place."""
     if not _with_names.get():
         return function(item)
     return attempt(function, item, lambda _, specs: _fail(specs, expected, place))
 
 
 def records_or_name(records: Any, path: Any, count: Any) -> Any:
-    """The first records of a data set, with an error that names a file with fewer.
-
-    Args:
-        records: `tf.data.Dataset` of strings, from one file.
-        path: string tensor, the path of the file.
-        count: int64 tensor, the number of records.
-    """
+    """The first records of a data set, with an error that names a file with fewer."""
     import tensorflow as tf
 
     expected = "a TFRecord file with all its records, none of them corrupt"
@@ -172,14 +146,7 @@ def records_or_name(records: Any, path: Any, count: Any) -> Any:
 
 
 def check_or_name(condition: Any, expected: str, place: Any, received: Any) -> Any:
-    """An assertion whose error names a place.
-
-    Args:
-        condition: boolean tensor.
-        expected: description of what the place should have, for the error.
-        place: string tensor, the path of a file.
-        received: tensor that is not as expected.
-    """
+    """An assertion whose error names a place."""
     import tensorflow as tf
 
     about = [f"Expected {expected} in", place, "; received:", received]

@@ -25,21 +25,7 @@ def write_split(
     known: dict[str, int],
     write: Callable[[list[str]], tuple[list[int], dict[str, Any]]],
 ) -> None:
-    """Writes the files of a split, which take their places when all are written.
-
-    Args:
-        folder: path of the folder, which need not exist.
-        split: name of the split, letters and digits.
-        num_files: number of files.
-        known: numbers of records in the files that are there, by name.
-        write: function from the paths of new files to their numbers of records and the
-            content of `dataset.json`.
-
-    Raises:
-        ValueError: if an argument is out of range.
-        OSError: with the path and the bytes, if a file cannot be written, as on a full
-            disk. The older files stay as they were.
-    """
+    """Writes the files of a split, which take their places when all are written."""
     if not isinstance(split, str) or not re.fullmatch(r"[A-Za-z0-9]+", split):
         raise ValueError(
             f"Expected a split of letters and digits; received: split={split!r}"
@@ -75,16 +61,7 @@ def write_split(
 
 
 def write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[int]:
-    """Writes records to files in turn, and returns the numbers of records.
-
-    Args:
-        parts: paths of the files.
-        records: iterable of features by name, lists of bytes or of integers.
-
-    Raises:
-        ValueError: if there are no records.
-        OSError: with the path and the bytes, if a file cannot be written.
-    """
+    """Writes records to files in turn, and returns the numbers of records."""
     import tensorflow as tf
 
     counts, sizes = [0] * len(parts), [0] * len(parts)
@@ -115,16 +92,7 @@ def write_records(parts: list[str], records: Iterable[dict[str, list]]) -> list[
 
 
 def encoded_image(image: Any, number: int) -> bytes:
-    """The bytes of an image file: those that are there, or PNG of an array.
-
-    Args:
-        image: bytes of a file, or uint8 (height, width, 1 or 3).
-        number: number of the example, for errors.
-
-    Raises:
-        ValueError: if `image` is neither. What comes after the first bytes is not
-            decoded.
-    """
+    """The bytes of an image file: those that are there, or PNG of an array."""
     import tensorflow as tf
 
     if isinstance(image, bytes):

@@ -24,11 +24,6 @@ def call_with_seed(layer: keras.layers.Layer, data: Any, seed: Any) -> Any:
     A layer's own generator is a variable that every call advances: the result for an
     image would depend on the number of images before it, and parallel calls would race
     for the variable. A seed per element makes the result a function of its place.
-
-    Args:
-        layer: layer for which `takes_seeds` is true, unless `seed` is None.
-        data: images, or a dict of images and labels; tensors of TensorFlow.
-        seed: (2,) int32, or None for the layer's own generator.
     """
     options = {"training": True} if has_argument(layer.call, "training") else {}
     with _seeded(layer, seed) if seed is not None else contextlib.nullcontext():

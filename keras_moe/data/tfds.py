@@ -42,12 +42,8 @@ def read_examples(name: str, split: str, data_dir: str | None) -> RecordExamples
 
 
 def record_files(name: str, split: str, builder: Any) -> list[RecordFile]:
-    """The files of a split, downloading and preparing the data set if it is not there.
-
-    Args:
-        name: name of the data set, for errors.
-        split: name of the split, or a slice or sum of such.
-        builder: builder of the data set.
+    """The files of a split, downloading and preparing the data set if it is
+    not there.
     """
     import tensorflow_datasets as tfds
 

@@ -101,13 +101,7 @@ def read_examples(pattern: str, split: str) -> RecordExamples:
 
 
 def split_files(pattern: str, split: str, counts: dict[str, int]) -> list[RecordFile]:
-    """The files of a split, with their numbers of records.
-
-    Args:
-        pattern: folder or glob.
-        split: word of the files' names.
-        counts: numbers of records that are known, by the files' names.
-    """
+    """The files of a split, with their numbers of records."""
     paths = record_paths(pattern)
     # Names are such as "train-00000-of-00008.tfrecord" or "photos-train.tfrecord".
     chosen = [p for p in paths if is_of_split(p, split)]
@@ -149,11 +143,7 @@ def count_records(path: Path) -> int:
 
 
 def record_offsets(path: Path) -> list[int]:
-    """The places in a file at which its records begin.
-
-    Raises:
-        ValueError: if the file ends within a record.
-    """
+    """The places in a file at which its records begin."""
     size, at, offsets = path.stat().st_size, 0, []
     with path.open("rb") as file:
         while at < size:
@@ -313,12 +303,7 @@ def _settings(pattern: str) -> tuple[dict, Classes]:
 
 
 def check_first(path: str, fields: dict[str, str]) -> None:
-    """Reads the first record, so that missing features are refused at the door.
-
-    Args:
-        path: path of a file.
-        fields: kind of the list of each feature, by its name.
-    """
+    """Reads the first record, so that missing features are refused at the door."""
     import tensorflow as tf
 
     try:

@@ -130,22 +130,7 @@ def _mesh(sizes, devices):
 
 
 def check_paths(rules: Layouts, paths: list[str]) -> None:
-    """Raises ValueError unless the rules and the weights of a model fit each other.
-
-    Args:
-        rules: layouts of the model.
-        paths: paths of all the model's weights.
-
-    Raises:
-        ValueError: if a path matches two rules, or no path matches any.
-
-    Example:
-
-    >>> from keras_moe import distribution
-    >>> from keras_moe.distribution.auto import check_paths
-    >>> rules = distribution.layouts("vmoe_b16", 8)
-    >>> check_paths(rules, ["block_1/moe/experts/hidden_kernel"])
-    """
+    """Raises ValueError unless the rules and the weights of a model fit each other."""
     matched = False
     for path in paths:
         matching = [rule for rule in rules.weights if re.fullmatch(rule, path)]

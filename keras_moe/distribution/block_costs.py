@@ -42,19 +42,7 @@ class Share(NamedTuple):
 
 
 def expert_slots(block: Any, share: Share) -> int:
-    """The slots of all experts for a device's tokens, while training.
-
-    Args:
-        block: `EncoderBlock`, not built.
-        share: share of the batch.
-
-    Returns:
-        Groups times E times C; 0 for a dense block; without capacity the tokens times
-        the experts that each selects.
-
-    Raises:
-        ValueError: if groups do not lie whole on the device.
-    """
+    """The slots of all experts for a device's tokens, while training."""
     moe = block.feed_forward
     if not isinstance(moe, MoE):
         return 0
@@ -80,20 +68,7 @@ def expert_slots(block: Any, share: Share) -> int:
 
 
 def activation_bytes(block: Any, share: Share) -> int:
-    """The bytes that a block keeps for its gradient on each device.
-
-    A token has 11 D; with attention 3 numbers for each head and pair of tokens; 3 H for
-    an MLP, whose activation is in between, and as much for an expert's slot, and 2 D
-    for its input and output; the router's logits and gates. XLA's compiled training
-    steps keep as much on CPU, where it fuses least. A gradient needs
-    8 D (the block's input, the norms' outputs, the sum between, queries, keys, values
-    and context), 1 per pair, and 2 H. Gated experts keep one H more either way. Tensor
-    parallelism splits pairs and hidden units, and of the 11 D is taken to split none.
-
-    Args:
-        block: `EncoderBlock`, not built.
-        share: share of the batch.
-    """
+    """The bytes that a block keeps for its gradient on each device."""
     split, dim = share.model_parallel, share.dim
     mixer, feed_forward = block.token_mixer, block.feed_forward
     numbers = PER_TOKEN * dim * share.tokens
@@ -127,13 +102,6 @@ def model_parallel_bytes(block: Any, share: Share) -> int:
     """The activations of a block that are summed over the devices of its heads.
 
     The token mixer's and the feed-forward layer's outputs; for the gradient as many.
-
-    Args:
-        block: `EncoderBlock`, not built.
-        share: share of the batch.
-
-    Reference:
-        *Megatron-LM*, section 3.
     """
     slots = expert_slots(block, share) or share.tokens
     return (share.tokens + slots) * share.dim * share.itemsize

@@ -64,18 +64,7 @@ class Chip(NamedTuple):
 
 
 def torus_sides(num_devices: int, dimensions: int) -> tuple[int, ...]:
-    """The sides of the torus that is nearest to a cube.
-
-    Args:
-        num_devices: product of the sides.
-        dimensions: number of sides.
-
-    Example:
-
-    >>> from keras_moe.distribution.chips import torus_sides
-    >>> torus_sides(256, 3), torus_sides(256, 2)
-    ((4, 8, 8), (16, 16))
-    """
+    """The sides of the torus that is nearest to a cube."""
     check_integer("num_devices", num_devices)
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     tori = (

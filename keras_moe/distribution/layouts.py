@@ -142,24 +142,7 @@ def layouts_of_blocks(
     model_parallel: int = 1,
     batch_size: int | None = None,
 ) -> Layouts:
-    """`layouts` of a model's blocks.
-
-    Args:
-        blocks: blocks of `unbuilt_blocks`.
-        num_devices: argument of `layouts`.
-        expert_parallel: argument of `layouts`.
-        model_parallel: argument of `layouts`.
-        batch_size: argument of `layouts`.
-
-    Raises:
-        ValueError: as `layouts`.
-
-    Example:
-
-    >>> from keras_moe.distribution.layouts import layouts_of_blocks
-    >>> layouts_of_blocks([], 8).mesh
-    {'batch': 8}
-    """
+    """`layouts` of a model's blocks."""
     num_devices = check_integer("num_devices", num_devices)
     model_parallel = check_integer("model_parallel", model_parallel)
     if num_devices % model_parallel:

@@ -21,21 +21,8 @@ from keras_moe.processes import predict_batch
 def extract_features(
     name: str, model: Callable, data: Any, batch_size: int, verbose: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs a model over all batches, which are the same in each of several processes.
-
-    Args:
-        name: name of the data's argument, for errors.
-        model: `keras.Model`, or a callable from a batch of images to features.
-        data: tuple of arrays (images, labels), or an iterable of batches of them.
-        batch_size: number of images in a batch of arrays.
-        verbose: 1 for a progress bar, 2 for one line at its end, 0 for nothing.
-
-    Returns:
-        The features (N, F), float64, and the labels (N,).
-
-    Raises:
-        ValueError: if images or features are not finite, features are not of rank 2,
-            or the data has no end or no batches.
+    """Runs a model over all batches, which are the same in each of several
+    processes.
     """
     if not callable(model):
         raise ValueError(

@@ -207,15 +207,7 @@ def zero_shot_from_model(
 
 
 def names_in_subset(class_names: Sequence[str], subset: ClassSubset) -> tuple[str, ...]:
-    """The names of a subset's classes.
-
-    Args:
-        class_names: names of ImageNet's 1,000 classes.
-        subset: some of them.
-
-    Raises:
-        ValueError: if there are not 1,000 names.
-    """
+    """The names of a subset's classes."""
     if len(class_names) != NUM_CLASSES:
         raise ValueError(
             f"Expected names of ImageNet's {NUM_CLASSES:,} classes for those of "

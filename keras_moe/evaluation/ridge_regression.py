@@ -147,13 +147,7 @@ def few_shot_accuracies(
 
 
 def count_correct(left: np.ndarray, right: np.ndarray, labels: np.ndarray) -> int:
-    """The number of rows of `left @ right` with the first maximum at the label.
-
-    Args:
-        left: (M, R), float64.
-        right: (R, C), float64.
-        labels: (M,) integers in [0, C).
-    """
+    """The number of rows of `left @ right` with the first maximum at the label."""
     return int(_decide(left, right, labels)[0].sum())
 
 
@@ -164,11 +158,6 @@ def _decide(
 
     The product is computed in float32, which takes half the time, and the rows that its
     rounding might decide are computed again in float64: the answer is that of float64.
-
-    Returns:
-        (M,) booleans, and (M,) margins: the answer holds wherever the difference of two
-        scores of a row changes by less. They are 0 for the rows that were computed
-        again.
     """
     if right.shape[1] == 1:
         return np.ones(len(left), bool), np.full(len(left), np.inf)
@@ -261,11 +250,7 @@ def _solve(data: _Data, l2: float) -> np.ndarray:
 
 
 def _decompose(data: _Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A solution for every l2: the weights are `left @ (right / (eigs + l2))`.
-
-    Returns:
-        left (F + 1, R), eigs (R, 1) and right (R, C).
-    """
+    """A solution for every l2: the weights are `left @ (right / (eigs + l2))`."""
     x = data.x
     if len(x) >= x.shape[1]:
         # X^T X = V diag(eigs) V^T: the weights are V (eigs + l2)^-1 V^T X^T Y.

@@ -20,15 +20,8 @@ CHUNK_SIZE = 2048
 
 
 def check_embeddings(name: str, embeddings: Any, dim: int | None = None) -> np.ndarray:
-    """Embeddings as an array (N, P), if they are finite, none of them is 0, and P fits.
-
-    Args:
-        name: name of the argument, for errors.
-        embeddings: array or tensor (N, P) of any floating dtype.
-        dim: P that is wanted, or None.
-
-    Raises:
-        ValueError: if they are not.
+    """Embeddings as an array (N, P), if they are finite, none of them is 0,
+    and P fits.
     """
     embeddings = check_matrix(name, embeddings)
     if dim is not None and embeddings.shape[1] != dim:
@@ -50,17 +43,7 @@ def check_embeddings(name: str, embeddings: Any, dim: int | None = None) -> np.n
 def check_ks(
     ks: Any, highest: int | None = None, what: str = "", counts: str = ""
 ) -> tuple[int, ...]:
-    """Values of k as a tuple, if there are some, none of them below 1 or too high.
-
-    Args:
-        ks: sequence of integers.
-        highest: highest value that is possible, or None.
-        what: word for the things of which there are `highest`, for errors.
-        counts: further words for errors.
-
-    Raises:
-        ValueError: if they are not.
-    """
+    """Values of k as a tuple, if there are some, none of them below 1 or too high."""
     if not isinstance(ks, (Sequence, np.ndarray)) or isinstance(ks, (str, bytes)):
         raise ValueError(f"Expected ks, a sequence of integers; received: ks={ks!r}")
     ks = tuple(check_integer("ks", k) for k in ks)
@@ -72,18 +55,7 @@ def check_ks(
 
 
 def unit_vectors(embeddings: np.ndarray) -> np.ndarray:
-    """Embeddings of length 1, rounded so that their products are exact; float64.
-
-    Args:
-        embeddings: (N, P), as of `check_embeddings`.
-
-    Example:
-
-    >>> from keras_moe.evaluation.similarities import unit_vectors
-    >>> import numpy as np
-    >>> unit_vectors(np.array([[3.0, 0.0], [0.0, -0.1]])).tolist()
-    [[1.0, 0.0], [0.0, -1.0]]
-    """
+    """Embeddings of length 1, rounded so that their products are exact; float64."""
     embeddings = np.ascontiguousarray(embeddings, "float64")
     units = embeddings / norms(embeddings)[:, None]
     units *= _STEPS
@@ -98,23 +70,6 @@ def count_before(
     """For each row, the number of columns that are ranked before its own.
 
     These have a higher similarity, or the same one and a lower number.
-
-    Args:
-        similarities: (R, S), those of columns `start`, ..., `start + S - 1`.
-        own: (R,), similarity of each row's own column.
-        own_column: (R,), number of that column among all, in this chunk or not.
-        start: number of the chunk's first column.
-
-    Returns:
-        int64 (R,).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.evaluation.similarities import count_before
-    >>> similarities = np.array([[0.5, 0.9, 0.5], [0.1, 0.1, 0.1]])
-    >>> count_before(similarities, np.array([0.5, 0.1]), np.array([2, 1])).tolist()
-    [2, 1]
     """
     stop = start + similarities.shape[1]
     # Where equal ones count, "at least" is "more than the next lower number".

@@ -10,20 +10,6 @@ def with_layout(x: Any, path: str) -> Any:
 
     Keras asks the layout map for the outputs of layers alone. A layout that does not
     divide the shape is not applied: one group cannot lie on eight devices.
-
-    Args:
-        x: tensor.
-        path: path of the activation, such as `"block_1/moe/experts/slots/output"`.
-
-    Returns:
-        `x` in the layout.
-
-    Example:
-
-    >>> from keras import ops
-    >>> from keras_moe.layers.activation_layout import with_layout
-    >>> tuple(with_layout(ops.ones((2, 3)), "experts/slots/output").shape)
-    (2, 3)
     """
     distribution = keras.distribution.distribution()
     layout = None if distribution is None else distribution.get_tensor_layout(path)

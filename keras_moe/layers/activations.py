@@ -52,21 +52,7 @@ def quick_gelu(x: Any) -> Any:
 
 @keras.saving.register_keras_serializable("keras_moe")
 def entmax15(x: Any) -> Any:
-    """`keras_moe.ops.entmax` with alpha = 1.5, muMoE's activation.
-
-    Args:
-        x: a float tensor.
-
-    Returns:
-        A tensor like `x`, of which each row sums to 1.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.layers.activations import entmax15
-    >>> np.array(entmax15(np.array([[0.0, 0.0]], "float32"))).tolist()
-    [[0.5, 0.5]]
-    """
+    """`keras_moe.ops.entmax` with alpha = 1.5, muMoE's activation."""
     return entmax(x, 1.5)
 
 
@@ -106,9 +92,5 @@ def serialize(activation: Callable) -> Any:
 
 
 def plain(activation: Any) -> Any:
-    """An activation as a config keeps it: its name or config, or None.
-
-    Args:
-        activation: anything that `get` takes, or None.
-    """
+    """An activation as a config keeps it: its name or config, or None."""
     return None if activation is None else serialize(get(activation))

@@ -8,13 +8,8 @@ from keras_moe.layers.moe_layers import check_num_layers, resolve_moe_layers
 
 
 class BlockConfig:
-    """The base of `MoEConfig` and `MuMoEConfig`: frozen dataclasses with `moe_layers`.
-
-    Example:
-
-    >>> from keras_moe.layers import MuMoEConfig
-    >>> MuMoEConfig(moe_layers="every_1").replace(num_experts=8).num_experts
-    8
+    """The base of `MoEConfig` and `MuMoEConfig`: frozen dataclasses with
+    `moe_layers`.
     """
 
     moe_layers: Any
@@ -27,15 +22,7 @@ class BlockConfig:
         return [field.name for field in dataclasses.fields(cls)]
 
     def replace(self, **changes: Any) -> Self:
-        """A config with other values for some fields.
-
-        Args:
-            **changes: new values by field.
-
-        Raises:
-            ValueError: if there is no such field (the nearest are listed), or a value
-                is out of range.
-        """
+        """A config with other values for some fields."""
         check_argument_names(changes, self.field_names(), type(self).__name__)
         return dataclasses.replace(self, **changes)
 
@@ -45,23 +32,14 @@ class BlockConfig:
 
     @classmethod
     def from_dict(cls, config: dict) -> Self:
-        """A config of `to_dict`'s result; fields that are left out have their defaults.
-
-        Args:
-            config: values by field.
-
-        Raises:
-            ValueError: as `replace`.
+        """A config of `to_dict`'s result; fields that are left out have their
+        defaults.
         """
         check_argument_names(config, cls.field_names(), cls.__name__)
         return cls(**config)
 
     def for_layers(self, num_layers: int) -> Self:
-        """The config with the indices of an encoder's blocks, if it has indices.
-
-        Args:
-            num_layers: number of blocks.
-        """
+        """The config with the indices of an encoder's blocks, if it has indices."""
         if self.moe_layers is None or isinstance(self.moe_layers, str):
             return self
         indices = resolve_moe_layers(self.moe_layers, check_num_layers(num_layers))

@@ -11,18 +11,6 @@ def dropped_out(dropout: keras.layers.Dropout, x: Any, training: bool | None) ->
     """`dropout(x)`, without the call of a layer whose rate is 0.
 
     A call of a layer takes some 60 us in Python, where a backend runs op by op.
-
-    Args:
-        dropout: dropout layer.
-        x: input of the layer.
-        training: whether dropout applies.
-
-    Example:
-
-    >>> import keras
-    >>> from keras_moe.layers.dropped_out import dropped_out
-    >>> dropped_out(keras.layers.Dropout(0.0), "tokens", training=True)
-    'tokens'
     """
     if not dropout.rate:
         return x

@@ -235,14 +235,7 @@ def _row_count(x, mask):
 
 
 def check_levels(num_experts: Any) -> tuple[int, ...]:
-    """The number of experts of each level.
-
-    Args:
-        num_experts: integer, or sequence with one for each level.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """The number of experts of each level."""
     if isinstance(num_experts, (list, tuple)):
         if not num_experts:
             raise ValueError(
@@ -254,11 +247,7 @@ def check_levels(num_experts: Any) -> tuple[int, ...]:
 
 
 def total_experts(num_experts: tuple[int, ...]) -> int:
-    """E, the product over levels.
-
-    Args:
-        num_experts: number of experts of each level.
-    """
+    """E, the product over levels."""
     total = 1
     for count in num_experts:
         total *= count
@@ -266,15 +255,7 @@ def total_experts(num_experts: tuple[int, ...]) -> int:
 
 
 def outer(values: Any, combine: Any) -> Any:
-    """One value for each expert of all levels.
-
-    Args:
-        values: tensor (..., N_l) for each level.
-        combine: function of two tensors, which combines the values of two levels.
-
-    Returns:
-        (..., E).
-    """
+    """One value for each expert of all levels."""
     total = values[0]
     for value in values[1:]:
         total = combine(total[..., :, None], value[..., None, :])

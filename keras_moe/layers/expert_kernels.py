@@ -19,20 +19,12 @@ from keras_moe.layers.stored_weights import assign_stored
 class ExpertKernels(keras.layers.Layer):
     """Base class of layers that apply linear maps of their own for each expert.
 
-    `enable_lora` adds a low-rank pair to each expert's kernels. `quantize("int8")`
-    stores the kernels as int8 with a scale per expert and output channel, and leaves
-    the tokens as they are: with few tokens per expert, the weights' memory traffic is
-    the cost.
-
     Both act on this layer and not on layers inside it, since `Model.quantize` skips
     layers that have layers.
 
     Subclasses name their linear maps (`linear_names`), set `use_bias` and `lora_rank`,
     and give the shapes of all weights (`weight_shapes`), in which the map "hidden" has
     the weights `hidden_kernel` (E, X, Y) and `hidden_bias` (E, Y).
-
-    Args:
-        **kwargs: arguments of `keras.layers.Layer`.
     """
 
     def __init__(self, **kwargs):
@@ -45,21 +37,11 @@ class ExpertKernels(keras.layers.Layer):
         raise NotImplementedError
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the kernels and biases by name.
-
-        Args:
-            shape: (num_rows, dim).
-        """
+        """The shapes of the kernels and biases by name."""
         raise NotImplementedError
 
     def add_kernels(self, dim: int, kernel_initializer: Any, bias_initializer: Any):
-        """Adds kernels and biases, and the low-rank pairs if there is a rank.
-
-        Args:
-            dim: D.
-            kernel_initializer: initializer of a kernel (E, X, Y).
-            bias_initializer: initializer of a bias (E, Y).
-        """
+        """Adds kernels and biases, and the low-rank pairs if there is a rank."""
         self._dim = dim
         if self.quantization_mode is not None:
             _check_mode(self.quantization_mode)
@@ -82,19 +64,7 @@ class ExpertKernels(keras.layers.Layer):
             self.enable_lora(self.lora_rank, self.lora_alpha)
 
     def linear(self, name: str, x: Any, matmul: Callable, by_row: Callable) -> Any:
-        """One linear map of every expert.
-
-        Args:
-            name: the name of the map.
-            x: the inputs, sorted by expert.
-            matmul: function of `x` and kernels (E, X, Y), which multiplies each row by
-                the kernel of its expert.
-            by_row: function of a tensor (E, Y), which gives each row that of its
-                expert.
-
-        Returns:
-            The outputs, in the order of `x`.
-        """
+        """One linear map of every expert."""
         kernel = getattr(self, f"{name}_kernel")
         if self.quantization_mode is None:
             outputs = matmul(x, kernel)
@@ -127,23 +97,7 @@ class ExpertKernels(keras.layers.Layer):
         a_initializer: Any = "he_uniform",
         b_initializer: Any = "zeros",
     ) -> None:
-        """Freezes all weights, and adds a low-rank pair to each expert's kernels.
-
-        Each kernel W of an expert becomes W + (lora_alpha / rank) A B with an A and a B
-        of its own. `save_weights`, `save` and presets store the sum, so that the loaded
-        layer has no pairs any more, or, where they are enabled already, pairs that
-        change nothing yet.
-
-        Args:
-            rank: rank of A B.
-            lora_alpha: scale of A B, times `rank`; None takes `rank`.
-            a_initializer: initializer of one expert's A.
-            b_initializer: initializer of one expert's B; zeros leave the outputs as
-                they were.
-
-        Raises:
-            ValueError: if the layer is not built, or it has its pairs already.
-        """
+        """Freezes all weights, and adds a low-rank pair to each expert's kernels."""
         rank = check_integer("rank", rank)
         if not self.built or self.lora_enabled:
             raise ValueError(
@@ -182,18 +136,7 @@ class ExpertKernels(keras.layers.Layer):
     # Quantisation
 
     def quantize(self, mode: str, type_check: bool = True, config: Any = None) -> None:
-        """Stores the kernels as int8, with a float32 scale per output channel.
-
-        Args:
-            mode: `"int8"`.
-            type_check: an argument of `Model.quantize`, which is not used.
-            config: None, or a `keras.quantizers.Int8QuantizationConfig`, whose
-                `weight_quantizer` is applied to each expert's kernel. Tokens are not
-                quantised, whatever its `activation_quantizer` is.
-
-        Raises:
-            NotImplementedError: if `mode` is another one.
-        """
+        """Stores the kernels as int8, with a float32 scale per output channel."""
         _check_mode(mode)
         quantizer = getattr(config, "weight_quantizer", None)
         if quantizer is None:

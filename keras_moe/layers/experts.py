@@ -175,14 +175,7 @@ class Experts(ExpertKernels):
         )
 
     def _mlp(self, x, matmul, by_row, training):
-        """The layers of every expert.
-
-        Args:
-            x: (E, G C, D) or (R, D), sorted by expert.
-            matmul: product of the inputs and a layer's kernels, see `linear`.
-            by_row: function of a weight by expert, see `linear`.
-            training: whether dropout applies.
-        """
+        """The layers of every expert."""
         hidden = self.linear("hidden", x, matmul, by_row)
         if self.gated:
             gate = self.linear("gate", x, matmul, by_row)

@@ -13,18 +13,6 @@ def fused_bias(layer: keras.layers.Layer) -> keras.layers.Layer:
     The layer keeps its class, since Keras quantises no subclass of its dense layers:
     weights, paths, LoRA and quantised forms stay Keras's. XLA and TensorFlow's
     compiler fuse the two steps by themselves; there nothing changes.
-
-    Args:
-        layer: a `keras.layers.Dense`, or a `keras.layers.EinsumDense` of an attention
-            layer, whose bias has all axes of the outputs that the kernel has.
-
-    Example:
-
-    >>> import keras
-    >>> from keras_moe.layers.fused_bias import fused_bias
-    >>> dense = fused_bias(keras.layers.Dense(2, bias_initializer="ones"))
-    >>> float(keras.ops.sum(dense(keras.ops.zeros((1, 3)))))
-    2.0
     """
     if keras.backend.backend() == "torch":
         layer.call = types.MethodType(_call, layer)

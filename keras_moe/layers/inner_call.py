@@ -14,34 +14,7 @@ from keras_moe.compat import (
 
 
 def inner_call(layer: keras.layers.Layer, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """`layer(x, ...)`, without the bookkeeping that the owner's call has done.
-
-    A call of a layer takes some 0.1 ms in Python on PyTorch, where every operation
-    waits for it: signatures, masks, scopes and the context of calls are gone through
-    again for each of a block's ten layers. Here the layer's `call` runs in its dtype,
-    and that is all, unless something is to happen around it: hooks, an implicit mask,
-    quantisation, rematerialisation, a regulariser of activations, an error about the
-    size of the input, or a layer that is not built yet. The other
-    backends trace a layer once, and call it.
-
-    Args:
-        layer: layer that the caller owns, whose outputs hand no implicit mask on.
-        x: input of the layer.
-        *args: further inputs.
-        **kwargs: other arguments of the layer's `call`; `training`, where it has one,
-            is among them, since it is not looked up.
-
-    Returns:
-        The layer's outputs.
-
-    Example:
-
-    >>> import keras
-    >>> from keras_moe.layers.inner_call import inner_call
-    >>> dense = keras.layers.Dense(2, kernel_initializer="ones")
-    >>> tuple(inner_call(dense, keras.ops.ones((1, 3))).shape)
-    (1, 2)
-    """
+    """`layer(x, ...)`, without the bookkeeping that the owner's call has done."""
     if keras.backend.backend() != "torch" or not _is_all(layer, x, kwargs):
         return layer(x, *args, **kwargs)
     if layer.autocast:

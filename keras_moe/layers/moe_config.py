@@ -387,14 +387,7 @@ class MoEConfig(BlockConfig):
 
 
 def plain_router(router: Any) -> str | dict:
-    """A router as its name, or as the config of a layer.
-
-    Args:
-        router: name, subclass of `Router`, layer or its config.
-
-    Raises:
-        ValueError: if it is none of these.
-    """
+    """A router as its name, or as the config of a layer."""
     if isinstance(router, dict):
         router = keras.saving.deserialize_keras_object(router)
     if isinstance(router, Router):
@@ -422,11 +415,7 @@ def _plain_options(options):
 
 
 def plain_value(value: Any) -> Any:
-    """A copy of plain data, or the config of a Keras object, at any depth.
-
-    Args:
-        value: number, string, array, Keras object, or containers of these.
-    """
+    """A copy of plain data, or the config of a Keras object, at any depth."""
     if isinstance(value, dict):
         return {name: plain_value(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -97,11 +97,7 @@ def resolve_moe_layers(moe_layers: Any, num_layers: int) -> tuple[int, ...]:
 
 
 def plain_moe_layers(moe_layers: Any) -> Any:
-    """`moe_layers` as a config keeps them: indices as a list.
-
-    Raises:
-        ValueError: if they are neither None, nor a name, nor indices.
-    """
+    """`moe_layers` as a config keeps them: indices as a list."""
     if moe_layers is None or isinstance(moe_layers, str):
         return moe_layers
     try:

@@ -321,19 +321,6 @@ class ExpertMode(keras.initializers.Initializer):
 
     Every entry of a matrix (N, R) is drawn, and the diagonal of each slice of a tensor
     (R, N, S).
-
-    Args:
-        sigma: standard deviation.
-
-    Reference:
-        *Multilinear Mixture of Experts*, appendix F.2.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.layers.multilinear_experts import ExpertMode
-    >>> np.array(ExpertMode(0.0)((2, 1, 2))).tolist()
-    [[[1.0, 0.0]], [[0.0, 1.0]]]
     """
 
     def __init__(self, sigma: float = 1.0):
@@ -383,21 +370,7 @@ def _check_size(rank):
 
 
 def resolved_rank(rank: Any, inputs: int) -> Any:
-    """The rank with shares of the inputs' size as integers, of at least 1.
-
-    Args:
-        rank: integer, share such as 0.75, or tuple of them; `"match_dense"` stays.
-        inputs: I.
-
-    Returns:
-        An int or a tuple of them.
-
-    Example:
-
-    >>> from keras_moe.layers.multilinear_experts import resolved_rank
-    >>> resolved_rank(0.75, 196), resolved_rank((4, 4, 0.19), 512)
-    (147, (4, 4, 97))
-    """
+    """The rank with shares of the inputs' size as integers, of at least 1."""
     if isinstance(rank, tuple):
         return tuple(resolved_rank(size, inputs) for size in rank)
     return max(int(rank * inputs), 1) if isinstance(rank, float) else rank
@@ -417,28 +390,6 @@ def matching_rank(
     """The smallest rank whose factors have at least `budget` parameters.
 
     The rank is at least 1, whatever the budget.
-
-    Args:
-        factorization: `"cp"`; `"tr"`, whose ranks are then 4, ..., 4, R; `"tucker"`,
-            whose ranks are then 4 for each level, or the number of its experts if that
-            is less, and R for inputs and units alike, both of which bound an expert's
-            matrix rank; or None.
-        num_experts: N_1, ..., N_L.
-        shapes: shape (I, O) of each layer that has this rank, a bias's input included.
-        budget: parameters of all the factors.
-
-    Returns:
-        An int for CP, a tuple for TR and Tucker, None without a factorisation.
-
-    Reference:
-        *Multilinear Mixture of Experts*, appendix F.1: R_1 = R_2 = 4; rounded up as in
-        its released code. Tucker by appendix D.1.3, in which it is not trained.
-
-    Example:
-
-    >>> from keras_moe.layers.multilinear_experts import matching_rank
-    >>> matching_rank("cp", (64,), [(769, 1000)], 769_000)
-    420
     """
     if factorization is None:
         return None

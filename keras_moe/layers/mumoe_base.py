@@ -19,13 +19,6 @@ class MuMoEBase(keras.layers.Layer):
     """Base class of `MuMoE` and `MuMoEBlock`.
 
     Subclasses implement `unbuilt_experts`.
-
-    Args:
-        num_experts: N, or (N_1, ..., N_L) for L levels of hierarchy.
-        activation: activation of `ExpertCoefficients`.
-        normalization: normalization of `ExpertCoefficients`.
-        input_norm: whether the experts' input is normalised, but not the gate's.
-        **kwargs: arguments of `keras.layers.Layer`.
     """
 
     def __init__(
@@ -46,25 +39,11 @@ class MuMoEBase(keras.layers.Layer):
             self.norm = LayerNorm(1e-5, dtype=self.dtype_policy, name="input_norm")
 
     def unbuilt_experts(self, shape: tuple[int, int]) -> dict:
-        """Each layer of experts, not built, with the shape of its inputs.
-
-        Args:
-            shape: (num_rows, dim).
-        """
+        """Each layer of experts, not built, with the shape of its inputs."""
         raise NotImplementedError
 
     def project(self, inputs: Any, experts: Any) -> tuple[Any, Any, Any]:
-        """The experts' input, the gate's logits and the experts' projection.
-
-        Gate and experts multiply the same inputs by a matrix, and together their
-        gradient is cheaper. Logits and projection are None if each multiplies alone:
-        if the experts' input is normalised, or in half precision, in which the gate's
-        arithmetic remains float32.
-
-        Args:
-            inputs: (..., I).
-            experts: first layer of experts.
-        """
+        """The experts' input, the gate's logits and the experts' projection."""
         if self.norm is not None:
             return self.norm(inputs), None, None
         gate, factor = self.gate, experts.input_factor()
@@ -75,11 +54,7 @@ class MuMoEBase(keras.layers.Layer):
         return inputs, logits, projected
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
-        """The shapes of the trained weights by path.
-
-        Args:
-            shape: (num_rows, dim).
-        """
+        """The shapes of the trained weights by path."""
         shapes = under(self.gate.name, self.gate.weight_shapes(shape))
         if self.norm is not None:
             shapes.update(under(self.norm.name, self.norm.weight_shapes(shape)))
@@ -88,11 +63,7 @@ class MuMoEBase(keras.layers.Layer):
         return shapes
 
     def cost(self, shape: tuple[int, int]) -> Cost:
-        """The cost of rows, every one of which meets all experts.
-
-        Args:
-            shape: (num_rows, dim).
-        """
+        """The cost of rows, every one of which meets all experts."""
         total = self.gate.cost(shape)
         if self.norm is not None:
             total += self.norm.cost(shape)

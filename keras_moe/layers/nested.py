@@ -6,15 +6,7 @@ import keras
 
 
 def layer_argument(value: Any, name: str) -> keras.layers.Layer:
-    """`value` as a layer.
-
-    Args:
-        value: layer, or its serialised config.
-        name: name of the argument, for the error.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """`value` as a layer."""
     if isinstance(value, dict):
         value = keras.saving.deserialize_keras_object(value)
     if not isinstance(value, keras.layers.Layer):

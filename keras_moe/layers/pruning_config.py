@@ -14,15 +14,7 @@ _FIELDS = ("method", "kept_experts", "removed")
 
 
 def plain_pruning(pruning: Any) -> dict | None:
-    """The field `pruning` of a `MoEConfig` as plain data.
-
-    Args:
-        pruning: dict of the method, the kept experts by block and whether the others
-            are removed; or None.
-
-    Raises:
-        ValueError: if it is none of these, or has other fields.
-    """
+    """The field `pruning` of a `MoEConfig` as plain data."""
     if pruning is None:
         return None
     if not isinstance(pruning, dict) or not isinstance(
@@ -45,15 +37,7 @@ def plain_pruning(pruning: Any) -> dict | None:
 
 
 def check_pruned_blocks(pruning: dict | None, indices: tuple[int, ...]) -> None:
-    """Checks that all pruned blocks are mixtures of experts.
-
-    Args:
-        pruning: field of a `MoEConfig`.
-        indices: indices of the blocks that are mixtures.
-
-    Raises:
-        ValueError: if a block is dense, or there is no such block.
-    """
+    """Checks that all pruned blocks are mixtures of experts."""
     names = [f"block_{index}" for index in indices]
     for name in (pruning or {"kept_experts": ()})["kept_experts"]:
         if name not in names:
@@ -64,10 +48,5 @@ def check_pruned_blocks(pruning: dict | None, indices: tuple[int, ...]) -> None:
 
 
 def kept_experts_of(pruning: dict | None, index: int) -> list[int] | None:
-    """The experts that a block keeps, or None for all.
-
-    Args:
-        pruning: field of a `MoEConfig`.
-        index: index of the block.
-    """
+    """The experts that a block keeps, or None for all."""
     return None if pruning is None else pruning["kept_experts"].get(f"block_{index}")

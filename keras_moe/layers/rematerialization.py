@@ -21,31 +21,7 @@ from keras_moe.compat import (
 
 
 def rematerialized(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
-    """`function(*inputs)`, none of whose inner values is kept for the gradient.
-
-    Args:
-        layer: built layer whose sublayers `function` calls. Losses that they add
-            become its own.
-        function: function of tensors, which returns a structure of float tensors.
-        *inputs: float tensors.
-
-    Returns:
-        The outputs of `function`.
-
-    Example:
-
-    >>> import keras
-    >>> from keras_moe.layers.rematerialization import rematerialized
-    >>> class Block(keras.layers.Layer):
-    ...     def build(self, shape):
-    ...         self.dense = keras.layers.Dense(shape[-1])
-    ...         self.dense.build(shape)
-    ...
-    ...     def call(self, x):
-    ...         return rematerialized(self, self.dense, x)
-    >>> Block()(keras.ops.ones((2, 3))).shape == (2, 3)
-    True
-    """
+    """`function(*inputs)`, none of whose inner values is kept for the gradient."""
     weights = [v for v in layer.variables if not _is_seed(v)]
     seeds = [v for v in layer.variables if _is_seed(v)]
     state = _state(layer)

@@ -254,15 +254,7 @@ def _multiplies_float16(dtype: str) -> bool:
 
 
 def check_query_key_norm(query_key_norm: bool, query_key_norm_bias: bool) -> None:
-    """Refuses an offset of a normalisation that is not there.
-
-    Args:
-        query_key_norm: argument of `SelfAttention`.
-        query_key_norm_bias: argument of `SelfAttention`.
-
-    Raises:
-        ValueError: if one is no bool, or the offset is asked for alone.
-    """
+    """Refuses an offset of a normalisation that is not there."""
     check_bool("query_key_norm", query_key_norm)
     if check_bool("query_key_norm_bias", query_key_norm_bias) and not query_key_norm:
         raise ValueError(

@@ -14,24 +14,6 @@ def assign_stored(variable: keras.Variable, store: Mapping[str, Any], key: str) 
 
     A store gives arrays that are two copies at once while they are read, and the weight
     becomes another. The kernels of all experts are the largest weights of a model.
-
-    Args:
-        variable: weight of a built layer.
-        store: store of `load_own_variables`.
-        key: name of the array.
-
-    Raises:
-        ValueError: if the shapes differ.
-
-    Example:
-
-    >>> import keras
-    >>> import numpy as np
-    >>> from keras_moe.layers.stored_weights import assign_stored
-    >>> weight = keras.Variable(np.zeros(2, "float32"))
-    >>> assign_stored(weight, {"0": np.ones(2, "float32")}, "0")
-    >>> float(weight[1])
-    1.0
     """
     dataset = stored_dataset(store, key)
     if not _is_like(dataset, variable):

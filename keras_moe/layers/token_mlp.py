@@ -75,14 +75,7 @@ class TokenMLP(MLP):
 
 
 def known_num_tokens(input_shape: tuple) -> int:
-    """N, if it is known: a layer across tokens has weights of this size.
-
-    Args:
-        input_shape: (B, N, D).
-
-    Raises:
-        ValueError: if N is None, or the shape is another one.
-    """
+    """N, if it is known: a layer across tokens has weights of this size."""
     if len(input_shape) != 3 or input_shape[1] is None:
         raise ValueError(
             "Expected tokens of shape (batch, tokens, dim) with a known number "
@@ -92,15 +85,7 @@ def known_num_tokens(input_shape: tuple) -> int:
 
 
 def check_num_tokens(tokens: Any, num_tokens: int) -> None:
-    """Refuses another number of tokens.
-
-    Args:
-        tokens: (B, N, D).
-        num_tokens: N for which the layer was built.
-
-    Raises:
-        ValueError: if N is another one.
-    """
+    """Refuses another number of tokens."""
     if tokens.shape[1] != num_tokens:
         raise ValueError(
             f"Expected {num_tokens} tokens, for which the layer was built; "

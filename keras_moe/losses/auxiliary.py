@@ -222,21 +222,6 @@ def register_aggregate(name: str) -> Callable[[Callable], Callable]:
     """Registers a function that makes an `AggregateLoss` under a name, as a decorator.
 
     The name then stands in dicts of `get`, with the function's arguments.
-
-    Args:
-        name: name of the aggregate.
-
-    Returns:
-        A decorator that returns the function unchanged.
-
-    Raises:
-        ValueError: if the name is taken.
-
-    Example:
-
-    >>> from keras_moe.losses import auxiliary, limoe_losses
-    >>> auxiliary.AGGREGATES["limoe"] is limoe_losses
-    True
     """
 
     def register(make):

@@ -18,15 +18,7 @@ CHOICES = ("first", "all")
 
 
 class AuxiliaryFunction(NamedTuple):
-    """How a loss is computed, and for which routers.
-
-    Fields:
-        compute: function `(routing, router, mask, modality_ids, **options)` to the loss
-            of each group, float32 (G,).
-        options: the function's options with their defaults.
-        checks: functions `(router, name, options)` that raise ValueError if the router
-            has not what the loss reads.
-    """
+    """How a loss is computed, and for which routers."""
 
     compute: Callable[..., Any]
     options: dict[str, Any] = {}
@@ -138,11 +130,7 @@ def _router_z(routing, router, mask, modality_ids):
 
 
 def _over_tokens(loss: Callable) -> Callable:
-    """A loss whose groups of padding alone do not count in the mean over groups.
-
-    Args:
-        loss: function `(routing, router, mask, modality_ids, **options)`.
-    """
+    """A loss whose groups of padding alone do not count in the mean over groups."""
 
     def compute(routing, router, mask, modality_ids, **options):
         losses = loss(routing, router, mask, modality_ids, **options)
@@ -159,9 +147,6 @@ def _over_modality(loss: Callable) -> Callable:
     """A loss over the tokens of one modality, or over all tokens without one.
 
     Groups without any such token do not count in the mean over groups.
-
-    Args:
-        loss: function `(routing, router, mask, **options)`.
     """
 
     def compute(routing, router, mask, modality_ids, modality, **options):
@@ -219,15 +204,7 @@ def _check_modality_ids(modality_ids, options):
 
 
 def checked_options(name: str, options: dict) -> dict:
-    """All options of a loss in the table, if those given are its own and in range.
-
-    Args:
-        name: name of the loss.
-        options: options that differ from the defaults.
-
-    Raises:
-        ValueError: if the loss has no such option, or its value is out of range.
-    """
+    """All options of a loss in the table, if those given are its own and in range."""
     defaults = FUNCTIONS[name].options
     check_argument_names(options, list(defaults), f"the auxiliary loss {name!r}")
     return {

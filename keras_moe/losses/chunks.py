@@ -13,12 +13,7 @@ from keras import ops
 
 
 class Chunks:
-    """The chunks of a batch, whose last one is padded.
-
-    Args:
-        batch: B, an int or a tensor.
-        size: C, at least 1.
-    """
+    """The chunks of a batch, whose last one is padded."""
 
     def __init__(self, batch: Any, size: int):
         self.size = size

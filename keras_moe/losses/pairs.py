@@ -15,16 +15,7 @@ SMALLEST_NORM = 1e-12
 
 
 class Pairs(NamedTuple):
-    """The part of a batch that the losses read.
-
-    Fields:
-        images: float32 (B, D), unit vectors; zeros where the pair does not count.
-        texts: float32 (B, D), likewise.
-        weights: float32 (B,), weight of each pair in the mean.
-        counted: float32 (B,), 1 where the weight is above 0, else 0.
-        keys: tuple of int (B,); an image and a text with an equal key are positives.
-            The first is the number of the pair, which is unique.
-    """
+    """The part of a batch that the losses read."""
 
     images: Any
     texts: Any
@@ -34,18 +25,7 @@ class Pairs(NamedTuple):
 
 
 def check_similarity(similarity_dtype: str, chunk_size: int | None) -> int | None:
-    """Checks how the losses compute similarities.
-
-    Args:
-        similarity_dtype: dtype to which unit vectors are rounded.
-        chunk_size: number of texts whose logits are in memory at a time, or None.
-
-    Returns:
-        The `chunk_size` as a plain int, or None.
-
-    Raises:
-        ValueError: if one of them is out of range.
-    """
+    """Checks how the losses compute similarities."""
     check_one_of("similarity_dtype", similarity_dtype, SIMILARITY_DTYPES)
     return None if chunk_size is None else check_integer("chunk_size", chunk_size)
 
@@ -58,22 +38,7 @@ def pairs_of(
     sample_weight: Any = None,
     similarity_dtype: str = "float32",
 ) -> Pairs:
-    """Checks the arguments that the losses share, and prepares them.
-
-    Args:
-        image_embeddings: float (B, D), of any length.
-        text_embeddings: float (B, D), of any length.
-        image_ids: int (B,), equal where pairs have one image.
-        text_ids: int (B,), equal where pairs have one caption.
-        sample_weight: float (B,), 0 for padding.
-        similarity_dtype: dtype to which unit vectors are rounded.
-
-    Returns:
-        The `Pairs`.
-
-    Raises:
-        ValueError: if the arguments have other shapes, or ids are no integers.
-    """
+    """Checks the arguments that the losses share, and prepares them."""
     images = ops.convert_to_tensor(image_embeddings)
     texts = ops.convert_to_tensor(text_embeddings)
     if len(images.shape) != 2 or not _same_shape(images, texts):

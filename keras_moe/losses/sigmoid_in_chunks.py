@@ -19,12 +19,6 @@ def sigmoid_losses(
 
     Each chunk of the logits is computed for the losses, and again for the gradient: a
     logit's is `-z sigmoid(-z L)`, times the gradient in its image's loss.
-
-    Args:
-        pairs: batch of pairs.
-        logit_scale: float32 scalar.
-        logit_bias: float32 scalar.
-        chunk_size: C, texts whose logits exist at a time.
     """
     return with_own_gradient(
         lambda *inputs: _forward(chunk_size, *inputs),

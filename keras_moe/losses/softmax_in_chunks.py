@@ -22,11 +22,6 @@ def softmax_losses(pairs: Pairs, logit_scale: Any, chunk_size: int) -> tuple[Any
     Each chunk of the logits is computed for the losses, and again for the gradient: a
     logit's is `g_i (p_ij - t_ij)`, with p the softmax, t the shares of the positives
     and g the gradient in the loss, for the images' softmax and for the texts'.
-
-    Args:
-        pairs: batch of pairs.
-        logit_scale: float32 scalar.
-        chunk_size: C, texts whose logits exist at a time.
     """
     of_images, of_texts, *_ = with_own_gradient(
         lambda *inputs: _forward(chunk_size, *inputs),

@@ -13,25 +13,12 @@ _NAME = "moe_blocks"
 
 
 def store_block_kinds(backbone: Any, store: MutableMapping[str, Any]) -> None:
-    """Stores which blocks are mixtures of experts.
-
-    Args:
-        backbone: built backbone.
-        store: store of `save_own_variables`.
-    """
+    """Stores which blocks are mixtures of experts."""
     store[_NAME] = _block_kinds(backbone)
 
 
 def check_block_kinds(backbone: Any, store: Mapping[str, Any]) -> None:
-    """Checks that stored weights are those of a backbone with the same blocks.
-
-    Args:
-        backbone: built backbone.
-        store: store of `load_own_variables`.
-
-    Raises:
-        ValueError: if the stored blocks are others.
-    """
+    """Checks that stored weights are those of a backbone with the same blocks."""
     if _NAME not in store.keys():  # noqa: SIM118
         return
     stored, expected = np.array(store[_NAME]), _block_kinds(backbone)

@@ -380,16 +380,7 @@ def _takes_classes(cls):
 
 
 def build(source: Any, overrides: dict[str, Any] | None = None, **options) -> Any:
-    """The model of a source that is no model of this library itself.
-
-    Args:
-        source: source of `resolve`, but no model.
-        overrides: arguments of the backbone or of the task, by name.
-        **options: arguments of `resolve`.
-
-    Raises:
-        ValueError: as `resolve`.
-    """
+    """The model of a source that is no model of this library itself."""
     if isinstance(source, keras.Model) and not is_convertible(source):
         raise ValueError(
             f"Expected the name of a preset; received: {source!r}. {HUB_MODELS}"

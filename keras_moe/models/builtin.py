@@ -14,15 +14,7 @@ from keras_moe.models.variants import VARIANTS
 
 
 def builtin_presets() -> dict[str, dict]:
-    """Every built-in preset by name.
-
-    Each is a dict with `description`, `source`, `variant` (a dict by tower where there
-    are several), the class names `backbone`
-    and `task`, and their arguments `config` (the variant's sizes included) and
-    `task_config`; `class_names` where its classes have names; and where it is trained
-    `weights`, the path of its folder, and `results`, its measured figures. The caller
-    may change what it gets.
-    """
+    """Every built-in preset by name."""
     return copy.deepcopy(_read_presets())
 
 

@@ -66,15 +66,7 @@ def _tokenizer_checksums(folder):
 
 
 def shard_names(path: Path, content: Any) -> list[str]:
-    """The names of the shards of an index.
-
-    Args:
-        path: path of the index, for errors. A preset's has shards of a preset's names.
-        content: JSON value that is in it.
-
-    Raises:
-        ValueError: if it is no index, or a name leads out of its folder.
-    """
+    """The names of the shards of an index."""
     listed = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(listed, dict):
         raise ValueError(
@@ -102,18 +94,7 @@ def _is_shard(name):
 
 
 def compare_checksums(path: Path) -> list[Path]:
-    """Compares weights with the checksums of their preset, and of their index.
-
-    Args:
-        path: path of a file of weights, or of an index of shards.
-
-    Returns:
-        The path, and those of the shards, if it is an index.
-
-    Raises:
-        ValueError: if a file is not the one that was saved, if checksums are there and
-            one of them is missing, or if the index is damaged.
-    """
+    """Compares weights with the checksums of their preset, and of their index."""
     files, expected = [path], {}
     if path.suffix == ".json" and path.is_file():
         content = _read_json(path)
@@ -148,15 +129,7 @@ def _compare(file, received, expected, source):
 
 
 def compare_tokenizer(preset: str) -> None:
-    """Compares the files of a preset's tokenizer with the checksums that are there.
-
-    Args:
-        preset: folder or handle.
-
-    Raises:
-        ValueError: naming the file that is not the one that was saved, or the metadata
-            if it is damaged.
-    """
+    """Compares the files of a preset's tokenizer with the checksums that are there."""
     if not check_file_exists(preset, METADATA):
         return
     source = Path(get_file(preset, METADATA))
@@ -172,10 +145,8 @@ def compare_tokenizer(preset: str) -> None:
 
 
 def compare_preset(folder: str | os.PathLike) -> None:
-    """Compares the weights and the tokenizer of a preset's folder with their checksums.
-
-    Raises:
-        ValueError: naming the file that is not the one that was saved.
+    """Compares the weights and the tokenizer of a preset's folder with their
+    checksums.
     """
     for name in ("model.weights.h5", INDEX, "task.weights.h5"):
         path = Path(folder) / name

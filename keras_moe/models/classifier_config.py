@@ -21,14 +21,6 @@ def classifier_config(
     """The arguments of an image classifier, from its source and overrides.
 
     With `num_classes` the head is new, and arguments of the source's head are dropped.
-
-    Args:
-        source: preset or published weights.
-        overrides: arguments of the classifier that replace the source's.
-        backbone_config: arguments of the backbone, overrides included.
-
-    Raises:
-        ValueError: if there is no head and no `num_classes`.
     """
     is_new = "num_classes" in overrides
     if not is_new and not source.is_trained:

@@ -30,23 +30,7 @@ def classify(
     batch_size: int = 32,
     max_value: float | None = None,
 ) -> list:
-    """The most probable classes of images of any size.
-
-    Args:
-        classifier: model with a `preprocessor`, which prepares the images.
-        images: images as `ImagePreprocessor` takes them, one or several.
-        top: number of classes for each image.
-        batch_size: images per batch.
-        max_value: the value of white, see `ImagePreprocessor`.
-
-    Returns:
-        For each image a list of `ClassProbability`, the most probable first; for one
-        image (H, W, C) or (H, W) its list alone.
-
-    Raises:
-        ValueError: if the model has no `ImagePreprocessor`, or the images or another
-            argument do not fit.
-    """
+    """The most probable classes of images of any size."""
     top = check_integer("top", top)
     batch_size = check_integer("batch_size", batch_size)
     preprocessor = classifier.preprocessor

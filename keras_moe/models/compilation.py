@@ -37,17 +37,6 @@ def announcing(method: str, args: tuple, kwargs: dict) -> Iterator[None]:
     """Announces the compilations within the block, unless `verbose` is 0.
 
     A block within another, such as the validation of a `fit`, does as the outer one.
-
-    Args:
-        method: `"fit"`, `"evaluate"` or `"predict"`.
-        args: positional arguments of the method behind `x`.
-        kwargs: keyword arguments of the method.
-
-    Example:
-
-    >>> from keras_moe.models.compilation import announcing
-    >>> with announcing("fit", (), {"verbose": 0}):
-    ...     pass
     """
     if _is_announced.get() is not None:
         yield
@@ -67,12 +56,6 @@ def make_step(
     """Makes a function of a model's steps, whose first call is announced.
 
     The first call puts the function itself in its place: later steps cost nothing.
-
-    Args:
-        model: a compiled model.
-        name: name of its attribute, such as `"train_function"`.
-        make: Keras's method that sets the attribute, called with `force`.
-        force: whether to replace a function that is there.
     """
     before = getattr(model, name)
     made = make(force)

@@ -23,11 +23,7 @@ _SPARSE = keras.losses.SparseCategoricalCrossentropy
 
 
 def default_optimizer(policy: keras.DTypePolicy) -> keras.optimizers.Optimizer:
-    """The optimizer of `compile(optimizer="auto")`.
-
-    Args:
-        policy: dtype policy of the backbone.
-    """
+    """The optimizer of `compile(optimizer="auto")`."""
     # With bfloat16 weights beside float32 routers, TensorFlow cannot take the norm of
     # all gradients together.
     global_clipnorm = 1.0 if policy.variable_dtype == "float32" else None
@@ -37,12 +33,7 @@ def default_optimizer(policy: keras.DTypePolicy) -> keras.optimizers.Optimizer:
 
 
 def default_loss(multi_label: bool, from_logits: bool) -> keras.losses.Loss:
-    """The loss of `compile(loss="auto")`.
-
-    Args:
-        multi_label: whether labels are a 0-1 vector per image.
-        from_logits: whether the outputs are logits.
-    """
+    """The loss of `compile(loss="auto")`."""
     return (SigmoidCrossentropy if multi_label else _SPARSE)(from_logits=from_logits)
 
 
@@ -51,10 +42,6 @@ def loss_of_outputs(loss: Any, from_logits: bool) -> Any:
 
     Keras's crossentropies by name, and as functions, would take logits for
     probabilities. Loss objects stay as they are; those that would do the same warn.
-
-    Args:
-        loss: anything that `keras.Model.compile` takes.
-        from_logits: whether the outputs are logits.
     """
     if isinstance(loss, (list, tuple, dict)):
         return keras.tree.map_structure(
@@ -90,19 +77,7 @@ def _crossentropy(loss):
 def default_metrics(
     loss: Any, multi_label: bool, num_classes: int, from_logits: bool
 ) -> list:
-    """The metrics of `compile(metrics="auto")`.
-
-    Args:
-        loss: loss that the model is trained with; with one on integer labels the metric
-            is the accuracy even with `multi_label`.
-        multi_label: whether labels are a 0-1 vector per image.
-        num_classes: the number of outputs.
-        from_logits: whether the outputs are logits.
-
-    Returns:
-        The area under the precision-recall curve for several labels per image; else
-        the accuracy, for integer and one-hot labels alike.
-    """
+    """The metrics of `compile(metrics="auto")`."""
     is_sparse = any(isinstance(each, _SPARSE) for each in keras.tree.flatten(loss))
     if multi_label and not is_sparse:
         return [keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")]

@@ -85,11 +85,7 @@ class LossOfPairs(keras.metrics.Mean):
         return super().update_state(loss, sample_weight)
 
     def weigh(self, weights: Any) -> None:
-        """Adds the last batch by the sum of its weights in the place of its size.
-
-        Args:
-            weights: None, or float (B,).
-        """
+        """Adds the last batch by the sum of its weights in the place of its size."""
         # A tensor of one trace is none of the next.
         last, self._last = self._last, None
         if weights is None or last is None:
@@ -105,14 +101,6 @@ class ContrastiveMetrics:
     Keras would compare outputs with labels one by one; these read all outputs. The
     class is no container that Keras looks into: metrics are no part of a model's
     weights.
-
-    Args:
-        *several: metrics in lists, or None. Their `update_state` takes `y_true`, None
-            or a dict of ids, the dict of outputs, and weights (B,).
-
-    Raises:
-        ValueError: if one of them is no metric, several have one name, or one has the
-            loss's.
     """
 
     def __init__(self, *several: Sequence | None):
@@ -137,13 +125,7 @@ class ContrastiveMetrics:
         self.metrics = metrics
 
     def update(self, y: Any, outputs: dict, sample_weight: Any = None) -> None:
-        """Adds a batch.
-
-        Args:
-            y: None, or a dict of ids.
-            outputs: outputs of the model by name.
-            sample_weight: None, or float (B,), or a dict of such.
-        """
+        """Adds a batch."""
         for metric in self.metrics:
             metric.update_state(y, outputs, one_weight(sample_weight))
 

@@ -13,14 +13,7 @@ def copied(
     without: str | None = None,
     value: Callable[[Any], Any] = keras.ops.convert_to_numpy,
 ) -> Any:
-    """A model of a changed config, with the weights that both have.
-
-    Args:
-        model: a backbone or a task.
-        config: its config, changed.
-        without: name of weights that may be new or change their shape.
-        value: function from a weight to its value in the copy.
-    """
+    """A model of a changed config, with the weights that both have."""
     new = type(model).from_config(config)
     both = [[w for w in each.weights if w.name != without] for each in (model, new)]
     names = [[w.name for w in weights] for weights in both]
@@ -55,16 +48,7 @@ def copied(
 
 
 def config_with_router_options(model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """A model's config, whose routers have other options.
-
-    Args:
-        model: a backbone or a task.
-        options: arguments of the router's class, beside or instead of those in
-            `router_options`.
-
-    Raises:
-        ValueError: if the model has no MoE blocks.
-    """
+    """A model's config, whose routers have other options."""
     config = model.get_config()
     backbone = config["backbone"]["config"] if "backbone" in config else config
     towers = [backbone]

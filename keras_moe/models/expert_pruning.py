@@ -18,20 +18,7 @@ _UNPRUNED = {"kept_experts": {}, "removed": False}
 def with_kept_experts(
     model: Any, kept_experts: dict[str, Any], method: str, removed: bool
 ) -> Any:
-    """A copy of a model whose MoE blocks keep some of their experts.
-
-    Args:
-        model: a backbone, or a task around one.
-        kept_experts: numbers of the experts to keep by the block's name, as the routing
-            record has them; the other blocks stay as they are.
-        method: argument of `keras_moe.routers.pruned.PrunedTokenChoiceRouter`.
-        removed: whether the other experts are removed; else they have their weights,
-            and serve nobody.
-
-    Raises:
-        ValueError: if there is no such block or expert, fewer than K are left, the
-            routers are not of token choice, or the model is pruned otherwise.
-    """
+    """A copy of a model whose MoE blocks keep some of their experts."""
     check_one_of("method", method, METHODS)
     check_bool("removed", removed)
     if not isinstance(kept_experts, dict) or not kept_experts:
@@ -104,19 +91,7 @@ def _moe_layers(backbone, towers):
 
 
 def _selections(blocks, kept_experts, before, method, removed):
-    """The kept experts of blocks, and what is left of their weights.
-
-    Args:
-        blocks: MoE layers by block.
-        kept_experts: experts to keep by block.
-        before: field `pruning` of the tower's `moe`.
-        method: argument of `with_kept_experts`.
-        removed: argument of `with_kept_experts`.
-
-    Returns:
-        The kept experts by block, in numbers before any pruning, and a dict from the id
-        of a weight that becomes smaller to an axis and the numbers to take there.
-    """
+    """The kept experts of blocks, and what is left of their weights."""
     kept, selections = {}, {}
     for name, layer in blocks.items():
         kept[name], columns, places = _selection(

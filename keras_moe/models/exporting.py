@@ -14,17 +14,7 @@ from keras_moe.routers import SoftRouter, SparseRouter, TokenChoiceRouter
 def export_signature(
     model: keras.Model, format: str, input_signature: Any, dynamic_shapes: Any = None
 ) -> Any:
-    """Checks that a format can hold a model, and returns the signature for Keras.
-
-    Args:
-        model: backbone or task.
-        format: format of `keras.Model.export`.
-        input_signature: signature that the caller wants, or None.
-        dynamic_shapes: shapes for PyTorch's exporter, or None.
-
-    Raises:
-        ValueError: if the format cannot hold the model.
-    """
+    """Checks that a format can hold a model, and returns the signature for Keras."""
     if keras.backend.backend() == "torch":
         _check_saved_model(format)
         routers = _routers(model)
@@ -146,27 +136,7 @@ class Exportable:
         input_signature: Any = None,
         **kwargs,
     ) -> None:
-        """Exports the model in its inference form.
-
-        Args:
-            filepath: path of the file or folder to write.
-            format: `"tf_saved_model"` (JAX and TensorFlow), which serves any batch (on
-                JAX of one size where groups are larger than an image);
-                `"torch"` (PyTorch), for one image, or with `dynamic_shapes={0:
-                torch.export.Dim("batch", max=256)}` for any number where each image
-                is routed by itself: dense models, soft routing and token choice; or
-                `"onnx"`, on PyTorch for dense models and soft routing. Texts have
-                `max_length` tokens, or on TensorFlow any number.
-            verbose: whether to print a message.
-            input_signature: `[keras.InputSpec((batch, height, width, channels))]`, for
-                another number of images than one; a list of one dict by the inputs'
-                names, where there are several, and `dynamic_shapes` is a dict of
-                dicts.
-            **kwargs: arguments of `keras.Model.export`.
-
-        Raises:
-            ValueError: if the format cannot hold the model.
-        """
+        """Exports the model in its inference form."""
         shapes = kwargs.get("dynamic_shapes")
         signature = export_signature(self, format, input_signature, shapes)
         super().export(

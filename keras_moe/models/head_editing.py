@@ -13,17 +13,7 @@ from keras_moe.models.copying import copied
 
 
 def with_logit_offsets(classifier: keras.Model, output: int, offsets: Any) -> Any:
-    """A copy of a classifier whose final muMoE head adds to one output's logits.
-
-    Args:
-        classifier: classifier with such a head.
-        output: index of the class.
-        offsets: (E,), a number for each expert.
-
-    Raises:
-        ValueError: if the model has no final muMoE head, or an argument does not fit
-            it.
-    """
+    """A copy of a classifier whose final muMoE head adds to one output's logits."""
     head = classifier.head
     if head is None or classifier.head_position != "final":
         raise ValueError(

@@ -102,20 +102,6 @@ class ImagePreprocessor:
 
         Grey images are repeated over three channels, and RGB becomes luminance for a
         model of one channel, as in `keras_moe.data.load`.
-
-        Args:
-            images: an array (B, H, W, C) or one image (H, W, C) or (H, W) with C of 1
-                or 3; a sequence of images of different sizes; or Pillow's images.
-            max_value: the value of white. None takes 255 for integers and 1 for
-                floats and bools, whose values are then checked to be in [0, 1]:
-                floats in [0, 255] need `max_value=255`.
-
-        Returns:
-            float32 (B, height, width, channels), or (height, width, channels) for one
-            image.
-
-        Raises:
-            ValueError: if the images are of another shape or range.
         """
         if max_value is not None and not (_is_number(max_value) and max_value > 0):
             raise ValueError(
@@ -314,15 +300,7 @@ def _white(image, max_value):
 
 
 def checked_preprocessor(preprocessor: Any, backbone: Any) -> ImagePreprocessor | None:
-    """The preprocessor of a model's images, if it fits its backbone.
-
-    Args:
-        preprocessor: an `ImagePreprocessor`, its config, or None.
-        backbone: backbone with an `image_shape`.
-
-    Raises:
-        ValueError: if it is of another kind, or for images of another size.
-    """
+    """The preprocessor of a model's images, if it fits its backbone."""
     if isinstance(preprocessor, dict):
         preprocessor = keras.saving.deserialize_keras_object(preprocessor)
     if preprocessor is None:

@@ -33,21 +33,7 @@ def image_tower(
     dtype: Any,
     token_mixer: Callable[[EncoderSpec, int], keras.layers.Layer],
 ) -> Tower:
-    """The tower of a backbone of images, not built.
-
-    Args:
-        config: arguments of the backbone's constructor: `image_shape`, `patch_size`,
-            `hidden_dim`, `num_layers`, `mlp_dim`, `activation`, `dropout_rate`,
-            `stochastic_depth`, `layer_norm_epsilon`, `rematerialize`, `moe`, `seed`,
-            and those of `class_token`, `position_embedding`, `position_interpolation`,
-            `embedding_norm` and `final_norm` that it has. Others are the token mixer's.
-        dtype: dtype policy.
-        token_mixer: function from the `EncoderSpec` and a block's index to the layer
-            through which the block's tokens see each other, not built.
-
-    Raises:
-        ValueError: if an argument is out of range.
-    """
+    """The tower of a backbone of images, not built."""
     # Before seeds and layers are made of it.
     check_seed("seed", config["seed"])
     embedding, num_tokens = image_embedding(config, dtype)
@@ -62,15 +48,8 @@ def image_tower(
 
 
 def image_embedding(config: dict, dtype: Any) -> tuple[tuple, int]:
-    """The layers from images to tokens but dropout, not built, and the tokens' number.
-
-    Args:
-        config: arguments as in `image_tower`, and `patch_padding`, which is the
-            `padding` of `PatchEmbedding`, where it is not `"valid"`.
-        dtype: dtype policy.
-
-    Raises:
-        ValueError: if an argument is out of range.
+    """The layers from images to tokens but dropout, not built, and the tokens'
+    number.
     """
     image_shape = check_image_shape(config["image_shape"])
     hidden_dim = check_integer("hidden_dim", config["hidden_dim"])

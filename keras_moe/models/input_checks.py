@@ -20,21 +20,7 @@ from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
 
 
 def check_images(images: Any, image_shape: tuple) -> None:
-    """Checks the shape of an array of images.
-
-    Args:
-        images: an array or tensor; anything else, such as a dataset, passes.
-        image_shape: (height, width, channels) of the model.
-
-    Raises:
-        ValueError: if the images have another shape.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.models.input_checks import check_images
-    >>> check_images(np.zeros((2, 8, 8, 3), "float32"), (8, 8, 3))
-    """
+    """Checks the shape of an array of images."""
     _check_shape("images", images, image_shape)
     dtype = str(getattr(images, "dtype", ""))
     if "complex" in dtype:
@@ -42,20 +28,7 @@ def check_images(images: Any, image_shape: tuple) -> None:
 
 
 def check_multi_labels(labels: Any) -> None:
-    """Checks a label for each image and class, which is 0, 1 or smoothed.
-
-    Args:
-        labels: a NumPy array; anything else passes.
-
-    Raises:
-        ValueError: if a label is not in [0, 1].
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.models.input_checks import check_multi_labels
-    >>> check_multi_labels(np.array([[0, 1, 1]]))
-    """
+    """Checks a label for each image and class, which is 0, 1 or smoothed."""
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iuf":
         return
     fits = (labels >= 0) & (labels <= 1)
@@ -67,23 +40,8 @@ def check_multi_labels(labels: Any) -> None:
 
 
 def check_labels(labels: Any, num_classes: int, loss: Any) -> None:
-    """Checks labels, integers or one for each class, where the loss implies their kind.
-
-    Args:
-        labels: an array or a tensor with values, or a list or dict of one; anything
-            else passes.
-        num_classes: the number of classes.
-        loss: compiled loss or its name, or a list or dict of one; losses of other kinds
-            take any labels.
-
-    Raises:
-        ValueError: if a label is out of range, or the labels are of another shape.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.models.input_checks import check_labels
-    >>> check_labels(np.array([0, 2]), 3, "sparse_categorical_crossentropy")
+    """Checks labels, integers or one for each class, where the loss implies
+    their kind.
     """
     several, losses = tree.flatten(labels), tree.flatten(loss)
     if len(several) != 1 or len(losses) != 1:
@@ -132,28 +90,7 @@ def is_array(value: Any) -> bool:
 
 
 def check_inputs(model: keras.Model, inputs: Any) -> None:
-    """Checks the arrays for a model's inputs, and warns once about images in 0..255.
-
-    Args:
-        model: a functional model.
-        inputs: an array for a model of one input, or a dict by the inputs' names;
-            anything else, such as a dataset, passes.
-
-    Raises:
-        ValueError: if an array has another shape than the model's input.
-
-    Example:
-
-    >>> import keras
-    >>> import numpy as np
-    >>> from keras_moe.models.input_checks import check_inputs
-    >>> token_ids = keras.Input((4,), name="token_ids", dtype="int32")
-    >>> model = keras.Model({"token_ids": token_ids}, keras.ops.sum(token_ids, -1))
-    >>> check_inputs(model, {"token_ids": np.zeros((2, 5), "int32")})
-    Traceback (most recent call last):
-    ...
-    ValueError: Expected token_ids of shape (batch, 4); received: shape=(2, 5)
-    """
+    """Checks the arrays for a model's inputs, and warns once about images in 0..255."""
     for symbolic, value in _symbolic_inputs(model, inputs):
         shape = tuple(symbolic.shape[1:])
         if symbolic.name == "images":
@@ -166,17 +103,7 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
 def check_training(
     model: keras.Model, inputs: Any, labels: Any, validation_data: Any = None
 ) -> None:
-    """Checks the arrays that a model is trained or evaluated on.
-
-    Args:
-        model: backbone or task.
-        inputs: inputs of the model, or a dataset.
-        labels: labels, or None.
-        validation_data: a tuple of further inputs and labels, or a dataset.
-
-    Raises:
-        ValueError: if an array does not fit the model or has no examples.
-    """
+    """Checks the arrays that a model is trained or evaluated on."""
     model._check_inputs(inputs, labels)
     for name, value in _arrays(inputs):
         if tuple(value.shape)[:1] == (0,):
@@ -191,16 +118,7 @@ def check_training(
 
 
 def check_prediction(model: keras.Model, inputs: Any) -> None:
-    """Checks the inputs of a model's predictions.
-
-    Args:
-        model: backbone or task.
-        inputs: inputs of the model, or a dataset.
-
-    Raises:
-        ValueError: if an array does not fit the model, or for None, which Keras would
-            take for an empty dataset.
-    """
+    """Checks the inputs of a model's predictions."""
     if inputs is None:
         raise ValueError("Expected images or a dataset of them; received: None")
     model._check_inputs(inputs)

@@ -16,14 +16,6 @@ def add_pairs(backbone: keras_hub.models.Backbone, rank: int, names: list[str]) 
 
     KerasHub's own method leaves the biases of the layers trainable, which a file of the
     pairs alone would lose: here they are frozen.
-
-    Args:
-        backbone: built backbone.
-        rank: rank of the pairs.
-        names: names of the layers.
-
-    Raises:
-        ValueError: if no layer of a name can have such pairs.
     """
     layers = flatten_layers(backbone, include_self=False)
     able = {
@@ -49,16 +41,7 @@ def add_pairs(backbone: keras_hub.models.Backbone, rank: int, names: list[str]) 
 def save_pairs(
     backbone: keras_hub.models.Backbone, filepath: str | os.PathLike
 ) -> None:
-    """Saves the low-rank pairs alone.
-
-    Args:
-        backbone: backbone with low-rank pairs.
-        filepath: path of the file, which ends with `.lora.h5`.
-
-    Raises:
-        ValueError: if there are no pairs, or the name ends otherwise.
-        OSError: with the path and the bytes, if the file cannot be written.
-    """
+    """Saves the low-rank pairs alone."""
     pairs = low_rank_pairs(backbone)
     if not pairs:
         raise ValueError(

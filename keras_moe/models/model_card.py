@@ -209,15 +209,7 @@ class ModelCard:
 def write_card(
     model: keras.Model, folder: Path, target: Path, card: ModelCard | None
 ) -> None:
-    """Writes a preset's page, unless its author wrote one.
-
-    Args:
-        model: backbone or task that was saved.
-        folder: folder that the preset was written to.
-        target: folder whose place it takes.
-        card: content of the page; None for architecture and costs alone, which replace
-            no page of its author's.
-    """
+    """Writes a preset's page, unless its author wrote one."""
     page = target / CARD
     if (
         card is None

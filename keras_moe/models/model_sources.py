@@ -37,21 +37,7 @@ class Weights(Protocol):
 
 
 class ModelSource:
-    """The description of a model by its source, before overrides.
-
-    Attributes:
-        kind: `ARCHITECTURE` for a registered preset whose weights are not wanted, or
-            are not there; `SAVED` for a preset's folder or handle, a registered one's
-            among them; `PUBLISHED` for weights of other libraries.
-        name: name of the source, for descriptions and messages.
-        label: the source and its backbone in words, for messages.
-        backbone: class of the backbone.
-        config: arguments of the backbone.
-        task: class of the task, or None.
-        is_trained: whether the source has the task's weights.
-        must_fit: whether weights are loaded, which the config must fit.
-        class_names: names of the classes of a registered preset, or None.
-    """
+    """The description of a model by its source, before overrides."""
 
     kind: str
     name: str
@@ -85,11 +71,7 @@ class ModelSource:
         return contextlib.nullcontext()
 
     def weights(self, new_weights: tuple[str, ...] = ()) -> Weights | None:
-        """The weights, or None.
-
-        Args:
-            new_weights: prefixes of the paths of weights that the source does not fill.
-        """
+        """The weights, or None."""
         return None
 
 
@@ -184,20 +166,7 @@ def open_model_source(
     counts_only: bool = False,
     tower: str | None = None,
 ) -> ModelSource:
-    """Opens the source of a model.
-
-    Args:
-        source: name of a registered preset, folder, handle or published weights.
-        overrides: arguments of the user; published weights may need some to be
-            understood, such as `num_heads`.
-        load_weights: whether the weights are wanted.
-        counts_only: whether the shapes of published weights are read alone.
-        tower: `"image"` or `"text"` for one tower of published weights of pairs; None
-            for the source's own.
-
-    Raises:
-        ValueError: if the source is unknown or not whole.
-    """
+    """Opens the source of a model."""
     spec = registry.preset(source)
     if spec is not None and spec["weights"] is not None and load_weights:
         return _Saved(spec["weights"], load_weights, source)

@@ -21,11 +21,7 @@ _OUTERMOST = ("name", "trainable")
 
 
 def override_names(cls: type) -> list[str]:
-    """The flat names that a backbone takes as overrides.
-
-    Args:
-        cls: class of backbones.
-    """
+    """The flat names that a backbone takes as overrides."""
     names = dict.fromkeys(argument_names(cls))
     for family in tower_families(cls).values():
         names.update(dict.fromkeys(override_names(family)))
@@ -35,26 +31,13 @@ def override_names(cls: type) -> list[str]:
 
 
 def tower_families(cls: type) -> dict[str, type]:
-    """The families of a backbone's towers by argument, where it has several.
-
-    Args:
-        cls: class of backbones; its `towers` has the names of registered families.
-    """
+    """The families of a backbone's towers by argument, where it has several."""
     towers = getattr(cls, "towers", {})
     return {name: backbone_class(family) for name, family in towers.items()}
 
 
 def tower_config(cls: type, name: str, config: Any) -> dict:
-    """The nested config of one of several towers.
-
-    Args:
-        cls: class of the tower's backbone.
-        name: argument that holds the tower.
-        config: arguments of the tower by name, nested or flat.
-
-    Raises:
-        ValueError: if it is no dict, or a name has no owner (the nearest are listed).
-    """
+    """The nested config of one of several towers."""
     if not isinstance(config, dict):
         raise ValueError(
             f"Expected {name} to be a dict of the arguments of {cls.__name__}; "
@@ -66,13 +49,7 @@ def tower_config(cls: type, name: str, config: Any) -> dict:
 
 
 def nested_config(cls: type, config: dict) -> dict:
-    """A config with the fields of `moe` where they belong.
-
-    Args:
-        cls: class of backbones.
-        config: arguments by name, some of which may be fields of `moe`, as in presets'
-            files; they override those in `moe`.
-    """
+    """A config with the fields of `moe` where they belong."""
     towers = {
         name: tower_config(family, name, config[name])
         for name, family in tower_families(cls).items()
@@ -90,33 +67,7 @@ def nested_config(cls: type, config: dict) -> dict:
 
 
 def apply_overrides(cls: type, config: dict, overrides: dict) -> dict:
-    """A backbone's config with other values, each where it belongs.
-
-    Args:
-        cls: class of backbones.
-        config: arguments by name, nested or flat.
-        overrides: new values by flat name, or `moe` as a whole. Another `router`
-            than the config's drops `router_options`. With several towers a dict by
-            tower holds for that one, and a name of the towers' own for each that has
-            it; fields of `moe` hold for the towers that have experts, or where none
-            has, for all.
-
-    Returns:
-        The nested config.
-
-    Raises:
-        ValueError: if a name has no owner (the nearest are listed), or a value is out
-            of range.
-
-    Example:
-
-    >>> from keras_moe.models import ViTBackbone
-    >>> from keras_moe.models.overrides import apply_overrides
-    >>> config = {"num_layers": 2, "moe": {"num_experts": 8}}
-    >>> config = apply_overrides(ViTBackbone, config, {"num_experts": 4})
-    >>> config["moe"]["num_experts"]
-    4
-    """
+    """A backbone's config with other values, each where it belongs."""
     names = override_names(cls)
     names += _MODEL_ARGUMENTS
     check_argument_names({**config, **overrides}, names, cls.__name__)
@@ -165,27 +116,6 @@ def split_overrides(
     """Splits overrides into those of the backbone and those of the task around it.
 
     A name that both have is the task's: `name`, `trainable`.
-
-    Args:
-        backbone_cls: class of the backbone.
-        task_cls: class of the task, or None for a backbone alone.
-        overrides: arguments by name.
-        counts_only: whether no model is made; arguments of models alone, such as a
-            name, are then refused.
-
-    Returns:
-        `(of_backbone, of_task)`.
-
-    Raises:
-        ValueError: if an override belongs to neither; the nearest names are listed.
-
-    Example:
-
-    >>> from keras_moe.models import ViTBackbone, ViTImageClassifier
-    >>> from keras_moe.models.overrides import split_overrides
-    >>> overrides = {"activation": "gelu", "output_activation": "softmax"}
-    >>> split_overrides(ViTBackbone, ViTImageClassifier, overrides)
-    ({'activation': 'gelu'}, {'output_activation': 'softmax'})
     """
     own = [] if task_cls is None else argument_names(task_cls)
     of_models = [*_OUTERMOST, "compile"] if own else list(_OUTERMOST)
@@ -202,12 +132,7 @@ def split_overrides(
 
 
 def complete_config(cls: type, config: dict) -> dict:
-    """All arguments from which a backbone's layers follow, with their defaults.
-
-    Args:
-        cls: class of backbones.
-        config: some arguments by name, nested or flat.
-    """
+    """All arguments from which a backbone's layers follow, with their defaults."""
     parameters = inspect.signature(cls.__init__).parameters
     config = nested_config(cls, config)
     complete = {
@@ -226,16 +151,7 @@ def complete_config(cls: type, config: dict) -> dict:
 
 
 def check_constructor_arguments(cls: type, kwargs: dict[str, Any]) -> None:
-    """Refuses unknown arguments of a backbone's constructor.
-
-    Args:
-        cls: class of backbones.
-        kwargs: arguments that are none of the constructor's own.
-
-    Raises:
-        ValueError: if one is no argument of every Keras model; the message says where a
-            field of `moe` belongs.
-    """
+    """Refuses unknown arguments of a backbone's constructor."""
     for name, value in kwargs.items():
         if name in override_names(cls) and tower_families(cls):
             raise ValueError(

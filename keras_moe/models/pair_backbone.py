@@ -21,14 +21,7 @@ _INPUTS = {"image": ("images",), "text": ("token_ids", "padding_mask")}
 
 
 class PairEncoder(Exportable, keras.Model):
-    """The model of one modality, which `PairBackbone.encoder` makes.
-
-    Args:
-        inputs: symbolic images, or a dict of symbolic token ids and padding masks.
-        outputs: symbolic embeddings (B, P).
-        max_length: N of the longest text.
-        **kwargs: arguments of `keras.Model`.
-    """
+    """The model of one modality, which `PairBackbone.encoder` makes."""
 
     def __init__(self, inputs: Any, outputs: Any, max_length: int, **kwargs):
         super().__init__(inputs, outputs, **kwargs)
@@ -45,26 +38,6 @@ class PairBackbone(MoEBackbone):
     `backbone.routing` and `backbone.features` are by modality, such as
     `"image/block_1"`, and so is `get_layer`: where both modalities share a block, both
     of its names give the same layer.
-
-    Args:
-        config: the subclass's arguments by name, with `temperature`.
-        dtype: dtype policy.
-        **kwargs: arguments of `keras_hub.models.Backbone`.
-
-    Input shape:
-        A dict: `"images"` (B, height, width, channels), `"token_ids"`, integers (B, N),
-        and `"padding_mask"`, boolean or integers (B, N), False for padding.
-
-    Output shape:
-        A dict: `"image_embeddings"` and `"text_embeddings"`, unit vectors, float32
-        (B, P).
-
-    Example:
-
-    >>> from keras_moe.models import CLIPBackbone, LIMoEBackbone
-    >>> from keras_moe.models.pair_backbone import PairBackbone
-    >>> issubclass(CLIPBackbone, PairBackbone), issubclass(LIMoEBackbone, PairBackbone)
-    (True, True)
     """
 
     example = "pair"
@@ -80,18 +53,7 @@ class PairBackbone(MoEBackbone):
         raise NotImplementedError
 
     def encoder(self, modality: str) -> PairEncoder:
-        """The model of one modality alone, which shares this backbone's weights.
-
-        Args:
-            modality: modality, `"image"` or `"text"`.
-
-        Returns:
-            A `PairEncoder` from images, or from a dict of `"token_ids"` and
-            `"padding_mask"`, to unit vectors (B, P).
-
-        Raises:
-            ValueError: if `modality` is unknown.
-        """
+        """The model of one modality alone, which shares this backbone's weights."""
         check_one_of("modality", modality, MODALITIES)
         encoder, weights = self._encoders.get(modality, (None, None))
         # Quantised layers and low-rank pairs have other weights, which a compiled
@@ -118,15 +80,7 @@ class PairBackbone(MoEBackbone):
         return {**self.output, **self._block_tokens}
 
     def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
-        """A layer by name; see `keras.Model.get_layer`.
-
-        Args:
-            name: name of the layer, or that of a modality's, such as `"text/block_1"`.
-            index: index of the layer, in the place of its name.
-
-        Raises:
-            ValueError: if there is no such layer.
-        """
+        """A layer by name; see `keras.Model.get_layer`."""
         modality, slash, inner = str(name).partition("/")
         if slash and modality in MODALITIES:
             return self._layer_of(modality, inner)
@@ -175,16 +129,7 @@ class PairBackbone(MoEBackbone):
         check_inputs(self, inputs)
 
     def check_modality(self, modality: str, inputs: Any) -> None:
-        """Checks the inputs of one modality, as far as they are known.
-
-        Args:
-            modality: modality, `"image"` or `"text"`.
-            inputs: images, or a dict of texts.
-
-        Raises:
-            ValueError: if images are of another size; or as
-                `keras_moe.models.text.input_checks.check_texts`.
-        """
+        """Checks the inputs of one modality, as far as they are known."""
         check_one_of("modality", modality, MODALITIES)
         if modality == "image":
             check_inputs(self.encoder("image"), inputs)
@@ -208,15 +153,7 @@ def text_inputs() -> dict[str, keras.KerasTensor]:
 
 
 def plain_temperature(temperature: Any) -> dict[str, Any]:
-    """The fields of a `keras_moe.losses.Temperature`, checked.
-
-    Args:
-        temperature: a `Temperature`, a dict of its fields, or the name of a published
-            one, a key of `keras_moe.losses.TEMPERATURES`.
-
-    Raises:
-        ValueError: if the name or a field is unknown, or a value is out of range.
-    """
+    """The fields of a `keras_moe.losses.Temperature`, checked."""
     if isinstance(temperature, str):
         check_one_of("temperature", temperature, tuple(TEMPERATURES))
         temperature = TEMPERATURES[temperature]

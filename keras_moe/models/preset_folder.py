@@ -39,23 +39,7 @@ def is_preset(folder: str | os.PathLike) -> bool:
 
 @contextlib.contextmanager
 def staged(preset_dir: str | os.PathLike) -> Iterator[str]:
-    """A folder to write a preset to, which takes its place when all is written.
-
-    If writing fails or is interrupted, what was at `preset_dir` stays as it was. One
-    process at a time saves to a folder, and another one waits for it. The remains of
-    killed processes beside it are removed. A task that is being saved writes its
-    backbone to the same folder: within, another call yields its folder as it is.
-
-    Args:
-        preset_dir: folder of the preset; a new one, an empty one, or an older preset,
-            whose files that are not the preset's own are kept.
-
-    Raises:
-        ValueError: if `preset_dir` is a file, or a folder of something else.
-        FolderInUse: an OSError that names the process that is saving to `preset_dir`,
-            if it takes more than ten minutes.
-        OSError: if it cannot be written.
-    """
+    """A folder to write a preset to, which takes its place when all is written."""
     if _writing.get():
         yield str(preset_dir)
         return
@@ -84,14 +68,7 @@ def _is_own(path):
 
 
 def check_folder(folder: str | os.PathLike) -> None:
-    """Checks that a local preset folder has its files, and that they are whole.
-
-    Args:
-        folder: an existing folder.
-
-    Raises:
-        ValueError: naming the file that is missing, truncated or of another kind.
-    """
+    """Checks that a local preset folder has its files, and that they are whole."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(

@@ -198,23 +198,6 @@ def describe(
 
 
 def unbuilt_blocks(preset: Any, **overrides) -> list[keras.layers.Layer]:
-    """The blocks of a model's backbone as layers without weights.
-
-    Args:
-        preset: source as in `describe`.
-        **overrides: arguments as in `describe`.
-
-    Returns:
-        An `EncoderBlock` or `MoEEncoderBlock` for each block.
-
-    Raises:
-        ValueError: as `describe`.
-
-    Example:
-
-    >>> from keras_moe.models.presets import unbuilt_blocks
-    >>> unbuilt_blocks("vmoe_h14")[31].feed_forward.experts.num_experts
-    32
-    """
+    """The blocks of a model's backbone as layers without weights."""
     with resolve(preset, overrides, counts_only=True) as blueprint:
         return blueprint.unbuilt_blocks()

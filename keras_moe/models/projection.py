@@ -17,17 +17,7 @@ def embedding_projection(
     dtype: Any = None,
     name: str = "projection",
 ) -> keras.layers.Dense:
-    """A dense layer from (B, D) to (B, P), not built, drawn as in CLIP.
-
-    Args:
-        projection_dim: P.
-        use_bias: whether the layer has a bias.
-        dtype: dtype policy.
-        name: name of the layer.
-
-    Raises:
-        ValueError: if an argument is out of range.
-    """
+    """A dense layer from (B, D) to (B, P), not built, drawn as in CLIP."""
     return keras.layers.Dense(
         check_integer("projection_dim", projection_dim),
         use_bias=check_bool("projection_bias", use_bias),

@@ -13,16 +13,7 @@ from keras_moe.compat import flatten_layers, set_dtype_policy
 
 
 def quantized_policies(layers: list, policy: Any) -> Any:
-    """The policy of some layers, with a map of those that are quantised.
-
-    Args:
-        layers: the layers.
-        policy: policy of the other layers, its name or its config.
-
-    Returns:
-        A map from the paths of the quantised layers, or `policy` where none is, or
-        where it is such a map already.
-    """
+    """The policy of some layers, with a map of those that are quantised."""
     policy = keras.dtype_policies.get(policy)
     if isinstance(policy, DTypePolicyMap):
         return policy

@@ -194,11 +194,7 @@ def presets() -> dict[str, dict]:
 
 
 def presets_of(cls: type) -> dict[str, dict]:
-    """The presets of a backbone or task, as KerasHub's `presets` lists them.
-
-    Args:
-        cls: class of a backbone or a task.
-    """
+    """The presets of a backbone or task, as KerasHub's `presets` lists them."""
     return {
         name: {"metadata": {"description": summary(spec), "source": spec["source"]}}
         for name, spec in presets().items()
@@ -207,17 +203,7 @@ def presets_of(cls: type) -> dict[str, dict]:
 
 
 def summary(spec: dict) -> str:
-    """A line about a preset: its description, what its weights reach, their licence.
-
-    Args:
-        spec: preset as `presets` has it.
-
-    Example:
-
-    >>> from keras_moe.models import registry
-    >>> registry.summary(registry.preset("vmoe_b32"))
-    'V-MoE-B/32, Every 2: 32 experts, K=2, MoE in every other block'
-    """
+    """A line about a preset: its description, what its weights reach, their licence."""
     if spec["weights"] is None:
         return spec["description"]
     figures = [_figure(**result) for result in spec["results"]]
@@ -243,20 +229,12 @@ def preset(name: Any) -> dict | None:
 
 
 def backbone_class(name: str) -> type:
-    """The registered backbone of a name.
-
-    Raises:
-        ValueError: if there is none; the nearest names are listed.
-    """
+    """The registered backbone of a name."""
     return _by_name(name, _BACKBONES, "backbone")
 
 
 def named_task_class(name: str) -> type:
-    """The registered task whose class has a name.
-
-    Raises:
-        ValueError: if there is none; the nearest names are listed.
-    """
+    """The registered task whose class has a name."""
     return _by_name(name, _TASKS, "task")
 
 
@@ -297,15 +275,7 @@ def is_task(cls: type) -> bool:
 def task_class(
     backbone_cls: type, matches: Callable[[type], bool] = lambda cls: True
 ) -> type | None:
-    """The first registered task for a backbone, or for the class that it extends.
-
-    Args:
-        backbone_cls: class of the backbone.
-        matches: condition on the task's class.
-
-    Returns:
-        The class, or None.
-    """
+    """The first registered task for a backbone, or for the class that it extends."""
     for base in backbone_cls.__mro__:
         for cls in _TASKS.values():
             if cls.backbone_cls is base and matches(cls):

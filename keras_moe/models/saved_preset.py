@@ -64,16 +64,7 @@ _ADVICE = "load_weights=False makes a model of these arguments with initial weig
 
 
 def read_preset(preset: str | os.PathLike, name: str | None = None) -> SavedPreset:
-    """Reads the configs of a preset, and none of its weights.
-
-    Args:
-        preset: folder or handle.
-        name: name of the registered preset whose weights these are, or None.
-
-    Raises:
-        ValueError: if `preset` is neither, the folder is not whole, or its backbone is
-            not registered.
-    """
+    """Reads the configs of a preset, and none of its weights."""
     if name is not None and "://" not in str(preset) and not Path(preset).is_dir():
         raise ValueError(
             f"Expected the weights of preset={name!r} in {preset}; received: no such "
@@ -135,12 +126,7 @@ class SavedWeights:
         return wanted and check_file_exists(self.path, _TASK_WEIGHTS)
 
     def load(self, model: keras.Model, progress: Any = None) -> None:
-        """Fills the weights of a model that is like the saved one.
-
-        Args:
-            model: backbone, or task around one.
-            progress: function as in `convert`, which is not called here.
-        """
+        """Fills the weights of a model that is like the saved one."""
         if not self.is_wanted:
             return
         backbone = getattr(model, "backbone", model)
@@ -160,11 +146,7 @@ class SavedWeights:
         return index
 
     def check(self) -> None:
-        """Compares the weights of a folder with its checksums.
-
-        Raises:
-            ValueError: naming the file that is not the one that was saved.
-        """
+        """Compares the weights of a folder with its checksums."""
         if self.is_wanted and "://" not in self.path:
             compare_preset(self.path)
 
@@ -177,11 +159,7 @@ class SavedWeights:
 
 
 def check_preset(preset: str | os.PathLike) -> str:
-    """The handle, or the folder to read from.
-
-    Raises:
-        ValueError: if `preset` is neither, or the folder is not whole.
-    """
+    """The handle, or the folder to read from."""
     if not isinstance(preset, (str, os.PathLike)):
         raise ValueError(
             f"Expected the name of a preset; received: {preset!r}. {HUB_MODELS}"
@@ -205,13 +183,7 @@ def check_preset(preset: str | os.PathLike) -> str:
 
 @contextlib.contextmanager
 def explained(preset: str, name: str | None = None, advice: str = "") -> Iterator[None]:
-    """Says which preset an error comes from: Keras's own do not.
-
-    Args:
-        preset: folder or handle.
-        name: name of the preset for people; None takes `preset`.
-        advice: clause about what helps.
-    """
+    """Says which preset an error comes from: Keras's own do not."""
     received = f"preset={str(name or preset)!r}"
     try:
         yield

@@ -23,21 +23,7 @@ _FIELDS = (
 
 
 def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
-    """A backbone's config whose routers have the weights of another's.
-
-    Args:
-        cls: class of backbones.
-        saved: config that weights were saved with, nested.
-        config: config of the new model, nested.
-
-    Returns:
-        The new config. A soft router keeps its number of slots at another size of
-        images, patches or texts.
-
-    Raises:
-        ValueError: if kinds of experts, the kind of router or the number of slots
-            differ.
-    """
+    """A backbone's config whose routers have the weights of another's."""
     before, now = moe_config(saved.get("moe")), moe_config(config.get("moe"))
     for name in _ZERO_COMPUTATION:
         expected = getattr(before, name, 0)

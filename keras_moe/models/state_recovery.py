@@ -18,18 +18,6 @@ def state_kept(model: keras.Model, training: bool = False) -> Iterator[None]:
 
     These are the values after the last complete step. Other backends keep the values
     in the variables, and need nothing.
-
-    Args:
-        model: a built model.
-        training: whether the block trains, which changes the optimizer's variables.
-
-    Example:
-
-    >>> import keras
-    >>> from keras_moe.models.state_recovery import state_kept
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    >>> with state_kept(model):
-    ...     outputs = model(keras.ops.zeros((1, 4)))
     """
     if keras.backend.backend() != "jax":
         yield

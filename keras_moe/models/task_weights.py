@@ -14,22 +14,12 @@ from keras_moe.models.weights_file import checked_weights, save_weights
 
 
 def save_task_weights(task: keras_hub.models.Task, filepath: str | os.PathLike) -> None:
-    """Saves the weights that are not the backbone's.
-
-    Args:
-        task: built task.
-        filepath: path that ends with `.weights.h5`.
-    """
+    """Saves the weights that are not the backbone's."""
     save_weights(task, filepath, objects_to_skip=_not_the_head(task))
 
 
 def load_task_weights(task: keras_hub.models.Task, filepath: str | os.PathLike) -> None:
-    """Loads the weights that are not the backbone's.
-
-    Args:
-        task: built task.
-        filepath: path of a file that `save_task_weights` has written.
-    """
+    """Loads the weights that are not the backbone's."""
     with checked_weights(filepath):
         keras.saving.load_weights(task, filepath, objects_to_skip=_not_the_head(task))
 

@@ -27,16 +27,7 @@ TEXT_POOLINGS = (*MASKED_POOLINGS, "map")
 
 
 def text_embedding(config: dict, dtype: Any) -> tuple:
-    """The layers from token ids (B, N) to tokens (B, N, D) but dropout, not built.
-
-    Args:
-        config: arguments of a backbone's constructor: `vocabulary_size`, `max_length`
-            and `hidden_dim`, among others.
-        dtype: dtype policy.
-
-    Raises:
-        ValueError: if a size is not a positive integer.
-    """
+    """The layers from token ids (B, N) to tokens (B, N, D) but dropout, not built."""
     return (
         TokenEmbedding(
             config["vocabulary_size"],
@@ -53,33 +44,7 @@ def text_tower(
     dtype: Any,
     token_mixer: Callable[[EncoderSpec, int], keras.layers.Layer],
 ) -> Tower:
-    """The tower of a backbone of texts, not built.
-
-    Args:
-        config: arguments of the backbone's constructor: those of `text_embedding` and
-            `keras_moe.models.tower.encoder_spec`, and `final_norm` where it has that.
-            Others are the token mixer's and the pooler's.
-        dtype: dtype policy.
-        token_mixer: function from the `EncoderSpec` and a block's index to the layer
-            through which the block's tokens see each other, not built.
-
-    Raises:
-        ValueError: if an argument is out of range.
-
-    Example:
-
-    >>> from keras_moe.layers import SelfAttention
-    >>> from keras_moe.models.text_tower import text_tower
-    >>> config = {
-    ...     "vocabulary_size": 20, "max_length": 6, "hidden_dim": 8, "num_layers": 2,
-    ...     "mlp_dim": 16, "activation": "gelu", "dropout_rate": 0.0,
-    ...     "stochastic_depth": 0.0, "layer_norm_epsilon": 1e-5,
-    ...     "rematerialize": False, "moe": None, "seed": None,
-    ... }
-    >>> tower = text_tower(config, "float32", lambda spec, index: SelfAttention(2, 4))
-    >>> [layer.name for layer in tower.layers][:4]
-    ['token_embedding', 'text_positions', 'embedding_dropout', 'block_0']
-    """
+    """The tower of a backbone of texts, not built."""
     # Before seeds and layers are made of it.
     check_seed("seed", config["seed"])
     max_length = check_integer("max_length", config["max_length"])
@@ -105,16 +70,7 @@ class TextPooler(NamedTuple):
     projection: keras.layers.Dense | None = None
 
     def __call__(self, tokens: Any, mask: Any = None, token_ids: Any = None) -> Any:
-        """Pools tokens.
-
-        Args:
-            tokens: (B, N, D).
-            mask: boolean (B, N), False for padding, or None.
-            token_ids: integers (B, N).
-
-        Returns:
-            (B, D), or (B, projection_dim).
-        """
+        """Pools tokens."""
         arguments = {} if mask is None else {"mask": mask}
         if getattr(self.pooling, "pooling", None) == "end_of_text":
             arguments["token_ids"] = token_ids
@@ -122,11 +78,7 @@ class TextPooler(NamedTuple):
         return pooled if self.projection is None else self.projection(pooled)
 
     def parts(self, shape: tuple[int, int]) -> list[Part]:
-        """The parts with their costs.
-
-        Args:
-            shape: (num_tokens, dim).
-        """
+        """The parts with their costs."""
         parts, cost = [], self.pooling.cost(shape)
         if cost.parameters:
             parts.append(Part("pooler", "MAP", *cost))
@@ -138,17 +90,7 @@ class TextPooler(NamedTuple):
 
 
 def text_pooler(config: dict, dtype: Any) -> TextPooler:
-    """The pooling and the projection of a backbone of texts, not built.
-
-    Args:
-        config: arguments of the backbone's constructor: `pooling`, `end_of_text_id`,
-            `projection_dim`, `projection_bias`, and for `"map"` `num_heads`,
-            `mlp_dim`, `activation` and `layer_norm_epsilon`.
-        dtype: dtype policy.
-
-    Raises:
-        ValueError: if an argument is out of range or arguments do not fit together.
-    """
+    """The pooling and the projection of a backbone of texts, not built."""
     pooling = check_one_of("pooling", config["pooling"], TEXT_POOLINGS)
     end_of_text_id = config["end_of_text_id"]
     if end_of_text_id is not None:

@@ -71,13 +71,7 @@ class Tower(NamedTuple):
     def __call__(
         self, inputs: Any, mask: Any = None, modality_ids: Any = None
     ) -> TowerOutputs:
-        """Runs the tower.
-
-        Args:
-            inputs: inputs of the embedding's first layer, such as images.
-            mask: boolean (B, N), False for padding, or None.
-            modality_ids: integers (B, N), or None.
-        """
+        """Runs the tower."""
         x = inputs
         for layer in self.embedding:
             x = layer(x)
@@ -163,15 +157,7 @@ class Tower(NamedTuple):
 
 
 def encoder_spec(config: dict, num_tokens: int, dtype: Any) -> EncoderSpec:
-    """The settings of an encoder's blocks, from the arguments of its backbone.
-
-    Args:
-        config: arguments of the backbone's constructor: `num_layers`, `mlp_dim`,
-            `activation`, `dropout_rate`, `stochastic_depth`, `layer_norm_epsilon`,
-            `rematerialize`, `seed` and `moe`, among others.
-        num_tokens: N, the tokens of an example.
-        dtype: dtype policy.
-    """
+    """The settings of an encoder's blocks, from the arguments of its backbone."""
     settings = {name: config[name] for name in _SETTINGS}
     moe = moe_config(config["moe"])
     return EncoderSpec(num_tokens=num_tokens, moe=moe, dtype=dtype, **settings)
@@ -186,12 +172,7 @@ def block_kind(block: keras.layers.Layer) -> str:
 
 
 def embedding_dropout(config: dict, dtype: Any) -> keras.layers.Dropout:
-    """The dropout on an encoder's embedded tokens, not built.
-
-    Args:
-        config: arguments of the backbone's constructor: `dropout_rate` and `seed`.
-        dtype: dtype policy.
-    """
+    """The dropout on an encoder's embedded tokens, not built."""
     return keras.layers.Dropout(
         check_dropout("dropout_rate", config["dropout_rate"]),
         # The first of the encoder's sites.
@@ -206,10 +187,6 @@ def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:
 
     A layer without a method `cost`, such as one of Keras, is built as a copy: its
     parameters count, but no FLOPs.
-
-    Args:
-        layer: layer of a tower.
-        shape: shape of its input without the batch's axis.
     """
     if hasattr(layer, "cost"):
         return layer.cost(shape)

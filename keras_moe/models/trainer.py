@@ -20,16 +20,7 @@ def has_keras_hub_preprocessor(task: keras_hub.models.Task) -> bool:
 
 
 def training_method(task: keras_hub.models.Task, name: str) -> Callable:
-    """The method that trains or evaluates a task.
-
-    Args:
-        task: the task.
-        name: name of the method, such as `"fit"` or `"train_on_batch"`.
-
-    Returns:
-        The method of `keras_hub.models.Task` for a task with a preprocessor of
-        KerasHub, and that of `keras.Model` otherwise.
-    """
+    """The method that trains or evaluates a task."""
     owner = keras.Model
     if has_keras_hub_preprocessor(task):
         owner = keras_hub.models.Task

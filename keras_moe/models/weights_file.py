@@ -128,14 +128,7 @@ def _checked(stream_of):
 
 @contextlib.contextmanager
 def new_hdf5(path: str | os.PathLike) -> Iterator[h5py.File]:
-    """An HDF5 file to write to, which takes its place when all is written.
-
-    Args:
-        path: path of the file; an older one is replaced.
-
-    Raises:
-        OSError: with the path and the bytes so far, if it cannot be written.
-    """
+    """An HDF5 file to write to, which takes its place when all is written."""
     with new_file(path) as file:
         stream = _Stream(file, Path(path))
         with _checked(lambda: stream), h5py.File(stream, "w") as hdf5:
@@ -206,18 +199,8 @@ def save_weights(
     max_shard_size: float | None = None,
     objects_to_skip: Sequence = (),
 ) -> None:
-    """Saves weights in the files of `keras.saving.save_weights`, whole or not at all.
-
-    Args:
-        model: a built model.
-        filepath: name that ends with `.weights.h5`, or for shards `.weights.json`.
-        overwrite: whether to replace a file without asking.
-        max_shard_size: largest size of one file in GB.
-        objects_to_skip: layers and optimizers whose weights are not saved.
-
-    Raises:
-        OSError: with the path and the bytes, if a file cannot be written. Those that
-            were there stay as they were.
+    """Saves weights in the files of `keras.saving.save_weights`, whole or not
+    at all.
     """
     path = str(filepath)
     sharded = max_shard_size is not None
@@ -258,14 +241,8 @@ def save_weights(
 
 @contextlib.contextmanager
 def checked_weights(filepath: str | os.PathLike) -> Iterator[None]:
-    """Compares weights with the preset's checksums, and names a file that is damaged.
-
-    Args:
-        filepath: file that is read within. Other files than a preset's with checksums
-            are looked at only after an error.
-
-    Raises:
-        ValueError: if the files are not those that were saved, or cannot be read.
+    """Compares weights with the preset's checksums, and names a file that is
+    damaged.
     """
     files = compare_checksums(Path(filepath))
     try:
@@ -294,11 +271,7 @@ def _damage(file: Path) -> str | None:
 
 
 def plain_values(hdf5: h5py.File) -> dict[str, np.ndarray]:
-    """The arrays of a file by their paths.
-
-    Raises:
-        ValueError: if an array's values are not in the file itself.
-    """
+    """The arrays of a file by their paths."""
     values = {}
     _visit(hdf5, values.__setitem__)
     return values

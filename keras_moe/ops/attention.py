@@ -14,25 +14,6 @@ def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> 
 
     `keras.ops.dot_product_attention` copies queries, keys and values on PyTorch into
     an order that PyTorch's kernels do not need.
-
-    Args:
-        query: (B, N, h, d).
-        key: (B, M, h, d).
-        value: (B, M, h, d).
-        scale: number by which products of queries and keys are multiplied.
-        mask: boolean, broadcast to (B, h, N, M), which query attends to which key;
-            None for all.
-
-    Returns:
-        A tensor (B, N, h, d).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.attention import attend
-    >>> x = np.ones((1, 3, 2, 4), "float32")
-    >>> tuple(attend(x, x, x, 0.5).shape)
-    (1, 3, 2, 4)
     """
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import attention_torch
@@ -45,25 +26,5 @@ def attend(query: Any, key: Any, value: Any, scale: float, mask: Any = None) -> 
 def attend_reference(
     query: Any, key: Any, value: Any, scale: float, mask: Any = None
 ) -> Any:
-    """`attend` as Keras computes it.
-
-    Args:
-        query: (B, N, h, d).
-        key: (B, M, h, d).
-        value: (B, M, h, d).
-        scale: number by which products of queries and keys are multiplied.
-        mask: boolean, broadcast to (B, h, N, M), which query attends to which key;
-            None for all.
-
-    Returns:
-        A tensor (B, N, h, d).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.attention import attend_reference
-    >>> x = np.ones((1, 3, 2, 4), "float32")
-    >>> tuple(attend_reference(x, x, x, 0.5).shape)
-    (1, 3, 2, 4)
-    """
+    """`attend` as Keras computes it."""
     return ops.dot_product_attention(query, key, value, mask=mask, scale=scale)

@@ -8,17 +8,7 @@ from keras import ops, tree
 
 
 def on_several_devices() -> bool:
-    """Whether a distribution over more than one device is set.
-
-    Returns:
-        True or False.
-
-    Example:
-
-    >>> from keras_moe.ops.by_group import on_several_devices
-    >>> on_several_devices()
-    False
-    """
+    """Whether a distribution over more than one device is set."""
     distribution = keras.distribution.distribution()
     return distribution is not None and distribution.device_mesh.devices.size > 1
 
@@ -29,22 +19,6 @@ def by_group(function: Callable, *arrays: Any) -> Any:
     On one device it is fastest to flatten all groups into one table. A partitioner
     then cannot know that an index stays within its group, and gathers all groups on
     every device; as a batch over groups, each device computes its own.
-
-    Args:
-        function: function of arrays whose first axis is G, with nested outputs whose
-            first axis is G; no group may depend on another.
-        *arrays: tensors (G, ...), or None.
-
-    Returns:
-        The outputs of `function`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras import ops
-    >>> from keras_moe.ops.by_group import by_group
-    >>> tuple(by_group(lambda x: ops.sum(x, axis=1), np.ones((3, 5))).shape)
-    (3,)
     """
     if not on_several_devices():
         return function(*arrays)

@@ -58,19 +58,5 @@ class Cost(NamedTuple):
 
 
 def under(name: str, weight_shapes: Mapping) -> dict[str, tuple]:
-    """The weights of a layer by their paths in the layer around it.
-
-    Args:
-        name: the inner layer's name.
-        weight_shapes: the shapes of its weights by path.
-
-    Returns:
-        A dict from path to shape.
-
-    Example:
-
-    >>> from keras_moe.ops.cost import under
-    >>> under("mlp", {"hidden/bias": (8,)})
-    {'mlp/hidden/bias': (8,)}
-    """
+    """The weights of a layer by their paths in the layer around it."""
     return {f"{name}/{path}": shape for path, shape in weight_shapes.items()}

@@ -98,20 +98,6 @@ def entmax15_and_source(scores: Any) -> tuple[Any, Source]:
     It is for scores that are kept anyway, and for a user of the gates that keeps their
     source, too: the gates are then computed again, twice, without a search for the
     threshold.
-
-    Args:
-        scores: float32 (..., N).
-
-    Returns:
-        The gates (..., N), and their source.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.entmax import entmax15_and_source
-    >>> gates, source = entmax15_and_source(np.array([1.0, 1.0, -1.0], "float32"))
-    >>> np.array(gates).tolist(), float(source.top[0])
-    ([0.5, 0.5, 0.0], 1.0)
     """
 
     def forward(scores):
@@ -127,22 +113,7 @@ def entmax15_and_source(scores: Any) -> tuple[Any, Source]:
 
 
 def gates_again(source: Source) -> Any:
-    """The gates of a source, with the gradient of entmax.
-
-    Args:
-        source: source that `entmax15_and_source` returned.
-
-    Returns:
-        (..., N).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.entmax import entmax15_and_source, gates_again
-    >>> _, source = entmax15_and_source(np.array([1.0, 1.0, -1.0], "float32"))
-    >>> np.array(gates_again(source)).tolist()
-    [0.5, 0.5, 0.0]
-    """
+    """The gates of a source, with the gradient of entmax."""
 
     def forward(*source):
         gates = gates_at(*source, 1.5)
@@ -155,24 +126,7 @@ def gates_again(source: Source) -> Any:
 
 
 def solve(scores: Any, alpha: float) -> tuple[Any, Any, Any]:
-    """The entmax of the last axis and its threshold, without a gradient of its own.
-
-    Args:
-        scores: float32 (..., N).
-        alpha: argument of `entmax`.
-
-    Returns:
-        The gates (..., N), and for `gates_at` the largest score and the threshold,
-        (..., 1) both.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.entmax import solve
-    >>> gates, top, tau = solve(np.array([3.0, 3.0, 1.0], "float32"), 2.0)
-    >>> np.array(gates).tolist(), float(top[0]), float(tau[0])
-    ([0.5, 0.5, 0.0], 3.0, -0.5)
-    """
+    """The entmax of the last axis and its threshold, without a gradient of its own."""
     steps = _steps(alpha, scores.shape[-1])
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import entmax_torch
@@ -182,24 +136,7 @@ def solve(scores: Any, alpha: float) -> tuple[Any, Any, Any]:
 
 
 def solve_reference(scores: Any, alpha: float, steps: int) -> tuple[Any, Any, Any]:
-    """`solve` by `keras.ops`, in a given number of Newton's steps.
-
-    Args:
-        scores: float32 (..., N).
-        alpha: argument of `entmax`.
-        steps: number of steps.
-
-    Returns:
-        The tensors of `solve`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.entmax import solve_reference
-    >>> gates, _, _ = solve_reference(np.array([3.0, 3.0, 1.0], "float32"), 2.0, 6)
-    >>> np.array(gates).tolist()
-    [0.5, 0.5, 0.0]
-    """
+    """`solve` by `keras.ops`, in a given number of Newton's steps."""
     scores, power = ops.convert_to_tensor(scores), entmax_power(alpha)
     # Only differences count, and the largest becomes 0: nothing overflows.
     top = max_along(scores, axis=-1, keepdims=True)
@@ -215,25 +152,7 @@ def solve_reference(scores: Any, alpha: float, steps: int) -> tuple[Any, Any, An
 
 
 def gates_at(scores: Any, top: Any, tau: Any, alpha: float) -> Any:
-    """The entmax at a threshold that `solve` found.
-
-    Args:
-        scores: float32 (..., N).
-        top: largest score, (..., 1).
-        tau: threshold, (..., 1).
-        alpha: argument of `entmax`.
-
-    Returns:
-        (..., N).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.entmax import gates_at
-    >>> scores = np.array([3.0, 3.0, 1.0], "float32")
-    >>> np.array(gates_at(scores, 3.0, -0.5, 2.0)).tolist()
-    [0.5, 0.5, 0.0]
-    """
+    """The entmax at a threshold that `solve` found."""
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import entmax_torch
 
@@ -246,24 +165,7 @@ def gates_at(scores: Any, top: Any, tau: Any, alpha: float) -> Any:
 
 
 def entmax_gradient(gates: Any, upstream: Any, alpha: float) -> Any:
-    """The gradient in the logits of `entmax` over the last axis.
-
-    Args:
-        gates: entmax of the logits, (..., N).
-        upstream: gradient in the gates, (..., N).
-        alpha: argument of `entmax`.
-
-    Returns:
-        (..., N).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.entmax import entmax_gradient
-    >>> gates, upstream = np.array([0.5, 0.5, 0.0]), np.array([1.0, 0.0, 5.0])
-    >>> np.array(entmax_gradient(gates, upstream, 2.0)).tolist()
-    [0.5, -0.5, 0.0]
-    """
+    """The gradient in the logits of `entmax` over the last axis."""
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import entmax_torch
 
@@ -274,24 +176,7 @@ def entmax_gradient(gates: Any, upstream: Any, alpha: float) -> Any:
 
 
 def entmax_gradient_reference(gates: Any, upstream: Any, alpha: float) -> Any:
-    """`entmax_gradient` by `keras.ops`, which has a gradient itself.
-
-    Args:
-        gates: entmax of the logits, (..., N).
-        upstream: gradient in the gates, (..., N).
-        alpha: argument of `entmax`.
-
-    Returns:
-        (..., N).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.entmax import entmax_gradient_reference
-    >>> gates, upstream = np.array([0.5, 0.5, 0.0]), np.array([1.0, 0.0, 5.0])
-    >>> np.array(entmax_gradient_reference(gates, upstream, 2.0)).tolist()
-    [0.5, -0.5, 0.0]
-    """
+    """`entmax_gradient` by `keras.ops`, which has a gradient itself."""
     gates, upstream = map(ops.convert_to_tensor, (gates, upstream))
     # p ** (2 - alpha) of the chosen entries.
     chosen = gates > 0

@@ -20,23 +20,6 @@ def projections(inputs: Any, *factors: Any) -> tuple[Any, ...]:
 
     In the backward pass the factors are one: the gradient in the inputs is one matmul,
     and no sum of several, which would cost as much as they do.
-
-    Args:
-        inputs: (..., I).
-        *factors: tensors (I, R) or (R, I, S), or with I + 1 in the place of I where the
-            last entry belongs to a constant 1: no copy of the inputs with ones behind
-            them is made.
-
-    Returns:
-        (..., R) or (..., R S) for each.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.factor_products import projections
-    >>> first, second = projections(np.ones((1, 2)), np.ones((2, 3)), np.ones((3, 1)))
-    >>> float(first[0, 0]), float(second[0, 0])
-    (2.0, 3.0)
     """
     return with_own_gradient(_project, _project_gradients, inputs, *factors)
 
@@ -72,24 +55,7 @@ def _project_gradients(kept, *upstream):
 
 
 def mixed(coefficients: Any, factor: Any, source: Any = ()) -> Any:
-    """The product of coefficients and a factor.
-
-    Args:
-        coefficients: (..., N).
-        factor: (N, R) or (R, N, S).
-        source: `Source` of the coefficients, which is kept instead of them, or an
-            empty tuple.
-
-    Returns:
-        (..., R) or (..., R S).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.factor_products import mixed
-    >>> tuple(mixed(np.ones((5, 2)), np.ones((3, 2, 4))).shape)
-    (5, 12)
-    """
+    """The product of coefficients and a factor."""
 
     # Gradients close over no tensor.
     count = len(source)
@@ -115,30 +81,6 @@ def merged_matmul(
 
     The merged parts are computed again in the backward pass: this is cheap beside the
     matmuls, and they would be most of the layer's memory.
-
-    Args:
-        merge: function of the parts, which returns (..., R).
-        gradients: function of the gradient in that and of the parts, which returns the
-            gradient in each part.
-        closing: last factor of the weight tensor, (O, R), or (S, O, R) for merged parts
-            of R S columns.
-        parts: tensors.
-        sources: `Source` of each part, which is kept instead, or an empty tuple;
-            None is no source.
-
-    Returns:
-        (..., O).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.factor_products import merged_matmul
-    >>> def gradients(upstream, x):
-    ...     return (upstream,)
-    >>> closing = np.ones((2, 3), "float32")
-    >>> x = np.ones((5, 3), "float32")
-    >>> tuple(merged_matmul(lambda x: x, gradients, closing, [x]).shape)
-    (5, 2)
     """
     sources = sources or [()] * len(parts)
     # A source has None of `backward` for its gradient: that of its part is its own.
@@ -181,21 +123,7 @@ def _parts(kept, counts):
 
 
 def rows(x: Any) -> Any:
-    """(..., N) as a matrix.
-
-    Args:
-        x: tensor.
-
-    Returns:
-        The matrix.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.factor_products import rows
-    >>> tuple(rows(np.ones((2, 3, 4))).shape)
-    (6, 4)
-    """
+    """(..., N) as a matrix."""
     return ops.reshape(x, (-1, x.shape[-1]))
 
 

@@ -38,19 +38,5 @@ def gelu_tanh(x: Any) -> Any:
 
 
 def gelu_tanh_reference(x: Any) -> Any:
-    """`gelu_tanh` as Keras computes it.
-
-    Args:
-        x: a float tensor of any shape.
-
-    Returns:
-        A tensor of the same shape and dtype.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.gelu import gelu_tanh_reference
-    >>> round(float(gelu_tanh_reference(np.ones(1, "float32"))[0]), 4)
-    0.8412
-    """
+    """`gelu_tanh` as Keras computes it."""
     return keras.activations.gelu(x, approximate=True)

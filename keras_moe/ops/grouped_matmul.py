@@ -89,29 +89,7 @@ def grouped_matmul(rows: Any, kernels: Any, group_sizes: Any) -> Any:
 
 
 def grouped_matmul_reference(rows: Any, kernels: Any, group_sizes: Any) -> Any:
-    """`grouped_matmul` by a matmul of all rows for every expert, for tests.
-
-    Args:
-        rows: (R, D), any float dtype.
-        kernels: (E, D, H), in the dtype of `rows`.
-        group_sizes: (E,), int, with a sum of at most R.
-
-    Returns:
-        (R, H) in the dtype of `rows`, equal to that of `grouped_matmul`.
-
-    Raises:
-        ValueError: if the shapes or the dtypes do not fit.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.grouped_matmul import grouped_matmul_reference
-    >>> rows = np.array([[1.0], [2.0]], "float32")
-    >>> kernels = np.array([[[1.0]], [[10.0]]], "float32")
-    >>> outputs = grouped_matmul_reference(rows, kernels, np.array([1, 1], "int32"))
-    >>> np.array(outputs)[:, 0].tolist()
-    [1.0, 20.0]
-    """
+    """`grouped_matmul` by a matmul of all rows for every expert, for tests."""
     rows, kernels, group_sizes = _checked(rows, kernels, group_sizes)
     ends = ops.cumsum(group_sizes)
     row = ops.arange(ops.shape(rows)[0], dtype="int32")

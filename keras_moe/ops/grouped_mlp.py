@@ -171,42 +171,7 @@ def grouped_mlp_reference(
     gate_kernel: Any = None,
     gate_bias: Any = None,
 ) -> Any:
-    """`grouped_mlp` by a matmul of all rows for every expert, for tests.
-
-    Args:
-        rows: (R, D), any float dtype.
-        group_sizes: (E,), int, with a sum of at most R.
-        hidden_kernel: (E, D, H), in the dtype of `rows`, as all weights are.
-        output_kernel: (E, H, D).
-        activation: function of a tensor (rows, H).
-        hidden_bias: (E, H), or None.
-        output_bias: (E, D), or None.
-        gate_kernel: (E, D, H), or None.
-        gate_bias: (E, H), or None.
-
-    Returns:
-        (R, D) in the dtype of `rows`, equal to that of `grouped_mlp`.
-
-    Raises:
-        ValueError: if the shapes or the dtypes do not fit.
-
-    Example:
-
-    >>> import keras
-    >>> import numpy as np
-    >>> from keras_moe.ops.grouped_mlp import grouped_mlp_reference
-    >>> kernel = np.ones((2, 1, 1), "float32")
-    >>> outputs = grouped_mlp_reference(
-    ...     np.array([[1.0], [2.0]], "float32"),
-    ...     np.array([1, 1], "int32"),
-    ...     kernel,
-    ...     kernel,
-    ...     activation=keras.activations.relu,
-    ...     output_bias=np.array([[0.0], [5.0]], "float32"),
-    ... )
-    >>> np.array(outputs)[:, 0].tolist()
-    [1.0, 7.0]
-    """
+    """`grouped_mlp` by a matmul of all rows for every expert, for tests."""
     checked = _checked(
         rows,
         group_sizes,

@@ -21,25 +21,7 @@ _IS_UNWRITTEN = contextvars.ContextVar("is_unwritten", default=False)
 
 @keras.saving.register_keras_serializable("keras_moe")
 class Drawn(keras.initializers.Initializer):
-    """The same values as another initializer, without a compilation for each shape.
-
-    On JAX, Keras's initializers compile for each shape and distribution, which takes
-    most of the time of building a model. Here one compiled function draws for all of
-    them. Other backends, weights on several devices, seeds that are generators, dtypes
-    but float32 and initializers of one's own call the initializer itself.
-
-    Args:
-        initializer: any initializer, or its name.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras import initializers
-    >>> from keras_moe.ops.initial_values import Drawn
-    >>> normal = initializers.RandomNormal(seed=0)
-    >>> bool(np.all(np.array(Drawn(normal)((2, 3))) == np.array(normal((2, 3)))))
-    True
-    """
+    """The same values as another initializer, without a compilation for each shape."""
 
     def __init__(self, initializer: Any):
         self.initializer = keras.initializers.get(initializer)
@@ -59,20 +41,7 @@ class Drawn(keras.initializers.Initializer):
 
 @contextlib.contextmanager
 def unwritten_values(wanted: bool = True) -> Iterator[None]:
-    """Draws no initial values within the context: weights take no memory on CPUs.
-
-    Args:
-        wanted: whether all weights that are made within get other values afterwards.
-            False draws them as ever.
-
-    Example:
-
-    >>> from keras_moe.ops.initial_values import Drawn, unwritten_values
-    >>> with unwritten_values():
-    ...     values = Drawn("ones")((2,))
-    >>> float(values[0])
-    0.0
-    """
+    """Draws no initial values within the context: weights take no memory on CPUs."""
     token = _IS_UNWRITTEN.set(wanted)
     try:
         yield
@@ -81,13 +50,7 @@ def unwritten_values(wanted: bool = True) -> Iterator[None]:
 
 
 def unwritten_value(initializer: Any, shape: Any, dtype: Any = None) -> Any | None:
-    """The value of a weight that is read afterwards, or None for one that is drawn.
-
-    Args:
-        initializer: any initializer.
-        shape: shape of the weight.
-        dtype: dtype of the weight, or None for Keras's default.
-    """
+    """The value of a weight that is read afterwards, or None for one that is drawn."""
     # A generator moves on with what it draws, which others see.
     draws = isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator)
     if draws or not _IS_UNWRITTEN.get():
@@ -97,26 +60,7 @@ def unwritten_value(initializer: Any, shape: Any, dtype: Any = None) -> Any | No
 
 
 def host_values(initializer: Any, shape: Any, dtype: Any = None) -> np.ndarray | None:
-    """An initializer's values as a NumPy array, where that saves compilations.
-
-    Args:
-        initializer: any initializer.
-        shape: shape of the weight.
-        dtype: dtype of the weight, or None for Keras's default.
-
-    Returns:
-        Float32 values, equal to those of the initializer, or None: on other backends,
-        in a traced function, with a distribution over devices, and for initializers,
-        seeds and dtypes whose values are drawn otherwise.
-
-    Example:
-
-    >>> from keras import initializers
-    >>> from keras_moe.ops.initial_values import host_values
-    >>> values = host_values(initializers.Ones(), (2,), "bfloat16")
-    >>> values is None
-    True
-    """
+    """An initializer's values as a NumPy array, where that saves compilations."""
     if keras.backend.backend() != "jax" or keras.distribution.distribution():
         return None
     if keras.backend.standardize_dtype(dtype or keras.config.floatx()) != "float32":

@@ -14,23 +14,6 @@ def linear(inputs: Any, kernel: Any, bias: Any, axes: int = 1) -> Any:
 
     On PyTorch it is one call, which adds the bias while it multiplies: outputs are
     not read and written once more. XLA and TensorFlow's compiler do so by themselves.
-
-    Args:
-        inputs: (B..., D...), with `axes` axes D.
-        kernel: (D..., H...).
-        bias: (H...).
-        axes: number of contracted axes.
-
-    Returns:
-        A tensor (B..., H...).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.linear import linear
-    >>> x, kernel = np.ones((2, 3), "float32"), np.ones((3, 4), "float32")
-    >>> np.array(linear(x, kernel, np.ones(4, "float32"))).tolist()[0]
-    [4.0, 4.0, 4.0, 4.0]
     """
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import linear_torch
@@ -42,25 +25,7 @@ def linear(inputs: Any, kernel: Any, bias: Any, axes: int = 1) -> Any:
 
 
 def linear_reference(inputs: Any, kernel: Any, bias: Any, axes: int = 1) -> Any:
-    """`linear` in `keras.ops`: a product, then a sum.
-
-    Args:
-        inputs: (B..., D...), with `axes` axes D.
-        kernel: (D..., H...).
-        bias: (H...).
-        axes: number of contracted axes.
-
-    Returns:
-        A tensor (B..., H...).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.linear import linear_reference
-    >>> x, kernel = np.ones((2, 3), "float32"), np.ones((3, 4), "float32")
-    >>> np.array(linear_reference(x, kernel, np.ones(4, "float32"))).tolist()[0]
-    [4.0, 4.0, 4.0, 4.0]
-    """
+    """`linear` in `keras.ops`: a product, then a sum."""
     if axes == 1 and len(kernel.shape) == 2:
         return ops.add(ops.matmul(inputs, kernel), bias)
     return ops.add(ops.tensordot(inputs, kernel, axes), bias)

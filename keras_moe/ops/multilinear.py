@@ -24,29 +24,7 @@ def factor_shapes(
     units: int,
     rank: Any,
 ) -> list[tuple[int, ...]]:
-    """The shapes of a weight tensor's factors: one per level, input, output.
-
-    Args:
-        factorization: `"cp"`, `"tr"`, `"tucker"` or None.
-        num_experts: N_1, ..., N_L.
-        inputs: I, a constant input for the bias included.
-        units: O.
-        rank: CP's R; TR's R_1, ..., R_(L+2); Tucker's R_1, ..., R_(L+2).
-
-    Returns:
-        CP: (N_l, R) ..., (I, R), (O, R). TR: (R_l, N_l, R_(l+1)) ...,
-        (R_(L+1), I, R_(L+2)), (R_(L+2), O, R_1). Tucker: (N_l, R_l) ...,
-        (I, R_(L+1)), (O, R_(L+2)), and the core of all ranks. None: the tensor.
-
-    Reference:
-        *Multilinear Mixture of Experts*, section 3.1.1 and appendix C.
-
-    Example:
-
-    >>> from keras_moe.ops.multilinear import factor_shapes
-    >>> factor_shapes("tr", (64,), 769, 1000, (4, 4, 512))
-    [(4, 64, 4), (4, 769, 512), (512, 1000, 4)]
-    """
+    """The shapes of a weight tensor's factors: one per level, input, output."""
     modes = (*num_experts, inputs, units)
     if factorization is None:
         return [modes]
@@ -66,32 +44,7 @@ def multilinear(
     projected: Any = None,
     sources: Any = None,
 ) -> Any:
-    """muMoE's forward pass of one layer.
-
-    Args:
-        inputs: (..., I), or (..., I - 1), to which a constant 1 is added.
-        coefficients: tensor (..., N_l) for each level.
-        factors: tensors of `factor_shapes`.
-        factorization: `"cp"`, `"tr"`, `"tucker"` or None.
-        projected: product of the inputs and `input_factor`, or None.
-        sources: `keras_moe.ops.entmax.Source` of each level's coefficients,
-            which the gradient keeps instead of them, or an empty tuple. None is one for
-            no level.
-
-    Returns:
-        (..., O).
-
-    Reference:
-        *Multilinear Mixture of Experts*, equations 1 to 3 and 15 to 18, appendix B.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.multilinear import multilinear
-    >>> factors = [np.ones((2, 1)), np.array([[3.0]]), np.array([[5.0]])]
-    >>> float(multilinear(np.ones((1, 1)), [np.ones((1, 2)) / 2], factors, "cp")[0, 0])
-    15.0
-    """
+    """muMoE's forward pass of one layer."""
     if factorization is None:
         return _full(inputs, coefficients, factors)
     if projected is None:
@@ -101,24 +54,7 @@ def multilinear(
 
 
 def input_factor(factors: list[Any], factorization: str | None) -> Any:
-    """The factor by which a factorised layer takes its inputs first.
-
-    Args:
-        factors: tensors of `factor_shapes`.
-        factorization: `"cp"`, `"tr"`, `"tucker"`, or None: the whole tensor is no such
-            factor.
-
-    Returns:
-        (I, R), or (R, I, S) for `"tr"`, or None.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.multilinear import input_factor
-    >>> factors = [np.ones((2, 3, 4)), np.ones((4, 5, 6)), np.ones((6, 7, 2))]
-    >>> tuple(input_factor(factors, "tr").shape)
-    (4, 5, 6)
-    """
+    """The factor by which a factorised layer takes its inputs first."""
     if factorization is None:
         return None
     return factors[-3 if factorization == "tucker" else -2]
@@ -221,27 +157,7 @@ _FORWARD = {"cp": _cp, "tr": _tr, "tucker": _tucker}
 
 
 def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> Any:
-    """One expert's matrix (I, O), for inspection.
-
-    Args:
-        factors: tensors of `factor_shapes`.
-        index: place of the expert at each level.
-        factorization: `"cp"`, `"tr"`, `"tucker"` or None.
-
-    Returns:
-        (I, O), the last row of which is the bias if there is one.
-
-    Reference:
-        *Multilinear Mixture of Experts*, equations 6 and 8.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.multilinear import expert_matrix
-    >>> factors = [np.array([[1.0], [2.0]]), np.array([[3.0]]), np.array([[5.0]])]
-    >>> float(expert_matrix(factors, (1,), "cp")[0, 0])
-    30.0
-    """
+    """One expert's matrix (I, O), for inspection."""
     if factorization is None:
         return factors[0][tuple(index)]
     if factorization == "cp":
@@ -264,23 +180,7 @@ def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> 
 
 
 def dense_tensor(factors: list[Any], factorization: str | None) -> Any:
-    """The whole weight tensor (N_1, ..., N_L, I, O), for tests of small ones.
-
-    Args:
-        factors: tensors of `factor_shapes`.
-        factorization: `"cp"`, `"tr"`, `"tucker"` or None.
-
-    Returns:
-        The tensor.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.multilinear import dense_tensor
-    >>> factors = [np.ones((2, 3)), np.ones((4, 3)), np.ones((5, 3))]
-    >>> tuple(dense_tensor(factors, "cp").shape)
-    (2, 4, 5)
-    """
+    """The whole weight tensor (N_1, ..., N_L, I, O), for tests of small ones."""
     if factorization is None:
         return factors[0]
     letters = string.ascii_lowercase
@@ -306,28 +206,7 @@ def rank_bound(
     factorization: str | None, num_experts: tuple[int, ...], inputs: int, units: int,
     rank: Any,
 ) -> int:  # fmt: skip
-    """The largest rank that an expert's matrix may have.
-
-    Args:
-        factorization: argument of `factor_shapes`.
-        num_experts: argument of `factor_shapes`.
-        inputs: argument of `factor_shapes`.
-        units: argument of `factor_shapes`.
-        rank: argument of `factor_shapes`.
-
-    Returns:
-        min(I, O, R) for CP, min(I, O, R_(L+2) min(R_1, R_(L+1))) for TR, and
-        min(I, O, R_(L+1), R_(L+2)) for Tucker.
-
-    Reference:
-        *Multilinear Mixture of Experts*, appendix D.1.
-
-    Example:
-
-    >>> from keras_moe.ops.multilinear import rank_bound
-    >>> rank_bound("tr", (64,), 768, 768, (4, 4, 32))
-    128
-    """
+    """The largest rank that an expert's matrix may have."""
     full = min(inputs, units)
     if factorization is None:
         return full

@@ -19,22 +19,6 @@ def factorized_multiply_adds(
     """Multiply-adds of one token's matmuls in factorised form.
 
     Elementwise products are not counted, as in the paper.
-
-    Args:
-        factorization: argument of `factor_shapes`.
-        num_experts: argument of `factor_shapes`.
-        inputs: I, a constant input for the bias included.
-        units: O.
-        rank: argument of `factor_shapes`.
-
-    Reference:
-        *Multilinear Mixture of Experts*, Table 5, and Table 8's "fast model".
-
-    Example:
-
-    >>> from keras_moe.ops.multilinear_costs import factorized_multiply_adds
-    >>> factorized_multiply_adds("cp", (512,), 769, 768, 512)
-    1049088
     """
     shapes = factor_shapes(factorization, num_experts, inputs, units, rank)
     total = sum(math.prod(shape) for shape in shapes)
@@ -54,30 +38,7 @@ def naive_multiply_adds(
     units: int,
     rank: Any,
 ) -> int:
-    """Multiply-adds of one token if the weight tensor is built from its factors.
-
-    The tensor is built by contracting the factors from first to last: for CP a sum over
-    R of products that are elementwise, and not counted, up to the last factor; for a
-    tensor ring one core after the other; for Tucker the core by each factor. Then it is
-    contracted with the coefficients of each level and with the input (equation 1).
-
-    Args:
-        factorization: argument of `factor_shapes`.
-        num_experts: argument of `factor_shapes`.
-        inputs: I, a constant input for the bias included.
-        units: O.
-        rank: argument of `factor_shapes`.
-
-    Reference:
-        *Multilinear Mixture of Experts*, Table 8's "original FLOPs", which count
-        multiply-adds, and those of the gate.
-
-    Example:
-
-    >>> from keras_moe.ops.multilinear_costs import naive_multiply_adds
-    >>> naive_multiply_adds("cp", (512,), 769, 768, 512) / 1e9
-    155.123122944
-    """
+    """Multiply-adds of one token if the weight tensor is built from its factors."""
     modes = (*num_experts, inputs, units)
     total = _building(factorization, modes, rank)
     # One mode after the other; the units are left.

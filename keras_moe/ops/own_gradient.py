@@ -12,27 +12,6 @@ def with_own_gradient(forward: Callable, backward: Callable, *inputs: Any) -> An
 
     `keras.ops.custom_gradient` would keep all inputs on PyTorch, and an output that a
     gradient closes over until the garbage collector runs.
-
-    Args:
-        forward: function of the inputs, which returns an output, or a tuple of them,
-            and a tuple of the tensors to keep, each an input or an output.
-        backward: function of that tuple and the gradient in each output, which returns
-            a tuple with a gradient for each input, None where it is zero. It closes
-            over no tensor.
-        *inputs: tensors.
-
-    Returns:
-        The output, or a tuple of outputs.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.own_gradient import with_own_gradient
-    >>> def backward(kept, upstream):
-    ...     return (upstream * kept[0],)
-    >>> x = with_own_gradient(lambda x: (2.0 * x, (x,)), backward, np.ones(1))
-    >>> float(x[0])
-    2.0
     """
     inputs = [ops.convert_to_tensor(x) for x in inputs]
     if keras.backend.backend() == "torch":

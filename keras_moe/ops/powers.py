@@ -11,39 +11,13 @@ _TINY = 1.1754944e-38
 
 
 def entmax_power(alpha: float) -> float:
-    """q = 1 / (alpha - 1), an integer where only rounding parts it from one.
-
-    Args:
-        alpha: alpha of `entmax`.
-
-    Returns:
-        The power.
-
-    Example:
-
-    >>> from keras_moe.ops.powers import entmax_power
-    >>> entmax_power(1.1), 1 / (1.1 - 1)
-    (10.0, 9.999999999999991)
-    """
+    """q = 1 / (alpha - 1), an integer where only rounding parts it from one."""
     power = 1.0 / (alpha - 1.0)
     return float(round(power)) if abs(power - round(power)) < 1e-9 else power
 
 
 def product_exponent(exponent: float) -> tuple[int, int] | None:
-    """The whole part of an exponent and its quarters, if roots and products make it.
-
-    Args:
-        exponent: number of at least 0.
-
-    Returns:
-        The two, or None where a power is needed.
-
-    Example:
-
-    >>> from keras_moe.ops.powers import product_exponent
-    >>> product_exponent(3.0), product_exponent(0.75), product_exponent(0.7)
-    ((3, 0), (0, 3), None)
-    """
+    """The whole part of an exponent and its quarters, if roots and products make it."""
     quarters = 4 * exponent
     if quarters != int(quarters) or exponent > _LARGEST_PRODUCT:
         return None
@@ -51,22 +25,7 @@ def product_exponent(exponent: float) -> tuple[int, int] | None:
 
 
 def real_power(x: Any, exponent: float) -> Any:
-    """`x ** exponent` by a cheaper operation where there is one.
-
-    Args:
-        x: float32 tensor of at least 0.
-        exponent: number of at least 0.
-
-    Returns:
-        A tensor like `x`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.powers import real_power
-    >>> np.array(real_power(np.array([0.0, 16.0], "float32"), 1.25)).tolist()
-    [0.0, 32.0]
-    """
+    """`x ** exponent` by a cheaper operation where there is one."""
     x = ops.convert_to_tensor(x)
     if exponent == 0:
         return ops.ones_like(x)

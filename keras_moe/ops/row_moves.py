@@ -13,17 +13,7 @@ from keras_moe.ops.empty import take
 
 
 def take_rows(table: Any, rows: Any, readers: Any) -> Any:
-    """`table[rows]`, and zeros for -1.
-
-    Args:
-        table: float (M, D).
-        rows: int (R,), rows of the table, or -1.
-        readers: int (M, K), the places in `rows` of each row of the table, from which
-            it gets its gradient, -1 for none.
-
-    Returns:
-        (R, D) in the dtype of the table.
-    """
+    """`table[rows]`, and zeros for -1."""
     kernels = _kernels(table)
     if kernels is not None:
         return kernels.take_rows(table, rows, readers)
@@ -31,17 +21,7 @@ def take_rows(table: Any, rows: Any, readers: Any) -> Any:
 
 
 def weighted_sum_of_rows(table: Any, weights: Any, rows: Any, readers: Any) -> Any:
-    """`sum over k of weights[:, k] * table[rows[:, k]]`, in float32.
-
-    Args:
-        table: float (R, D).
-        weights: float32 (T, K).
-        rows: int (T, K), -1 where there is nothing to add.
-        readers: int (R,), the one t that reads each row of the table, -1 for none.
-
-    Returns:
-        float32 (T, D).
-    """
+    """`sum over k of weights[:, k] * table[rows[:, k]]`, in float32."""
     kernels = _kernels(table)
     if kernels is not None:
         return kernels.weighted_sum_of_rows(table, weights, rows, readers)

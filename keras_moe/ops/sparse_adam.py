@@ -18,19 +18,7 @@ def adam(
     iterations: int,
     learning_rate: float,
 ) -> Any:
-    """Minimises the semi-dual from zero until its gradient's norm is at most 1e-3.
-
-    Args:
-        values: float32 (G, n, m), the utilities.
-        mass: float32 (G, n or 1, 1).
-        target: float32 (G, 1, m or 1).
-        max_nonzeros: bound, an integer or a scalar integer tensor, or None.
-        iterations: largest number of steps.
-        learning_rate: learning rate.
-
-    Returns:
-        Potentials, float32 (G, 1, m).
-    """
+    """Minimises the semi-dual from zero until its gradient's norm is at most 1e-3."""
     allowed = (values > FORBIDDEN) & (target > 0)
     beta1, beta2 = 0.9, 0.999
 

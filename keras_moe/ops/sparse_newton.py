@@ -30,17 +30,6 @@ def newton_of_experts(
     where b = S / E; (.)_+ becomes a softplus of width w. Given the 2E numbers o and
     t, each token's a_s is a problem by itself: a Newton step eliminates it, and the
     curvature of the rest is that of a sample of the tokens.
-
-    Args:
-        values: float32 (G, E, S), the utilities.
-        mass: float32 (G, 1, 1), b.
-        target: float32 (G, 1, S), 1, and 0 for masked tokens.
-        max_nonzeros: C, an integer or a scalar integer tensor, or None.
-        iterations: steps on the sample.
-
-    Returns:
-        The potentials, float32 (G, 1, S), and guesses of the projection's threshold
-        and offset (G, E, 1), with the width in which they are right.
     """
     num_experts, num_tokens = ops.shape(values)[1:]
     real = target > 0
@@ -188,16 +177,6 @@ def newton_of_tokens(
 
     The gradient is the exact one. Its derivative counts the tokens about to exchange
     one expert for another: those whose K-th and next values are a width apart.
-
-    Args:
-        values: float32 (G, S, E), the utilities.
-        mass: float32 (G, S, 1), 1, and 0 for masked tokens.
-        target: float32 (G, 1, 1), S / E, which follows from `mass`.
-        max_nonzeros: K, an integer or a scalar integer tensor, or None.
-        iterations: steps on the sample.
-
-    Returns:
-        The potentials, float32 (G, 1, E).
     """
     num_tokens, num_experts = ops.shape(values)[1:]
     real = ops.broadcast_to(mass, ops.shape(values[:, :, :1]))

@@ -21,17 +21,6 @@ def project(
 
     The result is the projection on the simplex of the largest `max_nonzeros` allowed
     entries. It has the gradient of a projection whose nonzeros are constant.
-
-    Args:
-        values: float32 (G, n, m).
-        allowed: boolean (G, n, m), False for pairs that are forbidden.
-        mass: float32 (G, n or 1, 1).
-        max_nonzeros: bound, an integer or a scalar integer tensor, or None.
-        guess: None, or guesses of the threshold and of the offset, and the width in
-            which they are right.
-
-    Returns:
-        float32 (G, n, m).
     """
     constant = ops.stop_gradient(values)
     threshold, offset, width = guess if guess is not None else (None, None, None)
@@ -53,15 +42,6 @@ def nonzero_threshold(
     """A threshold with at most `number` values of a row above it.
 
     There are fewer only if values equal to the threshold fill up the rest.
-
-    Args:
-        values: float32 (..., m).
-        number: number of values, an integer or a scalar integer tensor.
-        guess: guess of the threshold (..., 1), or None.
-        width: first step from the guess.
-
-    Returns:
-        float32 (..., 1).
     """
     if guess is None and isinstance(number, int) and number <= 4:
         # The largest of the rest, `number` times: a search is slow for many rows.

@@ -110,22 +110,7 @@ def potentials(
     iterations: int,
     learning_rate: float = 0.01,
 ) -> tuple[Any, tuple | None]:
-    """Minimises the semi-dual.
-
-    Args:
-        values: float32 (G, n, m), the utilities with the bound side first.
-        mass: float32 (G, n or 1, 1), the mass of the bound side.
-        target: float32 (G, 1, m or 1), the mass of the other side.
-        side: bound side, `"expert"` or `"token"`.
-        max_nonzeros: bound, an integer or a scalar integer tensor, or None.
-        solver: name of the solver.
-        iterations: steps of the solver.
-        learning_rate: learning rate of Adam.
-
-    Returns:
-        The potentials (G, 1, m), and a guess of the projection's threshold, offset and
-        width, which broadcast to (G, n, 1), or None.
-    """
+    """Minimises the semi-dual."""
     if solver == "adam":
         arguments = (max_nonzeros, iterations, learning_rate)
         return adam(values, mass, target, *arguments), None
@@ -142,19 +127,7 @@ def semi_dual(
     target: Any,
     max_nonzeros: Any,
 ) -> Any:
-    """The objective that solvers minimise: a bound on the worth of the best plan.
-
-    Args:
-        potential: float32 (G, 1, m).
-        values: argument of `potentials`.
-        allowed: boolean (G, n, m), False for pairs that are forbidden.
-        mass: argument of `potentials`.
-        target: argument of `potentials`.
-        max_nonzeros: argument of `potentials`.
-
-    Returns:
-        float32 (G,).
-    """
+    """The objective that solvers minimise: a bound on the worth of the best plan."""
     values = values + potential
     plan = project(values, allowed, mass, max_nonzeros)
     worth = ops.sum(plan * (values - 0.5 * plan), axis=(1, 2))

@@ -10,26 +10,7 @@ from keras_moe.ops.own_gradient import with_own_gradient
 def standardize(
     x: Any, axes: tuple[int, ...], epsilon: float, mask: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Values less their mean, over their standard deviation.
-
-    Args:
-        x: float tensor.
-        axes: axes of the statistics.
-        epsilon: number added to the variance.
-        mask: boolean, of the shape of `x` without its last axis, False for what has no
-            part in the statistics, and is standardised by them, or None.
-
-    Returns:
-        A tensor like `x`, and the mean and the variance, whose `axes` have size 1.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.ops.standardize import standardize
-    >>> y, mean, variance = standardize(np.array([[1.0, 3.0]], "float32"), (1,), 0.0)
-    >>> np.array(y).tolist(), float(mean[0, 0]), float(variance[0, 0])
-    ([[-1.0, 1.0]], 2.0, 1.0)
-    """
+    """Values less their mean, over their standard deviation."""
 
     def forward(x, *mask):
         mean = _mean(x, axes, *mask)

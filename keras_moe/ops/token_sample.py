@@ -18,14 +18,6 @@ def sample_places(real: Any, num_tokens: Any, axis: int) -> Any:
 
     Images lie in rows and columns, so a stride might see one column alone: multiples
     of the golden ratio fall evenly into every one. Padding comes last.
-
-    Args:
-        real: boolean (G, 1, S) or (G, S, 1), False for padding.
-        num_tokens: S.
-        axis: axis of the tokens, 2 or 1.
-
-    Returns:
-        Integers (G, 1, 1024) or (G, 1024, 1), or None.
     """
     if isinstance(num_tokens, int) and num_tokens < 2 * SAMPLE:
         return None
@@ -39,16 +31,7 @@ def sample_places(real: Any, num_tokens: Any, axis: int) -> Any:
 
 
 def sampled(values: Any, places: Any, axis: int) -> Any:
-    """The sample's part of values.
-
-    Args:
-        values: a tensor with the tokens along `axis`.
-        places: result of `sample_places`.
-        axis: axis of the tokens, 2 or 1.
-
-    Returns:
-        A tensor with the sample along `axis`.
-    """
+    """The sample's part of values."""
     if places is None:
         return values
     return ops.take_along_axis(values, places, axis=axis)

@@ -36,20 +36,11 @@ class Transport(NamedTuple):
 
 
 def with_marginals(plan: Any) -> Transport:
-    """The `Transport` of a plan.
-
-    Args:
-        plan: float32 (G, S, E).
-    """
+    """The `Transport` of a plan."""
     return Transport(plan, ops.sum(plan, axis=2), ops.sum(plan, axis=1))
 
 
 def token_mass(logits: Any, mask: Any = None) -> Any:
-    """The mass of each token, float32 (G, S): 1, and 0 where masked.
-
-    Args:
-        logits: float32 (G, S, E).
-        mask: boolean (G, S), False for tokens that have no mass, or None.
-    """
+    """The mass of each token, float32 (G, S): 1, and 0 where masked."""
     mass = ops.ones_like(logits[..., 0])
     return mass if mask is None else ops.where(ops.cast(mask, "bool"), mass, 0.0)

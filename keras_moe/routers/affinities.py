@@ -51,15 +51,7 @@ class Affinity:
     def __call__(
         self, logits: Any, gates: Any, side: str, max_nonzeros: Any, mask: Any = None
     ) -> Any:
-        """The affinity, float32 (G, S, E).
-
-        Args:
-            logits: float32 (G, S, E), with the noise that routes.
-            gates: float32 (G, S, E), the softmax of the logits over experts.
-            side: side that chooses, `"token"` or `"expert"`.
-            max_nonzeros: largest number of pairs of each token or expert.
-            mask: boolean (G, S), False for tokens that are not routed.
-        """
+        """The affinity, float32 (G, S, E)."""
         raise NotImplementedError
 
     def check_differentiable(self) -> None:

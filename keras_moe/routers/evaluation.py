@@ -12,27 +12,7 @@ from keras_moe.checks import check_bool, check_integer, check_positive
 def check_evaluation(
     eval_capacity_factor: Any, eval_capacity: Any, batch_invariant: Any
 ) -> bool:
-    """Whether each image is a group at inference, from a router's arguments.
-
-    Args:
-        eval_capacity_factor: c at inference, or None.
-        eval_capacity: C itself at inference, or None.
-        batch_invariant: whether each image is a group at inference (True), or groups
-            are those of training (False). None is True, unless there is a capacity of
-            inference: then it is False, as in the papers' evaluation, with a warning.
-
-    Returns:
-        `batch_invariant`, which is no longer None.
-
-    Raises:
-        ValueError: if an argument is out of range, or there are both capacities.
-
-    Example:
-
-    >>> from keras_moe.routers.evaluation import check_evaluation
-    >>> check_evaluation(None, None, None), check_evaluation(4.0, None, False)
-    (True, False)
-    """
+    """Whether each image is a group at inference, from a router's arguments."""
     if eval_capacity_factor is not None:
         check_positive("eval_capacity_factor", eval_capacity_factor)
     if eval_capacity is not None:

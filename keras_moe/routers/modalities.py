@@ -18,26 +18,7 @@ NAMED_PRIORITIES = (*PRIORITIES, "shuffled")
 def check_pools(
     expert_pools: Any, num_modalities: int | None, num_experts: int
 ) -> list[list[int]] | None:
-    """The experts of each modality as sorted lists.
-
-    Args:
-        expert_pools: sequence of experts for each modality, or None.
-        num_modalities: M, or None where the pools say it.
-        num_experts: E.
-
-    Returns:
-        A list of sorted lists, or None.
-
-    Raises:
-        ValueError: if a modality has no expert, an expert is out of range or in two
-            pools, or there are not M pools.
-
-    Example:
-
-    >>> from keras_moe.routers.modalities import check_pools
-    >>> check_pools([range(3), (4, 3)], num_modalities=2, num_experts=5)
-    [[0, 1, 2], [3, 4]]
-    """
+    """The experts of each modality as sorted lists."""
     if expert_pools is None:
         return None
     if not _is_sequence(expert_pools) or not all(map(_is_sequence, expert_pools)):
@@ -64,24 +45,7 @@ def check_pools(
 
 
 def check_priority(priority: Any, num_modalities: int | None) -> str | list[int]:
-    """The order in which tokens are served: a name, or all modalities by their ids.
-
-    Args:
-        priority: name among `NAMED_PRIORITIES`, or a sequence of modality ids.
-        num_modalities: M, or None for as many as `priority` has.
-
-    Returns:
-        The name, or a list of ids.
-
-    Raises:
-        ValueError: if the name is unknown, or the ids are not each of 0 to M - 1 once.
-
-    Example:
-
-    >>> from keras_moe.routers.modalities import check_priority
-    >>> check_priority((1, 0), num_modalities=2)
-    [1, 0]
-    """
+    """The order in which tokens are served: a name, or all modalities by their ids."""
     if isinstance(priority, str) or not _is_sequence(priority):
         return check_one_of("priority", priority, NAMED_PRIORITIES)
     ids = [check_integer("priority", modality, minimum=0) for modality in priority]
@@ -99,24 +63,6 @@ def known_tokens(modality_ids: Any, count: int, owner: str) -> Any:
     """The tokens of modalities that a router knows.
 
     A graph cannot raise for an unknown modality: its tokens are not routed.
-
-    Args:
-        modality_ids: integers (G, S).
-        count: M.
-        owner: arguments of the router that tell modalities apart, for the error.
-
-    Returns:
-        boolean (G, S).
-
-    Raises:
-        ValueError: if there are no `modality_ids`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.routers.modalities import known_tokens
-    >>> np.array(known_tokens(np.array([[0, 1, 2, -1]]), 2, "")).tolist()
-    [[True, True, False, False]]
     """
     if modality_ids is None:
         raise ValueError(
@@ -128,15 +74,7 @@ def known_tokens(modality_ids: Any, count: int, owner: str) -> Any:
 
 
 def both(mask: Any, known: Any) -> Any:
-    """The tokens (G, S) that two masks have; None has all.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.routers.modalities import both
-    >>> both(None, np.array([[True, False]])).tolist()
-    [[True, False]]
-    """
+    """The tokens (G, S) that two masks have; None has all."""
     if mask is None or known is None:
         return known if mask is None else mask
     return ops.logical_and(mask, known)
@@ -145,26 +83,7 @@ def both(mask: Any, known: Any) -> Any:
 def allowed_experts(
     modality_ids: Any, known: Any, expert_pools: list[list[int]], num_experts: int
 ) -> Any:
-    """The experts that each token may go to.
-
-    Args:
-        modality_ids: integers (G, S).
-        known: boolean (G, S), the tokens of known modalities. The others are allowed
-            every expert, since a softmax of -inf alone is NaN; they are not routed.
-        expert_pools: experts of each modality.
-        num_experts: E.
-
-    Returns:
-        boolean (G, S, E).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.routers.modalities import allowed_experts
-    >>> ids, known = np.array([[0, 1]]), np.array([[True, True]])
-    >>> np.array(allowed_experts(ids, known, [[0], [1, 2]], 3)).tolist()
-    [[[True, False, False], [False, True, True]]]
-    """
+    """The experts that each token may go to."""
     allowed = ops.expand_dims(ops.logical_not(known), -1)
     for modality, pool in enumerate(expert_pools):
         in_pool = [expert in pool for expert in range(num_experts)]
@@ -175,22 +94,7 @@ def allowed_experts(
 
 
 def ranks(modality_ids: Any, priority: Iterable[int]) -> Any:
-    """The place of each token's modality among those that are served.
-
-    Args:
-        modality_ids: integers (G, S).
-        priority: modality ids, of which the first is served first.
-
-    Returns:
-        int32 (G, S), from 0.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.routers.modalities import ranks
-    >>> np.array(ranks(np.array([[0, 1, 1]]), priority=(1, 0))).tolist()
-    [[1, 0, 0]]
-    """
+    """The place of each token's modality among those that are served."""
     modality_ids = ops.cast(modality_ids, "int32")
     places = ops.zeros_like(modality_ids)
     for place, modality in enumerate(priority):

@@ -22,12 +22,6 @@ METHODS = ("router_drop", "router_pred", "router_pred_skip")
 class PrunedTokenChoiceRouter(TokenChoiceRouter):
     """Token choice among the experts that pruning has kept.
 
-    | method | gates are the softmax over | a token that prefers a pruned expert |
-    |---|---|---|
-    | `"router_drop"` | the kept experts: they are renormalised | takes the best kept |
-    | `"router_pred"` | all experts | takes the best kept, with its small gate |
-    | `"router_pred_skip"` | all experts | loses that choice; the residual carries it |
-
     `"router_drop"` and `"router_pred"` are *LIMoE*'s: "router-pred" masks pruned
     experts after the softmax, and its top-K operation ignores them. With
     `"router_pred_skip"`, which is ours, top-K still chooses them, in vain.
@@ -35,31 +29,6 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
     The routing record has all E experts, in which no pruned one serves a token. The
     capacity is C = S K c / E of E kept experts where these take all tokens, and with
     `"router_pred_skip"`, which routes as before, of all experts.
-
-    Args:
-        num_experts: E, the pruned ones included.
-        kept_experts: numbers of the kept experts, at least K.
-        method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.
-        removed: whether the layer has the kept experts alone, so that plans have no
-            slots and rows of the others; otherwise it has all.
-        **kwargs: arguments of `TokenChoiceRouter`.
-
-    Raises:
-        ValueError: if an argument is out of range.
-
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.routers.pruned import PrunedTokenChoiceRouter
-    >>> router = PrunedTokenChoiceRouter(
-    ...     4, kept_experts=[1, 3], num_selected_experts=1, method="router_pred_skip"
-    ... )
-    >>> plan, routing = router(np.ones((1, 2, 8), "float32"))
-    >>> float(np.array(routing.dispatched)[..., [0, 2]].sum())
-    0.0
     """
 
     def __init__(
@@ -133,15 +102,7 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
 
 
 def checked_kept(kept_experts: Any, num_experts: int) -> tuple[int, ...]:
-    """Numbers of kept experts in their order, if they are different and in range.
-
-    Args:
-        kept_experts: sequence of numbers of experts.
-        num_experts: E.
-
-    Raises:
-        ValueError: if there is none, or a number is out of range or twice there.
-    """
+    """Numbers of kept experts in their order, if they are different and in range."""
     if not isinstance(kept_experts, (list, tuple)) or not kept_experts:
         raise ValueError(
             "Expected kept_experts to be a sequence of at least one expert; "
@@ -178,24 +139,6 @@ def pruned_router(router: Router, kept_experts: Any, method: str, removed: bool)
     With `removed` and `"router_drop"` the result is a router of the same class with
     fewer experts, whose kernel has the columns of the kept ones, and noise of the same
     deviation as before. Its `num_experts` defines the capacity.
-
-    Args:
-        router: token choice router.
-        kept_experts: numbers of the kept experts.
-        method: argument of `PrunedTokenChoiceRouter`.
-        removed: argument of `PrunedTokenChoiceRouter`.
-
-    Raises:
-        ValueError: if the router is not one of token choice, excludes experts, or
-            allocates by a sparsity-constrained plan of the kept experts.
-
-    Example:
-
-    >>> from keras_moe.routers import TokenChoiceRouter
-    >>> from keras_moe.routers.pruned import pruned_router
-    >>> router = TokenChoiceRouter(num_experts=8)
-    >>> pruned_router(router, [1, 5, 6], "router_drop", removed=True).num_experts
-    3
     """
     check_one_of("method", method, METHODS)
     # A subclass may do something else with the experts' columns.

@@ -58,14 +58,7 @@ def register_router(name: str, **arguments: Any) -> Callable[[type], type]:
 
 
 def register_pathway_aware(replaced: type) -> Callable[[type], type]:
-    """Registers a class for experts of several kinds, in the place of another.
-
-    Args:
-        replaced: class of routers for FFN experts alone.
-
-    Returns:
-        A decorator that returns the class unchanged.
-    """
+    """Registers a class for experts of several kinds, in the place of another."""
 
     def register(cls):
         _PATHWAY_AWARE[replaced] = cls
@@ -75,24 +68,7 @@ def register_pathway_aware(replaced: type) -> Callable[[type], type]:
 
 
 def router_class(router: Any) -> tuple[type, dict]:
-    """The class of a router and the arguments that its name stands for.
-
-    Args:
-        router: a registered name, a subclass of `Router`, or the name of one that is
-            registered with Keras, such as `"my_package>MyRouter"`.
-
-    Returns:
-        `(cls, arguments)`.
-
-    Raises:
-        ValueError: if there is no such router; the nearest names are listed.
-
-    Example:
-
-    >>> from keras_moe.routers.registry import router_class
-    >>> router_class("soft")[0].__name__
-    'SoftRouter'
-    """
+    """The class of a router and the arguments that its name stands for."""
     if isinstance(router, str) and router in ROUTERS:
         return ROUTERS[router]
     cls = router
@@ -109,15 +85,7 @@ def router_class(router: Any) -> tuple[type, dict]:
 
 
 def router_name(cls: type) -> str:
-    """The name by which `router_class` gives a class back.
-
-    Args:
-        cls: subclass of `Router`.
-
-    Raises:
-        ValueError: if the class is registered neither by `register_router` nor with
-            Keras, so that a config cannot name it.
-    """
+    """The name by which `router_class` gives a class back."""
     for name, (registered, arguments) in ROUTERS.items():
         if registered is cls and not arguments:
             return name
@@ -133,28 +101,7 @@ def router_name(cls: type) -> str:
 def router_class_for_kinds(
     router: Any, kinds: Any, gating_residual: bool = False
 ) -> tuple[type, dict]:
-    """The class and arguments of a router for experts of several kinds.
-
-    Args:
-        router: argument of `router_class`.
-        kinds: `ExpertKinds`, the number of experts of each kind.
-        gating_residual: whether the router adds the logits of the one before.
-
-    Returns:
-        `(cls, arguments)`: those of `router_class`; with zero-computation experts or
-        gating residuals the class for these, and the counts among the arguments.
-
-    Raises:
-        ValueError: as `router_class`, or if experts choose the tokens.
-
-    Example:
-
-    >>> from keras_moe.ops import ExpertKinds
-    >>> from keras_moe.routers.registry import router_class_for_kinds
-    >>> cls, _ = router_class_for_kinds("softmax_token_choice", ExpertKinds(8, zero=1))
-    >>> cls.__name__
-    'PathwayAwareRouter'
-    """
+    """The class and arguments of a router for experts of several kinds."""
     cls, arguments = router_class(router)
     if not kinds.zero_computation and not gating_residual:
         return cls, arguments

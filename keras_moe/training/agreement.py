@@ -25,42 +25,14 @@ _KINDS = {
 
 
 def shared_by() -> tuple[int, int]:
-    """This process's index among those that share a model, and their number.
-
-    Returns:
-        (0, 1) without a distribution of Keras, also in one of several processes.
-
-    Example:
-
-    >>> from keras_moe.training.agreement import shared_by
-    >>> shared_by()
-    (0, 1)
-    """
+    """This process's index among those that share a model, and their number."""
     if keras.distribution.distribution() is None:
         return 0, 1
     return process_shard()
 
 
 def agreed(work: Callable[[], Any]) -> list[Any]:
-    """Calls a function in each process, and raises in all of them if one fails.
-
-    Args:
-        work: function of this process, whose result is JSON.
-
-    Returns:
-        The results of all processes, in the order of their indices.
-
-    Raises:
-        ValueError: if that is the error of the first process that failed.
-        OSError: the same.
-        RuntimeError: for any other error of one of several processes.
-
-    Example:
-
-    >>> from keras_moe.training.agreement import agreed
-    >>> agreed(lambda: {"pieces": 3})
-    [{'pieces': 3}]
-    """
+    """Calls a function in each process, and raises in all of them if one fails."""
     if shared_by()[1] == 1:
         return [work()]
     failure = None
@@ -84,22 +56,6 @@ def agreed(work: Callable[[], Any]) -> list[Any]:
 
 
 def first_decides(work: Callable[[], Any]) -> Any:
-    """Calls a function in the first process, and returns its result in all.
-
-    Args:
-        work: function whose result is JSON.
-
-    Returns:
-        The result.
-
-    Raises:
-        ValueError, OSError, RuntimeError: as `agreed`.
-
-    Example:
-
-    >>> from keras_moe.training.agreement import first_decides
-    >>> first_decides(lambda: ["step-00000007"])
-    ['step-00000007']
-    """
+    """Calls a function in the first process, and returns its result in all."""
     is_first = shared_by()[0] == 0
     return agreed(work if is_first else lambda: None)[0]

@@ -41,22 +41,13 @@ class Piece(NamedTuple):
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a value may lie on several devices, as any array of JAX.
-
-    Args:
-        value: value of a variable.
-    """
+    """Whether a value may lie on several devices, as any array of JAX."""
     # A question of its class: to read the shards may fail.
     return hasattr(type(value), "addressable_shards")
 
 
 def pieces_to_write(name: str, variable: keras.Variable) -> list[Tensor]:
-    """The pieces of a variable that this process is to write.
-
-    Args:
-        name: name of the variable in the file.
-        variable: the variable.
-    """
+    """The pieces of a variable that this process is to write."""
     if not is_sharded(variable.value):
 
         def whole():
@@ -87,14 +78,7 @@ def pieces_to_write(name: str, variable: keras.Variable) -> list[Tensor]:
 def opened_pieces(
     paths: Sequence[Path],
 ) -> Iterator[dict[tuple[str, int], list[Piece]]]:
-    """The pieces in files by group and index of their variable.
-
-    Args:
-        paths: safetensors files.
-
-    Raises:
-        ValueError: if a file is no such file, or has other names.
-    """
+    """The pieces in files by group and index of their variable."""
     pieces: dict[tuple[str, int], list[Piece]] = {}
     with contextlib.ExitStack() as files:
         for path in paths:
@@ -121,16 +105,7 @@ def opened_pieces(
 def assign_pieces(
     variable: keras.Variable, pieces: Sequence[Piece], dtype: str
 ) -> None:
-    """Gives a variable its value, of the pieces that this process needs.
-
-    Args:
-        variable: the variable, on one device or on several.
-        pieces: its pieces.
-        dtype: the dtype of which it was saved.
-
-    Raises:
-        ValueError: if there are not all of its pieces.
-    """
+    """Gives a variable its value, of the pieces that this process needs."""
     value = variable.value
 
     def read(index):

@@ -127,14 +127,7 @@ class BestEpoch(keras.callbacks.Callback):
 def check_monitor(
     monitor: Any, mode: Any, patience: Any, mode_name: str = "monitor_mode"
 ) -> None:
-    """Raises ValueError if an argument of `BestEpoch` is out of range.
-
-    Args:
-        monitor: argument of `BestEpoch`.
-        mode: argument of `BestEpoch`.
-        patience: argument of `BestEpoch`.
-        mode_name: name of `mode` in the error.
-    """
+    """Raises ValueError if an argument of `BestEpoch` is out of range."""
     if not isinstance(monitor, str) or not monitor:
         raise ValueError(
             f"Expected the name of a metric; received: monitor={monitor!r}"

@@ -11,10 +11,6 @@ def set_class_names(model: Any, names: tuple[str, ...] | None) -> None:
 
     Names that it has from its preset are those of other data and are dropped where
     `names` is None. A model without an `ImagePreprocessor` stays as it is.
-
-    Args:
-        model: an image classifier, or any other model.
-        names: names of the classes in order, or None if they are not known.
     """
     preprocessor = getattr(model, "preprocessor", None)
     if isinstance(preprocessor, ImagePreprocessor):

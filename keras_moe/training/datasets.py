@@ -35,35 +35,7 @@ def image_datasets(
     start_step: int = 0,
     **labels: Any,
 ) -> Datasets:
-    """Images with their labels, for classifiers of any kind.
-
-    All training batches are full, so that one program serves each step, and they have
-    no end: `fit` needs `steps_per_epoch`. A batch follows from the settings and its
-    number alone. Several hosts have a part each of a batch; with a distribution of
-    Keras set `auto_shard_dataset=False`.
-
-    Args:
-        config: the source, its splits and augmentation.
-        image_shape: (height, width, channels), the model's.
-        batch_size: images in a batch.
-        seed: seed of the order and of the augmentation.
-        num_classes: the number of classes of the result.
-        data_dir: folder of TensorFlow Datasets.
-        start_step: number of batches before, of a run that is resumed.
-        **labels: arguments of `keras_moe.data.load` that make labels: `one_hot`,
-            `multi_label`, `hierarchy`, `max_labels`.
-
-    Raises:
-        ValueError: as `keras_moe.data.load`, and if no batch can be filled.
-
-    Example:
-
-    >>> from keras_moe.training import DataConfig
-    >>> from keras_moe.training.datasets import image_datasets
-    >>> config = DataConfig(source="digits", batch_size=64)
-    >>> image_datasets(config, (16, 16, 1), 64, 0, num_classes=10).steps_per_epoch
-    21
-    """
+    """Images with their labels, for classifiers of any kind."""
     exclude, exclude_from_test = config.left_out(data_dir)
     count = data.num_examples(config.source, config.train_split, data_dir, exclude)
     steps = count // batch_size
@@ -116,19 +88,6 @@ def pair_datasets(
     Batches are as those of `image_datasets`. The test pairs are the same in each
     evaluation: where an image has several captions and one is drawn for training, its
     first. They are those of `config.test_source`, or of a mixture's first source.
-
-    Args:
-        config: the source, its splits, captions and augmentation.
-        image_shape: (height, width, channels), the model's.
-        batch_size: pairs in a batch.
-        test_batch_size: pairs in a batch of the test pairs.
-        tokenizer: the model's tokenizer, or another function from captions to inputs.
-        seed: seed of the order, of the captions and of the augmentation.
-        data_dir: folder of TensorFlow Datasets.
-        start_step: number of batches before, of a run that is resumed.
-
-    Raises:
-        ValueError: as `keras_moe.data.load_pairs`, and if no batch can be filled.
     """
     source, options = config.source, config.pair_options()
     count = config.epoch_size or data.num_pairs(

@@ -11,26 +11,7 @@ from types import ModuleType
 
 
 class EventFile:
-    """Writes scalars that TensorBoard shows.
-
-    Args:
-        folder: TensorBoard's folder; each object writes a file of its own there.
-        first_step: first step that is written. TensorBoard hides the events of this
-            step and later ones in the folder's other files, since a run that was
-            ended makes these steps again.
-
-    Raises:
-        ImportError: if tensorboardX is not installed.
-
-    Example:
-
-    >>> import os, tempfile
-    >>> from keras_moe.training.event_file import EventFile
-    >>> folder = tempfile.mkdtemp()
-    >>> EventFile(folder).write(3, {"router/entropy": 0.9})
-    >>> os.listdir(folder)[0].startswith("events.out.tfevents.")
-    True
-    """
+    """Writes scalars that TensorBoard shows."""
 
     def __init__(self, folder: str | os.PathLike, first_step: int = 0):
         tensorboardx = import_tensorboardx()

@@ -20,34 +20,6 @@ def factors_of_dense(
     The matrix with its bias as the last row has a truncated singular value
     decomposition of as many components as the ranks hold. Coefficients that sum to 1
     then give the dense layer, to rounding where all its components fit.
-
-    Args:
-        kernel: (I, O).
-        bias: (O,).
-        experts: a built layer with a bias, whose factors have the shapes.
-        noise: standard deviation of what the factors of the first level's experts
-            differ by, in parts of what they are.
-        generator: generator of the noise, and of components beyond the matrix's.
-
-    Returns:
-        An array for each of `experts.factors`.
-
-    Raises:
-        ValueError: if the experts have no bias, or shapes do not fit.
-
-    Reference:
-        *Multilinear Mixture of Experts*, appendices D.2 and F.2.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.layers import MultilinearExperts
-    >>> from keras_moe.training.factors_of_dense import factors_of_dense
-    >>> experts = MultilinearExperts(3, num_experts=2, rank=3)
-    >>> experts.build((None, 2))
-    >>> factors = factors_of_dense(np.eye(2, 3), np.zeros(3), experts)
-    >>> [factor.shape for factor in factors]
-    [(2, 3), (3, 3), (3, 3)]
     """
     generator = np.random.default_rng(0) if generator is None else generator
     if not experts.use_bias:

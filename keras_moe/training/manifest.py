@@ -14,36 +14,13 @@ _STATE = {"state": dict, "variables": dict}
 
 
 def manifest_text(step: int, files: dict[str, dict]) -> str:
-    """The text of a manifest.
-
-    Args:
-        step: step of the checkpoint.
-        files: `"bytes"` and `"sha256"` of each file by its name.
-
-    Example:
-
-    >>> from keras_moe.training.manifest import manifest_text
-    >>> manifest_text(7, {})[:41]
-    '{"files": {}, "format": 1, "sha256": "ea7'
-    """
+    """The text of a manifest."""
     body = {"format": FORMAT, "step": step, "files": files}
     return _json({**body, "sha256": _digest_of(body)})
 
 
 def read_manifest(path: Any) -> dict[str, Any]:
-    """The manifest in a checkpoint's folder.
-
-    Args:
-        path: the folder, a `pathlib.Path` or one of `etils.epath`.
-
-    Returns:
-        `"step"` and `"files"`.
-
-    Raises:
-        ValueError: if it is not what was written, or of another step than the folder's
-            name says.
-        OSError: if it cannot be read.
-    """
+    """The manifest in a checkpoint's folder."""
     manifest = read_object(path / NAME, _MANIFEST)
     written = manifest.pop("sha256")
     if _digest_of(manifest) != written:
@@ -62,15 +39,7 @@ def read_manifest(path: Any) -> dict[str, Any]:
 
 
 def read_state(path: Any) -> tuple[dict, dict[str, list[dict]]]:
-    """The state of a checkpoint, and its variables by group.
-
-    Args:
-        path: the folder, a `pathlib.Path` or one of `etils.epath`.
-
-    Raises:
-        ValueError: if the file is of another kind.
-        OSError: if it cannot be read.
-    """
+    """The state of a checkpoint, and its variables by group."""
     stored = read_object(path / STATE, _STATE)
     for group, variables in stored["variables"].items():
         if not _are_variables(variables):
@@ -79,16 +48,7 @@ def read_state(path: Any) -> tuple[dict, dict[str, list[dict]]]:
 
 
 def read_object(path: Any, kinds: dict[str, type]) -> dict[str, Any]:
-    """A JSON object whose entries are of the kinds that belong to their names.
-
-    Args:
-        path: path of the file.
-        kinds: the type of each entry.
-
-    Raises:
-        ValueError: if it is no such object.
-        OSError: if it cannot be read.
-    """
+    """A JSON object whose entries are of the kinds that belong to their names."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -115,12 +75,7 @@ def entry_of(content: bytes) -> dict[str, Any]:
 
 
 def check_names(expected: Collection[str], names: Collection[str]) -> None:
-    """Raises ValueError if files are missing, or there are others.
-
-    Args:
-        expected: names of the manifest's files.
-        names: names of the files that are there, without the manifest.
-    """
+    """Raises ValueError if files are missing, or there are others."""
     if missing := sorted(set(expected) - set(names)):
         raise ValueError(f"{', '.join(missing)} is not there")
     if further := sorted(set(names) - set(expected)):

@@ -171,19 +171,7 @@ def first_non_finite_step(
     step: int = 0,
     verbose: Any = 0,
 ) -> tuple[int, NonFinite] | None:
-    """Repeats the steps before an error, and looks closely at the last ones.
-
-    Args:
-        model: compiled, as it was after `step` steps of the run.
-        batches: the run's inputs, targets and sample weights from that step on.
-        error: the error that ended the run.
-        step: number of steps that the model has made.
-        verbose: 0 for no progress bar.
-
-    Returns:
-        The step in which NaN or Inf first occurs, and where; or None if all steps are
-        finite this time.
-    """
+    """Repeats the steps before an error, and looks closely at the last ones."""
     bar = keras.utils.Progbar(
         error.step - step, verbose=0 if verbose == 0 else 1, unit_name="step again"
     )
@@ -207,19 +195,7 @@ def first_non_finite_step(
 
 
 def first_non_finite_weight(model: keras.Model) -> str | None:
-    """The path of the first weight with NaN or Inf, or None.
-
-    Args:
-        model: built.
-
-    Example:
-
-    >>> import keras
-    >>> from keras_moe.training.non_finite import first_non_finite_weight
-    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    >>> first_non_finite_weight(model) is None
-    True
-    """
+    """The path of the first weight with NaN or Inf, or None."""
     for variable in model.weights:
         if not _is_finite(variable.value):
             return variable.path

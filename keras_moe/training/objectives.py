@@ -255,21 +255,7 @@ def register_objective(name: str) -> Callable[[type], type]:
 
 
 def new_objective(settings: Mapping[str, Any]) -> Objective:
-    """An objective from the settings of a file.
-
-    Args:
-        settings: its `name`, `"classification"` by default, and its own settings.
-
-    Raises:
-        ValueError: if there is no such objective, or a setting is unknown or out of
-            range.
-
-    Example:
-
-    >>> from keras_moe.training.objectives import new_objective
-    >>> new_objective({"name": "multi_label", "max_labels": 8})
-    MultiLabel(hierarchy=None, max_labels=8)
-    """
+    """An objective from the settings of a file."""
     settings = dict(settings)
     name = settings.pop("name", Classification.name)
     cls = OBJECTIVES[check_one_of("objective.name", name, sorted(OBJECTIVES))]
@@ -287,11 +273,7 @@ class LabelledImages(Objective):
         return None
 
     def label_options(self, config: DataConfig) -> dict[str, Any]:
-        """Arguments of `keras_moe.data.load` that make the labels.
-
-        Args:
-            config: the recipe's data.
-        """
+        """Arguments of `keras_moe.data.load` that make the labels."""
         raise NotImplementedError
 
     def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:

@@ -66,16 +66,7 @@ def optimizer_class(name: str) -> type:
 
 
 def make_optimizer(name: str, options: dict, **arguments: Any) -> Any:
-    """An optimizer by name.
-
-    Args:
-        name: name that `optimizer_class` takes.
-        options: arguments of that class alone.
-        **arguments: that all of them have.
-
-    Raises:
-        ValueError: if there is no such optimizer, or it does not take the options.
-    """
+    """An optimizer by name."""
     try:
         if twice := options.keys() & arguments.keys():
             raise ValueError(f"the recipe itself says {', '.join(sorted(twice))}")

@@ -217,11 +217,7 @@ class OrbaxStorage(Storage):
 
 
 def is_orbax(path: Any) -> bool:
-    """Whether a checkpoint's folder, finished or not, is one of `OrbaxStorage`.
-
-    Args:
-        path: the folder, local.
-    """
+    """Whether a checkpoint's folder, finished or not, is one of `OrbaxStorage`."""
     return path.is_dir() and any(
         child.name.startswith(_ARRAYS) and child.is_dir() for child in path.iterdir()
     )

@@ -35,15 +35,7 @@ class Factors(NamedTuple):
 
 
 def check_groups(groups: Any) -> list[dict]:
-    """Groups as a list of dicts, if they are well formed.
-
-    Args:
-        groups: dicts of `"match"` and, as there is need, `"learning_rate"` and
-            `"weight_decay"`; see `ParameterGroups`.
-
-    Raises:
-        ValueError: if they are no such dicts.
-    """
+    """Groups as a list of dicts, if they are well formed."""
     if isinstance(groups, (str, dict)) or not isinstance(groups, Iterable):
         raise ValueError(f"Expected a list of groups; received: groups={groups!r}")
     checked = []
@@ -69,27 +61,7 @@ def check_groups(groups: Any) -> list[dict]:
 
 
 def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]:
-    """The factors of each weight.
-
-    Args:
-        groups: groups as `ParameterGroups` takes them; the first that matches a path
-            counts.
-        paths: paths of the weights.
-
-    Returns:
-        `Factors` for each path.
-
-    Raises:
-        ValueError: if a group gets no weight, which is a name misspelt more often than
-            not.
-
-    Example:
-
-    >>> from keras_moe.training.parameter_groups import group_factors
-    >>> groups = [{"match": "head", "learning_rate": 10.0}, {"match": "kernels"}]
-    >>> group_factors(groups, ["predictions/bias", "mlp/hidden/kernel"])[0]
-    Factors(learning_rate=10.0, weight_decay=1.0)
-    """
+    """The factors of each weight."""
     factors: list[Factors | None] = [None] * len(paths)
     for group in groups:
         match = group["match"]
@@ -113,34 +85,7 @@ def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]
 
 
 class ParameterGroups:
-    """Comes before an optimizer of Keras among the bases of a class.
-
-    Adds to it groups of weights with learning rates and weight decay of their own, and
-    weight decay relative to the peak rate. Gradients of all groups are clipped
-    together. With gradient accumulation, schedules and moving averages count updates
-    of the weights, where Keras counts batches.
-
-    Args:
-        groups: a sequence of dicts. `"match"` is a regular expression for the whole
-            path of a weight, such as `"block_0/.*"`, or a name: `"experts"`,
-            `"router"`, `"head"` (of a classifier), `"kernels"` (without biases,
-            scales of norms, embeddings and tokens), `"rest"`; see `NAMED_GROUPS`.
-            `"learning_rate"` and `"weight_decay"` are factors for what the others
-            have, 1 by default. The first group that matches counts. Weights of no
-            group have factors of 1. With a learning rate of 0 weights stay as they
-            are.
-        peak_learning_rate: highest learning rate of the schedule, or None. With it a
-            step takes `weight_decay * learning_rate / peak_learning_rate` of a weight,
-            whatever its group's learning rate, as big_vision's optimizers do. By
-            default it takes `weight_decay * learning_rate`, as those of Keras and
-            PyTorch do, and its group's learning rate is a factor of that, too.
-        *args: arguments of the optimizer.
-        **kwargs: arguments of the optimizer.
-
-    Raises:
-        ValueError: if a group is not well formed, or, once the weights are known, if a
-            group matches none of them.
-    """
+    """Comes before an optimizer of Keras among the bases of a class."""
 
     def __init__(
         self,

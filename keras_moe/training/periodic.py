@@ -23,28 +23,6 @@ class PeriodicCallback(ProgressCallback):
     Figures come into the logs at the end of the epoch: the progress line, the history
     and callbacks after this one have them. Training is the same, bit for bit, with it
     and without.
-
-    Args:
-        every: number of epochs or steps between measurements.
-        unit: `"epochs"` or `"steps"`.
-
-    Attributes:
-        records: a dict for each time, with "epoch" and "step", those that were made.
-
-    Example:
-
-    >>> import keras
-    >>> import numpy as np
-    >>> from keras_moe.training.periodic import PeriodicCallback
-    >>> class Norm(PeriodicCallback):
-    ...     def measure(self):
-    ...         return {"norm": float(np.linalg.norm(self.model.get_weights()[0]))}
-    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    >>> model.compile("sgd", "mse")
-    >>> x, norm = np.ones((4, 1)), Norm(every=2)
-    >>> history = model.fit(x, x, epochs=4, verbose=0, callbacks=[norm]).history
-    >>> len(history["norm"]), [record["step"] for record in norm.records]
-    (2, [2, 4])
     """
 
     def __init__(self, every: int = 1, unit: str = "epochs"):
@@ -109,19 +87,6 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     """Seeds, running metrics and random states come back after the context.
 
     Within it, the variables of a model that `fit` trains on JAX have their values.
-
-    Args:
-        model: model in training.
-
-    Example:
-
-    >>> import keras
-    >>> from keras_moe.training.periodic import unchanged
-    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dropout(0.5, seed=1)])
-    >>> with unchanged(model):
-    ...     _ = model(keras.ops.ones((1, 1)), training=True)
-    >>> int(model.non_trainable_variables[0][1])
-    0
     """
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()
@@ -137,22 +102,7 @@ def unchanged(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_if_possible(path: str | os.PathLike) -> Iterator[None]:
-    """Makes a warning of an OSError in the context, since a run is worth more.
-
-    Args:
-        path: path of the file that is written, which the warning names.
-
-    Example:
-
-    >>> import warnings
-    >>> from keras_moe.training.periodic import written_if_possible
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     warnings.simplefilter("always")
-    ...     with written_if_possible("figures.csv"):
-    ...         raise OSError("No space left on device")
-    >>> str(caught[0].message)
-    'figures.csv could not be written: No space left on device; the run goes on'
-    """
+    """Makes a warning of an OSError in the context, since a run is worth more."""
     try:
         yield
     except OSError as error:

@@ -11,24 +11,6 @@ class Progress:
     A run makes one, restores it from its newest checkpoint, and hands it to its
     callbacks. Each of them reports the batches that it sees; the count follows the
     numbers that `fit` gives them, so it does not matter how many callbacks report.
-
-    Args:
-        step: number of steps made before `fit`.
-
-    Attributes:
-        step: number of steps that have begun. It includes the one of the batch once
-            that is reported.
-        epoch: index of the epoch, as `fit` counts.
-
-    Example:
-
-    >>> from keras_moe.training.progress import Progress
-    >>> progress = Progress(step=7)
-    >>> progress.begin_epoch(2)
-    >>> progress.begin_step(0)
-    >>> progress.begin_step(0)
-    >>> progress.step, progress.epoch
-    (8, 2)
     """
 
     def __init__(self, step: int = 0):
@@ -42,27 +24,15 @@ class Progress:
         self._before_epoch = self.step
 
     def begin_step(self, batch: int) -> None:
-        """Notes that the step of a batch begins.
-
-        Args:
-            batch: number of the batch within the epoch of `fit`.
-        """
+        """Notes that the step of a batch begins."""
         self.step = self.step_of(batch)
 
     def step_of(self, batch: int) -> int:
-        """The number of steps once that of a batch of this epoch is made.
-
-        Args:
-            batch: number of the batch within the epoch of `fit`.
-        """
+        """The number of steps once that of a batch of this epoch is made."""
         return self._before_epoch + batch + 1
 
     def hand_to(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
-        """Makes callbacks of a run read this count instead of their own.
-
-        Args:
-            callbacks: any callbacks; those that count no steps are left alone.
-        """
+        """Makes callbacks of a run read this count instead of their own."""
         for callback in callbacks:
             if isinstance(callback, ProgressCallback):
                 callback.progress = self
@@ -73,26 +43,6 @@ class ProgressCallback(keras.callbacks.Callback):
 
     Within a run they read its `Progress`; alone in `fit` they count for themselves.
     Subclasses that override a method call this class's first.
-
-    Args:
-        step: number of steps made before `fit`.
-
-    Attributes:
-        progress: the count of steps.
-
-    Example:
-
-    >>> import keras
-    >>> import numpy as np
-    >>> from keras_moe.training.progress import ProgressCallback
-    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    >>> model.compile("sgd", "mse")
-    >>> x, callback = np.ones((4, 1)), ProgressCallback()
-    >>> history = model.fit(
-    ...     x, x, batch_size=2, epochs=3, verbose=0, callbacks=[callback]
-    ... )
-    >>> callback.progress.step, callback.progress.epoch
-    (6, 2)
     """
 
     def __init__(self, step: int = 0):
@@ -108,12 +58,7 @@ class ProgressCallback(keras.callbacks.Callback):
 
 
 class StopAfterBatches(ProgressCallback):
-    """Ends `fit` after so many batches of a run.
-
-    Args:
-        batches: number of batches of the whole run.
-        step: number of batches before this `fit`.
-    """
+    """Ends `fit` after so many batches of a run."""
 
     def __init__(self, batches: int, step: int = 0):
         super().__init__(step)

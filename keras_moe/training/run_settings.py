@@ -24,19 +24,6 @@ def run_settings(
 
     With `unreadable="exclude"` these are the images that a search left out: an error
     of reading may have passed since, or come, and batches depend on it.
-
-    Args:
-        recipe: the recipe of the run.
-        data_dir: folder of TensorFlow Datasets.
-        own_data: whether the run has other data than the recipe's.
-        model: the run's model, with what the objective took from the data.
-
-    Example:
-
-    >>> from keras_moe.training import load_recipe
-    >>> from keras_moe.training.run_settings import run_settings
-    >>> run_settings(load_recipe("vmoe_digits"))["schedule.epochs"]
-    25
     """
     settings = recipe.settings()
     for name in _WORDS:

@@ -71,15 +71,7 @@ class Section:
 
 
 def json_copy(name: str, value: Any) -> Any:
-    """A copy of a value as JSON gives it back.
-
-    Args:
-        name: name of the setting in the error.
-        value: dicts, lists, tuples, strings, finite numbers, booleans and None.
-
-    Raises:
-        ValueError: if the value is anything else.
-    """
+    """A copy of a value as JSON gives it back."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:

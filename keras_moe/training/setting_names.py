@@ -25,25 +25,7 @@ SECTIONS = {
 def changes_by_section(
     current: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Overrides with those of a section together.
-
-    Args:
-        current: all settings of a recipe, by section.
-        overrides: values by dotted names, or dicts of changes by section.
-
-    Returns:
-        For each section that changes, a dict of its changes; and other settings.
-
-    Raises:
-        ValueError: if a name is unknown, or a section's value is no dict.
-
-    Example:
-
-    >>> from keras_moe.training.setting_names import changes_by_section
-    >>> current = {"model": {"preset": "vmoe_b16", "head": {"rank": 4}}, "seed": 0}
-    >>> changes_by_section(current, {"model.head.rank": 8, "seed": 1})
-    {'model': {'head': {'rank': 8}}, 'seed': 1}
-    """
+    """Overrides with those of a section together."""
     changes: dict[str, Any] = {}
     for name, value in overrides.items():
         top, *rest = name.split(".")
@@ -64,15 +46,7 @@ def changes_by_section(
 
 
 def settings_of(section: str, value: Any) -> dict[str, Any]:
-    """The settings of a section that is an object or a dict.
-
-    Args:
-        section: name of the section.
-        value: a `Section`, or a dict of settings.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """The settings of a section that is an object or a dict."""
     if isinstance(value, Section):
         return value.to_dict()
     if not isinstance(value, Mapping):
@@ -85,12 +59,7 @@ def settings_of(section: str, value: Any) -> dict[str, Any]:
 
 
 def nearest_setting(name: str, top_level: Mapping[str, Any]) -> str:
-    """A clause that names the settings that a name may have meant.
-
-    Args:
-        name: an unknown name, with or without a section.
-        top_level: names of sections and of settings outside them.
-    """
+    """A clause that names the settings that a name may have meant."""
     if "." in name:
         dotted = [x for section in SECTIONS for x in dotted_names(section).values()]
         return nearest(name, dotted)

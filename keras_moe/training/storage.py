@@ -312,17 +312,7 @@ class Storage(abc.ABC):
 
 
 def is_remote(folder: str | os.PathLike) -> bool:
-    """Whether a folder is in a store of objects, such as `gs://bucket/run`.
-
-    Example:
-
-    >>> from pathlib import Path
-    >>> from keras_moe.training.storage import is_remote
-    >>> is_remote("gs://bucket/run"), is_remote(Path("gs://bucket/run"))
-    (True, True)
-    >>> is_remote("runs/mine")
-    False
-    """
+    """Whether a folder is in a store of objects, such as `gs://bucket/run`."""
     return _REMOTE.fullmatch(os.fspath(folder)) is not None
 
 

@@ -61,29 +61,6 @@ def write_tensors(path: str | os.PathLike, tensors: Iterable[Tensor]) -> str:
     """Writes arrays one after the other, and has the file on the disk at the end.
 
     Eight-bit floats are written as their bits, uint8.
-
-    Args:
-        path: path of the new file.
-        tensors: `Tensor`s, whose names differ.
-
-    Returns:
-        The file's SHA-256.
-
-    Raises:
-        NonFiniteValues: if an array is not finite.
-        ValueError: if a dtype is not known.
-        OSError: with the path and the bytes, if the file cannot be written.
-
-    Example:
-
-    >>> import os, tempfile
-    >>> import numpy as np
-    >>> from safetensors.numpy import load_file
-    >>> from keras_moe.training.tensor_writer import Tensor, write_tensors
-    >>> path = os.path.join(tempfile.mkdtemp(), "one.safetensors")
-    >>> made = write_tensors(path, [Tensor("a", (2,), "float32", lambda: np.ones(2))])
-    >>> load_file(path)["a"].tolist()
-    [1.0, 1.0]
     """
     tensors = list(tensors)
     header, offset = {}, 0

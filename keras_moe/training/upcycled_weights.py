@@ -25,15 +25,7 @@ _NOT_SLOTS = ("_variables", "_trainable_variables")
 def copy_weights(
     dense_model: keras.Model, sparse_model: keras.Model, noise: float, seed: int
 ) -> None:
-    """Gives a sparse model the weights of the dense one; MLPs become all experts.
-
-    Args:
-        dense_model: source.
-        sparse_model: target, whose routers keep their own weights.
-        noise: standard deviation of noise on experts, as in
-            `keras_moe.training.upcycle`.
-        seed: seed of the noise.
-    """
+    """Gives a sparse model the weights of the dense one; MLPs become all experts."""
     dense = {weight.path: weight for weight in dense_model.weights}
     generator = np.random.default_rng(seed)
     _copy_to_mumoe(dense_model, sparse_model, noise, generator)
@@ -80,15 +72,7 @@ def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
 
 
 def carry_state(dense: Any, sparse: Any) -> int:
-    """Copies one optimizer's state; the slots of MLPs become those of all experts.
-
-    Args:
-        dense: built optimizer of the dense model.
-        sparse: built optimizer of the sparse model, of the same kind.
-
-    Returns:
-        The number of variables that were copied.
-    """
+    """Copies one optimizer's state; the slots of MLPs become those of all experts."""
     carried = 0
     if hasattr(dense, "inner_optimizer"):
         carried += carry_state(dense.inner_optimizer, sparse.inner_optimizer)

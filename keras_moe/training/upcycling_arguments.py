@@ -50,32 +50,7 @@ _OF_TOWERS = ("num_experts", "moe_layers", "router", "normalize_gates", "preset"
 
 
 def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
-    """Overrides that make a dense backbone sparse, by tower.
-
-    Args:
-        backbone: class of the backbone.
-        towers: argument of `keras_moe.training.upcycle`.
-        arguments: `num_experts`, `moe_layers`, `router`, `normalize_gates` and `preset`
-            of `keras_moe.training.upcycle` by name, and MoE arguments.
-
-    Returns:
-        A dict from the name of each chosen tower to overrides of its backbone; a
-        backbone without towers of its own has one entry, None.
-
-    Raises:
-        ValueError: if a tower or an argument is unknown or out of range.
-
-    Example:
-
-    >>> from keras_moe.models import ViTBackbone
-    >>> from keras_moe.training.upcycling_arguments import upcycling_overrides
-    >>> arguments = {
-    ...     "num_experts": 8, "moe_layers": "every_2", "router": "soft",
-    ...     "normalize_gates": None, "preset": None,
-    ... }
-    >>> upcycling_overrides(ViTBackbone, None, arguments)[None]["num_experts"]
-    8
-    """
+    """Overrides that make a dense backbone sparse, by tower."""
     families = tower_families(backbone)
     if not families:
         if towers is not None:

@@ -26,24 +26,7 @@ UPCYCLING_PRESETS = {
 
 
 def upcycling_settings(preset: str | None, router: str) -> dict:
-    """Arguments of `upcycle` by the name of a preset.
-
-    Args:
-        preset: one of `UPCYCLING_PRESETS`, or None for no arguments.
-        router: the name of the router.
-
-    Returns:
-        A dict of arguments.
-
-    Raises:
-        ValueError: if the name is unknown, or the router is no token choice router.
-
-    Example:
-
-    >>> from keras_moe.training.upcycling_presets import upcycling_settings
-    >>> upcycling_settings("clip_up", "softmax_token_choice")["capacity_factor"]
-    1.0
-    """
+    """Arguments of `upcycle` by the name of a preset."""
     if preset is None:
         return {}
     check_one_of("preset", preset, UPCYCLING_PRESETS)

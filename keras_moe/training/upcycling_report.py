@@ -102,16 +102,7 @@ def _theory(preserved):
 
 
 def example_inputs(backbone: keras.Model, examples: int = 4) -> Any:
-    """Noise that a backbone of images, of texts or of pairs takes.
-
-    Args:
-        backbone: backbone.
-        examples: number of examples.
-
-    Returns:
-        Images (B, height, width, channels); or a dict with `"token_ids"` and
-        `"padding_mask"` (B, N), and for pairs `"images"`.
-    """
+    """Noise that a backbone of images, of texts or of pairs takes."""
     generator = np.random.default_rng(0)
 
     def images():
@@ -135,17 +126,7 @@ def example_inputs(backbone: keras.Model, examples: int = 4) -> Any:
 def largest_differences(
     dense_model: keras.Model, sparse_model: keras.Model, inputs: Any
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The largest differences between two models' outputs, and their tokens.
-
-    Args:
-        dense_model: one model, a backbone or a task.
-        sparse_model: the other.
-        inputs: inputs of both.
-
-    Returns:
-        Two dicts, of the outputs and of the backbones' tokens, by modality for models
-        of pairs, or else with one entry, `""`.
-    """
+    """The largest differences between two models' outputs, and their tokens."""
     before, after = (_results(model, inputs) for model in (dense_model, sparse_model))
     return tuple(
         {
@@ -201,14 +182,7 @@ def modality_reports(
     differences: tuple[dict[str, float], dict[str, float]],
     noise: float,
 ) -> dict[str, ModalityReport]:
-    """The results by modality, for a backbone of pairs; none for others.
-
-    Args:
-        backbone: sparse backbone.
-        blocks: names of the blocks that became mixtures of experts.
-        differences: result of `largest_differences`.
-        noise: argument of `keras_moe.training.upcycle`.
-    """
+    """The results by modality, for a backbone of pairs; none for others."""
     if not isinstance(backbone, PairBackbone):
         return {}
     reports = {}
@@ -223,13 +197,7 @@ def modality_reports(
 
 
 def preserves(backbone: keras.Model, blocks: Any, noise: float) -> bool:
-    """Whether the theory says that a sparse backbone does what the dense one did.
-
-    Args:
-        backbone: sparse backbone.
-        blocks: names of the blocks that became mixtures of experts.
-        noise: argument of `keras_moe.training.upcycle`.
-    """
+    """Whether the theory says that a sparse backbone does what the dense one did."""
     layers = [backbone.get_layer(name).feed_forward for name in blocks]
     return not layers or (noise == 0 and all(map(_preserves, layers)))
 

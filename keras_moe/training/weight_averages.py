@@ -44,20 +44,7 @@ class EvaluateAverages(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def averages_in_place(model: keras.Model) -> Iterator[None]:
-    """Within the context the weights of a model in training are their averages.
-
-    Args:
-        model: compiled; nothing happens if its optimizer keeps no averages.
-
-    Example:
-
-    >>> import keras
-    >>> from keras_moe.training.weight_averages import averages_in_place
-    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    >>> model.compile(keras.optimizers.SGD(0.1), "mse")
-    >>> with averages_in_place(model):
-    ...     _ = model.predict(keras.ops.ones((1, 1)), verbose=0)
-    """
+    """Within the context the weights of a model in training are their averages."""
     optimizer = _keeper(model)
     if optimizer is None or not (optimizer.use_ema and optimizer.built):
         yield

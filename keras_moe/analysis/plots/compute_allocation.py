@@ -68,26 +68,7 @@ def draw_compute_maps(
     title: str = "",
     columns: int = 4,
 ) -> Any:
-    """The figure of `plot_compute_maps`.
-
-    Args:
-        images: images of `plot_compute_maps`.
-        maps: maps of `plot_compute_maps`.
-        num_selected_experts: K, the largest number of FFN experts of a token.
-        title: title above the picture.
-        columns: largest number of images in a row.
-
-    Raises:
-        ValueError: if images and maps do not fit.
-        ImportError: if matplotlib is not installed.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.plots.compute_allocation import draw_compute_maps
-    >>> len(draw_compute_maps(np.zeros((1, 8, 8, 1)), np.ones((1, 2, 2))).axes)
-    3
-    """
+    """The figure of `plot_compute_maps`."""
     images, maps = checked_images(images), np.asarray(maps)
     if maps.ndim != 3 or len(maps) != len(images) or not len(maps):
         raise ValueError(
@@ -170,25 +151,7 @@ def plot_load_by_kind(
 def draw_load_by_kind(
     loads: dict[str, Any], title: str = "", width: float = 6.5
 ) -> Any:
-    """The figure of `plot_load_by_kind`.
-
-    Args:
-        loads: loads of `plot_load_by_kind`.
-        title: title above the picture.
-        width: its width in inches.
-
-    Raises:
-        ValueError: if there is no block.
-        ImportError: if matplotlib is not installed.
-
-    Example:
-
-    >>> from keras_moe.analysis import KindLoads
-    >>> from keras_moe.analysis.plots.compute_allocation import draw_load_by_kind
-    >>> shares = {"ffn": 0.6, "zero": 0.2, "copy": 0.1, "constant": 0.1}
-    >>> len(draw_load_by_kind({"block_0": KindLoads(shares, shares, 0.0)}).axes)
-    1
-    """
+    """The figure of `plot_load_by_kind`."""
     if not loads:
         raise ValueError("Expected at least one MoE block; received: loads={}")
     height = 1.1 + 0.42 * len(loads) + (0.3 if title else 0)
@@ -260,26 +223,7 @@ def plot_routing_scores(
 def draw_routing_scores(
     scores: dict[str, Any], title: str = "", columns: int | None = None
 ) -> Any:
-    """The figure of `plot_routing_scores`.
-
-    Args:
-        scores: scores of `plot_routing_scores`.
-        title: title above the picture.
-        columns: number of panels in a row; None puts all into one.
-
-    Raises:
-        ValueError: if there are no scores.
-        ImportError: if matplotlib is not installed.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import RoutingScores
-    >>> from keras_moe.analysis.plots.compute_allocation import draw_routing_scores
-    >>> scores = RoutingScores(np.array([0.6]), np.array([0.4]))
-    >>> len(draw_routing_scores({"block_0": scores}).axes)
-    1
-    """
+    """The figure of `plot_routing_scores`."""
     if not scores:
         raise ValueError("Expected scores of at least one model; received: scores={}")
     columns = min(columns or len(scores), len(scores))

@@ -54,14 +54,7 @@ def plot_coverage(
 
 
 def draw_coverage(curves: dict[str, dict[str, Any]]) -> Any:
-    """Draws the coverage by the number of pruned experts; see `plot_coverage`.
-
-    Args:
-        curves: dict from the name of a group to the curves of its blocks.
-
-    Returns:
-        A matplotlib figure.
-    """
+    """Draws the coverage by the number of pruned experts; see `plot_coverage`."""
     figure = new_figure(figsize=(0.4 + 3.1 * len(curves), 2.9), dpi=110)
     axes = figure.subplots(1, len(curves), squeeze=False, sharey=True)[0]
     for axis, (group, blocks) in zip(axes, curves.items()):

@@ -149,15 +149,7 @@ def plot_expert_groups(
 
 
 def group_table(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The experts that serve tokens, their shares of all, and the groups' of theirs.
-
-    Args:
-        tokens: (U, E), numbers of tokens by group and expert.
-
-    Returns:
-        Numbers of the experts, the most used first; their shares; and for each of them
-        the shares of the U groups, which sum to 1.
-    """
+    """The experts that serve tokens, their shares of all, and the groups' of theirs."""
     totals = tokens.sum(axis=0)
     order = np.argsort(-totals, kind="stable")
     order = order[totals[order] > 0]

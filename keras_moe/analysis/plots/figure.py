@@ -63,12 +63,7 @@ def name_row(axis: Any, name: str) -> None:
 
 
 def plain_axis(axis: Any, title: str = "") -> None:
-    """Makes an axis one of a report: small texts, and no frame around it.
-
-    Args:
-        axis: matplotlib's axes.
-        title: title, which may be text of others.
-    """
+    """Makes an axis one of a report: small texts, and no frame around it."""
     axis.tick_params(labelsize=8)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
@@ -104,18 +99,6 @@ def figure_svg(figure: Any) -> str:
     Text stays text, in the page's font; what is black or white takes the colours of the
     page's text and background, the CSS variable `--page`; and ids are the figure's own,
     so that a page may hold several. Its width is the figure's, as far as there is room.
-
-    Args:
-        figure: figure of `new_figure`, laid out. Its texts must be made with
-            `parse_math=False` where they come from others.
-
-    Example:
-
-    >>> from keras_moe.analysis.plots.figure import figure_svg, new_figure
-    >>> figure = new_figure(figsize=(3, 2))
-    >>> _ = figure.text(0.5, 0.5, "1 < 2")
-    >>> "1 &lt; 2</text>" in figure_svg(figure)
-    True
     """
     import matplotlib
 

@@ -53,25 +53,7 @@ def plot_kind_maps(
 
 
 def draw_kind_maps(images: Any, maps: dict[str, Any], title: str = "") -> Any:
-    """The figure of `plot_kind_maps`.
-
-    Args:
-        images: images of `plot_kind_maps`.
-        maps: maps of `plot_kind_maps`.
-        title: title above the picture.
-
-    Raises:
-        ValueError: if there is no kind, or images and maps do not fit.
-        ImportError: if matplotlib is not installed.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.plots.kind_maps import draw_kind_maps
-    >>> figure = draw_kind_maps(np.zeros((1, 8, 8, 1)), {"zero": np.ones((1, 2, 2))})
-    >>> len(figure.axes)
-    3
-    """
+    """The figure of `plot_kind_maps`."""
     images = checked_images(images)
     maps = {kind: np.asarray(values) for kind, values in maps.items()}
     shapes = {kind: values.shape for kind, values in maps.items()}

@@ -13,15 +13,7 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 class Line:
-    """A line of `draw_depth`.
-
-    Args:
-        places: L places of layers.
-        values: L values.
-        band: two arrays of L values, between which there is a shade; or None.
-        colour: number of the colour.
-        style: number of the style.
-    """
+    """A line of `draw_depth`."""
 
     def __init__(
         self,
@@ -42,18 +34,7 @@ def draw_depth(
     title: str = "",
     top: float | None = None,
 ) -> Any:
-    """Draws figures of layers over the depth.
-
-    Args:
-        lines: lines by name.
-        names: names of the places, from the first to the last layer.
-        label: name of the figures, with their unit.
-        title: title of the picture.
-        top: largest value of the axis; None fits the figures.
-
-    Returns:
-        A matplotlib figure.
-    """
+    """Draws figures of layers over the depth."""
     figure = new_figure(figsize=(3.5, 2.6))
     axis = figure.subplots()
     for name, line in lines.items():

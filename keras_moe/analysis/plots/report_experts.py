@@ -19,27 +19,7 @@ def draw_class_heat(
     diverging: bool = False,
     width: float = 3.6,
 ) -> Any:
-    """The figure of a number for each expert and class, by colour.
-
-    Args:
-        values: (experts, classes).
-        experts: names of the rows.
-        class_names: names of the columns, which are cut where they are long.
-        label: label of the colours.
-        diverging: whether colours are about 0, and not from 0.
-        width: its width in inches.
-
-    Raises:
-        ValueError: if the names do not fit.
-        ImportError: if matplotlib is not installed.
-
-    Example:
-
-    >>> from keras_moe.analysis.plots.report_experts import draw_class_heat
-    >>> figure = draw_class_heat([[0.5, 1.0]], ["3"], ["cat", "dog"], "lost")
-    >>> [text.get_text() for text in figure.axes[0].get_xticklabels()]
-    ['cat', 'dog']
-    """
+    """The figure of a number for each expert and class, by colour."""
     values = np.asarray(values, float)
     if values.shape != (len(experts), len(class_names)) or not values.size:
         raise ValueError(

@@ -19,29 +19,6 @@ def draw_flows(flows: MainFlows, names: list[str]) -> Any:
 
     Rows of up to five layers fit a phone; the next row begins with the last layer of
     the row above.
-
-    Args:
-        flows: result of `keras_moe.analysis.main_flows.main_flows`.
-        names: names of the layers.
-
-    Returns:
-        A matplotlib figure.
-
-    Raises:
-        ValueError: if names and layers do not fit.
-        ImportError: if matplotlib is not installed.
-
-    Reference:
-        *LIMoE*, Figures 30 and 31.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.main_flows import main_flows
-    >>> from keras_moe.analysis.plots.report_flows import draw_flows
-    >>> flows = main_flows([np.array([[6, 0, 0], [0, 2, 0], [0, 0, 0]])])
-    >>> draw_flows(flows, ["block_1", "block_3"]).get_size_inches().tolist()
-    [3.6, 2.75]
     """
     count = len(flows.columns)
     if len(names) != count:

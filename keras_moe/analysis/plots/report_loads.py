@@ -30,19 +30,7 @@ def draw_loads(
     dropped: Any = None,
     capacity: float | None = None,
 ) -> Any:
-    """Draws the share of the work that each expert of a layer does.
-
-    Args:
-        shares: (E,) by group of tokens, such as a modality; each sums to 1.
-        title: title, which may be text of others.
-        kinds: kinds of the experts, which colour the bars of a single group.
-        dropped: (E,), shares that experts would have served but for their capacity, on
-            top of the bars of a single group; or None.
-        capacity: share that an expert's capacity is, as a line; or None.
-
-    Returns:
-        A matplotlib figure.
-    """
+    """Draws the share of the work that each expert of a layer does."""
     figure = new_figure(figsize=(3.5, 2.3))
     axis = figure.subplots()
     num_experts = len(next(iter(shares.values())))
@@ -86,17 +74,7 @@ def draw_loads(
 
 
 def draw_load_map(shares: Any, names: list[str], group: str = "") -> Any:
-    """Draws the shares of the experts of all layers, in units of an equal share.
-
-    Args:
-        shares: L arrays (E,), each of sum 1, NaN for experts that are gone; layers may
-            differ in E.
-        names: L names of layers.
-        group: name of the tokens, such as a modality.
-
-    Returns:
-        A matplotlib figure.
-    """
+    """Draws the shares of the experts of all layers, in units of an equal share."""
     num_experts = max(len(row) for row in shares)
     values = np.full((len(shares), num_experts), np.nan)
     for line, row in zip(values, shares):
@@ -122,14 +100,6 @@ def draw_class_map(work: Any, names: list[str], title: str) -> Any:
 
     Experts stand in the order of the classes that use them most, and those without
     work are last.
-
-    Args:
-        work: (U, E), 1 for the work of an average class; NaN without work.
-        names: U names of classes, which may be text of others.
-        title: title of the picture.
-
-    Returns:
-        A matplotlib figure.
     """
     work = np.asarray(work)
     known = np.where(np.isnan(work), -1.0, work)

@@ -19,32 +19,7 @@ _WIDTH = 3.6
 def draw_queues(
     counts: Any, edges: Any, names: list[str], kinds: list[str], capacity: str
 ) -> Any:
-    """Draws who stands where in the queues before the experts, a panel a layer.
-
-    Args:
-        counts: (L, T, Q), tokens of each kind by place; a choice of a token is one
-            place.
-        edges: (Q + 1,), the ends of the places, in capacities of an expert. The last
-            place has all behind it, too.
-        names: names of the L layers.
-        kinds: names of the T kinds.
-        capacity: words for the line at 1.
-
-    Returns:
-        A matplotlib figure.
-
-    Reference:
-        *LIMoE*, Figures 32 to 37.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.plots.report_queues import draw_queues
-    >>> counts = np.array([[[3, 2, 1]]])
-    >>> edges = [0.0, 0.5, 1.0, 1.5]
-    >>> draw_queues(counts, edges, ["block_1"], ["patches"], "C").axes[0].get_title()
-    'block_1'
-    """
+    """Draws who stands where in the queues before the experts, a panel a layer."""
     counts, edges = np.asarray(counts, "float64"), np.asarray(edges, "float64")
     layers = evenly_spaced(len(counts), MAX_PANELS)
     figure, axes = _panels(len(layers), 1.15, min(len(layers), 2), 0.42)
@@ -78,29 +53,7 @@ def draw_queues(
 def draw_modalities(
     counts: list[dict[str, Any]], capacities: list[Any], names: list[str]
 ) -> Any:
-    """Draws the tokens of each modality before the experts, a panel a layer.
-
-    Args:
-        counts: for each of L layers, (2, E) by modality: the choices of an expert, and
-            those among them that it drops.
-        capacities: for each layer, (E,), the choices that an expert can serve.
-        names: names of the L layers.
-
-    Returns:
-        A matplotlib figure.
-
-    Reference:
-        *LIMoE*, Figures 17 to 22 and 39.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.plots.report_queues import draw_modalities
-    >>> images, texts = np.array([[3, 1], [1, 0]]), np.array([[1, 2], [0, 0]])
-    >>> counts = {"image": images, "text": texts}
-    >>> draw_modalities([counts], [[3, 3]], ["block_1"]).axes[0].get_title()
-    'block_1'
-    """
+    """Draws the tokens of each modality before the experts, a panel a layer."""
     figure, axes = _panels(len(counts), 1.15, min(len(counts), 2), 0.42)
     for axis, own, room, name in zip(axes, counts, capacities, names):
         experts = np.arange(len(room))
@@ -144,24 +97,7 @@ def draw_modalities(
 
 
 def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> Any:
-    """Draws how sure the router is of served and of dropped tokens, a panel a layer.
-
-    Args:
-        served: (L, Q), tokens that an expert serves by their largest gate.
-        dropped: (L, Q), those that none does.
-        edges: (Q + 1,), the ends of the gates' ranges.
-        names: names of the L layers.
-
-    Returns:
-        A matplotlib figure.
-
-    Example:
-
-    >>> from keras_moe.analysis.plots.report_queues import draw_priorities
-    >>> figure = draw_priorities([[1, 3]], [[2, 0]], [0.0, 0.5, 1.0], ["block_1"])
-    >>> len(figure.axes)
-    1
-    """
+    """Draws how sure the router is of served and of dropped tokens, a panel a layer."""
     served, dropped = (np.asarray(x, "float64") for x in (served, dropped))
     layers = evenly_spaced(len(served), MAX_PANELS)
     figure, axes = _panels(len(layers), 1.15, min(len(layers), 2), 0.42)
@@ -182,22 +118,7 @@ def draw_priorities(served: Any, dropped: Any, edges: Any, names: list[str]) -> 
 
 
 def draw_places(shares: Any, names: list[str]) -> Any:
-    """Draws how often the patch at each place of images is dropped, a panel a layer.
-
-    Args:
-        shares: (L, rows, columns), from 0 to 1.
-        names: names of the L layers.
-
-    Returns:
-        A matplotlib figure.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.plots.report_queues import draw_places
-    >>> len(draw_places(np.eye(2)[None], ["block_1"]).axes)  # with the colours' scale
-    2
-    """
+    """Draws how often the patch at each place of images is dropped, a panel a layer."""
     shares = np.asarray(shares, "float64")
     layers = evenly_spaced(len(shares), MAX_PANELS)
     columns = min(len(layers), 4)
@@ -222,24 +143,7 @@ def draw_places(shares: Any, names: list[str]) -> Any:
 
 
 def draw_drops(factors: Any, shares: Any, names: list[str], marked: Any = ()) -> Any:
-    """Draws the share of dropped tokens by capacity factor, a line a layer.
-
-    Args:
-        factors: F capacity factors, ascending.
-        shares: (L, F), shares of tokens that no expert serves.
-        names: names of the L layers.
-        marked: factors with a mark, such as that of training.
-
-    Returns:
-        A matplotlib figure.
-
-    Example:
-
-    >>> from keras_moe.analysis.plots.report_queues import draw_drops
-    >>> figure = draw_drops([0.5, 1.0], [[0.6, 0.1]], ["block_1"], marked=[1.0])
-    >>> len(figure.axes[0].lines)  # with the mark
-    2
-    """
+    """Draws the share of dropped tokens by capacity factor, a line a layer."""
     shares = np.asarray(shares, "float64")
     layers = evenly_spaced(len(shares), len(COLOURS))
     figure = new_figure(figsize=(_WIDTH, 2.5))

@@ -183,24 +183,7 @@ def plot_expert_load(
 def draw_expert_loads(
     loads: dict[str, Any], threshold: float = 0.5, title: str = "", width: float = 7.0
 ) -> Any:
-    """The figure of `plot_expert_load`.
-
-    Args:
-        loads: dict from the name of a model, or a layer, to its result of
-            `keras_moe.analysis.expert_load`.
-        threshold: lowest coefficient that counted.
-        title: title above the picture.
-        width: its width in inches.
-
-    Raises:
-        ImportError: if matplotlib is not installed.
-
-    Example:
-
-    >>> from keras_moe.analysis.plots.specialisation import draw_expert_loads
-    >>> len(draw_expert_loads({"head": [3, 0]}).axes)
-    1
-    """
+    """The figure of `plot_expert_load`."""
     height = 0.7 + 1.5 * len(loads)
     figure = new_figure(figsize=(width, height), dpi=110)
     axes = figure.subplots(len(loads), 1, squeeze=False)[:, 0]

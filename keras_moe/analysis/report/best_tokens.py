@@ -40,12 +40,6 @@ class BestPatches:
     """The patches with the largest weights for each expert, each of another image.
 
     Memory is that of the tiles, X times their number for an expert.
-
-    Args:
-        grid: numbers of patches down and across.
-        count: number of patches for an expert.
-        size: T.
-        most: number of experts that are shown, X.
     """
 
     def __init__(
@@ -56,13 +50,7 @@ class BestPatches:
         self.weights = self.examples = self.tiles = None
 
     def update(self, weights: Any, images: Any, start: int = 0) -> None:
-        """Reads a batch.
-
-        Args:
-            weights: (B, N, E), 0 where the expert does not work on the token.
-            images: (B, height, width, channels) in [-1, 1].
-            start: number of the first image.
-        """
+        """Reads a batch."""
         weights = of_patches(np.asarray(weights, "float32"), self.grid)
         shown = self.experts.choose(weights.reshape(-1, weights.shape[-1]))
         weights = weights[..., shown]
@@ -113,11 +101,6 @@ class BestWords:
     """The words with the largest weights for each expert, and those it gets too often.
 
     Memory grows with the number of different words, up to a bound.
-
-    Args:
-        count: number of words for an expert.
-        most: number of experts that are shown, X.
-        window: number of words on either side of a word's context.
     """
 
     def __init__(self, count: int = 8, most: int = 32, window: int = 3):
@@ -131,13 +114,7 @@ class BestWords:
         self.uncounted = 0
 
     def update(self, weights: Any, words: list[list[str]], mask: Any = None) -> None:
-        """Reads a batch.
-
-        Args:
-            weights: (B, N, E), 0 where the expert does not serve the token.
-            words: strings of the tokens, `""` for padding.
-            mask: boolean (B, N), False for tokens that do not count, or None.
-        """
+        """Reads a batch."""
         weights = np.asarray(weights, "float32")
         rows, places = np.nonzero(
             np.array([[bool(word) for word in row] for row in words], bool)
@@ -157,11 +134,7 @@ class BestWords:
             self._keep_best(best, weights[:, expert], strings, words, rows, places)
 
     def by_weight(self, row: int) -> list[Word]:
-        """The different words of largest weight.
-
-        Args:
-            row: number among the shown experts.
-        """
+        """The different words of largest weight."""
         ranked = sorted(self._best[row].items(), key=lambda item: -item[1][0])
         return [
             Word(word, weight, context, self._times(word, row))
@@ -169,11 +142,8 @@ class BestWords:
         ]
 
     def by_lift(self, row: int, min_count: int = 3) -> list[Word]:
-        """The words whose share of the expert's tokens exceeds that of all tokens most.
-
-        Args:
-            row: number among the shown experts.
-            min_count: number of times that an expert must have served a word.
+        """The words whose share of the expert's tokens exceeds that of all
+        tokens most.
         """
         served, totals = self._served[:, row], self._all
         base = totals / max(totals.sum(), 1.0)

@@ -19,16 +19,7 @@ _AT_ONCE = 256
 
 
 class Collection:
-    """The routing of a model for the batches of data, one after the other.
-
-    Args:
-        subject: model.
-        batch_size: number of examples that are routed at once. Batches of the data are
-            divided or put together, so that one function is compiled.
-        max_examples: number of examples after which it ends, or None.
-        progress: function that is called with the number of examples so far; None for
-            none.
-    """
+    """The routing of a model for the batches of data, one after the other."""
 
     def __init__(
         self,
@@ -48,14 +39,7 @@ class Collection:
         self._records = _Records(keras.Model(model.input, _symbols(model)))
 
     def batches(self, data: Any) -> Iterator[Batch]:
-        """The batches of the data with their routing.
-
-        Args:
-            data: argument of `keras_moe.analysis.report`.
-
-        Raises:
-            ValueError: if the data does not fit the model, or has no example.
-        """
+        """The batches of the data with their routing."""
         for examples in self._sized(data):
             yield self._routed(examples)
             self.num_examples += examples.size
@@ -183,14 +167,7 @@ class _Records(keras.Model):
 
 
 def words_of(model: Any, token_ids: Any, mask: Any) -> list[list[str]]:
-    """The strings of tokens, `""` for padding.
-
-    Args:
-        model: model whose `preprocessor` is a tokenizer with `tokens`; without one,
-            ids stand for the strings.
-        token_ids: integers (B, N).
-        mask: boolean (B, N), False for padding.
-    """
+    """The strings of tokens, `""` for padding."""
     tokenizer = getattr(model, "preprocessor", None)
     if hasattr(tokenizer, "tokens"):
         rows = tokenizer.tokens(token_ids)

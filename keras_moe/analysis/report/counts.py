@@ -15,45 +15,12 @@ MAX_CLASSES = 1000
 
 
 def rows_of_classes(labels: np.ndarray) -> np.ndarray:
-    """Boolean (B,), True for examples that are counted by their class.
-
-    Args:
-        labels: integers (B,), negative without a class.
-    """
+    """Boolean (B,), True for examples that are counted by their class."""
     return (labels >= 0) & (labels < MAX_CLASSES)
 
 
 class LayerCounts:
-    """The work of the experts in one routing record.
-
-    Args:
-        block: description of the record.
-
-    Attributes:
-        tokens: number of tokens.
-        unserved: number of tokens that no expert served.
-        broken: number of further tokens, whose gates or weights are not finite.
-        served: float64 (E,), numbers of tokens that the experts served.
-        mass: float64 (E,), sums of the experts' weights in these tokens' outputs.
-        demand: float64 (E,), numbers of tokens that chose the experts, with those
-            that they did not serve.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.counts import LayerCounts
-    >>> from keras_moe.analysis.report.section import Batch, Block
-    >>> from keras_moe.ops import Routing
-    >>> block = Block("b", "b", "image", "token_choice", ("ffn", "ffn"), 1, 1.0, None)
-    >>> gates = np.array([[[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]])
-    >>> served = np.array([[[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
-    >>> routing = {"b": Routing(*[gates] * 4, served, served * gates)}
-    >>> masks = {"image": np.ones((1, 3), bool)}
-    >>> counts = LayerCounts(block)
-    >>> counts.update(Batch(0, None, None, None, masks, None, routing, None))
-    >>> counts.served.tolist(), counts.demand.tolist(), counts.unserved
-    ([1.0, 1.0], [2.0, 1.0], 1)
-    """
+    """The work of the experts in one routing record."""
 
     def __init__(self, block: Block):
         self.block = block
@@ -61,11 +28,7 @@ class LayerCounts:
         self.served, self.mass, self.demand = np.zeros((3, block.num_experts))
 
     def update(self, batch: Batch) -> None:
-        """Adds a batch.
-
-        Args:
-            batch: examples and their routing.
-        """
+        """Adds a batch."""
         record, counts = batch.routing[self.block.key], batch.routed_of(self.block)
         served = record.dispatched[counts]
         self.tokens += len(served)
@@ -77,12 +40,7 @@ class LayerCounts:
 
     @classmethod
     def together(cls, name: str, parts: list["LayerCounts"]) -> "LayerCounts":
-        """The counts of a layer that several modalities share.
-
-        Args:
-            name: name of the layer.
-            parts: `LayerCounts` of its records.
-        """
+        """The counts of a layer that several modalities share."""
         total = cls(parts[0].block._replace(key=name))
         for part in parts:
             total.tokens += part.tokens
@@ -121,13 +79,7 @@ class LayerCounts:
 
 
 def demand(block: Block, record: Any, counts: np.ndarray) -> np.ndarray:
-    """The experts that tokens chose, (T, E) of 0 and 1, whether they served or not.
-
-    Args:
-        block: description of the record.
-        record: `Routing` of arrays (B, N, E).
-        counts: boolean (B, N), True for the T tokens that count.
-    """
+    """The experts that tokens chose, (T, E) of 0 and 1, whether they served or not."""
     served = record.dispatched[counts]
     if block.kind != "token_choice" or block.capacity_factor is None:
         return served

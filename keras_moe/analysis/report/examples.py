@@ -34,12 +34,7 @@ class Examples(NamedTuple):
     labels: np.ndarray | None
 
     def part(self, start: int, stop: int) -> "Examples":
-        """The examples of a range.
-
-        Args:
-            start: number of the first one.
-            stop: number behind the last one.
-        """
+        """The examples of a range."""
         rows = slice(start, stop)
         return Examples(
             keras.tree.map_structure(lambda x: x[rows], self.inputs),
@@ -54,16 +49,7 @@ class Examples(NamedTuple):
 
 
 def all_examples(data: Any, subject: Subject, at_once: int) -> Iterator[Examples]:
-    """The examples of data of any kind, as its batches come.
-
-    Args:
-        data: argument of `keras_moe.analysis.report`.
-        subject: model.
-        at_once: number of examples of arrays that are prepared at once.
-
-    Raises:
-        ValueError: if the data does not fit the model.
-    """
+    """The examples of data of any kind, as its batches come."""
     if not _is_examples(data):
         for batch in _iterable(data):
             yield _examples(batch, subject)
@@ -74,21 +60,12 @@ def all_examples(data: Any, subject: Subject, at_once: int) -> Iterator[Examples
 
 
 def array_length(data: Any) -> int | None:
-    """The number of examples of arrays; None for batches, which may have any.
-
-    Args:
-        data: argument of `keras_moe.analysis.report`.
-    """
+    """The number of examples of arrays; None for batches, which may have any."""
     return _checked_length(data) if _is_examples(data) else None
 
 
 def joined(first: Examples, second: Examples) -> Examples:
-    """The examples of two batches, of which one may lack labels or captions.
-
-    Args:
-        first: examples.
-        second: examples of the same model.
-    """
+    """The examples of two batches, of which one may lack labels or captions."""
     captions = labels = None
     if first.captions is not None or second.captions is not None:
         captions = [x for y in (first, second) for x in y.captions or [None] * y.size]

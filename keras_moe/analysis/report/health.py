@@ -11,28 +11,7 @@ DROPS = (0.01, 0.1)
 
 
 def health_verdicts(layers: list[LayerCounts]) -> list[Verdict]:
-    """Findings on layers that are unhealthy, or one that says that none is.
-
-    Args:
-        layers: `LayerCounts` of the layers.
-
-    Returns:
-        Verdicts, problems first.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.counts import LayerCounts
-    >>> from keras_moe.analysis.report.health import health_verdicts
-    >>> from keras_moe.analysis.report.section import Block
-    >>> kinds = ("ffn",) * 4
-    >>> block = Block("block_7", "block_7", "image", "token_choice", kinds, 1, None, 0)
-    >>> counts = LayerCounts(block)
-    >>> counts.tokens, counts.served[:3] = 30, 10
-    >>> counts.demand[:] = counts.served
-    >>> health_verdicts([counts])[0].text
-    'block_7: 1 of 4 experts gets no token (expert 3).'
-    """
+    """Findings on layers that are unhealthy, or one that says that none is."""
     verdicts = []
     for counts in layers:
         if counts.broken:

@@ -19,32 +19,12 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def array_of(x: Any) -> np.ndarray:
-    """An array or tensor of any backend as a NumPy array.
-
-    Args:
-        x: array, tensor, or nested lists of numbers.
-    """
+    """An array or tensor of any backend as a NumPy array."""
     return np.asarray(keras.ops.convert_to_numpy(x) if keras.ops.is_tensor(x) else x)
 
 
 def plain_text(text: Any) -> str:
-    """A text that files and pictures can hold.
-
-    Args:
-        text: string, or its UTF-8 bytes, as TensorFlow gives them.
-
-    Returns:
-        The text, with U+FFFD in the place of what is no character.
-
-    Raises:
-        ValueError: if it is no text.
-
-    Example:
-
-    >>> from keras_moe.analysis.report.inputs import plain_text
-    >>> plain_text(b"a cat"), plain_text("a\\ud800b") == "a\\ufffdb"
-    ('a cat', True)
-    """
+    """A text that files and pictures can hold."""
     if isinstance(text, bytes):
         return text.decode("utf-8", "replace")
     if not isinstance(text, str):
@@ -55,30 +35,12 @@ def plain_text(text: Any) -> str:
 
 
 def shortened(text: str, most: int = 300) -> str:
-    """A text for the page, which a long one would make large.
-
-    Args:
-        text: string.
-        most: largest number of characters.
-
-    Example:
-
-    >>> from keras_moe.analysis.report.inputs import shortened
-    >>> shortened("a cat and two dogs", most=6)
-    'a cat…'
-    """
+    """A text for the page, which a long one would make large."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def captions_of(captions: Any) -> list[str]:
-    """Captions as strings.
-
-    Args:
-        captions: B texts, a list or an array of strings or bytes.
-
-    Raises:
-        ValueError: if they are no texts.
-    """
+    """Captions as strings."""
     # Strings of TensorFlow become bytes.
     captions = captions.numpy() if hasattr(captions, "numpy") else captions
     if isinstance(captions, (str, bytes)) or not hasattr(captions, "__iter__"):
@@ -90,25 +52,7 @@ def captions_of(captions: Any) -> list[str]:
 
 
 def labels_of(labels: Any) -> np.ndarray | None:
-    """The class of each example.
-
-    Args:
-        labels: integers or whole numbers (B,) or (B, 1); 0-1 vectors (B, U); or
-            integers (B, L) with padding of -1, the labels of images with several. None
-            and dicts, such as the ids of pairs, have no classes.
-
-    Returns:
-        Integers (B,), -1 for examples without a label or with several; or None.
-
-    Raises:
-        ValueError: if labels are nothing of these.
-
-    Example:
-
-    >>> from keras_moe.analysis.report.inputs import labels_of
-    >>> labels_of([2.0, 0.0]).tolist(), labels_of([[0, 1], [1, 1]]).tolist()
-    ([2, 0], [1, -1])
-    """
+    """The class of each example."""
     if labels is None or isinstance(labels, dict):
         return None
     labels = array_of(labels)
@@ -139,10 +83,6 @@ def check_inputs(inputs: Any, model: Any) -> None:
     """Raises ValueError for inputs of other names, shapes or ranges than the model's.
 
     On JAX a failed prediction would leave the model without its weights.
-
-    Args:
-        inputs: arrays by name, or one of images.
-        model: model that takes them.
     """
     expected = model.input
     if not isinstance(expected, dict):

@@ -35,16 +35,7 @@ class TokenRouting(NamedTuple):
 
 
 def token_routing(record: Any, kind: str, index: int) -> TokenRouting:
-    """The routing of one example.
-
-    Args:
-        record: `Routing` of arrays (B, N, E).
-        kind: kind of the block, see `Block`.
-        index: place of the example in the batch.
-
-    Returns:
-        `TokenRouting` of arrays of its own.
-    """
+    """The routing of one example."""
     gates, dispatched, combined = (
         np.array(x[index], "float32")
         for x in (record.gates, record.dispatched, record.combined)
@@ -57,25 +48,7 @@ def token_routing(record: Any, kind: str, index: int) -> TokenRouting:
 
 
 def pack(routing: TokenRouting, kept: int) -> dict:
-    """The routing as JSON: entries by token, the heaviest first.
-
-    Args:
-        routing: routing of one example in one layer.
-        kept: K, number of entries of each token.
-
-    Returns:
-        A dict of `entries`, base64 of little-endian unsigned 32-bit integers (N, K),
-        and `largest`, the largest value.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.packed_routing import TokenRouting, pack, unpack
-    >>> values = np.array([[0.25, 0.75]])
-    >>> packed = pack(TokenRouting(values, values > 0.5, values), kept=1)
-    >>> unpack(packed, kept=1)
-    [[(1, True, 0.75)]]
-    """
+    """The routing as JSON: entries by token, the heaviest first."""
     values, kept = np.nan_to_num(routing.values), min(kept, routing.values.shape[-1])
     largest = float(max(values.max(initial=0.0), 1e-9))
     # Those that serve by weight, then the others by value.
@@ -91,12 +64,7 @@ def pack(routing: TokenRouting, kept: int) -> dict:
 
 
 def unpack(packed: dict, kept: int) -> list[list[tuple[int, bool, float]]]:
-    """The entries of `pack` by token: expert, whether it serves, value.
-
-    Args:
-        packed: result of `pack`.
-        kept: K, number of entries of each token.
-    """
+    """The entries of `pack` by token: expert, whether it serves, value."""
     entries = np.frombuffer(base64.b64decode(packed["entries"]), "<u4")
     return [
         [

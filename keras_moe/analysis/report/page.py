@@ -32,16 +32,7 @@ class Chapter(NamedTuple):
 
 
 def page_html(subject: Subject, chapters: list[Chapter], facts: dict[str, Any]) -> str:
-    """The page.
-
-    Args:
-        subject: model that is reported on.
-        chapters: sections in reading order.
-        facts: lines below the title by name, such as the number of examples.
-
-    Raises:
-        ImportError: if Jinja2 is not installed.
-    """
+    """The page."""
     jinja2 = import_jinja2()
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
@@ -118,11 +109,7 @@ def _markup(piece):
 
 
 def import_jinja2() -> Any:
-    """Jinja2, which the page needs.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """Jinja2, which the page needs."""
     try:
         import jinja2
     except ImportError as error:

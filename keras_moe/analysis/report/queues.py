@@ -26,11 +26,6 @@ class ShuffledBatches:
     Data often come class by class, and tokens that are alike queue before the same
     experts. Records wait until `_BYTES` of them are there; each batch is drawn from
     those that wait.
-
-    Args:
-        subject: model that is reported on.
-        batch_size: number of examples of a batch.
-        seed: seed of the draws.
     """
 
     def __init__(self, subject: Subject, batch_size: int, seed: int):
@@ -40,11 +35,7 @@ class ShuffledBatches:
         self._waiting, self._drawn, self._record = [], 0, None
 
     def add(self, batch: Batch) -> Iterator[Batch]:
-        """Adds examples, and gives the batches that are drawn then.
-
-        Args:
-            batch: examples and their routing.
-        """
+        """Adds examples, and gives the batches that are drawn then."""
         if not self._keys:
             return
         self._record = type(batch.routing[self._keys[0]])
@@ -113,12 +104,7 @@ class Queues(NamedTuple):
 
 
 class LayerQueues:
-    """The queues before the experts of one layer.
-
-    Args:
-        subject: model that is reported on.
-        blocks: the layer's records, one for each modality that shares it.
-    """
+    """The queues before the experts of one layer."""
 
     def __init__(self, subject: Subject, blocks: list[Block]):
         self.blocks = blocks
@@ -174,9 +160,6 @@ class LayerQueues:
         Successive images fill groups. If the first batch is smaller than a group, it
         stands for one; images behind the last whole group are left out. All sections
         share them.
-
-        Args:
-            batch: examples and their routing.
         """
         return batch.once(("queues", self.name), lambda: self._read(batch))
 
@@ -223,22 +206,15 @@ class LayerQueues:
         )
 
     def images_of(self, length: int) -> int | None:
-        """The number of images whose tokens compete in training, or None for a batch.
-
-        Args:
-            length: number of tokens of an example in this layer.
+        """The number of images whose tokens compete in training, or None for a
+        batch.
         """
         if self._group_size is None:
             return None
         return max(self._group_size // length, 1)
 
     def capacities(self, group_tokens: int, factor: float | None = None) -> np.ndarray:
-        """The capacity of each expert, integers (E,).
-
-        Args:
-            group_tokens: S.
-            factor: capacity factor; None is that of training, or 1 without.
-        """
+        """The capacity of each expert, integers (E,)."""
         router, kept = self.router, self._kept()
         if factor is None and getattr(router, "capacity", None) is not None:
             return np.where(kept, min(router.capacity, group_tokens), 0)
@@ -286,11 +262,7 @@ class LayerQueues:
 
 
 class Groups:
-    """The groups in which a section has read the queues of layers.
-
-    Args:
-        layers: queues of a model's layers.
-    """
+    """The groups in which a section has read the queues of layers."""
 
     def __init__(self, layers: list[LayerQueues]):
         self.layers = layers
@@ -298,12 +270,7 @@ class Groups:
         self._left_out = dict.fromkeys((layer.name for layer in layers), 0)
 
     def add(self, layer: LayerQueues, queues: Queues) -> None:
-        """Adds a layer's queues of a batch.
-
-        Args:
-            layer: the layer.
-            queues: result of its `read`.
-        """
+        """Adds a layer's queues of a batch."""
         self._sizes.setdefault(layer.name, queues.group_size)
         self._tokens[layer.name] = queues.group_tokens // queues.group_size
         self._left_out[layer.name] += queues.left_out
@@ -342,13 +309,7 @@ class Groups:
 
 
 def whole_groups(subject: Subject, batch_size: int) -> int:
-    """A batch size near another one in which groups of training are whole.
-
-    Args:
-        subject: model that is reported on.
-        batch_size: number of examples; it becomes smaller, or up to four times as large
-            where it is smaller than a group.
-    """
+    """A batch size near another one in which groups of training are whole."""
     sizes = set()
     for layer in queues_of_layers(subject, ("token_choice", "expert_choice")):
         shapes = [subject.model.routing[b.key].dispatched.shape for b in layer.blocks]
@@ -363,11 +324,7 @@ def whole_groups(subject: Subject, batch_size: int) -> int:
 
 
 def approximations(layers: list[LayerQueues]) -> list[str]:
-    """Paragraphs on the layers whose dropped tokens are approximate.
-
-    Args:
-        layers: queues of a model's layers.
-    """
+    """Paragraphs on the layers whose dropped tokens are approximate."""
     alike = _names_by_text(
         (layer.name, text)
         for layer in layers
@@ -377,12 +334,7 @@ def approximations(layers: list[LayerQueues]) -> list[str]:
 
 
 def queues_of_layers(subject: Subject, kinds: tuple[str, ...]) -> list[LayerQueues]:
-    """The queues of a model's layers, in order of depth.
-
-    Args:
-        subject: model that is reported on.
-        kinds: kinds of blocks whose layers are wanted.
-    """
+    """The queues of a model's layers, in order of depth."""
     layers = []
     for blocks in subject.by_layer().values():
         blocks = [block for block in blocks.values() if block.kind in kinds]

@@ -14,22 +14,6 @@ class Reservoir:
 
     The choice depends on the seed and the order of the examples, and not on how they
     are batched.
-
-    Args:
-        size: largest number of examples that are kept.
-        seed: seed of the choice.
-
-    Reference:
-        J. S. Vitter, *Random Sampling with a Reservoir* (1985), algorithm R.
-
-    Example:
-
-    >>> from keras_moe.analysis.report.reservoir import Reservoir
-    >>> reservoir = Reservoir(2, seed=0)
-    >>> reservoir.offer(3, "abc".__getitem__)
-    >>> reservoir.offer(1, "d".__getitem__)
-    >>> reservoir.seen, len(reservoir.kept)
-    (4, 2)
     """
 
     def __init__(self, size: int, seed: int | None = 0):
@@ -38,13 +22,7 @@ class Reservoir:
         self._slots: dict[int, tuple[int, Any]] = {}
 
     def offer(self, count: int, take: Callable[[int], Any]) -> None:
-        """Offers the next examples.
-
-        Args:
-            count: number of examples.
-            take: function from an example's place among them to what is kept of it,
-                which must not be a view of more.
-        """
+        """Offers the next examples."""
         draws = self._generator.random(count)
         for place in range(count):
             slot = self.seen
@@ -61,32 +39,14 @@ class Reservoir:
 
 
 class Chosen:
-    """Keeps examples of given numbers, as `Reservoir` keeps random ones.
-
-    Args:
-        numbers: numbers of the examples, counted from 0.
-
-    Example:
-
-    >>> from keras_moe.analysis.report.reservoir import Chosen
-    >>> chosen = Chosen([3, 1])
-    >>> chosen.offer(3, "abc".__getitem__)
-    >>> chosen.offer(2, "de".__getitem__)
-    >>> chosen.seen, chosen.kept
-    (5, {1: 'b', 3: 'd'})
-    """
+    """Keeps examples of given numbers, as `Reservoir` keeps random ones."""
 
     def __init__(self, numbers: Iterable[int]):
         self.numbers, self.seen = sorted(numbers), 0
         self.kept: dict[int, Any] = {}
 
     def offer(self, count: int, take: Callable[[int], Any]) -> None:
-        """Offers the next examples.
-
-        Args:
-            count: number of examples.
-            take: argument of `Reservoir.offer`.
-        """
+        """Offers the next examples."""
         for number in self.numbers:
             if self.seen <= number < self.seen + count:
                 self.kept[number] = take(number - self.seen)
@@ -94,26 +54,14 @@ class Chosen:
 
 
 def examples_to_show(options: Options) -> Reservoir | Chosen:
-    """The examples that the options ask for, as one pass over data fills it.
-
-    Args:
-        options: choices of the report.
-    """
+    """The examples that the options ask for, as one pass over data fills it."""
     if options.examples is not None:
         return Chosen(options.examples)
     return Reservoir(options.num_examples, options.seed)
 
 
 def checked_numbers(examples: Any, count: int | None) -> tuple[int, ...] | None:
-    """Numbers of examples, if they are different and there are so many examples.
-
-    Args:
-        examples: `Options.examples`.
-        count: number of examples, or None while it is not known.
-
-    Raises:
-        ValueError: if they are not.
-    """
+    """Numbers of examples, if they are different and there are so many examples."""
     if examples is None:
         return None
     if isinstance(examples, (str, bytes)) or not isinstance(examples, Iterable):

@@ -21,22 +21,7 @@ _LEVELS = 5
 def expert_map(
     experts: np.ndarray, grid: tuple[int, int], image: str | None, title: str
 ) -> Markup:
-    """A map of the expert of each patch, over the image.
-
-    Args:
-        experts: integers (N,), result of `TokenRouting.heaviest`.
-        grid: numbers of patches down and across.
-        image: id of the image's element in the page, or None.
-        title: name of the layer.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.routing_maps import expert_map
-    >>> markup = expert_map(np.array([3, -1]), (1, 2), None, "block_1")
-    >>> 'class="c3" d="M0 0h10v10h-10z"' in markup, "1 patch without" in markup
-    (True, True)
-    """
+    """A map of the expert of each patch, over the image."""
     paths, numbers = Markup(), Markup()
     for expert, places in _places(experts).items():
         if expert >= 0:
@@ -61,14 +46,7 @@ def expert_map(
 def heat_map(
     values: np.ndarray, grid: tuple[int, int], image: str | None, title: str
 ) -> Markup:
-    """A map of the part that each patch has in one expert's slots, over the image.
-
-    Args:
-        values: (N,), at least 0.
-        grid: numbers of patches down and across.
-        image: id of the image's element in the page, or None.
-        title: name of the expert, with its largest value.
-    """
+    """A map of the part that each patch has in one expert's slots, over the image."""
     largest = max(float(values.max(initial=0.0)), 1e-9)
     levels = np.rint(values / largest * _LEVELS).astype(int)
     paths = Markup()
@@ -83,20 +61,7 @@ def heat_map(
 
 
 def word_chips(experts: np.ndarray, words: Sequence[str], title: str) -> Markup:
-    """The words of a caption with the expert of each.
-
-    Args:
-        experts: integers (N,), result of `TokenRouting.heaviest`.
-        words: strings of the N tokens.
-        title: name of the layer.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.routing_maps import word_chips
-    >>> print(word_chips(np.array([9]), ["<b>"], "name"))
-    <p class="chips"><b>name</b> <span class="chip c1">&lt;b&gt;<sub>9</sub></span></p>
-    """
+    """The words of a caption with the expert of each."""
     chips = Markup(" ").join(
         Markup('<span class="chip {}">{}<sub>{}</sub></span>').format(
             f"c{expert % COLOURS}" if expert >= 0 else "none",
@@ -109,11 +74,7 @@ def word_chips(experts: np.ndarray, words: Sequence[str], title: str) -> Markup:
 
 
 def legend(expert_kinds: Sequence[str]) -> Markup:
-    """The colours of experts, with the kinds of those that are no FFN.
-
-    Args:
-        expert_kinds: kind of each of the E experts.
-    """
+    """The colours of experts, with the kinds of those that are no FFN."""
     shown = range(min(len(expert_kinds), 2 * COLOURS))
     chips = Markup(" ").join(
         Markup('<span class="chip c{}">{}{}</span>').format(
@@ -129,13 +90,7 @@ def legend(expert_kinds: Sequence[str]) -> Markup:
 
 
 def counts_in_words(experts: np.ndarray, one: str, many: str) -> str:
-    """How many tokens each expert has, such as "expert 3: 5 patches".
-
-    Args:
-        experts: integers (N,), -1 of tokens that no expert serves.
-        one: name of a token.
-        many: name of several.
-    """
+    """How many tokens each expert has, such as "expert 3: 5 patches"."""
     counts = Counter(experts.tolist())
     dropped = counts.pop(-1, 0)
     parts = [f"{n} {one if n == 1 else many}" for _, n in counts.most_common()]

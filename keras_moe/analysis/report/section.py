@@ -290,17 +290,7 @@ class Content(NamedTuple):
 
 
 def file_name(name: str) -> str:
-    """A name as a part of a file's name: letters, digits and underscores.
-
-    Args:
-        name: key of a routing record, or text of others.
-
-    Example:
-
-    >>> from keras_moe.analysis.report.section import file_name
-    >>> file_name("block_3/token_mixer")
-    'block_3_token_mixer'
-    """
+    """A name as a part of a file's name: letters, digits and underscores."""
     return "".join(x if x.isalnum() else "_" for x in name)
 
 

@@ -14,43 +14,14 @@ _GAP = 1
 
 
 def drawable(image: np.ndarray) -> np.ndarray:
-    """An image with one channel or three; others have the mean of their channels.
-
-    Args:
-        image: (height, width, channels).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.sprites import drawable
-    >>> drawable(np.ones((4, 4, 2))).shape, drawable(np.ones((4, 4, 3))).shape
-    ((4, 4, 1), (4, 4, 3))
-    """
+    """An image with one channel or three; others have the mean of their channels."""
     if image.shape[-1] in (1, 3):
         return image
     return image.mean(axis=-1, keepdims=True)
 
 
 def tile_of(image: Any, size: int) -> np.ndarray:
-    """An image as a square tile of a sprite.
-
-    Args:
-        image: (height, width, channels) in [-1, 1], drawn as `drawable` does it.
-        size: T.
-
-    Returns:
-        uint8 (T, T, 3).
-
-    Raises:
-        ValueError: if it is no such image.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.sprites import tile_of
-    >>> tile_of(np.ones((4, 4, 1)), size=8).shape
-    (8, 8, 3)
-    """
+    """An image as a square tile of a sprite."""
     image = np.asarray(image, "float32")
     if image.ndim != 3 or not image.size:
         raise ValueError(
@@ -68,24 +39,7 @@ def tile_of(image: Any, size: int) -> np.ndarray:
 
 
 def patch_tile(image: Any, grid: tuple[int, int], place: int, size: int) -> np.ndarray:
-    """A patch as a tile, in the middle of its dimmed surroundings.
-
-    Args:
-        image: (height, width, channels) in [-1, 1].
-        grid: numbers of patches down and across.
-        place: number of the patch, row by row.
-        size: T. The patch takes half of it.
-
-    Returns:
-        uint8 (T, T, 3).
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.sprites import patch_tile
-    >>> patch_tile(np.ones((8, 8, 1)), grid=(2, 2), place=3, size=16)[8, 8].tolist()
-    [255, 255, 255]
-    """
+    """A patch as a tile, in the middle of its dimmed surroundings."""
     image = np.asarray(image, "float32")
     height, width = image.shape[0] // grid[0], image.shape[1] // grid[1]
     row, column = divmod(int(place), grid[1])
@@ -112,25 +66,6 @@ def sprite(tiles: Any, max_bytes: int = 60_000) -> tuple[str, int, int]:
 
     The picture is WebP where Pillow has it, and PNG elsewhere. Its quality and then the
     size of its tiles fall until it is small enough.
-
-    Args:
-        tiles: uint8 (R, C, T, T, 3), or (R, C, T, T, 4) with opacity.
-        max_bytes: largest number of bytes of the file, before base64. Tiles of 12
-            pixels may exceed it.
-
-    Returns:
-        `(uri, width, height)`, a data URI and the picture's size in pixels.
-
-    Raises:
-        ValueError: if the tiles are none, or of another shape.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.sprites import sprite
-    >>> uri, width, height = sprite(np.zeros((2, 3, 8, 8, 3), "uint8"))
-    >>> uri[:11], width, height
-    ('data:image/', 26, 17)
     """
     tiles = np.asarray(tiles)
     if tiles.ndim != 5 or tiles.shape[-1] not in (3, 4) or not tiles.size:
@@ -164,29 +99,7 @@ def sprite(tiles: Any, max_bytes: int = 60_000) -> tuple[str, int, int]:
 def sprite_figure(
     tiles: Any, names: list[str], alt: str, caption: str, max_bytes: int = 60_000
 ) -> Any:
-    """A sprite with a name beside each row, as markup.
-
-    Args:
-        tiles: argument of `sprite`.
-        names: R names; texts of others are escaped, as are `alt` and `caption`.
-        alt: text for those who do not see it.
-        caption: text below it.
-        max_bytes: argument of `sprite`.
-
-    Returns:
-        `markupsafe.Markup`.
-
-    Raises:
-        ValueError: if names and rows do not fit.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.sprites import sprite_figure
-    >>> tiles = np.zeros((1, 2, 8, 8, 3), "uint8")
-    >>> "&lt;b&gt;" in sprite_figure(tiles, ["<b>"], "Two patches.", "Patches.")
-    True
-    """
+    """A sprite with a name beside each row, as markup."""
     from markupsafe import Markup
 
     if len(names) != len(tiles):

@@ -15,17 +15,7 @@ IMAGE, TEXT = "image", "text"
 def make_subject(
     model: Any, name: str | None = None, class_names: Any = None
 ) -> Subject:
-    """The subject of a report on a model.
-
-    Args:
-        model: backbone or task with `routing`.
-        name: name for titles; None is the model's own.
-        class_names: names of the classes of labels; None takes those that the model's
-            preprocessor has, if any.
-
-    Raises:
-        ValueError: if the model has no experts.
-    """
+    """The subject of a report on a model."""
     if not getattr(model, "routing", None):
         raise ValueError(
             "Expected a model with experts, whose `routing` has their records; "

@@ -56,11 +56,7 @@ CLIP_UP_PARTS = ("upcycling", "backbones", "modalities", "capacity", "gates")
 
 
 def add_studies(commands: Any) -> None:
-    """Adds `study` with one sub-command for each study.
-
-    Args:
-        commands: sub-parsers to add it to.
-    """
+    """Adds `study` with one sub-command for each study."""
     parser = commands.add_parser(
         "study",
         help="repeat a paper's experiments on small data",
@@ -292,13 +288,7 @@ def clip_up(studies: Any) -> None:
 
 
 def add_pairs(parser: Parser, name: str, recipe: str) -> None:
-    """Adds the arguments of studies of pairs.
-
-    Args:
-        parser: parser to add them to.
-        name: the study's name.
-        recipe: default of `--recipe`.
-    """
+    """Adds the arguments of studies of pairs."""
     parser.add_argument(
         "--only", nargs="+", metavar="ROW", help="names of the rows that train"
     )
@@ -322,12 +312,7 @@ def add_pairs(parser: Parser, name: str, recipe: str) -> None:
 
 
 def add_parts(parser: Parser, names: tuple[str, ...]) -> None:
-    """Adds `--parts`.
-
-    Args:
-        parser: parser to add it to.
-        names: names of all parts, the default.
-    """
+    """Adds `--parts`."""
     parser.add_argument(
         "--parts",
         nargs="+",
@@ -345,15 +330,7 @@ def add_training(
     batch_size: int | None,
     learning_rate: float | None,
 ) -> None:
-    """Adds the arguments of runs, which all studies have.
-
-    Args:
-        parser: parser to add them to.
-        name: the study's name.
-        epochs: default of `--epochs`; None leaves it, and the next two, to a recipe.
-        batch_size: default of `--batch-size`.
-        learning_rate: default of `--learning-rate`.
-    """
+    """Adds the arguments of runs, which all studies have."""
     group = parser.add_argument_group("runs")
     group.add_argument("--seeds", type=at_least(1), default=3, help="number of seeds")
     add_run(group, epochs, batch_size, learning_rate, f"{name}_study")

@@ -39,12 +39,7 @@ SCRATCH, UPCYCLED = "from scratch", "upcycled"
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Does the parts that are asked for.
-
-    Args:
-        args: arguments of `arguments.clip_up`.
-        console: console that people read.
-    """
+    """Does the parts that are asked for."""
     recipe = evaluated_with_capacity(recipe_of(args))
     config = config_of(recipe)
     pairs = PairTraining(recipe, args.data_dir)
@@ -65,12 +60,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
 
 def tables_of(source: UpcycledPairs, config: dict) -> dict[str, dict[str, list[Run]]]:
-    """Runs by part and row.
-
-    Args:
-        source: the models.
-        config: arguments of the recipe's backbone.
-    """
+    """Runs by part and row."""
 
     def upcycled(rows):
         return {name: source.upcycled_runs(own) for name, own in rows.items()}
@@ -96,12 +86,7 @@ def tables_of(source: UpcycledPairs, config: dict) -> dict[str, dict[str, list[R
 
 
 def lengths_of(args: argparse.Namespace, recipe: Recipe) -> Lengths:
-    """The schedules of dense, upcycled and other models.
-
-    Args:
-        args: arguments of `arguments.clip_up`.
-        recipe: recipe of the upcycled models.
-    """
+    """The schedules of dense, upcycled and other models."""
     dense = load_recipe(args.dense_recipe)
     total = args.epochs or args.steps
     return configurations.lengths(dense, recipe, total)
@@ -141,12 +126,7 @@ PARTS = {
 
 
 def backbone_runs(source: UpcycledPairs, config: dict) -> dict[str, list]:
-    """Tables 1 and 4: eight models.
-
-    Args:
-        source: the models.
-        config: arguments of the recipe's backbone.
-    """
+    """Tables 1 and 4: eight models."""
     moe = config["image"]["moe"]
     rows = {}
     for backbone, factor in ((SHARED, configurations.SHARED_FACTOR), (SEPARATED, 1)):
@@ -163,11 +143,7 @@ def backbone_runs(source: UpcycledPairs, config: dict) -> dict[str, list]:
 
 
 def evaluated_with_capacity(recipe: Recipe) -> Recipe:
-    """The recipe, whose models keep their capacity at evaluation unless it says.
-
-    Args:
-        recipe: a recipe of pairs.
-    """
+    """The recipe, whose models keep their capacity at evaluation unless it says."""
     config = config_of(recipe)
     own = [config[tower]["moe"]["evaluation"] for tower in configurations.TOWERS]
     if own != [None, None]:
@@ -176,14 +152,7 @@ def evaluated_with_capacity(recipe: Recipe) -> Recipe:
 
 
 def config_of(recipe: Recipe) -> dict:
-    """The arguments of a recipe's backbone.
-
-    Args:
-        recipe: a recipe of pairs.
-
-    Raises:
-        ValueError: if it has no two towers with experts.
-    """
+    """The arguments of a recipe's backbone."""
     blueprint = models.resolve(
         recipe.model.preset,
         recipe.model.overrides,

@@ -32,22 +32,14 @@ Overrides = dict[str, Any]
 
 
 def without_experts(backbone: str) -> Overrides:
-    """Overrides of the dense twin.
-
-    Args:
-        backbone: `"separated"` or `"shared"`.
-    """
+    """Overrides of the dense twin."""
     if backbone == "shared":
         return {"model.moe_layers": None}
     return {f"model.{tower}.moe_layers": None for tower in TOWERS}
 
 
 def experts_in(*towers: str) -> Overrides:
-    """Overrides that leave experts to some towers alone, of appendix B.1.
-
-    Args:
-        *towers: names of the towers with experts.
-    """
+    """Overrides that leave experts to some towers alone, of appendix B.1."""
     others = [tower for tower in TOWERS if tower not in towers]
     return {f"model.{tower}.moe_layers": None for tower in others}
 
@@ -57,11 +49,6 @@ def entropy_losses(backbone: str, own: dict, num_experts: int) -> Overrides:
 
     They are a local one for text and a global one for each modality, whose mean has
     LIMoE's weight.
-
-    Args:
-        backbone: `"separated"` or `"shared"`.
-        own: auxiliary losses of CLIP-UP.
-        num_experts: number of experts of a router.
     """
     threshold = math.log(min(SOFT_MINIMUM, num_experts))
     if backbone == "shared":
@@ -76,11 +63,7 @@ def entropy_losses(backbone: str, own: dict, num_experts: int) -> Overrides:
 
 
 def capacity_configurations(config: dict) -> dict[str, Overrides]:
-    """Overrides by capacity factor as the paper counts it, of appendix B.2.
-
-    Args:
-        config: arguments of a `CLIPBackbone` with experts in both towers.
-    """
+    """Overrides by capacity factor as the paper counts it, of appendix B.2."""
     own = config["image"]["moe"]["capacity_factor"]
     return {
         f"capacity {name}": {} if factor == own else {"model.capacity_factor": factor}
@@ -89,11 +72,7 @@ def capacity_configurations(config: dict) -> dict[str, Overrides]:
 
 
 def gate_configurations(config: dict) -> dict[str, Overrides]:
-    """Overrides by normalisation of the gates, of appendix B.3.
-
-    Args:
-        config: arguments of a `CLIPBackbone` with experts in both towers.
-    """
+    """Overrides by normalisation of the gates, of appendix B.3."""
     options = config["image"]["moe"]["router_options"] or {}
     own = options.get("normalize_gates")
     return {
@@ -108,9 +87,6 @@ def shared_backbone(config: dict) -> Overrides:
     """Overrides by which one transformer takes the place of two towers.
 
     It has the sizes of the image tower, and twice the experts of one.
-
-    Args:
-        config: arguments of a `CLIPBackbone` with experts in both towers.
     """
     image, text = config["image"], config["text"]
     names = ("image_shape", "patch_size", "activation", *ONE_OF_BOTH)
@@ -144,16 +120,6 @@ def lengths(dense: Recipe, upcycled: Recipe, total: int | None = None) -> Length
 
     Dense models and those from scratch have the learning rates and the optimizer of
     the dense recipe, as in the paper. Warm-ups shrink with their runs.
-
-    Args:
-        dense: recipe of the dense models.
-        upcycled: recipe of the upcycled ones.
-        total: length of both in the unit of the second; None adds the recipes' own.
-            Otherwise they share it as the paper's 440 and 350 thousand steps do.
-
-    Raises:
-        ValueError: if the recipes' lengths have different units, or there are fewer
-            than two epochs or steps.
     """
     unit = "epochs" if upcycled.schedule.steps is None else "steps"
     both = [getattr(x.schedule, unit) for x in (dense, upcycled)]

@@ -15,16 +15,7 @@ SEPARATED, SHARED = "separated", "shared"
 
 
 class UpcycledPairs:
-    """Dense models of pairs for each seed, and mixtures of experts made of them.
-
-    Args:
-        study: the study.
-        pairs: training of the models.
-        lengths: their schedules.
-        config: arguments of the recipe's backbone, a `CLIPBackbone` with experts in
-            both towers.
-        seeds: number of seeds.
-    """
+    """Dense models of pairs for each seed, and mixtures of experts made of them."""
 
     def __init__(
         self,
@@ -44,23 +35,13 @@ class UpcycledPairs:
     def dense_runs(
         self, backbone: str = SEPARATED, is_whole: bool = False
     ) -> list[Run]:
-        """Runs of the dense model, one for each seed.
-
-        Args:
-            backbone: `"separated"` or `"shared"`.
-            is_whole: whether it trains as long as an upcycled one in all.
-        """
+        """Runs of the dense model, one for each seed."""
         return [self._dense_run(backbone, is_whole, seed) for seed in range(self.seeds)]
 
     def scratch_runs(
         self, overrides: Overrides, backbone: str = SEPARATED
     ) -> list[Run]:
-        """Runs of a sparse model from scratch, one for each seed.
-
-        Args:
-            overrides: overrides of the recipe.
-            backbone: `"separated"` or `"shared"`.
-        """
+        """Runs of a sparse model from scratch, one for each seed."""
         own = {**self.of_backbone[backbone], **overrides, **self.lengths.whole}
         return [
             self.pairs.new_run(own, seed, f"{backbone}, from scratch")
@@ -70,12 +51,7 @@ class UpcycledPairs:
     def upcycled_runs(
         self, overrides: Overrides, backbone: str = SEPARATED
     ) -> list[Run]:
-        """Runs of a model that is upcycled, one for each seed.
-
-        Args:
-            overrides: overrides of the recipe.
-            backbone: `"separated"` or `"shared"`.
-        """
+        """Runs of a model that is upcycled, one for each seed."""
         own = {**self.of_backbone[backbone], **overrides, **self.lengths.upcycled}
         rows = []
         for seed in range(self.seeds):

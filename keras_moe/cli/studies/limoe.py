@@ -33,12 +33,7 @@ THRESHOLDS, GROUPS, EXPERTS = "text {:g}, image {:g}", "groups: {}", "{} experts
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Does the parts that are asked for.
-
-    Args:
-        args: arguments of `arguments.limoe`.
-        console: console that people read.
-    """
+    """Does the parts that are asked for."""
     for option, value, part in (
         ("--selected", args.selected, "selected"),
         ("--text-experts", args.text_experts, "thresholds"),
@@ -76,12 +71,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
 
 def tables_of(args: argparse.Namespace, base: Base) -> dict[str, Configurations]:
-    """Overrides of the recipe by part and row.
-
-    Args:
-        args: arguments of `arguments.limoe`.
-        base: the LIMoE.
-    """
+    """Overrides of the recipe by part and row."""
     texts, images = configurations.soft_minima(base.moe.num_experts)
     thresholds = configurations.threshold_configurations(
         base, args.text_experts or texts, args.image_experts or images
@@ -133,11 +123,7 @@ class Groups(Comparison):
 
 
 def numbers_in(name: str) -> list[float]:
-    """The numbers in the name of a row.
-
-    Args:
-        name: name such as `"text 2, image 8"`.
-    """
+    """The numbers in the name of a row."""
     return [float(number) for number in re.findall(r"[\d.]+", name)]
 
 

@@ -63,28 +63,17 @@ class Base(NamedTuple):
     patch_size: tuple[int, int]
 
     def soft_minimum(self, modality: str) -> float:
-        """The number of experts whose logarithm is a modality's threshold.
-
-        Args:
-            modality: `"image"` or `"text"`.
-        """
+        """The number of experts whose logarithm is a modality's threshold."""
         return math.exp(self.bag["thresholds"][modality])
 
     def losses(self, **changes: Any) -> dict:
-        """The auxiliary losses with other arguments.
-
-        Args:
-            **changes: arguments of `keras_moe.losses.limoe_losses`.
-        """
+        """The auxiliary losses with other arguments."""
         return {"limoe": {**self.bag, **changes}}
 
     def changes(self, configurations: Configurations) -> Configurations:
         """Overrides of a recipe, without those that the base has already.
 
         Rows that two parts have in common are then one run.
-
-        Args:
-            configurations: overrides of the model by name.
         """
         own = self.moe.to_dict()
         return {
@@ -94,14 +83,7 @@ class Base(NamedTuple):
 
 
 def base_of(recipe: Recipe) -> Base:
-    """The LIMoE of a recipe.
-
-    Args:
-        recipe: a recipe of pairs.
-
-    Raises:
-        ValueError: if its model is no LIMoE with entropy losses for both modalities.
-    """
+    """The LIMoE of a recipe."""
     blueprint = models.resolve(
         recipe.model.preset,
         recipe.model.overrides,
@@ -128,9 +110,6 @@ def loss_configurations(base: Base) -> Configurations:
 
     -MI is the negative mutual information of experts and modalities of appendix B.1, in
     the place of the entropies.
-
-    Args:
-        base: the LIMoE.
     """
     load = ["importance", "load"]
     mutual = [*base.bag.get("classic", CLASSIC), "mutual_information"]
@@ -151,10 +130,6 @@ def selected_configurations(base: Base, selected: Sequence[int]) -> Configuratio
     """Table 6: numbers of experts per token, local losses and priorities.
 
     With K = 1 the paper has two rows, without the local loss and with it.
-
-    Args:
-        base: the LIMoE.
-        selected: values of K.
     """
     rows = {}
     for count in selected:
@@ -173,16 +148,7 @@ def selected_configurations(base: Base, selected: Sequence[int]) -> Configuratio
 def threshold_configurations(
     base: Base, texts: Sequence[float], images: Sequence[float]
 ) -> dict[tuple[float, float], dict[str, Any]]:
-    """Appendix B.2: overrides by the soft minimum of text and of image experts.
-
-    Args:
-        base: the LIMoE.
-        texts: soft minima of text; none above E.
-        images: soft minima of images; none above E.
-
-    Raises:
-        ValueError: if a soft minimum is below 1 or above E.
-    """
+    """Appendix B.2: overrides by the soft minimum of text and of image experts."""
     for soft_minimum in (*texts, *images):
         if not 1 <= soft_minimum <= base.moe.num_experts:
             raise ValueError(
@@ -203,34 +169,18 @@ def soft_minima(num_experts: int) -> tuple[list[float], list[float]]:
     """Soft minima of text and of image experts that span those of the paper.
 
     The paper has 1 to 32 for 32 experts.
-
-    Args:
-        num_experts: E.
     """
     texts = {1.0, *(max(1.0, num_experts * share / 4) for share in (1, 2, 3, 4))}
     return sorted(texts), sorted({1.0, float(num_experts)})
 
 
 def order_configurations(base: Base) -> Configurations:
-    """Figure 6: who is served first.
-
-    Args:
-        base: the LIMoE.
-    """
+    """Figure 6: who is served first."""
     return base.changes({name: {"priority": x} for name, x in ORDERS.items()})
 
 
 def router_configurations(base: Base, text_pool: int | None = None) -> Configurations:
-    """Table 7: one router, one for each modality, and disjoint experts.
-
-    Args:
-        base: the LIMoE.
-        text_pool: number of experts for texts alone in the last row; None takes one
-            more than the soft minimum of text, as the paper's 5 beside its 4.
-
-    Raises:
-        ValueError: if no expert is left to a modality.
-    """
+    """Table 7: one router, one for each modality, and disjoint experts."""
     count = base.moe.num_experts
     if text_pool is None:
         text_pool = min(round(base.soft_minimum("text")) + 1, count - 1)
@@ -260,9 +210,6 @@ def expert_configurations(base: Base) -> dict[int, dict[str, Any]]:
 
     The paper has 4 to 64 experts around its 32, and soft minima of 0.6 E and 0.2 E;
     thresholds below 0, as its log(0.8), are 0.
-
-    Args:
-        base: the LIMoE.
     """
     counts = [round(share * base.moe.num_experts) for share in EXPERTS]
     rows = {}
@@ -275,11 +222,7 @@ def expert_configurations(base: Base) -> dict[int, dict[str, Any]]:
 
 
 def length_configurations(base: Base) -> Configurations:
-    """Figure 5: numbers of image tokens, with the classic losses alone and with all.
-
-    Args:
-        base: the LIMoE, whose patches are those of B/16 in the paper.
-    """
+    """Figure 5: numbers of image tokens, with the classic losses alone and with all."""
     sizes = {}
     for factor in PATCHES:
         patch = [round(factor * side) for side in base.patch_size]
@@ -302,11 +245,7 @@ def length_configurations(base: Base) -> Configurations:
 
 
 def group_configurations(base: Base) -> dict[int, dict[str, Any]]:
-    """Figure 16: overrides by the number of groups of a batch.
-
-    Args:
-        base: the LIMoE.
-    """
+    """Figure 16: overrides by the number of groups of a batch."""
     counts = {n: base.batch_size // n for n in GROUPS if not base.batch_size % n}
     changes = base.changes(
         {str(n): {"images_per_group": size} for n, size in counts.items()}
@@ -318,9 +257,6 @@ def pruning_configurations(base: Base) -> Configurations:
     """Appendix E.4: LIMoE, and the same with twice its soft minimum of text.
 
     The paper has 4 and 9 of 32 experts.
-
-    Args:
-        base: the LIMoE.
     """
     own, image = base.soft_minimum("text"), base.soft_minimum("image")
     twice = min(2 * own, float(base.moe.num_experts))
@@ -332,10 +268,5 @@ def pruning_configurations(base: Base) -> Configurations:
 
 
 def thresholds(text: float, image: float) -> dict[str, float]:
-    """Entropy thresholds of soft minima.
-
-    Args:
-        text: soft minimum of text experts.
-        image: soft minimum of image experts.
-    """
+    """Entropy thresholds of soft minima."""
     return {"text": math.log(text), "image": math.log(image)}

@@ -29,15 +29,7 @@ BATCHES = 8
 
 
 class Pruning(Part):
-    """LIMoEs of two text thresholds, whose experts are pruned for one modality.
-
-    Args:
-        study: the study.
-        pairs: training of the models.
-        configurations: overrides of the recipe by the model's name.
-        counts: numbers of experts that a block keeps, the largest of them E.
-        seeds: number of seeds.
-    """
+    """LIMoEs of two text thresholds, whose experts are pruned for one modality."""
 
     def __init__(
         self,
@@ -68,13 +60,7 @@ class Pruning(Part):
         return Run("pruning", seed, settings, make, name)
 
     def measure(self, overrides: dict, seed: int, tell: Tell) -> tuple[dict, dict]:
-        """Trains from a seed, and prunes the experts of each modality by their use.
-
-        Args:
-            overrides: overrides of the recipe.
-            seed: seed of weights, noise and order.
-            tell: function that shows a text beside the bar.
-        """
+        """Trains from a seed, and prunes the experts of each modality by their use."""
         recorders = []
 
         def recorder(model, datasets):
@@ -129,16 +115,7 @@ class Pruning(Part):
         count: int,
         whole: evaluation.PairEmbeddings,
     ) -> float:
-        """R@1, the mean of both ways, with fewer experts for one modality.
-
-        Args:
-            model: the whole model.
-            usage: use of its experts.
-            modality: modality whose experts are pruned.
-            method: argument of `keras_moe.analysis.prune_experts`.
-            count: number of experts that each block keeps.
-            whole: embeddings of the whole model.
-        """
+        """R@1, the mean of both ways, with fewer experts for one modality."""
         keep = analysis.select_experts(usage, count, groups=modality)
         pruned = self.embedded(analysis.mask_experts(model, keep, method))
         # The other modality has all its experts.
@@ -147,11 +124,7 @@ class Pruning(Part):
         return retrieval_figures(both)["r1"]
 
     def embedded(self, model: keras.Model) -> evaluation.PairEmbeddings:
-        """The embeddings of the test pairs.
-
-        Args:
-            model: the model, whose tokenizer a pruned one keeps.
-        """
+        """The embeddings of the test pairs."""
         recipe = self.pairs.recipe
         pairs = self.pairs.test_pairs(recipe, model)
         return evaluation.encode_pairs(model, pairs, recipe.data.batch_size)
@@ -204,23 +177,14 @@ class Pruning(Part):
 
 
 def kept_counts(num_experts: int, num_selected: int) -> list[int]:
-    """Numbers of experts that are left: powers of two, three quarters, and all.
-
-    Args:
-        num_experts: E.
-        num_selected: K, the fewest.
-    """
+    """Numbers of experts that are left: powers of two, three quarters, and all."""
     powers = (2**power for power in range(num_experts.bit_length()))
     counts = {num_selected, 3 * num_experts // 4, num_experts, *powers}
     return sorted(x for x in counts if num_selected <= x <= num_experts)
 
 
 def pruning_summary(runs: Sequence[dict]) -> dict:
-    """Means and spreads over the runs of a model.
-
-    Args:
-        runs: results of `Pruning.measure`, one for each seed.
-    """
+    """Means and spreads over the runs of a model."""
     first = runs[0]
     return {
         "seeds": len(runs),
@@ -248,11 +212,6 @@ def pruning_summary(runs: Sequence[dict]) -> dict:
 
 
 def first_batches(batches: Any, count: int) -> dict[str, np.ndarray]:
-    """The inputs of the first batches, together.
-
-    Args:
-        batches: batches of inputs and ids.
-        count: number of batches.
-    """
+    """The inputs of the first batches, together."""
     inputs = [pair[0] for pair, _ in zip(batches, range(count))]
     return {name: np.concatenate([x[name] for x in inputs]) for name in inputs[0]}

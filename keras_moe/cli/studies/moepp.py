@@ -24,12 +24,7 @@ from keras_moe.ops import ExpertKinds
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Does the parts that are asked for.
-
-    Args:
-        args: arguments of `arguments.moepp`.
-        console: console that people read.
-    """
+    """Does the parts that are asked for."""
     kinds = ExpertKinds(*args.kinds)
     if not kinds.zero_computation:
         raise ValueError(

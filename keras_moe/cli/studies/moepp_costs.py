@@ -134,14 +134,7 @@ def one_kind(
 
 
 class Speed(Part):
-    """Forward times of a layer by tau, and how much more it gets through: Table 3.
-
-    Args:
-        study: the study.
-        sizes: sizes of the layer.
-        taus: values of tau.
-        rounds: rounds of timing.
-    """
+    """Forward times of a layer by tau, and how much more it gets through: Table 3."""
 
     def __init__(self, study: Study, sizes: Sizes, taus: Sequence[float], rounds: int):
         super().__init__(study)

@@ -41,13 +41,7 @@ PICTURE_IMAGES = 10
 
 
 class Kinds(Part):
-    """One trained MoE++ for each seed, without kinds of experts and by token.
-
-    Args:
-        study: the study.
-        digits: settings of a model's training.
-        seeds: number of seeds.
-    """
+    """One trained MoE++ for each seed, without kinds of experts and by token."""
 
     def __init__(self, study: Study, digits: Digits, seeds: int):
         super().__init__(study)
@@ -59,12 +53,7 @@ class Kinds(Part):
         ]
 
     def measure(self, seed: int, tell: Tell) -> tuple[dict, dict]:
-        """Trains from a seed; removes kinds, and counts who serves which patch.
-
-        Args:
-            seed: seed of weights, noise, order and augmentation.
-            tell: function that shows a text beside the bar.
-        """
+        """Trains from a seed; removes kinds, and counts who serves which patch."""
         model, (images, labels), _ = self.digits.fit({}, seed, tell)
         batch_size = self.digits.batch_size
         ablation = analysis.ablate_experts(
@@ -167,14 +156,7 @@ class Tokens(Kinds):
 
 
 class Constants(Training):
-    """Figure 3: MoE++ with several numbers of constant experts, all else as it is.
-
-    Args:
-        study: the study.
-        digits: settings of a model's training.
-        seeds: number of seeds.
-        counts: numbers of constant experts.
-    """
+    """Figure 3: MoE++ with several numbers of constant experts, all else as it is."""
 
     def __init__(self, study: Study, digits: Digits, seeds: int, counts: Sequence[int]):
         super().__init__(study, digits, seeds, taus=())

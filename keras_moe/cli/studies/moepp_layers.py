@@ -98,13 +98,7 @@ def shift_by_kind(moe: MoE, tau: float) -> None:
 def measure(
     sizes: Sizes, taus: Sequence[float], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Median seconds of the forward pass, by form and by layer.
-
-    Args:
-        sizes: sizes of the layers.
-        taus: values of tau.
-        rounds: rounds of timing.
-    """
+    """Median seconds of the forward pass, by form and by layer."""
     kinds = sizes.kinds
     tokens = np.random.default_rng(0).normal(size=(1, sizes.tokens, sizes.dim))
     tokens = tokens.astype("float32")

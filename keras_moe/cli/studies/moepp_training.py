@@ -43,13 +43,7 @@ class Digits(NamedTuple):
     learning_rate: float
 
     def fit(self, overrides: dict, seed: int, tell: Tell) -> tuple:
-        """A model trained from a seed, the test images with labels, and seconds.
-
-        Args:
-            overrides: overrides of the preset's arguments.
-            seed: seed of weights, noise, order and augmentation.
-            tell: function that shows a text beside the bar.
-        """
+        """A model trained from a seed, the test images with labels, and seconds."""
         keras.utils.set_random_seed(seed)
         model = models.from_preset(
             PRESET, num_classes=10, seed=seed, load_weights=False, **overrides

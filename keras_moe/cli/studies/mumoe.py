@@ -41,12 +41,7 @@ from keras_moe.cli.versions import backend_and_versions
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Does the parts that are asked for.
-
-    Args:
-        args: arguments of `arguments.mumoe`.
-        console: console that people read.
-    """
+    """Does the parts that are asked for."""
     settings = run_settings(args)
     study = Study(
         args.output,

@@ -32,11 +32,7 @@ class Fit(NamedTuple):
     learning_rate: float
 
     def optimizer(self, rate: float = 1.0) -> keras.optimizers.Optimizer:
-        """A new optimizer.
-
-        Args:
-            rate: factor of the learning rate.
-        """
+        """A new optimizer."""
         return keras.optimizers.AdamW(rate * self.learning_rate, weight_decay=1e-4)
 
     def train(
@@ -47,15 +43,7 @@ class Fit(NamedTuple):
         tell: Tell,
         passes: int = 1,
     ) -> None:
-        """Trains a compiled model.
-
-        Args:
-            model: the model.
-            images: (B, height, width, channels), or features (B, D).
-            labels: labels as its loss takes them.
-            tell: function that shows a text beside the bar.
-            passes: factor of the epochs.
-        """
+        """Trains a compiled model."""
         model.fit(
             images,
             labels,
@@ -67,12 +55,7 @@ class Fit(NamedTuple):
 
 
 def numbers(split: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers from 00 to 99, as many of each, of two digits of a split.
-
-    Args:
-        split: split of the digits.
-        count: number of images.
-    """
+    """Numbers from 00 to 99, as many of each, of two digits of a split."""
     images, digits = data.load_digits(split, SHAPE)
     generator = np.random.default_rng(0)
     labels = generator.permutation(np.arange(count) % 100)
@@ -87,13 +70,7 @@ def numbers(split: str, count: int) -> tuple[np.ndarray, np.ndarray]:
 def with_attributes(
     images: np.ndarray, digits: np.ndarray, inverted: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images, some of them inverted, and their attributes (B, 5).
-
-    Args:
-        images: (B, height, width, channels) in [-1, 1].
-        digits: (B,).
-        inverted: (B,) whether to invert an image.
-    """
+    """Images, some of them inverted, and their attributes (B, 5)."""
     images = np.where(inverted[:, None, None, None], -images, images)
     labels = [digits >= 5, digits % 2 == 0, np.isin(digits, [0, 6, 8, 9])]
     labels += [np.isin(digits, [2, 3, 5, 7]), inverted]
@@ -101,12 +78,7 @@ def with_attributes(
 
 
 def both_ways(images: np.ndarray, digits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every image twice: as it is, and inverted.
-
-    Args:
-        images: (B, height, width, channels) in [-1, 1].
-        digits: (B,).
-    """
+    """Every image twice: as it is, and inverted."""
     inverted = np.repeat([False, True], len(digits))
     return with_attributes(
         np.concatenate([images, images]), np.concatenate([digits, digits]), inverted

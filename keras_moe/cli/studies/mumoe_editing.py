@@ -48,15 +48,7 @@ METRICS = {
 
 
 class Editing(Part):
-    """A planted bias, and what corrects it.
-
-    Args:
-        study: the study.
-        fit: settings of the models' training.
-        seeds: number of seeds.
-        experts: number of experts of the head.
-        rank: rank of the head.
-    """
+    """A planted bias, and what corrects it."""
 
     def __init__(self, study: Study, fit: Fit, seeds: int, experts: int, rank: int):
         super().__init__(study)
@@ -79,12 +71,7 @@ class Editing(Part):
         return {"experts": self.experts, "runs": runs}
 
     def train(self, seed: int, tell: Tell) -> tuple[dict, dict]:
-        """All models of one seed, by name.
-
-        Args:
-            seed: seed of the images that are inverted, and of the models.
-            tell: function that shows a text beside the bar.
-        """
+        """All models of one seed, by name."""
         generator = np.random.default_rng(seed)
         images, digits = data.load_digits("train", SHAPE)
         order = generator.permutation(len(digits))

@@ -52,13 +52,7 @@ def top_1_softmax(logits: Any) -> Any:
 
 
 class Heads:
-    """Heads on the features of dense ViTs.
-
-    Args:
-        study: the study.
-        dense: the dense models.
-        fit: settings of the models' training.
-    """
+    """Heads on the features of dense ViTs."""
 
     def __init__(self, study: Study, dense: DenseModels, fit: Fit):
         self.study, self.dense = study, dense
@@ -68,12 +62,7 @@ class Heads:
     def finish_all(
         self, rows: dict[str, dict | None], is_ablated: bool
     ) -> dict[str, list[dict]]:
-        """The results of heads by name, one for each seed.
-
-        Args:
-            rows: arguments of a head by name, None for a linear one.
-            is_ablated: whether a head's experts are ablated.
-        """
+        """The results of heads by name, one for each seed."""
         settings = {"ablated": is_ablated, "steps": [BATCH_SIZE, RATE]}
         runs = []
         for seed in range(self.dense.seeds):
@@ -90,14 +79,7 @@ class Heads:
     def train(
         self, options: dict | None, is_ablated: bool, seed: int, tell: Tell
     ) -> tuple[dict, dict]:
-        """Trains a head, and measures how good it is and what its experts do.
-
-        Args:
-            options: arguments of the head, None for a linear one.
-            is_ablated: whether its experts are ablated.
-            seed: seed of the dense model and of the head.
-            tell: function that shows a text beside the bar.
-        """
+        """Trains a head, and measures how good it is and what its experts do."""
         (_, train_labels), (images, labels) = self.dense.images
         train, test = self.features_of(seed, tell)
         keras.utils.set_random_seed(seed)
@@ -138,15 +120,7 @@ class Heads:
         return result, {}
 
     def features_of(self, seed: int, tell: Tell) -> tuple[np.ndarray, np.ndarray]:
-        """The features that the dense ViT of a seed gives to a head.
-
-        Args:
-            seed: seed of the dense model.
-            tell: function that shows a text beside the bar.
-
-        Returns:
-            Those of the images to train on, and of the test images.
-        """
+        """The features that the dense ViT of a seed gives to a head."""
         if seed not in self.features:
             model = self.dense.new_model(seed)
             model.backbone.set_weights(self.dense.weights(seed, tell))
@@ -166,14 +140,7 @@ def new_head(options: dict) -> MuMoE:
 
 
 class AblatedHeads(Part):
-    """CP muMoE heads that differ in one argument, and whose experts are ablated.
-
-    Args:
-        study: the study.
-        heads: heads on the features of dense ViTs.
-        experts: numbers of experts.
-        rank: rank of the heads.
-    """
+    """CP muMoE heads that differ in one argument, and whose experts are ablated."""
 
     name: str
     values: dict[str, Any]
@@ -235,13 +202,7 @@ class Normalization(AblatedHeads):
 
 
 class ComparedHeads(Part):
-    """Heads of different kinds, beside a linear one.
-
-    Args:
-        study: the study.
-        heads: heads on the features of dense ViTs.
-        rows: arguments of a head by name.
-    """
+    """Heads of different kinds, beside a linear one."""
 
     figure: int
 
@@ -269,13 +230,7 @@ class ComparedHeads(Part):
 
 
 class Matched(ComparedHeads):
-    """Figure 23, and Tucker, which the paper does not train.
-
-    Args:
-        study: the study.
-        heads: heads on the features of dense ViTs.
-        experts: numbers of experts.
-    """
+    """Figure 23, and Tucker, which the paper does not train."""
 
     figure = 23
 
@@ -299,12 +254,7 @@ class Matched(ComparedHeads):
 
 
 class Capacity(ComparedHeads):
-    """Figure 24.
-
-    Args:
-        study: the study.
-        heads: heads on the features of dense ViTs.
-    """
+    """Figure 24."""
 
     figure = 24
 

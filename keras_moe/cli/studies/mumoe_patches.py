@@ -14,12 +14,7 @@ from keras_moe.ops import Routing
 
 
 class Patches(Part):
-    """The patches that use the experts of a Mixer's first and last block.
-
-    Args:
-        study: the study.
-        fit: settings of the models' training.
-    """
+    """The patches that use the experts of a Mixer's first and last block."""
 
     def __init__(self, study: Study, fit: Fit):
         super().__init__(study)
@@ -30,11 +25,7 @@ class Patches(Part):
         return self.study.finish_all([self.run])[0]
 
     def train(self, tell: Tell) -> tuple[dict, dict]:
-        """Trains the Mixer; keeps the gates of the test images.
-
-        Args:
-            tell: function that shows a text beside the bar.
-        """
+        """Trains the Mixer; keeps the gates of the test images."""
         keras.utils.set_random_seed(0)
         backbone = models.MixerBackbone(
             SHAPE,

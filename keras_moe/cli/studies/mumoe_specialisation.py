@@ -30,13 +30,7 @@ SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
 
 
 class DenseModels:
-    """A dense ViT for each seed, from which heads start, and its images.
-
-    Args:
-        study: the study.
-        fit: settings of the models' training.
-        seeds: number of seeds.
-    """
+    """A dense ViT for each seed, from which heads start, and its images."""
 
     def __init__(self, study: Study, fit: Fit, seeds: int):
         self.study, self.fit, self.seeds = study, fit, seeds
@@ -52,12 +46,7 @@ class DenseModels:
         return numbers("train", TRAIN_NUMBERS), numbers("test", TEST_NUMBERS)
 
     def new_model(self, seed: int, **head) -> keras.Model:
-        """A ViT with any head.
-
-        Args:
-            seed: seed of the weights.
-            **head: arguments of the classifier.
-        """
+        """A ViT with any head."""
         keras.utils.set_random_seed(seed)
         shape = (SHAPE[0], 2 * SHAPE[1], SHAPE[2])
         backbone = models.ViTBackbone(shape, num_heads=4, seed=seed, **SIZES)
@@ -82,15 +71,7 @@ class DenseModels:
 
 
 class Specialisation(Part):
-    """Polysemanticity by the number of experts.
-
-    Args:
-        study: the study.
-        dense: the dense models.
-        experts: numbers of experts of the heads.
-        rank: rank of the heads.
-        positions: places of the heads in the classifier.
-    """
+    """Polysemanticity by the number of experts."""
 
     def __init__(
         self,
@@ -116,14 +97,7 @@ class Specialisation(Part):
         ]
 
     def head(self, place: str, count: int, seed: int, tell: Tell) -> tuple[dict, dict]:
-        """The ViT with a muMoE head, trained on together.
-
-        Args:
-            place: place of the head.
-            count: number of experts.
-            seed: seed of the dense model and of the head.
-            tell: function that shows a text beside the bar.
-        """
+        """The ViT with a muMoE head, trained on together."""
         weights, (train, test) = self.dense.weights(seed, tell), self.dense.images
         units = 100 if place == "final" else SIZES["hidden_dim"]
         head = MuMoE(units, count, rank=self.rank)

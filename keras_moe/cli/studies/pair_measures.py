@@ -19,11 +19,7 @@ COVERED = 0.9
 
 
 def retrieval_figures(pairs: evaluation.PairEmbeddings) -> dict[str, float]:
-    """Recalls of both directions, and the contrastive accuracy.
-
-    Args:
-        pairs: embeddings of the test pairs.
-    """
+    """Recalls of both directions, and the contrastive accuracy."""
     ks = [k for k in KS if k <= min(len(pairs.images), len(pairs.texts))]
     recalls = pairs.retrieval(ks).figures()
     accuracy = pairs.contrastive_accuracy(min(ACCURACY_BATCH, len(pairs.texts)))
@@ -32,12 +28,7 @@ def retrieval_figures(pairs: evaluation.PairEmbeddings) -> dict[str, float]:
 
 
 def routing_figures(model: Any, inputs: dict) -> dict[str, float]:
-    """Figures of routers by modality, routed as at inference.
-
-    Args:
-        model: a model of pairs with MoE blocks.
-        inputs: one batch of its inputs.
-    """
+    """Figures of routers by modality, routed as at inference."""
     records = keras.Model(model.input, model.routing).predict(
         inputs, batch_size=len(inputs["images"]), verbose=0
     )
@@ -48,19 +39,7 @@ def routing_figures(model: Any, inputs: dict) -> dict[str, float]:
 def modality_figures(
     records: dict[str, Any], masks: dict[str, np.ndarray]
 ) -> dict[str, float]:
-    """Entropies of routers and numbers of experts by modality, averaged over blocks.
-
-    Args:
-        records: `Routing` of arrays (B, N, E) by the name of a block, such as
-            `"text/block_1"`.
-        masks: boolean (B, N) by modality, False for tokens that do not count.
-
-    Returns:
-        For each modality `"text_routing_entropy"`, that of the mean gates, in nats
-        (the global entropy); `"text_local_entropy"`, the mean of the tokens';
-        `"text_experts"`, the number of experts that serve 90% of the tokens; and
-        `"text_max_gate"`.
-    """
+    """Entropies of routers and numbers of experts by modality, averaged over blocks."""
     rows: dict[str, list[float]] = {}
     for name, record in records.items():
         modality = name.partition("/")[0]
@@ -82,15 +61,7 @@ def modality_figures(
 
 
 def health_figures(layers: list[dict]) -> dict[str, float]:
-    """Figures of routers in training, by modality and averaged over blocks.
-
-    Args:
-        layers: rows of `keras_moe.training.RouterHealth` of one time.
-
-    Returns:
-        For each modality `"text_dropped"`, the share of tokens that no expert served,
-        and `"text_dispatched_entropy"`, that of the served tokens' experts, in nats.
-    """
+    """Figures of routers in training, by modality and averaged over blocks."""
     rows: dict[str, list[float]] = {}
     for layer in layers:
         modality = layer["layer"].partition("/")[0]
@@ -103,10 +74,6 @@ def health_figures(layers: list[dict]) -> dict[str, float]:
 
 
 def entropy(shares: np.ndarray) -> float:
-    """The entropy of shares that sum to one, in nats.
-
-    Args:
-        shares: (E,), at least 0.
-    """
+    """The entropy of shares that sum to one, in nats."""
     positive = shares[shares > 0]
     return float(-(positive * np.log(positive)).sum() + 0.0)

@@ -45,14 +45,7 @@ NOTES = (
 
 
 class Comparison(Part):
-    """Configurations that are trained alike, each from several seeds.
-
-    Args:
-        study: the study.
-        name: name of the part, and of its picture.
-        title: title of its table and picture.
-        rows: runs of each configuration by its name, one for each seed.
-    """
+    """Configurations that are trained alike, each from several seeds."""
 
     def __init__(
         self, study: Study, name: str, title: str, rows: dict[str, Sequence[Run]]
@@ -88,12 +81,7 @@ class Comparison(Part):
 
 
 def run_comparisons(study: Study, parts: dict[str, Part]) -> Result:
-    """Does parts of a study of pairs, and says what their columns are.
-
-    Args:
-        study: the study.
-        parts: parts by name, in order.
-    """
+    """Does parts of a study of pairs, and says what their columns are."""
     result = run_parts(study, parts)
     for note in NOTES:
         study.console.print(note, style="dim", highlight=False)
@@ -103,16 +91,7 @@ def run_comparisons(study: Study, parts: dict[str, Part]) -> Result:
 def chosen_rows(
     tables: dict[str, dict[str, Any]], parts: Sequence[str], only: Sequence[str] | None
 ) -> dict[str, dict[str, Any]]:
-    """The rows that train, by part.
-
-    Args:
-        tables: rows of all parts by name.
-        parts: parts that are done.
-        only: names of rows, or None for all.
-
-    Raises:
-        ValueError: if no part has a row of a name, or a part has none of them.
-    """
+    """The rows that train, by part."""
     tables = {part: rows for part, rows in tables.items() if part in parts}
     if only is None:
         return tables
@@ -131,11 +110,7 @@ def chosen_rows(
 
 
 def summary(runs: Sequence[dict]) -> dict[str, Any]:
-    """Means and spreads over the runs of a configuration.
-
-    Args:
-        runs: results of `PairTraining.make`, one for each seed.
-    """
+    """Means and spreads over the runs of a configuration."""
     return {
         "seeds": len(runs),
         "figures": spreads([run["figures"] for run in runs]),
@@ -160,21 +135,13 @@ def summary(runs: Sequence[dict]) -> dict[str, Any]:
 
 
 def spreads(figures: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The spread of each figure that all runs have.
-
-    Args:
-        figures: figures by name, of each run.
-    """
+    """The spread of each figure that all runs have."""
     names = [x for x in figures[0] if all(row.get(x) is not None for row in figures)]
     return {name: spread([row[name] for row in figures]) for name in names}
 
 
 def comparison_table(results: dict) -> Table:
-    """The table of a part.
-
-    Args:
-        results: result of `Comparison.results`.
-    """
+    """The table of a part."""
     rows = results["rows"]
     seeds = next(iter(rows.values()))["seeds"]
     table = Table(
@@ -208,13 +175,7 @@ def comparison_table(results: dict) -> Table:
 
 
 def cell(figures: dict, name: str, is_share: bool) -> str:
-    """A figure of the table as text.
-
-    Args:
-        figures: spreads by name.
-        name: name of the figure.
-        is_share: whether it is shown in percent.
-    """
+    """A figure of the table as text."""
     if name not in figures:
         return "-"
     return percent(figures[name]) if is_share else plus_minus(figures[name], 1)

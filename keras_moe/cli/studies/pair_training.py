@@ -28,13 +28,6 @@ def recipe_of(args: argparse.Namespace) -> training.Recipe:
     """The recipe of a study, with what the command line overrides.
 
     A shorter run has a shorter warm-up, unless the command line sets it.
-
-    Args:
-        args: arguments of `arguments.limoe` or `arguments.clip_up`.
-
-    Raises:
-        ValueError: if both --epochs and --steps are there, or the recipe trains on no
-            pairs.
     """
     if args.epochs and args.steps:
         raise ValueError(
@@ -66,12 +59,7 @@ def recipe_of(args: argparse.Namespace) -> training.Recipe:
 
 
 class PairTraining:
-    """Models of pairs, trained from seeds by a recipe.
-
-    Args:
-        recipe: the recipe that all models share.
-        data_dir: folder of TensorFlow Datasets.
-    """
+    """Models of pairs, trained from seeds by a recipe."""
 
     def __init__(self, recipe: training.Recipe, data_dir: str | None):
         self.recipe, self.data_dir = recipe, data_dir
@@ -90,23 +78,12 @@ class PairTraining:
 
         Its name is not that of the configuration: rows that two parts share are one
         run.
-
-        Args:
-            overrides: overrides of the recipe.
-            seed: seed of weights, noise and order.
-            label: name for people.
         """
         make = functools.partial(self.make, overrides, seed)
         return Run("pairs", seed, {"overrides": overrides}, make, label)
 
     def make(self, overrides: dict, seed: int, tell: Tell) -> tuple[dict, dict]:
-        """Trains and measures; there are no arrays to keep.
-
-        Args:
-            overrides: overrides of the recipe.
-            seed: seed of weights, noise and order.
-            tell: function that shows a text beside the bar.
-        """
+        """Trains and measures; there are no arrays to keep."""
         return self.train(overrides, seed, tell)[1], {}
 
     def train(
@@ -117,18 +94,7 @@ class PairTraining:
         dense: keras.Model | None = None,
         callbacks: list | None = None,
     ) -> tuple[keras.Model, dict]:
-        """Trains a model from a seed, and measures it on the test pairs.
-
-        Args:
-            overrides: overrides of the recipe.
-            seed: seed of weights, noise and order.
-            tell: function that shows a text beside the bar.
-            dense: model with whose weights it starts, copied to all experts; or None.
-            callbacks: further callbacks, functions from the model and its `Datasets`.
-
-        Returns:
-            The model, and a result that JSON has.
-        """
+        """Trains a model from a seed, and measures it on the test pairs."""
         recipe = self.recipe.replace(**{**overrides, "seed": seed})
         clock, watchers, start = Clock(), {}, {}
 
@@ -185,23 +151,13 @@ class PairTraining:
         }
 
     def retrieval(self, recipe: training.Recipe, model: keras.Model) -> dict:
-        """Retrieval of the test pairs by a model.
-
-        Args:
-            recipe: recipe of the model.
-            model: the model.
-        """
+        """Retrieval of the test pairs by a model."""
         pairs = self.test_pairs(recipe, model)
         embedded = evaluation.encode_pairs(model, pairs, recipe.data.batch_size)
         return retrieval_figures(embedded)
 
     def test_pairs(self, recipe: training.Recipe, model: keras.Model) -> Any:
-        """Batches of all test pairs, each caption of an image with it.
-
-        Args:
-            recipe: recipe of the model.
-            model: model with a tokenizer.
-        """
+        """Batches of all test pairs, each caption of an image with it."""
         return data.load_pairs(
             recipe.data.source,
             recipe.data.test_split,
@@ -235,10 +191,6 @@ class Clock(keras.callbacks.Callback):
 
 
 def first_batch(batches: Any) -> dict[str, np.ndarray]:
-    """The inputs of the first batch.
-
-    Args:
-        batches: batches of inputs and ids.
-    """
+    """The inputs of the first batch."""
     inputs, *_ = next(iter(batches))
     return {name: np.asarray(value) for name, value in inputs.items()}

@@ -21,12 +21,6 @@ class Configuration:
     """One row of the table: a router with k or c, its combine weights and its model.
 
     The model is compiled once. Each run starts it from the state of a new one.
-
-    Args:
-        task: the images and the arguments, see `routers.Task`.
-        router: the router's name.
-        selected: k of token choice, c of the others.
-        combine: `"softmax"`, or `"affinity"` to weigh outputs with the transport plan.
     """
 
     def __init__(self, task: Any, router: str, selected: int, combine: str):
@@ -106,12 +100,7 @@ class Configuration:
             variable.assign(value)
 
     def train(self, seed: int, tell: Tell) -> tuple[dict, dict]:
-        """Trains from a seed, and evaluates; there are no arrays to keep.
-
-        Args:
-            seed: seed of weights, noise and order.
-            tell: function that shows a text beside the bar.
-        """
+        """Trains from a seed, and evaluates; there are no arrays to keep."""
         begin = time.perf_counter()
         self.start(seed)
         batches = self.task.load_augmented(seed)

@@ -51,12 +51,7 @@ TIMING_ROUNDS = 9
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
-    """Trains what is not there yet, and summarises.
-
-    Args:
-        args: arguments of `arguments.routers`.
-        console: console that people read.
-    """
+    """Trains what is not there yet, and summarises."""
     task = Task(args)
     configurations = [Configuration(task, *row) for row in rows_of(args)]
     study = Study(args.output, task.settings(), console, args.restart)
@@ -107,11 +102,7 @@ def rows_of(args: argparse.Namespace) -> list[tuple[str, int, str]]:
 
 
 class Task:
-    """The images and the model's arguments that all configurations share.
-
-    Args:
-        args: arguments of `arguments.routers`.
-    """
+    """The images and the model's arguments that all configurations share."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args

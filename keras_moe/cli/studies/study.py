@@ -22,12 +22,7 @@ Tell = Callable[[str], None]
 
 
 class Diverged(Exception):
-    """The loss of a run is not finite.
-
-    Args:
-        epoch: number of the epoch, from 1 on.
-        loss: the loss.
-    """
+    """The loss of a run is not finite."""
 
     def __init__(self, epoch: int, loss: float):
         super().__init__(epoch, loss)
@@ -60,12 +55,6 @@ class Study:
     A run is done once: its file's name has a digest of all settings, so that other
     settings make other files, and an interrupted study resumes at the run that was
     interrupted. A damaged file is no result.
-
-    Args:
-        folder: the study's folder.
-        settings: settings that influence every run.
-        console: console that people read.
-        restart: whether finished runs are removed.
     """
 
     def __init__(
@@ -113,15 +102,7 @@ class Study:
         return read_arrays(self.path(run).with_suffix(".npz")) or {}
 
     def finish(self, run: Run, tell: Tell = lambda text: None) -> dict:
-        """The result of a run, which is made unless it is there.
-
-        Args:
-            run: the run.
-            tell: function that shows a text beside the bar.
-
-        Raises:
-            ValueError: if its loss is not finite; nothing is kept then.
-        """
+        """The result of a run, which is made unless it is there."""
         result = self.finished(run)
         if result is not None:
             return result
@@ -145,11 +126,7 @@ class Study:
         return result
 
     def finish_all(self, runs: Sequence[Run]) -> list[dict]:
-        """The results of runs in order, with a bar.
-
-        Args:
-            runs: all runs of a part of the study.
-        """
+        """The results of runs in order, with a bar."""
         results = []
         count = sum(self.finished(run) is not None for run in runs)
         if count:
@@ -217,12 +194,7 @@ class Part:
 
 
 def run_parts(study: Study, parts: dict[str, Part]) -> Result:
-    """Does parts of a study one after the other; those of earlier commands stay.
-
-    Args:
-        study: the study.
-        parts: parts by name, in order.
-    """
+    """Does parts of a study one after the other; those of earlier commands stay."""
     every = study.earlier_results()
     for name, part in parts.items():
         results = every[name] = plain(part.results())

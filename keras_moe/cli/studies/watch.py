@@ -10,12 +10,7 @@ from keras_moe.cli.studies.study import Diverged, Tell
 
 
 class Watch(keras.callbacks.Callback):
-    """Tells the loss of each epoch, and ends a run whose loss is not finite.
-
-    Args:
-        tell: function that shows a text beside the bar.
-        on_epoch: function to call after each epoch.
-    """
+    """Tells the loss of each epoch, and ends a run whose loss is not finite."""
 
     def __init__(self, tell: Tell, on_epoch: Callable[[], Any] = lambda: None):
         super().__init__()

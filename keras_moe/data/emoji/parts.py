@@ -51,31 +51,14 @@ _ALIKE = {
 
 
 class Parts(NamedTuple):
-    """An emoji taken apart.
-
-    Fields:
-        base: emoji without modifiers, as text without variation selectors.
-        modifiers: English names of genders, members of a family, hair, direction and
-            skin tones; two people may have two of each.
-    """
+    """An emoji taken apart."""
 
     base: str
     modifiers: tuple[str, ...]
 
 
 def parts_of(emoji: str) -> Parts:
-    """The base and the modifiers of an emoji.
-
-    Args:
-        emoji: sequence of code points, fully qualified or not.
-
-    Example:
-
-    >>> from keras_moe.data.emoji.parts import parts_of
-    >>> parts = parts_of("\\U0001f469\\U0001f3ff\\u200d\\U0001f692")
-    >>> ascii(parts.base), parts.modifiers
-    ("'\\\\U0001f9d1\\\\u200d\\\\U0001f692'", ('woman', 'dark skin tone'))
-    """
+    """The base and the modifiers of an emoji."""
     plain = emoji.replace(EMOJI_STYLE, "")
     tones = tuple(SKIN_TONES[sign] for sign in plain if sign in SKIN_TONES)
     plain = "".join(sign for sign in plain if sign not in SKIN_TONES)
@@ -88,11 +71,7 @@ def parts_of(emoji: str) -> Parts:
 
 
 def code_of(emoji: str) -> str:
-    """The code points of an emoji, such as `"1F469-200D-1F692"`.
-
-    Args:
-        emoji: sequence of code points.
-    """
+    """The code points of an emoji, such as `"1F469-200D-1F692"`."""
     return "-".join(f"{ord(sign):04X}" for sign in emoji)
 
 

@@ -14,15 +14,7 @@ HELD_OUT_FRACTION = 0.1
 
 
 def split_of(parts: Parts, seed: int) -> str:
-    """The split of an emoji, which is that of its concept.
-
-    Args:
-        parts: base and modifiers of the emoji.
-        seed: seed of the draws.
-
-    Returns:
-        `"train"`, `"validation"` or `"test"`.
-    """
+    """The split of an emoji, which is that of its concept."""
     tones = SKIN_TONES.values()
     concept = [code_of(parts.base), *(x for x in parts.modifiers if x not in tones)]
     digest = hashlib.sha256(f"{seed} {' '.join(concept)}".encode()).digest()

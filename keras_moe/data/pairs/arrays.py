@@ -11,17 +11,7 @@ from keras_moe.data.pairs.source import PairSource, indexed_pairs
 def read_pairs(
     images: Any, captions: Sequence[Any], name: str = "arrays"
 ) -> PairSource:
-    """The pairs of an array of images.
-
-    Args:
-        images: uint8 (images, height, width, channels).
-        captions: string, or sequence of strings, of each image.
-        name: name of the source, for errors.
-
-    Raises:
-        ValueError: if there are not as many images as captions, or the images are no
-            array of bytes.
-    """
+    """The pairs of an array of images."""
     import tensorflow as tf
 
     images = np.asarray(images)

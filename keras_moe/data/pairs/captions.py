@@ -27,12 +27,7 @@ class CaptionChoice(NamedTuple):
     is_random: bool
 
     def __call__(self, texts: dict[str, Any], key: Any) -> dict[str, Any]:
-        """The caption of a pair, as tensors of TensorFlow.
-
-        Args:
-            texts: texts of an image; see `PairSource`.
-            key: key of the image.
-        """
+        """The caption of a pair, as tensors of TensorFlow."""
         import tensorflow as tf
 
         if not self.is_random:
@@ -44,12 +39,7 @@ class CaptionChoice(NamedTuple):
 
 
 def select_caption(texts: dict[str, Any], which: Any) -> dict[str, Any]:
-    """The texts of an image without their axis K: one caption, or some as a slice.
-
-    Args:
-        texts: texts of an image; see `PairSource`.
-        which: number of the caption, or a slice.
-    """
+    """The texts of an image without their axis K: one caption, or some as a slice."""
     return {
         name: value if name == "image_ids" else value[which]
         for name, value in texts.items()
@@ -57,11 +47,7 @@ def select_caption(texts: dict[str, Any], which: Any) -> dict[str, Any]:
 
 
 class CaptionTable:
-    """The captions of all images in memory, each caption with its own number.
-
-    Args:
-        captions: captions of each image.
-    """
+    """The captions of all images in memory, each caption with its own number."""
 
     def __init__(self, captions: Iterable[tuple[str, ...]]):
         import tensorflow as tf
@@ -76,12 +62,7 @@ class CaptionTable:
         self._ends = tf.constant(np.concatenate([[0], np.cumsum(self.counts)]), "int64")
 
     def texts(self, row: Any, image_id: Any) -> dict[str, Any]:
-        """The texts of an image; see `PairSource`.
-
-        Args:
-            row: number of the image's captions in the table, int64.
-            image_id: number of the image.
-        """
+        """The texts of an image; see `PairSource`."""
         import tensorflow as tf
 
         some = slice(self._ends[row], self._ends[row + 1])
@@ -98,11 +79,7 @@ def encoded(caption: str) -> bytes:
 
 
 def checked_captions(captions: Any) -> tuple[tuple[str, ...], str | None]:
-    """The captions of an image, and the fault that makes them useless, or None.
-
-    Args:
-        captions: string, or sequence of strings; bytes are UTF-8.
-    """
+    """The captions of an image, and the fault that makes them useless, or None."""
     if not isinstance(captions, (list, tuple, np.ndarray)):
         captions = [captions]
     texts = []
@@ -127,9 +104,6 @@ def equal_ids(contents: Any) -> Any:
     """Ids that are equal for equal contents, int32, as tensors of TensorFlow.
 
     Two different contents share an id with probability 1 / 2 ** 31.
-
-    Args:
-        contents: strings, or rows (K, N) of integers.
     """
     import tensorflow as tf
 

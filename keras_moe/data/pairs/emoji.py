@@ -8,16 +8,7 @@ from keras_moe.data.pairs.source import PairSource
 
 
 def read_pairs(source: str, split: str, options: Any) -> PairSource:
-    """The pairs of a split, drawn at the size of the images or at their own.
-
-    Args:
-        source: `"emoji"`, or with a style `"emoji:noto"`.
-        split: split of `load_emoji`.
-        options: `SourceOptions`.
-
-    Raises:
-        ValueError: if the options have another style than the source's name.
-    """
+    """The pairs of a split, drawn at the size of the images or at their own."""
     own = source.partition(":")[2] or None
     if None not in (own, options.style) and own != options.style:
         raise ValueError(

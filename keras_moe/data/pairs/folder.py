@@ -40,11 +40,8 @@ def has_captions(path: str, split: str) -> bool:
 
 
 def check_split(path: str, split: str) -> None:
-    """Raises ValueError for a split without captions or classes beside captioned ones.
-
-    Args:
-        path: path of the folder.
-        split: name of the split.
+    """Raises ValueError for a split without captions or classes beside
+    captioned ones.
     """
     splits = sorted(x.name for x in Path(path).glob("*") if has_captions(path, x.name))
     has_classes = any(x.is_dir() for x in (Path(path) / split).glob("*"))

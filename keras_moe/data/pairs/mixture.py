@@ -19,20 +19,6 @@ def batch_sizes(
     Where the weights do not divide a host's batch, the pairs that are left over go to
     the sources with the largest remainders, the first of equal ones: shares are less
     than one pair of each host from those of the weights.
-
-    Args:
-        sources: weight of each source.
-        batch_size: size of the batches of all hosts together.
-        shards: number of hosts, which divides the batch.
-
-    Raises:
-        ValueError: if a source would have no pair in a batch.
-
-    Example:
-
-    >>> from keras_moe.data.pairs.mixture import batch_sizes
-    >>> batch_sizes({"pairs": 3, "classes": 1}, 21_502, 1)
-    {'pairs': 16127, 'classes': 5375}
     """
     if not sources:
         raise ValueError("Expected sources with their weights; received: none")
@@ -56,11 +42,7 @@ def batch_sizes(
 
 
 def mixed(datasets: list) -> Any:
-    """Batches of several sources, joined: those of the first source come first.
-
-    Args:
-        datasets: `tf.data.Dataset` of (images, texts) without end of each source.
-    """
+    """Batches of several sources, joined: those of the first source come first."""
     import tensorflow as tf
 
     specs = [dataset.element_spec[1] for dataset in datasets]

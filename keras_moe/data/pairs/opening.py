@@ -20,17 +20,7 @@ EMOJI_OPTIONS = ("style", "language", "size")
 
 
 class SourceOptions(NamedTuple):
-    """The options that decide what a source has, apart from its order.
-
-    Fields:
-        image_shape: (height, width, channels) of the images.
-        every_caption: whether each caption of an image makes a pair.
-        templates: templates of captions, or the path of a file of such, or None.
-        style: drawings of the emoji, or None for those of the source's name.
-        language: language of the emoji's names, or None for English.
-        size: side at which emoji are drawn; None for that of `image_shape`.
-        data_dir: folder of TensorFlow Datasets.
-    """
+    """The options that decide what a source has, apart from its order."""
 
     image_shape: tuple[int, int, int] = (32, 32, 3)
     every_caption: bool = False
@@ -42,12 +32,7 @@ class SourceOptions(NamedTuple):
 
 
 def open_all(source: Any, split: str, options: SourceOptions) -> list[PairSource]:
-    """The pairs of a split of a source of `load_pairs`, or of each in a mixture.
-
-    Raises:
-        ValueError: if a source or the split is not known, or there are templates and no
-            source of classes, or options of emoji and no emoji.
-    """
+    """The pairs of a split of a source of `load_pairs`, or of each in a mixture."""
     sources = list(source) if isinstance(source, Mapping) else [source]
     opened = [_open(one, split, options) for one in sources]
     if options.templates is not None and not any(x.has_classes for x in opened):

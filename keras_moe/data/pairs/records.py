@@ -33,18 +33,7 @@ def record_pairs(
     encoded_channels: int,
     every_caption: bool,
 ) -> PairSource:
-    """A source whose captions are read together with the images.
-
-    Args:
-        name: name of the source.
-        files: files in the order of the source.
-        parse: function from a record to the bytes of an image file, and a dict of
-            `"captions"`, string (K,), or of `"token_ids"` and `"padding_mask"`.
-        decode: function from these bytes to pixels.
-        encoded_channels: number of channels that `decode` makes.
-        every_caption: whether each caption makes a pair: all records are read once, to
-            count captions.
-    """
+    """A source whose captions are read together with the images."""
     import tensorflow as tf
 
     def texts(record):
@@ -74,13 +63,7 @@ def record_pairs(
 
 
 def read_captions(images: Any, excluded: np.ndarray, skip_faults: bool) -> list:
-    """The captions of the images of a source, without decoding an image.
-
-    Args:
-        images: examples whose labels are texts.
-        excluded: numbers of the images to leave out.
-        skip_faults: whether captions that cannot be read are passed over.
-    """
+    """The captions of the images of a source, without decoding an image."""
     import tensorflow as tf
 
     def captions(item):

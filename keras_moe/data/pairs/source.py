@@ -21,20 +21,7 @@ from keras_moe.data.unreadable import check_unreadable, left_out
 
 
 class PairSource(NamedTuple):
-    """The images of a split with their captions.
-
-    Fields:
-        name: name of the source, for errors.
-        images: examples, one for each image. Their labels are texts: `"image_ids"`,
-            int32 (), `"text_ids"`, int32 (K,), and `"captions"`, string (K,), or
-            `"token_ids"`, int32 (K, N), with `"padding_mask"`, bool (K, N).
-        captions: captions in the order of the images, or those of the classes; None
-            where they are read together with the images.
-        counts: number of captions of each image; None where it is not known.
-        has_classes: whether the captions are made of the names of classes.
-        faults: descriptions of images or captions that cannot be used, by the number of
-            the image.
-    """
+    """The images of a split with their captions."""
 
     name: str
     images: Examples
@@ -44,17 +31,7 @@ class PairSource(NamedTuple):
     faults: Mapping[int, str] = {}
 
     def without_text(self, split: str, exclude: Any, unreadable: str) -> np.ndarray:
-        """Sorted numbers of `exclude`, and of the images or captions with faults.
-
-        Args:
-            split: name of the split, for errors.
-            exclude: images to leave out; see `PairOptions`.
-            unreadable: treatment of faults; see `PairOptions`.
-
-        Raises:
-            ValueError: if there are faults and `unreadable` is "raise", or no image is
-                left.
-        """
+        """Sorted numbers of `exclude`, and of the images or captions with faults."""
         check_unreadable(unreadable)
         count = self.images.count
         excluded = excluded_indices(exclude, self.name, split, count)
@@ -85,12 +62,7 @@ class PairSource(NamedTuple):
         return np.union1d(excluded, kept[bad])
 
     def pairs(self, excluded: np.ndarray, every_caption: bool) -> Examples:
-        """The examples to make batches of.
-
-        Args:
-            excluded: numbers of the images to leave out.
-            every_caption: whether each caption of an image makes a pair, or else one.
-        """
+        """The examples to make batches of."""
         if every_caption:
             kept = np.delete(np.arange(self.images.count), excluded)
             return _every_caption(self.images, self.counts, kept)
@@ -107,17 +79,8 @@ def indexed_pairs(
     places: Sequence[str] | None = None,
     faults: dict[int, str] | None = None,
 ) -> PairSource:
-    """A source whose captions are in memory, and whose images can be read in any order.
-
-    Args:
-        name: name of the source.
-        captions: string, or sequence of strings, of each image.
-        read: function from the number of an image, int64, to the stored image.
-        decode: function from a stored image to pixels; see `Examples`.
-        encoded_channels: number of channels that `decode` makes; see `Examples`.
-        place: function from the number of an image to its path; see `Examples`.
-        places: names of the images, for errors; None for their numbers.
-        faults: faults that are known already, by the number of the image.
+    """A source whose captions are in memory, and whose images can be read in
+    any order.
     """
     checked, faults = [], dict(faults or {})
     for index, several in enumerate(captions):

@@ -18,19 +18,7 @@ from keras_moe.templates import PLACE, fill, read_templates
 def read_pairs(
     source: str, split: str, templates: Any, every_caption: bool, data_dir: str | None
 ) -> PairSource:
-    """The pairs of a source of `keras_moe.data.load`.
-
-    Args:
-        source: name of the source.
-        split: split of the source.
-        templates: templates; see `PairOptions`.
-        every_caption: whether each template makes a pair.
-        data_dir: folder of TensorFlow Datasets.
-
-    Raises:
-        ValueError: if the classes have no names, two have one name, or a template has
-            not one place for it.
-    """
+    """The pairs of a source of `keras_moe.data.load`."""
     templates = read_templates(PLACE if templates is None else templates)
     examples = open_source(source, split, data_dir)
     names = _names(source, examples.classes)

@@ -39,10 +39,6 @@ def read_pairs(pattern: str, split: str) -> PairSource:
 
     An image without a caption, a caption without an image, and a file that is cut off
     are faults.
-
-    Raises:
-        ValueError: if there are no such files, one is no tar file or is compressed, or
-            a member's path leads out of the archive.
     """
     import tensorflow as tf
 
@@ -138,13 +134,7 @@ def _split_files(pattern: str, split: str) -> list[Path]:
 def _read_index(
     path: Path, size: int, changed: int
 ) -> tuple[dict[str, tuple[_Member | None, Any, str | None]], str | None]:
-    """The image, the captions and the fault of each example; and that of the file.
-
-    Args:
-        path: path of the tar file.
-        size: its size.
-        changed: the time of its last change, which makes an older index void.
-    """
+    """The image, the captions and the fault of each example; and that of the file."""
     members: dict[str, dict[str, list[_Member]]] = {}
     cut_off, last = None, ""
     with path.open("rb") as file:

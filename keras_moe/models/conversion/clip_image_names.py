@@ -115,17 +115,7 @@ def _check_openclip(vision, file):
 
 
 def openclip_image_plan(file, config: dict, overrides: dict) -> ConversionPlan:
-    """The plan for an image tower of OpenCLIP's own kind.
-
-    Args:
-        file: a `PublishedTensors`.
-        config: the content of the checkpoint's `open_clip_config.json`, or `{}`.
-        overrides: arguments of the user.
-
-    Raises:
-        ValueError: if neither config nor arguments have what the weights do not imply,
-            or the tower is none that `ViTBackbone` can be.
-    """
+    """The plan for an image tower of OpenCLIP's own kind."""
     visual, blocks_at = "visual.", "visual.transformer.resblocks."
     blocks = numbered(file, r"visual\.transformer\.resblocks\.(\d+)\.")
     model = config.get("model_cfg", {})
@@ -201,17 +191,7 @@ def transformers_image_root(file) -> str | None:
 
 
 def transformers_image_plan(file, config: dict, overrides: dict) -> ConversionPlan:
-    """The plan for an image tower of transformers' CLIP or SigLIP.
-
-    Args:
-        file: a `PublishedTensors`.
-        config: the content of the checkpoint's `config.json`, or `{}`;
-            `"preprocessor"` in it may hold that of `preprocessor_config.json`.
-        overrides: arguments of the user.
-
-    Raises:
-        ValueError: if neither config nor arguments have what the weights do not imply.
-    """
+    """The plan for an image tower of transformers' CLIP or SigLIP."""
     root = transformers_image_root(file)
     if len(file[f"{root}embeddings.patch_embedding.weight"].shape) == 2:
         raise ValueError(
@@ -295,14 +275,7 @@ def openclip_image_rules(
     has_bias: bool = False,
     file: Any = (),
 ) -> dict:
-    """Rules of OpenCLIP's image tower without its projection.
-
-    Args:
-        num_layers: number of blocks.
-        images: normalisation of the images, or None for this library's.
-        has_bias: whether the patches' convolution has a bias.
-        file: a `PublishedTensors`, which tells whether there is LayerScale.
-    """
+    """Rules of OpenCLIP's image tower without its projection."""
     visual = "visual."
     rules = {
         **patches(f"{visual}conv1.", has_bias, True, images),
@@ -325,14 +298,7 @@ def transformers_image_rules(
     images: Normalization | None = None,
     has_bias: bool = False,
 ) -> dict:
-    """Rules of transformers' image tower without its head.
-
-    Args:
-        root: start of the names.
-        arguments: arguments of the backbone.
-        images: normalisation of the images, or None for this library's.
-        has_bias: whether the patches' convolution has a bias.
-    """
+    """Rules of transformers' image tower without its head."""
     embeddings = f"{root}embeddings."
     rules = {
         **patches(f"{embeddings}patch_embedding.", has_bias, True, images),
@@ -354,11 +320,7 @@ def transformers_image_rules(
 
 
 def siglip_pooler_rules(head: str) -> dict:
-    """Rules of SigLIP's attention pooling; the pooled vector itself is the output.
-
-    Args:
-        head: start of the names.
-    """
+    """Rules of SigLIP's attention pooling; the pooled vector itself is the output."""
     rules = {
         "pooler/probe": Direct(f"{head}probe"),
         **norm("pooler/norm", f"{head}layernorm."),

@@ -25,20 +25,7 @@ from keras_moe.models.conversion.transformers_text_names import (
 def clip_plan(
     file, config: dict, overrides: dict, tower: str | None = None
 ) -> ConversionPlan | None:
-    """The plan for both towers or for one, or None if the names are others.
-
-    Args:
-        file: a `PublishedTensors`.
-        config: the content of the checkpoint's `config.json` or
-            `open_clip_config.json`, or `{}`; `"preprocessor"` in it may hold that of
-            `preprocessor_config.json`.
-        overrides: arguments of the user.
-        tower: `"image"`, `"text"`, or None for all that the source has.
-
-    Raises:
-        ValueError: if neither config nor arguments have what the weights do not imply,
-            or the source lacks the tower.
-    """
+    """The plan for both towers or for one, or None if the names are others."""
     plans = _plans(file)
     if not plans:
         return None

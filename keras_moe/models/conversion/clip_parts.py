@@ -34,16 +34,7 @@ OPENAI_NUMBERS = ("input_resolution", "context_length", "vocab_size")
 
 
 def activation_of(name: str | None, file: Any, overrides: dict) -> Any:
-    """The activation of a tower.
-
-    Args:
-        name: name in the config, or None without one.
-        file: a `PublishedTensors`.
-        overrides: arguments of the user, which may have `activation`.
-
-    Raises:
-        ValueError: if neither config nor arguments have it, or it is unknown.
-    """
+    """The activation of a tower."""
     if "activation" in overrides:
         return overrides["activation"]
     if name not in ACTIVATIONS:
@@ -56,12 +47,7 @@ def activation_of(name: str | None, file: Any, overrides: dict) -> Any:
 
 
 def ignored(file: Any, **names: tuple[str, ...]) -> dict[str, str]:
-    """The tensors of a file that a plan leaves out, with the reason.
-
-    Args:
-        file: a `PublishedTensors`.
-        **names: beginnings of the names by `image`, `text` and `logits`.
-    """
+    """The tensors of a file that a plan leaves out, with the reason."""
     reasons = {"image": IMAGE_TOWER, "text": TEXT_TOWER, "logits": LOGITS}
     return {
         name: reasons[kind]

@@ -8,14 +8,7 @@ from typing import Any
 
 
 def read_object(path: str | os.PathLike) -> dict:
-    """The content of a JSON file that holds an object.
-
-    Args:
-        path: path of the file.
-
-    Raises:
-        ValueError: naming the file, if it is not whole or of another kind.
-    """
+    """The content of a JSON file that holds an object."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, RecursionError, ValueError) as error:
@@ -155,17 +148,7 @@ PREPROCESSOR = {
 
 
 def check_types(content: dict, types: dict, path: str, place: str = "") -> dict:
-    """`content`, if the entries that are read have the right types.
-
-    Args:
-        content: content of a config.
-        types: expected types, `CONFIG` or `PREPROCESSOR`.
-        path: path of the file, for messages.
-        place: path of the object within the file, for messages.
-
-    Raises:
-        ValueError: naming the file and the entry.
-    """
+    """`content`, if the entries that are read have the right types."""
     for name, expected in types.items():
         if name not in content:
             continue

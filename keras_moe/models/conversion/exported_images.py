@@ -15,12 +15,7 @@ BIAS = "patch_embedding/bias"
 
 
 def images_of(config: dict, preprocessor: Any) -> Normalization:
-    """The normalisation of a model's images.
-
-    Args:
-        config: arguments of the image tower.
-        preprocessor: `ImagePreprocessor` of the model, or None for images in [-1, 1].
-    """
+    """The normalisation of a model's images."""
     parts = ((0.5,), (0.5,))
     if preprocessor is not None:
         parts = preprocessor.mean, preprocessor.std
@@ -37,14 +32,6 @@ def without_patch_bias(
     A bias that came with the normalisation of CLIP's images leaves with it: the kernel
     is again one for such images, with the fewest digits that give the same product. Any
     other bias becomes part of the positions.
-
-    Args:
-        values: values of the weights by path.
-        class_token: whether the first position is a class token's.
-        images: normalisation of the model's images.
-
-    Returns:
-        The weights, and the normalisation of their images.
     """
     values = dict(values)
     bias, kernel = values.pop(BIAS), values[KERNEL]

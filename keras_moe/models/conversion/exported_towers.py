@@ -32,12 +32,7 @@ class ExportedTower(NamedTuple):
     images: Normalization | None = None
 
     def check(self, kind: str, **wanted: Any) -> None:
-        """Raises ValueError unless the tower is one that a format can hold.
-
-        Args:
-            kind: name of the tower in the format, for messages.
-            **wanted: arguments of the backbone that the format implies.
-        """
+        """Raises ValueError unless the tower is one that a format can hold."""
         if self.config["moe"] is not None:
             raise ValueError(
                 f"Expected a dense tower for {kind}, which has no experts; received: "
@@ -57,15 +52,7 @@ class ExportedTower(NamedTuple):
                 )
 
     def square(self, name: str, kind: str) -> int:
-        """The side of the images or of the patches.
-
-        Args:
-            name: argument, `"image_shape"` or `"patch_size"`.
-            kind: name of the tower in the format, for messages.
-
-        Raises:
-            ValueError: if they are not square.
-        """
+        """The side of the images or of the patches."""
         value = self.config[name]
         height, width = (value, value) if isinstance(value, int) else value[:2]
         if height != width:
@@ -93,14 +80,7 @@ class ExportedModel(NamedTuple):
 
     @classmethod
     def of(cls, model: keras.Model) -> "ExportedModel":
-        """The parts of a model.
-
-        Args:
-            model: `CLIPBackbone`, `ViTBackbone`, `TextBackbone`, or a task around one.
-
-        Raises:
-            ValueError: if it is another model.
-        """
+        """The parts of a model."""
         backbone = getattr(model, "backbone", model)
         names = {base.__name__ for base in type(backbone).__mro__}
         if not names & {"CLIPBackbone", "TextBackbone", "ViTBackbone"}:

@@ -59,13 +59,7 @@ def _module(file, place, *names):
 
 
 def google_plan(file, name: str, overrides: dict) -> ConversionPlan | None:
-    """The plan for a checkpoint of Google's names, or None if it has others.
-
-    Args:
-        file: a `PublishedTensors`.
-        name: name of the checkpoint, which implies arguments that the weights do not.
-        overrides: arguments of the user.
-    """
+    """The plan for a checkpoint of Google's names, or None if it has others."""
     for prefix in PREFIXES:
         if f"{prefix}stem/kernel" in file:
             return _mixer(file, prefix)
@@ -122,14 +116,7 @@ def head_rules(file, prefix):
 
 
 def vit_plan(file, prefix: str, name: str, overrides: dict) -> ConversionPlan:
-    """The plan for a ViT, V-MoE or Soft MoE.
-
-    Args:
-        file: a `PublishedTensors`.
-        prefix: start of the names.
-        name: name of the checkpoint.
-        overrides: arguments of the user.
-    """
+    """The plan for a ViT, V-MoE or Soft MoE."""
     if name.startswith("eee_"):
         raise ValueError(
             "Expected a V-MoE; received an efficient ensemble of experts, whose "
@@ -210,12 +197,7 @@ def vit_plan(file, prefix: str, name: str, overrides: dict) -> ConversionPlan:
 
 
 def encoder_rules(file, root: str) -> tuple[dict, dict]:
-    """Rules of an encoder's blocks and last norm, and the arguments that they imply.
-
-    Args:
-        file: a `PublishedTensors`.
-        root: start of the encoder's names.
-    """
+    """Rules of an encoder's blocks and last norm, and the arguments that they imply."""
     blocks = numbered(file, rf"{root}encoderblock_(\d+)/")
     attentions = ("SelfAttention", *(f"MultiHeadDotProductAttention_{i}" for i in "10"))
     arguments = {

@@ -20,14 +20,7 @@ _IMAGE, _TEXT = "img/", "txt/"
 def google_pair_plan(
     file, name: str, overrides: dict, tower: str | None = None
 ) -> ConversionPlan | None:
-    """The plan for both towers or for one, or None if the names are others.
-
-    Args:
-        file: a `PublishedTensors`.
-        name: name of the checkpoint.
-        overrides: arguments of the user.
-        tower: `"image"`, `"text"`, or None for both.
-    """
+    """The plan for both towers or for one, or None if the names are others."""
     prefix = next((x for x in PREFIXES if f"{x}{_IMAGE}embedding/kernel" in file), None)
     if prefix is None:
         return None

@@ -23,19 +23,7 @@ def normalization(
     preprocessor: dict,
     default: Normalization | None = None,
 ) -> Normalization | None:
-    """The normalisation of images, or None if it gives this library's range.
-
-    Args:
-        channels: number of the images' channels.
-        mean: mean that the publisher states, or None.
-        std: standard deviation that the publisher states, or None.
-        preprocessor: content of transformers' `preprocessor_config.json`, which
-            may switch off normalisation or the division by 255; `{}` without.
-        default: normalisation without mean and std; None gives this library's range.
-
-    Raises:
-        ValueError: if mean and std are of another number of channels.
-    """
+    """The normalisation of images, or None if it gives this library's range."""
     applied = default or Normalization((0.5,) * channels, (0.5,) * channels)
     if mean is not None and std is not None:
         applied = Normalization(tuple(mean), tuple(std))

@@ -36,12 +36,7 @@ class ImageSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: dict) -> "ImageSizes | None":
-        """The sizes in the arguments of a backbone; None without images.
-
-        Args:
-            config: arguments of a backbone of images, or of pairs, whose `"image"` are
-                those of the image tower.
-        """
+        """The sizes in the arguments of a backbone; None without images."""
         place = ""
         if isinstance(config.get("image"), dict):
             place, config = "image/", config["image"]
@@ -59,12 +54,7 @@ class ImageSizes(NamedTuple):
         )
 
     def shape_of(self, path: str, shape: tuple) -> tuple:
-        """The shape of a weight in a tower of these sizes.
-
-        Args:
-            path: path of the weight.
-            shape: shape of the weight in a tower that may have others.
-        """
+        """The shape of a weight in a tower of these sizes."""
         if path == self.place + KERNEL:
             return (*self.patch_size, self.channels, shape[3])
         if path == self.place + POSITIONS:
@@ -73,12 +63,7 @@ class ImageSizes(NamedTuple):
         return shape
 
     def rule_for(self, rule: Any, target: "ImageSizes") -> Any:
-        """A weight's rule, for a tower of other patches.
-
-        Args:
-            rule: rule for a tower of these sizes.
-            target: sizes of the other tower.
-        """
+        """A weight's rule, for a tower of other patches."""
         if isinstance(rule, PatchKernel) and target.patch_size != self.patch_size:
             return dataclasses.replace(
                 rule, patch_size=target.patch_size, interpolation=target.interpolation
@@ -88,13 +73,7 @@ class ImageSizes(NamedTuple):
     def fit(
         self, value: np.ndarray, path: str, target: "ImageSizes"
     ) -> tuple[np.ndarray, str]:
-        """A weight's values for a tower of other sizes, and the steps that it took.
-
-        Args:
-            value: values by the rule of `rule_for`.
-            path: path of the weight.
-            target: sizes of the other tower.
-        """
+        """A weight's values for a tower of other sizes, and the steps that it took."""
         if path == self.place + KERNEL:
             how = []
             if target.patch_size != self.patch_size:

@@ -15,20 +15,7 @@ from keras_moe.models.conversion.weight_rules import (
 
 
 def tensors_of(rules: dict, values: dict[str, np.ndarray], library: str) -> dict:
-    """The tensors from which the rules would make the weights.
-
-    Args:
-        rules: rule for each weight by its path; normalisations of images are not
-            undone here.
-        values: values of the weights by path.
-        library: name of the library, for messages.
-
-    Returns:
-        A dict from name to array.
-
-    Raises:
-        ValueError: naming the weight, if one has no place in the tensors.
-    """
+    """The tensors from which the rules would make the weights."""
     parts = {}
     if missing := sorted(set(rules) - set(values)):
         raise ValueError(

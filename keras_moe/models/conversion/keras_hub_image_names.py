@@ -27,13 +27,7 @@ _hub = keras_hub.models
 
 
 def vit_plan(encoder, classifier, names: Names) -> ConversionPlan:
-    """The plan for a ViT.
-
-    Args:
-        encoder: KerasHub's `ViTBackbone`.
-        classifier: `ViTImageClassifier` around it, or None.
-        names: names of its weights.
-    """
+    """The plan for a ViT."""
     embedding = "vit_patching_and_embedding/"
     rules = {
         **patches(f"{embedding}patch_embedding/", encoder.use_patch_bias, False, None),
@@ -103,16 +97,7 @@ def _image_shape(encoder):
 
 
 def image_tower_plan(encoder, clip, names: Names) -> ConversionPlan:
-    """The plan for an image tower of CLIP or SigLIP.
-
-    Args:
-        encoder: KerasHub's `CLIPVisionEncoder` or `SigLIPVisionEncoder`.
-        clip: `CLIPBackbone` around it, or None.
-        names: names of the weights.
-
-    Raises:
-        ValueError: if the tower has parts that this library's has not.
-    """
+    """The plan for an image tower of CLIP or SigLIP."""
     is_clip = isinstance(encoder, _hub.CLIPVisionEncoder)
     embedding = "embedding/"
     positions = Positions(

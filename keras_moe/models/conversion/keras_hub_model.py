@@ -7,16 +7,7 @@ from keras_moe.models.conversion.published_tensors import PublishedTensors, Tens
 
 
 class KerasHubModel(PublishedTensors):
-    """The weights of a model in memory, or of some layers of it.
-
-    Args:
-        model: a Keras model.
-        layers: layers whose weights are read, by what their names begin with; None
-            takes all weights by their paths.
-
-    Raises:
-        ValueError: if two weights have one path.
-    """
+    """The weights of a model in memory, or of some layers of it."""
 
     def __init__(self, model: keras.Model, layers: dict[str, list] | None = None):
         label = f"{type(model).__name__} {model.name!r}"

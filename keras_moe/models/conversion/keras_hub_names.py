@@ -32,16 +32,7 @@ CLASSES = (
 def keras_hub_plan(
     model, tower: str | None = None
 ) -> tuple[PublishedTensors, ConversionPlan]:
-    """The weights of a KerasHub model, and the plan for them.
-
-    Args:
-        model: one of `CLASSES`.
-        tower: `"image"`, `"text"`, or None for all that the source has.
-
-    Raises:
-        ValueError: if the model has parts that this library's has not, or lacks the
-            tower.
-    """
+    """The weights of a KerasHub model, and the plan for them."""
     if isinstance(model, _PAIRS):
         return _both_towers(model) if tower is None else _one_tower(model, tower)
     own = "text" if isinstance(model, _TEXTS) else "image"

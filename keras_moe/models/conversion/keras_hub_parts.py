@@ -19,11 +19,7 @@ _ROOTS = (
 
 
 class Names(dict):
-    """The paths of a model's weights by short ones; a missing one stands for itself.
-
-    Args:
-        paths: full paths.
-    """
+    """The paths of a model's weights by short ones; a missing one stands for itself."""
 
     def __init__(self, paths):
         super().__init__()

@@ -16,13 +16,7 @@ _POSITIONS = "embedding/position_embedding/embeddings"
 
 
 def text_tower_plan(encoder, clip, names: Names) -> ConversionPlan:
-    """The plan for a text tower of CLIP or SigLIP.
-
-    Args:
-        encoder: KerasHub's `CLIPTextEncoder` or `SigLIPTextEncoder`.
-        clip: `CLIPBackbone` around it, or None.
-        names: names of the weights.
-    """
+    """The plan for a text tower of CLIP or SigLIP."""
     is_clip = isinstance(encoder, _hub.CLIPTextEncoder)
     last = "layer_norm/" if is_clip else "post_layer_norm/"
     rules = {

@@ -18,14 +18,7 @@ _PIECE = 1 << 24
 
 
 class NpzCheckpoint(PublishedTensors):
-    """The arrays of an `.npz`; nothing in it is ever unpickled.
-
-    Args:
-        path: path of the file.
-
-    Raises:
-        ValueError: if it is not a whole zip file of `.npy` arrays of numbers.
-    """
+    """The arrays of an `.npz`; nothing in it is ever unpickled."""
 
     def __init__(self, path: str | os.PathLike):
         self._offsets = {}

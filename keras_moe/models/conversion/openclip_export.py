@@ -16,18 +16,7 @@ _EPSILON = 1e-5
 
 
 def openclip_files(model: ExportedModel) -> tuple[dict, dict[str, Any]]:
-    """The tensors and the JSON files of a model.
-
-    Args:
-        model: parts of the model, which has both towers.
-
-    Returns:
-        Arrays by name, and contents by the files' names.
-
-    Raises:
-        ValueError: naming the argument, if OpenCLIP's own towers do not have it, or one
-            tower is missing.
-    """
+    """The tensors and the JSON files of a model."""
     if len(model.towers) < 2:
         raise ValueError(
             "Expected a CLIPBackbone, since OpenCLIP loads both towers alone; "

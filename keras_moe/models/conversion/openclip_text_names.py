@@ -57,17 +57,7 @@ def openclip_text_root(file) -> str | None:
 
 
 def openclip_text_plan(file, config: dict, overrides: dict) -> ConversionPlan:
-    """The plan for a text tower of OpenCLIP.
-
-    Args:
-        file: a `PublishedTensors`.
-        config: the content of the checkpoint's `open_clip_config.json`, or `{}`.
-        overrides: arguments of the user.
-
-    Raises:
-        ValueError: if neither config nor arguments have what the weights do not imply,
-            or the tower is none that `TextBackbone` can be.
-    """
+    """The plan for a text tower of OpenCLIP."""
     root = openclip_text_root(file)
     model = config.get("model_cfg", {})
     text = model.get("text_cfg", {})
@@ -138,13 +128,7 @@ def openclip_text_plan(file, config: dict, overrides: dict) -> ConversionPlan:
 
 
 def openclip_text_rules(root: str, num_layers: int, file: Any = ()) -> dict:
-    """Rules of a text tower without its projection.
-
-    Args:
-        root: start of the names.
-        num_layers: number of blocks.
-        file: a `PublishedTensors`, which tells whether there is LayerScale.
-    """
+    """Rules of a text tower without its projection."""
     rules = {
         "token_embedding/embeddings": Direct(f"{root}token_embedding.weight"),
         "text_positions/embedding": Squeezed(f"{root}positional_embedding"),

@@ -23,16 +23,7 @@ class _Trunk(PublishedTensors):
 
 
 def openclip_timm_plan(file, config: dict, overrides: dict) -> ConversionPlan:
-    """The plan for an image tower of timm.
-
-    Args:
-        file: a `PublishedTensors`.
-        config: the content of the checkpoint's `open_clip_config.json`, or `{}`.
-        overrides: arguments of the user.
-
-    Raises:
-        ValueError: if the tower is none that `ViTBackbone` can be.
-    """
+    """The plan for an image tower of timm."""
     vision = config.get("model_cfg", {}).get("vision_cfg", {})
     preprocess = config.get("preprocess_cfg", {})
     timm = {

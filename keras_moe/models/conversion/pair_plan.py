@@ -18,19 +18,7 @@ def pair_plan(
     log_scale: str,
     bias: str | None = None,
 ) -> ConversionPlan:
-    """The plan for a `CLIPBackbone`.
-
-    Args:
-        file: a `PublishedTensors`.
-        image: plan for the image tower, whose head is the projection of images.
-        text: plan for the text tower.
-        log_scale: name of the logarithm of the logits' scale.
-        bias: name of the logits' bias, or None without one.
-
-    Raises:
-        ValueError: if the towers do not fit together, or the image tower's head is none
-            that a `CLIPBackbone` has.
-    """
+    """The plan for a `CLIPBackbone`."""
     task = dict(image.task_arguments or {})
     pooling = task.pop("pooling", None)
     size = task.pop("num_classes", image.arguments["hidden_dim"])

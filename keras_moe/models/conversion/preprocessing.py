@@ -45,11 +45,7 @@ def class_names(config: dict, num_classes: int | None) -> list[str] | None:
 
 
 def timm_preprocessing(config: dict) -> tuple[dict, tuple[str, ...]]:
-    """Arguments that follow from timm's `pretrained_cfg`, and notes.
-
-    Args:
-        config: content of `config.json`.
-    """
+    """Arguments that follow from timm's `pretrained_cfg`, and notes."""
     cfg = config.get("pretrained_cfg", {})
     arguments, notes = _interpolation(cfg.get("interpolation") or "bicubic")
     squashes = cfg.get("crop_mode") == "squash"
@@ -61,11 +57,8 @@ def timm_preprocessing(config: dict) -> tuple[dict, tuple[str, ...]]:
 def transformers_preprocessing(
     preprocessor: dict, is_clip: bool
 ) -> tuple[dict, tuple[str, ...]]:
-    """Arguments that follow from transformers' `preprocessor_config.json`, and notes.
-
-    Args:
-        preprocessor: content of the file, or `{}`.
-        is_clip: whether CLIP's defaults hold, or SigLIP's.
+    """Arguments that follow from transformers' `preprocessor_config.json`, and
+    notes.
     """
     arguments, notes = _interpolation(preprocessor.get("resample", 3))
     size, crop = (_edge(preprocessor.get(x)) for x in ("size", "crop_size"))
@@ -88,11 +81,7 @@ def _edge(size):
 
 
 def openclip_preprocessing(cfg: dict) -> tuple[dict, tuple[str, ...]]:
-    """Arguments that follow from OpenCLIP's `preprocess_cfg`, and notes.
-
-    Args:
-        cfg: content of `preprocess_cfg`, or `{}`.
-    """
+    """Arguments that follow from OpenCLIP's `preprocess_cfg`, and notes."""
     arguments, notes = _interpolation(cfg.get("interpolation") or "bicubic")
     mode = cfg.get("resize_mode") or "shortest"
     if mode == "longest":
@@ -104,12 +93,7 @@ def openclip_preprocessing(cfg: dict) -> tuple[dict, tuple[str, ...]]:
 def keras_hub_preprocessing(
     preprocessor: Any, channels: int
 ) -> tuple[dict | None, tuple[str, ...]]:
-    """Arguments that follow from a KerasHub task's preprocessor, or None; and notes.
-
-    Args:
-        preprocessor: preprocessor of the task, or None.
-        channels: number of the images' channels.
-    """
+    """Arguments that follow from a KerasHub task's preprocessor, or None; and notes."""
     if preprocessor is None:
         return None, ()
     converter = getattr(preprocessor, "image_converter", None)

@@ -25,17 +25,7 @@ _DTYPES = {
 
 
 class SafetensorsCheckpoint(PublishedTensors):
-    """The tensors of `.safetensors` files.
-
-    Args:
-        path: path of the file, or of the `.safetensors.index.json` of several files.
-        paths: paths of the index's files by name, if they are not beside it.
-
-    Raises:
-        ImportError: without the package safetensors.
-        ValueError: if a file is truncated, of another kind, outside the folder, or
-            lacks a tensor of the index.
-    """
+    """The tensors of `.safetensors` files."""
 
     def __init__(self, path: str | os.PathLike, paths: dict[str, str] | None = None):
         library("safetensors")
@@ -116,11 +106,7 @@ class SafetensorsCheckpoint(PublishedTensors):
 
 
 def read_index(path: str | os.PathLike) -> dict[str, str]:
-    """The file of each tensor, from a `.safetensors.index.json`.
-
-    Raises:
-        ValueError: if it is not such an index, or a file is outside its folder.
-    """
+    """The file of each tensor, from a `.safetensors.index.json`."""
     try:
         weight_map = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
         files = set(weight_map.values())

@@ -4,11 +4,7 @@ import re
 
 
 def square_grid(num_positions: int, class_token: bool, where: str) -> int:
-    """The patches down and across of a table with a row for each token.
-
-    Raises:
-        ValueError: if they make no square.
-    """
+    """The patches down and across of a table with a row for each token."""
     num_patches = num_positions - class_token
     grid = round(max(num_patches, 0) ** 0.5)
     if grid < 1 or grid * grid != num_patches:
@@ -25,11 +21,7 @@ _HEADS.update({1280: 16, 1408: 16, 1664: 16})
 
 
 def usual_heads(hidden_dim: int, where: str) -> int:
-    """The number of heads that published encoders of this size have.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The number of heads that published encoders of this size have."""
     if hidden_dim not in _HEADS:
         raise ValueError(
             f"Expected num_heads=..., which the weights in {where} do not tell; "
@@ -48,11 +40,7 @@ def rank(info_shape: tuple, axes: int, name: str, where: str) -> tuple:
 
 
 def required(file, name: str, axes: int) -> tuple:
-    """The shape of a tensor that must be there.
-
-    Raises:
-        ValueError: if it is missing or of other rank.
-    """
+    """The shape of a tensor that must be there."""
     if name not in file:
         raise ValueError(
             f"Expected the tensor {name!r} in {file.path}; received: "
@@ -73,18 +61,7 @@ def numbered(file, pattern: str) -> list[int]:
 
 
 def agree(file, config: dict, name: str, **sizes) -> None:
-    """Refuses weights whose sizes are not those of their config.
-
-    Args:
-        file: a `PublishedTensors`.
-        config: config, which may have some of the sizes.
-        name: name of the config's file, for messages.
-        **sizes: sizes of the tensors, by their names in the config.
-
-    Raises:
-        ValueError: naming the size: the file may miss its last blocks, or the
-            config is another model's.
-    """
+    """Refuses weights whose sizes are not those of their config."""
     for argument, size in sizes.items():
         if config.get(argument, size) != size:
             raise ValueError(

@@ -264,17 +264,7 @@ def _configs(folder):
 
 
 def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
-    """Opens a folder of PyTorch's world; never a pickle in it.
-
-    Args:
-        folder: local folder, or `hf://` handle.
-
-    Returns:
-        The tensors, to be closed, and what its configs say.
-
-    Raises:
-        ValueError: if it has no `.safetensors`, or a file is not whole.
-    """
+    """Opens a folder of PyTorch's world; never a pickle in it."""
     config, name = _configs(folder), _weights_file(folder)
     if name is None:
         raise _pickle(f"{folder}, which has no .safetensors")
@@ -286,12 +276,7 @@ def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
 
 
 def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
-    """KerasHub's own model of a source; a classifier's preset gives the classifier.
-
-    Args:
-        source: KerasHub's model, which is returned, or a preset.
-        load_weights: whether to load the preset's weights.
-    """
+    """KerasHub's own model of a source; a classifier's preset gives the classifier."""
     if isinstance(source, keras_hub_names.CLASSES):
         return source
     source = os.fspath(source)
@@ -314,17 +299,7 @@ def _local_vmoe(prefix):
 
 
 def local(address: str) -> str:
-    """The path on disk of a file at `gs://` or `https://`, downloaded once.
-
-    Args:
-        address: address, or path, which is returned.
-
-    Returns:
-        The path, below Keras's cache for a downloaded file.
-
-    Raises:
-        ValueError: if it cannot be downloaded.
-    """
+    """The path on disk of a file at `gs://` or `https://`, downloaded once."""
     if "://" not in address:
         return address
     scheme, _, place = address.partition("://")

@@ -66,16 +66,7 @@ _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "quick_g
 
 
 def timm_plan(file, config: dict, overrides: dict) -> ConversionPlan | None:
-    """The plan for a model of timm, or None if the names are others.
-
-    Args:
-        file: a `PublishedTensors`.
-        config: the content of timm's `config.json`, or `{}`.
-        overrides: arguments of the user.
-
-    Raises:
-        ValueError: if the model is none that `ViTBackbone` or `MixerBackbone` can be.
-    """
+    """The plan for a model of timm, or None if the names are others."""
     is_mixer = "stem.proj.weight" in file and "blocks.0.mlp_tokens.fc1.weight" in file
     is_vit = "patch_embed.proj.weight" in file and "blocks.0.norm1.weight" in file
     if not is_mixer and not is_vit:

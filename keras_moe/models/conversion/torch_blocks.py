@@ -35,15 +35,7 @@ class BlockNames(NamedTuple):
 def block_rules(
     file, place: str, block: str, names: BlockNames, query_bias: bool = True
 ) -> dict:
-    """Rules of a dense encoder block.
-
-    Args:
-        file: a `PublishedTensors`, which tells whether there is LayerScale.
-        place: name of the block in the model.
-        block: name of the block in the file, with which those of its parts start.
-        names: names of the block's parts.
-        query_bias: whether queries, keys and values have biases.
-    """
+    """Rules of a dense encoder block."""
     first, second = (
         name if name in file else None
         for name in (f"{block}{scale}" for scale in names.scales)

@@ -22,17 +22,7 @@ _LARGEST = 2
 
 
 def transformers_files(model: ExportedModel) -> tuple[dict, dict[str, Any]]:
-    """The tensors and the JSON files of a model.
-
-    Args:
-        model: parts of the model: both towers or one.
-
-    Returns:
-        Arrays by name, and contents by the files' names.
-
-    Raises:
-        ValueError: naming the argument, if neither CLIP nor SigLIP has it.
-    """
+    """The tensors and the JSON files of a model."""
     towers = model.towers
     is_clip = (
         towers["image"].config["class_token"]

@@ -45,16 +45,7 @@ def transformers_text_root(file) -> str | None:
 
 
 def transformers_text_plan(file, config: dict, overrides: dict) -> ConversionPlan:
-    """The plan for a text tower of transformers' CLIP or SigLIP.
-
-    Args:
-        file: a `PublishedTensors`.
-        config: the content of the checkpoint's `config.json`, or `{}`.
-        overrides: arguments of the user.
-
-    Raises:
-        ValueError: if neither config nor arguments have what the weights do not imply.
-    """
+    """The plan for a text tower of transformers' CLIP or SigLIP."""
     root = transformers_text_root(file)
     embedding = f"{root}embeddings.token_embedding.weight"
     positions = f"{root}embeddings.position_embedding.weight"
@@ -120,12 +111,7 @@ def transformers_text_plan(file, config: dict, overrides: dict) -> ConversionPla
 
 
 def transformers_text_rules(root: str, num_layers: int) -> dict:
-    """Rules of a text tower without its projection.
-
-    Args:
-        root: start of the names.
-        num_layers: number of blocks.
-    """
+    """Rules of a text tower without its projection."""
     rules = {
         "token_embedding/embeddings": Direct(
             f"{root}embeddings.token_embedding.weight"
@@ -142,12 +128,7 @@ def transformers_text_rules(root: str, num_layers: int) -> dict:
 
 
 def transformers_text_projection(root: str, is_siglip: bool) -> dict:
-    """Rules of a text tower's projection.
-
-    Args:
-        root: start of the names.
-        is_siglip: whether it is SigLIP's, which has a bias, or CLIP's.
-    """
+    """Rules of a text tower's projection."""
     if is_siglip:
         return linear("projection", f"{root}head.")
     return {"projection/kernel": Matrix("text_projection.weight")}

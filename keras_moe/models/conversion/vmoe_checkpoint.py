@@ -43,14 +43,6 @@ class VMoECheckpoint(PublishedTensors):
 
     Opening it reads the index and the headers in the shards; the values are passed
     over, and read from their places on demand.
-
-    Args:
-        prefix: path without `.index`.
-
-    Raises:
-        ImportError: without the package msgpack.
-        ValueError: if a file is missing, truncated or of another kind, or index and
-            shards contradict each other.
     """
 
     def __init__(self, prefix: str | os.PathLike):
@@ -191,18 +183,7 @@ def shard_path(prefix: str, number: int, count: int) -> str:
 
 
 def read_index(path: str) -> tuple[list[str], list, int]:
-    """Reads the `.index` file of a checkpoint.
-
-    Args:
-        path: path of the file.
-
-    Returns:
-        The tensors' names in the order of their numbers; for each a `TensorInfo`, its
-        slices and their shards; and the number of shards.
-
-    Raises:
-        ValueError: if the file is missing or not such an index.
-    """
+    """Reads the `.index` file of a checkpoint."""
     msgpack = library("msgpack")
     if not os.path.isfile(path):
         raise ValueError(f"Expected the index of a checkpoint at {path}; received none")

@@ -260,12 +260,7 @@ class Filled:
 
 
 def renamed(rule: Any, rename: Callable[[str], str]) -> Any:
-    """The same rule for tensors of other names.
-
-    Args:
-        rule: one of the rules of this file.
-        rename: function from a tensor's name to its other name.
-    """
+    """The same rule for tensors of other names."""
     fields = {
         field: rename(getattr(rule, field))
         for field in ("name", "ids", "bias", "scale")

@@ -324,16 +324,7 @@ def _layers(cls, config, dtype):
 
 
 def _run(layer, config, inputs):
-    """The symbolic results for the modalities that are there.
-
-    Args:
-        layer: function from a layer's name to the layer.
-        config: arguments of the constructor.
-        inputs: symbolic inputs by name, of one modality or both.
-
-    Returns:
-        The outputs by name, and `TowerOutputs` by modality.
-    """
+    """The symbolic results for the modalities that are there."""
     tokens, masks = {}, {}
     if "images" in inputs:
         x = layer("patch_embedding")(inputs["images"])

@@ -19,31 +19,7 @@ def check_texts(
     end_of_text_id: int | None = None,
     may_be_empty: bool = False,
 ) -> None:
-    """Checks the token ids and the padding of texts, as far as they are known.
-
-    Args:
-        inputs: dict of arrays (B, N) by name, as `TextBackbone` takes it; anything
-            else, such as a dataset, passes.
-        vocabulary_size: number of token ids.
-        max_length: tokens of the longest text.
-        names: names of the inputs.
-        end_of_text_id: id that each text has, or None.
-        may_be_empty: whether all of a text may be padding.
-
-    Raises:
-        ValueError: if an input is missing or of another shape, an id is out of the
-            vocabulary or no integer, a text is longer than `max_length`, is empty (all
-            of it is padding) or lacks `end_of_text_id`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.models.text.input_checks import check_texts
-    >>> texts = {
-    ...     "token_ids": np.array([[1, 9, 2]]), "padding_mask": np.array([[1, 1, 0]])
-    ... }
-    >>> check_texts(texts, vocabulary_size=10, max_length=4)
-    """
+    """Checks the token ids and the padding of texts, as far as they are known."""
     if not isinstance(inputs, dict):
         return
     check_input_names(inputs, names)
@@ -70,10 +46,6 @@ def check_input_names(inputs: dict, names: tuple[str, ...]) -> None:
     """Raises ValueError unless a dict has the inputs of a model and no others.
 
     Keras would take the values in the order of their names, whatever these are.
-
-    Args:
-        inputs: inputs by name.
-        names: names of the model's inputs.
     """
     if missing := [name for name in names if name not in inputs]:
         raise ValueError(

@@ -232,20 +232,7 @@ class TextTokenizer:
         return self.tokenizer.vocabulary_size()
 
     def __call__(self, captions: Any) -> dict[str, Any]:
-        """Tokenizes captions.
-
-        Args:
-            captions: sequence or array of B strings, or one string; or a `tf.Tensor`
-                of strings, as in `tf.data.Dataset.map`.
-
-        Returns:
-            A dict: `"token_ids"`, int32 (B, N), and `"padding_mask"`, bool (B, N),
-            False for padding. One string has B = 1; a tensor has tensors, and a scalar
-            one has them of shape (N,).
-
-        Raises:
-            ValueError: if a caption is no string, or has no token at all.
-        """
+        """Tokenizes captions."""
         if is_tensorflow(captions):
             row = (self.max_length,)
             rows = {"token_ids": (row, "int32"), "padding_mask": (row, "bool")}

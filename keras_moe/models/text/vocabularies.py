@@ -53,16 +53,7 @@ class BytePairs(NamedTuple):
 
 
 def clip_byte_pairs(path: str | os.PathLike | None = None) -> BytePairs:
-    """CLIP's vocabulary of 49,408 tokens.
-
-    Args:
-        path: file of OpenAI's merges (`bpe_simple_vocab_16e6.txt`, gzipped or not), or
-            folder with `vocab.json` and `merges.txt`, as transformers writes them; None
-            takes the file that the package open_clip_torch ships.
-
-    Raises:
-        ValueError: if there is no such file, or it is of another kind.
-    """
+    """CLIP's vocabulary of 49,408 tokens."""
     path = _shipped() if path is None else Path(path)
     if path.is_dir():
         return _from_folder(path)
@@ -85,23 +76,7 @@ def clip_byte_pairs(path: str | os.PathLike | None = None) -> BytePairs:
 
 
 def trained_byte_pairs(captions: Iterable[str], vocabulary_size: int) -> BytePairs:
-    """A vocabulary of the most frequent byte pairs of captions, as CLIP's.
-
-    Args:
-        captions: texts.
-        vocabulary_size: largest number of tokens, at least 515: few captions may have
-            fewer pairs.
-
-    Raises:
-        ValueError: if `vocabulary_size` is smaller, or captions have no pairs.
-
-    Example:
-
-    >>> from keras_moe.models.text.vocabularies import trained_byte_pairs
-    >>> pairs = trained_byte_pairs(["a cat", "a hat", "the cat"], 516)
-    >>> pairs.merges, len(pairs.vocabulary)
-    (['a t</w>', 'c at</w>'], 516)
-    """
+    """A vocabulary of the most frequent byte pairs of captions, as CLIP's."""
     size = check_integer("vocabulary_size", vocabulary_size, _BASE + 1)
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix=_END_OF_WORD))
     tokenizer.normalizer = normalizers.Sequence(

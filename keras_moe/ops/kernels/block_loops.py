@@ -28,12 +28,7 @@ _SIZES_FOR_UNKNOWN_ROWS = (16, 32, 64, 112, 208, 416)
 
 
 def block_sizes(num_rows: int | None, num_experts: int) -> tuple[int, ...]:
-    """The static numbers of rows that a block may have, in increasing order.
-
-    Args:
-        num_rows: R, at least 1, or None if it is not known.
-        num_experts: E.
-    """
+    """The static numbers of rows that a block may have, in increasing order."""
     if num_rows is None:
         return _SIZES_FOR_UNKNOWN_ROWS
     mean = num_rows / num_experts
@@ -44,18 +39,7 @@ def block_sizes(num_rows: int | None, num_experts: int) -> tuple[int, ...]:
 def cut_into_blocks(
     group_sizes: Any, sizes: tuple[int, ...], num_rows: Any
 ) -> tuple[Any, Any]:
-    """Cuts every expert's rows into blocks, the longest possible ones first.
-
-    Args:
-        group_sizes: (E,) int32, the number of rows of each expert.
-        sizes: result of `block_sizes`.
-        num_rows: R.
-
-    Returns:
-        The blocks, (N, 3) int32: the expert, the first row and the row after the
-        last; N is the largest number of blocks there can be. Beside them, the starts of
-        the blocks of each size, (sizes + 1,) int32: the blocks are sorted by size.
-    """
+    """Cuts every expert's rows into blocks, the longest possible ones first."""
     longest, num_experts = sizes[-1], group_sizes.shape[0]
     max_blocks = num_rows // longest + num_experts
     group_ends = ops.cumsum(group_sizes)
@@ -162,16 +146,7 @@ def write(outputs, at, own, values):
 
 
 def forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
-    """Each row times the kernel of its expert.
-
-    Args:
-        rows: (R, D), sorted by expert.
-        kernels: (E, D, H).
-        group_sizes: (E,) int32, the number of rows of each expert.
-
-    Returns:
-        (R, H) in the dtype of `rows`, zeros where a row has no expert.
-    """
+    """Each row times the kernel of its expert."""
     num_experts, _, width = kernels.shape
     sizes = block_sizes(rows.shape[0], num_experts)
     inputs, num_rows = padded(rows, sizes[-1])
@@ -188,17 +163,7 @@ def forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
 def backward(
     rows: Any, kernels: Any, group_sizes: Any, upstream: Any
 ) -> tuple[Any, Any]:
-    """The gradient of `forward`.
-
-    Args:
-        rows: (R, D), sorted by expert.
-        kernels: (E, D, H).
-        group_sizes: (E,) int32, the number of rows of each expert.
-        upstream: (R, H), the gradient in the outputs.
-
-    Returns:
-        The gradients (R, D) in the rows and (E, D, H) in the kernels.
-    """
+    """The gradient of `forward`."""
     num_experts, dim, width = kernels.shape
     sizes = block_sizes(rows.shape[0], num_experts)
     inputs, num_rows = padded(rows, sizes[-1])

@@ -33,13 +33,7 @@ def is_valid(x):
 
 @functools.partial(jax.jit, static_argnames="rate")
 def dropout(x, rate, key):
-    """See `keras_moe.ops.dropout`.
-
-    Args:
-        x: tensor.
-        rate: share of the values that become zeros.
-        key: uint32 (2,), the state of `jax.random`'s generator.
-    """
+    """See `keras_moe.ops.dropout`."""
     keep = 1.0 - rate
     # 23 random bits behind an exponent of 0 are uniform in [1, 2).
     bits = _random_bits(key, x.shape) >> np.uint32(9) | np.uint32(0x3F800000)

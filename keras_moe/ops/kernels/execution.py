@@ -8,11 +8,7 @@ import numpy as np
 
 
 def wait(result: Any) -> None:
-    """Blocks until a result is computed.
-
-    Args:
-        result: tensors in any structure.
-    """
+    """Blocks until a result is computed."""
     if keras.backend.backend() == "jax":
         import jax
 
@@ -27,16 +23,7 @@ def wait(result: Any) -> None:
 def forward(
     layer: keras.layers.Layer, inputs: np.ndarray, training: bool
 ) -> Callable[[], Any]:
-    """A layer's forward pass as a function, compiled where backends compile.
-
-    Args:
-        layer: a built layer; only the first of a tuple of outputs is computed.
-        inputs: the layer's input.
-        training: value of the argument `training`.
-
-    Returns:
-        A function that returns the outputs, without gradients.
-    """
+    """A layer's forward pass as a function, compiled where backends compile."""
     backend = keras.backend.backend()
     if backend == "jax":
         import jax

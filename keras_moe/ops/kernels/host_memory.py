@@ -15,12 +15,7 @@ _ALIGNMENT = 64
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros that take no memory until they are written.
-
-    Args:
-        shape: shape of the array.
-        dtype: dtype of NumPy's.
-    """
+    """Zeros that take no memory until they are written."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     memory = np.zeros(size + _ALIGNMENT, "uint8")
@@ -29,11 +24,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def to_tensor(values: np.ndarray) -> Any:
-    """A tensor of values that nobody changes any more, which is no copy on CPUs.
-
-    Args:
-        values: array of `zeros`, filled.
-    """
+    """A tensor of values that nobody changes any more, which is no copy on CPUs."""
     if keras.backend.backend() == "jax":
         import jax
 
@@ -48,16 +39,7 @@ def to_tensor(values: np.ndarray) -> Any:
 
 
 def unwritten(shape: tuple[int, ...], dtype: str) -> Any | None:
-    """A tensor of zeros that takes no memory on CPUs until it is written.
-
-    Args:
-        shape: shape of the tensor.
-        dtype: name of its dtype.
-
-    Returns:
-        The tensor, or None: while TensorFlow traces a function, and for weights on
-        several devices.
-    """
+    """A tensor of zeros that takes no memory on CPUs until it is written."""
     backend = keras.backend.backend()
     if backend == "torch":
         return _unwritten_torch(shape, dtype)
@@ -75,11 +57,7 @@ def unwritten(shape: tuple[int, ...], dtype: str) -> Any | None:
 
 
 def memory_of(variable: keras.Variable) -> np.ndarray | None:
-    """The memory of a weight, to be written to, or None where it has another kind.
-
-    Args:
-        variable: weight. PyTorch's are changed in place, those of others replaced.
-    """
+    """The memory of a weight, to be written to, or None where it has another kind."""
     if keras.backend.backend() != "torch":
         return None
     import torch

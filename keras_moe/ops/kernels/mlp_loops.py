@@ -49,19 +49,7 @@ def activate(activation, hidden, gate=None):
 def forward(
     rows: Any, group_sizes: Any, weights: Weights, activation: Callable, keep: bool
 ) -> tuple[Any, tuple]:
-    """Each row through the MLP of its expert.
-
-    Args:
-        rows: (R, D), sorted by expert.
-        group_sizes: (E,) int32, the number of rows of each expert.
-        weights: weights of all experts.
-        activation: function of a tensor (rows, H).
-        keep: whether the second result is wanted.
-
-    Returns:
-        (R, D) in the dtype of `rows`, zeros where a row has no expert; and what
-        `backward` reads, one or two (R, H).
-    """
+    """Each row through the MLP of its expert."""
     num_experts, _, width = weights.hidden_kernel.shape
     sizes = block_loops.block_sizes(rows.shape[0], num_experts)
     inputs, num_rows = block_loops.padded(rows, sizes[-1])
@@ -94,21 +82,7 @@ def backward(
     upstream: Any,
     vjp: Callable,
 ) -> tuple[Any, Weights]:
-    """The gradient of `forward`.
-
-    Args:
-        rows: (R, D), sorted by expert.
-        group_sizes: (E,) int32, the number of rows of each expert.
-        weights: weights of all experts.
-        activation: function of a tensor (rows, H).
-        kept: second result of `forward`.
-        upstream: (R, D), the gradient in the outputs.
-        vjp: function of a function and its arguments, which gives the value, and a
-            function from the gradient in it to a tuple of those in the arguments.
-
-    Returns:
-        The gradients in the rows and in the weights.
-    """
+    """The gradient of `forward`."""
     num_experts = weights.hidden_kernel.shape[0]
     sizes = block_loops.block_sizes(rows.shape[0], num_experts)
     inputs, num_rows = block_loops.padded(rows, sizes[-1])

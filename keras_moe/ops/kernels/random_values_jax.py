@@ -22,32 +22,14 @@ _INFINITY = np.float32(np.inf)
 def uniform(
     shape: tuple[int, ...], lower: float, upper: float, seed: int
 ) -> np.ndarray | None:
-    """The values of `keras.random.uniform`, float32.
-
-    Args:
-        shape: shape of the values.
-        lower: lower bound.
-        upper: upper bound.
-        seed: seed below 2^32.
-
-    Returns:
-        The values, or None in a function that is being traced, where there is no value,
-        and where `jax.random` counts otherwise.
-    """
+    """The values of `keras.random.uniform`, float32."""
     return _draw(shape, seed, (lower, upper), False, (-_INFINITY, _INFINITY))
 
 
 def normal(
     shape: tuple[int, ...], mean: float, stddev: float, seed: int
 ) -> np.ndarray | None:
-    """The values of `keras.random.normal`, as `uniform` gives them.
-
-    Args:
-        shape: shape of the values.
-        mean: mean of the values.
-        stddev: standard deviation of the values.
-        seed: seed below 2^32.
-    """
+    """The values of `keras.random.normal`, as `uniform` gives them."""
     bounds = (np.nextafter(np.float32(-1), np.float32(0)), 1.0)
     values = _draw(shape, seed, bounds, True, (-_INFINITY, _INFINITY))
     return _scaled(values, mean, stddev)
@@ -56,14 +38,7 @@ def normal(
 def truncated_normal(
     shape: tuple[int, ...], mean: float, stddev: float, seed: int
 ) -> np.ndarray | None:
-    """The values of `keras.random.truncated_normal`, as `uniform` gives them.
-
-    Args:
-        shape: shape of the values.
-        mean: mean of the values.
-        stddev: standard deviation before values beyond two of them are left out.
-        seed: seed below 2^32.
-    """
+    """The values of `keras.random.truncated_normal`, as `uniform` gives them."""
     bound = math.erf(math.sqrt(2.0))
     limits = (np.nextafter(np.float32(x), np.float32(0)) for x in (-2, 2))
     values = _draw(shape, seed, (-bound, bound), True, tuple(limits))
@@ -74,9 +49,6 @@ def to_device(values: np.ndarray) -> Any:
     """A `jax.Array` of values that nobody changes any more.
 
     `jax.numpy.asarray` compiles a copy for each shape.
-
-    Args:
-        values: array of any shape.
     """
     import jax
 

@@ -18,14 +18,6 @@ def place_like(value: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> A
 
     `keras.distribution.distribute_tensor` has the same result, but needs the whole
     array on every process.
-
-    Args:
-        value: `jax.Array` with the shape, dtype and sharding of the new one.
-        read: function of a tuple of slices, which gives the piece there; it is called
-            for the pieces of this process's devices only.
-
-    Returns:
-        A `jax.Array`.
     """
     import jax
 
@@ -35,15 +27,7 @@ def place_like(value: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> A
 
 
 def placed(value: np.ndarray, sharding: Any) -> Any:
-    """An array on the devices of all processes, each of which has the whole value.
-
-    Args:
-        value: array, the same in all processes.
-        sharding: JAX's sharding of the result.
-
-    Returns:
-        A `jax.Array`.
-    """
+    """An array on the devices of all processes, each of which has the whole value."""
     import jax
 
     return jax.make_array_from_callback(
@@ -57,12 +41,6 @@ def with_shards(value: Any) -> Any:
     With one device in each process, `jax.device_put` of a local array to all processes
     gives an array whose shards JAX (0.10.2) does not find. Keras initializes biases
     this way.
-
-    Args:
-        value: `jax.Array`.
-
-    Returns:
-        The array itself wherever its shards can be read.
     """
     try:
         value.addressable_shards  # noqa: B018
@@ -74,14 +52,7 @@ def with_shards(value: Any) -> Any:
 
 
 def exchange(content: bytes) -> list[bytes]:
-    """The contents of all processes, in each of them; all must call it together.
-
-    Args:
-        content: bytes of this process.
-
-    Returns:
-        The bytes of each process, in the order of their indices.
-    """
+    """The contents of all processes, in each of them; all must call it together."""
     from jax.experimental import multihost_utils
 
     sizes = multihost_utils.process_allgather(np.array([len(content)], "int32"))

@@ -15,20 +15,7 @@ def is_tensorflow(value: Any) -> bool:
 def call_on_strings(
     function: Callable[[list[str]], dict], strings: Any, rows: dict[str, tuple]
 ) -> dict:
-    """Calls a Python function on a tensor of strings, also while a graph is traced.
-
-    Args:
-        function: function of B strings, whose result is a dict of NumPy arrays with B
-            rows.
-        strings: `tf.Tensor` (B,), or a scalar.
-        rows: shape and dtype of a row of each array, by name.
-
-    Returns:
-        A dict of tensors with B rows, or for a scalar of the row alone.
-
-    Raises:
-        ValueError: if the tensor is of another dtype or shape.
-    """
+    """Calls a Python function on a tensor of strings, also while a graph is traced."""
     import tensorflow as tf
 
     if strings.dtype != tf.string or strings.shape.rank not in (0, 1):

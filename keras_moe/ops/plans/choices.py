@@ -11,17 +11,7 @@ from keras_moe.ops.row_moves import weighted_sum_of_rows
 
 
 def by_expert(chosen: Any, weights: Any, num_experts: Any) -> tuple[Any, Any]:
-    """The choices of each token as one-hot tensors.
-
-    Args:
-        chosen: int32 (G, S, K), the experts; another number is no choice.
-        weights: float32 (G, S, K).
-        num_experts: E.
-
-    Returns:
-        Two float32 (G, S, E): 1 where the expert is chosen, and its weight there; both
-        0 elsewhere.
-    """
+    """The choices of each token as one-hot tensors."""
     experts = ops.arange(num_experts, dtype="int32")
     dispatched = combined = 0.0
     # An unrolled sum over K: one fused pass each, no (S, K, E) tensor.
@@ -33,12 +23,7 @@ def by_expert(chosen: Any, weights: Any, num_experts: Any) -> tuple[Any, Any]:
 
 
 def expert_places(experts: Any, num_experts: int) -> list[int]:
-    """The place of each expert among some of them; the others have the one behind.
-
-    Args:
-        experts: numbers of the experts.
-        num_experts: E.
-    """
+    """The place of each expert among some of them; the others have the one behind."""
     experts = list(experts)
     return [
         experts.index(expert) if expert in experts else len(experts)
@@ -47,17 +32,7 @@ def expert_places(experts: Any, num_experts: int) -> list[int]:
 
 
 def sum_of_choices(outputs: Any, weights: Any, rows: Any, owners: Any) -> Any:
-    """The weighted sum of each token's choices, in float32.
-
-    Args:
-        outputs: float (R, D), of slots or rows.
-        weights: float32 (G, S, K).
-        rows: int32 (G x S, K), the row of each choice, -1 where it was dropped.
-        owners: int32 (R,), the flat token of each row, -1 where it has none.
-
-    Returns:
-        (G, S, D) in the dtype of `outputs`.
-    """
+    """The weighted sum of each token's choices, in float32."""
     num_groups, num_tokens, num_choices = ops.shape(weights)
     total = weighted_sum_of_rows(
         outputs, ops.reshape(weights, (-1, num_choices)), rows, owners

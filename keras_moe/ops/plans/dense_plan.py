@@ -69,32 +69,13 @@ class DensePlan(NamedTuple):
 
 
 def fill_slots(tokens: Any, dispatch_weights: Any) -> Any:
-    """`X^T D` in the dtype of the tokens.
-
-    Args:
-        tokens: (G, S, D), any float dtype.
-        dispatch_weights: boolean or float32 (G, S, E, C).
-
-    Returns:
-        (G, E, C, D) in the dtype of `tokens`.
-
-    Raises:
-        ValueError: if the shapes do not fit.
-    """
+    """`X^T D` in the dtype of the tokens."""
     tokens = checked_tokens(tokens, dispatch_weights.shape[:2])
     weights = ops.cast(dispatch_weights, tokens.dtype)
     return ops.einsum("gsd,gsec->gecd", tokens, weights)
 
 
 def tokens_in_slots(slot_tokens: Any, num_tokens: Any) -> Any:
-    """D of a sparse plan.
-
-    Args:
-        slot_tokens: int32 (G, E, C). The token in each slot, -1 where empty.
-        num_tokens: S.
-
-    Returns:
-        Boolean (G, S, E, C).
-    """
+    """D of a sparse plan."""
     tokens = ops.reshape(ops.arange(num_tokens, dtype="int32"), (1, -1, 1, 1))
     return ops.expand_dims(slot_tokens, 1) == tokens

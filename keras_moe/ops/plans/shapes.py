@@ -6,50 +6,17 @@ from keras import ops
 
 
 def checked_tokens(tokens: Any, groups_and_tokens: Any) -> Any:
-    """The tokens as a tensor.
-
-    Args:
-        tokens: (G, S, D).
-        groups_and_tokens: (G, S) of the plan.
-
-    Returns:
-        `tokens` as a tensor.
-
-    Raises:
-        ValueError: if the shape is another one.
-    """
+    """The tokens as a tensor."""
     return _checked("tokens", tokens, ("groups", "tokens"), groups_and_tokens)
 
 
 def checked_slots(outputs: Any, slots: Any) -> Any:
-    """The outputs of experts with slots as a tensor.
-
-    Args:
-        outputs: (G, E, C, D).
-        slots: (G, E, C) of the plan.
-
-    Returns:
-        `outputs` as a tensor.
-
-    Raises:
-        ValueError: if the shape is another one.
-    """
+    """The outputs of experts with slots as a tensor."""
     return _checked("outputs", outputs, ("groups", "experts", "capacity"), slots)
 
 
 def checked_rows(outputs: Any, rows: Any) -> Any:
-    """The outputs of experts with rows as a tensor.
-
-    Args:
-        outputs: (R, D).
-        rows: (R,) of the plan.
-
-    Returns:
-        `outputs` as a tensor.
-
-    Raises:
-        ValueError: if the shape is another one.
-    """
+    """The outputs of experts with rows as a tensor."""
     return _checked("outputs", outputs, ("rows",), rows)
 
 

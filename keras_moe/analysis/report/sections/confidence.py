@@ -24,11 +24,7 @@ UNSURE = 1.2
 
 
 class Confidence(Section):
-    """The section on confidence.
-
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, figure 38.
-    """
+    """The section on confidence."""
 
     title = "Confidence by depth"
     anchor = "confidence"
@@ -86,22 +82,7 @@ class Confidence(Section):
 
 
 def quantiles(counts: np.ndarray, parts: tuple[float, ...]) -> list[float]:
-    """Quantiles of numbers in [0, 1] from their histogram.
-
-    Args:
-        counts: numbers in bins of equal width.
-        parts: parts in (0, 1) of the numbers that lie below.
-
-    Returns:
-        The quantiles, interpolated within a bin; 0 without a number.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.sections.confidence import quantiles
-    >>> quantiles(np.array([0, 4, 0, 0]), (0.25, 0.5))
-    [0.3125, 0.375]
-    """
+    """Quantiles of numbers in [0, 1] from their histogram."""
     total = counts.sum()
     if not total:
         return [0.0] * len(parts)

@@ -37,23 +37,7 @@ class Entropies(NamedTuple):
 
 
 class EntropySums:
-    """The sums of a record from which its entropies follow.
-
-    Args:
-        block: description of the record.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.section import Block
-    >>> from keras_moe.analysis.report.sections.entropies import EntropySums
-    >>> block = Block("b", "b", "image", "token_choice", ("ffn",) * 2, 1, None, None)
-    >>> sums = EntropySums(block)
-    >>> gates = np.array([[1.0, 0.0], [0.0, 1.0]])
-    >>> sums.add(gates, gates, gates)
-    >>> [round(x, 3) for x in sums.entropies()]
-    [0.0, 1.0, 0.0, 1.0]
-    """
+    """The sums of a record from which its entropies follow."""
 
     def __init__(self, block: Block):
         self.block = block
@@ -62,13 +46,7 @@ class EntropySums:
         self._tokens = self._tokens_after = 0
 
     def add(self, gates: np.ndarray, combined: np.ndarray, served: np.ndarray) -> None:
-        """Adds tokens.
-
-        Args:
-            gates: (T, E), gates before the dispatch.
-            combined: (T, E), weights of the experts in the tokens' outputs.
-            served: (T, E), what the experts served.
-        """
+        """Adds tokens."""
         shares, _ = _normalised(gates)
         self._tokens += len(shares)
         self._local += float(entropy(shares).sum())
@@ -92,11 +70,7 @@ class EntropySums:
 
 
 class RoutingEntropies(Section):
-    """The section on entropies.
-
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, section 2.2 and figures 8 to 10.
-    """
+    """The section on entropies."""
 
     title = "Entropies before and after the dispatch"
     anchor = "entropies"
@@ -167,27 +141,7 @@ class RoutingEntropies(Section):
 
 
 def depths(subject: Subject) -> tuple[list[str], dict[str, int]]:
-    """The places of records by depth, shared by towers of two modalities.
-
-    Args:
-        subject: model.
-
-    Returns:
-        Names of the places, and the number of the place by key.
-
-    Example:
-
-    >>> from keras_moe.analysis.report.section import Block, Subject
-    >>> from keras_moe.analysis.report.sections.entropies import depths
-    >>> more = ("soft", ("ffn",), None, None, None)
-    >>> blocks = {
-    ...     key: Block(key, key, key.split("/")[0], *more)
-    ...     for key in ("image/block_1", "image/block_3", "text/block_3")
-    ... }
-    >>> names, places = depths(Subject(None, "", blocks, None, None, ("image", "text")))
-    >>> names, places["text/block_3"]
-    (['block_1', 'block_3'], 1)
-    """
+    """The places of records by depth, shared by towers of two modalities."""
     short = {k: k.removeprefix(f"{x.modality}/") for k, x in subject.blocks.items()}
     # By the numbers of blocks, since one tower may have fewer than the other.
     order = {name: place for place, name in enumerate(dict.fromkeys(short.values()))}

@@ -239,14 +239,7 @@ class Explorer(Section):
 def kept_example(
     subject: Subject, keys: list[str], batch: Batch, place: int
 ) -> Example:
-    """The parts of an example that drawings need, as arrays of their own.
-
-    Args:
-        subject: model that is reported on.
-        keys: keys of the routing records to keep.
-        batch: batch with the example.
-        place: its place in the batch.
-    """
+    """The parts of an example that drawings need, as arrays of their own."""
     words, counts = None, None
     if batch.words is not None:
         counts = np.array([word != "" for word in batch.words[place]])
@@ -279,37 +272,13 @@ def _predicted(outputs):
 
 
 def image_uri(image: np.ndarray, max_bytes: int = _BYTES) -> str:
-    """A square picture of an image, as an address; maps give it its shape.
-
-    Args:
-        image: (height, width, channels) in [-1, 1]; others than one or three channels
-            are drawn as their mean.
-        max_bytes: argument of `keras_moe.analysis.report.sprites.sprite`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.sections.explorer import image_uri
-    >>> image_uri(np.zeros((4, 4, 2)))[:11]
-    'data:image/'
-    """
+    """A square picture of an image, as an address; maps give it its shape."""
     tile = tile_of(image, min(max(image.shape[:2]), _SIDE))
     return sprite(tile[None, None], max_bytes)[0]
 
 
 def json_script(name: str, data: Any) -> Markup:
-    """Data for the page's script, in which no text ends the element.
-
-    Args:
-        name: id of the element.
-        data: JSON-serialisable.
-
-    Example:
-
-    >>> from keras_moe.analysis.report.sections.explorer import json_script
-    >>> print(json_script("words", ["</script>"]))
-    <script type="application/json" id="words">["\\u003c/script>"]</script>
-    """
+    """Data for the page's script, in which no text ends the element."""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return Markup('<script type="application/json" id="{}">{}</script>').format(
         name, Markup(text)

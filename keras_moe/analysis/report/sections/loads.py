@@ -36,12 +36,7 @@ MAX_DRAWN = 30
 
 
 class Loads(Section):
-    """The section on loads.
-
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, figures 17 to 22 and 39; *Scaling
-        Vision with Sparse Mixture of Experts*, figure 7.
-    """
+    """The section on loads."""
 
     title = "Load of the experts"
     anchor = "loads"
@@ -282,22 +277,7 @@ class Loads(Section):
 
 
 def relative_work(table: np.ndarray) -> np.ndarray:
-    """Work by class and expert, over that of the average class.
-
-    Args:
-        table: (U, E), work of experts for classes.
-
-    Returns:
-        (U, E), the share of a class's work that an expert does, over the mean of this
-        share over classes; NaN for experts without work.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis.report.sections.loads import relative_work
-    >>> relative_work(np.array([[2.0, 2.0, 0.0], [0.0, 1.0, 0.0]])).tolist()
-    [[2.0, 0.6666666666666666, nan], [0.0, 1.3333333333333333, nan]]
-    """
+    """Work by class and expert, over that of the average class."""
     totals = table.sum(axis=1, keepdims=True)
     shares = table / np.where(totals > 0, totals, 1.0)
     means = shares.mean(axis=0)

@@ -24,11 +24,7 @@ COVERED = (0.9, 0.95, 0.99)
 
 
 class Pruning(Section):
-    """The section on experts that could go.
-
-    Reference:
-        *Multimodal Contrastive Learning with LIMoE*, appendix E.4 and figure 13.
-    """
+    """The section on experts that could go."""
 
     title = "Experts that could go"
     anchor = "pruning"
