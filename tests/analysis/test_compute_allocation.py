@@ -51,23 +51,9 @@ def test_experts_of_each_kind_per_token():
 def test_pictures_of_kinds_are_drawn(tmp_path):
     images = np.random.default_rng(0).uniform(-1, 1, (3, 8, 8, 3))
     maps = {"zero": np.ones((3, 2, 2)), "constant": np.zeros((3, 2, 2))}
-    value = {"mean": 0.5, "std": 0.1}
-    row = {"test_accuracy": value, "ffn_experts_per_token": value}
-    for name, draw in {
-        "maps": lambda path: plots.plot_kind_maps(images, maps, path),
-        "constants": lambda path: plots.plot_constant_experts(
-            {"2": row, "10": row}, path
-        ),
-        "matched": lambda path: plots.plot_matched_heads(
-            {"CP": {2: [0.4, 0.5]}}, {"CP": {2: 3}}, [0.6], path
-        ),
-        "capacity": lambda path: plots.plot_head_capacity(
-            {"CP": {200: [0.4, 0.5]}, "linear": {100: [0.3]}}, path
-        ),
-    }.items():
-        path = tmp_path / f"{name}.png"
-        draw(path)
-        assert path.stat().st_size > 5_000, name
+    path = tmp_path / "maps.png"
+    plots.plot_kind_maps(images, maps, path)
+    assert path.stat().st_size > 5_000
 
 
 def test_compute_maps_are_no_wider_than_a_page(tmp_path):
@@ -123,9 +109,6 @@ def test_routing_scores():
             ),
             "2 images",
         ),
-        (lambda: plots.plot_constant_experts({}, "x.png"), "rows={}"),
-        (lambda: plots.plot_matched_heads({}, {}, [], "x.png"), "losses={}"),
-        (lambda: plots.plot_head_capacity({}, "x.png"), "accuracies={}"),
         (lambda: plots.plot_load_by_kind({}, "x.png"), "loads={}"),
         (lambda: plots.plot_routing_scores({}, "x.png"), "scores={}"),
         (lambda: plots.plot_training_history({}, "x.png"), "history={}"),
@@ -135,10 +118,6 @@ def test_routing_scores():
                 np.zeros((2, 4, 4, 1)), np.ones((1, 2, 2)), "x"
             ),
             "2 images",
-        ),
-        (
-            lambda: plots.plot_tau_study({"forms": {}}, {"rows": {}}, "x.png"),
-            "none",
         ),
     ],
 )

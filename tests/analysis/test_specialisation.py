@@ -100,7 +100,6 @@ def test_pictures_are_drawn(tmp_path):
     head = Routing(*[gates] * 6)
     block = Routing(*[np.random.default_rng(2).dirichlet([0.2] * 3, (12, 5))] * 6)
     metrics = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
-    svd = analysis.TruncatedSVD([0.5, 0.1], [0.9, 0.4], 0.95, [])
     names = list("abcdefghijkl")
     for name, draw in {
         "images": lambda path: plots.plot_expert_images(images, head, path, names),
@@ -118,7 +117,6 @@ def test_pictures_are_drawn(tmp_path):
         "subpopulations": lambda path: plots.plot_subpopulations(
             metrics, metrics, path, target=(1, 1)
         ),
-        "svd": lambda path: plots.plot_truncated_svd({"vit": svd}, path),
     }.items():
         path = tmp_path / f"{name}.png"
         draw(path)
@@ -157,7 +155,6 @@ def test_a_class_that_gains_much_leaves_room_for_the_losses(tmp_path, monkeypatc
         ),
         (lambda: analysis.fairness_metrics([0.5, 0], [1, 0], [1, 0]), "float64"),
         (lambda: analysis.fairness_metrics([1, 0], [0, 0], [1, 0]), "positive=1"),
-        (lambda: analysis.truncate_kernel(np.eye(2), 1.5), "share=1.5"),
         (lambda: oversample([False, False], 3), "0 members"),
         (lambda: oversample([True, True, False], 1), "count=1"),
         (lambda: oversample([1, 0], 3), "int64"),
@@ -171,7 +168,6 @@ def test_a_class_that_gains_much_leaves_room_for_the_losses(tmp_path, monkeypatc
         (lambda: plots.plot_ablation({}, "x"), "ablations={}"),
         (lambda: plots.plot_polysemanticity({}, "x"), "scores={}"),
         (lambda: plots.plot_expert_load({}, "x"), "routings={}"),
-        (lambda: plots.plot_truncated_svd({}, "x"), "results={}"),
     ],
 )
 def test_bad_arguments_are_refused(call, message):

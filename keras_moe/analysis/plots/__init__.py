@@ -4,7 +4,6 @@ from keras_moe.analysis.plots.compute_allocation import (
     plot_compute_maps,
     plot_load_by_kind,
     plot_routing_scores,
-    plot_tau_study,
 )
 from keras_moe.analysis.plots.constant_experts import plot_constant_experts
 from keras_moe.analysis.plots.coverage import plot_coverage
@@ -14,10 +13,7 @@ from keras_moe.analysis.plots.expert_images import (
 )
 from keras_moe.analysis.plots.expert_usage import plot_expert_groups, plot_expert_usage
 from keras_moe.analysis.plots.expert_views import plot_expert_views
-from keras_moe.analysis.plots.interventions import (
-    plot_subpopulations,
-    plot_truncated_svd,
-)
+from keras_moe.analysis.plots.interventions import plot_subpopulations
 from keras_moe.analysis.plots.kind_maps import plot_kind_maps
 from keras_moe.analysis.plots.mumoe_heads import (
     plot_head_capacity,
@@ -42,7 +38,9 @@ from keras_moe.analysis.plots.specialisation import (
     plot_expert_load,
     plot_polysemanticity,
 )
+from keras_moe.analysis.plots.tau_study import plot_tau_study
 from keras_moe.analysis.plots.training_history import plot_training_history
+from keras_moe.analysis.plots.truncated_svd import plot_truncated_svd
 
 __all__ = [
     "plot_ablation",
