@@ -264,4 +264,5 @@ display(Image(picture))
 # - Put zero-computation experts into a layer of your own, or into any preset, by the
 #   arguments `zero_experts`, `copy_experts` and `constant_experts`:
 #   [MoE++](../docs/moe_plus_plus.md).
-# - `keras-moe study moepp` repeats the paper's experiments on digits, with throughputs.
+# - In a clone, `python -m tools.studies moepp` repeats the paper's experiments on
+#   digits, with throughputs.

@@ -355,6 +355,7 @@ display(Image(picture))
 #   head={"num_experts": 512, "rank": 512})`.
 # - [muMoE](../docs/mumoe.md) has the paper's tables, repeated over seeds, beside
 #   alternatives to edits: oversampling and training against an adversary.
-# - `keras-moe study mumoe --parts specialisation editing` runs these on your machine.
+# - In a clone, `python -m tools.studies mumoe --parts specialisation editing` runs
+#   these on your machine.
 # - The recipe `mumoe_celeb_a` is the paper's own setting, on CLIP's ViT-B/32:
 #   [Training](../docs/training.md).

@@ -245,9 +245,9 @@ plt.show()
 #
 # ## What to do next
 #
-# - Compare routers on your own images, with seeds and step times: `keras-moe study
-#   routers --data folder:PHOTOS`. The page *The router study in one command* has its
-#   results on digits.
+# - Compare routers on your own images, with seeds and step times, in a clone:
+#   `python -m tools.studies routers --data folder:PHOTOS`. The page *The router study
+#   in one command* has its results on digits.
 # - Change K and c above: `num_selected_experts=2`, `capacity_factor=2.0`. At twice the
 #   slots nearly nothing is dropped.
 # - Read *Routers* (`docs/routers.md`) about groups, noise, auxiliary losses and

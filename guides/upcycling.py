@@ -251,8 +251,8 @@ console.print(sizes)
 # - Train the pair on emoji, minutes in all: `keras-moe train clip_emoji`, `keras-moe
 #   upcycle runs/clip_emoji/preset runs/up --settings clip_up`, `keras-moe train
 #   clip_up_emoji --preset runs/up`. *LIMoE on emoji and clip art* has the data.
-# - Repeat the paper's comparison at equal steps: `keras-moe study clip-up --parts
-#   upcycling gates`.
+# - Repeat the paper's comparison at equal steps, in a clone:
+#   `python -m tools.studies clip-up --parts upcycling gates`.
 # - Try `noise=0.01`, by which experts differ at once, `router="soft"`, or
 #   `router="mumoe"`, whose experts approximate the MLP as well as their ranks allow.
 # - Look at the experts afterwards: `keras_moe.analysis` and *When experts help and when

@@ -135,7 +135,6 @@ WRITERS = {
     "analysis/plots/figure.py": "matplotlib draws to memory",
     "cli/comparison.py": "a temporary folder for another process",
     "cli/main.py": "a log is appended to",
-    "cli/studies/study.py": "arrays go into a file of `files.new_file`",
     "cli/timm_outputs.py": "a temporary folder for another process",
     "data/kept_arrays.py": "arrays go into a file of `files.new_file`",
     "models/conversion/sources.py": "Keras downloads to a folder of its own",

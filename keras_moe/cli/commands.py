@@ -25,7 +25,6 @@ from keras_moe.cli.parser import (
     json_or_string,
     positive,
 )
-from keras_moe.cli.studies.arguments import add_studies
 
 
 def make_parser() -> Parser:
@@ -56,7 +55,6 @@ def make_parser() -> Parser:
         deduplicate,
     ):
         add(commands)
-    add_studies(commands)
     return parser
 
 

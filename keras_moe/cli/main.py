@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from keras_moe.backend import import_keras
 from keras_moe.cli.commands import make_parser
 from keras_moe.cli.native_log import divert_native_log
-from keras_moe.cli.parser import STDOUT
+from keras_moe.cli.parser import STDOUT, Parser
 
 # Errors of the library and of the operating system that a user can do something about.
 MISTAKES = (ImportError, OSError, TypeError, ValueError)
@@ -37,8 +38,10 @@ WRITTEN_BY_KERAS = {
 WIDTH = 160
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs a sub-command."""
+def main(
+    argv: list[str] | None = None, make_parser: Callable[[], Parser] = make_parser
+) -> int:
+    """Runs a sub-command, and returns the exit status."""
     wants_traceback = os.environ.get("KERAS_MOE_TRACEBACK", "0") not in ("", "0")
     interrupted, log = "Interrupted.", None
     try:

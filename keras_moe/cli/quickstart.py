@@ -95,8 +95,8 @@ def next_steps(folder: Path) -> dict[str, str]:
             "measures the preset that was saved just now; --data folder:PHOTOS takes "
             "your own images"
         ),
-        "keras-moe study routers --routers soft softmax_token_choice --seeds 1": (
-            "compares routers on the same images; without --routers all of them"
+        f"keras-moe report {preset} --data digits": (
+            "writes a page on what each expert does with these images"
         ),
         "keras-moe describe vmoe_b32": (
             "shows a published model's blocks, experts and costs; "

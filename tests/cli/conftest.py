@@ -1,63 +1,11 @@
-"""The programs, called in this process."""
-
-import contextlib
-import io
-import json
-from typing import NamedTuple
+"""The fixtures of `tests.programs`, for `keras-moe`."""
 
 import pytest
 
-from keras_moe.cli.main import main
+from keras_moe.cli import main as cli
+from tests.programs import mistake, program, tables_and_json  # noqa: F401
 
 
-class Outcome(NamedTuple):
-    """The status of a program, and the text that it printed."""
-
-    status: int
-    output: str
-    errors: str
-
-
-@pytest.fixture
-def program(capsys, monkeypatch):
-    """Runs `keras-moe` with some arguments."""
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.delenv("KERAS_MOE_TRACEBACK", raising=False)
-
-    def run(*arguments):
-        capsys.readouterr()
-        status = main([str(argument) for argument in arguments])
-        return Outcome(status, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def tables_and_json(tmp_path_factory):
-    """Runs `keras-moe` once for several tests: its tables, and its results as JSON."""
-
-    def run(*arguments):
-        path = tmp_path_factory.mktemp("results") / "results.json"
-        output = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
-            patch.setenv("COLUMNS", "160")
-            status = main([*map(str, arguments), "--json", str(path)])
-        assert status == 0
-        return output.getvalue(), json.loads(path.read_text())
-
-    return run
-
-
-@pytest.fixture
-def mistake(program):
-    """The one line with which a program refuses some arguments."""
-
-    def refused(*arguments):
-        status, output, errors = program(*arguments)
-        assert status == 2, errors
-        assert output == ""
-        assert errors.startswith("error: ")
-        assert errors.count("\n") == 1
-        return errors
-
-    return refused
+@pytest.fixture(scope="session")
+def main():
+    return cli.main

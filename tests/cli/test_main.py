@@ -32,9 +32,6 @@ COMMANDS = (
     "describe",
     "plan",
     "deduplicate",
-    "study routers",
-    "study moepp",
-    "study mumoe",
 )
 
 pytestmark = pytest.mark.backend_free

@@ -10,7 +10,7 @@ from neighbours import CpuTimes, cpu_seconds, foreign_share, read_cpu_times
 from row import MISSING, Row
 from runner import Report
 
-from keras_moe.timing import paired_ratios
+from tools.benchmark.timing import paired_ratios
 
 CLOCKS = {"wall": (time.perf_counter, "ms"), "cpu": (cpu_seconds, "CPU ms")}
 

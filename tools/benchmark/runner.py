@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from keras_moe import timing
 from keras_moe.files import json_text
+from tools.benchmark import timing
 
 
 class Report:
@@ -46,7 +46,7 @@ class Report:
         """The median seconds of functions that run in turn, with a bar.
 
         Args:
-            candidates: functions by name, as `keras_moe.timing.interleaved` takes them.
+            candidates: functions by name.
             rounds: number of times that each runs; None for the report's.
         """
         times = self.times(candidates, rounds or self.rounds)
@@ -62,10 +62,10 @@ class Report:
         """The seconds of functions that run in turn, round by round, with a bar.
 
         Args:
-            candidates: functions by name, as `keras_moe.timing.interleaved` takes them.
+            candidates: functions by name.
             rounds: number of times that each runs.
             label: text of the bar.
-            **options: further arguments of `keras_moe.timing.interleaved_times`.
+            **options: further arguments of `tools.benchmark.timing.interleaved_times`.
         """
         console = self.console
         with Progress(

@@ -32,10 +32,10 @@ from rich.table import Table
 
 from keras_moe import data, evaluation, training
 from keras_moe.cli.evaluate import pooled_features
-from keras_moe.cli.studies.pair_training import PairTraining
-from keras_moe.cli.studies.study import Run, Study, percent, spread
 from keras_moe.cli.versions import backend_and_versions
 from keras_moe.files import write_json
+from tools.studies.pair_training import PairTraining
+from tools.studies.study import Run, Study, percent, spread
 
 # The settings that both twins try, by name.
 SETTINGS = {

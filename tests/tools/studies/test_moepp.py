@@ -1,0 +1,104 @@
+"""The study of MoE++ on a few steps: what it counts, stores and draws."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from keras_moe.ops import ExpertKinds
+from tests.tools.studies.few_digits import load_few
+from tools.studies import moepp_costs
+from tools.studies.moepp_costs import Costs
+from tools.studies.moepp_layers import Sizes
+from tools.studies.moepp_training import Digits
+from tools.studies.study import Study
+
+TINY = ["--tokens", "32", "--dim", "8", "--mlp-dim", "16", "--rounds", "1"]
+ONE = ["--epochs", "1", "--seeds", "1", "--batch-size", "64"]
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture
+def study(program, monkeypatch):
+    # The paper's sizes take seconds here.
+    monkeypatch.setattr(moepp_costs, "PAPER_MLP", 16)
+    load_few(monkeypatch)
+    return lambda *arguments: program("moepp", *arguments)
+
+
+def test_costs_are_the_papers(monkeypatch, tmp_path):
+    monkeypatch.setattr(moepp_costs, "expert_costs", lambda rounds: {})
+    sizes = Sizes(ExpertKinds(8, 1, 1, 2), 32, 8, 16, 2, 1.1, False)
+    part = Costs(Study(tmp_path, {}, Console()), sizes, [0.75, 0.25], rounds=1)
+    results = part.results()
+    # Table 1 and Table B.
+    assert results["ffn_share"] == pytest.approx({"0.75": 0.6, "0.25": 1 / 3})
+    assert results["router_operations"] == {
+        "original": 50_331_648,
+        "pathway-aware": 50_888_704,
+    }
+
+
+def test_speed_costs_and_their_tables(study, tmp_path):
+    parts = ["--parts", "speed", "costs", "--taus", "0.5", "--output", tmp_path]
+    status, text, errors = study(*parts, *TINY)
+    assert status == 0, errors
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["costs"]["experts"]) == {"ffn", "zero", "copy", "constant"}
+    assert results["costs"]["experts"]["ffn"]["seconds"] > 0
+    rows = results["speed"]["forms"]["limited"]
+    assert rows["0.5"]["by_flops"] == pytest.approx(1.0)
+    assert rows["0.5"]["seconds"] > 0
+    # Titles are as narrow as their tables.
+    for number in ("1", "3", "A", "B"):
+        assert f"Table{number})" in "".join(text.split())
+
+
+def test_training_is_stored_drawn_and_not_repeated(study, tmp_path, monkeypatch):
+    arguments = ["--parts", "training", "--output", tmp_path, *TINY, *ONE]
+    arguments += ["--only", "tau=0.75", "no gating residuals"]
+    status, text, errors = study(*arguments)
+    assert status == 0, errors
+    assert "FFN per token" in text
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = results["training"]["rows"]
+    assert list(rows) == ["tau=0.75", "no gating residuals"]
+    row = rows["tau=0.75"]
+    assert 0 < row["ffn_experts_per_token"]["mean"] < 2
+    assert sum(row["loads"]["block_0"]["shares"].values()) == pytest.approx(1.0)
+    for name in ("compute", "loads", "scores"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+    # Damaged files are trained again; the parts that are there stay.
+    (stored,) = (tmp_path / "runs").glob("tau*.npz")
+    stored.write_bytes(stored.read_bytes()[:100])
+    status, text, _ = study(*arguments)
+    assert status == 0
+    assert "1 of 2 runs were finished before" in text
+
+    # A whole run is not trained again.
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Digits, "fit", interrupt)
+    assert json.loads(study(*arguments, "--json").output)["training"]["rows"] == rows
+    status, _, errors = study(*arguments, "--restart")
+    assert status == 130
+    assert "the same command resumes" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parts", "training", "--only", "tau=7"], "tau=7"),
+        (["--parts", "speed", "--kinds", "0", "1", "1", "2"], "num_experts=0"),
+        (["--kinds", "8", "0", "0", "0"], "zero-computation experts"),
+        (["--taus", "0"], "above 0; received: 0"),
+        (["--parts", "speeds"], "invalid choice: 'speeds'"),
+        (["--parts", "costs", "--only", "vanilla"], "Expected the part training with"),
+        (["--parts", "costs", "speed", "--constants", "1"], "--parts costs speed"),
+    ],
+)
+def test_bad_arguments_end_with_a_line(mistake, tmp_path, arguments, message):
+    arguments = ("moepp", "--output", tmp_path, *TINY, *arguments)
+    assert message in mistake(*arguments)

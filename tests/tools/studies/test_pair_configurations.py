@@ -1,0 +1,250 @@
+"""The tables of the studies of LIMoE and CLIP-UP, and their figures, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from keras_moe import losses
+from keras_moe.layers import MoEConfig
+from keras_moe.ops import Routing
+from keras_moe.training import Recipe
+from tools.studies import clip_up_configurations as clip_up
+from tools.studies import limoe_configurations as limoe
+from tools.studies.limoe_pruning import kept_counts
+from tools.studies.pair_measures import health_figures, modality_figures
+
+pytestmark = pytest.mark.backend_free
+
+LOSSES = "model.auxiliary_losses"
+
+
+@pytest.fixture(scope="module")
+def base():
+    """LIMoE-B/16 of the paper's ablations: 32 experts, 9 of text, 20 of images."""
+    model = {"preset": "limoe_b16"}
+    return limoe.base_of(recipe(model=model, data={"batch_size": 64}))
+
+
+def recipe(**sections):
+    sections = {
+        "data": {"batch_size": 64},
+        "model": {"preset": "clip_up_b32"},
+        "schedule": {"epochs": 440, "learning_rate": 1e-3, "warmup_steps": 44},
+        **sections,
+    }
+    return Recipe("mine", **sections)
+
+
+def names(overrides):
+    """The losses of a row, each with its modality."""
+    bag = losses.get(overrides[LOSSES])
+    parts = bag[0].losses if bag else []
+    return [(x.name, x.get_config().get("modality")) for x in parts]
+
+
+def test_losses_are_added_one_after_the_other(base):
+    rows = limoe.loss_configurations(base)
+    classic = [("importance", None), ("load", None), ("router_z", None)]
+    local, both = [("local_entropy", 1)], [("global_entropy", 1), ("global_entropy", 0)]
+    assert rows.pop("all (LIMoE)") == {}
+    assert [names(row) for row in rows.values()] == [
+        [],
+        classic[:2],
+        classic,
+        [*classic, ("mutual_information", None)],
+        classic + local,
+        classic + both,
+        local + both,
+    ]
+
+
+def test_table_6(base):
+    rows = limoe.selected_configurations(base, (1, 2, 3, 5))
+    # Two columns for K = 1, six for the others.
+    assert len(rows) == 2 + 3 * 6
+    assert rows["K=1, local"] == {}
+    merged = rows["K=3, merged, sum"]
+    assert merged["model.num_selected_experts"] == 3
+    assert merged["model.priority"] == "sum_gates"
+    assert merged[LOSSES]["limoe"]["local_loss"] == "merged_entropy"
+    assert "model.priority" not in rows["K=3, merged"]
+    assert names(rows["K=5, no local loss"])[3:] == names(rows["K=5, target"])[4:]
+
+
+def test_thresholds_are_logarithms_of_soft_minima(base):
+    rows = limoe.threshold_configurations(base, (1, 6.5, 9), (4, 20))
+    # The base's own; up to the rounding of a logarithm's exponential.
+    assert rows[9, 20] == {}
+    assert rows[6.5, 4][LOSSES]["limoe"]["thresholds"] == {
+        "text": math.log(6.5),
+        "image": math.log(4),
+    }
+    assert len(rows) == 6
+    assert limoe.soft_minima(32) == ([1, 8, 16, 24, 32], [1, 32])
+    assert limoe.soft_minima(2) == ([1, 1.5, 2], [1, 2])
+    with pytest.raises(ValueError, match=r"from 1 to 32, .*; received: 0\.8"):
+        limoe.threshold_configurations(base, (0.8,), (1,))
+
+
+def test_orders_routers_and_groups(base):
+    orders = limoe.order_configurations(base)
+    assert [row.get("model.priority") for row in orders.values()] == [
+        "first_come",
+        "shuffled",
+        [0, 1],
+        [1, 0],
+        None,
+    ]
+    # Table 7's last row has 5 experts for text beside 27.
+    routers = limoe.router_configurations(base, text_pool=5)
+    joint, by_modality, disjoint = routers.values()
+    assert list(routers)[2] == "disjoint (5 for text, 27 for image)"
+    assert (joint, by_modality) == ({}, {"model.num_modalities": 2})
+    image, text = disjoint["model.expert_pools"]
+    assert (len(image), text) == (27, [0, 1, 2, 3, 4])
+    assert [name for name, _ in names(disjoint)] == ["importance", "load", "router_z"]
+    with pytest.raises(ValueError, match="1 to 31 of 32 experts"):
+        limoe.router_configurations(base, text_pool=32)
+    groups = limoe.group_configurations(base)
+    # 64 pairs in 2 groups are the preset's own.
+    assert groups[2] == {}
+    assert groups[8] == {"model.images_per_group": 8}
+    assert groups[32] == {"model.images_per_group": 2}
+
+
+def test_figure_12(base):
+    rows = limoe.expert_configurations(base)
+    assert list(rows) == [4, 8, 16, 32, 64]
+    assert "model.num_experts" not in rows[32]
+    found = {
+        count: {
+            name: math.exp(threshold)
+            for name, threshold in row[LOSSES]["limoe"]["thresholds"].items()
+        }
+        for count, row in rows.items()
+    }
+    # Table 5 has log(0.8) for images, which is no loss, as 0 is.
+    assert found[4] == pytest.approx({"text": 2.4, "image": 1.0})
+    assert found[8] == pytest.approx({"text": 4.8, "image": 1.6})
+    assert found[64] == pytest.approx({"text": 38.4, "image": 12.8})
+    assert rows[64]["model.num_experts"] == 64
+    one = base._replace(moe=base.moe.replace(num_experts=8))
+    assert list(limoe.expert_configurations(one)) == [2, 4, 8, 16]
+
+
+def test_figure_5(base):
+    rows = limoe.length_configurations(base)
+    # Images of 224 x 224, padded where patches do not divide them.
+    lengths = [19**2, 14**2, 10**2, 7**2, 5**2, 4**2]
+    assert list(rows)[:6] == [f"{x} patches, classic losses" for x in lengths]
+    assert "model.patch_size" not in rows["196 patches, entropy losses"]
+    assert rows["49 patches, entropy losses"]["model.patch_size"] == [32, 32]
+    assert [name for name, _ in names(rows["49 patches, classic losses"])] == [
+        "importance",
+        "load",
+        "router_z",
+    ]
+    bag = rows["49 patches, entropy losses"][LOSSES]["limoe"]
+    assert bag["thresholds"] == {"text": math.log(25), "image": 0.0}
+    small = base._replace(image_size=(8, 8), patch_size=(4, 4))
+    # A single patch is no row, and equal numbers are one.
+    assert len(limoe.length_configurations(small)) == 2 * 2
+
+
+def test_pruned_models_have_two_thresholds(base):
+    one, two = limoe.pruning_configurations(base).values()
+    assert one == {}
+    assert two[LOSSES]["limoe"]["thresholds"]["text"] == pytest.approx(math.log(18))
+    assert kept_counts(8, 1) == [1, 2, 4, 6, 8]
+    assert kept_counts(4, 2) == [2, 3, 4]
+
+
+def test_steps_are_shared_as_in_the_paper():
+    dense, upcycled = (
+        recipe(),
+        recipe(schedule={"epochs": 350, "learning_rate": 1e-4, "warmup_steps": 35}),
+    )
+    own = clip_up.lengths(dense, upcycled)
+    assert [x["schedule.epochs"] for x in own] == [440, 350, 790]
+    assert [x["schedule.warmup_steps"] for x in own] == [44, 35, 44]
+    # Only the upcycled model has the smaller learning rate.
+    assert own.whole["schedule.learning_rate"] == 1e-3
+    assert "schedule.learning_rate" not in own.upcycled
+    short = clip_up.lengths(dense, upcycled, 79)
+    assert [x["schedule.epochs"] for x in short] == [44, 35, 79]
+    assert short.dense["schedule.warmup_steps"] == 4
+    for changes in own:
+        assert upcycled.replace(**changes).schedule.decay == "cosine"
+    steps = recipe(schedule={"steps": 10, "learning_rate": 1e-3})
+    with pytest.raises(ValueError, match="length is in steps"):
+        clip_up.lengths(dense, steps)
+
+
+def test_one_transformer_has_twice_the_experts():
+    moe = MoEConfig(num_experts=8, capacity_factor=1.0).to_dict()
+    tower = {"image_shape": [32, 32, 3], "patch_size": 8, "activation": "gelu"}
+    tower |= {"hidden_dim": 64, "num_layers": 4, "num_heads": 4, "mlp_dim": 192}
+    texts = {"vocabulary_size": 1000, "max_length": 16}
+    config = {"image": {**tower, "moe": moe}, "text": texts, "projection_dim": 64}
+    shared = clip_up.shared_backbone(config)
+    replaced = recipe().replace(**shared)
+    assert replaced.model.preset == "clip_up_b32_shared"
+    assert replaced.model.overrides["num_experts"] == 16
+    assert replaced.model.overrides["hidden_dim"] == 64
+    assert replaced.model.overrides["max_length"] == 16
+    # The preset's own factor is the paper's 2.0.
+    capacities = clip_up.capacity_configurations(config)
+    assert list(capacities.values()) == [{}, {"model.capacity_factor": 2.0}]
+    gates = list(clip_up.gate_configurations(config).values())
+    assert gates[0] == {}
+    assert [x["model.router_options"]["normalize_gates"] for x in gates[1:]] == [
+        "before",
+        "after",
+    ]
+
+
+def test_entropy_losses_weigh_the_same_in_both_backbones():
+    own = {"load_balance": 0.01, "router_z": 1e-4}
+    shared = clip_up.entropy_losses("shared", own, 16)[LOSSES]
+    *_, bag = losses.get(shared)
+    each = bag.weight / len(bag.losses)
+    assert [loss.name for loss in bag.losses] == [
+        "local_entropy",
+        "global_entropy",
+        "global_entropy",
+    ]
+    towers = clip_up.entropy_losses("separated", own, 4)
+    image = {x.name: x for x in losses.get(towers["model.image.auxiliary_losses"])}
+    text = {x.name: x for x in losses.get(towers["model.text.auxiliary_losses"])}
+    assert set(text) - set(image) == {"local_entropy"}
+    for loss in (image["global_entropy"], *map(text.get, ("local_entropy",))):
+        assert loss.weight == pytest.approx(each)
+    # Six experts at least, where there are as many.
+    threshold = image["global_entropy"].get_config()["threshold"]
+    assert threshold == pytest.approx(math.log(4))
+    assert clip_up.experts_in("text") == {"model.image.moe_layers": None}
+
+
+def test_figures_of_routers_by_hand():
+    gates = np.array([[[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]]])
+    served = np.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
+    record = Routing(gates, gates, gates, gates, served, served)
+    figures = modality_figures(
+        {"text/block_1": record, "image/block_1": record},
+        {"text": np.array([[True, True, False]])},
+    )
+    assert figures["image_routing_entropy"] == pytest.approx(math.log(2))
+    # Without the padding the mean gates are 3/4 and 1/4, and one expert serves all.
+    quarter = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
+    assert figures["text_routing_entropy"] == pytest.approx(quarter)
+    assert figures["text_local_entropy"] == pytest.approx(math.log(2) / 2)
+    assert (figures["text_experts"], figures["image_experts"]) == (1, 2)
+    assert figures["text_max_gate"] == pytest.approx(0.75)
+    layers = [
+        {"layer": "text/block_1", "dropped_tokens": 0.2, "expert_shares": [0.5, 0.5]},
+        {"layer": "text/block_3", "dropped_tokens": 0.4, "expert_shares": [1.0, 0.0]},
+    ]
+    assert health_figures(layers) == pytest.approx(
+        {"text_dropped": 0.3, "text_dispatched_entropy": math.log(2) / 2}
+    )

@@ -1,0 +1,148 @@
+"""The studies of LIMoE and CLIP-UP on a few steps."""
+
+import json
+
+import numpy as np
+import pytest
+
+from keras_moe import training
+from tests.tools.studies.small_pairs import write_pairs
+from tools.studies import clip_up, clip_up_configurations
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+def interrupt(*arguments, **options):
+    raise KeyboardInterrupt
+
+
+def test_rows_of_limoe_train_once_and_are_drawn(program, folder, tmp_path, monkeypatch):
+    arguments = ["limoe", "--recipe", folder / "limoe.json", "--seeds", "1"]
+    arguments += ["--parts", "losses", "orders", "pruning", "--output", tmp_path]
+    arguments += ["--only", "none", "all (LIMoE)", "max gate (BPR)"]
+    pruned = "text soft minimum 2"
+    arguments += [pruned, "--set", "num_experts=2", "--epochs", "1"]
+    status, text, errors = program(*arguments)
+    assert status == 0, errors
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = results["losses"]["rows"]
+    assert list(rows) == ["none", "all (LIMoE)"]
+    # LIMoE's order is BPR: the row of another part is the same run.
+    assert results["orders"]["rows"]["max gate (BPR)"] == rows["all (LIMoE)"]
+    assert len(list((tmp_path / "runs").glob("pairs-seed0-*.json"))) == 2
+    for row in rows.values():
+        figures = {name: value["mean"] for name, value in row["figures"].items()}
+        assert 0 <= figures["image_to_text_r1"] <= figures["image_to_text_r5"] <= 1
+        for modality in ("text", "image"):
+            assert 1 <= figures[f"{modality}_experts"] <= 2
+            assert 0 <= figures[f"{modality}_dropped"] <= 1
+        assert len(row["history"]["loss"]) == 1
+    curves = results["pruning"]["rows"][pruned]["pruned"]
+    for methods in curves.values():
+        # With both experts both ways are the whole model.
+        assert methods["router_drop"]["2"] == methods["router_pred_skip"]["2"]
+        assert list(methods["router_pred_skip"]) == ["1", "2"]
+    for name in ("losses", "orders", "coverage", "pruning"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000
+    assert "I→T R@1" in text
+    # Whole runs are not trained again; a damaged one is.
+    monkeypatch.setattr(training, "train", interrupt)
+    assert program(*arguments).status == 0
+    damaged = next((tmp_path / "runs").glob("pairs-*.json"))
+    damaged.write_text(damaged.read_text()[:100])
+    assert program(*arguments).status == 130
+
+
+def test_upcycled_models_begin_with_the_dense_ones(
+    program, folder, tmp_path, monkeypatch
+):
+    recipe = folder / "clip_up.json"
+    arguments = ["clip-up", "--recipe", recipe, "--dense-recipe", recipe]
+    arguments += ["--parts", "upcycling", "--seeds", "1", "--output", tmp_path]
+    arguments += ["--only", "dense, before it is upcycled", "upcycled"]
+    starts = []
+    train = training.train
+
+    def watched(recipe, callbacks=(), **options):
+        def prepared(model, datasets):
+            every = callbacks(model, datasets)
+            weights = {w.path: np.array(w) for w in model.backbone.weights}
+            starts.append((recipe, weights))
+            return every
+
+        return train(recipe, callbacks=prepared, **options)
+
+    monkeypatch.setattr(training, "train", watched)
+    status, _, errors = program(*arguments)
+    assert status == 0, errors
+    (dense, _), (recipe, weights) = starts
+    assert dense.schedule.epochs == 2
+    assert dense.model.overrides["image"]["moe_layers"] is None
+    assert recipe.model.overrides["evaluation"] == "official"
+    with np.load(next((tmp_path / "runs").glob("dense-*.npz"))) as stored:
+        kernels = [x for x in stored.values() if x.shape == (8, 16)]
+    assert recipe.schedule.epochs == 2
+    experts = [w for path, w in weights.items() if "experts/hidden_kernel" in path]
+    assert len(experts) == 2
+    for kernel in experts:
+        # Every expert is a copy of one of the dense model's MLPs.
+        assert any(np.array_equal(kernel, 4 * [mlp]) for mlp in kernels)
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = results["upcycling"]["rows"]
+    assert not rows["dense, before it is upcycled"]["start"]
+    assert 0 <= rows["upcycled"]["start"]["r1"]["mean"] <= 1
+    names = ("upcycling", "upcycling_curves")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5_000 for name in names)
+
+
+def test_capacities_and_normalisations_differ_at_evaluation(folder):
+    recipe = training.load_recipe(folder / "clip_up.json")
+    official = clip_up.evaluated_with_capacity(recipe)
+    config = clip_up.config_of(official)
+    rows = {
+        **clip_up_configurations.capacity_configurations(config),
+        **clip_up_configurations.gate_configurations(config),
+    }
+    images = np.random.default_rng(0).uniform(-1, 1, (8, 8, 8, 3)).astype("float32")
+    weights, embedded = None, {}
+    for name, overrides in rows.items():
+        model = official.replace(**overrides).new_model(None)
+        weights = weights or model.get_weights()
+        model.set_weights(weights)
+        embedded[name] = model.encode_images(images)
+    two, four, own, before, after = embedded.values()
+    np.testing.assert_array_equal(two, own)
+    # The last image is served last.
+    assert np.abs(two - four)[-1].max() > 1e-3
+    assert np.abs(before - after)[-1].max() > 1e-3
+    # A recipe that says how its models are evaluated keeps it.
+    own = recipe.replace(**{"model.evaluation": "batch_invariant"})
+    assert clip_up.evaluated_with_capacity(own) is own
+
+
+@pytest.mark.parametrize(
+    ("study", "arguments", "message"),
+    [
+        ("limoe", ["--only", "other"], "rows of each part"),
+        ("limoe", ["--parts", "losses", "--selected", "2"], "the part selected"),
+        ("limoe", ["--parts", "thresholds", "--text-experts", "9"], "from 1 to 4"),
+        ("limoe", ["--epochs", "2", "--steps", "3"], "--epochs or --steps"),
+        ("limoe", ["--recipe", "vmoe_digits"], "a recipe of pairs"),
+        ("limoe", ["--set", "auxiliary_losses={}"], "thresholds for image and text"),
+        ("clip-up", ["--epochs", "1"], "at least two epochs"),
+        ("clip-up", ["--set", 'image={"moe_layers": null}'], "experts in both"),
+    ],
+)
+def test_bad_arguments_end_with_a_line(
+    mistake, folder, tmp_path, study, arguments, message
+):
+    name = study.replace("-", "_")
+    own = ["--recipe", folder / f"{name}.json", "--output", tmp_path]
+    if study == "clip-up":
+        own += ["--dense-recipe", folder / "clip_up.json"]
+    assert message in mistake(study, *own, *arguments)

@@ -1,0 +1,200 @@
+import json
+import shutil
+
+import pytest
+
+from keras_moe.analysis import plots
+from tests.tools.studies.few_digits import load_few
+from tools.studies import routers
+from tools.studies.arguments import make_parser
+from tools.studies.router_configuration import Configuration
+from tools.studies.router_summary import summarise
+
+ROUTERS = ["soft", "softmax_token_choice"]
+TINY = [
+    "--routers", *ROUTERS, "--selected", "1", "--seeds", "2", "--epochs", "1",
+    "--batch-size", "64", "--set", "num_layers=1", "moe_layers=[0]", "hidden_dim=16",
+    "num_heads=2", "mlp_dim=16", "num_experts=4",
+]  # fmt: skip
+
+pytestmark = pytest.mark.backend_free
+
+
+@pytest.fixture
+def study(program, monkeypatch):
+    monkeypatch.setattr(routers, "TIMING_ROUNDS", 1)
+    # Fewer than all 21 batches to train on, and all to test.
+    load_few(monkeypatch, routers, train=12, test=8)
+
+    def run(output, *arguments):
+        return program("routers", *TINY, "--output", output, *arguments)
+
+    return run
+
+
+def results_of(folder):
+    """The summary and the runs, without what is measured in seconds."""
+    results = json.loads((folder / "results.json").read_text())
+    for row in results["summary"]:
+        for key in ("step_seconds", "relative_step_time"):
+            assert row.pop(key) > 0
+    for record in results["runs"]:
+        assert record["result"].pop("seconds") > 0
+    return results["summary"], results["runs"]
+
+
+def test_a_study_resumes_where_it_stopped(study, tmp_path, monkeypatch):
+    whole = tmp_path / "whole"
+    status, output, errors = study(whole)
+    assert status == 0, errors
+    assert "softmax token choice" in output
+    assert "finished before" not in output
+    for picture in ("accuracy_over_cost", "curves"):
+        assert (whole / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    # No router of these has a transport plan.
+    assert not (whole / "curves_of_combine.png").exists()
+    summary, runs = results_of(whole)
+    assert [row["router"] for row in summary] == ["softmax_token_choice", "soft"]
+    assert [record["seed"] for record in runs] == [0, 1, 0, 1]
+    assert runs[0]["result"]["test_accuracy"] != runs[1]["result"]["test_accuracy"]
+    for row in summary:
+        curves = row["curves"]
+        assert (row["combine"], curves["step"]) == ("softmax", [12])
+        assert curves["train_loss"]["mean"][0] > 0
+        last = row["grouped_test_accuracy"]
+        accuracies = curves["grouped_test_accuracy"]
+        for key in ("mean", "std"):
+            assert accuracies[key] == [last[key]]
+        assert 0.1 < row["test_accuracy"]["mean"] <= 1
+        assert row["test_accuracy"]["std"] > 0
+        assert 0.1 < row["few_shot_accuracy"]["mean"] <= 1
+        assert row["step_time_over"] == "softmax_token_choice-1"
+    token_choice, soft = summary
+    assert 0 < token_choice["dropped_tokens"]["mean"] < 1
+    assert soft["dropped_tokens"]["mean"] == 0
+    assert soft["load_entropy"]["mean"] == pytest.approx(1)
+
+    # An interrupted study: the second seed's file is cut off. Its run comes first now.
+    part = tmp_path / "part"
+    shutil.copytree(whole / "runs", part / "runs")
+    (cut,) = part.glob("runs/soft-1-seed1-*.json")
+    cut.write_text(cut.read_text()[:100])
+    status, output, errors = study(part)
+    assert status == 0, errors
+    assert "3 of 4 runs were finished before" in output
+    assert results_of(part) == (summary, runs)
+    assert not list(part.rglob("*.part"))
+
+    # Nothing is done twice, and an interruption has an exit status of its own.
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    for method in ("train", "time_steps"):
+        monkeypatch.setattr(Configuration, method, interrupt)
+    status, output, _ = study(part)
+    assert status == 0
+    assert "4 of 4 runs were finished before" in output
+    assert results_of(part) == (summary, runs)
+    status, _, errors = study(part, "--learning-rate", 1e-3)
+    assert status == 130
+    assert "the same command resumes where it stopped" in errors
+    assert study(part, "--restart")[0] == 130
+    assert not list(part.glob("runs/*.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "digit"], "did you mean 'digits'"),
+        (["--preset", "vmoe_digit"], "nearest: vmoe_digits"),
+        (["--set", "hidden"], "Expected NAME=VALUE; received: hidden"),
+        (["--set", "hidden=16"], "hidden_dim"),
+        (["--set", "router=soft"], "arguments that the study does not set"),
+        (["--batch-size", 500], "1347 and 450 images, batch_size=500"),
+        (["--test-split", "validation"], "split='validation'"),
+    ],
+)
+def test_wrong_arguments_are_explained(mistake, tmp_path, arguments, message):
+    arguments = (*TINY, "--output", tmp_path, *arguments)
+    assert message in mistake("routers", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--routers", "softmax"], "invalid choice: 'softmax'"),
+        (["--selected", 3], "invalid choice: 3"),
+        (["--seeds", 0], "Expected at least 1; received: 0"),
+        (["--epochs", "many"], "Expected an integer; received: many"),
+        (["--learning-rate", "nan"], "above 0; received: nan"),
+    ],
+)
+def test_the_parser_refuses(mistake, arguments, message):
+    assert message in mistake("routers", *arguments)
+
+
+def test_diverged_runs_are_not_kept(study, tmp_path):
+    status, _, errors = study(tmp_path, "--learning-rate", 1e30)
+    assert status == 2
+    assert "softmax_token_choice-1 with seed 0 diverged in epoch 1" in errors
+    assert not list(tmp_path.glob("runs/*.json"))
+
+
+def test_plans_combine_where_they_are_asked_to():
+    arguments = ["routers", *TINY, "--combine", "affinity", "--routers"]
+    parse = make_parser().parse_args
+    args = parse([*arguments, "softmax_token_choice", "sinkhorn_expert_choice"])
+    (row,) = routers.rows_of(args)
+    configuration = Configuration(routers.Task(args), *row)
+    assert configuration.name == "sinkhorn_expert_choice-1-affinity"
+    for model, batch_invariant in (
+        (configuration.model, True),
+        (configuration.grouped_model, False),
+    ):
+        router = model.backbone.get_layer("block_0").feed_forward.router
+        assert (router.combine, router.batch_invariant) == ("affinity", batch_invariant)
+    with pytest.raises(ValueError, match=r"received: routers=\['soft'\]"):
+        routers.rows_of(parse([*arguments, "soft"]))
+
+
+def made_up_run(combine, *values):
+    curves = {"train_loss": [2.0, 1.0], "grouped_test_accuracy": [0.5, values[0]]}
+    measures = ("test_accuracy", "grouped_test_accuracy", "few_shot_accuracy")
+    result = {**dict.fromkeys(measures, values[0]), "curves": curves}
+    result.update(dropped_tokens=0.1, load_entropy=0.9)
+    labels = {"router": "sinkhorn_token_choice", "selected": 2, "combine": combine}
+    return {**labels, "seed": 0, "result": result}
+
+
+def test_rows_of_plans_stand_beside_those_of_the_softmax(tmp_path):
+    runs = [made_up_run("softmax", 0.9), made_up_run("softmax", 0.8)]
+    runs.append(made_up_run("affinity", 0.7))
+    seconds = {
+        "sinkhorn_token_choice-2": 1.0,
+        "sinkhorn_token_choice-2-affinity": 1.5,
+    }
+    softmax, plan = rows = summarise(runs, seconds, steps_per_epoch=42)
+    assert softmax["grouped_test_accuracy"]["mean"] == pytest.approx(0.85)
+    assert softmax["curves"]["step"] == [42, 84]
+    accuracies = softmax["curves"]["grouped_test_accuracy"]
+    assert accuracies["mean"] == pytest.approx([0.5, 0.85])
+    assert accuracies["std"] == pytest.approx([0.0, 0.1 / 2**0.5])
+    assert (plan["combine"], plan["relative_step_time"]) == ("affinity", 1.5)
+    pictures = routers.draw(rows, tmp_path)
+    names = ["accuracy_over_cost", "curves", "curves_of_combine"]
+    assert [picture.stem for picture in pictures] == names
+    assert all(picture.stat().st_size > 5_000 for picture in pictures)
+
+
+def test_the_picture_needs_known_routers(tmp_path):
+    row = {
+        "router": "hard",
+        "selected": 1,
+        "relative_step_time": 1.0,
+        "test_accuracy": {"mean": 0.9, "std": 0.0},
+    }
+    with pytest.raises(ValueError, match="received: hard"):
+        plots.plot_router_study([row], tmp_path / "routers.png")
+    for draw in (plots.plot_router_study, plots.plot_router_curves):
+        with pytest.raises(ValueError, match=r"received: rows=\[\]"):
+            draw([], tmp_path / "routers.png")

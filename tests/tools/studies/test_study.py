@@ -1,0 +1,232 @@
+"""The base of all studies: runs that are made once, seeds, parts and results."""
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tools.studies.study import (
+    Diverged,
+    Part,
+    Run,
+    Study,
+    percent,
+    plus_minus,
+    run_parts,
+    spread,
+)
+
+pytestmark = pytest.mark.backend_free
+
+SETTINGS = {"epochs": 2, "backend": "jax"}
+
+
+@pytest.fixture
+def new_study(tmp_path, capsys):
+    def make(**changes):
+        restart = changes.pop("restart", False)
+        console = Console(width=160)
+        return Study(tmp_path, {**SETTINGS, **changes}, console, restart)
+
+    return make
+
+
+class Training:
+    """A run that counts how often it was made."""
+
+    def __init__(self, arrays=None):
+        self.count, self.arrays = 0, arrays or {}
+
+    def __call__(self, tell):
+        self.count += 1
+        tell("loss 0.5")
+        return {"accuracy": 0.5 + self.count, "steps": (1, 2)}, self.arrays
+
+
+def test_a_run_is_made_once(new_study):
+    training = Training({"gates": np.arange(3.0)})
+    run = Run("tau=0.75", 1, {"tau": 0.75}, training)
+    texts = []
+    result = new_study().finish(run, texts.append)
+    assert result == {"accuracy": 1.5, "steps": [1, 2]}
+    assert texts == ["loss 0.5"]
+    # Another process, which shares the files alone.
+    study = new_study()
+    assert study.finish(run) == result
+    assert study.arrays(run)["gates"].tolist() == [0, 1, 2]
+    assert training.count == 1
+    assert study.path(run).name.startswith("tau_0_75-seed1-")
+
+
+def test_other_settings_are_other_runs(new_study):
+    training = Training()
+    run = Run("vanilla", 0, {"size": 1}, training)
+    new_study().finish(run)
+    new_study(epochs=3).finish(run)
+    new_study().finish(run._replace(seed=1))
+    new_study().finish(run._replace(name="other"))
+    new_study().finish(run._replace(settings={"size": 2}))
+    assert training.count == 5
+    # A label is for people alone.
+    new_study().finish(run._replace(label="the vanilla twin"))
+    assert training.count == 5
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "{}", '{"settings": {}}', "half", "other", "types", "value"]
+)
+def test_a_damaged_file_is_no_result(new_study, text):
+    training = Training()
+    study, run = new_study(), Run("vanilla", 0, {}, training)
+    study.finish(run)
+    path = study.path(run)
+    whole = path.read_text()
+    if text == "half":
+        text = whole[: len(whole) // 2]
+    elif text == "other":
+        text = whole.replace('"epochs": 2', '"epochs": 3')
+    elif text == "types":
+        record = json.loads(whole)
+        del record["digest"]
+        text = json.dumps({**record, "result": ["accuracy"]})
+    elif text == "value":
+        text = whole.replace('"accuracy": 1.5', '"accuracy": "high"')
+        assert text != whole
+    path.write_text(text)
+    assert study.finished(run) is None
+    study.finish(run)
+    assert training.count == 2
+
+
+def test_a_result_without_a_number_is_stored_once(new_study):
+    count = []
+
+    def train(tell):
+        count.append(1)
+        return {"accuracy": float("nan")}, {}
+
+    run = Run("vanilla", 0, {}, train)
+    new_study().finish(run)
+    assert new_study().finish(run) == {"accuracy": None}
+    assert len(count) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other", "password", "compression"])
+def test_damaged_arrays_are_no_result(new_study, damage):
+    training = Training({"gates": np.arange(300.0)})
+    study, run = new_study(), Run("vanilla", 0, {}, training)
+    study.finish(run)
+    path = study.path(run).with_suffix(".npz")
+    if damage == "gone":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    elif damage in ("password", "compression"):
+        content = bytearray(path.read_bytes())
+        place = content.index(b"PK\x01\x02") + (8 if damage == "password" else 10)
+        content[place] = 1 if damage == "password" else 99
+        # The same of the file's own header.
+        content[place - content.index(b"PK\x01\x02") - 2] = content[place]
+        path.write_bytes(content)
+    else:
+        np.savez(path, maps=np.zeros(2))
+    study.finish(run)
+    assert training.count == 2
+    assert study.arrays(run)["gates"].shape == (300,)
+
+
+def test_an_interrupted_study_resumes(new_study, capsys):
+    trainings = [Training() for _ in range(3)]
+    runs = [Run("vanilla", seed, {}, x) for seed, x in enumerate(trainings)]
+
+    def interrupt(tell):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        new_study().finish_all([*runs[:2], runs[2]._replace(make=interrupt)])
+    assert "finished before" not in capsys.readouterr().out
+    results = new_study().finish_all(runs)
+    assert [training.count for training in trainings] == [1, 1, 1]
+    assert len(results) == 3
+    assert "2 of 3 runs were finished before" in capsys.readouterr().out
+    assert not list(new_study().runs.glob("*.part"))
+
+
+def test_restart_removes_finished_runs(new_study):
+    training = Training({"gates": np.zeros(2)})
+    run = Run("vanilla", 0, {}, training)
+    new_study().finish(run)
+    study = new_study(restart=True)
+    assert not list(study.runs.iterdir())
+    study.finish(run)
+    assert training.count == 2
+
+
+def test_a_run_that_diverges_is_not_kept(new_study):
+    def diverge(tell):
+        raise Diverged(3, float("nan"))
+
+    study = new_study()
+    run = Run("soft", 2, {}, diverge, label="soft-1")
+    message = r"soft-1 with seed 2 diverged in epoch 3 \(loss=nan\)"
+    with pytest.raises(ValueError, match=message):
+        study.finish(run)
+    assert not list(study.runs.iterdir())
+
+
+class Sum(Part):
+    def __init__(self, study, value):
+        super().__init__(study)
+        self.value = value
+
+    def results(self):
+        if self.value is None:
+            raise KeyboardInterrupt
+        return {"sum": self.value}
+
+    def show(self, results, console):
+        console.print(f"the sum is {results['sum']}")
+
+    def draw(self, every):
+        return [self.study.folder / f"{len(every)}.png"]
+
+
+def test_parts_of_earlier_commands_stay(new_study, capsys):
+    study = new_study()
+    result = run_parts(study, {"first": Sum(study, 1)})
+    own = {"backend": "jax", "settings": SETTINGS}
+    assert result.values == {**own, "first": {"sum": 1}}
+    text = capsys.readouterr().out
+    assert "the sum is 1" in text
+    assert "3.png" in text
+    # Those that were done before an interruption, too.
+    with pytest.raises(KeyboardInterrupt):
+        run_parts(study, {"second": Sum(study, 2), "third": Sum(study, None)})
+    stored = json.loads(study.results_path.read_text())
+    assert stored == {**own, "first": {"sum": 1}, "second": {"sum": 2}}
+    # A part of a wrong type is none.
+    study.results_path.write_text(json.dumps({**stored, "first": 3}))
+    assert study.earlier_results() == {**own, "second": {"sum": 2}}
+    # Figures of another backend, or with other settings, are not mixed with these.
+    for change in ({"backend": "torch"}, {"epochs": 3}):
+        study.results_path.write_text(json.dumps(stored))
+        other = new_study(**change)
+        settings = {**SETTINGS, **change}
+        assert run_parts(other, {"third": Sum(other, 3)}).values == {
+            "backend": settings["backend"],
+            "settings": settings,
+            "third": {"sum": 3},
+        }
+    study.results_path.write_text("{")
+    assert study.earlier_results() == own
+
+
+def test_spreads():
+    assert spread([0.5]) == {"mean": 0.5, "std": 0.0, "min": 0.5, "max": 0.5}
+    value = spread([0.5, 0.7])
+    assert value["mean"] == pytest.approx(0.6)
+    assert value["std"] == pytest.approx(0.02**0.5)
+    assert percent(value) == "60.0±14.1"
+    assert percent(value, 2) == "60.00±14.14"
+    assert plus_minus(value) == "0.60±0.14"

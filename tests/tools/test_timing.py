@@ -1,0 +1,59 @@
+"""Interleaved times, and the ratios that are taken within rounds."""
+
+import itertools
+import time
+
+import pytest
+
+from tools.benchmark import timing
+
+pytestmark = pytest.mark.backend_free
+
+
+def test_every_round_runs_every_candidate_once():
+    calls, rounds = [], []
+    candidates = {name: lambda name=name: calls.append(name) for name in "abc"}
+    times = timing.interleaved_times(
+        candidates, 4, on_round=lambda: rounds.append(len(calls)), warm_ups=1
+    )
+    assert {name: len(values) for name, values in times.items()} == dict.fromkeys(
+        "abc", 4
+    )
+    assert calls[:3] == ["a", "b", "c"]
+    assert rounds == [6, 9, 12, 15]
+    for start in (3, 6, 9, 12):
+        assert sorted(calls[start : start + 3]) == ["a", "b", "c"]
+    # Another order in some round, or a drift within rounds would favour one of them.
+    assert len({tuple(calls[start : start + 3]) for start in (3, 6, 9, 12)}) > 1
+
+
+@pytest.mark.parametrize(("rounds", "expected"), [(2, 2), (50, timing.LEAST_ROUNDS)])
+def test_a_budget_ends_the_rounds_but_not_before_three(rounds, expected):
+    times = timing.interleaved_times({"a": lambda: time.sleep(1e-3)}, rounds, budget=0)
+    assert len(times["a"]) == expected
+
+
+def test_a_slow_round_leaves_paired_ratios_alone():
+    drift = [1.0, 1.0, 9.0, 9.0, 1.0]
+    times = {"ours": [2 * x for x in drift], "theirs": drift}
+    assert timing.paired_ratios(times, "theirs") == {
+        "ours": (2.0, 2.0, 2.0),
+        "theirs": (1.0, 1.0, 1.0),
+    }
+    # The times themselves spread, and so would ratios across rounds.
+    across = [x / y for x, y in itertools.product(times["ours"], drift)]
+    assert max(across) == 18.0
+    assert timing.paired_ratios({"a": [3.0], "b": [2.0]}, "b")["a"] == (1.5, 1.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("times", "baseline", "message"),
+    [
+        ({"a": [1.0]}, "b", r"Expected baseline to be one of \['a'\]; received: 'b'"),
+        ({"a": [1.0, 2.0], "b": [1.0]}, "a", "received: {'a': 2, 'b': 1}"),
+        ({"a": []}, "a", "one or more; received: {'a': 0}"),
+    ],
+)
+def test_times_that_are_no_pairs_are_refused(times, baseline, message):
+    with pytest.raises(ValueError, match=message):
+        timing.paired_ratios(times, baseline)

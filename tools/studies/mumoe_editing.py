@@ -1,0 +1,208 @@
+"""The part of the study of muMoE about fairness: Table 2 and Figure 25."""
+
+import functools
+from pathlib import Path
+
+import keras
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from keras_moe import analysis, data, models, training
+from keras_moe.analysis import plots
+from keras_moe.layers import MuMoE
+from tools.studies.mumoe_digits import (
+    LABELS,
+    SHAPE,
+    SIZES,
+    Fit,
+    both_ways,
+    with_attributes,
+)
+from tools.studies.study import (
+    Part,
+    Run,
+    Study,
+    Tell,
+    plain,
+    plus_minus,
+    spread,
+)
+
+# How many of the digits that are 5 and above, and of the others, are inverted.
+RARE, COMMON = 0.03, 0.5
+VALIDATION = 300
+# Factor of the epochs: there are few images.
+PASSES = 5
+BIASED = (1, 1)
+# The edit's strengths among which validation data choose, over the number of experts.
+EXPERT_STRENGTHS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+BLIND_STRENGTHS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.5, 5.0)
+METRICS = {
+    "target": "target",
+    "equality_of_opportunity": "eq. opp.",
+    "std_bias": "STD bias",
+    "max_min": "max-min",
+    "accuracy": "accuracy",
+}
+
+
+class Editing(Part):
+    """A planted bias, and what corrects it."""
+
+    def __init__(self, study: Study, fit: Fit, seeds: int, experts: int, rank: int):
+        super().__init__(study)
+        self.fit, self.experts, self.rank = fit, experts, rank
+        settings = {
+            "rank": rank,
+            "experts": experts,
+            "shares": [RARE, COMMON],
+            "passes": PASSES,
+            "validation": VALIDATION,
+            "strengths": [EXPERT_STRENGTHS, BLIND_STRENGTHS],
+        }
+        self.runs = [
+            Run("editing", seed, settings, functools.partial(self.train, seed))
+            for seed in range(seeds)
+        ]
+
+    def results(self) -> dict:
+        runs = self.study.finish_all(self.runs)
+        return {"experts": self.experts, "runs": runs}
+
+    def train(self, seed: int, tell: Tell) -> tuple[dict, dict]:
+        """All models of one seed, by name."""
+        generator = np.random.default_rng(seed)
+        images, digits = data.load_digits("train", SHAPE)
+        order = generator.permutation(len(digits))
+        held, rest = order[:VALIDATION], order[VALIDATION:]
+        validation = both_ways(images[held], digits[held])
+        test = both_ways(*data.load_digits("test", SHAPE))
+        images, digits = images[rest], digits[rest]
+        rate = np.where(digits >= 5, RARE, COMMON)
+        images, labels = with_attributes(
+            images, digits, generator.random(len(digits)) < rate
+        )
+        members = (labels[:, 0] == BIASED[0]) & (labels[:, -1] == BIASED[1])
+        others = (labels[:, 0] == BIASED[0]) & (labels[:, -1] != BIASED[1])
+
+        def fitted(images, labels, has_head=True):
+            model = self.new_model(seed, has_head)
+            model.compile(optimizer=self.fit.optimizer())
+            self.fit.train(model, images, labels, tell, PASSES)
+            return model
+
+        rows = {"linear": evaluate(fitted(images, labels, has_head=False), test)}
+        model = fitted(images, labels)
+        rows["muMoE"] = evaluate(model, test)
+        chosen = data.oversample(members, int(others.sum()), seed)
+        rows["+ oversampling"] = evaluate(fitted(images[chosen], labels[chosen]), test)
+        debiased = self.new_model(seed)
+        debiased.compile(self.fit.optimizer())
+        attributes = labels[:, -1].astype("int32")
+        targets = {"predictions": labels, "attribute": attributes}
+        adversarial = training.adversarial_debiasing(debiased)
+        self.fit.train(adversarial, images, targets, tell, PASSES)
+        rows["+ adversarial"] = evaluate(debiased, test)
+        edited, strengths = self.edits(model, images[members], validation, test)
+        result = {"strengths": strengths, "members": int(members.sum())}
+        return {"rows": {**rows, **edited}, **result}, {}
+
+    def new_model(self, seed: int, has_head: bool = True) -> keras.Model:
+        """A ViT of the attributes, with a muMoE head or a linear one."""
+        keras.utils.set_random_seed(seed)
+        backbone = models.ViTBackbone(SHAPE, num_heads=4, seed=seed, **SIZES)
+        head = MuMoE(len(LABELS), self.experts, rank=self.rank) if has_head else None
+        return models.ViTImageClassifier(
+            backbone, len(LABELS), multi_label=True, head=head
+        )
+
+    def edits(
+        self, model: keras.Model, members: np.ndarray, validation: tuple, test: tuple
+    ) -> tuple[dict, dict]:
+        """Figures of edited models, and the strengths that validation data chose."""
+        rows, strengths = {}, {}
+        options = {
+            "+ blind thresh.": (None, BLIND_STRENGTHS),
+            "+ expert edit": (
+                members,
+                [share * self.experts for share in EXPERT_STRENGTHS],
+            ),
+        }
+        for name, (subpopulation, choices) in options.items():
+
+            def edited(strength, subpopulation=subpopulation):
+                return analysis.edit_expert_logits(
+                    model, subpopulation, output=0, strength=strength
+                )
+
+            by_strength = {x: evaluate(edited(x), validation) for x in choices}
+            best = max(by_strength, key=lambda x: by_strength[x]["max_min"])
+            strengths[name] = best
+            rows[name] = evaluate(edited(best), test)
+        rows["+ expert edit, N"] = evaluate(edited(self.experts), test)
+        return rows, strengths
+
+    def show(self, results: dict, console: Console) -> None:
+        runs = results["runs"]
+        table = Table(
+            title="Digits from 5 on, inverted: the target subpopulation (Table 2)"
+        )
+        table.add_column("model", no_wrap=True)
+        for column in METRICS.values():
+            table.add_column(column, justify="right", no_wrap=True)
+        for name in runs[0]["rows"]:
+            rows = [run["rows"][name] for run in runs]
+            values = [spread([row[metric] for row in rows]) for metric in METRICS]
+            table.add_row(name, *map(plus_minus, values))
+        console.print(table)
+        table = Table(title="Test accuracy by subpopulation, below 5 and from 5 on")
+        table.add_column("model", no_wrap=True)
+        for column in ("below", "below, inverted", "from 5 on", "from 5 on, inverted"):
+            table.add_column(column, justify="right")
+        for name in ("muMoE", "+ expert edit", "+ expert edit, N"):
+            accuracies = [run["rows"][name]["accuracies"] for run in runs]
+            cells = np.reshape(accuracies, (len(runs), -1)).T
+            table.add_row(name, *(plus_minus(spread(cell.tolist())) for cell in cells))
+        console.print(table)
+        console.print(
+            "Strengths that validation data chose: "
+            + ", ".join(
+                f"{name[2:]} {[run['strengths'][name] for run in runs]}"
+                for name in runs[0]["strengths"]
+            )
+        )
+
+    def draw(self, every: dict) -> list[Path]:
+        picture = self.study.folder / "subpopulations.png"
+        before, after = (
+            average([run["rows"][name] for run in every["editing"]["runs"]])
+            for name in ("muMoE", "+ expert edit")
+        )
+        plots.plot_subpopulations(
+            before,
+            after,
+            picture,
+            target_names=["below 5", "5 and above"],
+            attribute_names=["as scanned", "inverted"],
+            target=BIASED,
+            title="Accuracy before and after one edit, on test images",
+        )
+        return [picture]
+
+
+def evaluate(model: keras.Model, examples: tuple) -> dict:
+    """Fairness metrics of the first label by the last, and the target's accuracy."""
+    images, labels = examples
+    predictions = model.predict(images, verbose=0)[:, 0] > 0
+    targets, attributes = labels[:, 0].astype(int), labels[:, -1].astype(int)
+    metrics = analysis.fairness_metrics(predictions, targets, attributes)
+    return plain({**metrics.to_dict(), "target": float(metrics.accuracies[BIASED])})
+
+
+def average(rows: list[dict]) -> analysis.FairnessMetrics:
+    """The mean of the metrics over runs."""
+    fields = analysis.FairnessMetrics._fields
+    return analysis.FairnessMetrics(
+        *(np.mean([row[field] for row in rows], axis=0) for field in fields)
+    )
