@@ -72,7 +72,7 @@ test = images, labels = data.load_digits("test", (16, 16, 1))
 
 # %%
 model = models.from_preset("moepp_digits")
-kinds, moe = model.backbone.expert_kinds, model.backbone.moe
+kinds, moe = model.backbone.expert_types, model.backbone.moe
 K = moe.num_selected_experts
 for kind, count in kinds._asdict().items():
     print(f"{kind:>8}: {count} experts")

@@ -97,7 +97,7 @@ for router in NAMES:
         num_experts=E,
         num_selected_experts=K,
         capacity_factor=1.0,
-        images_per_group=IMAGES_PER_GROUP,
+        examples_per_group=IMAGES_PER_GROUP,
         evaluation="official",
     )
     model.compile(keras.optimizers.Adam(2e-3))

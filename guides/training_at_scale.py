@@ -331,7 +331,7 @@ def limoe_plan(name, chips, chip, batch_size=21_502, **options):
         expert_parallel=min(chips, 32),
         optimizer="adafactor",
         text_tokens=16,
-        images_per_group=images,
+        examples_per_group=images,
         **{"rematerialize": True, **LIMOE, **options},
     )
 

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from keras_moe.analysis.patches import of_patches
 from keras_moe.checks import check_integer, check_one_of
-from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
+from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 
 class KindLoads(NamedTuple):
-    """The loads of the kinds of experts in one MoE layer.
+    """The loads of the types of experts in one MoE layer.
 
     Attributes:
         shares: fraction of all served assignments by kind; they sum to 1.
@@ -48,19 +48,19 @@ class RoutingScores(NamedTuple):
         }
 
 
-def ffn_experts_per_token(routing: Any, kinds: ExpertKinds) -> np.ndarray:
+def ffn_experts_per_token(routing: Any, expert_types: ExpertTypes) -> np.ndarray:
     """The number of FFN experts that served each token, 0 to K.
 
     Args:
         routing: `Routing` of arrays (B, N, E), or a dict of these by block, whose mean
             over blocks is taken.
-        kinds: numbers of experts of each kind, such as `backbone.expert_kinds`.
+        expert_types: numbers of experts of each type, such as `backbone.expert_types`.
 
     Returns:
         float64 (B, N).
 
     Raises:
-        ValueError: if the arrays do not fit `kinds`, or there is no block.
+        ValueError: if the arrays do not fit `expert_types`, or there is no block.
 
     Reference:
         *MoE++*, Figure 5.
@@ -69,30 +69,30 @@ def ffn_experts_per_token(routing: Any, kinds: ExpertKinds) -> np.ndarray:
 
     >>> import numpy as np
     >>> from keras_moe.analysis import ffn_experts_per_token
-    >>> from keras_moe.ops import ExpertKinds, Routing
+    >>> from keras_moe.ops import ExpertTypes, Routing
     >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
     >>> routing = Routing(*[served] * 6)
-    >>> ffn_experts_per_token(routing, ExpertKinds(ffn=2, zero=1)).tolist()
+    >>> ffn_experts_per_token(routing, ExpertTypes(ffn=2, zero=1)).tolist()
     [[2.0, 1.0]]
     """
-    return experts_per_token(routing, kinds, "ffn")
+    return experts_per_token(routing, expert_types, "ffn")
 
 
-def experts_per_token(routing: Any, kinds: ExpertKinds, kind: str) -> np.ndarray:
+def experts_per_token(routing: Any, expert_types: ExpertTypes, kind: str) -> np.ndarray:
     """The number of experts of a kind that served each token, 0 to K.
 
     Args:
         routing: `Routing` of arrays (B, N, E), or a dict of these by block, whose mean
             over blocks is taken.
-        kinds: numbers of experts of each kind, such as `backbone.expert_kinds`.
+        expert_types: numbers of experts of each type, such as `backbone.expert_types`.
         kind: `"ffn"`, `"zero"`, `"copy"` or `"constant"`.
 
     Returns:
         float64 (B, N).
 
     Raises:
-        ValueError: if there is no such kind, the arrays do not fit `kinds`, or there
-            is no block.
+        ValueError: if there is no such kind, the arrays do not fit `expert_types`, or
+            there is no block.
 
     Reference:
         *MoE++*, Figures 5 and A.
@@ -101,29 +101,31 @@ def experts_per_token(routing: Any, kinds: ExpertKinds, kind: str) -> np.ndarray
 
     >>> import numpy as np
     >>> from keras_moe.analysis import experts_per_token
-    >>> from keras_moe.ops import ExpertKinds, Routing
+    >>> from keras_moe.ops import ExpertTypes, Routing
     >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
-    >>> kinds = ExpertKinds(ffn=2, zero=1)
-    >>> experts_per_token(Routing(*[served] * 6), kinds, "zero").tolist()
+    >>> expert_types = ExpertTypes(ffn=2, zero=1)
+    >>> experts_per_token(Routing(*[served] * 6), expert_types, "zero").tolist()
     [[0.0, 1.0]]
     """
-    check_one_of("kind", kind, KINDS)
-    part = kinds.slices()[kind] if isinstance(kinds, ExpertKinds) else None
-    layers = _layers(routing, kinds)
+    check_one_of("kind", kind, EXPERT_TYPES)
+    part = (
+        expert_types.slices()[kind] if isinstance(expert_types, ExpertTypes) else None
+    )
+    layers = _layers(routing, expert_types)
     return np.mean(
         [served[..., part].sum(axis=-1) for served in layers.values()], axis=0
     )
 
 
 def compute_map(
-    routing: Any, kinds: ExpertKinds, grid: tuple[int, int], kind: str = "ffn"
+    routing: Any, expert_types: ExpertTypes, grid: tuple[int, int], kind: str = "ffn"
 ) -> np.ndarray:
     """`experts_per_token` at the patches' places in the image.
 
     Args:
         routing: `Routing` of arrays (B, N, E), or a dict of these by block. N is the
             number of patches in the grid, and one more with a class token before them.
-        kinds: numbers of experts of each kind, such as `backbone.expert_kinds`.
+        expert_types: numbers of experts of each type, such as `backbone.expert_types`.
         grid: numbers of patches down and across.
         kind: kind of the experts that are counted.
 
@@ -137,26 +139,26 @@ def compute_map(
 
     >>> import numpy as np
     >>> from keras_moe.analysis import compute_map
-    >>> from keras_moe.ops import ExpertKinds, Routing
+    >>> from keras_moe.ops import ExpertTypes, Routing
     >>> routing = Routing(*[np.ones((1, 5, 3))] * 6)
-    >>> compute_map(routing, ExpertKinds(ffn=2, zero=1), grid=(2, 2)).tolist()
+    >>> compute_map(routing, ExpertTypes(ffn=2, zero=1), grid=(2, 2)).tolist()
     [[[2.0, 2.0], [2.0, 2.0]]]
     """
-    counts = experts_per_token(routing, kinds, kind)
+    counts = experts_per_token(routing, expert_types, kind)
     return of_patches(counts, grid).reshape(-1, *grid)
 
 
 def load_by_kind(
     routing: dict[str, Any],
-    kinds: ExpertKinds,
+    expert_types: ExpertTypes,
     num_selected_experts: int,
     mask: Any = None,
 ) -> dict[str, KindLoads]:
-    """The loads of the kinds of experts in each MoE block.
+    """The loads of the types of experts in each MoE block.
 
     Args:
         routing: dict from a block to its `Routing` of arrays (B, N, E).
-        kinds: numbers of experts of each kind, such as `backbone.expert_kinds`.
+        expert_types: numbers of experts of each type, such as `backbone.expert_types`.
         num_selected_experts: K.
         mask: boolean (B, N), False for tokens that do not count.
 
@@ -164,7 +166,7 @@ def load_by_kind(
         `KindLoads` by block.
 
     Raises:
-        ValueError: if the arrays do not fit `kinds`, or there is no block.
+        ValueError: if the arrays do not fit `expert_types`, or there is no block.
 
     Reference:
         *MoE++*, Figure 4.
@@ -173,34 +175,37 @@ def load_by_kind(
 
     >>> import numpy as np
     >>> from keras_moe.analysis import load_by_kind
-    >>> from keras_moe.ops import ExpertKinds, Routing
+    >>> from keras_moe.ops import ExpertTypes, Routing
     >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
     >>> routing = {"block_0": Routing(*[served] * 6)}
-    >>> loads = load_by_kind(routing, ExpertKinds(ffn=2, zero=1), 2)
+    >>> loads = load_by_kind(routing, ExpertTypes(ffn=2, zero=1), 2)
     >>> loads["block_0"].shares["zero"], loads["block_0"].experts_per_token["ffn"]
     (0.25, 1.5)
     """
     check_integer("num_selected_experts", num_selected_experts)
     loads = {}
-    for name, served in _layers(routing, kinds).items():
-        tokens = served.reshape(-1, kinds.total)
+    for name, served in _layers(routing, expert_types).items():
+        tokens = served.reshape(-1, expert_types.total)
         if mask is not None:
             tokens = tokens[np.asarray(mask, bool).ravel()]
         if not len(tokens):
             raise ValueError("Expected at least one token; received: none that counts")
         loads[name] = kind_loads(
-            tokens.sum(axis=0), len(tokens), kinds, num_selected_experts
+            tokens.sum(axis=0), len(tokens), expert_types, num_selected_experts
         )
     return loads
 
 
 def kind_loads(
-    served: np.ndarray, num_tokens: int, kinds: ExpertKinds, num_selected_experts: int
+    served: np.ndarray,
+    num_tokens: int,
+    expert_types: ExpertTypes,
+    num_selected_experts: int,
 ) -> KindLoads:
-    """The loads of the kinds of experts in one MoE layer, by counts of tokens."""
+    """The loads of the types of experts in one MoE layer, by counts of tokens."""
     by_kind = {
         kind: float(served[part].sum() / num_tokens)
-        for kind, part in kinds.slices().items()
+        for kind, part in expert_types.slices().items()
     }
     total = sum(by_kind.values())
     return KindLoads(
@@ -227,14 +232,14 @@ def print_load_by_kind(
     """
     table = Table(title="Load by kind of expert")
     table.add_column("block")
-    for kind in KINDS:
+    for kind in EXPERT_TYPES:
         table.add_column(f"{kind} %", justify="right")
     table.add_column("FFN per token", justify="right")
     table.add_column("dropped", justify="right")
     for name, row in loads.items():
         table.add_row(
             name,
-            *(f"{100 * row.shares[kind]:.1f}" for kind in KINDS),
+            *(f"{100 * row.shares[kind]:.1f}" for kind in EXPERT_TYPES),
             f"{row.experts_per_token['ffn']:.3f}",
             f"{row.dropped_choices:.1%}",
         )
@@ -280,12 +285,12 @@ def routing_scores(routing: Any) -> RoutingScores:
     return RoutingScores(highest[:, 0], highest[:, 1])
 
 
-def _layers(routing, kinds):
+def _layers(routing, expert_types):
     """The arrays `dispatched` by block, if they fit."""
-    if not isinstance(kinds, ExpertKinds):
+    if not isinstance(expert_types, ExpertTypes):
         raise ValueError(
-            "Expected the ExpertKinds of a model with MoE blocks; "
-            f"received: kinds={kinds}"
+            "Expected the ExpertTypes of a model with MoE blocks; "
+            f"received: expert_types={expert_types}"
         )
     layers = routing if isinstance(routing, dict) else {"": routing}
     if not layers:
@@ -293,10 +298,11 @@ def _layers(routing, kinds):
     dispatched = {}
     for name, record in layers.items():
         served = np.asarray(record.dispatched, "float64")
-        if served.ndim != 3 or served.shape[-1] != kinds.total:
+        if served.ndim != 3 or served.shape[-1] != expert_types.total:
             raise ValueError(
-                f"Expected routing arrays (batch, tokens, {kinds.total}) for "
-                f"{tuple(kinds)} experts of each kind; received: shape={served.shape}"
+                f"Expected routing arrays (batch, tokens, {expert_types.total}) for "
+                f"{tuple(expert_types)} experts of each type; "
+                f"received: shape={served.shape}"
             )
         dispatched[name] = served
     return dispatched

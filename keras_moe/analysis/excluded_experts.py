@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_moe.checks import check_integer
-from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
+from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 
 def exclude_experts(model: Any, experts: Any) -> Any:
@@ -46,38 +46,40 @@ def exclude_experts(model: Any, experts: Any) -> Any:
     >>> float(served[..., 8:10].sum())
     0.0
     """
-    kinds = getattr(getattr(model, "backbone", model), "expert_kinds", None)
-    if kinds is None:
+    expert_types = getattr(getattr(model, "backbone", model), "expert_types", None)
+    if expert_types is None:
         raise ValueError(
             f"Expected a model with MoE blocks; received: {type(model).__name__} "
             "without"
         )
     options = getattr(model, "backbone", model).moe.router_options or {}
     before = options.get("excluded_experts", ())
-    excluded = {*before, *numbers_of(experts, kinds)}
+    excluded = {*before, *numbers_of(experts, expert_types)}
     return model.with_router_options(excluded_experts=sorted(excluded))
 
 
-def numbers_of(experts: Any, kinds: ExpertKinds) -> tuple[int, ...]:
+def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:
     """The numbers of experts that are named by number or kind."""
     if isinstance(experts, str):
-        if experts not in KINDS or not getattr(kinds, experts):
-            own = [kind for kind in KINDS if getattr(kinds, kind)]
+        if experts not in EXPERT_TYPES or not getattr(expert_types, experts):
+            own = [kind for kind in EXPERT_TYPES if getattr(expert_types, kind)]
             raise ValueError(
-                f"Expected kinds of experts among {own}; received: experts={experts!r}"
+                f"Expected types of experts among {own}; received: experts={experts!r}"
             )
-        return tuple(range(kinds.total)[kinds.slices()[experts]])
+        return tuple(range(expert_types.total)[expert_types.slices()[experts]])
     if isinstance(experts, (list, tuple)):
-        numbers = [number for each in experts for number in numbers_of(each, kinds)]
+        numbers = [
+            number for each in experts for number in numbers_of(each, expert_types)
+        ]
         if not numbers or len(set(numbers)) < len(numbers):
             raise ValueError(
                 f"Expected different experts, at least one; received: {experts!r}"
             )
         return tuple(numbers)
     number = check_integer("experts", experts, 0)
-    if number >= kinds.total:
+    if number >= expert_types.total:
         raise ValueError(
-            f"Expected different experts below {kinds.total}; "
+            f"Expected different experts below {expert_types.total}; "
             f"received: experts={experts}"
         )
     return (number,)

@@ -31,7 +31,7 @@ class ExpertAblation(NamedTuple):
 
     Attributes:
         experts: (E,), numbers of the ablated experts, or names such as "zero + copy"
-            for kinds and for several experts together.
+            for types and for several experts together.
         counts: (C,), numbers of images of the classes; with several labels, of all
             images.
         accuracy: (C,), the whole model's accuracy for each class.
@@ -168,26 +168,26 @@ def _check_labels(labels, count, model):
 
 def _removals(experts, removal, part):
     """The removals in turn: their names, and pairs of their kind and their experts."""
-    kinds = part.kinds
-    entries = range(kinds.ffn) if experts is None else experts
+    expert_types = part.expert_types
+    entries = range(expert_types.ffn) if experts is None else experts
     if isinstance(entries, str) or not hasattr(entries, "__iter__"):
         raise ValueError(
-            f"Expected a sequence of experts below {kinds.total}, of kinds, or of "
-            f"tuples of these; received: experts={experts!r}"
+            f"Expected a sequence of experts below {expert_types.total}, of types, or "
+            f"of tuples of these; received: experts={experts!r}"
         )
     entries = list(entries)
-    numbers = [numbers_of(entry, kinds) for entry in entries]
+    numbers = [numbers_of(entry, expert_types) for entry in entries]
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(
-            f"Expected different experts below {kinds.total}; "
+            f"Expected different experts below {expert_types.total}; "
             f"received: experts={experts}"
         )
     removals = [
-        (removal or _removal_of(entry, own, kinds), own)
+        (removal or _removal_of(entry, own, expert_types), own)
         for entry, own in zip(entries, numbers)
     ]
     for how, own in removals:
-        if how == "output" and max(own) >= kinds.ffn:
+        if how == "output" and max(own) >= expert_types.ffn:
             raise ValueError(
                 "Expected removal='choice' for zero, copy and constant experts, which "
                 f"have no weights to be zeroed; received: removal={removal!r}, "
@@ -203,9 +203,9 @@ def _removals(experts, removal, part):
     return np.array([own for (own,) in numbers]), removals
 
 
-def _removal_of(entry, numbers, kinds):
+def _removal_of(entry, numbers, expert_types):
     is_number = not isinstance(entry, (str, list, tuple))
-    return "output" if is_number and max(numbers) < kinds.ffn else "choice"
+    return "output" if is_number and max(numbers) < expert_types.ffn else "choice"
 
 
 def _name(entry):

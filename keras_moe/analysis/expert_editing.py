@@ -64,7 +64,7 @@ def edit_expert_logits(
     >>> change[0].round(3).tolist()  # an untrained gate is uniform: 2 * 4 / 4 ** 2
     [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
-    experts = mumoe_head(model).gate.kinds.total
+    experts = mumoe_head(model).gate.expert_types.total
     if strength is not None and not (
         isinstance(strength, numbers.Real) and np.isfinite(strength)
     ):

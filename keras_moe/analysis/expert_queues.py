@@ -15,7 +15,7 @@ def expert_queues(
     affinity: Any,
     num_selected_experts: int | None = None,
     priority: Any = "first_come",
-    images_per_group: int = 1,
+    examples_per_group: int = 1,
     mask: Any = None,
 ) -> np.ndarray:
     """The place of each token in the queue before each expert.
@@ -29,7 +29,7 @@ def expert_queues(
             choose their tokens, which then all queue before each expert.
         priority: order of token choice, argument of `keras_moe.ops.token_choice`; or
             numbers (B, N), of which the smallest goes first.
-        images_per_group: number of successive images whose tokens compete, a divisor
+        examples_per_group: number of successive images whose tokens compete, a divisor
             of B.
         mask: boolean (B, N), False for tokens that are not routed, or None.
 
@@ -59,14 +59,14 @@ def expert_queues(
             f"received: shape={affinity.shape}"
         )
     batch, length, num_experts = affinity.shape
-    if check_integer("images_per_group", images_per_group) > batch or (
-        batch % images_per_group
+    if check_integer("examples_per_group", examples_per_group) > batch or (
+        batch % examples_per_group
     ):
         raise ValueError(
-            f"Expected images_per_group to divide the batch of {batch}; "
-            f"received: images_per_group={images_per_group}"
+            f"Expected examples_per_group to divide the batch of {batch}; "
+            f"received: examples_per_group={examples_per_group}"
         )
-    size = images_per_group * length
+    size = examples_per_group * length
     grouped = affinity.reshape(-1, size, num_experts)
     mask = None if mask is None else np.asarray(mask, bool).reshape(-1, size)
     # With room for everybody, a slot is a place in the queue.
@@ -98,7 +98,7 @@ def dropped_at_capacities(
     capacity_factors: Any,
     num_selected_experts: int | None = None,
     priority: Any = "first_come",
-    images_per_group: int = 1,
+    examples_per_group: int = 1,
     mask: Any = None,
 ) -> np.ndarray:
     """The tokens that no expert would serve at some capacity factors.
@@ -112,7 +112,7 @@ def dropped_at_capacities(
             rounded up.
         num_selected_experts: K where tokens choose, or None where experts do.
         priority: argument of `expert_queues`.
-        images_per_group: argument of `expert_queues`.
+        examples_per_group: argument of `expert_queues`.
         mask: boolean (B, N), False for tokens that are not routed, which are not
             dropped, either; or None.
 
@@ -135,12 +135,12 @@ def dropped_at_capacities(
     [[[False, True, True, False]], [[False, False, True, False]]]
     """
     places = expert_queues(
-        routing.affinity, num_selected_experts, priority, images_per_group, mask
+        routing.affinity, num_selected_experts, priority, examples_per_group, mask
     )
     _, length, num_experts = places.shape
     capacities = [
         expert_capacity(
-            images_per_group * length, num_experts, factor, num_selected_experts or 1
+            examples_per_group * length, num_experts, factor, num_selected_experts or 1
         )
         for factor in capacity_factors
     ]

@@ -47,7 +47,7 @@ def expert_centres(model: Any, block: str) -> np.ndarray:
         np.shape(kernel)[-1] for kernel in kernels if kernel is not None
     )
     if any(k is None or len(k.shape) != 2 for k in kernels) or (
-        experts != router.kinds.total
+        experts != router.expert_types.total
     ):
         raise ValueError(
             "Expected a block whose router maps tokens to experts by one kernel; "

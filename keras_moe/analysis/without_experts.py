@@ -13,7 +13,7 @@ from keras import ops
 
 from keras_moe.analysis.blocks import moe_block, mumoe_head
 from keras_moe.analysis.excluded_experts import excluded
-from keras_moe.ops.expert_kinds import ExpertKinds
+from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.variables import restored
 
 # The name for all MoE blocks together.
@@ -48,9 +48,9 @@ class MuMoEPart:
         self.shares = ops.max(ops.abs(model.routing[layer].gates), axis=1)
 
     @property
-    def kinds(self) -> ExpertKinds:
-        """The numbers of experts of each kind; all are FFN experts."""
-        return self.gate.kinds
+    def expert_types(self) -> ExpertTypes:
+        """The numbers of experts of each type; all are FFN experts."""
+        return self.gate.expert_types
 
     def without(self, inputs: Any, experts: Any) -> Any:
         """The classifier's outputs with the weights of one expert zero."""
@@ -75,9 +75,9 @@ class RoutedPart:
         self.layers = layers
 
     @property
-    def kinds(self) -> ExpertKinds:
-        """The numbers of experts of each kind."""
-        return self.layers[0].router.kinds
+    def expert_types(self) -> ExpertTypes:
+        """The numbers of experts of each type."""
+        return self.layers[0].router.expert_types
 
     @contextlib.contextmanager
     def zeroed(self, experts: tuple[int, ...]) -> Iterator[None]:

@@ -36,7 +36,7 @@ def padded(
     No image sees another one at inference by default, so padding changes no prediction.
     With `evaluation="official"` padding competes for capacity within its group:
     predictions are exact for groups of real images alone, and for all groups if the
-    number of images in the last batch is a multiple of `images_per_group`.
+    number of images in the last batch is a multiple of `examples_per_group`.
 
     Args:
         x: images, or a structure of arrays; or a `tf.data.Dataset` of batches

@@ -47,7 +47,7 @@ def expert_slots(block: Any, share: Share) -> int:
     if not isinstance(moe, MoE):
         return 0
     router = moe.router
-    if router.groups_by_image(True):
+    if router.groups_per_example(True):
         num_groups, size = share.images, sum(share.sequences)
     else:
         images = share.batch_size

@@ -385,7 +385,7 @@ def _check_capacity(blocks, batch_devices):
         if (
             batch_devices > 1
             and isinstance(moe, MoE)
-            and not moe.router.groups_by_image(True)
+            and not moe.router.groups_per_example(True)
             and moe.router.group_capacity(moe.group_size or 1, True) is None
         ):
             raise ValueError(

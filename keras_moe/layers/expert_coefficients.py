@@ -13,7 +13,7 @@ from keras_moe.checks import check_integer, check_one_of
 from keras_moe.layers import activations
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.entmax import entmax15_and_source
-from keras_moe.ops.expert_kinds import ExpertKinds
+from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.routing import Routing
 from keras_moe.ops.standardize import standardize
 
@@ -192,9 +192,9 @@ class ExpertCoefficients(keras.layers.Layer):
         )
 
     @property
-    def kinds(self) -> ExpertKinds:
+    def expert_types(self) -> ExpertTypes:
         """The experts of all levels."""
-        return ExpertKinds(total_experts(self.num_experts))
+        return ExpertTypes(total_experts(self.num_experts))
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         """The shapes of the trained weights by name; moving statistics are not trained.

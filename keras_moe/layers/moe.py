@@ -24,7 +24,7 @@ from keras_moe.layers.inner_call import inner_call
 from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.expert_kinds import expert_kinds
+from keras_moe.ops.expert_types import expert_types
 from keras_moe.ops.routing import Routing
 
 DISPATCHERS = ("index", "einsum")
@@ -46,7 +46,7 @@ class MoE(keras.layers.Layer):
     `constant_experts` a mixture of it and a trained vector. By name the router is then
     a `PathwayAwareRouter`, which limits capacity by kind. It has defaults of its own
     (gamma 1.1, no noise): to compare with a layer without these experts, make both
-    routers with the same options, by `keras_moe.routers.of_kinds`.
+    routers with the same options, by `keras_moe.routers.of_types`.
 
     Args:
         router: name of a router, such as `"softmax_token_choice"` or `"soft"` (see
@@ -125,21 +125,23 @@ class MoE(keras.layers.Layer):
         self.experts = layer_argument(experts, "experts")
         counts = (zero_experts, copy_experts, constant_experts)
         if isinstance(router, str):
-            kinds = expert_kinds(self.experts.num_experts, *(c or 0 for c in counts))
-            router = routers.of_kinds(router, kinds)
+            types = expert_types(self.experts.num_experts, *(c or 0 for c in counts))
+            router = routers.of_types(router, types)
         self.router = layer_argument(router, "router")
-        kinds = self.router.kinds
-        if kinds.ffn != self.experts.num_experts:
+        types = self.router.expert_types
+        if types.ffn != self.experts.num_experts:
             raise ValueError(
                 "Expected router and experts of one num_experts; received: "
-                f"router.num_experts={self.router.num_experts}, of these {kinds.ffn} "
+                f"router.num_experts={self.router.num_experts}, of these {types.ffn} "
                 f"FFN experts, experts.num_experts={self.experts.num_experts}"
             )
-        self._check_counts(counts, kinds)
+        self._check_counts(counts, types)
         self.zero_computation_experts = None
-        if kinds.zero_computation:
+        if types.zero_computation:
             self.zero_computation_experts = ZeroComputationExperts(
-                *kinds[1:], dtype=self.dtype_policy, name="zero_computation_experts"
+                *types[1:],
+                dtype=self.dtype_policy,
+                name="zero_computation_experts",
             )
         self.input_scale = check_positive("input_scale", input_scale)
         self.group_size = group_size
@@ -157,18 +159,18 @@ class MoE(keras.layers.Layer):
             )
         dim = input_shape[-1]
         # A soft router's slots may depend on the tokens of an image.
-        length = input_shape[1] if self.router.groups_by_image(True) else None
+        length = input_shape[1] if self.router.groups_per_example(True) else None
         build_once(self.router, (None, length, dim))
         build_once(self.experts, (None, self.experts.num_experts, None, dim))
         if self.zero_computation_experts is not None:
             self.zero_computation_experts.build((None, length, dim))
 
     @staticmethod
-    def _check_counts(counts, kinds):
+    def _check_counts(counts, types):
         names = ("zero_experts", "copy_experts", "constant_experts")
         if counts[2] == "auto":
-            counts = expert_kinds(kinds.ffn, kinds.zero, kinds.copy, "auto")[1:]
-        for name, count, routed in zip(names, counts, kinds[1:]):
+            counts = expert_types(types.ffn, types.zero, types.copy, "auto")[1:]
+        for name, count, routed in zip(names, counts, types[1:]):
             if count is not None and count != routed:
                 raise ValueError(
                     f"Expected {name} as the router has them, {routed}; "
@@ -193,7 +195,7 @@ class MoE(keras.layers.Layer):
         residual = self._residual(tokens, previous_logits, mask)
         if mask is not None:
             tokens = _without_padding(tokens, mask)
-        by_image = self.router.groups_by_image(training)
+        by_image = self.router.groups_per_example(training)
         grouped, group_mask, group_ids, residual = (
             (tokens, mask, modality_ids, residual)
             if by_image
@@ -390,7 +392,7 @@ class MoE(keras.layers.Layer):
 
     def _competing(self, num_tokens):
         """The tokens of a group at inference, with images of `num_tokens`."""
-        if self.group_size is None or self.router.groups_by_image(False):
+        if self.group_size is None or self.router.groups_per_example(False):
             return num_tokens
         return self.group_size
 
@@ -403,10 +405,10 @@ class MoE(keras.layers.Layer):
         Raises:
             ValueError: if it is a zero-computation expert.
         """
-        if expert >= self.router.kinds.ffn:
+        if expert >= self.router.expert_types.ffn:
             raise ValueError(
-                f"Expected one of {self.router.kinds.ffn} FFN experts, which have "
-                f"weights of their own; received: expert={expert}"
+                f"Expected one of {self.router.expert_types.ffn} FFN experts, which "
+                f"have weights; received: expert={expert}"
             )
         return self.experts.expert_slices(expert)
 
@@ -418,9 +420,9 @@ class MoE(keras.layers.Layer):
             group_size=self.group_size,
             auxiliary_losses=losses.serialize(self.auxiliary_losses),
             dispatcher=self.dispatcher,
-            zero_experts=self.router.kinds.zero,
-            copy_experts=self.router.kinds.copy,
-            constant_experts=self.router.kinds.constant,
+            zero_experts=self.router.expert_types.zero,
+            copy_experts=self.router.expert_types.copy,
+            constant_experts=self.router.expert_types.constant,
             input_scale=self.input_scale,
         )
         return config

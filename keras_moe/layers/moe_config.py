@@ -22,11 +22,11 @@ from keras_moe.layers.block_config import BlockConfig
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.moe import MoE
 from keras_moe.layers.moe_layers import plain_moe_layers, resolve_moe_layers
-from keras_moe.ops.expert_kinds import ExpertKinds, expert_kinds
+from keras_moe.ops.expert_types import ExpertTypes, expert_types
 from keras_moe.routers.pruned import pruned_router
 from keras_moe.routers.registry import (
     router_class,
-    router_class_for_kinds,
+    router_class_for_types,
     router_name,
 )
 from keras_moe.routers.router import Router, RouterSite
@@ -109,7 +109,7 @@ class MoEConfig(BlockConfig):
             None is the router's own: 1.0 for softmax routers, 0.0 for those with
             transport plans and for MoE++'s, as published. Soft routing has its
             own in `router_options`.
-        images_per_group: number of images that compete for an expert's capacity; None
+        examples_per_group: number of images that compete for an expert's capacity; None
             takes the whole batch. With soft routing each image is by itself.
         auxiliary_losses: dict from name to weight or to options, such as
             `{"load_balance": {"weight": 0.01, "choices": "all"}}` or
@@ -182,7 +182,7 @@ class MoEConfig(BlockConfig):
     capacity_multiple_of: int | None = None
     priority: Any = "first_come"
     noise_std: float | None = None
-    images_per_group: int | None = 8
+    examples_per_group: int | None = 8
     auxiliary_losses: Any = AUTO
     expert_dropout: float = 0.0
     shared_expert_initialization: Any = AUTO
@@ -200,7 +200,7 @@ class MoEConfig(BlockConfig):
     pruning: dict | None = None
 
     def __post_init__(self):
-        for name in ("images_per_group", "expert_mlp_dim", "num_modalities"):
+        for name in ("examples_per_group", "expert_mlp_dim", "num_modalities"):
             if getattr(self, name) is not None:
                 self._set(**{name: check_integer(name, getattr(self, name))})
         for name in ("dropless", "gated_experts", "expert_use_bias"):
@@ -231,8 +231,8 @@ class MoEConfig(BlockConfig):
         if isinstance(self.router, dict):
             self._take_from_router()
         check_disjoint("expert_pools", self.expert_pools)
-        # `kinds` checks the counts.
-        self._set(num_experts=self.kinds.ffn)
+        # `expert_types` checks the counts.
+        self._set(num_experts=self.expert_types.ffn)
 
     def _take_from_router(self):
         """Takes the counts of experts from a router that is a layer."""
@@ -244,19 +244,19 @@ class MoEConfig(BlockConfig):
                     f"router is a layer; received: {name}={value!r}"
                 )
         router = keras.saving.deserialize_keras_object(self.router)
-        kinds = router.kinds
-        if self.num_experts not in (type(self).num_experts, kinds.ffn):
+        expert_types = router.expert_types
+        if self.num_experts not in (type(self).num_experts, expert_types.ffn):
             raise ValueError(
-                f"Expected the num_experts={kinds.ffn} of the router; received: "
+                f"Expected the num_experts={expert_types.ffn} of the router; received: "
                 f"num_experts={self.num_experts}"
             )
         if self.gating_residual == AUTO:
             self._set(gating_residual=router.gating_residual)
         self._set(
-            num_experts=kinds.ffn,
-            zero_experts=kinds.zero,
-            copy_experts=kinds.copy,
-            constant_experts=kinds.constant,
+            num_experts=expert_types.ffn,
+            zero_experts=expert_types.zero,
+            copy_experts=expert_types.copy,
+            constant_experts=expert_types.constant,
         )
 
     def _set(self, **values):
@@ -264,9 +264,9 @@ class MoEConfig(BlockConfig):
             object.__setattr__(self, name, value)
 
     @property
-    def kinds(self) -> ExpertKinds:
-        """How many experts a block has of each kind."""
-        return expert_kinds(
+    def expert_types(self) -> ExpertTypes:
+        """How many experts a block has of each type."""
+        return expert_types(
             self.num_experts,
             self.zero_experts,
             self.copy_experts,
@@ -319,7 +319,7 @@ class MoEConfig(BlockConfig):
 
     def _has_residual(self, num_moe_layers):
         if self.gating_residual == AUTO:
-            return self.kinds.zero_computation > 0 and num_moe_layers > 1
+            return self.expert_types.zero_computation > 0 and num_moe_layers > 1
         if self.gating_residual and num_moe_layers == 1:
             raise ValueError(
                 "Expected at least two MoE blocks for gating_residual=True, which adds "
@@ -342,8 +342,8 @@ class MoEConfig(BlockConfig):
             return keras.saving.deserialize_keras_object(self.router).at_site(site)
         if gating_residual is None:
             gating_residual = site.gating_residual
-        cls, arguments = router_class_for_kinds(
-            self.router, self.kinds, gating_residual
+        cls, arguments = router_class_for_types(
+            self.router, self.expert_types, gating_residual
         )
         return cls.from_moe_config(self, site, **arguments)
 
@@ -366,7 +366,7 @@ class MoEConfig(BlockConfig):
         return MoE(
             router,
             Experts(
-                router.kinds.ffn,
+                router.expert_types.ffn,
                 self.expert_mlp_dim or encoder.mlp_dim,
                 activation=self.expert_activation or encoder.activation,
                 dropout=self.expert_dropout,
@@ -377,8 +377,8 @@ class MoEConfig(BlockConfig):
                 dtype=encoder.dtype,
                 name="experts",
             ),
-            group_size=self.images_per_group
-            and self.images_per_group * encoder.num_tokens,
+            group_size=self.examples_per_group
+            and self.examples_per_group * encoder.num_tokens,
             auxiliary_losses=auxiliary_losses,
             dispatcher=self.dispatcher,
             dtype=encoder.dtype,

@@ -111,7 +111,7 @@ class MuMoE(MuMoEBase):
         if self.edited_outputs:
             self.logit_offsets = self.add_weight(
                 name="logit_offsets",
-                shape=(self.gate.kinds.total, len(self.edited_outputs)),
+                shape=(self.gate.expert_types.total, len(self.edited_outputs)),
                 initializer="zeros",
                 trainable=False,
                 dtype="float32",

@@ -11,7 +11,7 @@ from keras import ops
 from keras_moe.checks import check_initializer
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.expert_kinds import expert_kinds
+from keras_moe.ops.expert_types import expert_types
 from keras_moe.ops.initial_values import Drawn
 
 
@@ -66,7 +66,7 @@ class ZeroComputationExperts(keras.layers.Layer):
     ):
         # The weights are routing: they stay float32.
         super().__init__(autocast=False, **kwargs)
-        kinds = expert_kinds(1, zero_experts, copy_experts, constant_experts)
+        kinds = expert_types(1, zero_experts, copy_experts, constant_experts)
         if not kinds.zero_computation:
             raise ValueError(
                 "Expected at least one zero-computation expert; received: "

@@ -27,7 +27,7 @@ class AuxiliaryLoss:
     | `"importance"` | equal sums of gates | | |
     | `"load"` | equal expected loads | noise, K | |
     | `"load_balance"` | equal loads and gates | K, if all count | `choices` |
-    | `"heterogeneous_balance"` | the same of MoE++ | K, kinds, tau | |
+    | `"heterogeneous_balance"` | the same of MoE++ | K, expert_types, tau | |
     | `"router_z"` | small logits | | |
     | `"local_entropy"` | tokens sure of their expert | | `modality` |
     | `"global_entropy"` | many experts in use | | `threshold`, `modality` |

@@ -121,7 +121,7 @@ def _heterogeneous_balance(routing, router, mask, modality_ids):
     # The router knows which experts are zero-computation experts, and tau.
     selected = selected_experts(routing.affinity, router.num_selected_experts)
     return router_losses.heterogeneous_balance_loss(
-        routing.gates, selected, router.kinds, router.tau, mask
+        routing.gates, selected, router.expert_types, router.tau, mask
     )
 
 

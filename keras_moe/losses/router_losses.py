@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_moe.checks import check_selected
 from keras_moe.losses.reductions import token_mean, token_sum
-from keras_moe.ops.expert_kinds import ExpertKinds
+from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.token_choice import selected_experts, top_experts
 
 
@@ -138,7 +138,11 @@ def load_balance_loss(
 
 
 def heterogeneous_balance_loss(
-    gates: Any, selected: Any, kinds: ExpertKinds, tau: float = 1.0, mask: Any = None
+    gates: Any,
+    selected: Any,
+    expert_types: ExpertTypes,
+    tau: float = 1.0,
+    mask: Any = None,
 ) -> Any:
     """The balance loss of MoE++: `sum_e eta_e f_e P_e`.
 
@@ -150,7 +154,7 @@ def heterogeneous_balance_loss(
         gates: float32 (G, S, E), the softmax of the logits.
         selected: float32 (G, S, E), 1 where the token selects the expert, served or
             not, else 0. It has no gradient.
-        kinds: numbers of experts of each kind.
+        expert_types: numbers of experts of each type.
         tau: weight of zero-computation experts.
         mask: boolean (G, S), False for tokens that do not count.
 
@@ -165,17 +169,17 @@ def heterogeneous_balance_loss(
 
     >>> import numpy as np
     >>> from keras_moe.losses import heterogeneous_balance_loss
-    >>> from keras_moe.ops import ExpertKinds
+    >>> from keras_moe.ops import ExpertTypes
     >>> gates = np.array([[[0.5, 0.5], [0.5, 0.5]]], "float32")
     >>> selected = np.array([[[1.0, 0.0], [0.0, 1.0]]], "float32")
-    >>> kinds = ExpertKinds(ffn=1, zero=1)
-    >>> float(heterogeneous_balance_loss(gates, selected, kinds, tau=0.5)[0])
+    >>> expert_types = ExpertTypes(ffn=1, zero=1)
+    >>> float(heterogeneous_balance_loss(gates, selected, expert_types, tau=0.5)[0])
     0.375
     """
     selected = ops.stop_gradient(ops.convert_to_tensor(selected))
     share = token_mean(selected, mask)
     mean_gate = token_mean(ops.convert_to_tensor(gates), mask)
-    eta = [1.0] * kinds.ffn + [tau] * kinds.zero_computation
+    eta = [1.0] * expert_types.ffn + [tau] * expert_types.zero_computation
     return ops.sum(ops.convert_to_tensor(eta, "float32") * share * mean_gate, axis=-1)
 
 

@@ -19,7 +19,7 @@ from keras_moe.models.model import MoEModel
 from keras_moe.models.quantization import saved_policy, settle_policies
 from keras_moe.models.soft_slots import config_for_slots
 from keras_moe.models.tower import Tower
-from keras_moe.ops.expert_kinds import ExpertKinds
+from keras_moe.ops.expert_types import ExpertTypes
 
 
 class MoEBackbone(MoEModel, keras_hub.models.Backbone):
@@ -141,10 +141,10 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         return [f"block_{index}" for index in range(self._config["num_layers"])]
 
     @property
-    def expert_kinds(self) -> ExpertKinds | None:
+    def expert_types(self) -> ExpertTypes | None:
         """How many experts of each kind an MoE block has; None for a dense model."""
         for name in self._routing:
-            return self.get_layer(name).feed_forward.router.kinds
+            return self.get_layer(name).feed_forward.router.expert_types
         return None
 
     @property

@@ -38,7 +38,7 @@ def _check_groups(routers, input_signature):
         if all(None not in spec.shape for spec in specs):
             return
     for router in routers:
-        if isinstance(router, SparseRouter) and not router.groups_by_image(False):
+        if isinstance(router, SparseRouter) and not router.groups_per_example(False):
             raise ValueError(
                 "Expected an input_signature of one size of batch, such as "
                 "[keras.InputSpec((8, height, width, channels))], where groups are "
@@ -113,7 +113,7 @@ def _check_onnx(model, routers):
 def _check_any_batch(routers):
     for router in routers:
         each_by_itself = isinstance(router, (SoftRouter, ExpertCoefficients)) or (
-            isinstance(router, TokenChoiceRouter) and router.groups_by_image(False)
+            isinstance(router, TokenChoiceRouter) and router.groups_per_example(False)
         )
         if not each_by_itself:
             raise ValueError(

@@ -21,7 +21,7 @@ def with_logit_offsets(classifier: keras.Model, output: int, offsets: Any) -> An
             f"received: head={head}, head_position={classifier.head_position!r}"
         )
     output = check_integer("output", output, 0)
-    experts = head.gate.kinds.total
+    experts = head.gate.expert_types.total
     offsets = np.asarray(offsets, "float32")
     if output >= classifier.num_classes or offsets.shape != (experts,):
         raise ValueError(

@@ -168,7 +168,7 @@ def block_kind(block: keras.layers.Layer) -> str:
     if not isinstance(block, MoEEncoderBlock):
         return "dense"
     router = block.feed_forward.router
-    return f"MoE {router.kinds}, {router.summary}"
+    return f"MoE {router.expert_types}, {router.summary}"
 
 
 def embedding_dropout(config: dict, dtype: Any) -> keras.layers.Dropout:

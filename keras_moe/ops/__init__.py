@@ -4,7 +4,7 @@ from keras_moe.ops.capacity import expert_capacity, heterogeneous_capacity
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.entmax import entmax
 from keras_moe.ops.expert_choice import expert_choice
-from keras_moe.ops.expert_kinds import KINDS, ExpertKinds, expert_kinds
+from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes, expert_types
 from keras_moe.ops.grouped_matmul import grouped_matmul
 from keras_moe.ops.grouped_mlp import grouped_mlp
 from keras_moe.ops.plans import (
@@ -26,10 +26,10 @@ from keras_moe.ops.token_choice import (
 from keras_moe.ops.transport import Transport
 
 __all__ = [
-    "KINDS",
+    "EXPERT_TYPES",
     "Cost",
     "DensePlan",
-    "ExpertKinds",
+    "ExpertTypes",
     "HeterogeneousPlan",
     "RaggedPlan",
     "Routing",
@@ -41,7 +41,7 @@ __all__ = [
     "entmax",
     "expert_capacity",
     "expert_choice",
-    "expert_kinds",
+    "expert_types",
     "grouped_matmul",
     "grouped_mlp",
     "heterogeneous_capacity",

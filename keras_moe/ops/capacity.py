@@ -11,7 +11,7 @@ from typing import Any
 from keras import ops
 
 from keras_moe.checks import check_integer, check_positive
-from keras_moe.ops.expert_kinds import ExpertKinds
+from keras_moe.ops.expert_types import ExpertTypes
 
 ROUNDINGS = {"ceil": (math.ceil, ops.ceil), "round": (round, ops.round)}
 # Shares of up to nine digits are exact, and so is their numerator times a number of
@@ -74,7 +74,7 @@ def expert_capacity(
 
 def heterogeneous_capacity(
     num_tokens: Any,
-    kinds: ExpertKinds,
+    expert_types: ExpertTypes,
     tau: float,
     capacity_factor: float,
     num_selected_experts: int = 1,
@@ -98,7 +98,7 @@ def heterogeneous_capacity(
 
     Args:
         num_tokens: S, tokens per group; an integer, or a scalar integer tensor.
-        kinds: number of experts of each kind.
+        expert_types: number of experts of each type.
         tau: tokens of an FFN expert over those of a zero-computation expert.
         capacity_factor: gamma.
         num_selected_experts: K, experts per token.
@@ -115,16 +115,16 @@ def heterogeneous_capacity(
 
     Example:
 
-    >>> from keras_moe.ops import ExpertKinds, heterogeneous_capacity
-    >>> heterogeneous_capacity(40, ExpertKinds(8, 1, 1, 2), tau=0.75, capacity_factor=1)
+    >>> from keras_moe.ops import ExpertTypes, heterogeneous_capacity
+    >>> heterogeneous_capacity(40, ExpertTypes(8, 1, 1, 2), tau=0.75, capacity_factor=1)
     (3, 4)
     """
     check_positive("tau", tau)
     check_positive("capacity_factor", capacity_factor)
-    if not kinds.zero_computation:
+    if not expert_types.zero_computation:
         capacity = expert_capacity(
             num_tokens,
-            kinds.ffn,
+            expert_types.ffn,
             capacity_factor,
             num_selected_experts,
             rounding,
@@ -132,7 +132,7 @@ def heterogeneous_capacity(
         )
         return capacity, None
     exact_tau = Fraction(float(tau))
-    weight = exact_tau * kinds.ffn + kinds.zero_computation
+    weight = exact_tau * expert_types.ffn + expert_types.zero_computation
     capacities = []
     for scale, multiple in ((exact_tau, multiple_of), (1, None)):
         share = Fraction(float(capacity_factor)) * scale / weight
@@ -145,7 +145,8 @@ def heterogeneous_capacity(
             share.denominator,
             rounding,
             multiple,
-            f"capacity_factor={capacity_factor}, tau={tau}, kinds={tuple(kinds)}",
+            f"capacity_factor={capacity_factor}, tau={tau}, "
+            f"expert_types={tuple(expert_types)}",
         )
         capacities.append(capacity)
     return tuple(capacities)

@@ -7,7 +7,7 @@ from keras_moe.routers.affinities import (
     SparsityConstrainedAffinity,
 )
 from keras_moe.routers.expert_choice import ExpertChoiceRouter
-from keras_moe.routers.names import get, of_kinds
+from keras_moe.routers.names import get, of_types
 from keras_moe.routers.pathway_aware import PathwayAwareRouter
 from keras_moe.routers.registry import ROUTERS, register_router
 from keras_moe.routers.router import Router
@@ -28,6 +28,6 @@ __all__ = [
     "SparsityConstrainedAffinity",
     "TokenChoiceRouter",
     "get",
-    "of_kinds",
+    "of_types",
     "register_router",
 ]

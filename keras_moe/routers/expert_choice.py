@@ -153,7 +153,7 @@ class ExpertChoiceRouter(SparseRouter):
         self.eval_capacity_factor = eval_capacity_factor
         self.eval_capacity = eval_capacity
 
-    def groups_by_image(self, training: bool | None) -> bool:
+    def groups_per_example(self, training: bool | None) -> bool:
         return not training and self.batch_invariant
 
     def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
@@ -164,7 +164,7 @@ class ExpertChoiceRouter(SparseRouter):
             factor, capacity = evaluation
         if factor is not None:
             # Rounded up to a multiple, an image's few slots would be twice as many.
-            by_image = self.groups_by_image(training)
+            by_image = self.groups_per_example(training)
             multiple_of = None if by_image else self.capacity_multiple_of
             capacity = self.capacity_of(num_tokens, factor, self._selected, multiple_of)
         # An expert cannot take a token twice.

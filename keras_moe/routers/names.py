@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from keras_moe.ops.expert_kinds import ExpertKinds
-from keras_moe.routers.registry import router_class, router_class_for_kinds
+from keras_moe.ops.expert_types import ExpertTypes
+from keras_moe.routers.registry import router_class, router_class_for_types
 from keras_moe.routers.router import Router
 
 
@@ -39,12 +39,12 @@ def get(name: str, num_experts: int, **options: Any) -> Router:
     return cls(num_experts, **{**arguments, **options})
 
 
-def of_kinds(name: str, kinds: ExpertKinds, **options: Any) -> Router:
+def of_types(name: str, expert_types: ExpertTypes, **options: Any) -> Router:
     """Makes a router from its name for experts of several kinds.
 
     Args:
         name: name as for `get`; with zero-computation experts a token choice router.
-        kinds: number of experts of each kind.
+        expert_types: number of experts of each type.
         **options: arguments of the router's class.
 
     Returns:
@@ -57,11 +57,11 @@ def of_kinds(name: str, kinds: ExpertKinds, **options: Any) -> Router:
     Example:
 
     >>> from keras_moe import ops, routers
-    >>> kinds = ops.ExpertKinds(ffn=8, zero=1, copy=1, constant=2)
-    >>> routers.of_kinds("softmax_token_choice", kinds, tau=0.5).num_experts
+    >>> expert_types = ops.ExpertTypes(ffn=8, zero=1, copy=1, constant=2)
+    >>> routers.of_types("softmax_token_choice", expert_types, tau=0.5).num_experts
     12
     """
-    cls, arguments = router_class_for_kinds(
-        name, kinds, options.get("gating_residual", False)
+    cls, arguments = router_class_for_types(
+        name, expert_types, options.get("gating_residual", False)
     )
-    return cls(kinds.total, **{**arguments, **options})
+    return cls(expert_types.total, **{**arguments, **options})

@@ -16,7 +16,7 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.ops.capacity import heterogeneous_capacity
-from keras_moe.ops.expert_kinds import expert_kinds
+from keras_moe.ops.expert_types import expert_types
 from keras_moe.ops.plans import HeterogeneousPlan
 from keras_moe.routers.modalities import both
 from keras_moe.routers.registry import register_pathway_aware
@@ -152,7 +152,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             if value is not None:
                 raise ValueError(
                     "Expected arguments of PathwayAwareRouter, which has one kernel, "
-                    "and whose kinds of experts have capacities of their own, by "
+                    "and whose types of experts have capacities of their own, by "
                     "capacity_factor and eval_capacity_factor; "
                     f"received: {name}={value!r}"
                 )
@@ -181,14 +181,14 @@ class PathwayAwareRouter(TokenChoiceRouter):
         # "auto" needs the number of FFN experts.
         check_integer("constant_experts", constant_experts, minimum=0)
         counts = (zero_experts, copy_experts, constant_experts)
-        in_place = expert_kinds(1, *counts).zero_computation
+        in_place = expert_types(1, *counts).zero_computation
         if in_place >= self.num_experts:
             raise ValueError(
                 "Expected at least one FFN expert; received: "
                 f"num_experts={num_experts}, zero_experts={zero_experts}, "
                 f"copy_experts={copy_experts}, constant_experts={constant_experts}"
             )
-        self._kinds = expert_kinds(self.num_experts - in_place, *counts)
+        self._expert_types = expert_types(self.num_experts - in_place, *counts)
         self.tau = check_positive("tau", tau)
         self.gating_residual = check_bool("gating_residual", gating_residual)
         if gate_hidden_dim is not None:
@@ -219,8 +219,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
         return {"heterogeneous_balance": 0.01}
 
     @property
-    def kinds(self):
-        return self._kinds
+    def expert_types(self):
+        return self._expert_types
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -281,12 +281,12 @@ class PathwayAwareRouter(TokenChoiceRouter):
             )
 
     def allocate(self, affinity, gates, mask=None, training=None, modality_ids=None):
-        kinds = self.kinds
-        if self.zero_gates == "remove" and kinds.zero:
-            zero = kinds.slices()["zero"]
-            keep = [not zero.start <= e < zero.stop for e in range(kinds.total)]
+        expert_types = self.expert_types
+        if self.zero_gates == "remove" and expert_types.zero:
+            zero = expert_types.slices()["zero"]
+            keep = [not zero.start <= e < zero.stop for e in range(expert_types.total)]
             gates = ops.where(ops.convert_to_tensor(keep, "bool"), gates, 0.0)
-        arguments = {"in_place_experts": kinds.zero_computation}
+        arguments = {"in_place_experts": expert_types.zero_computation}
         capacity, in_place_capacity = self.capacities(ops.shape(affinity)[1], training)
         if capacity is not None:
             arguments["in_place_capacity"] = in_place_capacity
@@ -302,7 +302,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
             return None, None
         return heterogeneous_capacity(
             num_tokens,
-            self.kinds,
+            self.expert_types,
             self.tau,
             self.capacity_factor if training else self.eval_capacity_factor,
             self.num_selected_experts,
@@ -316,8 +316,8 @@ class PathwayAwareRouter(TokenChoiceRouter):
     @property
     def ffn_share(self) -> float:
         """The FFN experts' share of assignments under a balanced load (Table 1)."""
-        weight = self.tau * self.kinds.ffn
-        return weight / (weight + self.kinds.zero_computation)
+        weight = self.tau * self.expert_types.ffn
+        return weight / (weight + self.expert_types.zero_computation)
 
     def total_slots(self, num_tokens: int) -> int:
         return round(num_tokens * self.experts_per_token(num_tokens))
@@ -325,7 +325,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     def experts_per_token(self, num_tokens: int) -> float:
         # A token takes an expert once, whatever tau would have.
         balanced = self.num_selected_experts * self.ffn_share
-        return min(balanced, self.kinds.ffn)
+        return min(balanced, self.expert_types.ffn)
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         """The shapes of the trained weights by name.
@@ -351,7 +351,7 @@ class PathwayAwareRouter(TokenChoiceRouter):
     ):
         self.check_previous_logits(previous_logits, tokens)
         plan, routing = super().compute_output_spec(tokens, training=training)
-        in_place = self.kinds.zero_computation
+        in_place = self.expert_types.zero_computation
         if not in_place:
             return plan, routing
         # Two tensors: a functional model tells its outputs apart by their identity.
@@ -364,9 +364,9 @@ class PathwayAwareRouter(TokenChoiceRouter):
         for name in _NOT_HERE:
             del config[name]
         config.update(
-            zero_experts=self.kinds.zero,
-            copy_experts=self.kinds.copy,
-            constant_experts=self.kinds.constant,
+            zero_experts=self.expert_types.zero,
+            copy_experts=self.expert_types.copy,
+            constant_experts=self.expert_types.constant,
             tau=self.tau,
             gating_residual=self.gating_residual,
             gate_hidden_dim=self.gate_hidden_dim,

@@ -10,7 +10,7 @@ from keras import ops
 
 from keras_moe.checks import check_bool, check_integer, check_one_of
 from keras_moe.ops.capacity import expert_capacity
-from keras_moe.ops.expert_kinds import ExpertKinds
+from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.routers.affinities import SparsityConstrainedAffinity
 from keras_moe.routers.router import Router
 from keras_moe.routers.token_choice import TokenChoiceRouter
@@ -52,8 +52,8 @@ class PrunedTokenChoiceRouter(TokenChoiceRouter):
         _check_choices(self, self.kept_experts, method)
 
     @property
-    def kinds(self):
-        return ExpertKinds(len(self.kept_experts) if self.removed else self.num_experts)
+    def expert_types(self):
+        return ExpertTypes(len(self.kept_experts) if self.removed else self.num_experts)
 
     @property
     def expert_columns(self):

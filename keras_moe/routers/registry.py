@@ -98,12 +98,12 @@ def router_name(cls: type) -> str:
     return name
 
 
-def router_class_for_kinds(
-    router: Any, kinds: Any, gating_residual: bool = False
+def router_class_for_types(
+    router: Any, expert_types: Any, gating_residual: bool = False
 ) -> tuple[type, dict]:
     """The class and arguments of a router for experts of several kinds."""
     cls, arguments = router_class(router)
-    if not kinds.zero_computation and not gating_residual:
+    if not expert_types.zero_computation and not gating_residual:
         return cls, arguments
     is_aware = issubclass(cls, tuple(_PATHWAY_AWARE.values()))
     aware = cls if is_aware else _PATHWAY_AWARE.get(cls)
@@ -113,8 +113,8 @@ def router_class_for_kinds(
             f"residuals; received: router={router!r}"
         )
     counts = {
-        "zero_experts": kinds.zero,
-        "copy_experts": kinds.copy,
-        "constant_experts": kinds.constant,
+        "zero_experts": expert_types.zero,
+        "copy_experts": expert_types.copy,
+        "constant_experts": expert_types.constant,
     }
     return aware, {**arguments, **counts}

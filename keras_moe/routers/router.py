@@ -16,7 +16,7 @@ from keras_moe.checks import (
     check_seed,
 )
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.expert_kinds import ExpertKinds
+from keras_moe.ops.expert_types import ExpertTypes
 from keras_moe.ops.routing import Routing
 
 # An encoder decides these about its routers, and `router_options` do not.
@@ -53,7 +53,7 @@ class Router(keras.layers.Layer):
     The arithmetic is float32 under every dtype policy: the layer's own policy is
     float32, and half-precision tokens are cast at its door.
 
-    Subclasses say how they group tokens (`groups_by_image`), how many slots they
+    Subclasses say how they group tokens (`groups_per_example`), how many slots they
     fill (`total_slots`), the shapes of their weights (`weight_shapes`), and whether
     their logits are one per expert (`has_expert_logits`), which auxiliary losses need.
     `from_moe_config` makes the router of an encoder's config; subclasses inherit or
@@ -213,14 +213,14 @@ class Router(keras.layers.Layer):
         return None
 
     @property
-    def kinds(self) -> ExpertKinds:
-        """The number of experts of each kind."""
-        return ExpertKinds(self.num_experts)
+    def expert_types(self) -> ExpertTypes:
+        """The number of experts of each type."""
+        return ExpertTypes(self.num_experts)
 
     @property
     def expert_columns(self) -> tuple[int, ...]:
         """The columns of the routing record that the layer's FFN experts have."""
-        return tuple(range(self.kinds.ffn))
+        return tuple(range(self.expert_types.ffn))
 
     def check_previous_logits(self, previous_logits: Any, tokens: Any) -> None:
         """Checks whether there must be logits of the MoE layer before, and their shape.
@@ -239,7 +239,7 @@ class Router(keras.layers.Layer):
                 f"{tuple(previous_logits.shape)}"
             )
 
-    def groups_by_image(self, training: bool | None) -> bool:
+    def groups_per_example(self, training: bool | None) -> bool:
         """Whether each image must be a group; else `MoE.group_size` cuts the batch.
 
         Args:

@@ -242,7 +242,7 @@ class SoftRouter(Router):
             combined,
         )
 
-    def groups_by_image(self, training: bool | None) -> bool:
+    def groups_per_example(self, training: bool | None) -> bool:
         return True
 
     def total_slots(self, num_tokens: int) -> int:

@@ -173,7 +173,7 @@ class SparseRouter(Router):
             # The papers evaluate with the capacity of training.
             fields["eval_capacity_factor"] = fields["capacity_factor"]
             fields["eval_capacity"] = fields.get("capacity")
-        return cls(config.kinds.total, **fields)
+        return cls(config.expert_types.total, **fields)
 
     @classmethod
     def own_fields(cls, config: Any, site: Any) -> dict:

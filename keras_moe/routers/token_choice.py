@@ -272,7 +272,7 @@ class TokenChoiceRouter(SparseRouter):
             return self.dropless
         return self.eval_capacity_factor is None and self.eval_capacity is None
 
-    def groups_by_image(self, training: bool | None) -> bool:
+    def groups_per_example(self, training: bool | None) -> bool:
         return not training and self.batch_invariant
 
     def group_capacity(self, num_tokens: Any, training: bool | None) -> Any:
@@ -299,7 +299,7 @@ class TokenChoiceRouter(SparseRouter):
             training: whether the capacity is that of training.
         """
         # The rounding would multiply an image's few slots.
-        return None if self.groups_by_image(training) else self.capacity_multiple_of
+        return None if self.groups_per_example(training) else self.capacity_multiple_of
 
     def max_nonzeros(self, num_tokens, training):
         return self.num_selected_experts
@@ -396,13 +396,13 @@ class TokenChoiceRouter(SparseRouter):
                 keras.KerasTensor(by_choice, "int32"),
                 keras.KerasTensor(by_choice, "float32"),
                 keras.KerasTensor(by_choice, "int32"),
-                keras.KerasTensor((self.kinds.ffn,), "int32"),
+                keras.KerasTensor((self.expert_types.ffn,), "int32"),
             )
         else:
             capacity = None
             if num_tokens is not None:
                 capacity = self.group_capacity(num_tokens, training)
-            slots = (num_groups, self.kinds.ffn, capacity)
+            slots = (num_groups, self.expert_types.ffn, capacity)
             plan = RoutingPlan(
                 keras.KerasTensor(slots, "int32"),
                 keras.KerasTensor(by_choice, "int32"),

@@ -31,7 +31,7 @@ MOE_ARGUMENTS = (
     "capacity_multiple_of",
     "priority",
     "noise_std",
-    "images_per_group",
+    "examples_per_group",
     "auxiliary_losses",
     "expert_dropout",
     "dispatcher",

@@ -213,7 +213,7 @@ def _preserves(layer):
         )
     if not isinstance(router, TokenChoiceRouter) or router.normalize_gates is None:
         return False
-    if router.kinds.zero_computation:
+    if router.expert_types.zero_computation:
         return False
     factor = router.eval_capacity_factor
     if factor is None:

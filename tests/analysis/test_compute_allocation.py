@@ -12,10 +12,10 @@ from keras_moe.analysis import (
     plots,
     routing_scores,
 )
-from keras_moe.ops import ExpertKinds, Routing
+from keras_moe.ops import ExpertTypes, Routing
 
 pytestmark = pytest.mark.backend_free
-KINDS = ExpertKinds(ffn=2, zero=1, copy=1)
+KINDS = ExpertTypes(ffn=2, zero=1, copy=1)
 # One image of a class token and 1 x 2 patches; FFN, FFN, zero, copy.
 FIRST = np.array([[[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]]], "float32")
 SECOND = np.array([[[1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1]]], "float32")
@@ -90,7 +90,7 @@ def test_routing_scores():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ffn_experts_per_token(record(FIRST), ExpertKinds(2)), "\\(1, 3, 4\\)"),
+        (lambda: ffn_experts_per_token(record(FIRST), ExpertTypes(2)), "\\(1, 3, 4\\)"),
         (lambda: ffn_experts_per_token({}, KINDS), "none"),
         (lambda: compute_map(record(FIRST), KINDS, (2, 2)), "3 tokens"),
         (lambda: routing_scores(record(FIRST[..., :1])), "\\(1, 3, 1\\)"),

@@ -97,7 +97,7 @@ def test_excluded_experts_stay_excluded():
     once = analysis.exclude_experts(classifier(), ["zero", 1])
     twice = analysis.exclude_experts(once, "copy")
     excluded = twice.backbone.moe.router_options["excluded_experts"]
-    kinds = twice.backbone.expert_kinds
+    kinds = twice.backbone.expert_types
     of_copy = range(kinds.total)[kinds.slices()["copy"]]
     before = once.backbone.moe.router_options["excluded_experts"]
     assert excluded == sorted({*before, *of_copy})

@@ -49,7 +49,7 @@ def test_a_cut_of_the_queue_is_the_plan_at_that_capacity(capacity, priority):
     np.testing.assert_array_equal(served_at(places, capacity), served > 0)
     plan = expert_choice(grouped, grouped, capacity, group_mask)
     served = np.array(plan.served()[0]).reshape(affinity.shape)
-    places = expert_queues(affinity, images_per_group=2, mask=mask)
+    places = expert_queues(affinity, examples_per_group=2, mask=mask)
     np.testing.assert_array_equal(served_at(places, capacity), served > 0)
 
 
@@ -70,8 +70,10 @@ def test_dropped_tokens_by_hand():
 def test_errors_say_what_was_expected():
     with pytest.raises(ValueError, match="shape=\\(2, 2\\)"):
         expert_queues(np.zeros((2, 2)), 1)
-    with pytest.raises(ValueError, match=r"divide the batch of 1.*images_per_group=2"):
-        expert_queues(AFFINITY, 1, images_per_group=2)
+    with pytest.raises(
+        ValueError, match=r"divide the batch of 1.*examples_per_group=2"
+    ):
+        expert_queues(AFFINITY, 1, examples_per_group=2)
 
 
 def test_pictures_of_queues_are_bounded():

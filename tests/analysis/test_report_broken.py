@@ -27,7 +27,7 @@ pytestmark = pytest.mark.backend_free
 @pytest.fixture(scope="module")
 def model():
     fields = {**SMALL, "image_shape": (16, 8, 3), "num_classes": 3}
-    fields |= {"images_per_group": 4, "evaluation": "official"}
+    fields |= {"examples_per_group": 4, "evaluation": "official"}
     return with_weights(models.from_preset("vmoe_s32", load_weights=False, **fields))
 
 

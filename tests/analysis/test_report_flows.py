@@ -59,7 +59,7 @@ def subject(router, keys, grid, group_size=None, kind="token_choice"):
     blocks = {}
     for key in keys:
         modality, _, name = key.rpartition("/")
-        kinds = [n for n, c in router.kinds._asdict().items() for _ in range(c)]
+        kinds = [n for n, c in router.expert_types._asdict().items() for _ in range(c)]
         selected = getattr(router, "num_selected_experts", None)
         facts = (modality or "image", kind, tuple(kinds), selected, None, group_size)
         blocks[key] = Block(key, name, *facts)

@@ -38,7 +38,7 @@ def test_a_report_on_pruned_layers(model, tmp_path, method, removed):
     # A smaller router numbers its experts anew.
     is_new = removed and method == "router_drop"
     kinds = ("ffn", "ffn") if is_new else ("pruned", "ffn", "pruned", "ffn")
-    assert block.expert_kinds == kinds
+    assert block.expert_types == kinds
     written = analysis.report(
         smaller, (images(5, 16, 8, 3), np.arange(5) % 3), tmp_path / "r", verbose=0
     )

@@ -46,7 +46,7 @@ def test_levels_of_mumoe(upcycle, tmp_path):
     status, _, errors = upcycle(tmp_path / "mumoe", *levels)
     assert status == 0, errors
     model = models.from_preset(str(tmp_path / "mumoe"))
-    assert model.backbone.expert_kinds.ffn == 6
+    assert model.backbone.expert_types.ffn == 6
 
 
 def test_published_settings(upcycle, tmp_path):

@@ -107,7 +107,7 @@ def test_validation_while_training(model):
 
 @pytest.mark.backend_free
 def test_groups_of_real_images_are_as_they_were():
-    model = classifier(eval_capacity_factor=0.5, images_per_group=2)
+    model = classifier(eval_capacity_factor=0.5, examples_per_group=2)
     whole = model.predict(IMAGES[:10], batch_size=4, verbose=0)
     # Ten images: the last batch has a group of two, and a group of copies.
     actual = predictions(model, IMAGES[:10], batch_size=4, verbose=0)

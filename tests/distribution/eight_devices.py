@@ -37,7 +37,7 @@ VIT = {
     "num_heads": 8,
     "moe_layers": "every_1",
     "num_experts": 8,
-    "images_per_group": 1,
+    "examples_per_group": 1,
     "class_token": False,
     "seed": 0,
 }
@@ -48,7 +48,7 @@ MIXER = {
 }
 TEXT = {"vocabulary_size": 20, "max_length": 6}
 OF_BLOCKS = ("hidden_dim", "num_layers", "mlp_dim", "num_heads", "moe_layers")
-EXPERTS = {"num_experts": 8, "num_selected_experts": 2, "images_per_group": 1}
+EXPERTS = {"num_experts": 8, "num_selected_experts": 2, "examples_per_group": 1}
 # Losses are averages over the whole batch: no threshold of an entropy is in the way.
 LOSSES = {"load_balance": 0.01, "router_z": 1e-4}
 PAIRS = {
@@ -75,7 +75,7 @@ MODELS = {
     "token choice": {**VIT, "num_layers": 2, "moe_layers": "last_1"},
     "max gate": {**VIT, "priority": "max_gate"},
     "dropless": {**VIT, "dropless": True},
-    "whole batch": {**VIT, "images_per_group": None},
+    "whole batch": {**VIT, "examples_per_group": None},
     "expert choice": {**VIT, "router": "softmax_expert_choice"},
     "sinkhorn": {**VIT, "router": "sinkhorn_expert_choice"},
     "soft": {**VIT, "router": "soft"},
@@ -83,7 +83,7 @@ MODELS = {
     "rematerialize": {**VIT, "rematerialize": True},
     "moe++": {**VIT, "zero_experts": 1, "copy_experts": 1, "constant_experts": 1},
     "mumoe": {
-        **{name: value for name, value in VIT.items() if name != "images_per_group"},
+        **{name: value for name, value in VIT.items() if name != "examples_per_group"},
         "router": "mumoe",
     },
     "mixer": {
@@ -94,7 +94,7 @@ MODELS = {
     },
     "capacity at inference": {
         **VIT,
-        "images_per_group": 2,
+        "examples_per_group": 2,
         "eval_capacity_factor": 0.5,
     },
     # Its experts are larger than what Keras makes on one device.

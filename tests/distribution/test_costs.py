@@ -19,7 +19,7 @@ SMALL = {
     "num_experts": 4,
     "num_selected_experts": 2,
     "moe_layers": [0],
-    "images_per_group": 2,
+    "examples_per_group": 2,
     "capacity_factor": 1.0,
     "capacity_multiple_of": None,
 }
@@ -205,7 +205,7 @@ def test_memory_is_what_xla_says():
         "moe_layers": "every_2",
         "num_experts": 8,
         "num_selected_experts": 1,
-        "images_per_group": 4,
+        "examples_per_group": 4,
     }
     model = models.from_preset("vit_s16", num_classes=10, **arguments)
     optimizer = keras.optimizers.Adam()

@@ -8,7 +8,7 @@ from keras import ops
 from keras_moe import ops as moe_ops
 from keras_moe import routers
 from keras_moe.layers import Experts, MoE, MuMoE, MuMoEBlock
-from keras_moe.ops import ExpertKinds
+from keras_moe.ops import ExpertTypes
 from keras_moe.routers import ROUTERS, SinkhornAffinity, SparsityConstrainedAffinity
 from tests.calls import call, call_with_losses
 
@@ -114,8 +114,8 @@ def test_moe(name, group_size):
 
 @pytest.mark.parametrize("options", [{}, {"dropless": True}])
 def test_moe_plus_plus(options):
-    router = routers.of_kinds(
-        "softmax_token_choice", ExpertKinds(4, 1, 1, 2), seed=0, **options
+    router = routers.of_types(
+        "softmax_token_choice", ExpertTypes(4, 1, 1, 2), seed=0, **options
     )
     losses = {"heterogeneous_balance": 0.1}
     layer = MoE(router, Experts(4, 16), 12, losses)

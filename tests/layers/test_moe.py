@@ -5,7 +5,7 @@ from keras import ops
 
 from keras_moe import routers
 from keras_moe.layers import Experts, MoE
-from keras_moe.ops import expert_capacity, expert_kinds, token_choice
+from keras_moe.ops import expert_capacity, expert_types, token_choice
 from keras_moe.routers import ExpertChoiceRouter, TokenChoiceRouter
 from tests.calls import call, call_with_losses
 from tests.ops.programs import compiled_arguments
@@ -308,8 +308,8 @@ def test_one_program_for_all_batches(kind):
         "dropless": lambda: TokenChoiceRouter(4, 2, dropless=True, **quiet),
         "capacity": lambda: TokenChoiceRouter(4, 2, **quiet),
         "expert choice": lambda: ExpertChoiceRouter(4, **quiet),
-        "MoE++": lambda: routers.of_kinds(
-            "softmax_token_choice", expert_kinds(4, 1, 1, 2), **quiet
+        "MoE++": lambda: routers.of_types(
+            "softmax_token_choice", expert_types(4, 1, 1, 2), **quiet
         ),
     }[kind]()
     moe = MoE(router, Experts(4, mlp_dim=16))

@@ -46,7 +46,7 @@ NOT_DEFAULT = {
     "capacity_multiple_of": 2,
     "priority": "sum_gates",
     "noise_std": 0.5,
-    "images_per_group": None,
+    "examples_per_group": None,
     "auxiliary_losses": {"router_z": 0.1},
     "expert_dropout": 0.1,
     "shared_expert_initialization": False,
@@ -302,7 +302,7 @@ def test_arguments_of_a_name_override_the_defaults_of_fields():
 def test_a_router_that_is_a_layer_says_all_about_routing():
     aware = PathwayAwareRouter(6, zero_experts=1, copy_experts=1, gating_residual=True)
     moe = moe_config(MoEConfig(moe_layers="every_1", router=aware).to_dict())
-    assert moe.kinds == aware.kinds
+    assert moe.expert_types == aware.expert_types
     residuals = [layer.router.gating_residual for layer in blocks(moe)]
     assert residuals == [False, True, True]
     with pytest.raises(ValueError, match=r"capacity_factor=2\.0"):

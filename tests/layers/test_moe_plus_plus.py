@@ -20,10 +20,10 @@ def tokens(batch=2, length=N, seed=0):
     return generator.normal(size=(batch, length, D)).astype("float32")
 
 
-def make(num_experts=4, kinds=KINDS, selected=1, **router):
-    total = num_experts + sum(kinds.values())
+def make(num_experts=4, types=KINDS, selected=1, **router):
+    total = num_experts + sum(types.values())
     moe = MoE(
-        PathwayAwareRouter(total, selected, **kinds, **router),
+        PathwayAwareRouter(total, selected, **types, **router),
         Experts(num_experts, mlp_dim=16, shared_initialization=False),
     )
     moe.build((None, None, D))
@@ -106,7 +106,7 @@ def test_a_zero_expert_makes_top_2_top_1():
 @pytest.mark.parametrize("training", [False, True])
 def test_without_zero_computation_experts_it_is_an_moe(training):
     x = tokens()
-    mine = make(kinds={}, selected=2)
+    mine = make(types={}, selected=2)
     vanilla = MoE(
         "softmax_token_choice", Experts(4, mlp_dim=16, shared_initialization=False)
     )
@@ -129,7 +129,7 @@ def ours_value(variable):
 def test_by_name():
     moe = MoE("softmax_token_choice", Experts(8, 16), 8, zero_experts=1,
               copy_experts=1, constant_experts="auto")  # fmt: skip
-    assert moe.router.kinds == (8, 1, 1, 1)
+    assert moe.router.expert_types == (8, 1, 1, 1)
     again = MoE.from_config(moe.get_config())
     assert again.get_config() == moe.get_config()
 

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_moe.layers import Experts, MoE
 from keras_moe.losses import heterogeneous_balance_loss
-from keras_moe.ops import ExpertKinds, heterogeneous_capacity, selected_experts
+from keras_moe.ops import ExpertTypes, heterogeneous_capacity, selected_experts
 from keras_moe.routers import PathwayAwareRouter
 from tests import golden
 from tests.training_gradients import training_gradients
@@ -264,7 +264,7 @@ def test_heterogeneous_balance_loss():
     np.testing.assert_array_equal(
         ops.convert_to_numpy(selected)[0], arrays["outputs/selected"][:, order]
     )
-    kinds = ExpertKinds(4, 1, 1, 2)
+    kinds = ExpertTypes(4, 1, 1, 2)
     for tau, expected in zip(arrays["inputs/tau"], arrays["outputs/load_balance_loss"]):
         actual = heterogeneous_balance_loss(gates, selected, kinds, float(tau))
         np.testing.assert_allclose(ops.convert_to_numpy(actual), [expected], rtol=1e-5)
@@ -273,7 +273,7 @@ def test_heterogeneous_balance_loss():
 @pytest.mark.backend_free
 def test_heterogeneous_capacity():
     arrays, config = golden.load("11_moepp/paper_balance_and_capacity")
-    kinds = ExpertKinds(4, 1, 1, 2)
+    kinds = ExpertTypes(4, 1, 1, 2)
     for tau, row in zip(arrays["inputs/tau"], arrays["outputs/capacities"]):
         for gamma, expected in zip(arrays["inputs/gamma"], row):
             actual = heterogeneous_capacity(config["T"], kinds, tau, gamma)

@@ -15,7 +15,7 @@ from keras_moe import losses
 from keras_moe.layers import Experts, MoE
 from keras_moe.losses import AggregateLoss, AuxiliaryLoss
 from keras_moe.losses.auxiliary_functions import FUNCTIONS
-from keras_moe.ops import ExpertKinds, Routing
+from keras_moe.ops import ExpertTypes, Routing
 from keras_moe.routers import TokenChoiceRouter
 from tests.losses.entropies import LOSSES, ROUTER, normal, numbers, routing_of, tensor
 
@@ -71,7 +71,7 @@ def test_groups_of_padding_do_not_dilute_either(name):
     logits, loss = normal(0, 3, 6, 4), AuxiliaryLoss(name)
     noisy, mask = logits + 0.1 * normal(1, 3, 6, 4), np.ones((3, 6), bool)
     mask[1] = mask[2, 2] = False
-    router = SimpleNamespace(**vars(ROUTER), kinds=ExpertKinds(4), tau=1.0)
+    router = SimpleNamespace(**vars(ROUTER), expert_types=ExpertTypes(4), tau=1.0)
 
     def losses_of(x, noisy, mask, ids):
         gates = keras.ops.softmax(noisy, axis=-1)

@@ -30,7 +30,7 @@ SIZES = {
     "mlp_dim": 24,
     "seed": 3,
 }
-MOE = {"moe_layers": [1], "num_experts": 4, "images_per_group": 2}
+MOE = {"moe_layers": [1], "num_experts": 4, "examples_per_group": 2}
 MAKERS = {
     "vit": lambda **kw: ViTBackbone.from_config({**SIZES, "num_heads": 2, **kw}),
     "mixer": lambda **kw: MixerBackbone.from_config(

@@ -77,8 +77,8 @@ def test_few_images_drop_nothing(count):
 @pytest.mark.backend_free
 def test_features_and_kinds():
     model = backbone()
-    assert model.expert_kinds == (4, 1, 1, 2)
-    assert backbone(moe_layers=None).expert_kinds is None
+    assert model.expert_types == (4, 1, 1, 2)
+    assert backbone(moe_layers=None).expert_types is None
     assert all(
         isinstance(router, PathwayAwareRouter) for router in routers_of(model).values()
     )
@@ -91,8 +91,8 @@ def test_the_vanilla_twin_is_an_override():
     assert all(
         type(router) is TokenChoiceRouter for router in routers_of(twin).values()
     )
-    assert twin.expert_kinds == (8, 0, 0, 0)
-    assert mine.expert_kinds == (8, 1, 1, 2)
+    assert twin.expert_types == (8, 0, 0, 0)
+    assert mine.expert_types == (8, 1, 1, 2)
     # The same FFN experts: what differs is the router and the constant experts.
     extra = sum(
         layer.router.count_params() + layer.zero_computation_experts.count_params()
@@ -261,7 +261,7 @@ def test_saved_weights_keep_their_kinds(tmp_path):
     again = models.from_preset(
         folder, zero_experts=2, copy_experts=0, load_weights=False
     )
-    assert again.expert_kinds == (4, 2, 0, 2)
+    assert again.expert_types == (4, 2, 0, 2)
 
 
 def gated_experts():

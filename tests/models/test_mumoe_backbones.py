@@ -76,7 +76,7 @@ def test_trains_saves_and_keeps_statistics(name, rematerialize, tmp_path):
         assert records["block_1/token_mixer"].gates.shape == (6, 8, 4)
         assert expert_load(records["block_1/token_mixer"], 0.01).sum() > 0
     backbone = model.backbone
-    assert backbone.expert_kinds == ((8 if name == "vit" else 4), 0, 0, 0)
+    assert backbone.expert_types == ((8 if name == "vit" else 4), 0, 0, 0)
     trained = sum(int(np.prod(v.shape)) for v in backbone.trainable_variables)
     assert models.describe(backbone).parameters == trained
 

@@ -58,7 +58,7 @@ def test_outputs_saving_and_counts(position, tmp_path):
         {"outputs": model.output, "features": model.features, **model.routing},
     ).predict(inputs, verbose=0)
     assert list(model.routing) == ["head"]
-    assert actual["head"].gates.shape == (5, 1, model.head.gate.kinds.total)
+    assert actual["head"].gates.shape == (5, 1, model.head.gate.expert_types.total)
     # The same by hand, from what the head reads.
     y, _ = model.head(actual["features"])
     y = to_numpy(ops.cast(y, "float32"))

@@ -124,7 +124,7 @@ def test_limoe_attends_within_a_modality_while_training():
 @pytest.mark.usefixtures("op_by_op")
 def test_limoe_routes_both_modalities_of_a_group_together():
     """With room for one token of a group an expert serves one modality's alone."""
-    moe = {"images_per_group": None, "evaluation": "official", "eval_capacity": 1}
+    moe = {"examples_per_group": None, "evaluation": "official", "eval_capacity": 1}
     moe.update(num_experts=1, auxiliary_losses=None)
     model = with_weights(limoe(moe))
     routing = keras.Model(model.input, model.routing)
@@ -473,7 +473,7 @@ def test_sizes_of_limoe(preset, millions, active, gflops):
 def test_presets_route_as_their_papers_do(preset):
     config = models.resolve(preset, {}).config
     if preset.startswith("limoe"):
-        assert config["moe"]["images_per_group"] >= 32
+        assert config["moe"]["examples_per_group"] >= 32
     elif preset.startswith("clip_up"):
         assert not config.get("text", config)["mask_padding"]
 

@@ -24,7 +24,7 @@ LABELS = np.array([0, 1, 2, 0])
 
 def classifier(**kwargs):
     backbone = ViTBackbone.from_config(
-        {**SMALL, "noise_std": 0.0, "images_per_group": 1}
+        {**SMALL, "noise_std": 0.0, "examples_per_group": 1}
     )
     model = with_weights(ViTImageClassifier(backbone, 3, **kwargs))
     model.compile(keras.optimizers.SGD(0.1))

@@ -47,7 +47,7 @@ NOT_DEFAULT = {
     "capacity_multiple_of": 2,
     "priority": "sum_gates",
     "noise_std": 0.5,
-    "images_per_group": 2,
+    "examples_per_group": 2,
     "auxiliary_losses": {"router_z": 0.1},
     "expert_dropout": 0.3,
     "shared_expert_initialization": False,
@@ -240,8 +240,8 @@ def test_routing_records_come_out_of_predict_with_uneven_batches():
     "kwargs",
     [
         {},
-        {"eval_capacity_factor": 1.0, "images_per_group": 3},
-        {"images_per_group": None, "dispatcher": "einsum"},
+        {"eval_capacity_factor": 1.0, "examples_per_group": 3},
+        {"examples_per_group": None, "dispatcher": "einsum"},
         {
             "class_token": False,
             "position_embedding": "sincos",
@@ -258,7 +258,7 @@ def test_a_tiny_fit_lowers_the_loss(kwargs):
     keras.utils.set_random_seed(0)
     model = classifier(seed=0, **kwargs)
     # In batches of 8, of which the last is partial where groups may be, too.
-    x = images(batch=21 if not kwargs or "images_per_group" in kwargs else 24)
+    x = images(batch=21 if not kwargs or "examples_per_group" in kwargs else 24)
     y = (x[:, :8].mean(axis=(1, 2, 3)) > x[:, 8:].mean(axis=(1, 2, 3))).astype("int32")
     # Adam's 1 - 0.999^t is 0 in bfloat16, so there it would not move.
     adam = kwargs.get("dtype") != "bfloat16"

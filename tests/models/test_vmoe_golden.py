@@ -54,7 +54,7 @@ def build(case, auxiliary_losses, dispatcher="index", noise_std=0.0):
         kwargs = {
             "moe_layers": moe["layers"],
             "num_experts": moe["num_experts"],
-            "images_per_group": moe["group_size"] // num_tokens,
+            "examples_per_group": moe["group_size"] // num_tokens,
             "noise_std": noise_std,
             "dispatcher": dispatcher,
             **router_arguments(moe["router"]),

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keras_moe.ops import (
-    ExpertKinds,
+    ExpertTypes,
     HeterogeneousPlan,
     dropless_token_choice,
     expert_capacity,
-    expert_kinds,
+    expert_types,
     heterogeneous_capacity,
     token_choice,
 )
@@ -175,10 +175,10 @@ def test_gradients_reach_the_gates_of_every_kind():
 
 @pytest.mark.backend_free
 def test_equation_10():
-    assert expert_kinds(32, 1, 1, "auto") == ExpertKinds(32, 1, 1, 6)
-    assert expert_kinds(16, 1, 1, "auto") == ExpertKinds(16, 1, 1, 2)
+    assert expert_types(32, 1, 1, "auto") == ExpertTypes(32, 1, 1, 6)
+    assert expert_types(16, 1, 1, "auto") == ExpertTypes(16, 1, 1, 2)
     # Equation 10's maximum; the paper's own model of 8 experts has two.
-    assert expert_kinds(8, 1, 1, "auto") == ExpertKinds(8, 1, 1, 1)
+    assert expert_types(8, 1, 1, "auto") == ExpertTypes(8, 1, 1, 1)
 
 
 @pytest.mark.backend_free
@@ -192,8 +192,8 @@ def test_equation_10():
 )
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_capacities(tokens, ffn, in_place, tau, factor, selected):
-    kinds = ExpertKinds(ffn, zero=in_place)
-    actual = heterogeneous_capacity(tokens, kinds, tau, factor, selected)
+    expert_types = ExpertTypes(ffn, zero=in_place)
+    actual = heterogeneous_capacity(tokens, expert_types, tau, factor, selected)
     if not in_place:
         assert actual == (expert_capacity(tokens, ffn, factor, selected), None)
         return
@@ -207,10 +207,10 @@ def test_capacities(tokens, ffn, in_place, tau, factor, selected):
 @pytest.mark.backend_free
 def test_capacities_are_equation_8s_numbers():
     # 1.1 * 800 / 10 is 88 exactly, and one more in binary.
-    kinds = ExpertKinds(8, 1, 1, 2)
-    assert heterogeneous_capacity(400, kinds, 0.75, 1.1, 2) == (66, 88)
+    expert_types = ExpertTypes(8, 1, 1, 2)
+    assert heterogeneous_capacity(400, expert_types, 0.75, 1.1, 2) == (66, 88)
     # A tau that no float holds: weights of 20 / 3.
-    assert heterogeneous_capacity(40, kinds, 1 / 3, 1.0) == (2, 6)
+    assert heterogeneous_capacity(40, expert_types, 1 / 3, 1.0) == (2, 6)
 
 
 @pytest.mark.backend_free
@@ -219,11 +219,13 @@ def test_capacities_are_equation_8s_numbers():
 )
 def test_capacities_round_half_to_even(tokens, expected):
     """tau * 8 + 4 = 10: 3.5 goes to 4, 2.5 to 2, and 1.5 to 2."""
-    kinds = ExpertKinds(8, 1, 1, 2)
-    actual = heterogeneous_capacity(tokens, kinds, 0.75, 1.0, rounding="round")
+    expert_types = ExpertTypes(8, 1, 1, 2)
+    actual = heterogeneous_capacity(tokens, expert_types, 0.75, 1.0, rounding="round")
     assert actual == expected
     # Binary numbers do not hold the tenth of ten times as many tokens.
-    actual = heterogeneous_capacity(10 * tokens, kinds, 0.75, 0.1, rounding="round")
+    actual = heterogeneous_capacity(
+        10 * tokens, expert_types, 0.75, 0.1, rounding="round"
+    )
     assert actual == expected
 
 
@@ -233,10 +235,10 @@ def test_capacities_round_half_to_even(tokens, expected):
 )
 @pytest.mark.parametrize("rounding", ["ceil", "round"])
 def test_capacities_of_a_tensor_are_those_of_a_number(rounding):
-    kinds = ExpertKinds(8, 1, 1, 2)
+    expert_types = ExpertTypes(8, 1, 1, 2)
     for tokens in (14, 15, 25, 35, 40, 350, 400):
         for tau, factor in ((0.75, 1.0), (0.75, 1.1), (1 / 3, 1.0)):
-            arguments = (kinds, tau, factor, 2, rounding)
+            arguments = (expert_types, tau, factor, 2, rounding)
             actual = heterogeneous_capacity(
                 keras.ops.convert_to_tensor(tokens), *arguments
             )
@@ -248,16 +250,16 @@ def test_capacities_of_a_tensor_are_those_of_a_number(rounding):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: expert_kinds(0), "num_experts=0"),
-        (lambda: expert_kinds(4, -1), "zero_experts=-1"),
-        (lambda: expert_kinds(4, 0, 0.5), "copy_experts=0.5"),
-        (lambda: expert_kinds(4, 0, 0, "all"), "constant_experts='all'"),
+        (lambda: expert_types(0), "num_experts=0"),
+        (lambda: expert_types(4, -1), "zero_experts=-1"),
+        (lambda: expert_types(4, 0, 0.5), "copy_experts=0.5"),
+        (lambda: expert_types(4, 0, 0, "all"), "constant_experts='all'"),
         (
-            lambda: heterogeneous_capacity(8, ExpertKinds(4, 1), 0.0, 1.0),
+            lambda: heterogeneous_capacity(8, ExpertTypes(4, 1), 0.0, 1.0),
             "tau=0.0",
         ),
         (
-            lambda: heterogeneous_capacity(8, ExpertKinds(4, 1), 1.0, -1.0),
+            lambda: heterogeneous_capacity(8, ExpertTypes(4, 1), 1.0, -1.0),
             "capacity_factor=-1.0",
         ),
         (

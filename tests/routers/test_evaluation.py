@@ -30,7 +30,7 @@ SMALL = {
     "mlp_dim": 16,
     "moe_layers": [0],
     "num_experts": 4,
-    "images_per_group": 2,
+    "examples_per_group": 2,
     "seed": 0,
 }
 
@@ -113,14 +113,14 @@ def test_the_official_evaluation_is_one_argument(arguments, spelt_out):
 @pytest.mark.parametrize("name", ["softmax_token_choice", "softmax_expert_choice"])
 def test_dependence_on_the_batch_is_never_silent(name):
     with pytest.warns(UserWarning, match="eval_capacity=3 make the result of an image"):
-        assert not get(name, 4, eval_capacity=3).groups_by_image(False)
+        assert not get(name, 4, eval_capacity=3).groups_per_example(False)
     with pytest.warns(UserWarning, match="eval_capacity_factor=2.0"):
         assert not router_of(router=name, eval_capacity_factor=2.0).batch_invariant
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for batch_invariant in (True, False):
             router = get(name, 4, eval_capacity=3, batch_invariant=batch_invariant)
-            assert router.groups_by_image(False) == batch_invariant
+            assert router.groups_per_example(False) == batch_invariant
             again = type(router).from_config(router.get_config())
             assert again.get_config() == router.get_config()
         assert router_of(router=name).batch_invariant

@@ -38,7 +38,7 @@ CONFIG = {
     "num_heads": 2,
     "moe_layers": "every_1",
     "num_experts": 4,
-    "images_per_group": 1,
+    "examples_per_group": 1,
     "class_token": False,
 }
 

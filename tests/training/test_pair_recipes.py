@@ -93,7 +93,7 @@ def test_groups_are_large_enough(name):
     towers = [config, *(config.get(x) or {} for x in ("image", "text"))]
     mixtures = [tower["moe"] for tower in towers if tower.get("moe")]
     assert mixtures or name == "clip_b16"
-    assert all(moe["images_per_group"] >= 128 for moe in mixtures)
+    assert all(moe["examples_per_group"] >= 128 for moe in mixtures)
 
 
 def test_sizes_of_limoe_differ_in_their_preset_alone():

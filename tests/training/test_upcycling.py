@@ -494,7 +494,7 @@ def test_towards_moe_plus_plus():
         dense, num_experts=4, moe_layers="every_1", zero_experts=1, copy_experts=1,
         constant_experts="auto", gating_residual=True,
     )  # fmt: skip
-    assert sparse.backbone.expert_kinds == (4, 1, 1, 1)
+    assert sparse.backbone.expert_types == (4, 1, 1, 1)
     # A zero expert is no copy of the MLP, and the report does not say it was.
     assert not report.preserved
     assert report.largest_token_difference > 1e-3

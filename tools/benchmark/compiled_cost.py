@@ -107,7 +107,7 @@ def official_passes(
         encoder["moe"] = {
             "layers": tuple(layers),
             "num_experts": moe.num_experts,
-            "group_size": moe.images_per_group * model.backbone.output.shape[1],
+            "group_size": moe.examples_per_group * model.backbone.output.shape[1],
             "dropout_rate": moe.expert_dropout,
             "router": {
                 "num_selected_experts": moe.num_selected_experts,

@@ -36,7 +36,7 @@ SPLIT = {
     "mlp_dim": 512,
     "moe_layers": "every_2",
     "num_experts": 8,
-    "images_per_group": 2,
+    "examples_per_group": 2,
 }
 BATCH_SIZE, STEPS = 32, 8
 # Name to preset, overrides, batch size and steps: many of the small ones, so that the

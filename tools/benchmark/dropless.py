@@ -21,7 +21,7 @@ from runner import Report, run
 from keras_moe import routers
 from keras_moe.layers import Experts, MoE, MoEConfig
 from keras_moe.models import VARIANTS, ViTBackbone
-from keras_moe.ops import expert_kinds
+from keras_moe.ops import expert_types
 from keras_moe.ops.kernels import execution
 
 
@@ -95,9 +95,9 @@ def moe_plus_plus(
         ("MoE++", (1, 1, 2), {"tau": tau}),
         ("vanilla", (0, 0, 0), {}),
     ):
-        router = routers.of_kinds(
+        router = routers.of_types(
             "softmax_token_choice",
-            expert_kinds(num_experts, *counts),
+            expert_types(num_experts, *counts),
             **options,
             **more,
         )

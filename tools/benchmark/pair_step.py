@@ -216,7 +216,7 @@ def limoe_steps(
         "limoe": step_of(limoe, batch),
     }
     for size in group_sizes:
-        model = contrastive("limoe_b32", images_per_group=size, **sizes)
+        model = contrastive("limoe_b32", examples_per_group=size, **sizes)
         candidates[f"limoe, {size} pairs a group"] = step_of(model, batch)
     return candidates
 

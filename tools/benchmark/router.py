@@ -29,7 +29,7 @@ class Planned(keras.layers.Layer):
     def __init__(self, router: routers.Router, num_images: int):
         super().__init__()
         self.router = router
-        self.num_groups = num_images if router.groups_by_image(True) else 1
+        self.num_groups = num_images if router.groups_per_example(True) else 1
 
     def build(self, shape):
         self.router.build((self.num_groups, shape[0] // self.num_groups, shape[1]))

@@ -57,7 +57,7 @@ RECIPES = {
         {
             # As many active parameters as the dense twin.
             "model.num_selected_experts": 1,
-            "model.images_per_group": 64,
+            "model.examples_per_group": 64,
             "optimizer.groups": [
                 {"match": "kernels"},
                 {"match": "rest", "weight_decay": 0.0},

@@ -248,7 +248,7 @@ def group_configurations(base: Base) -> dict[int, dict[str, Any]]:
     """Figure 16: overrides by the number of groups of a batch."""
     counts = {n: base.batch_size // n for n in GROUPS if not base.batch_size % n}
     changes = base.changes(
-        {str(n): {"images_per_group": size} for n, size in counts.items()}
+        {str(n): {"examples_per_group": size} for n, size in counts.items()}
     )
     return {n: changes[str(n)] for n in counts}
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from keras_moe.cli.result import Result
 from keras_moe.cli.versions import backend_and_versions
-from keras_moe.ops import ExpertKinds
+from keras_moe.ops import ExpertTypes
 from tools.studies.arguments import CONSTANTS
 from tools.studies.moepp_costs import Costs, Speed
 from tools.studies.moepp_kinds import Constants, Removal, Tokens
@@ -25,7 +25,7 @@ from tools.studies.study import Study, run_parts, run_settings
 
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Does the parts that are asked for."""
-    kinds = ExpertKinds(*args.kinds)
+    kinds = ExpertTypes(*args.kinds)
     if not kinds.zero_computation:
         raise ValueError(
             f"Expected zero-computation experts; received: --kinds {args.kinds}"

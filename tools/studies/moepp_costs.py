@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.layers import Experts, ZeroComputationExperts
-from keras_moe.ops import ExpertKinds
+from keras_moe.ops import ExpertTypes
 from keras_moe.ops.kernels.execution import forward
 from keras_moe.routers import PathwayAwareRouter
 from tools.benchmark.timing import interleaved
@@ -28,7 +28,7 @@ class Costs(Part):
 
     Args:
         study: the study.
-        sizes: kinds of experts, and K.
+        sizes: types of experts, and K.
         taus: values of tau.
         rounds: rounds of timing.
     """
@@ -38,14 +38,14 @@ class Costs(Part):
         self.sizes, self.taus, self.rounds = sizes, taus, rounds
 
     def results(self) -> dict:
-        kinds, shares = self.sizes.kinds, {}
+        expert_types, shares = self.sizes.expert_types, {}
         for tau in self.taus:
             router = PathwayAwareRouter(
-                kinds.total,
+                expert_types.total,
                 self.sizes.selected,
-                kinds.zero,
-                kinds.copy,
-                kinds.constant,
+                expert_types.zero,
+                expert_types.copy,
+                expert_types.constant,
                 tau,
             )
             shares[f"{tau:g}"] = router.ffn_share
@@ -58,7 +58,7 @@ class Costs(Part):
             "pathway-aware": aware.cost(PAPER_SHAPE).flops // 2 + additions,
         }
         return {
-            "kinds": kinds._asdict(),
+            "kinds": expert_types._asdict(),
             "ffn_share": shares,
             "experts": expert_costs(self.rounds),
             "router_operations": router_operations,
@@ -95,7 +95,7 @@ class Costs(Part):
 
 
 def expert_costs(rounds: int) -> dict:
-    """One expert of each kind: parameters, FLOPs and seconds on 2,048 tokens."""
+    """One expert of each type: parameters, FLOPs and seconds on 2,048 tokens."""
     tokens = np.random.default_rng(0).normal(size=(1, PAPER_TOKENS, PAPER_DIM))
     tokens = tokens.astype("float32")
     ones = np.ones((1, PAPER_TOKENS, 1), "float32")
@@ -141,28 +141,28 @@ class Speed(Part):
         self.sizes, self.taus, self.rounds = sizes, taus, rounds
 
     def results(self) -> dict:
-        kinds, rows = self.sizes.kinds, {}
+        expert_types, rows = self.sizes.expert_types, {}
         for form, times in measure(self.sizes, self.taus, self.rounds).items():
             vanilla = times["vanilla"]
             rows[form] = {"vanilla": {"seconds": vanilla, "throughput_increase": 0.0}}
             for tau in self.taus:
                 own = times[f"tau={tau:g}"]
                 bare = times[f"tau={tau:g}, {WITHOUT}"]
-                weight = tau * kinds.ffn
+                weight = tau * expert_types.ffn
                 rows[form][f"{tau:g}"] = {
                     "seconds": own,
                     "throughput_increase": vanilla / own - 1,
-                    "by_flops": kinds.zero_computation / weight,
+                    "by_flops": expert_types.zero_computation / weight,
                     "zero_computation_share": own / bare - 1,
                 }
         sizes = self.sizes._asdict()
-        sizes.pop("kinds")
-        return {"kinds": kinds._asdict(), "sizes": sizes, "forms": rows}
+        sizes.pop("expert_types")
+        return {"kinds": expert_types._asdict(), "sizes": sizes, "forms": rows}
 
     def show(self, results: dict, console: Console) -> None:
-        kinds = ExpertKinds(**results["kinds"])
+        expert_types = ExpertTypes(**results["kinds"])
         for form, rows in results["forms"].items():
-            table = Table(title=f"MoE++ {kinds}, forward, {form} (Table 3)")
+            table = Table(title=f"MoE++ {expert_types}, forward, {form} (Table 3)")
             for column in ("tau", "ms", "throughput", "by FLOPs", "zero-computation"):
                 table.add_column(column, justify=None if column == "tau" else "right")
             for name, row in rows.items():

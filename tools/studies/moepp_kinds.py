@@ -69,7 +69,7 @@ class Kinds(Part):
         )
         maps = {
             kind: analysis.compute_map(
-                routing, backbone.expert_kinds, backbone.grid, kind
+                routing, backbone.expert_types, backbone.grid, kind
             )
             for kind in ("ffn", *IN_PLACE)
         }

@@ -15,9 +15,9 @@ import keras
 import numpy as np
 
 from keras_moe.layers import Experts, MoE
-from keras_moe.ops import ExpertKinds
+from keras_moe.ops import ExpertTypes
 from keras_moe.ops.kernels.execution import forward
-from keras_moe.routers import of_kinds
+from keras_moe.routers import of_types
 from tools.benchmark.timing import interleaved
 
 # Whether the layer trains.
@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
     """Sizes of a layer.
 
     Attributes:
-        kinds: number of experts of each kind.
+        expert_types: number of experts of each kind.
         tokens: number of tokens.
         dim: D, size of a token.
         mlp_dim: H, size of an expert's hidden layer.
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
         gated: whether experts are SwiGLU-like.
     """
 
-    kinds: ExpertKinds
+    expert_types: ExpertTypes
     tokens: int
     dim: int
     mlp_dim: int
@@ -48,20 +48,20 @@ class Sizes(NamedTuple):
 
 
 def layer_for(
-    kinds: ExpertKinds, tau: float, shape: tuple[int, ...], sizes: Sizes
+    expert_types: ExpertTypes, tau: float, shape: tuple[int, ...], sizes: Sizes
 ) -> MoE:
     """A built MoE layer of these experts."""
-    options = {} if not kinds.zero_computation else {"tau": tau}
-    router = of_kinds(
+    options = {} if not expert_types.zero_computation else {"tau": tau}
+    router = of_types(
         "softmax_token_choice",
-        kinds,
+        expert_types,
         num_selected_experts=sizes.selected,
         capacity_factor=sizes.gamma,
         noise_std=0.0,
         **options,
     )
     experts = Experts(
-        kinds.ffn, sizes.mlp_dim, gated=sizes.gated, use_bias=not sizes.gated
+        expert_types.ffn, sizes.mlp_dim, gated=sizes.gated, use_bias=not sizes.gated
     )
     moe = MoE(router, experts)
     moe.build(shape)
@@ -73,25 +73,33 @@ def shift_by_kind(moe: MoE, tau: float) -> None:
 
     The tokens' last feature is 1, so that its row of the kernel is a bias.
     """
-    kinds = moe.router.kinds
+    expert_types = moe.router.expert_types
     kernel = np.array(moe.router.kernel)
     kernel[-1] = 0.0
-    if kinds.zero_computation:
+    if expert_types.zero_computation:
         # The K largest of E random logits, by bisection on other tokens.
         generator = np.random.default_rng(1)
-        logits = generator.normal(size=(8192, kinds.total)) * np.linalg.norm(
+        logits = generator.normal(size=(8192, expert_types.total)) * np.linalg.norm(
             kernel, axis=0
         )
-        wanted = tau * kinds.ffn / (tau * kinds.ffn + kinds.zero_computation)
+        wanted = (
+            tau
+            * expert_types.ffn
+            / (tau * expert_types.ffn + expert_types.zero_computation)
+        )
         low, high = -20.0, 20.0
         for _ in range(40):
             shift = (low + high) / 2
-            moved = logits + np.where(np.arange(kinds.total) < kinds.ffn, shift, 0)
+            moved = logits + np.where(
+                np.arange(expert_types.total) < expert_types.ffn, shift, 0
+            )
             chosen = np.argsort(-moved, axis=-1)[:, : moe.router.num_selected_experts]
             low, high = (
-                (shift, high) if (chosen < kinds.ffn).mean() < wanted else (low, shift)
+                (shift, high)
+                if (chosen < expert_types.ffn).mean() < wanted
+                else (low, shift)
             )
-        kernel[-1, : kinds.ffn] = shift
+        kernel[-1, : expert_types.ffn] = shift
     moe.router.kernel.assign(kernel)
 
 
@@ -99,16 +107,22 @@ def measure(
     sizes: Sizes, taus: Sequence[float], rounds: int
 ) -> dict[str, dict[str, float]]:
     """Median seconds of the forward pass, by form and by layer."""
-    kinds = sizes.kinds
+    expert_types = sizes.expert_types
     tokens = np.random.default_rng(0).normal(size=(1, sizes.tokens, sizes.dim))
     tokens = tokens.astype("float32")
     tokens[..., -1] = 1.0
     layers = {
-        "vanilla": (layer_for(ExpertKinds(kinds.ffn), 1.0, tokens.shape, sizes), 1)
+        "vanilla": (
+            layer_for(ExpertTypes(expert_types.ffn), 1.0, tokens.shape, sizes),
+            1,
+        )
     }
     for tau in taus:
-        layers[f"tau={tau:g}"] = (layer_for(kinds, tau, tokens.shape, sizes), tau)
-        bare = layer_for(kinds, tau, tokens.shape, sizes)
+        layers[f"tau={tau:g}"] = (
+            layer_for(expert_types, tau, tokens.shape, sizes),
+            tau,
+        )
+        bare = layer_for(expert_types, tau, tokens.shape, sizes)
         # They contribute nothing, and cost nothing.
         bare.zero_computation_experts.call = lambda tokens, weights: (
             keras.ops.zeros_like(tokens)

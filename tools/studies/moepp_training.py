@@ -150,7 +150,7 @@ class Training(Part):
             model.input, {"logits": model.output, "routing": model.routing}
         ).predict(images, batch_size=self.digits.batch_size, verbose=0)
         backbone = model.backbone
-        kinds, routing = backbone.expert_kinds, outputs["routing"]
+        kinds, routing = backbone.expert_types, outputs["routing"]
         selected = backbone.moe.num_selected_experts
         loads = analysis.load_by_kind(routing, kinds, selected)
         scores = {

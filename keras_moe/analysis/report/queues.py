@@ -222,16 +222,16 @@ class LayerQueues:
         # Expert choice hides its number, which its config has.
         selected = router.get_config().get("num_selected_experts", 1)
         multiple_of = router.capacity_multiple_of
-        kinds = router.kinds
+        expert_types = router.expert_types
         try:
-            if not kinds.zero_computation:
+            if not expert_types.zero_computation:
                 capacity = router.capacity_of(
                     group_tokens, factor, selected, multiple_of
                 )
                 return np.where(kept, capacity, 0)
             capacities = heterogeneous_capacity(
                 group_tokens,
-                kinds,
+                expert_types,
                 router.tau,
                 factor,
                 selected,
@@ -241,7 +241,7 @@ class LayerQueues:
         except ValueError:
             # An image alone is too small a group for this factor.
             return kept.astype("int64")
-        return np.repeat(capacities, [kinds.ffn, kinds.zero_computation])
+        return np.repeat(capacities, [expert_types.ffn, expert_types.zero_computation])
 
     def _kept(self):
         """The experts that serve anybody, boolean (E,); pruning leaves some."""

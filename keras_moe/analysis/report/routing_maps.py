@@ -73,19 +73,19 @@ def word_chips(experts: np.ndarray, words: Sequence[str], title: str) -> Markup:
     return Markup('<p class="chips"><b>{}</b> {}</p>').format(title, chips)
 
 
-def legend(expert_kinds: Sequence[str]) -> Markup:
+def legend(expert_types: Sequence[str]) -> Markup:
     """The colours of experts, with the kinds of those that are no FFN."""
-    shown = range(min(len(expert_kinds), 2 * COLOURS))
+    shown = range(min(len(expert_types), 2 * COLOURS))
     chips = Markup(" ").join(
         Markup('<span class="chip c{}">{}{}</span>').format(
             expert % COLOURS,
             expert,
-            "" if expert_kinds[expert] == "ffn" else f" {expert_kinds[expert]}",
+            "" if expert_types[expert] == "ffn" else f" {expert_types[expert]}",
         )
         for expert in shown
     )
-    if len(expert_kinds) > len(shown):
-        chips += escape(f" and so on to {len(expert_kinds) - 1}")
+    if len(expert_types) > len(shown):
+        chips += escape(f" and so on to {len(expert_types) - 1}")
     return Markup('<p class="chips"><b>Experts</b> {}</p>').format(chips)
 
 

@@ -24,7 +24,7 @@ class Block(NamedTuple):
             `"block_3"` of a shared trunk, `"image/block_3"` of a tower of its own.
         modality: modality of its tokens, `"image"` or `"text"`.
         kind: one of `"token_choice"`, `"expert_choice"`, `"soft"` and `"mumoe"`.
-        expert_kinds: kind of each of the E experts of the record: `"ffn"`, of MoE++
+        expert_types: kind of each of the E experts of the record: `"ffn"`, of MoE++
             `"zero"`, `"copy"` or `"constant"`, and `"pruned"` of those that are gone.
         num_selected_experts: K of token choice, or None.
         capacity_factor: capacity factor at inference, or None where nothing is
@@ -42,7 +42,7 @@ class Block(NamedTuple):
     block: str
     modality: str
     kind: str
-    expert_kinds: tuple[str, ...]
+    expert_types: tuple[str, ...]
     num_selected_experts: int | None
     capacity_factor: float | None
     group_size: int | None
@@ -58,12 +58,12 @@ class Block(NamedTuple):
     @property
     def num_experts(self) -> int:
         """E."""
-        return len(self.expert_kinds)
+        return len(self.expert_types)
 
     @property
     def is_present(self) -> np.ndarray:
         """Boolean (E,), False for pruned experts."""
-        return np.array([kind != PRUNED for kind in self.expert_kinds])
+        return np.array([kind != PRUNED for kind in self.expert_types])
 
     @property
     def is_of_tokens(self) -> bool:

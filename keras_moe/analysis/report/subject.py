@@ -79,7 +79,7 @@ def _block(model, backbone, key, default):
     return block._replace(
         block=_name_of(backbone, key, layer, model.routing),
         kind={"token": "token_choice", "expert": "expert_choice"}.get(side, "soft"),
-        expert_kinds=_expert_kinds(router, num_experts),
+        expert_types=_expert_kinds(router, num_experts),
         num_selected_experts=getattr(router, "num_selected_experts", None),
         capacity_factor=_capacity_factor(router, side),
         group_size=None if invariant else layer.group_size,
@@ -100,7 +100,7 @@ def _expert_kinds(router, num_experts):
     """The kinds of a record's experts, which a pruned layer may have lost."""
     if (kept := _kept(router)) is not None:
         return tuple("ffn" if e in kept else PRUNED for e in range(num_experts))
-    counts = router.kinds._asdict()
+    counts = router.expert_types._asdict()
     return tuple(name for name, count in counts.items() for _ in range(count))
 
 

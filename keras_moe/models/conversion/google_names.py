@@ -27,7 +27,7 @@ _ROUTING = (
     "num_selected_experts",
     "capacity_factor",
     "capacity_multiple_of",
-    "images_per_group",
+    "examples_per_group",
     "noise_std",
     "auxiliary_losses",
     "expert_dropout",

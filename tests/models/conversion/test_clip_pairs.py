@@ -153,7 +153,7 @@ def test_vmoes_two_towers(tmp_path, case):
                 "num_selected_experts": moe["router"]["num_selected_experts"],
                 "capacity_factor": 1.0,
                 "eval_capacity_factor": 1.0,
-                "images_per_group": 4 if tower == "text" else moe["group_size"] // 16,
+                "examples_per_group": 4 if tower == "text" else moe["group_size"] // 16,
                 "priority": "max_gate",
             }
     backbone, report = models.convert(prefix, **overrides)

@@ -131,7 +131,7 @@ def test_models_of_vmoes_code(tmp_path, case):
         overrides = {
             "capacity_factor": 1.0,
             "eval_capacity_factor": 1.0,
-            "images_per_group": 3,
+            "examples_per_group": 3,
             "priority": "max_gate",
         }
     model, report = models.convert(prefix, **overrides)
@@ -223,7 +223,7 @@ def test_released_names_say_what_weights_do_not(tmp_path):
     model, report = models.convert(
         str(tmp_path / "vmoe_b16_imagenet21k_randaug_strong"), load_weights=False
     )
-    assert report.arguments["images_per_group"] == 8
+    assert report.arguments["examples_per_group"] == 8
     assert model.multi_label
     assert not report.notes
     assert not report.weights

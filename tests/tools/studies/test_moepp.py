@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from keras_moe.ops import ExpertKinds
+from keras_moe.ops import ExpertTypes
 from tests.tools.studies.few_digits import load_few
 from tools.studies import moepp_costs
 from tools.studies.moepp_costs import Costs
@@ -29,7 +29,7 @@ def study(program, monkeypatch):
 
 def test_costs_are_the_papers(monkeypatch, tmp_path):
     monkeypatch.setattr(moepp_costs, "expert_costs", lambda rounds: {})
-    sizes = Sizes(ExpertKinds(8, 1, 1, 2), 32, 8, 16, 2, 1.1, False)
+    sizes = Sizes(ExpertTypes(8, 1, 1, 2), 32, 8, 16, 2, 1.1, False)
     part = Costs(Study(tmp_path, {}, Console()), sizes, [0.75, 0.25], rounds=1)
     results = part.results()
     # Table 1 and Table B.

@@ -109,8 +109,8 @@ def test_orders_routers_and_groups(base):
     groups = limoe.group_configurations(base)
     # 64 pairs in 2 groups are the preset's own.
     assert groups[2] == {}
-    assert groups[8] == {"model.images_per_group": 8}
-    assert groups[32] == {"model.images_per_group": 2}
+    assert groups[8] == {"model.examples_per_group": 8}
+    assert groups[32] == {"model.examples_per_group": 2}
 
 
 def test_figure_12(base):

@@ -32,7 +32,7 @@ from keras_moe.analysis.report.section import (
     file_name,
 )
 from keras_moe.analysis.report.sprites import drawable
-from keras_moe.ops.expert_kinds import KINDS, ExpertKinds
+from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 # The number of images in a figure, of layers whose scores are drawn, and of examples
 # that these scores are of.
@@ -59,7 +59,7 @@ class Compute(Section):
         super().__init__(subject, options)
         self._blocks = {key: subject.blocks[key] for key in _keys(subject)}
         self._kinds = {
-            key: ExpertKinds(*(block.expert_kinds.count(kind) for kind in KINDS))
+            key: ExpertTypes(*(block.expert_types.count(kind) for kind in EXPERT_TYPES))
             for key, block in self._blocks.items()
         }
         self._served = {k: np.zeros(kinds.total) for k, kinds in self._kinds.items()}
@@ -202,7 +202,7 @@ class Compute(Section):
             rows.append(
                 [
                     key,
-                    *(f"{load.shares[kind]:.1%}" for kind in KINDS),
+                    *(f"{load.shares[kind]:.1%}" for kind in EXPERT_TYPES),
                     round(load.experts_per_token["ffn"], 3),
                     f"{load.dropped_choices:.1%}",
                     *(
@@ -212,7 +212,7 @@ class Compute(Section):
                     ),
                 ]
             )
-        head = ["layer", "FFN", *KINDS[1:], "FFN per token", "dropped choices"]
+        head = ["layer", "FFN", *EXPERT_TYPES[1:], "FFN per token", "dropped choices"]
         head += ["highest gate", "second gate"]
         return Table(
             head,
@@ -244,7 +244,7 @@ class Compute(Section):
         maps = self._maps / self._complete
         by_kind = {
             kind: maps[:, place].reshape(1, *self.subject.grid)
-            for place, kind in enumerate(KINDS)
+            for place, kind in enumerate(EXPERT_TYPES)
             if any(kinds[place] for kinds in self._kinds.values())
         }
         image = drawable(self._image / self._complete)[None]
@@ -316,5 +316,5 @@ def _keys(subject):
     return [
         key
         for key, block in subject.blocks.items()
-        if block.kind == "token_choice" and {*block.expert_kinds} & {*KINDS[1:]}
+        if block.kind == "token_choice" and {*block.expert_types} & {*EXPERT_TYPES[1:]}
     ]

@@ -183,7 +183,7 @@ class Explorer(Section):
         blocks = [self.subject.blocks[key] for key in self._keys]
         total, examples_markup, shown, count = Markup(""), Markup(""), 0, 0
         if not all(block.kind == "soft" for block in blocks):
-            total = legend(max((block.expert_kinds for block in blocks), key=len))
+            total = legend(max((block.expert_types for block in blocks), key=len))
         for number, example in examples.items():
             markup = self._example_maps(number, example, names[number], layers)
             count += markup.count("<svg ")
@@ -304,7 +304,7 @@ def _layers(keys, subject):
 
 
 def _expert_names(subject, keys):
-    kinds = subject.blocks[next(iter(keys.values()))].expert_kinds
+    kinds = subject.blocks[next(iter(keys.values()))].expert_types
     return [f"{e}" if kind == "ffn" else f"{e}, {kind}" for e, kind in enumerate(kinds)]
 
 

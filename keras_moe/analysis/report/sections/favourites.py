@@ -142,7 +142,7 @@ def _weights(record, block):
 
 
 def _name(block, expert):
-    kind = block.expert_kinds[expert]
+    kind = block.expert_types[expert]
     return f"{expert}" if kind == "ffn" else f"{expert} {kind}"
 
 

@@ -166,7 +166,7 @@ class Loads(Section):
             draw_loads(
                 shares,
                 name,
-                block.expert_kinds,
+                block.expert_types,
                 dropped,
                 None if capacity is None else capacity / block.num_experts,
             ),
@@ -181,7 +181,7 @@ class Loads(Section):
         block = next(iter(records.values()))
         if block.kind != "token_choice" or len(records) > 1:
             return None
-        if len({*block.expert_kinds}) > 1:
+        if len({*block.expert_types}) > 1:
             # Those of MoE++ differ by kind, and those of pruned layers by method.
             return None
         return block.capacity_factor or block.training_capacity_factor

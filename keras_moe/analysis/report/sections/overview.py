@@ -39,10 +39,10 @@ class Overview(Section):
         rows = []
         for name, records in self.subject.by_layer().items():
             block = next(iter(records.values()))
-            kinds = [x for x in dict.fromkeys(block.expert_kinds) if x != "ffn"]
+            kinds = [x for x in dict.fromkeys(block.expert_types) if x != "ffn"]
             experts = str(block.num_experts)
             if kinds:
-                counts = [f"{block.expert_kinds.count(x)} {x}" for x in kinds]
+                counts = [f"{block.expert_types.count(x)} {x}" for x in kinds]
                 experts += f" ({', '.join(counts)})"
             rows.append(
                 [

@@ -1,15 +1,15 @@
-"""The kinds of experts of MoE++ and their order: feed-forward, zero, copy, constant."""
+"""The types of experts of MoE++ and their order: feed-forward, zero, copy, constant."""
 
 from typing import Any, NamedTuple
 
 from keras_moe.checks import check_integer
 
 # In the order of a router's logits.
-KINDS = ("ffn", "zero", "copy", "constant")
+EXPERT_TYPES = ("ffn", "zero", "copy", "constant")
 
 
-class ExpertKinds(NamedTuple):
-    """The number of experts of each kind in an MoE layer.
+class ExpertTypes(NamedTuple):
+    """The number of experts of each type in an MoE layer.
 
     Attributes:
         ffn: number of feed-forward experts, which have weights and capacity slots.
@@ -23,11 +23,11 @@ class ExpertKinds(NamedTuple):
 
     Example:
 
-    >>> from keras_moe.ops import ExpertKinds
-    >>> kinds = ExpertKinds(ffn=8, zero=1, copy=1, constant=2)
-    >>> kinds.total, kinds.zero_computation
+    >>> from keras_moe.ops import ExpertTypes
+    >>> expert_types = ExpertTypes(ffn=8, zero=1, copy=1, constant=2)
+    >>> expert_types.total, expert_types.zero_computation
     (12, 4)
-    >>> kinds.slices()["constant"]
+    >>> expert_types.slices()["constant"]
     slice(10, 12, None)
     """
 
@@ -47,9 +47,9 @@ class ExpertKinds(NamedTuple):
         return self.ffn + self.zero_computation
 
     def slices(self) -> dict[str, slice]:
-        """The places of each kind's experts on a router's expert axis."""
+        """The places of each type's experts on a router's expert axis."""
         slices, start = {}, 0
-        for kind, count in zip(KINDS, self):
+        for kind, count in zip(EXPERT_TYPES, self):
             slices[kind] = slice(start, start + count)
             start += count
         return slices
@@ -60,13 +60,13 @@ class ExpertKinds(NamedTuple):
         return f"{self.ffn}+{self.zero_computation}"
 
 
-def expert_kinds(
+def expert_types(
     num_ffn_experts: int,
     zero_experts: int = 0,
     copy_experts: int = 0,
     constant_experts: Any = 0,
-) -> ExpertKinds:
-    """`ExpertKinds` of checked counts.
+) -> ExpertTypes:
+    """`ExpertTypes` of checked counts.
 
     Args:
         num_ffn_experts: N_FFN, at least 1.
@@ -77,16 +77,16 @@ def expert_kinds(
             gives 1, where the paper's Table 2 has 2.)
 
     Returns:
-        `ExpertKinds`.
+        `ExpertTypes`.
 
     Raises:
         ValueError: if there is no FFN expert, or a count is negative.
 
     Example:
 
-    >>> from keras_moe.ops import expert_kinds
-    >>> expert_kinds(32, zero_experts=1, copy_experts=1, constant_experts="auto")
-    ExpertKinds(ffn=32, zero=1, copy=1, constant=6)
+    >>> from keras_moe.ops import expert_types
+    >>> expert_types(32, zero_experts=1, copy_experts=1, constant_experts="auto")
+    ExpertTypes(ffn=32, zero=1, copy=1, constant=6)
     """
     ffn = check_integer("num_experts", num_ffn_experts)
     zero = check_integer("zero_experts", zero_experts, minimum=0)
@@ -99,4 +99,4 @@ def expert_kinds(
             f"received: constant_experts={constant_experts!r}"
         )
     constant = check_integer("constant_experts", constant_experts, minimum=0)
-    return ExpertKinds(ffn, zero, copy, constant)
+    return ExpertTypes(ffn, zero, copy, constant)
