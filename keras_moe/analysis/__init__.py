@@ -57,12 +57,6 @@ from keras_moe.analysis.token_flows import (
     main_experts,
     token_flows,
 )
-from keras_moe.analysis.truncated_svd import (
-    TruncatedSVD,
-    print_truncated_svd,
-    truncate_kernel,
-    truncated_svd,
-)
 from keras_moe.analysis.usage_pass import expert_usage
 from keras_moe.analysis.word_tags import TokenTags, tag_tokens
 
@@ -79,7 +73,6 @@ __all__ = [
     "RoutingScores",
     "RoutingStatistics",
     "TokenTags",
-    "TruncatedSVD",
     "ablate_experts",
     "accuracy_changes",
     "class_polysemanticity",
@@ -109,7 +102,6 @@ __all__ = [
     "print_fairness",
     "print_load_by_kind",
     "print_statistics",
-    "print_truncated_svd",
     "prune_experts",
     "report",
     "routing_scores",
@@ -119,6 +111,4 @@ __all__ = [
     "steer_expert",
     "tag_tokens",
     "token_flows",
-    "truncate_kernel",
-    "truncated_svd",
 ]

@@ -1,7 +1,6 @@
 """Layers: experts, the MoE layer, encoder blocks, embeddings and pooling."""
 
 from keras_moe.layers.activations import gelu_tanh, quick_gelu
-from keras_moe.layers.attribute_adversary import AttributeAdversary
 from keras_moe.layers.class_token import ClassToken
 from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
 from keras_moe.layers.encoder_spec import EncoderSpec
@@ -40,7 +39,6 @@ from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 __all__ = [
     "MLP",
     "AttentionPooling",
-    "AttributeAdversary",
     "ClassToken",
     "EncoderBlock",
     "EncoderSpec",

@@ -1,7 +1,6 @@
 """Training: recipes, schedules, sparse upcycling of dense models, and debiasing."""
 
 from keras_moe.training.adafactor import ViTGAdafactor
-from keras_moe.training.adversarial_debiasing import adversarial_debiasing
 from keras_moe.training.best_epoch import BestEpoch
 from keras_moe.training.checkpoints import (
     clean_checkpoints,
@@ -91,7 +90,6 @@ __all__ = [
     "WarmupCooldown",
     "WarmupLinearDecay",
     "ZeroShot",
-    "adversarial_debiasing",
     "clean_checkpoints",
     "cooldown_branch",
     "find_checkpoint",

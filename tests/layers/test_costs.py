@@ -9,7 +9,6 @@ from keras_moe import layers, routers
 from keras_moe.layers import (
     MLP,
     AttentionPooling,
-    AttributeAdversary,
     ClassToken,
     EncoderBlock,
     ExpertCoefficients,
@@ -163,7 +162,7 @@ def test_every_layer_has_its_costs():
         if isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
     }
     # Base classes, and the adversary of a training run, which is part of no model.
-    public -= {routers.Router, routers.SparseRouter, AttributeAdversary}
+    public -= {routers.Router, routers.SparseRouter}
     assert {type(layer()) for layer in LAYERS.values()} == public
 
 

@@ -6,7 +6,6 @@ from keras_moe import layers, losses, routers
 from keras_moe.layers import (
     MLP,
     AttentionPooling,
-    AttributeAdversary,
     ClassToken,
     EncoderBlock,
     ExpertCoefficients,
@@ -237,7 +236,6 @@ MAKERS = {
         query_key_norm_bias=True,
         **kw,
     ),
-    "AttributeAdversary": lambda **kw: AttributeAdversary(3, 0.5, **kw),
     "ClassToken": ClassToken,
     "EncoderBlock": lambda **kw: EncoderBlock(
         attention(dtype=kw.get("dtype")), mlp(dtype=kw.get("dtype")), **BLOCK, **kw

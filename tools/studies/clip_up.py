@@ -17,12 +17,12 @@ from pathlib import Path
 from rich.console import Console
 
 from keras_moe import models
-from keras_moe.analysis import plots
 from keras_moe.cli.result import Result
 from keras_moe.cli.versions import backend_and_versions
 from keras_moe.models.overrides import complete_config
 from keras_moe.training import Contrastive, Recipe, load_recipe
 from tools.studies import clip_up_configurations as configurations
+from tools.studies import plots
 from tools.studies.clip_up_configurations import Lengths
 from tools.studies.clip_up_training import SEPARATED, SHARED, UpcycledPairs
 from tools.studies.pair_parts import (

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from keras_moe.analysis import plots
 from keras_moe.cli.result import Result
 from keras_moe.cli.versions import backend_and_versions
 from tools.studies import limoe_configurations as configurations
+from tools.studies import plots
 from tools.studies.limoe_configurations import Base, Configurations
 from tools.studies.limoe_pruning import Pruning, kept_counts
 from tools.studies.pair_parts import (

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from keras_moe import analysis, evaluation, training
 from keras_moe.analysis import plots
+from tools.studies import plots as study_plots
 from tools.studies.limoe_configurations import Configurations
 from tools.studies.pair_measures import retrieval_figures
 from tools.studies.pair_training import PairTraining
@@ -162,17 +163,8 @@ class Pruning(Part):
             },
             paths[0],
         )
-        curves = {
-            name: {
-                modality: {
-                    method: {int(count): value for count, value in curve.items()}
-                    for method, curve in methods.items()
-                }
-                for modality, methods in row["pruned"].items()
-            }
-            for name, row in rows.items()
-        }
-        plots.plot_pruned_pairs(curves, paths[1])
+        curves = {name: row["pruned"] for name, row in rows.items()}
+        study_plots.plot_pruned_pairs(curves, paths[1])
         return paths
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from keras_moe import analysis
 from keras_moe.analysis import plots
+from tools.studies import plots as study_plots
 from tools.studies.moepp_training import Digits, Training, preset_settings
 from tools.studies.study import (
     Part,
@@ -185,7 +186,7 @@ class Constants(Training):
 
     def draw(self, every: dict) -> list[Path]:
         picture = self.study.folder / "constants.png"
-        plots.plot_constant_experts(every["constants"], picture)
+        study_plots.plot_constant_experts(every["constants"], picture)
         return [picture]
 
 

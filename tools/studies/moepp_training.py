@@ -14,6 +14,7 @@ from rich.table import Table
 from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
 from keras_moe.cli.fitting import compile_with_cosine, shifts_and_turns
+from tools.studies import plots as study_plots
 from tools.studies.study import Part, Run, Study, Tell, percent, spread
 from tools.studies.watch import Watch
 
@@ -234,7 +235,7 @@ def draw_tau(folder: Path, every: dict) -> list[Path]:
     if "speed" not in every or not {"vanilla", f"tau={TAU:g}"} <= set(rows):
         return []
     picture = folder / "tau.png"
-    plots.plot_tau_study(every["speed"], every["training"], picture)
+    study_plots.plot_tau_study(every["speed"], every["training"], picture)
     return [picture]
 
 

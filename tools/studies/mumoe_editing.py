@@ -8,9 +8,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe import analysis, data, models, training
+from keras_moe import analysis, data, models
 from keras_moe.analysis import plots
 from keras_moe.layers import MuMoE
+from tools.studies.debiasing import adversarial_debiasing
 from tools.studies.mumoe_digits import (
     LABELS,
     SHAPE,
@@ -101,7 +102,7 @@ class Editing(Part):
         debiased.compile(self.fit.optimizer())
         attributes = labels[:, -1].astype("int32")
         targets = {"predictions": labels, "attribute": attributes}
-        adversarial = training.adversarial_debiasing(debiased)
+        adversarial = adversarial_debiasing(debiased)
         self.fit.train(adversarial, images, targets, tell, PASSES)
         rows["+ adversarial"] = evaluate(debiased, test)
         edited, strengths = self.edits(model, images[members], validation, test)

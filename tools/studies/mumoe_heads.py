@@ -18,6 +18,7 @@ from rich.table import Table
 from keras_moe import analysis
 from keras_moe.analysis import plots
 from keras_moe.layers import MuMoE
+from tools.studies import plots as study_plots
 from tools.studies.mumoe_digits import Fit
 from tools.studies.mumoe_specialisation import DenseModels
 from tools.studies.study import (
@@ -244,12 +245,16 @@ class Matched(ComparedHeads):
 
     def draw(self, every: dict) -> list[Path]:
         results, path = every["matched"], self.study.folder / "matched.png"
-        linear = [run["loss"] for run in results["linear"]]
+        linear = np.mean([run["loss"] for run in results["linear"]])
         ranks = {
             name: {count: values[0] for count, values in rows.items()}
             for name, rows in by_count(results, "expert_rank").items()
         }
-        plots.plot_matched_heads(by_count(results, "loss"), ranks, linear, path)
+        losses = {
+            name: {count: spread(values) for count, values in rows.items()}
+            for name, rows in by_count(results, "loss").items()
+        }
+        study_plots.plot_matched_heads(losses, ranks, linear, path)
         return [path]
 
 
@@ -274,7 +279,7 @@ class Capacity(ComparedHeads):
 
     def draw(self, every: dict) -> list[Path]:
         path = self.study.folder / "capacity.png"
-        plots.plot_head_capacity(by_parameters(every["capacity"]), path)
+        study_plots.plot_head_capacity(by_parameters(every["capacity"]), path)
         return [path]
 
 
@@ -289,10 +294,10 @@ def by_count(results: dict, what: str) -> dict[str, dict[int, list[float]]]:
     return values
 
 
-def by_parameters(results: dict) -> dict[str, dict[int, list[float]]]:
-    """Accuracies of runs by kind of head and number of parameters."""
+def by_parameters(results: dict) -> dict[str, dict[int, dict]]:
+    """Spreads of the accuracies of runs by kind of head and number of parameters."""
     values = {}
     for name, runs in results.items():
         rows = values.setdefault(name.split(",")[0], {})
-        rows[runs[0]["parameters"]] = [run["accuracy"] for run in runs]
+        rows[runs[0]["parameters"]] = spread([run["accuracy"] for run in runs])
     return values

@@ -13,6 +13,7 @@ from keras_moe import analysis, models
 from keras_moe.analysis import plots
 from keras_moe.layers import MuMoE
 from keras_moe.ops import Routing
+from tools.studies import plots as study_plots
 from tools.studies.mumoe_digits import SHAPE, SIZES, Fit, numbers
 from tools.studies.study import (
     Part,
@@ -23,6 +24,7 @@ from tools.studies.study import (
     plus_minus,
     spread,
 )
+from tools.studies.truncated_svd import TruncatedSVD, truncated_svd
 
 # Examples of the 100 numbers.
 TRAIN_NUMBERS, TEST_NUMBERS = 6000, 2000
@@ -58,10 +60,10 @@ class DenseModels:
         model = self.new_model(seed)
         model.compile(optimizer=self.fit.optimizer())
         self.fit.train(model, *train, tell)
-        svd = analysis.truncated_svd(model, *test, shares=SHARES, verbose=0)
+        svd = truncated_svd(model, *test, shares=SHARES)
         weights = model.backbone.get_weights()
         arrays = {f"w{index}": value for index, value in enumerate(weights)}
-        return {"accuracy": svd.full, "svd": svd.to_dict()}, arrays
+        return {"accuracy": svd.full, "svd": svd._asdict()}, arrays
 
     def weights(self, seed: int, tell: Tell) -> list[np.ndarray]:
         """The backbone's weights of a seed, trained if they are not there."""
@@ -159,7 +161,7 @@ class Specialisation(Part):
                 f"{row['experts_per_image']['mean']:.1f}",
             )
         console.print(table)
-        analysis.print_truncated_svd(analysis.TruncatedSVD(**results["svd"]), console)
+        console.print(TruncatedSVD(**results["svd"]).table())
 
     def draw(self, every: dict) -> list[Path]:
         """Pictures of the first seed's heads, and polysemanticity of all seeds."""
@@ -182,11 +184,11 @@ class Specialisation(Part):
             name: folder / f"{name}.png"
             for name in ("polysemanticity", "ablation", "load", "svd", "images")
         }
-        svd = analysis.TruncatedSVD(**results["svd"])
+        svd = TruncatedSVD(**results["svd"])
         plots.plot_polysemanticity(scores, paths["polysemanticity"])
         plots.plot_ablation(ablations, paths["ablation"])
         plots.plot_expert_load(routings, paths["load"])
-        plots.plot_truncated_svd({"dense ViT": svd}, paths["svd"])
+        study_plots.plot_truncated_svd(svd, paths["svd"])
         # Those of the last head; after few steps no coefficient may be that large.
         if not (record.gates >= 0.5).any():
             paths.pop("images")

@@ -8,8 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.analysis import plots
 from keras_moe.cli.result import Result
+from tools.studies import plots
 from tools.studies.study import (
     Part,
     Run,

@@ -15,11 +15,11 @@ import numpy as np
 from rich.console import Console
 
 from keras_moe import data, evaluation, models
-from keras_moe.analysis import plots
 from keras_moe.cli.fitting import shifts_and_turns
 from keras_moe.cli.result import Result
 from keras_moe.cli.versions import backend_and_versions
 from keras_moe.files import write_json
+from tools.studies import plots
 from tools.studies.arguments import COMBINES, ROUTERS
 from tools.studies.router_configuration import (
     SHOTS,

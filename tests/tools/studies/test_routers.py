@@ -3,7 +3,6 @@ import shutil
 
 import pytest
 
-from keras_moe.analysis import plots
 from tests.tools.studies.few_digits import load_few
 from tools.studies import routers
 from tools.studies.arguments import make_parser
@@ -184,17 +183,3 @@ def test_rows_of_plans_stand_beside_those_of_the_softmax(tmp_path):
     names = ["accuracy_over_cost", "curves", "curves_of_combine"]
     assert [picture.stem for picture in pictures] == names
     assert all(picture.stat().st_size > 5_000 for picture in pictures)
-
-
-def test_the_picture_needs_known_routers(tmp_path):
-    row = {
-        "router": "hard",
-        "selected": 1,
-        "relative_step_time": 1.0,
-        "test_accuracy": {"mean": 0.9, "std": 0.0},
-    }
-    with pytest.raises(ValueError, match="received: hard"):
-        plots.plot_router_study([row], tmp_path / "routers.png")
-    for draw in (plots.plot_router_study, plots.plot_router_curves):
-        with pytest.raises(ValueError, match=r"received: rows=\[\]"):
-            draw([], tmp_path / "routers.png")

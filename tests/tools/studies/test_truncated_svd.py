@@ -1,0 +1,52 @@
+"""Truncated kernels of MLPs."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe import models
+from tests.small_models import SMALL, images, with_weights
+from tools.studies.truncated_svd import truncated_svd
+
+to_numpy = ops.convert_to_numpy
+LABELS = np.arange(24) % 3
+pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+
+
+def classifier():
+    sizes = {**SMALL, "num_layers": 1, "moe_layers": [0]}
+    backbone = models.ViTBackbone.from_config(
+        {**sizes, "router": "softmax_token_choice"}
+    )
+    return with_weights(models.ViTImageClassifier(backbone, 3, pooling="average"))
+
+
+def test_truncated_svd_evaluates_the_best_approximation():
+    model = classifier()
+    model.compile(loss="sparse_categorical_crossentropy")
+    inputs = images(24, 16, 8, 2)
+    before = [to_numpy(w).copy() for w in model.weights]
+    actual = truncated_svd(model, inputs, LABELS, [0.25, 1.0], metric="loss")
+    for weight, value in zip(model.weights, before):
+        np.testing.assert_array_equal(to_numpy(weight), value)
+    assert {name.split("/")[-1] for name in actual.kernels} == {
+        "hidden_kernel",
+        "output_kernel",
+    }
+    np.testing.assert_allclose(actual.scores[1], actual.full, rtol=1e-4)
+    experts = model.backbone.get_layer("block_0").feed_forward.experts
+    for kernel in (experts.hidden_kernel, experts.output_kernel):
+        value = to_numpy(kernel).copy()
+        for matrix in value:
+            left, singular, right = np.linalg.svd(matrix, full_matrices=False)
+            singular[len(singular) // 4 :] = 0.0
+            matrix[:] = left @ np.diag(singular) @ right
+        kernel.assign(value)
+    loss = model.evaluate(inputs, LABELS, verbose=0, return_dict=True)["loss"]
+    np.testing.assert_allclose(actual.scores[0], loss, rtol=1e-4)
+    assert abs(actual.scores[0] - actual.full) > 1e-3
+
+
+def test_shares_are_fractions():
+    with pytest.raises(ValueError, match=r"in \(0, 1\]; received: shares=\[0.0\]"):
+        truncated_svd(classifier(), None, LABELS, [0.0])
