@@ -1,16 +1,16 @@
 # Every target does its own set-up in .venv and may be run again at any time.
 #
 #   make quickstart    train and look inside a small mixture of experts
-#   make test          the whole suite on JAX, TensorFlow and PyTorch
+#   make test          the whole suite on PyTorch, its core on JAX and TensorFlow, too
+#   make test-fast     the core on all three backends, up to the first failures
 #   make lint          formatting and static checks
 #   make benchmark     one table of speed: ours, the limits, and other libraries
 #   make guides        the notebooks of the guides, run again where they are older
 #   make docs          the documentation site, in docs/_build/html
 #   make clean         forget .venv, caches and built packages
 #
-# ARGS is passed on: make test ARGS="-k routing". PyTorch runs every test, JAX and
-# TensorFlow a share of them; ARGS=--whole runs everything on each.
-# BACKENDS narrows the suite: make test BACKENDS=torch
+# ARGS is passed on: make test ARGS="-k routing". BACKENDS chooses the backends; without
+# PyTorch the first of them runs the whole suite: make test BACKENDS=jax
 
 KERAS_BACKEND ?= jax
 BACKENDS ?= jax tensorflow torch
@@ -39,7 +39,7 @@ DOCS := $(VENV)/.installed-docs
 QUICKSTART := $(VENV)/.installed-quickstart-$(KERAS_BACKEND)
 
 .NOTPARALLEL:
-.PHONY: help quickstart test lint benchmark guides docs clean
+.PHONY: help quickstart test test-fast lint benchmark guides docs clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -49,6 +49,9 @@ quickstart: $(QUICKSTART)
 
 test: $(ALL)
 	@$(BIN)/python tools/run_tests.py --backends $(BACKENDS) -- $(ARGS)
+
+test-fast: $(ALL)
+	@$(BIN)/python tools/run_tests.py --fast --backends $(BACKENDS) -- -x $(ARGS)
 
 lint: $(ALL)
 	@$(BIN)/python -m ruff format --check .

@@ -3,9 +3,6 @@
 import contextlib
 import gc
 import os
-import re
-import zlib
-from collections import defaultdict
 from importlib import metadata
 from unittest import mock
 
@@ -78,22 +75,16 @@ keras.config.set_image_data_format("channels_last")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--skip-backend-free",
+        "--fast",
         action="store_true",
-        help="deselect what another backend's run has: the tests marked backend_free, "
-        "and the cases that are not dealt to this backend",
-    )
-    parser.addoption(
-        "--whole",
-        action="store_true",
-        help="deal no cases: all tests but those marked backend_free run everywhere",
+        help="run only the tests marked every_backend",
     )
     parser.addoption(
         "--part",
         type=_part,
         default=(1, 1),
         metavar="K/N",
-        help="run only the K-th of N parts of the suite, into which files are dealt",
+        help="run only the K-th of N parts of the suite; files are dealt in turn",
     )
 
 
@@ -105,34 +96,23 @@ def _part(text):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leaves the files alone that another run has as a whole: imports take seconds."""
-    if (
-        config.getoption("--skip-backend-free")
+    """Imports no file that has nothing for the fast set: imports take seconds."""
+    return (
+        config.getoption("--fast")
         and collection_path.match("test_*.py")
-        and _ONCE.search(collection_path.read_text(encoding="utf-8"))
-    ):
-        config.stash[_FILES_LEFT_OUT] = True
-        return True
-    # Others may say no.
-    return None
+        and "every_backend" not in collection_path.read_text(encoding="utf-8")
+    ) or None
 
 
-# Last, so that -k and -m have deselected what they do.
+# Last, after -k and -m have deselected tests.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    chosen = items[:]
-    if config.getoption("--skip-backend-free"):
-        chosen = [x for x in items if not x.get_closest_marker("backend_free")]
-        if not config.getoption("--whole"):
-            chosen = _dealt(chosen, keras.backend.backend())
+    fast = config.getoption("--fast")
     number, count = config.getoption("--part")
-    files = list(dict.fromkeys(item.path for item in chosen))
-    mine = set(files[number - 1 :: count])
-    kept = [item for item in chosen if item.path in mine]
-    elsewhere = set(items) - set(kept)
-    config.hook.pytest_deselected(items=[x for x in items if x in elsewhere])
-    left_out = config.stash.get(_FILES_LEFT_OUT, False)
-    config.stash[_NOTHING_LEFT] = (bool(elsewhere) or left_out) and not kept
+    kept = [x for x in items if not fast or x.get_closest_marker("every_backend")]
+    files = list(dict.fromkeys(item.path for item in kept))
+    kept = [item for item in kept if item.path in set(files[number - 1 :: count])]
+    config.hook.pytest_deselected(items=[x for x in items if x not in kept])
     items[:] = kept
 
 
@@ -149,58 +129,10 @@ def _collect_garbage():
     gc.freeze()
 
 
-def _dealt(items, backend):
-    """Deals cases to JAX and TensorFlow, one to each where a test has two or more.
-
-    One of the runs has all tests (see `tools/run_tests.py`), so that each test runs on
-    two backends at least. Each case of up to three runs on one further backend, of more
-    every second one, and of a dozen every fourth. Tests marked `every_backend` have
-    each case of up to seven on JAX and TensorFlow, and else one half on each. A test
-    that a backend skips runs everywhere, for another has to run it; one marked
-    `dealt_to` runs on the backend that the mark names. Digests of names decide about
-    all others, so that a new test leaves them where they are.
-    """
-    cases = defaultdict(list)
-    for item in items:
-        cases[item.path, item.originalname].append(item)
-    elsewhere = set()
-    for test in cases.values():
-        chosen = test[0].get_closest_marker("dealt_to")
-        if chosen:
-            elsewhere.update(test if backend not in chosen.args else ())
-            continue
-        turns = _turns(test[0], len(test))
-        mine = (_digest(test[0].nodeid.partition("[")[0]) + (backend == "jax")) % 2
-        # Cases next to each other have arguments in common: a digest mixes them.
-        for turn, case in enumerate(sorted(test, key=lambda x: _digest(x.nodeid))):
-            if turns and turn % turns != mine:
-                elsewhere.add(case)
-    return [item for item in items if item not in elsewhere]
-
-
-def _turns(item, cases):
-    """JAX and TensorFlow each run one case of so many of a test; 0 for all cases."""
-    if item.get_closest_marker("skipif"):
-        return 0
-    if item.get_closest_marker("every_backend"):
-        return 0 if cases < 8 else 2
-    return 2 if cases < 4 else 4 if cases < 12 else 8
-
-
-def _digest(name):
-    return zlib.crc32(name.encode())
-
-
-_FILES_LEFT_OUT = pytest.StashKey[bool]()
-_NOTHING_LEFT = pytest.StashKey[bool]()
-# The mark of a file whose tests run once.
-_ONCE = re.compile(r"^pytestmark = .*\bbackend_free\b", re.MULTILINE)
-
-
 def pytest_sessionfinish(session, exitstatus):
-    # `-k lint` picks tests that another backend or part runs: no failure.
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash.get(
-        _NOTHING_LEFT, False
+    # `-k lint` may pick tests that only another backend or part runs.
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and (
+        session.config.getoption("--fast") or session.config.getoption("--part")[1] > 1
     ):
         session.exitstatus = pytest.ExitCode.OK
 

@@ -1,28 +1,15 @@
-"""Runs the test suite once per backend and adds up the outcomes.
+"""Runs the test suite on several backends and adds up the outcomes.
 
-    python tools/run_tests.py [--backends jax tensorflow torch] [--jobs 2] [--parts 2]
-        [-- ARGS]
+    python tools/run_tests.py [--backends jax tensorflow torch] [--fast] [-- ARGS]
 
-A process can use one Keras backend only, so every backend gets pytests of its own, two
-at a time: most of the time goes into compiling, which takes one core. Each runs a part
-of the files, PyTorch's first, which take longest, so that the cores are done at about
-the same time; JAX's processes share the programs that they have compiled. PyTorch
-compiles nothing and runs every test. The tests marked `backend_free` run nowhere else,
-those marked `every_backend` on JAX and TensorFlow, too, and the others are dealt to
-these two (see `_dealt` in `tests/conftest.py`); `-- --whole` deals nothing. The last
-line has the form of pytest's closing line and counts every backend; the exit status is
-0 only if every backend passed.
-
-pytest-xdist would not take this over. It deals every test to one of its workers, or to
-each of them, where this suite needs some tests on each backend, and the others on one
-or two. With a call of xdist for each backend a core waits at the end of each of the
-three; here a free core goes on with the next backend. A worker of xdist would
-also run files of several parts after one another, and the processes of today are about
-as long as JAX's compiler bears (see `forget_programs` in `tests/conftest.py`).
+A process can use one Keras backend only, so each backend gets its own pytests, two at a
+time. PyTorch, which compiles least, runs every test (without it, the first backend
+does); the others run the tests marked `every_backend`, and with `--fast` all of them
+do. The last line has the form of pytest's closing line and counts all backends; the
+exit status is 0 only if every backend passed.
 """
 
 import argparse
-import itertools
 import os
 import re
 import subprocess
@@ -148,38 +135,37 @@ def closing_line(outcomes: list[Outcome], seconds: float) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument(
+        "--fast", action="store_true", help="run only the tests marked every_backend"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="pytests at a time")
-    parser.add_argument("--parts", type=int, default=2, help="pytests per backend")
     parser.add_argument("pytest_args", nargs="*", metavar="-- PYTEST ARGS")
     args = parser.parse_args(argv)
 
     start = time.monotonic()
-    count = max(args.parts, 1)
-    parts = range(1, count + 1)
     with (
         tempfile.TemporaryDirectory() as compiled,
         ThreadPoolExecutor(max(args.jobs, 1)) as pool,
     ):
-        # On PyTorch nothing is compiled: what need not run everywhere is fastest there.
-        everything = "torch" if "torch" in args.backends else args.backends[0]
-        # The longest come first, so that the cores are done at about the same time:
-        # JAX's parts take longer than TensorFlow's.
-        order = sorted(
-            itertools.product(args.backends, parts),
-            key=lambda part: part[0] != everything,
-        )
-        running = {}
-        for backend, part in order:
-            once = [] if backend == everything else ["--skip-backend-free"]
-            pytest_args = [f"--part={part}/{count}", *once, *args.pytest_args]
-            label = f"{backend} {part}/{count}"
-            running[part, backend] = pool.submit(
-                run_backend, backend, label, pytest_args, compiled
-            )
-        outcomes = [
-            together(backend, [running[part, backend].result() for part in parts])
-            for backend in args.backends
-        ]
+        # The whole suite comes first, in parts, since it takes longest.
+        whole = "torch" if "torch" in args.backends else args.backends[0]
+        running = []
+        for backend in sorted(args.backends, key=lambda x: x != whole):
+            is_whole = backend == whole and not args.fast
+            parts = 3 if is_whole else 1
+            for part in range(1, parts + 1):
+                pytest_args = [f"--part={part}/{parts}", *args.pytest_args]
+                if not is_whole:
+                    pytest_args.append("--fast")
+                label = f"{backend} {part}/{parts}"
+                running.append(
+                    pool.submit(run_backend, backend, label, pytest_args, compiled)
+                )
+        finished = [future.result() for future in running]
+    outcomes = [
+        together(backend, [x for x in finished if x.backend == backend])
+        for backend in args.backends
+    ]
 
     print("\n===== all backends =====")
     for backend, returncode, counts, seconds in outcomes:

@@ -181,127 +181,52 @@ def test_the_runner_adds_up_pytests_closing_lines():
     assert tool["together"]("jax", parts) == ("jax", 2, first + first, 6.0)
 
 
+class Case(NamedTuple):
+    """A collected test; `marks` are the names of its markers."""
+
+    path: str
+    number: int
+    marks: tuple[str, ...] = ()
+
+    def get_closest_marker(self, name):
+        return name in self.marks
+
+
 def test_parts_of_the_suite_are_all_of_it():
-    hook = runpy.run_path(str(ROOT / "tests" / "conftest.py"))[
-        "pytest_collection_modifyitems"
+    conftest = runpy.run_path(str(ROOT / "tests" / "conftest.py"))
+    every = [
+        Case(path, number, ("every_backend",) if path == "c" or number == 0 else ())
+        for path in "abcd"
+        for number in range(3)
     ]
 
-    class Item(NamedTuple):
-        path: str
-        number: int
-        free: bool
-        originalname: str = "test"
-
-        def get_closest_marker(self, name):
-            return name == "backend_free" and self.free
-
-        @property
-        def nodeid(self):
-            return f"{self.path}::{self.originalname}[{self.number}]"
-
-    every = [Item(file, i, i == 0 or file == "c") for file in "abcd" for i in range(3)]
-
-    def collected(part, skip, whole=True):
-        options = {"--skip-backend-free": skip, "--part": part, "--whole": whole}
+    def collected(fast, part):
         deselected = []
-        config = SimpleNamespace(
-            getoption=options.get,
-            stash={},
-            hook=SimpleNamespace(
-                pytest_deselected=lambda items: deselected.extend(items)
-            ),
-        )
+        hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+        options = {"--fast": fast, "--part": part}
+        config = SimpleNamespace(getoption=options.get, hook=hook)
         items = list(every)
-        hook(config, items)
+        conftest["pytest_collection_modifyitems"](config, items)
         assert sorted(items + deselected) == every
-        return items, [*config.stash.values()]
+        return items
 
-    for skip in (False, True):
-        whole, _ = collected((1, 1), skip)
-        assert whole == [item for item in every if not (skip and item.free)]
-        parts = [collected((number, 2), skip)[0] for number in (1, 2)]
-        assert {item.path for item in parts[0]}.isdisjoint(x.path for x in parts[1])
-        assert sorted(parts[0] + parts[1]) == whole
-    assert set(collected((1, 1), True, whole=False)[0]) < set(whole)
-    # No tests at all are an error, but not where another part has them.
-    assert collected((5, 5), False) == ([], [True])
-    every = []
-    assert collected((1, 2), False) == ([], [False])
+    assert collected(False, (1, 1)) == every
+    assert collected(True, (1, 1)) == [case for case in every if case.marks]
+    for fast in (False, True):
+        first, second = (collected(fast, (number, 2)) for number in (1, 2))
+        assert {case.path for case in first}.isdisjoint(case.path for case in second)
+        assert sorted(first + second) == collected(fast, (1, 1))
 
 
-def test_files_that_run_once_are_imported_once(tmp_path):
+def test_the_fast_set_skips_files_without_its_marker(tmp_path):
     conftest = runpy.run_path(str(ROOT / "tests" / "conftest.py"))
     path = tmp_path / "test_example.py"
 
-    def answer(source, skip=True):
+    def is_ignored(source, fast):
         path.write_text(source)
-        options = {"--skip-backend-free": skip, "--part": (1, 1), "--whole": False}
-        config = SimpleNamespace(
-            getoption=options.get,
-            stash={},
-            hook=SimpleNamespace(pytest_deselected=lambda items: None),
-        )
-        ignored = conftest["pytest_ignore_collect"](path, config)
-        # No tests are an error, but not where another backend has them.
-        conftest["pytest_collection_modifyitems"](config, [])
-        assert config.stash[conftest["_NOTHING_LEFT"]] is bool(ignored)
-        return ignored
+        config = SimpleNamespace(getoption={"--fast": fast}.get)
+        return bool(conftest["pytest_ignore_collect"](path, config))
 
-    marked = "import pytest\n\npytestmark = pytest.mark.backend_free\n"
-    assert answer(marked) is True
-    assert answer(marked, skip=False) is None
-    several = "pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures('a')]"
-    assert answer(several) is True
-    for others in (
-        "@pytest.mark.backend_free\ndef test(): pass",
-        "pytestmark = pytest.mark.usefixtures('op_by_op')",
-        "# pytestmark = pytest.mark.backend_free",
-    ):
-        assert answer(others) is None
-
-
-class Case(NamedTuple):
-    """A test of the suite, with the argument that it is collected with."""
-
-    path: str
-    originalname: str
-    number: int = 0
-    mark: str = ""
-
-    @property
-    def nodeid(self):
-        return f"{self.path}::{self.originalname}[{self.number}]"
-
-    def get_closest_marker(self, name):
-        return SimpleNamespace(args=("jax",)) if name == self.mark else None
-
-
-def cases(name, count, mark=""):
-    return [Case("a", name, number, mark) for number in range(count)]
-
-
-def test_cases_are_dealt_to_the_backends_that_compile():
-    dealt = runpy.run_path(str(ROOT / "tests" / "conftest.py"))["_dealt"]
-    alone = [case for number in range(100) for case in cases(f"alone_{number}", 1)]
-    few, some, many = cases("few", 3), cases("some", 8), cases("many", 16)
-    namesakes = [case._replace(path="b") for case in few]
-    parity = cases("parity", 4, "every_backend") + cases("skipped", 9, "skipif")
-    references = cases("references", 20, "every_backend")
-    slow = cases("slow", 2, "dealt_to")
-    every = [*alone, *few, *some, *many, *namesakes, *parity, *references, *slow]
-    first, second = (dealt(every, name) for name in ("jax", "tensorflow"))
-    # In the order of the suite, and what has to run everywhere twice.
-    assert first == [x for x in every if x in first]
-    assert {*first} & {*second} == {*parity}
-    assert {*alone, *few, *namesakes, *references} <= {*first, *second}
-    assert {*slow} <= {*first}
-    assert {*slow}.isdisjoint(second)
-    for backend in (first, second):
-        numbers = [len({*x} & {*backend}) for x in (some, many, references)]
-        assert numbers == [2, 2, 10]
-        assert 30 < len({*alone} & {*backend}) < 70
-        assert len({*few} & {*backend}) in (1, 2)
-        assert len({*namesakes} & {*backend}) in (1, 2)
-    # A new test moves no other.
-    later = dealt(cases("new", 5) + every, "jax")
-    assert [x for x in later if x.originalname != "new"] == first
+    assert is_ignored("def test(): pass", fast=True)
+    assert not is_ignored("def test(): pass", fast=False)
+    assert not is_ignored("pytestmark = pytest.mark.every_backend", fast=True)
