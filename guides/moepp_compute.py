@@ -108,7 +108,7 @@ display(Image(picture))
 # the kind; each row has a scale of its own.
 picture = folder / "kinds.png"
 few = shown[:5]
-plots.plot_kind_maps(
+plots.plot_type_maps(
     images[few],
     {
         kind: analysis.compute_map(routing, kinds, model.backbone.grid, kind)[few]
@@ -148,10 +148,10 @@ for name, chosen in groups.items():
 # Picture: a horizontal bar for each of four blocks, divided into the shares of the
 # kinds of experts: FFN in blue, constant in green, copy in orange, zero in grey. FFN's
 # share grows from the first block to the last.
-loads = analysis.load_by_kind(routing, kinds, K)
-analysis.print_load_by_kind(loads, console)
+loads = analysis.load_by_type(routing, kinds, K)
+analysis.print_load_by_type(loads, console)
 picture = folder / "loads.png"
-plots.plot_load_by_kind(loads, picture)
+plots.plot_load_by_type(loads, picture)
 display(Image(picture))
 
 # %% [markdown]
@@ -215,7 +215,7 @@ for tau in TAUS:
     other.compile(keras.optimizers.Adam(2e-3))
     other.fit(*train, batch_size=64, epochs=EPOCHS, verbose=0)
     record = keras.Model(other.input, other.routing).predict(images, verbose=0)
-    per_token = analysis.ffn_experts_per_token(record, kinds).mean()
+    per_token = analysis.experts_per_token(record, kinds).mean()
     _, reached = other.evaluate(*test, verbose=0)
     print(f"{tau:>5g}{per_token:>24.2f}{reached:>16.1%}, {EPOCHS} epochs later")
 

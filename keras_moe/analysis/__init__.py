@@ -1,64 +1,63 @@
 """Statistics, views and interventions of experts, and pictures of them (`plots`)."""
 
-from keras_moe.analysis.compute_allocation import (
-    KindLoads,
+from keras_moe.analysis.ablation import ExpertAblation, ablate_experts, print_ablation
+from keras_moe.analysis.compute import (
     RoutingScores,
+    TypeLoads,
     compute_map,
     experts_per_token,
-    ffn_experts_per_token,
-    load_by_kind,
-    print_load_by_kind,
+    load_by_type,
+    print_load_by_type,
     routing_scores,
 )
-from keras_moe.analysis.excluded_experts import exclude_experts
-from keras_moe.analysis.expert_ablation import (
-    ExpertAblation,
-    ablate_experts,
-    print_ablation,
+from keras_moe.analysis.interventions import (
+    edit_expert_logits,
+    exclude_experts,
+    expert_centres,
+    mean_coefficients,
+    steer_expert,
 )
-from keras_moe.analysis.expert_editing import edit_expert_logits, mean_coefficients
-from keras_moe.analysis.expert_pruning import mask_experts, prune_experts
-from keras_moe.analysis.expert_queues import dropped_at_capacities, expert_queues
-from keras_moe.analysis.expert_selection import (
+from keras_moe.analysis.pruning import (
     CoverageCurve,
     coverage_curves,
     expert_scores,
+    mask_experts,
     print_coverage,
+    prune_experts,
     select_experts,
 )
-from keras_moe.analysis.expert_usage import (
-    BlockUsage,
-    ExpertUsage,
-    merged_usage,
-    routing_usage,
-)
-from keras_moe.analysis.expert_views import ExpertView, expert_views
-from keras_moe.analysis.fairness import (
-    FairnessMetrics,
-    fairness_metrics,
-    print_fairness,
-)
 from keras_moe.analysis.report import Report, report
-from keras_moe.analysis.routing_statistics import (
+from keras_moe.analysis.routing import (
     RoutingStatistics,
+    dropped_at_capacities,
+    expert_queues,
     print_statistics,
     routing_statistics,
 )
 from keras_moe.analysis.specialisation import (
-    accuracy_changes,
+    FairnessMetrics,
     class_polysemanticity,
     expert_load,
+    fairness_metrics,
     mean_polysemanticity,
+    print_fairness,
 )
-from keras_moe.analysis.steering import expert_centres, steer_expert
-from keras_moe.analysis.token_flows import (
+from keras_moe.analysis.tokens import (
+    ExpertView,
     FlowStatistics,
+    TokenTags,
+    expert_views,
     flow_statistics,
-    main_experts,
+    tag_tokens,
     token_flows,
 )
-from keras_moe.analysis.usage_pass import expert_usage
-from keras_moe.analysis.word_tags import TokenTags, tag_tokens
+from keras_moe.analysis.usage import (
+    BlockUsage,
+    ExpertUsage,
+    expert_usage,
+    merged_usage,
+    routing_usage,
+)
 
 __all__ = [
     "BlockUsage",
@@ -68,13 +67,12 @@ __all__ = [
     "ExpertView",
     "FairnessMetrics",
     "FlowStatistics",
-    "KindLoads",
     "Report",
     "RoutingScores",
     "RoutingStatistics",
     "TokenTags",
+    "TypeLoads",
     "ablate_experts",
-    "accuracy_changes",
     "class_polysemanticity",
     "compute_map",
     "coverage_curves",
@@ -89,10 +87,8 @@ __all__ = [
     "expert_views",
     "experts_per_token",
     "fairness_metrics",
-    "ffn_experts_per_token",
     "flow_statistics",
-    "load_by_kind",
-    "main_experts",
+    "load_by_type",
     "mask_experts",
     "mean_coefficients",
     "mean_polysemanticity",
@@ -100,7 +96,7 @@ __all__ = [
     "print_ablation",
     "print_coverage",
     "print_fairness",
-    "print_load_by_kind",
+    "print_load_by_type",
     "print_statistics",
     "prune_experts",
     "report",

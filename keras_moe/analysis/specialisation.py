@@ -1,37 +1,21 @@
-"""Specialisation of experts in classes, as functions of accuracies and records.
+"""Specialisation in classes, and fairness, as functions of accuracies and records.
 
-Axes: E experts, C classes, B batch, N tokens.
+Axes: E experts, C classes, B batch, N tokens, Y values of the target, A values of the
+sensitive attribute.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 
 def accuracy_changes(accuracy: Any, ablated: Any) -> np.ndarray:
-    """The fraction of each class's accuracy that is lost without each expert.
+    """The fraction (E, C) of each class's accuracy that is lost without each expert.
 
     `d_c = (y_c - y_c without the expert) / y_c`: 1 where all is lost, below 0 where the
-    class does better. A class without a right prediction has nothing to lose: 0.
-
-    Args:
-        accuracy: (C,), accuracies of the whole model.
-        ablated: (E, C), accuracies without each expert.
-
-    Returns:
-        float64 (E, C).
-
-    Raises:
-        ValueError: if the shapes do not fit.
-
-    Reference:
-        *Multilinear Mixture of Experts*, section 4.1.2.
-
-    Example:
-
-    >>> from keras_moe.analysis import accuracy_changes
-    >>> accuracy_changes([0.8, 0.5], [[0.4, 0.5], [0.8, 0.0]]).tolist()
-    [[0.5, 0.0], [0.0, 1.0]]
+    class does better, and 0 for a class without a right prediction.
     """
     accuracy, ablated = np.asarray(accuracy, float), np.asarray(ablated, float)
     if accuracy.ndim != 1 or ablated.ndim != 2 or ablated.shape[1] != len(accuracy):
@@ -46,19 +30,16 @@ def accuracy_changes(accuracy: Any, ablated: Any) -> np.ndarray:
 
 
 def class_polysemanticity(changes: Any) -> np.ndarray:
-    """The distance of each expert from one that matters for one class alone.
+    """Measures how far each expert is from mattering for one class alone.
 
-    `p = |d - 1|_2` with the one-hot vector at the class that loses most: 0 where a
-    single class loses all its accuracy and no other changes.
+    `p = |d - 1|_2` with the one-hot vector at the class that loses most: 0 if a single
+    class loses all its accuracy and no other class changes.
 
     Args:
-        changes: (E, C), result of `accuracy_changes`.
+        changes: (E, C), `ExpertAblation.changes`.
 
     Returns:
         float64 (E,).
-
-    Raises:
-        ValueError: if the array is not (E, C).
 
     Reference:
         *Multilinear Mixture of Experts*, equation 4.
@@ -82,16 +63,13 @@ def class_polysemanticity(changes: Any) -> np.ndarray:
 def mean_polysemanticity(changes: Any) -> float | None:
     """The mean `class_polysemanticity` of the experts that matter.
 
-    These are the experts whose ablation changes the accuracy of some class.
+    An expert matters if its ablation changes the accuracy of some class.
 
     Args:
-        changes: (E, C), result of `accuracy_changes`.
+        changes: (E, C), `ExpertAblation.changes`.
 
     Returns:
         The mean, or None if no expert matters.
-
-    Raises:
-        ValueError: if the array is not (E, C).
 
     Reference:
         *Multilinear Mixture of Experts*, Figure 3.
@@ -108,17 +86,14 @@ def mean_polysemanticity(changes: Any) -> float | None:
 
 
 def expert_load(routing: Any, threshold: float = 0.5) -> np.ndarray:
-    """The number of tokens that each expert serves with a large coefficient.
+    """Counts the tokens for which each expert has a large coefficient.
 
     Args:
         routing: `Routing` of arrays (B, N, E), whose gates are the coefficients.
-        threshold: lowest coefficient that counts.
+        threshold: lowest coefficient that counts, in (0, 1].
 
     Returns:
         int (E,).
-
-    Raises:
-        ValueError: if the arrays are not (B, N, E), or the threshold is not in (0, 1].
 
     Reference:
         *Multilinear Mixture of Experts*, Figure 22.
@@ -141,3 +116,152 @@ def expert_load(routing: Any, threshold: float = 0.5) -> np.ndarray:
     if not 0 < threshold <= 1:
         raise ValueError(f"Expected 0 < threshold <= 1; received: {threshold!r}")
     return (gates >= threshold).sum(axis=(0, 1))
+
+
+class FairnessMetrics(NamedTuple):
+    """Accuracies by subpopulation, and the metrics computed from them.
+
+    Attributes:
+        counts: (Y, A), number of images of each subpopulation.
+        accuracies: (Y, A), accuracy of each subpopulation.
+        accuracy: accuracy over all images.
+        equality_of_opportunity: largest difference of the true positive rate between
+            attributes; 0 is fair.
+        std_bias: standard deviation of the subpopulations' accuracies.
+        max_min: lowest accuracy of a subpopulation.
+    """
+
+    counts: np.ndarray
+    accuracies: np.ndarray
+    accuracy: float
+    equality_of_opportunity: float
+    std_bias: float
+    max_min: float
+
+    def to_dict(self) -> dict:
+        """A JSON-serialisable dict."""
+        arrays = {
+            "counts": self.counts.tolist(),
+            "accuracies": self.accuracies.tolist(),
+        }
+        return {**self._asdict(), **arrays}
+
+
+def fairness_metrics(
+    predictions: Any, targets: Any, attributes: Any, positive: int = 1
+) -> FairnessMetrics:
+    """Equality of opportunity, spread and worst case over subpopulations.
+
+    A subpopulation has one value of the target and one of the attribute; each needs at
+    least one image.
+
+    Args:
+        predictions: integers or booleans (B,), the predicted values of the target.
+        targets: (B,), the true values of the target.
+        attributes: (B,), the values of the sensitive attribute, such as 0 and 1.
+        positive: value of the target whose rate equality of opportunity compares.
+
+    Reference:
+        *Multilinear Mixture of Experts*, appendix J; *Equality of Opportunity in
+        Supervised Learning*.
+
+    Example:
+
+    >>> from keras_moe.analysis import fairness_metrics
+    >>> targets, attributes = [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 1]
+    >>> metrics = fairness_metrics([1, 1, 1, 0, 0, 0], targets, attributes)
+    >>> metrics.accuracies.tolist(), metrics.equality_of_opportunity, metrics.max_min
+    ([[1.0, 1.0], [1.0, 0.5]], 0.5, 0.5)
+    """
+    arrays = [_integers(x) for x in (predictions, targets, attributes)]
+    shapes = [x.shape for x in arrays]
+    if len(set(shapes)) > 1 or arrays[0].ndim != 1 or not arrays[0].size:
+        raise ValueError(
+            "Expected predictions, targets and attributes of one shape (batch,); "
+            f"received: {shapes}"
+        )
+    predictions, targets, attributes = arrays
+    positive = int(_integers(positive))
+    if min(targets.min(), attributes.min()) < 0 or positive not in targets:
+        raise ValueError(
+            "Expected targets and attributes of at least 0, and the positive value "
+            f"among the targets; received: targets {sorted(set(targets.tolist()))}, "
+            f"attributes {sorted(set(attributes.tolist()))}, positive={positive}"
+        )
+    shape = (targets.max() + 1, attributes.max() + 1)
+    if shape[0] * shape[1] > len(targets):
+        raise ValueError(
+            "Expected images of every subpopulation; received: "
+            f"{len(targets)} images, targets up to {targets.max()} and attributes up "
+            f"to {attributes.max()}"
+        )
+    counts, right = np.zeros(shape, int), np.zeros(shape, int)
+    np.add.at(counts, (targets, attributes), 1)
+    np.add.at(right, (targets, attributes), predictions == targets)
+    if not counts.all():
+        target, attribute = np.argwhere(counts == 0)[0]
+        raise ValueError(
+            "Expected images of every subpopulation; received: none with "
+            f"target={target}, attribute={attribute}"
+        )
+    accuracies = right / counts
+    rates = accuracies[positive]
+    return FairnessMetrics(
+        counts,
+        accuracies,
+        float(right.sum() / counts.sum()),
+        float(rates.max() - rates.min()),
+        float(accuracies.std()),
+        float(accuracies.min()),
+    )
+
+
+def _integers(values):
+    values = np.asarray(values)
+    if not np.issubdtype(values.dtype, np.integer) and values.dtype != bool:
+        raise ValueError(
+            f"Expected integers or booleans; received: dtype={values.dtype}"
+        )
+    return values.astype(int)
+
+
+def print_fairness(
+    metrics: dict[str, FairnessMetrics],
+    target: tuple[int, int],
+    console: Console | None = None,
+) -> None:
+    """Prints a table with a row for each model, like Table 2 of the paper.
+
+    Args:
+        metrics: dict from the name of a model to its `FairnessMetrics`.
+        target: subpopulation that an edit was for: the values of the target and of the
+            attribute.
+        console: a rich console; None prints to the terminal.
+
+    Example:
+
+    >>> from keras_moe.analysis import print_fairness
+    >>> from rich.console import Console
+    >>> print_fairness({}, (1, 1), Console(quiet=True))
+    """
+    table = Table(title="Fairness")
+    table.add_column("model")
+    titles = (
+        "target subpopulation",
+        "equality of opportunity",
+        "STD bias",
+        "max-min",
+        "accuracy",
+    )
+    for title in titles:
+        table.add_column(title, justify="right")
+    target = tuple(int(value) for value in target)
+    for name, row in metrics.items():
+        if any(not 0 <= i < size for i, size in zip(target, row.counts.shape)):
+            raise ValueError(
+                f"Expected a subpopulation of {row.counts.shape} values of target and "
+                f"attribute; received: target={target}"
+            )
+        numbers = (row.accuracies[target], *row[3:], row.accuracy)
+        table.add_row(name, *(f"{number:.3f}" for number in numbers))
+    (console or Console()).print(table)

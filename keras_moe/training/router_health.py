@@ -14,9 +14,14 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_moe.analysis.blocks import masks_padding
-from keras_moe.analysis.router_limits import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY
-from keras_moe.analysis.routing_statistics import routing_statistics
+from keras_moe.analysis.routing import (
+    DEAD,
+    MAX_DEAD,
+    MAX_SHARE,
+    MIN_ENTROPY,
+    routing_statistics,
+)
+from keras_moe.analysis.usage import masks_padding
 from keras_moe.checks import check_bool
 from keras_moe.files import write_text
 from keras_moe.processes import batch_devices, predict_batch, process_index

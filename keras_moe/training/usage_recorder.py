@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.expert_selection import coverage_curves
-from keras_moe.analysis.expert_usage import ExpertUsage, merged_usage
-from keras_moe.analysis.usage_pass import UsageProbe
+from keras_moe.analysis.pruning import coverage_curves
+from keras_moe.analysis.usage import ExpertUsage, UsageProbe, merged_usage
 from keras_moe.checks import check_bool, check_integer
 from keras_moe.training.periodic import PeriodicCallback, written_if_possible
 

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from keras_moe.analysis import dropped_at_capacities, expert_queues
-from keras_moe.analysis.expert_queues import served_at
 from keras_moe.analysis.plots import report_queues as plots
 from keras_moe.analysis.plots.figure import faded, figure_svg
+from keras_moe.analysis.routing import served_at
 from keras_moe.ops import Routing, expert_choice, token_choice
 
 pytestmark = pytest.mark.backend_free

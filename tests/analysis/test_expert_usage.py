@@ -22,7 +22,7 @@ from keras_moe.analysis import (
     routing_usage,
     select_experts,
 )
-from keras_moe.analysis.usage_pass import UsageProbe
+from keras_moe.analysis.usage import UsageProbe
 from keras_moe.ops import Routing
 from tests.small_models import SMALL, images, with_weights
 
@@ -191,7 +191,7 @@ def test_the_smallest_set_covers():
     ("arguments", "message"),
     [
         ({}, "count=None, coverage=None"),
-        ({"count": 1, "coverage": 0.5}, "one of them"),
+        ({"count": 1, "coverage": 0.5}, "either count or coverage"),
         ({"count": 0}, "count=0"),
         ({"count": 5}, "at most the 4 experts"),
         ({"count": {"block_2": 1}}, "count of 'block_2'"),
@@ -219,7 +219,7 @@ def test_bad_selections_are_refused(arguments, message):
         (BlockUsage(np.array([[1.0, -1.0]]), np.ones((1, 2))), "negative"),
         (BlockUsage(np.ones((1, 2)), np.ones((1, 3))), "mass of block_1"),
         (BlockUsage(np.ones((2, 2)), np.ones((2, 2))), "each of the groups"),
-        (BlockUsage(np.ones(2), np.ones(2)), "by group and expert"),
+        (BlockUsage(np.ones(2), np.ones(2)), "each of the groups"),
     ],
 )
 def test_usages_that_rank_nothing_are_refused(block, message):
@@ -407,7 +407,7 @@ def test_records_of_a_shared_block_are_modalities(text):
         ({"inputs": []}, "at least one batch"),
         ({"groups": np.array([0, 1])}, "one length"),
         ({"groups": "modality_ids"}, "group_names=None"),
-        ({"groups": "labels", "group_names": ["a"]}, "inputs alone"),
+        ({"groups": "labels", "group_names": ["a"]}, "only inputs"),
         ({"groups": "ids", "group_names": ["a"]}, "groups='ids'"),
         ({"mask": "padding_mask"}, "mask='padding_mask'"),
         ({"group_names": ["a"]}, "group_names=None without groups"),

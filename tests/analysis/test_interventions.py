@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from keras_moe import analysis, models
-from keras_moe.analysis.without_experts import ablated_part
+from keras_moe.analysis.ablation import ablated_part
 from keras_moe.layers import MuMoE
 from keras_moe.ops.multilinear import dense_tensor
 from tests.small_models import SMALL, images, with_weights

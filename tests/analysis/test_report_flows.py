@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from keras_moe.analysis.expert_queues import expert_queues, served_at
 from keras_moe.analysis.plots.figure import figure_svg
 from keras_moe.analysis.report import queues
 from keras_moe.analysis.report.best_tokens import BestPatches, BestWords
@@ -29,6 +28,7 @@ from keras_moe.analysis.report.sections.favourites import Favourites
 from keras_moe.analysis.report.sections.priorities import Priorities
 from keras_moe.analysis.report.sections.trajectories import Trajectories
 from keras_moe.analysis.report.sprites import patch_tile, sprite, tile_of
+from keras_moe.analysis.routing import expert_queues, served_at
 from keras_moe.ops import Routing
 from keras_moe.routers import (
     ExpertChoiceRouter,

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from keras_moe import analysis
 from keras_moe.analysis import ExpertAblation, plots
+from keras_moe.analysis.specialisation import accuracy_changes
 from keras_moe.data import oversample
 from keras_moe.ops import Routing
 
@@ -37,7 +38,7 @@ def test_polysemanticity_by_hand():
 
 
 def test_a_class_may_gain():
-    changes = analysis.accuracy_changes([0.5, 0.5], [[0.75, 0.25]])
+    changes = accuracy_changes([0.5, 0.5], [[0.75, 0.25]])
     np.testing.assert_allclose(changes, [[-0.5, 0.5]])
     np.testing.assert_allclose(analysis.class_polysemanticity(changes), [np.sqrt(0.5)])
 
@@ -101,6 +102,7 @@ def test_pictures_are_drawn(tmp_path):
     block = Routing(*[np.random.default_rng(2).dirichlet([0.2] * 3, (12, 5))] * 6)
     metrics = analysis.fairness_metrics([1, 0, 0, 1], [1, 0, 1, 0], [0, 0, 1, 1])
     names = list("abcdefghijkl")
+    loads = {"a": analysis.expert_load(head), "b": analysis.expert_load(block)}
     for name, draw in {
         "images": lambda path: plots.plot_expert_images(images, head, path, names),
         "top": lambda path: plots.plot_expert_images(
@@ -113,7 +115,7 @@ def test_pictures_are_drawn(tmp_path):
         "polysemanticity": lambda path: plots.plot_polysemanticity(
             {"final": {2: [2.0], 4: [1.0, 1.2]}, "penultimate": {2: [3.0]}}, path
         ),
-        "load": lambda path: plots.plot_expert_load({"a": head, "b": block}, path),
+        "load": lambda path: plots.plot_expert_load(loads, path),
         "subpopulations": lambda path: plots.plot_subpopulations(
             metrics, metrics, path, target=(1, 1)
         ),
@@ -126,7 +128,7 @@ def test_pictures_are_drawn(tmp_path):
 def test_a_class_that_gains_much_leaves_room_for_the_losses(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        "keras_moe.analysis.plots.specialisation.save_figure",
+        "keras_moe.analysis.plots.experts.save_figure",
         lambda figure, path, title: drawn.append(figure),
     )
     for gained in (0.1, 0.4):
@@ -140,11 +142,11 @@ def test_a_class_that_gains_much_leaves_room_for_the_losses(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: analysis.accuracy_changes([1.0], [[1.0, 1.0]]), "\\(1, 2\\)"),
+        (lambda: accuracy_changes([1.0], [[1.0, 1.0]]), "\\(1, 2\\)"),
         (lambda: analysis.class_polysemanticity([1.0]), "shape=\\(1,\\)"),
         (lambda: analysis.expert_load(Routing(*[np.ones((2, 2))] * 6)), "\\(2, 2\\)"),
         (lambda: analysis.expert_load(Routing(*[np.ones((2, 2, 2))] * 6), 0), "0"),
-        (lambda: analysis.accuracy_changes([np.nan], [[1.0]]), "NaN"),
+        (lambda: accuracy_changes([np.nan], [[1.0]]), "NaN"),
         (lambda: analysis.class_polysemanticity([[np.nan, 1.0]]), "nan"),
         (lambda: analysis.fairness_metrics([1, 0], [1, 0], [0, 10**10]), "2 images"),
         (lambda: analysis.fairness_metrics([1], [1, 0], [1, 0]), "\\(1,\\)"),
@@ -167,7 +169,7 @@ def test_a_class_that_gains_much_leaves_room_for_the_losses(tmp_path, monkeypatc
         ),
         (lambda: plots.plot_ablation({}, "x"), "ablations={}"),
         (lambda: plots.plot_polysemanticity({}, "x"), "scores={}"),
-        (lambda: plots.plot_expert_load({}, "x"), "routings={}"),
+        (lambda: plots.plot_expert_load({}, "x"), "loads={}"),
     ],
 )
 def test_bad_arguments_are_refused(call, message):

@@ -3,10 +3,11 @@ import itertools
 import numpy as np
 import pytest
 
-from keras_moe.analysis import flow_statistics, main_experts, token_flows
+from keras_moe.analysis import flow_statistics, token_flows
 from keras_moe.analysis.main_flows import main_flows
 from keras_moe.analysis.plots.figure import figure_svg
 from keras_moe.analysis.plots.report_flows import draw_flows
+from keras_moe.analysis.tokens import main_experts
 from keras_moe.ops import Routing
 
 pytestmark = pytest.mark.backend_free

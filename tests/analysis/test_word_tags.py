@@ -10,7 +10,7 @@ from keras_moe.analysis import (
     plots,
     tag_tokens,
 )
-from keras_moe.analysis.plots.expert_usage import group_table
+from keras_moe.analysis.plots.usage import group_table
 from tests.small_models import with_weights
 
 pytestmark = pytest.mark.backend_free

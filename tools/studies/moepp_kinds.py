@@ -150,7 +150,7 @@ class Tokens(Kinds):
         arrays = self.study.arrays(self.runs[0])
         path = self.study.folder / "kinds.png"
         maps = {kind: arrays[kind] for kind in IN_PLACE}
-        plots.plot_kind_maps(
+        plots.plot_type_maps(
             arrays["images"], maps, path, title="Zero-computation experts per token"
         )
         return [path]

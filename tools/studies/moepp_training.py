@@ -153,7 +153,7 @@ class Training(Part):
         backbone = model.backbone
         kinds, routing = backbone.expert_types, outputs["routing"]
         selected = backbone.moe.num_selected_experts
-        loads = analysis.load_by_kind(routing, kinds, selected)
+        loads = analysis.load_by_type(routing, kinds, selected)
         scores = {
             block: analysis.routing_scores(record) for block, record in routing.items()
         }
@@ -164,7 +164,7 @@ class Training(Part):
         result = {
             "test_accuracy": float((outputs["logits"].argmax(-1) == labels).mean()),
             "ffn_experts_per_token": float(
-                analysis.ffn_experts_per_token(routing, kinds).mean()
+                analysis.experts_per_token(routing, kinds).mean()
             ),
             "gflops": models.describe(
                 PRESET, num_classes=10, load_weights=False, **overrides
@@ -217,10 +217,10 @@ class Training(Part):
         )
         rows = every["training"]["rows"]
         loads = {
-            block: analysis.KindLoads(**row)
+            block: analysis.TypeLoads(**row)
             for block, row in rows[first]["loads"].items()
         }
-        plots.plot_load_by_kind(loads, paths[1])
+        plots.plot_load_by_type(loads, paths[1])
         scores = {
             labels[name]: analysis.RoutingScores(kept["highest"], kept["second"])
             for name, kept in arrays.items()

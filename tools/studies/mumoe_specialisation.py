@@ -166,7 +166,7 @@ class Specialisation(Part):
     def draw(self, every: dict) -> list[Path]:
         """Pictures of the first seed's heads, and polysemanticity of all seeds."""
         results, folder = every["specialisation"], self.study.folder
-        scores, ablations, routings = {}, {}, {}
+        scores, ablations, loads = {}, {}, {}
         for run in self.heads:
             if run.seed:
                 continue
@@ -179,7 +179,7 @@ class Specialisation(Part):
                 **{field: arrays[field] for field in fields}
             )
             record = Routing(*[arrays["gates"]] * len(Routing._fields))
-            routings[f"{run.name} experts"] = record
+            loads[f"{run.name} experts"] = analysis.expert_load(record)
         paths = {
             name: folder / f"{name}.png"
             for name in ("polysemanticity", "ablation", "load", "svd", "images")
@@ -187,7 +187,7 @@ class Specialisation(Part):
         svd = TruncatedSVD(**results["svd"])
         plots.plot_polysemanticity(scores, paths["polysemanticity"])
         plots.plot_ablation(ablations, paths["ablation"])
-        plots.plot_expert_load(routings, paths["load"])
+        plots.plot_expert_load(loads, paths["load"])
         study_plots.plot_truncated_svd(svd, paths["svd"])
         # Those of the last head; after few steps no coefficient may be that large.
         if not (record.gates >= 0.5).any():

@@ -1,26 +1,33 @@
-"""Pictures of experts and routers, which need matplotlib."""
+"""Pictures of experts and routers, which need matplotlib.
 
-from keras_moe.analysis.plots.compute_allocation import (
-    plot_compute_maps,
-    plot_load_by_kind,
-    plot_routing_scores,
-)
-from keras_moe.analysis.plots.coverage import plot_coverage
-from keras_moe.analysis.plots.expert_images import (
-    plot_expert_images,
-    plot_expert_patches,
-)
-from keras_moe.analysis.plots.expert_usage import plot_expert_groups, plot_expert_usage
-from keras_moe.analysis.plots.expert_views import plot_expert_views
-from keras_moe.analysis.plots.interventions import plot_subpopulations
-from keras_moe.analysis.plots.kind_maps import plot_kind_maps
-from keras_moe.analysis.plots.router_health import plot_router_health
-from keras_moe.analysis.plots.specialisation import (
+Every `plot_...` function returns the matplotlib figure that it has drawn, without
+touching pyplot or needing a display, and takes two arguments that are documented only
+here: `path`, where the picture is written in the format of the suffix (`.png` without
+one, nothing with `path=None`), and `title`, the text above the picture. Without
+matplotlib they raise an ImportError: `pip install 'keras-moe[plots]'`.
+"""
+
+from keras_moe.analysis.plots.experts import (
     plot_ablation,
     plot_expert_load,
+    plot_load_by_type,
     plot_polysemanticity,
+    plot_routing_scores,
+    plot_subpopulations,
 )
-from keras_moe.analysis.plots.training_history import plot_training_history
+from keras_moe.analysis.plots.images import (
+    plot_compute_maps,
+    plot_expert_images,
+    plot_expert_patches,
+    plot_expert_views,
+    plot_type_maps,
+)
+from keras_moe.analysis.plots.training import plot_router_health, plot_training_history
+from keras_moe.analysis.plots.usage import (
+    plot_coverage,
+    plot_expert_groups,
+    plot_expert_usage,
+)
 
 __all__ = [
     "plot_ablation",
@@ -32,11 +39,11 @@ __all__ = [
     "plot_expert_patches",
     "plot_expert_usage",
     "plot_expert_views",
-    "plot_kind_maps",
-    "plot_load_by_kind",
+    "plot_load_by_type",
     "plot_polysemanticity",
     "plot_router_health",
     "plot_routing_scores",
     "plot_subpopulations",
     "plot_training_history",
+    "plot_type_maps",
 ]

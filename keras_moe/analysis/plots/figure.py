@@ -1,4 +1,4 @@
-"""Figures and images of all pictures; the only folder that needs matplotlib."""
+"""What all pictures share: figures, images, colours, and files."""
 
 import hashlib
 import io
@@ -11,16 +11,16 @@ import numpy as np
 
 from keras_moe.files import write_bytes
 
-# Colours of categories that people with any colour vision tell apart (Okabe and Ito),
-# without black and yellow, which one of a light and a dark page would hide.
+# Colours that people with any colour vision can tell apart (Okabe and Ito), without
+# black and yellow, which would vanish on a dark or a light page.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-# A grey that both a light and a dark page show, for grids and other things.
+# A grey that shows on both a light and a dark page.
 GREY = "#808080"
 _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
 def new_figure(**kwargs) -> Any:
-    """A figure for files: it needs no display, and leaves the caller's alone."""
+    """A figure for files, which needs no display and is unknown to pyplot."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -57,13 +57,22 @@ def faded(image: Any, chosen: Any) -> np.ndarray:
     return share * image + (1.0 - share) * (0.25 * image + 0.75 * blue)
 
 
+def picture_axes(figure: Any, rows: int, columns: int) -> np.ndarray:
+    """A grid of axes for pictures, without ticks."""
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.set_xticks([])
+        axis.set_yticks([])
+    return axes
+
+
 def name_row(axis: Any, name: str) -> None:
     """Writes a name to the left of a row's first axis."""
     axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
 
 
 def plain_axis(axis: Any, title: str = "") -> None:
-    """Makes an axis one of a report: small texts, and no frame around it."""
+    """Gives an axis small texts, and no frame at its top and right."""
     axis.tick_params(labelsize=8)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
@@ -72,16 +81,19 @@ def plain_axis(axis: Any, title: str = "") -> None:
 
 
 def save_figure(
-    figure: Any, path: str | os.PathLike, title: str, **layout: Any
-) -> None:
-    """Saves a figure with its title, and its parts laid out by `tight_layout`."""
-    figure.suptitle(title, fontsize=11)
+    figure: Any, path: str | os.PathLike | None, title: str = "", **layout: Any
+) -> Any:
+    """Gives a figure its title, lays it out by `tight_layout`, and writes it."""
+    if title:
+        figure.suptitle(title, fontsize=11)
     figure.tight_layout(**layout)
-    write_figure(figure, path)
+    return write_figure(figure, path)
 
 
-def write_figure(figure: Any, path: str | os.PathLike) -> None:
-    """Writes a figure as it is laid out, in the format of the path's suffix."""
+def write_figure(figure: Any, path: str | os.PathLike | None) -> Any:
+    """Writes a figure in the format of the path's suffix, if there is a path."""
+    if path is None:
+        return figure
     kind = Path(path).suffix.removeprefix(".") or "png"
     content = io.BytesIO()
     if kind == "png" and hasattr(figure.canvas, "print_png"):
@@ -91,14 +103,15 @@ def write_figure(figure: Any, path: str | os.PathLike) -> None:
         figure.savefig(content, format=kind)
     target = path if Path(path).suffix else f"{path}.{kind}"
     write_bytes(target, content.getbuffer(), durable=False)
+    return figure
 
 
 def figure_svg(figure: Any) -> str:
     """A figure as an SVG element for a page, light or dark.
 
-    Text stays text, in the page's font; what is black or white takes the colours of the
-    page's text and background, the CSS variable `--page`; and ids are the figure's own,
-    so that a page may hold several. Its width is the figure's, as far as there is room.
+    Text stays text, in the page's font. Black and white become the colours of the
+    page's text and background (the CSS variable `--page`). Ids are unique, so a page
+    can hold several figures. The width is the figure's, as far as there is room.
     """
     import matplotlib
 
@@ -112,7 +125,7 @@ def figure_svg(figure: Any) -> str:
     body = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", body, flags=re.S)
     body = re.sub(r"<!--.*?-->|(?<=>)\s+(?=<)", "", body, flags=re.S)
     prefix = f"f{hashlib.sha256(body.encode()).hexdigest()[:8]}-"
-    # Texts, which may be of others, stay as they are.
+    # Only tags change: texts, which may be untrusted, stay escaped as they are.
     body = re.sub(r"<[^>]*>", lambda tag: _for_page(tag.group(), prefix), body)
     width, height = figure.get_size_inches()
     return (
@@ -123,7 +136,7 @@ def figure_svg(figure: Any) -> str:
 
 
 def _for_page(tag, prefix):
-    """A tag of matplotlib's SVG in the page's colours and font, with ids of its own."""
+    """A tag of matplotlib's SVG in the page's colours and font, with unique ids."""
     for old, new in (
         ('id="', f'id="{prefix}'),
         ('xlink:href="#', f'href="#{prefix}'),

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.analysis.patches import of_patches
 from keras_moe.analysis.report.sprites import patch_tile
+from keras_moe.analysis.tokens import of_patches
 
 # Further words are not counted: a tokenizer has fewer.
 MAX_WORDS = 65_536

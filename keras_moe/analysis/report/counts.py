@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.entropy import entropy
 from keras_moe.analysis.report.section import Batch, Block
+from keras_moe.analysis.routing import entropy
 
 # Classes that are counted one by one: memory must not grow with the largest label.
 MAX_CLASSES = 1000

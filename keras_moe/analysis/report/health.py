@@ -4,7 +4,7 @@ import numpy as np
 
 from keras_moe.analysis.report.counts import LayerCounts
 from keras_moe.analysis.report.section import Verdict
-from keras_moe.analysis.router_limits import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY
+from keras_moe.analysis.routing import DEAD, MAX_DEAD, MAX_SHARE, MIN_ENTROPY
 
 # Parts of dropped choices from which on they are worth a notice, or a problem.
 DROPS = (0.01, 0.1)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from keras_moe.analysis.expert_queues import expert_queues
 from keras_moe.analysis.report.section import Batch, Block, Subject
+from keras_moe.analysis.routing import expert_queues
 from keras_moe.ops import heterogeneous_capacity
 
 # A batch grows for whole groups at most so many times.

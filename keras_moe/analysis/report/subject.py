@@ -5,9 +5,9 @@ Axes: E experts, K selected experts.
 
 from typing import Any
 
-from keras_moe.analysis.blocks import masks_padding
 from keras_moe.analysis.report.inputs import plain_text, shortened
 from keras_moe.analysis.report.section import PRUNED, Block, Subject
+from keras_moe.analysis.usage import masks_padding
 
 IMAGE, TEXT = "image", "text"
 

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from keras_moe.analysis.compute_allocation import RoutingScores, kind_loads
+from keras_moe.analysis.compute import RoutingScores, type_loads
 from keras_moe.analysis.evenly_spaced import evenly_spaced
-from keras_moe.analysis.patches import of_patches
-from keras_moe.analysis.plots.compute_allocation import (
-    draw_compute_maps,
-    draw_load_by_kind,
-    draw_routing_scores,
+from keras_moe.analysis.plots import (
+    plot_compute_maps,
+    plot_load_by_type,
+    plot_routing_scores,
+    plot_type_maps,
 )
-from keras_moe.analysis.plots.kind_maps import draw_kind_maps
 from keras_moe.analysis.report.best_tokens import MAX_WORDS
 from keras_moe.analysis.report.reservoir import Reservoir, examples_to_show
 from keras_moe.analysis.report.section import (
@@ -32,6 +31,7 @@ from keras_moe.analysis.report.section import (
     file_name,
 )
 from keras_moe.analysis.report.sprites import drawable
+from keras_moe.analysis.tokens import of_patches
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 # The number of images in a figure, of layers whose scores are drawn, and of examples
@@ -126,7 +126,7 @@ class Compute(Section):
 
     def finish(self) -> Content:
         loads = {
-            key: kind_loads(
+            key: type_loads(
                 self._served[key],
                 max(self._tokens[key], 1),
                 self._kinds[key],
@@ -154,7 +154,7 @@ class Compute(Section):
     def _load_figure(self, loads):
         parts = [f"{key} {load.shares['ffn']:.0%}" for key, load in loads.items()]
         return Figure(
-            draw_load_by_kind(loads, width=3.6),
+            plot_load_by_type(loads, title="", width=3.6),
             f"Share of assignments to FFN experts by layer: {', '.join(parts)}",
             "The share of each kind of expert in all assignments of a layer. The "
             "number at the right is the mean number of FFN experts of a token.",
@@ -173,7 +173,7 @@ class Compute(Section):
             scores = RoutingScores(*gates.astype("float64").T)
             figures.append(
                 Figure(
-                    draw_routing_scores({key: scores}),
+                    plot_routing_scores({key: scores}, title=""),
                     f"Gates in {key}: the highest has mean "
                     f"{scores.highest.mean():.2f}, the second one "
                     f"{scores.second.mean():.2f}",
@@ -234,7 +234,7 @@ class Compute(Section):
             means = [f"example {n}: {m.mean():.2f}" for n, m in zip(of_figure, maps)]
             figures.append(
                 Figure(
-                    draw_compute_maps(images, maps, selected, columns=1),
+                    plot_compute_maps(images, maps, None, selected, "", columns=1),
                     f"FFN experts per patch, mean of the image: {', '.join(means)}",
                     f"Examples {', '.join(map(str, of_figure))}: FFN experts of each "
                     "patch, the mean over layers. The number is the image's mean.",
@@ -253,7 +253,7 @@ class Compute(Section):
         ]
         figures.append(
             Figure(
-                draw_kind_maps(image, by_kind),
+                plot_type_maps(image, by_kind, title=""),
                 f"Experts of each kind by place in the image: {', '.join(parts)}",
                 f"The mean of all {self._complete:,} images, and experts of each kind "
                 "per patch by its place. Each kind has colours of its own scale.",

@@ -6,8 +6,6 @@ Axes: B batch, N tokens, E experts, F capacity factors.
 import numpy as np
 
 from keras_moe.analysis.evenly_spaced import evenly_spaced
-from keras_moe.analysis.expert_queues import served_at
-from keras_moe.analysis.patches import of_patches
 from keras_moe.analysis.plots.figure import faded
 from keras_moe.analysis.plots.report_queues import draw_drops
 from keras_moe.analysis.report.queues import (
@@ -25,6 +23,8 @@ from keras_moe.analysis.report.section import (
     Table,
 )
 from keras_moe.analysis.report.sprites import drawable, sprite_figure, tile_of
+from keras_moe.analysis.routing import served_at
+from keras_moe.analysis.tokens import of_patches
 
 _KINDS = ("token_choice", "expert_choice")
 _FACTORS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)

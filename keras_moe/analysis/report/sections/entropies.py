@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keras_moe.analysis.entropy import entropy
 from keras_moe.analysis.plots.report_depth import Line, draw_depth
 from keras_moe.analysis.report.section import (
     Batch,
@@ -18,6 +17,7 @@ from keras_moe.analysis.report.section import (
     Section,
     Subject,
 )
+from keras_moe.analysis.routing import entropy
 
 
 class Entropies(NamedTuple):

@@ -10,7 +10,6 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from keras_moe.analysis.evenly_spaced import evenly_spaced
-from keras_moe.analysis.patches import of_patches
 from keras_moe.analysis.report.inputs import shortened
 from keras_moe.analysis.report.packed_routing import TokenRouting, pack, token_routing
 from keras_moe.analysis.report.reservoir import examples_to_show
@@ -24,6 +23,7 @@ from keras_moe.analysis.report.routing_maps import (
 )
 from keras_moe.analysis.report.section import Batch, Content, Html, Section, Subject
 from keras_moe.analysis.report.sprites import sprite, tile_of
+from keras_moe.analysis.tokens import of_patches
 
 # Characters of the page for the script's data, and for the maps that need no script.
 DATA_BUDGET, MAPS_BUDGET = 160_000, 110_000

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_moe.analysis.expert_ablation import ablate_experts
+from keras_moe.analysis.ablation import ablate_experts
+from keras_moe.analysis.plots import plot_expert_load
 from keras_moe.analysis.plots.report_experts import draw_class_heat
-from keras_moe.analysis.plots.specialisation import draw_expert_loads
 from keras_moe.analysis.report.counts import MAX_CLASSES, rows_of_classes
 from keras_moe.analysis.report.reservoir import Reservoir
 from keras_moe.analysis.report.section import (
@@ -156,7 +156,7 @@ class MuMoEExperts(Section):
     def _load_figure(self, key):
         load = self._load[key]
         return Figure(
-            draw_expert_loads({key: load}, THRESHOLD, width=3.6),
+            plot_expert_load({key: load}, None, THRESHOLD, "", width=3.6),
             f"{key}: the largest load is {load.max():,} tokens, of expert "
             f"{load.argmax()}; {int((load == 0).sum())} experts have none",
             f"{'Channels' if key.endswith('/token_mixer') else 'Tokens'} of {key} in "

@@ -6,7 +6,6 @@ Axes: B batch, N tokens, E experts, T kinds of tokens, Q places of a queue.
 import numpy as np
 
 from keras_moe.analysis.evenly_spaced import evenly_spaced
-from keras_moe.analysis.expert_queues import served_at
 from keras_moe.analysis.plots.report_queues import (
     MAX_PANELS,
     draw_modalities,
@@ -28,6 +27,7 @@ from keras_moe.analysis.report.section import (
     Table,
     Verdict,
 )
+from keras_moe.analysis.routing import served_at
 
 # Behind three capacities all places are one.
 _EDGES = np.linspace(0.0, 3.0, 25)

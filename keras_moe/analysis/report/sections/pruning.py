@@ -5,9 +5,8 @@ Axes: E experts.
 
 import numpy as np
 
-from keras_moe.analysis.expert_selection import coverage_curves
-from keras_moe.analysis.expert_usage import ALL, BlockUsage, ExpertUsage
-from keras_moe.analysis.plots.coverage import draw_coverage
+from keras_moe.analysis.plots import plot_coverage
+from keras_moe.analysis.pruning import coverage_curves
 from keras_moe.analysis.report.counts import LayerCounts
 from keras_moe.analysis.report.section import (
     Batch,
@@ -18,6 +17,7 @@ from keras_moe.analysis.report.section import (
     Subject,
     Table,
 )
+from keras_moe.analysis.usage import ALL, BlockUsage, ExpertUsage
 
 # Parts of the work for which experts are listed.
 COVERED = (0.9, 0.95, 0.99)
@@ -73,7 +73,7 @@ class Pruning(Section):
                 data[f"{group}/{name}"] = curve.to_dict()
         figures = [
             Figure(
-                draw_coverage({group: by_name}),
+                plot_coverage({group: by_name}, title=""),
                 f"Share of the {group} tokens that are served, by the number of pruned "
                 "experts.",
                 f"{group.capitalize()} tokens. A curve that stays high has experts "

@@ -14,7 +14,7 @@ from keras_moe.analysis.report.section import (
     Subject,
     Table,
 )
-from keras_moe.analysis.token_flows import flow_statistics, token_flows
+from keras_moe.analysis.tokens import flow_statistics, token_flows
 
 _MAX_RIBBONS = 300
 _DEEP = 6

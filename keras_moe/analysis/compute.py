@@ -1,6 +1,6 @@
-"""The compute of an MoE++ by token and by kind of expert.
+"""How MoE++ allocates compute: by token and by type of expert.
 
-Axes: B batch, N tokens, E experts.
+Axes: B batch, N tokens, E experts, K selected experts.
 """
 
 from typing import Any, NamedTuple
@@ -9,17 +9,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.analysis.patches import of_patches
+from keras_moe.analysis.tokens import of_patches
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
 
 
-class KindLoads(NamedTuple):
+class TypeLoads(NamedTuple):
     """The loads of the types of experts in one MoE layer.
 
     Attributes:
-        shares: fraction of all served assignments by kind; they sum to 1.
-        experts_per_token: mean number of experts that serve a token, by kind.
+        shares: fraction of all served assignments by type; sums to 1.
+        experts_per_token: mean number of experts that serve a token, by type.
         dropped_choices: fraction of the tokens' K choices that were dropped.
     """
 
@@ -48,51 +48,20 @@ class RoutingScores(NamedTuple):
         }
 
 
-def ffn_experts_per_token(routing: Any, expert_types: ExpertTypes) -> np.ndarray:
-    """The number of FFN experts that served each token, 0 to K.
+def experts_per_token(
+    routing: Any, expert_types: ExpertTypes, expert_type: str = "ffn"
+) -> np.ndarray:
+    """Counts the experts of a type that served each token, 0 to K.
 
     Args:
         routing: `Routing` of arrays (B, N, E), or a dict of these by block, whose mean
-            over blocks is taken.
+            over blocks is returned.
         expert_types: numbers of experts of each type, such as `backbone.expert_types`.
+        expert_type: `"ffn"`, `"zero"`, `"copy"` or `"constant"`. FFN experts are the
+            ones that cost compute.
 
     Returns:
         float64 (B, N).
-
-    Raises:
-        ValueError: if the arrays do not fit `expert_types`, or there is no block.
-
-    Reference:
-        *MoE++*, Figure 5.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_moe.analysis import ffn_experts_per_token
-    >>> from keras_moe.ops import ExpertTypes, Routing
-    >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
-    >>> routing = Routing(*[served] * 6)
-    >>> ffn_experts_per_token(routing, ExpertTypes(ffn=2, zero=1)).tolist()
-    [[2.0, 1.0]]
-    """
-    return experts_per_token(routing, expert_types, "ffn")
-
-
-def experts_per_token(routing: Any, expert_types: ExpertTypes, kind: str) -> np.ndarray:
-    """The number of experts of a kind that served each token, 0 to K.
-
-    Args:
-        routing: `Routing` of arrays (B, N, E), or a dict of these by block, whose mean
-            over blocks is taken.
-        expert_types: numbers of experts of each type, such as `backbone.expert_types`.
-        kind: `"ffn"`, `"zero"`, `"copy"` or `"constant"`.
-
-    Returns:
-        float64 (B, N).
-
-    Raises:
-        ValueError: if there is no such kind, the arrays do not fit `expert_types`, or
-            there is no block.
 
     Reference:
         *MoE++*, Figures 5 and A.
@@ -103,37 +72,34 @@ def experts_per_token(routing: Any, expert_types: ExpertTypes, kind: str) -> np.
     >>> from keras_moe.analysis import experts_per_token
     >>> from keras_moe.ops import ExpertTypes, Routing
     >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
-    >>> expert_types = ExpertTypes(ffn=2, zero=1)
-    >>> experts_per_token(Routing(*[served] * 6), expert_types, "zero").tolist()
-    [[0.0, 1.0]]
+    >>> experts_per_token(Routing(*[served] * 6), ExpertTypes(ffn=2, zero=1)).tolist()
+    [[2.0, 1.0]]
     """
-    check_one_of("kind", kind, EXPERT_TYPES)
-    part = (
-        expert_types.slices()[kind] if isinstance(expert_types, ExpertTypes) else None
-    )
+    check_one_of("expert_type", expert_type, EXPERT_TYPES)
     layers = _layers(routing, expert_types)
+    part = expert_types.slices()[expert_type]
     return np.mean(
         [served[..., part].sum(axis=-1) for served in layers.values()], axis=0
     )
 
 
 def compute_map(
-    routing: Any, expert_types: ExpertTypes, grid: tuple[int, int], kind: str = "ffn"
+    routing: Any,
+    expert_types: ExpertTypes,
+    grid: tuple[int, int],
+    expert_type: str = "ffn",
 ) -> np.ndarray:
-    """`experts_per_token` at the patches' places in the image.
+    """Arranges `experts_per_token` by the patches' positions in the image.
 
     Args:
         routing: `Routing` of arrays (B, N, E), or a dict of these by block. N is the
-            number of patches in the grid, and one more with a class token before them.
+            number of patches in the grid, plus one for a class token before them.
         expert_types: numbers of experts of each type, such as `backbone.expert_types`.
         grid: numbers of patches down and across.
-        kind: kind of the experts that are counted.
+        expert_type: type of the experts that are counted.
 
     Returns:
         float64 (B, rows, columns).
-
-    Raises:
-        ValueError: if the tokens do not fit the grid.
 
     Example:
 
@@ -144,17 +110,17 @@ def compute_map(
     >>> compute_map(routing, ExpertTypes(ffn=2, zero=1), grid=(2, 2)).tolist()
     [[[2.0, 2.0], [2.0, 2.0]]]
     """
-    counts = experts_per_token(routing, expert_types, kind)
+    counts = experts_per_token(routing, expert_types, expert_type)
     return of_patches(counts, grid).reshape(-1, *grid)
 
 
-def load_by_kind(
+def load_by_type(
     routing: dict[str, Any],
     expert_types: ExpertTypes,
     num_selected_experts: int,
     mask: Any = None,
-) -> dict[str, KindLoads]:
-    """The loads of the types of experts in each MoE block.
+) -> dict[str, TypeLoads]:
+    """Measures the load of each type of expert in each MoE block.
 
     Args:
         routing: dict from a block to its `Routing` of arrays (B, N, E).
@@ -163,10 +129,7 @@ def load_by_kind(
         mask: boolean (B, N), False for tokens that do not count.
 
     Returns:
-        `KindLoads` by block.
-
-    Raises:
-        ValueError: if the arrays do not fit `expert_types`, or there is no block.
+        `TypeLoads` by block.
 
     Reference:
         *MoE++*, Figure 4.
@@ -174,11 +137,11 @@ def load_by_kind(
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.analysis import load_by_kind
+    >>> from keras_moe.analysis import load_by_type
     >>> from keras_moe.ops import ExpertTypes, Routing
     >>> served = np.array([[[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]])
     >>> routing = {"block_0": Routing(*[served] * 6)}
-    >>> loads = load_by_kind(routing, ExpertTypes(ffn=2, zero=1), 2)
+    >>> loads = load_by_type(routing, ExpertTypes(ffn=2, zero=1), 2)
     >>> loads["block_0"].shares["zero"], loads["block_0"].experts_per_token["ffn"]
     (0.25, 1.5)
     """
@@ -190,56 +153,58 @@ def load_by_kind(
             tokens = tokens[np.asarray(mask, bool).ravel()]
         if not len(tokens):
             raise ValueError("Expected at least one token; received: none that counts")
-        loads[name] = kind_loads(
+        loads[name] = type_loads(
             tokens.sum(axis=0), len(tokens), expert_types, num_selected_experts
         )
     return loads
 
 
-def kind_loads(
+def type_loads(
     served: np.ndarray,
     num_tokens: int,
     expert_types: ExpertTypes,
     num_selected_experts: int,
-) -> KindLoads:
-    """The loads of the types of experts in one MoE layer, by counts of tokens."""
-    by_kind = {
-        kind: float(served[part].sum() / num_tokens)
-        for kind, part in expert_types.slices().items()
+) -> TypeLoads:
+    """The loads of the types of experts in one MoE layer, by counts of tokens (E,)."""
+    by_type = {
+        expert_type: float(served[part].sum() / num_tokens)
+        for expert_type, part in expert_types.slices().items()
     }
-    total = sum(by_kind.values())
-    return KindLoads(
-        {kind: value / (total or 1.0) for kind, value in by_kind.items()},
-        by_kind,
+    total = sum(by_type.values())
+    return TypeLoads(
+        {expert_type: value / (total or 1.0) for expert_type, value in by_type.items()},
+        by_type,
         1.0 - total / num_selected_experts,
     )
 
 
-def print_load_by_kind(
-    loads: dict[str, KindLoads], console: Console | None = None
+def print_load_by_type(
+    loads: dict[str, TypeLoads], console: Console | None = None
 ) -> None:
     """Prints a table with a row for each MoE block.
 
     Args:
-        loads: result of `load_by_kind`.
-        console: a rich console; None takes the terminal.
+        loads: result of `load_by_type`.
+        console: a rich console; None prints to the terminal.
 
     Example:
 
-    >>> from keras_moe.analysis import print_load_by_kind
+    >>> from keras_moe.analysis import print_load_by_type
     >>> from rich.console import Console
-    >>> print_load_by_kind({}, console=Console(quiet=True))
+    >>> print_load_by_type({}, Console(quiet=True))
     """
-    table = Table(title="Load by kind of expert")
+    table = Table(title="Load by type of expert")
     table.add_column("block")
-    for kind in EXPERT_TYPES:
-        table.add_column(f"{kind} %", justify="right")
-    table.add_column("FFN per token", justify="right")
-    table.add_column("dropped", justify="right")
+    for title in (
+        *(f"{expert_type} %" for expert_type in EXPERT_TYPES),
+        "FFN per token",
+        "dropped",
+    ):
+        table.add_column(title, justify="right")
     for name, row in loads.items():
         table.add_row(
             name,
-            *(f"{100 * row.shares[kind]:.1f}" for kind in EXPERT_TYPES),
+            *(f"{100 * row.shares[expert_type]:.1f}" for expert_type in EXPERT_TYPES),
             f"{row.experts_per_token['ffn']:.3f}",
             f"{row.dropped_choices:.1%}",
         )
@@ -247,16 +212,10 @@ def print_load_by_kind(
 
 
 def routing_scores(routing: Any) -> RoutingScores:
-    """The two highest gates of each token, whose variance gating residuals lower.
+    """Finds the two highest gates of each token, whose variance gating residuals lower.
 
     Args:
-        routing: `Routing` of arrays (B, N, E).
-
-    Returns:
-        `RoutingScores`.
-
-    Raises:
-        ValueError: if the arrays are not (B, N, E) with two experts at least.
+        routing: `Routing` of arrays (B, N, E), with at least two experts.
 
     Reference:
         *MoE++*, Figure 6.
@@ -278,8 +237,8 @@ def routing_scores(routing: Any) -> RoutingScores:
     gates = np.asarray(routing.gates, "float64")
     if gates.ndim != 3 or gates.shape[-1] < 2:
         raise ValueError(
-            "Expected gates of shape (batch, tokens, experts), of two experts at "
-            f"least; received: shape={gates.shape}"
+            "Expected gates of shape (batch, tokens, experts), with at least two "
+            f"experts; received: shape={gates.shape}"
         )
     highest = np.sort(gates.reshape(-1, gates.shape[-1]), axis=-1)[:, :-3:-1]
     return RoutingScores(highest[:, 0], highest[:, 1])

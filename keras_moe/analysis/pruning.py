@@ -1,6 +1,6 @@
-"""Coverage by the most used experts, and the choice of those to keep.
+"""Which experts do the work, which to keep, and models of these alone.
 
-Axes: E experts, U groups of tokens (modalities or classes).
+Axes: E experts, K selected experts, U groups of tokens (modalities or classes).
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from keras_moe.analysis.expert_usage import ExpertUsage, checked_usage
+from keras_moe.analysis.usage import ExpertUsage, checked_usage
 from keras_moe.checks import check_integer, check_one_of
 
 CRITERIA = ("tokens", "mass", "reap")
@@ -32,26 +32,31 @@ class CoverageCurve(NamedTuple):
         """A JSON-serialisable dict."""
         return {name: array.tolist() for name, array in self._asdict().items()}
 
+    def needed(self, share: float) -> int:
+        """The number of experts that cover a share.
+
+        Args:
+            share: share in (0, 1].
+        """
+        # A sum of shares may miss the share by rounding.
+        return int(np.argmax(self.covered >= share - 1e-12)) + 1
+
 
 def expert_scores(
     usage: ExpertUsage, criterion: str = "tokens", groups: Any = None
 ) -> dict[str, np.ndarray]:
-    """The score of each expert by a criterion of pruning.
+    """Scores each expert by a criterion of pruning.
 
     Args:
-        usage: `ExpertUsage`.
+        usage: result of `expert_usage`.
         criterion: `"tokens"`, the number of tokens that the expert serves; `"mass"`,
             the sum of its weights in their outputs; or `"reap"`, the mean over these
             tokens of its weight times the norm of its output, 0 without a token.
         groups: names of the groups whose tokens count, such as `"text"`, or a list of
-            classes; None takes all.
+            classes; None counts all.
 
     Returns:
         Dict from the name of a block to float64 (E,).
-
-    Raises:
-        ValueError: if the usage is empty or not finite, a group is unknown, or
-            `"reap"` lacks contributions.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, appendix E.4; *REAP the Experts*,
@@ -90,6 +95,7 @@ def expert_scores(
 
 
 def _rows(usage, groups):
+    """The rows of a usage that belong to some groups."""
     names = list(usage.groups)
     if groups is None:
         return list(range(len(names)))
@@ -105,23 +111,19 @@ def _rows(usage, groups):
 def coverage_curves(
     usage: ExpertUsage, by: str = "tokens", groups: Any = None, criterion: Any = None
 ) -> dict[str, CoverageCurve]:
-    """How much of the work the 1, 2, ..., E most used experts do.
+    """Measures how much of the work the 1, 2, ..., E most used experts do.
 
     Args:
-        usage: `ExpertUsage`.
-        by: share that is covered, of the served `"tokens"`, of the `"mass"` of gates
-            in their outputs, or of the `"first_choices"` of all tokens, as in the
-            paper's figure.
-        groups: argument of `expert_scores`.
-        criterion: argument of `expert_scores` that orders the experts; None takes `by`,
-            and `"tokens"` for first choices.
+        usage: result of `expert_usage`.
+        by: what is covered: the served `"tokens"`, the `"mass"` of gates in their
+            outputs, or the `"first_choices"` of all tokens, as in the paper's figure.
+        groups: as in `expert_scores`.
+        criterion: criterion of `expert_scores` that orders the experts; None orders
+            them by `by`, and by `"tokens"` for first choices.
 
     Returns:
-        Dict from the name of a block to its `CoverageCurve`; equal scores put the lower
-        number first.
-
-    Raises:
-        ValueError: as `expert_scores`.
+        Dict from the name of a block to its `CoverageCurve`. Of equal scores the lower
+        number comes first.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE*, Figure 13.
@@ -161,25 +163,22 @@ def select_experts(
     groups: Any = None,
     minimum: int = 1,
 ) -> dict[str, list[int]]:
-    """The experts that each MoE block keeps.
+    """Chooses the experts that each MoE block keeps.
 
     Args:
-        usage: `ExpertUsage`.
+        usage: result of `expert_usage`.
         count: number of experts to keep in each block, or a dict from the names of
             blocks to numbers; blocks that it leaves out keep all.
         coverage: share in (0, 1] instead of `count`: each block keeps as few of its
-            best experts as cover it, of tokens, or of gate mass by that criterion.
-        criterion: argument of `expert_scores`.
-        groups: argument of `expert_scores`: the modality or the classes that the pruned
+            best experts as cover it, of tokens, or of gate mass with that criterion.
+        criterion: as in `expert_scores`.
+        groups: as in `expert_scores`: the modality or the classes that the pruned
             model is for.
-        minimum: smallest number to keep with `coverage`; K of the routers is needed.
+        minimum: smallest number to keep with `coverage`; routers need at least K.
 
     Returns:
         Dict from the name of a block to the numbers of its experts, for
         `prune_experts`.
-
-    Raises:
-        ValueError: as `expert_scores`, or if an argument is out of range.
 
     Example:
 
@@ -192,13 +191,14 @@ def select_experts(
     """
     if (count is None) == (coverage is None):
         raise ValueError(
-            "Expected count or coverage, one of them; "
+            "Expected either count or coverage; "
             f"received: count={count!r}, coverage={coverage!r}"
         )
     by = "mass" if criterion == "mass" else "tokens"
     curves = coverage_curves(usage, by, groups, criterion)
     if coverage is not None:
-        counts = _covering(curves, coverage, check_integer("minimum", minimum))
+        coverage, minimum = _share(coverage), check_integer("minimum", minimum)
+        counts = {x: max(y.needed(coverage), minimum) for x, y in curves.items()}
     else:
         counts = count if isinstance(count, dict) else dict.fromkeys(curves, count)
     kept = {}
@@ -217,16 +217,11 @@ def select_experts(
     return kept
 
 
-def _covering(curves, coverage, minimum):
+def _share(coverage):
     is_number = isinstance(coverage, (int, float)) and not isinstance(coverage, bool)
     if not is_number or not 0 < coverage <= 1:
         raise ValueError(f"Expected 0 < coverage <= 1; received: coverage={coverage!r}")
-    counts = {}
-    for name, curve in curves.items():
-        # A sum of shares may miss the coverage by its rounding.
-        needed = int(np.argmax(curve.covered >= coverage - 1e-12)) + 1
-        counts[name] = max(needed, minimum)
-    return counts
+    return coverage
 
 
 def print_coverage(
@@ -239,23 +234,107 @@ def print_coverage(
     Args:
         curves: result of `coverage_curves`.
         shares: shares in (0, 1].
-        console: a rich console; None takes the terminal.
+        console: a rich console; None prints to the terminal.
 
     Example:
 
-    >>> import numpy as np
+    >>> from keras_moe.analysis import print_coverage
     >>> from rich.console import Console
-    >>> from keras_moe.analysis import CoverageCurve, print_coverage
-    >>> curve = CoverageCurve(np.array([1, 0]), np.array([0.75, 1.0]))
-    >>> print_coverage({"block_1": curve}, console=Console(quiet=True))
+    >>> print_coverage({}, console=Console(quiet=True))
     """
     table = Table(title="Experts that cover a share")
     table.add_column("block")
     for share in shares:
-        table.add_column(f"{share:.0%}", justify="right")
+        table.add_column(f"{_share(share):.0%}", justify="right")
     table.add_column("of", justify="right")
-    columns = [_covering(curves, share, 1) for share in shares]
     for name, curve in curves.items():
-        counts = (str(column[name]) for column in columns)
+        counts = [str(curve.needed(share)) for share in shares]
         table.add_row(name, *counts, str(len(curve.experts)))
     (console or Console()).print(table)
+
+
+def mask_experts(
+    model: Any, kept_experts: dict[str, Any], method: str = "router_drop"
+) -> Any:
+    """Returns a new model in which some experts serve no token but keep their weights.
+
+    It computes what `prune_experts` gives in a smaller model; use it to try a choice
+    of experts.
+
+    Args:
+        model: backbone or task with token choice routers and all of its experts; it is
+            not changed.
+        kept_experts: as in `prune_experts`.
+        method: as in `prune_experts`.
+
+    Returns:
+        A model of the same class, which saves and loads like any other.
+
+    Example:
+
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("vmoe_digits", task="backbone")
+    >>> masked = analysis.mask_experts(model, {"block_1": [0, 3]})
+    >>> masked.count_params() == model.count_params()
+    True
+    """
+    return _with_kept_experts(model, kept_experts, method, removed=False)
+
+
+def prune_experts(
+    model: Any, kept_experts: dict[str, Any], method: str = "router_drop"
+) -> Any:
+    """Returns a new, smaller model with the experts that are kept.
+
+    | method | gates are the softmax over | a token that prefers a pruned expert |
+    |---|---|---|
+    | `"router_drop"` | the kept experts: they are renormalised | takes the best kept |
+    | `"router_pred"` | all experts | takes the best kept, with its small gate |
+    | `"router_pred_skip"` | all experts | loses that choice; the residual carries it |
+
+    With `"router_drop"` the routers lose their columns of the pruned experts, too. The
+    other two keep all columns, which the softmax needs, and lose only the experts:
+    routing records keep their shapes.
+
+    `"router_drop"` and `"router_pred"` are *LIMoE*'s, which finds "router-pred" better
+    when many experts go. `"router_pred_skip"` is ours.
+
+    Every token is served at inference unless a capacity is set. A capacity factor then
+    counts the kept experts, C = S K c / E of these; with `"router_pred_skip"`, which
+    routes as before, all E. The outputs equal those of `mask_experts` either way.
+
+    To train the result, use `"router_drop"`: with the other methods auxiliary losses
+    still balance the load over pruned experts, so `auxiliary_losses=None` is better.
+
+    Args:
+        model: backbone or task with token choice routers; it is not changed. A model
+            that was pruned by the same method can be pruned further.
+        kept_experts: numbers of the experts to keep, at least K, by the block's name,
+            as `select_experts` gives them; the other blocks stay as they are.
+        method: `"router_drop"`, `"router_pred"` or `"router_pred_skip"`.
+
+    Returns:
+        A model of the same class, which saves and loads like any other; its blocks may
+        differ in their numbers of experts.
+
+    Reference:
+        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+
+    Example:
+
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("vmoe_digits", task="backbone")
+    >>> pruned = analysis.prune_experts(model, {"block_1": [0, 3]})
+    >>> pruned.get_layer("block_1").feed_forward.experts.num_experts
+    2
+    """
+    return _with_kept_experts(model, kept_experts, method, removed=True)
+
+
+def _with_kept_experts(model, kept_experts, method, removed):
+    if not hasattr(model, "with_kept_experts"):
+        raise ValueError(
+            "Expected a backbone or task of keras_moe; "
+            f"received: {type(model).__name__}"
+        )
+    return model.with_kept_experts(kept_experts, method, removed)

@@ -1,0 +1,481 @@
+"""The accuracy that each class loses without each expert.
+
+Axes: B batch, C classes, E experts, L levels of hierarchy.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+from rich.console import Console
+from rich.table import Table
+
+from keras_moe.analysis.interventions import (
+    check_images,
+    excluded,
+    moe_block,
+    mumoe_head,
+    numbers_of,
+)
+from keras_moe.analysis.specialisation import (
+    accuracy_changes,
+    class_polysemanticity,
+    mean_polysemanticity,
+)
+from keras_moe.checks import check_one_of
+from keras_moe.ops.expert_types import ExpertTypes
+from keras_moe.variables import restored
+
+# The name of all MoE blocks together.
+ALL = "all"
+# The end of the name of a block's token mixer.
+MIXER = "/token_mixer"
+# An expert outputs zeros; or no token chooses it, and its tokens go to others.
+REMOVALS = ("output", "choice")
+# Limits of the pairs of image and expert that are listed together, and of the pairs
+# that a head computes together.
+_PAIRS, _ROWS = 2**20, 1024
+
+
+class ExpertAblation(NamedTuple):
+    """Accuracies with all experts, and without each.
+
+    Attributes:
+        experts: (E,), numbers of the ablated experts, or names such as "zero + copy"
+            for types and for several experts together.
+        counts: (C,), number of images of each class; for multi-label classifiers, of
+            all images.
+        accuracy: (C,), the full model's accuracy for each class.
+        ablated: (E, C), the accuracy for each class without each expert.
+    """
+
+    experts: np.ndarray
+    counts: np.ndarray
+    accuracy: np.ndarray
+    ablated: np.ndarray
+
+    @property
+    def changes(self) -> np.ndarray:
+        """(E, C), the fraction of its accuracy that each class loses."""
+        return accuracy_changes(self.accuracy, self.ablated)
+
+    @property
+    def polysemanticity(self) -> np.ndarray:
+        """(E,), the `class_polysemanticity` of each expert."""
+        return class_polysemanticity(self.changes)
+
+    @property
+    def mean_polysemanticity(self) -> float | None:
+        """The mean over the experts that matter; None if none does."""
+        return mean_polysemanticity(self.changes)
+
+    def to_dict(self) -> dict:
+        """A JSON-serialisable dict."""
+        lists = {name: np.asarray(x).tolist() for name, x in self._asdict().items()}
+        return {**lists, "mean_polysemanticity": self.mean_polysemanticity}
+
+
+def ablate_experts(
+    model: keras.Model,
+    images: Any,
+    labels: Any,
+    layer: str = "head",
+    experts: Any = None,
+    removal: str | None = None,
+    batch_size: int = 32,
+    verbose: Any = "auto",
+) -> ExpertAblation:
+    """Removes experts, each in turn, and measures the accuracy that each class loses.
+
+    `removal="output"` sets an expert's weights to zero and leaves everything else: it
+    asks which classes need the expert's contribution. With `"choice"` no token
+    chooses the expert, and its tokens go to the best of the others, as with
+    `exclude_experts`. Zero, copy and constant experts are removed in this way.
+
+    For a muMoE, in a head, a block or a token mixer, the layers before it run once;
+    then each image is classified again for each expert that has a part in it, many at
+    a time. Each expert of a routed block costs a pass over the images, and with
+    `"choice"` a compilation, too.
+
+    A prediction is right if the label has the largest output, unless all outputs are
+    equal: otherwise a model without any output would be right about one class.
+
+    Args:
+        model: classifier.
+        images: (B, height, width, channels).
+        labels: integer classes (B,), or 0-1 labels (B, C) of a multi-label classifier,
+            whose accuracy is that of each decision.
+        layer: `"head"` for a muMoE head; the name of an MoE block, such as `"block_1"`,
+            or of a block's token mixer with experts, such as `"block_1/token_mixer"`;
+            or `"all"` for all routed blocks at once.
+        experts: sequence of removals: an expert's number, a type (`"ffn"`, `"zero"`,
+            `"copy"` or `"constant"`) with all its experts, or a tuple of these that are
+            removed together. None removes each expert with weights: all experts, or
+            the FFN experts of MoE++.
+        removal: `"output"`, for experts with weights, or `"choice"`, for token choice
+            routers. None is `"output"` for numbers of experts with weights, and
+            `"choice"` otherwise.
+        batch_size: number of images in a batch.
+        verbose: whether to show a progress bar.
+
+    Reference:
+        *Multilinear Mixture of Experts*, section 4.1.2; *MoE++*, Table C.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import analysis, models
+    >>> from keras_moe.layers import MuMoE
+    >>> model = models.from_preset(
+    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
+    ... )
+    >>> images = np.zeros((20, 16, 16, 1), "float32")
+    >>> labels = np.arange(20) % 10
+    >>> analysis.ablate_experts(model, images, labels, verbose=0).changes.shape
+    (4, 10)
+    """
+    images = check_images(images)
+    part = ablated_part(model, layer)
+    labels = _check_labels(labels, len(images), model)
+    if removal is not None:
+        check_one_of("removal", removal, REMOVALS)
+    names, removals = _removals(experts, removal, part)
+    counts = np.full(labels.shape[1:], len(labels))
+    if labels.ndim == 1:
+        counts = np.bincount(labels, minlength=model.output.shape[-1])
+    arguments = (removals, images, labels, batch_size, verbose)
+    count = _by_pairs if isinstance(part, MuMoEPart) else _by_passes
+    right, lost = count(model, part, *arguments)
+    shares = np.maximum(counts, 1)
+    return ExpertAblation(names, counts, right / shares, (right - lost) / shares)
+
+
+def _check_labels(labels, count, model):
+    labels, classes = np.asarray(labels), model.output.shape[-1]
+    shape, top = (count,), classes
+    if getattr(model, "multi_label", labels.ndim == 2):
+        shape, top = (count, classes), 2
+    numbers = labels.dtype == bool or np.issubdtype(labels.dtype, np.number)
+    if labels.shape != shape or not numbers:
+        raise ValueError(
+            f"Expected labels of shape {shape}, 0 or 1 where they are of several "
+            f"classes; received: shape={labels.shape}, dtype={labels.dtype}"
+        )
+    if not np.isin(labels, np.arange(top)).all():
+        raise ValueError(
+            f"Expected labels that are integers from 0 to {top - 1}; received: from "
+            f"{labels.min()} to {labels.max()}, dtype={labels.dtype}"
+        )
+    return labels.astype("int32")
+
+
+def _removals(experts, removal, part):
+    """The removals in turn: their names, and pairs of how and which experts."""
+    expert_types = part.expert_types
+    entries = range(expert_types.ffn) if experts is None else experts
+    if isinstance(entries, str) or not hasattr(entries, "__iter__"):
+        raise ValueError(
+            f"Expected a sequence of experts below {expert_types.total}, of types, or "
+            f"of tuples of these; received: experts={experts!r}"
+        )
+    entries = list(entries)
+    numbers = [numbers_of(entry, expert_types) for entry in entries]
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"Expected different experts below {expert_types.total}; "
+            f"received: experts={experts}"
+        )
+    removals = [
+        (removal or _removal_of(entry, own, expert_types), own)
+        for entry, own in zip(entries, numbers)
+    ]
+    for how, own in removals:
+        if how == "output" and max(own) >= expert_types.ffn:
+            raise ValueError(
+                "Expected removal='choice' for zero, copy and constant experts, which "
+                f"have no weights to set to zero; received: removal={removal!r}, "
+                f"experts={experts}"
+            )
+        if isinstance(part, MuMoEPart) and (how == "choice" or len(own) > 1):
+            raise ValueError(
+                "Expected single experts and removal='output' of muMoE, in which every "
+                f"expert takes part; received: removal={removal!r}, experts={experts}"
+            )
+    if any(isinstance(entry, (str, list, tuple)) for entry in entries):
+        return np.array([_name(entry) for entry in entries]), removals
+    return np.array([own for (own,) in numbers]), removals
+
+
+def _removal_of(entry, numbers, expert_types):
+    is_number = not isinstance(entry, (str, list, tuple))
+    return "output" if is_number and max(numbers) < expert_types.ffn else "choice"
+
+
+def _name(entry):
+    if isinstance(entry, (list, tuple)):
+        return " + ".join(map(_name, entry))
+    return str(entry)
+
+
+def print_ablation(
+    ablation: ExpertAblation,
+    class_names: list[str] | None = None,
+    top: int = 10,
+    console: Console | None = None,
+) -> None:
+    """Prints the experts that matter most, and the classes that need them.
+
+    Args:
+        ablation: result of `ablate_experts`.
+        class_names: names of the classes; None numbers them.
+        top: number of experts to print.
+        console: a rich console; None prints to the terminal.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from rich.console import Console
+    >>> from keras_moe.analysis import ExpertAblation, print_ablation
+    >>> ones = np.ones(2), np.ones(2), np.ones((1, 2))
+    >>> print_ablation(ExpertAblation(np.arange(1), *ones), console=Console(quiet=True))
+    """
+    changes, scores = ablation.changes, ablation.polysemanticity
+    names = class_names or [str(c) for c in range(changes.shape[1])]
+    mean = ablation.mean_polysemanticity
+    table = Table(
+        title="Accuracy lost without an expert; mean polysemanticity "
+        + ("-" if mean is None else f"{mean:.2f}")
+    )
+    table.add_column("expert", justify="right")
+    table.add_column("polysemanticity", justify="right")
+    table.add_column("classes that lose most")
+    for row in np.argsort(-changes.max(axis=1), kind="stable")[:top]:
+        if not changes[row].any():
+            continue
+        worst = np.argsort(-changes[row], kind="stable")[:4]
+        losses = [f"{names[c]} {changes[row, c]:.0%}" for c in worst if changes[row, c]]
+        table.add_row(
+            str(ablation.experts[row]), f"{scores[row]:.2f}", ", ".join(losses)
+        )
+    (console or Console()).print(table)
+
+
+class MuMoEPart:
+    """A muMoE in a classifier: its inputs, and the outputs without some experts."""
+
+    def __init__(self, model: keras.Model, layer: str):
+        self.is_head, self.is_mixer = layer == "head", layer.endswith(MIXER)
+        if self.is_head:
+            self.layer, self.inputs = mumoe_head(model), model.features
+            self.gate = self.layer.gate
+            self.rest = model.outputs_from_head
+        else:
+            name = layer.removesuffix(MIXER)
+            self.layer = moe_block(model, name)
+            self.inputs = self.layer.input
+            part = self.layer.token_mixer if self.is_mixer else self.layer.feed_forward
+            self.gate = part.router
+            self.rest = _rest(model, name)
+        # The largest coefficient of an expert for a token of an image.
+        self.shares = ops.max(ops.abs(model.routing[layer].gates), axis=1)
+
+    @property
+    def expert_types(self) -> ExpertTypes:
+        """The numbers of experts of each type; all are FFN experts."""
+        return self.gate.expert_types
+
+    def without(self, inputs: Any, experts: Any) -> Any:
+        """The classifier's outputs with the weights of one expert zero."""
+        if self.is_head:
+            coefficients, _ = self.gate(inputs)
+            return self.rest(self.layer.ablated(inputs, coefficients, experts))
+        return self.rest(self.layer.ablated(inputs, experts, mixer=self.is_mixer))
+
+
+class RoutedPart:
+    """The routed MoE layers of one block of a classifier, or of all."""
+
+    def __init__(self, layers: list):
+        for layer in layers:
+            if not hasattr(layer, "expert_slices"):
+                raise ValueError(
+                    "Expected blocks whose experts a router chooses; received: "
+                    f"{type(layer).__name__}"
+                )
+        if not layers:
+            raise ValueError("Expected a model with MoE blocks; received: none")
+        self.layers = layers
+
+    @property
+    def expert_types(self) -> ExpertTypes:
+        """The numbers of experts of each type."""
+        return self.layers[0].router.expert_types
+
+    @contextlib.contextmanager
+    def zeroed(self, experts: tuple[int, ...]) -> Iterator[None]:
+        """Sets the weights of FFN experts of all layers to zero within the context."""
+        parts = [
+            pair
+            for layer in self.layers
+            for expert in experts
+            for pair in layer.expert_slices(expert)
+        ]
+        with restored([variable for variable, _ in parts]):
+            for variable, index in parts:
+                value = np.array(ops.convert_to_numpy(variable.value))
+                value[index] = 0
+                variable.assign(value)
+            yield
+
+
+def _rest(model, name):
+    """The function from the tokens after a block to the classifier's outputs."""
+    backbone = model.backbone
+    blocks = keras.Model(backbone.features[name], backbone.output)
+    classifier = keras.Model(model.pooler.input, model.output)
+    return lambda tokens: classifier(blocks(tokens))
+
+
+def ablated_part(model: keras.Model, layer: str) -> Any:
+    """The part of a classifier whose experts are ablated."""
+    if layer == ALL:
+        blocks = [moe_block(model, name) for name in _block_names(model) or [ALL]]
+        return RoutedPart([block.feed_forward for block in blocks])
+    if layer != "head":
+        name = str(layer).removesuffix(MIXER)
+        block = moe_block(model, name)
+        if name != layer and layer not in model.routing:
+            raise ValueError(
+                "Expected a block whose token mixer has experts; "
+                f"received: layer={layer!r}"
+            )
+        if name == layer and not hasattr(block.feed_forward, "ablated"):
+            return RoutedPart([block.feed_forward])
+    return MuMoEPart(model, layer)
+
+
+def _block_names(model):
+    names = getattr(getattr(model, "backbone", None), "routing", {})
+    return [name for name in names if "/" not in name]
+
+
+def _is_right(outputs, labels, threshold):
+    """1 where the prediction is right: (B,), or (B, C) with several labels."""
+    if len(labels.shape) == 2:
+        decided = ops.cast(outputs > threshold, "int32")
+        return ops.cast(decided == labels, "float32")
+    right = ops.cast(ops.argmax(outputs, axis=-1), labels.dtype) == labels
+    if outputs.shape[-1] > 1:
+        undecided = ops.max(outputs, axis=-1) == ops.min(outputs, axis=-1)
+        right = ops.logical_and(right, ops.logical_not(undecided))
+    return ops.cast(right, "float32")
+
+
+def _check_finite(outputs):
+    if not np.isfinite(np.asarray(outputs, "float32")).all():
+        raise ValueError("Expected a model with finite outputs; received: NaN or inf")
+    return ops.convert_to_tensor(outputs)
+
+
+def _threshold(model):
+    return 0.0 if getattr(model, "output_activation", None) is None else 0.5
+
+
+def _by_class(right, labels, classes):
+    """The sum of (B, ...) over the images of each class, (C,)."""
+    if labels.ndim == 2:
+        return right.sum(axis=0, dtype="float64")
+    return np.bincount(labels, weights=right, minlength=classes)
+
+
+class _Scorer(keras.Model):
+    """Decides whether the prediction without an expert is right."""
+
+    def __init__(self, classifier, part):
+        # The global dtype policy may have less precision than the model.
+        super().__init__(name="scorer", dtype="float32")
+        self.classifier, self.part = classifier, part
+
+    def call(self, inputs):
+        tokens, experts, labels = inputs
+        outputs = self.part.without(tokens, experts)
+        return _is_right(outputs, labels, _threshold(self.classifier))
+
+
+# Both functions below return the numbers of right predictions (C,), and of those that
+# each removal loses (E, C).
+
+
+def _by_pairs(model, part, removals, images, labels, batch_size, verbose):
+    """Classifies each image again for each expert that has a part in it."""
+    experts = np.array([expert for _, (expert,) in removals])
+    classes, levels = model.output.shape[-1], part.gate.num_experts
+    before = keras.Model(
+        model.input,
+        {"inputs": part.inputs, "shares": part.shares, "outputs": model.output},
+    )
+    scorer = _Scorer(model, part)
+    right, lost = np.zeros(classes), np.zeros((len(experts), classes))
+    # All tokens of many images take much memory; features are short.
+    step, rows_together = batch_size, batch_size
+    if part.is_head:
+        # With softmax there are as many pairs as images times experts.
+        step, rows_together = max(_PAIRS // len(experts), 1), _ROWS
+    bar = keras.utils.Progbar(len(labels), unit_name="image") if verbose else None
+    for first in range(0, len(labels), step):
+        of_step = labels[first : first + step]
+        predicted = before.predict(
+            images[first : first + step], batch_size=batch_size, verbose=0
+        )
+        outputs = _check_finite(predicted["outputs"])
+        whole = _is_right(outputs, ops.convert_to_tensor(of_step), _threshold(model))
+        whole = ops.convert_to_numpy(whole)
+        right += _by_class(whole, of_step, classes)
+        # An image does not change without an expert that has no part in it.
+        rows, columns = np.nonzero(predicted["shares"][:, experts])
+        for start in range(0, len(rows), rows_together):
+            row = rows[start : start + rows_together]
+            column = columns[start : start + rows_together]
+            place = np.stack(np.unravel_index(experts[column], levels), axis=-1)
+            # All batches have one shape, so that the scorer is compiled once.
+            padded = np.resize(row, rows_together)
+            inputs = (
+                predicted["inputs"][padded],
+                np.resize(place, (rows_together, len(levels))).astype("int32"),
+                of_step[padded],
+            )
+            after = np.asarray(scorer.predict_on_batch(inputs))[: len(row)]
+            where = column if labels.ndim == 2 else (column, of_step[row])
+            np.add.at(lost, where, whole[row] - after)
+        if bar is not None:
+            bar.update(min(first + step, len(labels)))
+    return right, lost
+
+
+def _by_passes(model, part, removals, images, labels, batch_size, verbose):
+    """Runs over the images without each group of experts in turn."""
+    classes = model.output.shape[-1]
+
+    def right(model):
+        outputs = model.predict(images, batch_size=batch_size, verbose=0)
+        outputs = _check_finite(outputs)
+        hits = _is_right(outputs, ops.convert_to_tensor(labels), threshold)
+        return _by_class(ops.convert_to_numpy(hits), labels, classes)
+
+    threshold = _threshold(model)
+    bar = keras.utils.Progbar(len(removals), unit_name="expert") if verbose else None
+    before, lost = right(model), []
+    for number, (removal, experts) in enumerate(removals):
+        if removal == "output":
+            with part.zeroed(experts):
+                lost.append(before - right(model))
+        else:
+            with excluded([layer.router for layer in part.layers], experts):
+                # A new model is traced within the context.
+                lost.append(before - right(keras.Model(model.input, model.output)))
+        if bar is not None:
+            bar.update(number + 1)
+    return before, np.stack(lost)

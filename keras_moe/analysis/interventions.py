@@ -1,0 +1,318 @@
+"""Trained models with experts excluded, rewritten, or favoured.
+
+Axes: B batch, D hidden, E experts, K selected experts.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_moe.checks import check_integer, check_number
+from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes
+
+# The paper's best value for the attribute-blind threshold.
+_BLIND_STRENGTH = 2.5
+
+
+def moe_block(model: Any, name: str) -> Any:
+    """The MoE block of a name, in a backbone or a classifier."""
+    backbone = getattr(model, "backbone", model)
+    # The records of token mixers have the block's name and a slash.
+    blocks = [key for key in getattr(backbone, "routing", {}) if "/" not in key]
+    if name not in blocks:
+        raise ValueError(
+            f"Expected the name of an MoE block, one of {blocks}; "
+            f"received: {name!r} of {type(model).__name__}"
+        )
+    return backbone.get_layer(name)
+
+
+def mumoe_head(model: Any) -> Any:
+    """The muMoE head of a classifier."""
+    head = getattr(model, "head", None)
+    if head is None or not hasattr(model, "routing"):
+        raise ValueError(
+            "Expected a classifier with a muMoE head; received: "
+            f"{type(model).__name__} without head"
+        )
+    return head
+
+
+def check_images(images: Any) -> Any:
+    """`images`, if they are a non-empty array (B, height, width, channels)."""
+    shape = getattr(images, "shape", None)
+    if shape is None or len(shape) != 4 or not shape[0]:
+        raise ValueError(
+            "Expected an array of at least one image (batch, height, width, "
+            f"channels); received: {type(images).__name__}, shape={shape}"
+        )
+    return images
+
+
+def exclude_experts(model: Any, experts: Any) -> Any:
+    """Returns a new model whose routers never choose some of their experts.
+
+    The tokens of an excluded expert go to the best of the others, whose gates are a
+    softmax without it. *MoE++* removes its zero experts in this way in Table C and
+    loses accuracy, which zeroing a zero expert's output could not cause. The logits
+    that gating residuals pass on to the next layer are unchanged, and so are those
+    that auxiliary losses read: unless the router is retrained, train such a model with
+    `auxiliary_losses=None`.
+
+    Args:
+        model: backbone or classifier with token choice routers; it is not changed.
+        experts: experts to exclude from every MoE block, in addition to those that
+            already are: an expert's number, a type of experts (`"ffn"`, `"zero"`,
+            `"copy"`, `"constant"`), or a sequence of these. At least K must be left.
+
+    Returns:
+        A model of the same class, which saves and loads like any other.
+
+    Reference:
+        *MoE++*, appendix A.4 and Table C.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("moepp_digits", task="backbone")
+    >>> without = analysis.exclude_experts(model, ["zero", "copy"])
+    >>> routing = keras.Model(without.input, without.routing["block_0"])
+    >>> images = np.zeros((1, 16, 16, 1), "float32")
+    >>> served = routing.predict(images, verbose=0).dispatched
+    >>> float(served[..., 8:10].sum())
+    0.0
+    """
+    expert_types = getattr(getattr(model, "backbone", model), "expert_types", None)
+    if expert_types is None:
+        raise ValueError(
+            f"Expected a model with MoE blocks; received: {type(model).__name__} "
+            "without"
+        )
+    options = getattr(model, "backbone", model).moe.router_options or {}
+    before = options.get("excluded_experts", ())
+    excluded = {*before, *numbers_of(experts, expert_types)}
+    return model.with_router_options(excluded_experts=sorted(excluded))
+
+
+def numbers_of(experts: Any, expert_types: ExpertTypes) -> tuple[int, ...]:
+    """The numbers of experts that are given by number or type."""
+    if isinstance(experts, str):
+        if experts not in EXPERT_TYPES or not getattr(expert_types, experts):
+            own = [name for name in EXPERT_TYPES if getattr(expert_types, name)]
+            raise ValueError(
+                f"Expected types of experts among {own}; received: experts={experts!r}"
+            )
+        return tuple(range(expert_types.total)[expert_types.slices()[experts]])
+    if isinstance(experts, (list, tuple)):
+        numbers = [
+            number for each in experts for number in numbers_of(each, expert_types)
+        ]
+        if not numbers or len(set(numbers)) < len(numbers):
+            raise ValueError(
+                f"Expected different experts, at least one; received: {experts!r}"
+            )
+        return tuple(numbers)
+    number = check_integer("experts", experts, 0)
+    if number >= expert_types.total:
+        raise ValueError(
+            f"Expected different experts below {expert_types.total}; "
+            f"received: experts={experts}"
+        )
+    return (number,)
+
+
+@contextlib.contextmanager
+def excluded(routers: list, experts: tuple[int, ...]) -> Iterator[None]:
+    """Keeps routers from choosing some experts within the context.
+
+    Functions that were compiled before the context still choose them.
+    """
+    with contextlib.ExitStack() as stack:
+        for router in routers:
+            if not hasattr(router, "excluding"):
+                raise ValueError(
+                    "Expected token choice routers, whose tokens can choose other "
+                    f"experts; received: {type(router).__name__}"
+                )
+            stack.enter_context(router.excluding(experts))
+        yield
+
+
+def edit_expert_logits(
+    model: Any,
+    subpopulation: Any,
+    output: int,
+    strength: float | None = None,
+    batch_size: int = 32,
+) -> Any:
+    """Returns a new model with one logit moved for images like a subpopulation's.
+
+    `strength mean(a)^T a` is added to the logit of `output`, with an image's
+    coefficients a and their mean over the subpopulation: the logit moves for images
+    that use the same experts. Nothing is trained, and using the model needs no
+    attribute. Edits of several outputs, or of one again, add up.
+
+    Args:
+        model: `ImageClassifier` with a muMoE as its final layer; it is not changed.
+        subpopulation: training images of the subpopulation, (B, height, width,
+            channels). None uses ones for the mean, which moves all images alike: the
+            attribute-blind threshold.
+        output: class, or label, whose logit moves.
+        strength: lambda; a negative one lowers the logit. None is the number of
+            experts, or 2.5 without a subpopulation, as in the paper. Choose the best
+            value on validation data.
+        batch_size: number of images in a batch.
+
+    Returns:
+        A model of the same class, which saves and loads like any other.
+
+    Reference:
+        *Multilinear Mixture of Experts*, equation 5 and appendix J.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import analysis, models
+    >>> from keras_moe.layers import MuMoE
+    >>> model = models.from_preset(
+    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
+    ... )
+    >>> images = np.zeros((2, 16, 16, 1), "float32")
+    >>> edited = analysis.edit_expert_logits(model, images, output=3, strength=2.0)
+    >>> change = edited.predict(images, verbose=0) - model.predict(images, verbose=0)
+    >>> change[0].round(3).tolist()  # an untrained gate is uniform: 2 * 4 / 4 ** 2
+    [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    """
+    experts = mumoe_head(model).gate.expert_types.total
+    if strength is not None:
+        strength = check_number("strength", strength)
+    if subpopulation is None:
+        mean = np.ones(experts)
+        strength = _BLIND_STRENGTH if strength is None else strength
+    else:
+        mean = mean_coefficients(model, subpopulation, batch_size)
+        strength = experts if strength is None else strength
+    return model.with_logit_offsets(output, strength * mean)
+
+
+def mean_coefficients(model: Any, images: Any, batch_size: int = 32) -> np.ndarray:
+    """The mean coefficient of each expert of a muMoE head over some images.
+
+    Args:
+        model: `ImageClassifier` with a muMoE head.
+        images: (B, height, width, channels).
+        batch_size: number of images in a batch.
+
+    Returns:
+        float64 (E,), which sums to 1 if each image's coefficients do.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import analysis, models
+    >>> from keras_moe.layers import MuMoE
+    >>> model = models.from_preset(
+    ...     "vmoe_digits", num_classes=10, head=MuMoE(10, num_experts=4, rank=8)
+    ... )
+    >>> analysis.mean_coefficients(model, np.zeros((2, 16, 16, 1), "float32")).tolist()
+    [0.25, 0.25, 0.25, 0.25]
+    """
+    mumoe_head(model)
+    images = check_images(images)
+    gates = keras.Model(model.input, model.routing["head"].gates).predict(
+        images, batch_size=batch_size, verbose=0
+    )
+    return gates[:, 0].mean(axis=0, dtype="float64")
+
+
+def expert_centres(model: Any, block: str) -> np.ndarray:
+    """The cluster centres of a block's experts: the columns of its router's kernel.
+
+    The nearer a token is to a centre, the larger is the expert's logit. The centre of
+    an expert in several levels is the sum over levels.
+
+    Args:
+        model: backbone or classifier.
+        block: name of an MoE block, such as `"block_1"`, whose router has a linear map
+            from tokens to experts.
+
+    Returns:
+        float32 (E, D).
+
+    Reference:
+        *Multilinear Mixture of Experts*, appendix G.2.
+
+    Example:
+
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("vmoe_digits", task="backbone")
+    >>> analysis.expert_centres(model, "block_1").shape
+    (8, 64)
+    """
+    router = moe_block(model, block).feed_forward.router
+    kernels = getattr(router, "kernels", None) or [getattr(router, "kernel", None)]
+    experts = math.prod(
+        np.shape(kernel)[-1] for kernel in kernels if kernel is not None
+    )
+    if any(k is None or len(k.shape) != 2 for k in kernels) or (
+        experts != router.expert_types.total
+    ):
+        raise ValueError(
+            "Expected a block whose router maps tokens to experts by one kernel; "
+            f"received: router={router.summary!r}"
+        )
+    centres = np.zeros((1, kernels[0].shape[0]), "float32")
+    for kernel in kernels:
+        level = ops.convert_to_numpy(kernel.value).T
+        centres = (centres[:, None] + level[None]).reshape(-1, level.shape[1])
+    return centres
+
+
+def steer_expert(model: Any, block: str, expert: int, strength: float = 1.0) -> Any:
+    """Returns a new model in which every token is pushed towards an expert.
+
+    The expert's cluster centre, times `strength`, is added to the input of the block's
+    mixture of experts. It becomes part of the offset of the normalisation before it:
+    the new model has no additional weights.
+
+    Args:
+        model: backbone or classifier; it is not changed.
+        block: name of an MoE block, such as `"block_1"`.
+        expert: number of the expert.
+        strength: factor of the centre; a negative one pushes tokens away.
+
+    Returns:
+        A model of the same class, which saves and loads like any other.
+
+    Reference:
+        *Multilinear Mixture of Experts*, appendix G.2.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_moe import analysis, models
+    >>> model = models.from_preset("vmoe_digits", task="backbone")
+    >>> steered = analysis.steer_expert(model, "block_1", expert=3, strength=50.0)
+    >>> routing = keras.Model(steered.input, steered.routing["block_1"])
+    >>> gates = routing.predict(np.zeros((1, 16, 16, 1), "float32"), verbose=0).gates
+    >>> set(gates.argmax(axis=-1).ravel().tolist())
+    {3}
+    """
+    centres = expert_centres(model, block)
+    check_integer("expert", expert, 0, len(centres) - 1)
+    strength = check_number("strength", strength)
+    if not centres[expert].any():
+        raise ValueError(
+            "Expected a trained router; received: a cluster centre of zeros, "
+            f"block={block!r}, expert={expert}"
+        )
+    steered = model.copy()
+    offset = moe_block(steered, block).feed_forward_norm.beta
+    offset.assign(ops.convert_to_numpy(offset.value) + strength * centres[expert])
+    return steered

@@ -1,0 +1,332 @@
+"""Pictures of what experts specialise in, and of their loads and scores."""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from keras_moe.analysis.plots.figure import new_figure, save_figure
+
+# The hatches tell them apart without colours.
+_TYPES = {
+    "ffn": ("FFN", "#0072B2", ""),
+    "constant": ("constant", "#009E73", "///"),
+    "copy": ("copy", "#E69F00", "..."),
+    "zero": ("zero", "#A0A0A0", "xxx"),
+}
+
+
+def plot_ablation(
+    ablations: dict[str, Any],
+    path: str | os.PathLike | None = None,
+    class_names: list[str] | None = None,
+    experts_per_model: int = 4,
+    least_change: float = 0.5,
+    title: str = "Accuracy lost without an expert",
+) -> Any:
+    """Draws the fraction of accuracy that classes lose without an expert.
+
+    Each model has a row, with its first experts that matter. Bars below zero are
+    classes that gain; the axis ends at -100%.
+
+    Args:
+        ablations: dict from the name of a model to its `ExpertAblation`, result of
+            `keras_moe.analysis.ablate_experts`.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+        class_names: names of the classes; None numbers them.
+        experts_per_model: number of columns.
+        least_change: an expert is shown if it changes the accuracy of some class by
+            this much; if there are too few, those with the largest change are shown.
+
+    Reference:
+        *Multilinear Mixture of Experts*, Figures 18 and 19.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import ExpertAblation, plots
+    >>> ablation = ExpertAblation(np.arange(2), np.ones(2), np.ones(2), np.eye(2))
+    >>> figure = plots.plot_ablation({"2 experts": ablation}, "ablation.png")
+    """
+    if not ablations:
+        raise ValueError("Expected at least one model; received: ablations={}")
+    size = (2.3 * experts_per_model + 1, 1.6 * len(ablations) + 0.6)
+    figure = new_figure(figsize=size, dpi=110)
+    axes = figure.subplots(
+        len(ablations), experts_per_model, sharey=True, squeeze=False
+    )
+    for row, (name, ablation) in zip(axes, ablations.items()):
+        changes = ablation.changes
+        largest = np.abs(changes).max(axis=1)
+        chosen = np.flatnonzero(largest >= least_change)[:experts_per_model]
+        if len(chosen) < experts_per_model:
+            most = np.argsort(-largest, kind="stable")[:experts_per_model]
+            chosen = np.sort(most)
+        row[0].set_ylabel(f"{name}\n% lost", fontsize=8)
+        for axis in row[len(chosen) :]:
+            axis.axis("off")
+        positions = np.arange(changes.shape[1])
+        for axis, index in zip(row, chosen):
+            axis.bar(positions, 100 * changes[index], width=1.0, color="tab:blue")
+            axis.axhline(0, color="black", linewidth=0.5)
+            score = ablation.polysemanticity[index]
+            label = f"expert {ablation.experts[index]}, p = {score:.2f}"
+            axis.set_title(label, fontsize=8, pad=3)
+            axis.tick_params(labelsize=6)
+            if class_names is not None:
+                axis.set_xticks(positions, class_names)
+    if class_names is None:
+        axes[-1, 0].set_xlabel("class", fontsize=8)
+    # A class of low accuracy may gain several times of it.
+    axes[0, 0].set_ylim(max(-105, min(-5, axes[0, 0].get_ylim()[0])), 105)
+    return save_figure(figure, path, title)
+
+
+def plot_polysemanticity(
+    scores: dict[str, dict[int, list[float]]],
+    path: str | os.PathLike | None = None,
+    title: str = "More experts, each with less to do",
+) -> Any:
+    """Draws the experts' mean polysemanticity against their number.
+
+    Args:
+        scores: dict from the name of a model to a dict from the number of experts to
+            the mean polysemanticities of the runs.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+
+    Reference:
+        *Multilinear Mixture of Experts*, Figure 3.
+
+    Example:
+
+    >>> from keras_moe.analysis import plots
+    >>> scores = {"final": {2: [2.0, 2.2], 4: [1.1, 1.0]}}
+    >>> figure = plots.plot_polysemanticity(scores, "polysemanticity.png")
+    """
+    if not scores or not all(scores.values()):
+        raise ValueError(f"Expected scores of models; received: scores={scores}")
+    figure = new_figure(figsize=(5.2, 3.7), dpi=110)
+    axis = figure.subplots()
+    counts = sorted({count for rows in scores.values() for count in rows})
+    for name, rows in scores.items():
+        own = sorted(rows)
+        means = [np.mean(rows[count]) for count in own]
+        deviations = [np.std(rows[count], ddof=len(rows[count]) > 1) for count in own]
+        axis.errorbar(own, means, yerr=deviations, marker="o", capsize=3, label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("experts")
+    axis.set_ylabel("mean class-level polysemanticity")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8)
+    return save_figure(figure, path, title)
+
+
+def plot_expert_load(
+    loads: dict[str, Any],
+    path: str | os.PathLike | None = None,
+    threshold: float = 0.5,
+    title: str = "Expert load",
+    width: float = 7.0,
+) -> Any:
+    """Draws the number of tokens for which each expert has a large coefficient.
+
+    Args:
+        loads: dict from the name of a model to its counts (E,), result of
+            `keras_moe.analysis.expert_load`.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+        threshold: lowest coefficient that was counted, for the axis.
+        width: width of the picture in inches.
+
+    Reference:
+        *Multilinear Mixture of Experts*, Figure 22.
+
+    Example:
+
+    >>> from keras_moe.analysis import plots
+    >>> figure = plots.plot_expert_load({"3 experts": [5, 0, 2]}, "load.png")
+    """
+    if not loads:
+        raise ValueError("Expected at least one model; received: loads={}")
+    figure = new_figure(figsize=(width, 0.7 + 1.5 * len(loads)), dpi=110)
+    axes = figure.subplots(len(loads), 1, squeeze=False)[:, 0]
+    colours = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
+    for axis, (name, load) in zip(axes, loads.items()):
+        load = np.asarray(load)
+        experts = np.arange(len(load))
+        axis.bar(experts, load, color=[colours[e % len(colours)] for e in experts])
+        # An axis of no load at all would have negative numbers.
+        axis.set_ylim(0, 1.05 * max(load.max(), 1))
+        label = f"{name}; {int((load == 0).sum())} without a token"
+        axis.set_title(label, fontsize=8, pad=3, parse_math=False)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.tick_params(labelsize=7)
+        axis.set_ylabel(f"tokens, a >= {threshold:g}", fontsize=7)
+    axes[-1].set_xlabel("expert", fontsize=8)
+    return save_figure(figure, path, title)
+
+
+def plot_subpopulations(
+    before: Any,
+    after: Any,
+    path: str | os.PathLike | None = None,
+    target_names: Any = None,
+    attribute_names: Any = None,
+    target: tuple[int, int] | None = None,
+    title: str = "Accuracy by subpopulation",
+) -> Any:
+    """Draws accuracies before and after an edit, and their difference.
+
+    Args:
+        before: `FairnessMetrics` before the edit, result of
+            `keras_moe.analysis.fairness_metrics`.
+        after: `FairnessMetrics` of the edited model.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+        target_names: names of the target's values, the rows; None numbers them.
+        attribute_names: names of the attribute's values, the columns.
+        target: subpopulation that the edit was for, which gets a frame.
+
+    Reference:
+        *Multilinear Mixture of Experts*, Figure 25.
+
+    Example:
+
+    >>> from keras_moe.analysis import fairness_metrics, plots
+    >>> metrics = fairness_metrics([1, 0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1])
+    >>> figure = plots.plot_subpopulations(metrics, metrics, "subpopulations.png")
+    """
+    first, second = before.accuracies, after.accuracies
+    if first.shape != second.shape:
+        raise ValueError(
+            "Expected metrics of the same subpopulations; received: shapes "
+            f"{first.shape} and {second.shape}"
+        )
+    rows = target_names or [f"target {i}" for i in range(first.shape[0])]
+    columns = attribute_names or [f"attribute {i}" for i in range(first.shape[1])]
+    figure = new_figure(figsize=(9.6, 1.3 + 0.8 * len(rows)), dpi=110)
+    axes = figure.subplots(1, 3)
+    reach = max(np.abs(second - first).max(), 0.01)
+    for axis, name, values, limits, colours in (
+        (axes[0], "before", first, (0, 1), "viridis"),
+        (axes[1], "after", second, (0, 1), "viridis"),
+        (axes[2], "difference", second - first, (-reach, reach), "RdBu"),
+    ):
+        axis.imshow(values, vmin=limits[0], vmax=limits[1], cmap=colours, aspect="auto")
+        axis.set_xticks(range(len(columns)), columns, fontsize=8)
+        axis.set_yticks(range(len(rows)), rows if axis is axes[0] else [], fontsize=8)
+        axis.set_title(name, fontsize=9)
+        for (row, column), value in np.ndenumerate(values):
+            text = f"{value:+.3f}" if name == "difference" else f"{value:.3f}"
+            share = (value - limits[0]) / (limits[1] - limits[0])
+            light = 0.25 < share < 0.75 if name == "difference" else share > 0.5
+            style = {"ha": "center", "va": "center", "fontsize": 9}
+            axis.text(column, row, text, color="black" if light else "white", **style)
+        if target is not None:
+            x = target[1] + np.array([-1, 1, 1, -1, -1]) * 0.47
+            y = target[0] + np.array([-1, -1, 1, 1, -1]) * 0.47
+            axis.plot(x, y, color="lime", linewidth=2.5)
+    return save_figure(figure, path, title)
+
+
+def plot_load_by_type(
+    loads: dict[str, Any],
+    path: str | os.PathLike | None = None,
+    title: str = "Load of each type of expert",
+    width: float = 6.5,
+) -> Any:
+    """Draws the load of each type of expert in each MoE block.
+
+    Args:
+        loads: dict from a block to its `TypeLoads`, result of
+            `keras_moe.analysis.load_by_type`.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+        width: width of the picture in inches.
+
+    Reference:
+        *MoE++*, Figure 4.
+
+    Example:
+
+    >>> from keras_moe.analysis import TypeLoads, plots
+    >>> shares = {"ffn": 0.6, "zero": 0.2, "copy": 0.1, "constant": 0.1}
+    >>> loads = {"block_0": TypeLoads(shares, {**shares, "ffn": 1.2}, 0.0)}
+    >>> figure = plots.plot_load_by_type(loads, "loads.png")
+    """
+    if not loads:
+        raise ValueError("Expected at least one MoE block; received: loads={}")
+    height = 1.1 + 0.42 * len(loads) + (0.3 if title else 0)
+    figure = new_figure(figsize=(width, height), dpi=110)
+    axis = figure.subplots()
+    rows = np.arange(len(loads))
+    left = np.zeros(len(loads))
+    for expert_type, (label, colour, hatch) in _TYPES.items():
+        shares = np.array([100 * row.shares[expert_type] for row in loads.values()])
+        style = {"hatch": hatch, "edgecolor": "white", "linewidth": 0.3, "height": 0.7}
+        axis.barh(rows, shares, left=left, color=colour, label=label, **style)
+        left += shares
+    axis.set_yticks(rows, list(loads), parse_math=False)
+    for row, load in enumerate(loads.values()):
+        number = f"{load.experts_per_token['ffn']:.2f}"
+        axis.text(101, row, number, va="center", fontsize=8)
+    axis.set_xlim(0, 117 if width < 5 else 112)
+    axis.invert_yaxis()
+    axis.set_xlabel("% of assignments; right: FFN experts per token", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.45, 1.0),
+        fontsize=8,
+        ncols=4,
+        frameon=False,
+        columnspacing=1.0,
+        handlelength=1.2,
+    )
+    return save_figure(figure, path, title)
+
+
+def plot_routing_scores(
+    scores: dict[str, Any],
+    path: str | os.PathLike | None = None,
+    title: str = "Routing scores",
+) -> Any:
+    """Draws the spread of the two highest gates of tokens.
+
+    Args:
+        scores: dict from the name of a model, such as one with and one without gating
+            residuals, to its `RoutingScores`, result of
+            `keras_moe.analysis.routing_scores`.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+
+    Reference:
+        *MoE++*, Figure 6.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import RoutingScores, plots
+    >>> scores = RoutingScores(np.linspace(0.4, 1, 50), np.linspace(0, 0.4, 50))
+    >>> figure = plots.plot_routing_scores({"with gating residuals": scores}, "s.png")
+    """
+    if not scores:
+        raise ValueError("Expected scores of at least one model; received: scores={}")
+    columns = len(scores)
+    size = (4.2 * columns if columns > 1 else 3.6, 3.4 + (0.3 if title else 0))
+    figure = new_figure(figsize=size, dpi=110)
+    axes = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
+    bins = np.linspace(0, 1, 41)
+    for axis, (name, values) in zip(axes, scores.items()):
+        for label, gates, colour in (
+            ("highest", values.highest, "#0072B2"),
+            ("second", values.second, "#E69F00"),
+        ):
+            label = f"{label}: mean {gates.mean():.3f}, variance {gates.var():.4f}"
+            style = {"alpha": 0.6, "color": colour, "label": label}
+            axis.hist(
+                gates, bins, weights=np.full(len(gates), 100 / len(gates)), **style
+            )
+        axis.set_title(name, fontsize=9, parse_math=False)
+        axis.set_xlabel("gate")
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    axes[0].set_ylabel("% of tokens")
+    return save_figure(figure, path, title)

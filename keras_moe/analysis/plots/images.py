@@ -1,0 +1,379 @@
+"""Pictures of the images and patches that experts work on."""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from keras_moe.analysis.plots.figure import (
+    checked_images,
+    faded,
+    in_colour,
+    name_row,
+    new_figure,
+    picture_axes,
+    save_figure,
+    write_figure,
+)
+from keras_moe.analysis.tokens import expert_views, of_patches
+from keras_moe.checks import check_integer
+
+
+def plot_expert_images(
+    images: Any,
+    routing: Any,
+    path: str | os.PathLike | None = None,
+    labels: Any = None,
+    experts: Any = None,
+    images_per_expert: int = 8,
+    threshold: float | None = 0.5,
+    seed: int | None = 0,
+    title: str = "Images of each expert",
+) -> Any:
+    """Draws images that use an expert.
+
+    Each expert has a row, with the coefficient above each image and the label below.
+
+    Args:
+        images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
+        routing: `Routing` of a muMoE head, with arrays (B, 1, E).
+        path: see `keras_moe.analysis.plots`, as for `title`.
+        labels: names or numbers of the images' classes (B,), or None.
+        experts: experts to draw; None draws the first ten that have an image.
+        images_per_expert: number of images in a row.
+        threshold: lowest coefficient of an image that is shown.
+        seed: seed of a random choice of images, as in Figure 2; None chooses those with
+            the largest coefficients, as in Figure 17.
+
+    Reference:
+        *Multilinear Mixture of Experts*, Figures 2, 16 and 17.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import plots
+    >>> from keras_moe.ops import Routing
+    >>> routing = Routing(*[np.eye(3)[:, None]] * 6)
+    >>> images = np.zeros((3, 8, 8, 1))
+    >>> figure = plots.plot_expert_images(images, routing, "images.png")
+    """
+    images, gates = checked_images(images), np.asarray(routing.gates)
+    if gates.ndim != 3 or gates.shape[1] != 1 or len(gates) != len(images):
+        raise ValueError(
+            f"Expected gates ({len(images)}, 1, experts), one for each image; "
+            f"received: shape={gates.shape}"
+        )
+    check_integer("images_per_expert", images_per_expert)
+    gates, generator, rows = gates[:, 0], np.random.default_rng(seed), {}
+    for expert in range(gates.shape[1]) if experts is None else experts:
+        _check_expert(expert, gates.shape[1])
+        order = np.argsort(-gates[:, expert], kind="stable")
+        order = order[gates[order, expert] >= (threshold or 0.0)]
+        if seed is not None:
+            order = generator.permutation(order)
+        if len(order):
+            rows[expert] = order[:images_per_expert]
+        if experts is None and len(rows) == 10:
+            break
+    if not rows:
+        raise ValueError(
+            "Expected at least one expert with an image; received: none with a "
+            f"coefficient of {threshold}"
+        )
+    height = 0.35 + 0.95 * images.shape[1] / images.shape[2]
+    size = (0.9 + 0.95 * images_per_expert, 0.7 + height * len(rows))
+    figure = new_figure(figsize=size, dpi=110)
+    axes = picture_axes(figure, len(rows), images_per_expert)
+    for axis in axes.flat:
+        axis.set_frame_on(False)
+    for row, (expert, chosen) in zip(axes, rows.items()):
+        name_row(row[0], f"expert {expert}")
+        for axis, index in zip(row, chosen):
+            axis.imshow(in_colour(images[index]))
+            axis.set_title(f"{gates[index, expert]:.2f}", fontsize=7, pad=2)
+            if labels is not None:
+                axis.set_xlabel(str(labels[index]), fontsize=7, labelpad=1)
+    return _save_rows(figure, path, title)
+
+
+def _check_expert(expert, count):
+    if not 0 <= expert < count:
+        raise ValueError(f"Expected experts below {count}; received: {expert}")
+
+
+def _save_rows(figure, path, title):
+    # The room for the title is in inches.
+    top = 1 - 0.25 / figure.get_size_inches()[1]
+    return save_figure(figure, path, title, pad=0.4, rect=(0, 0, 1, top))
+
+
+def plot_expert_patches(
+    images: Any,
+    routing: Any,
+    grid: tuple[int, int],
+    path: str | os.PathLike | None = None,
+    experts: Any = None,
+    patches_per_expert: int = 8,
+    title: str = "Patches that use an expert most",
+) -> Any:
+    """Draws the patches that use an expert most, and their images.
+
+    Each expert has two rows: the patches, each of a different image, with their
+    coefficients, and below them the images with the patch in a frame.
+
+    Args:
+        images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
+        routing: `Routing` of a block, with arrays (B, N, E). N is the number of patches
+            in the grid, plus one for a class token before them.
+        grid: numbers of patches down and across.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+        experts: experts to draw; None draws the first three.
+        patches_per_expert: number of patches in a row.
+
+    Reference:
+        *Multilinear Mixture of Experts*, Figures 4 and 12.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import plots
+    >>> from keras_moe.ops import Routing
+    >>> routing = Routing(*[np.ones((2, 4, 2))] * 6)
+    >>> images = np.zeros((2, 8, 8, 1))
+    >>> figure = plots.plot_expert_patches(images, routing, (2, 2), "patches.png")
+    """
+    images, gates = checked_images(images), of_patches(routing.gates, grid)
+    if len(gates) != len(images):
+        raise ValueError(
+            f"Expected gates ({len(images)}, tokens, experts), those of each image; "
+            f"received: shape={gates.shape}"
+        )
+    if experts is None:
+        experts = range(min(gates.shape[2], 3))
+    columns = min(check_integer("patches_per_expert", patches_per_expert), len(images))
+    height, width = images.shape[1] // grid[0], images.shape[2] // grid[1]
+    size = (0.9 + 0.95 * columns, 0.6 + 2.1 * len(experts))
+    figure = new_figure(figsize=size, dpi=110)
+    axes = picture_axes(figure, 2 * len(experts), columns)
+    for number, expert in enumerate(experts):
+        _check_expert(expert, gates.shape[2])
+        best = gates[:, :, expert].max(axis=1)
+        for column, index in enumerate(np.argsort(-best, kind="stable")[:columns]):
+            row, across = divmod(int(gates[index, :, expert].argmax()), grid[1])
+            top, left = row * height, across * width
+            image = in_colour(images[index])
+            patch, whole = axes[2 * number : 2 * number + 2, column]
+            patch.imshow(image[top : top + height, left : left + width], vmin=0, vmax=1)
+            patch.set_title(f"{best[index]:.2f}", fontsize=7, pad=2)
+            whole.imshow(image)
+            frame_x = np.array([left, left + width, left + width, left, left]) - 0.5
+            frame_y = np.array([top, top, top + height, top + height, top]) - 0.5
+            whole.plot(frame_x, frame_y, color="tab:red", linewidth=1.5)
+        name_row(axes[2 * number, 0], f"expert {expert}")
+    return _save_rows(figure, path, title)
+
+
+def plot_expert_views(
+    images: Any,
+    routing: Any,
+    grid: tuple[int, int],
+    path: str | os.PathLike | None = None,
+    images_per_expert: int = 8,
+    title: str = "What each expert looks at",
+) -> Any:
+    """Draws the patches that each expert of a layer works on.
+
+    Each expert has a row: a map of the positions in the image where it works, then the
+    images in which it works most, with the patches of other experts faded.
+
+    Args:
+        images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
+        routing: `Routing` of the layer, with arrays (B, N, E).
+        grid: numbers of patches down and across.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+        images_per_expert: number of images in a row.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import plots
+    >>> from keras_moe.ops import Routing
+    >>> routing = Routing(*[np.ones((2, 4, 2))] * 6)
+    >>> images = np.zeros((2, 8, 8, 1))
+    >>> figure = plots.plot_expert_views(images, routing, (2, 2), "experts.png")
+    """
+    images = checked_images(images)
+    if len(images) != len(routing.combined):
+        raise ValueError(
+            "Expected a routing record for each image; received: "
+            f"{len(images)} images and {len(routing.combined)} records"
+        )
+    views = expert_views(routing, grid, images_per_expert)
+    columns = 1 + min(images_per_expert, len(images))
+    # Wide enough for the two lines below the images.
+    width_inches = max(1.0 + columns, 6.6)
+    height_inches = 1.2 + 1.05 * len(views)
+    figure = new_figure(figsize=(width_inches, height_inches), dpi=110)
+    axes = picture_axes(figure, len(views), columns)
+    top = max(view.position_shares.max() for view in views) or 1
+    patch = np.ones((images.shape[1] // grid[0], images.shape[2] // grid[1]))
+    for row, (expert_axes, view) in enumerate(zip(axes, views)):
+        heat = expert_axes[0].imshow(view.position_shares, vmin=0, vmax=top)
+        name_row(expert_axes[0], f"expert {row}")
+        for axis, index, patches in zip(expert_axes[1:], view.images, view.patches):
+            axis.imshow(faded(images[index], np.kron(patches, patch)))
+    axes[0, 0].set_title("where", fontsize=9)
+    if columns > 1:
+        axes[0, 1].set_title("images where it works most", fontsize=9, loc="left")
+    figure.suptitle(title, fontsize=11, y=1 - 0.18 / height_inches)
+    legend = (
+        "First column: how often the expert works at each position (yellow: in most "
+        "images, violet: in none).\nOther columns: patches in their own colours are "
+        "the expert's; bluish ones go to other experts."
+    )
+    left, bottom = 0.9 / width_inches, 0.08 / height_inches
+    figure.text(left, bottom, legend, fontsize=8, va="bottom")
+    figure.subplots_adjust(
+        left=left,
+        right=1 - 0.7 / width_inches,
+        top=1 - 0.6 / height_inches,
+        bottom=0.5 / height_inches,
+        hspace=0.06,
+    )
+    area = (1 - 0.55 / width_inches, 0.3, 0.12 / width_inches, 0.4)
+    bar = figure.colorbar(heat, cax=figure.add_axes(area))
+    bar.set_label("share of images", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    return write_figure(figure, path)
+
+
+def plot_compute_maps(
+    images: Any,
+    maps: Any,
+    path: str | os.PathLike | None = None,
+    num_selected_experts: int = 2,
+    title: str = "Where the model spends compute",
+    columns: int = 4,
+) -> Any:
+    """Draws the number of FFN experts of each patch over its image.
+
+    Each image stands next to the same image with the map over it.
+
+    Args:
+        images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
+        maps: (B, rows, columns), result of `keras_moe.analysis.compute_map`.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+        num_selected_experts: K, the largest number of FFN experts of a token.
+        columns: number of images in a row.
+
+    Reference:
+        *MoE++*, Figure 5, for images.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import plots
+    >>> images, maps = np.zeros((2, 8, 8, 1)), np.ones((2, 2, 2))
+    >>> figure = plots.plot_compute_maps(images, maps, "compute.png")
+    """
+    images, maps = checked_images(images), np.asarray(maps)
+    if maps.ndim != 3 or len(maps) != len(images) or not len(maps):
+        raise ValueError(
+            f"Expected a map (rows, columns) for each of {len(images)} images; "
+            f"received: shape={maps.shape}"
+        )
+    columns = min(len(images), columns)
+    rows = -(-len(images) // columns)
+    size = (2.3 * columns + 1.0, 1.35 * rows + 0.5)
+    figure = new_figure(figsize=size, dpi=110)
+    axes = figure.subplots(rows, 2 * columns, squeeze=False)
+    for axis in axes.flat:
+        axis.axis("off")
+    extent = (0, images.shape[2], images.shape[1], 0)
+    limits = {"vmin": 0, "vmax": num_selected_experts, "cmap": "magma", "alpha": 0.7}
+    for plain, overlaid, image, counts in zip(
+        axes[:, ::2].flat, axes[:, 1::2].flat, images, maps
+    ):
+        for axis in (plain, overlaid):
+            axis.imshow(in_colour(image), extent=extent)
+        heat = overlaid.imshow(counts, extent=extent, **limits)
+        overlaid.set_title(f"{counts.mean():.2f}", fontsize=8, pad=2)
+    figure.suptitle(title, fontsize=11)
+    # The margins are in inches, whatever the number of images.
+    figure.subplots_adjust(
+        left=0.05 / size[0],
+        right=1 - 0.9 / size[0],
+        top=1 - 0.5 / size[1],
+        bottom=0.05 / size[1],
+        wspace=0.06,
+    )
+    area = (1 - 0.75 / size[0], 0.1, 0.12 / size[0], 0.65)
+    bar = figure.colorbar(heat, cax=figure.add_axes(area))
+    bar.set_label("FFN experts per token", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    return write_figure(figure, path)
+
+
+def plot_type_maps(
+    images: Any,
+    maps: dict[str, Any],
+    path: str | os.PathLike | None = None,
+    title: str = "Experts of each type per token",
+) -> Any:
+    """Draws the number of experts of each type for each patch.
+
+    Each image has a column, with a row below it for each type, which has its own scale.
+
+    Args:
+        images: (B, height, width, channels) in [-1, 1], channels 1 or 3.
+        maps: dict from a type to a result (B, rows, columns) of
+            `keras_moe.analysis.compute_map`.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+
+    Reference:
+        *MoE++*, Figure A, for images.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import plots
+    >>> maps = {"zero": np.ones((2, 2, 2)), "copy": np.zeros((2, 2, 2))}
+    >>> figure = plots.plot_type_maps(np.zeros((2, 8, 8, 1)), maps, "types.png")
+    """
+    images = checked_images(images)
+    maps = {name: np.asarray(values) for name, values in maps.items()}
+    shapes = {name: values.shape for name, values in maps.items()}
+    fits = all(len(s) == 3 and s[0] == len(images) for s in shapes.values())
+    if not maps or not len(images) or not fits:
+        raise ValueError(
+            "Expected at least one type, and for each a map (rows, columns) of "
+            f"{len(images)} images; received: shapes={shapes}"
+        )
+    extent = (0, images.shape[2], images.shape[1], 0)
+    width, height = 0.95 * len(images) + 1.9, 1.0 * (len(maps) + 1) + 0.5
+    figure = new_figure(figsize=(width, height), dpi=110)
+    axes = picture_axes(figure, len(maps) + 1, len(images))
+    for axis, image in zip(axes[0], images):
+        axis.imshow(in_colour(image))
+    name_row(axes[0, 0], "image")
+    # The margins are in inches, whatever the number of images.
+    figure.subplots_adjust(
+        left=0.9 / width,
+        right=1 - 0.9 / width,
+        top=1 - 0.4 / height,
+        bottom=0.1 / height,
+        wspace=0.06,
+        hspace=0.06,
+    )
+    for row, (name, values) in zip(axes[1:], maps.items()):
+        name_row(row[0], f"{name}\n{values.mean():.2f}")
+        limits = {"vmin": 0, "vmax": max(float(values.max()), 1e-6), "cmap": "magma"}
+        for axis, counts in zip(row, values):
+            heat = axis.imshow(counts, extent=extent, **limits)
+        box = row[-1].get_position()
+        corner = (1 - 0.75 / width, box.y0 + 0.05 / height)
+        bar = figure.add_axes((*corner, 0.1 / width, box.height - 0.1 / height))
+        figure.colorbar(heat, cax=bar)
+        bar.tick_params(labelsize=7)
+    figure.suptitle(title, fontsize=11)
+    return write_figure(figure, path)

@@ -1,0 +1,122 @@
+"""Pictures of training runs."""
+
+import csv
+import os
+from typing import Any
+
+import numpy as np
+
+from keras_moe.analysis.plots.figure import new_figure, save_figure
+
+_HEALTH = {
+    "load_entropy": "entropy of the load",
+    "dead_experts": "dead experts",
+    "dropped_choices": "dropped choices",
+    "mean_max_gate": "largest gate",
+}
+
+
+def plot_training_history(
+    history: dict[str, Any],
+    path: str | os.PathLike | None = None,
+    title: str = "Training",
+) -> Any:
+    """Draws loss and metrics over the epochs.
+
+    Args:
+        history: dict of lists with a value for each epoch, such as `fit(...).history`:
+            "loss" and "accuracy", or another metric, with `"val_"` before the name for
+            those of the test images. Each metric has its own panel.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+
+    Reference:
+        *Multilinear Mixture of Experts*, Figure 10.
+
+    Example:
+
+    >>> from keras_moe.analysis import plots
+    >>> history = {"loss": [2.0, 1.0], "val_loss": [2.1, 1.2], "accuracy": [0.3, 0.6]}
+    >>> figure = plots.plot_training_history(history, "training.png")
+    """
+    names = list(dict.fromkeys(name.removeprefix("val_") for name in history))
+    if not names or not all(len(values) for values in history.values()):
+        raise ValueError(f"Expected at least one epoch; received: history={history}")
+    figure = new_figure(figsize=(4.5 * len(names), 3.4), dpi=110)
+    axes = figure.subplots(1, len(names), squeeze=False)[0]
+    for axis, name in zip(axes, names):
+        lines = ((name, "training", "."), (f"val_{name}", "test", "o"))
+        for key, label, marker in lines:
+            values = history.get(key)
+            if values is not None:
+                epochs = np.arange(1, len(values) + 1)
+                # A single epoch is a point, and several are a line.
+                marker = marker if len(values) < 20 else ""
+                axis.plot(epochs, values, marker=marker, label=label)
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel("epoch")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=8)
+    return save_figure(figure, path, title)
+
+
+def plot_router_health(
+    csv_path: str | os.PathLike,
+    path: str | os.PathLike | None = None,
+    title: str = "Router health",
+) -> Any:
+    """Draws each layer's load over the steps, and its entropy, drops and gates.
+
+    Args:
+        csv_path: path of a file that `keras_moe.training.RouterHealth` has written.
+        path: see `keras_moe.analysis.plots`, as for `title`.
+
+    Example:
+
+    >>> from keras_moe.analysis import plots
+    >>> with open("health.csv", "w") as file:
+    ...     _ = file.write("step,layer,load_entropy,dead_experts,dropped_choices,")
+    ...     _ = file.write("mean_max_gate,expert_shares\\n")
+    ...     _ = file.write("10,block_1,0.9,0,,0.6,0.3 0.7\\n")
+    >>> figure = plots.plot_router_health("health.csv", "health.png")
+    """
+    layers = {}
+    with open(csv_path, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            layers.setdefault(row["layer"], []).append(row)
+    if not layers:
+        raise ValueError(f"Expected rows of router health; received: {csv_path}")
+    figure = new_figure(figsize=(9, 2.2 * len(layers) + 0.8), dpi=110)
+    grid = figure.subplots(len(layers), 2, squeeze=False, sharex=True)
+    for (name, rows), (load, lines) in zip(layers.items(), grid):
+        steps = np.array([int(row["step"]) for row in rows])
+        shares = np.array([row["expert_shares"].split() for row in rows], "float64")
+        _draw_load(figure, load, steps, shares)
+        load.set_ylabel(f"{name}\nexpert", fontsize=9)
+        for number, (column, label) in enumerate(_HEALTH.items()):
+            values = [float(row[column] or "nan") for row in rows]
+            if not np.isnan(values).all():
+                # A layer may lack some lines; the others keep their colours.
+                colour = f"C{number}"
+                lines.plot(steps, values, color=colour, marker=".", label=label)
+        lines.set_ylim(-0.03, 1.03)
+        lines.grid(alpha=0.25)
+    grid[0, 0].set_title("load: share of an equal one", fontsize=9)
+    # Next to the lines, which may be anywhere between 0 and 1.
+    grid[0, 1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    for axis in grid[-1]:
+        axis.set_xlabel("step")
+    return save_figure(figure, path, title)
+
+
+def _draw_load(figure, axis, steps, shares):
+    """Draws a heat map, in which 1 is an expert's equal share."""
+    relative = shares.T * shares.shape[1]
+    # A cell reaches to the next measurement; the last is as wide as its neighbour.
+    last = steps[-1] - steps[-2] if len(steps) > 1 else 1
+    edges = np.append(steps, steps[-1] + last)
+    rows = np.arange(shares.shape[1] + 1) - 0.5
+    limits = {"vmin": 0.0, "vmax": max(2.0, float(relative.max()))}
+    cells = axis.pcolormesh(edges, rows, relative, cmap="viridis", **limits)
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(cells, ax=axis)

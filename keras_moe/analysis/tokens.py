@@ -1,0 +1,280 @@
+"""Patches and words: where experts work, how tokens move on, and what words they are.
+
+Axes: B batch, N tokens, E and F experts of two layers, U groups of tokens (tags).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.analysis.routing import entropy
+
+# Words with their apostrophes and hyphens, and single punctuation marks.
+_WORDS = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
+# How SentencePiece writes a space.
+_SPACE = "\u2581"
+SPECIAL, PADDING, UNKNOWN = "special", "padding", "unknown"
+
+
+def of_patches(values: Any, grid: tuple[int, int]) -> np.ndarray:
+    """The values of patches (B, N, ...), without those of a class token before them."""
+    values, count = np.asarray(values), grid[0] * grid[1]
+    tokens = values.shape[1] if values.ndim > 1 else 0
+    if tokens not in (count, count + 1):
+        raise ValueError(
+            f"Expected arrays (batch, {count} or {count + 1} tokens, ...) for "
+            f"grid={grid}; received: {tokens} tokens, shape={values.shape}"
+        )
+    return values[:, -count:]
+
+
+class ExpertView(NamedTuple):
+    """The patches of one expert.
+
+    Attributes:
+        position_shares: (rows, columns), for each position of the grid the fraction of
+            images whose patch there went to this expert.
+        images: indices of the images in which the expert works most.
+        patches: boolean (len(images), rows, columns), its patches in these images.
+    """
+
+    position_shares: np.ndarray
+    images: np.ndarray
+    patches: np.ndarray
+
+
+def expert_views(
+    routing: Any, grid: tuple[int, int], images_per_expert: int = 8
+) -> list[ExpertView]:
+    """Finds the positions and the images in which each expert works.
+
+    Images are ranked by the sum of the expert's combine weights over their patches.
+
+    Args:
+        routing: `Routing` of arrays (B, N, E), where N is the number of patches in the
+            grid, plus one for a class token before them.
+        grid: numbers of patches down and across.
+        images_per_expert: number of images to choose for each expert.
+
+    Returns:
+        A list with an `ExpertView` for each expert.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import expert_views
+    >>> from keras_moe.ops import Routing
+    >>> weights = np.array([[[0.9, 0.0], [0.0, 0.6]], [[0.0, 0.7], [0.0, 0.8]]])
+    >>> routing = Routing(*[weights] * 4, dispatched=weights > 0, combined=weights)
+    >>> view = expert_views(routing, grid=(1, 2), images_per_expert=1)[1]
+    >>> view.images.tolist(), view.position_shares.tolist()
+    ([1], [[0.5, 1.0]])
+    """
+    dispatched = of_patches(routing.dispatched, grid) > 0
+    weight = of_patches(routing.combined, grid).sum(axis=1)
+    views = []
+    for expert in range(weight.shape[-1]):
+        order = np.argsort(-weight[:, expert], kind="stable")[:images_per_expert]
+        patches = dispatched[..., expert].reshape(-1, *grid)
+        views.append(ExpertView(patches.mean(axis=0), order, patches[order]))
+    return views
+
+
+class FlowStatistics(NamedTuple):
+    """How the experts of one layer relate to those of the next.
+
+    Attributes:
+        information: share of the uncertainty about a token's expert in the next layer
+            that its expert in this one removes (mutual information over entropy): 0
+            where the two are independent, 1 where one follows from the other.
+        kept_company: probability that two tokens of one expert share an expert in the
+            next layer, too.
+        company_by_chance: the same probability for any two tokens.
+    """
+
+    information: float
+    kept_company: float
+    company_by_chance: float
+
+
+def main_experts(routing: Any) -> np.ndarray:
+    """The expert with the largest weight in each token's output (B, N).
+
+    Tokens that no expert serves have E.
+    """
+    served = np.asarray(routing.dispatched) > 0
+    # A served token may have a weight of 0.
+    weights = np.where(served, np.asarray(routing.combined), -np.inf)
+    return np.where(served.any(axis=-1), weights.argmax(axis=-1), served.shape[-1])
+
+
+def token_flows(source: Any, target: Any, mask: Any = None) -> np.ndarray:
+    """Counts the tokens that go from each expert to each expert of another layer.
+
+    A token counts once in each layer, at the expert with the largest weight in its
+    output.
+
+    Args:
+        source: `Routing` of arrays (B, N, E) of one layer.
+        target: `Routing` of arrays (B, N, F) of a later layer, for the same tokens.
+        mask: boolean (B, N), False for tokens that do not count.
+
+    Returns:
+        Integers (E + 1, F + 1). The last row and column are tokens that no expert
+        serves.
+
+    Reference:
+        *LIMoE*, Figures 30 and 31.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import token_flows
+    >>> from keras_moe.ops import Routing
+    >>> one = Routing(*[np.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])] * 6)
+    >>> two = Routing(*[np.array([[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]])] * 6)
+    >>> token_flows(one, two).tolist()
+    [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
+    """
+    sources, targets = main_experts(source), main_experts(target)
+    if sources.shape != targets.shape:
+        raise ValueError(
+            "Expected records of the same tokens; received: shapes "
+            f"{sources.shape} and {targets.shape} without experts"
+        )
+    rows = np.asarray(source.dispatched).shape[-1] + 1
+    columns = np.asarray(target.dispatched).shape[-1] + 1
+    pairs = sources * columns + targets
+    pairs = pairs.ravel() if mask is None else pairs[np.asarray(mask, bool)]
+    return np.bincount(pairs, minlength=rows * columns).reshape(rows, columns)
+
+
+def flow_statistics(flows: Any) -> FlowStatistics:
+    """Measures how far the experts of one layer determine those of the next.
+
+    Args:
+        flows: integers (E + 1, F + 1), result of `token_flows`.
+
+    Returns:
+        `FlowStatistics`; zeros if there are fewer than two tokens.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import flow_statistics
+    >>> flow_statistics(np.array([[5, 0, 0], [0, 5, 0], [0, 0, 0]])).information
+    1.0
+    """
+    flows = np.asarray(flows, "float64")
+    sources, targets = flows.sum(axis=1), flows.sum(axis=0)
+    total = max(flows.sum(), 1.0)
+    # I(source; target) / H(target), with H(target | source) = H(both) - H(source).
+    unknown = entropy(targets / total)
+    left = entropy(flows.ravel() / total) - entropy(sources / total)
+    information = (unknown - left) / unknown if unknown > 1e-12 else 0.0
+    return FlowStatistics(
+        float(np.clip(information, 0.0, 1.0)),
+        _ratio(_pairs(flows), _pairs(sources)),
+        _ratio(_pairs(targets), _pairs(flows.sum())),
+    )
+
+
+def _pairs(counts):
+    return float(np.sum(counts * (counts - 1)))
+
+
+def _ratio(part, whole):
+    return part / whole if whole else 0.0
+
+
+class TokenTags(NamedTuple):
+    """The tag of each token of captions, in the form `expert_usage` takes groups.
+
+    Attributes:
+        groups: integers (B, N), the index of each token's tag in `group_names`.
+        group_names: the U tags that occur, sorted, then those of `"special"` (start and
+            end), `"padding"` and `"unknown"` that do.
+    """
+
+    groups: np.ndarray
+    group_names: list[str]
+
+
+def tag_tokens(
+    tokenizer: Any, captions: Sequence[str], tag: Callable[[list[str]], Sequence[Any]]
+) -> TokenTags:
+    """Gives each token of captions the tag of its word, such as its part of speech.
+
+    All tokens of a word have its tag; a token that covers several words has the first
+    one's. A token whose text differs from the caption's, such as part of a character,
+    is `"unknown"`, and so are those after it.
+
+    Args:
+        tokenizer: `keras_moe.models.TextTokenizer`, the model's `preprocessor`.
+        captions: B strings.
+        tag: function from the words of one caption, with punctuation marks as separate
+            words, to a tag for each. With NLTK's part-of-speech tagger: `lambda
+            words: [tag for _, tag in nltk.pos_tag(words, tagset="universal")]`.
+
+    Returns:
+        `TokenTags`, for `keras_moe.analysis.expert_usage(..., modality="text",
+        **tags._asdict())`.
+
+    Reference:
+        *Multimodal Contrastive Learning with LIMoE*, appendix G.1 and Figure 40.
+
+    Example:
+
+    >>> from keras_moe.analysis import tag_tokens
+    >>> from keras_moe.models import TextTokenizer
+    >>> tokenizer = TextTokenizer.trained(["a cat", "two cats"], 518, max_length=6)
+    >>> speech = {"a": "DET", "cat": "NOUN"}
+    >>> tags = tag_tokens(tokenizer, ["a cat"], lambda ws: [speech[w] for w in ws])
+    >>> tags.group_names
+    ['DET', 'NOUN', 'special', 'padding']
+    >>> tags.groups[0][:2].tolist()  # the start, and "a"
+    [2, 0]
+    """
+    captions = [captions] if isinstance(captions, str) else captions
+    texts = tokenizer(captions)
+    ids, mask = (np.asarray(texts[name]) for name in ("token_ids", "padding_mask"))
+    special = {tokenizer.start_id, tokenizer.end_id} - {None}
+    rows = []
+    for caption, row, pieces, counts in zip(captions, ids, tokenizer.tokens(ids), mask):
+        is_text = counts & ~np.isin(row, [*special])
+        own = iter(_tags(caption, [x for x, kept in zip(pieces, is_text) if kept], tag))
+        rows.append(
+            [
+                next(own) if has_text else SPECIAL if kept else PADDING
+                for has_text, kept in zip(is_text, counts)
+            ]
+        )
+    # Names that a tagger has, too, are one group.
+    found, last = {name for row in rows for name in row}, (SPECIAL, PADDING, UNKNOWN)
+    names = [*sorted(found.difference(last)), *(name for name in last if name in found)]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [[numbers[name] for name in row] for row in rows]
+    return TokenTags(np.array(groups, "int32"), names)
+
+
+def _tags(caption, pieces, tag):
+    """The tag of each piece of a caption."""
+    words = _WORDS.findall(caption)
+    tags = [str(name) for name in tag(words)]
+    if len(tags) != len(words):
+        raise ValueError(
+            f"Expected a tag for each of the words {words}; received: {tags}"
+        )
+    # Taggers see words as they are written, and tokenizers may lower them.
+    letters = [(c, name) for word, name in zip(words, tags) for c in word.lower()]
+    result, place = [], 0
+    for piece in pieces:
+        text = "".join(piece.replace(_SPACE, " ").lower().split())
+        covered = letters[place : place + max(len(text), 1)]
+        if not covered or (text and text != "".join(c for c, _ in covered)):
+            break
+        result.append(covered[0][1])
+        place += len(text)
+    return result + [UNKNOWN] * (len(pieces) - len(result))

@@ -1,0 +1,569 @@
+"""How much each expert is used: in all, by modality, by class, or by any other group.
+
+Axes: B batch, N tokens, E experts, U groups of tokens (modalities or classes).
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from keras_moe.checks import check_bool, check_integer
+from keras_moe.files import write_json
+
+# The group of all tokens.
+ALL = "all"
+# As `groups`: the second part of each batch.
+LABELS = "labels"
+# Figures that a usage may lack.
+OPTIONAL = ("contributions", "first_choices")
+
+
+class BlockUsage(NamedTuple):
+    """The use of the experts of one MoE layer by groups of tokens, as sums.
+
+    Attributes:
+        tokens: float64 (U, E), numbers of tokens that the experts served.
+        mass: float64 (U, E), sums of the experts' weights in these tokens' outputs.
+        contributions: float64 (U, E), sums of these weights times the norms of the
+            experts' outputs; None if they were not measured.
+        first_choices: float64 (U, E), numbers of tokens whose largest gate was the
+            expert's, served or not; None if they were not counted.
+    """
+
+    tokens: np.ndarray
+    mass: np.ndarray
+    contributions: np.ndarray | None = None
+    first_choices: np.ndarray | None = None
+
+
+class ExpertUsage(NamedTuple):
+    """The use of the experts of a model.
+
+    Attributes:
+        groups: names of the U groups of tokens, such as modalities or classes; `"all"`
+            if there is one.
+        blocks: dict from the name of an MoE block to its `BlockUsage`.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import BlockUsage, ExpertUsage
+    >>> block = BlockUsage(np.array([[3.0, 1.0]]), np.array([[2.0, 0.5]]))
+    >>> usage = ExpertUsage(["all"], {"block_1": block})
+    >>> ExpertUsage.from_dict(usage.to_dict()).blocks["block_1"].tokens.tolist()
+    [[3.0, 1.0]]
+    """
+
+    groups: list[str]
+    blocks: dict[str, BlockUsage]
+
+    def to_dict(self) -> dict:
+        """A JSON-serialisable dict."""
+        blocks = {
+            name: {
+                field: None if x is None else x.tolist()
+                for field, x in block._asdict().items()
+            }
+            for name, block in self.blocks.items()
+        }
+        return {"groups": list(self.groups), "blocks": blocks}
+
+    @classmethod
+    def from_dict(cls, content: dict) -> "ExpertUsage":
+        """Reads the result of `to_dict`.
+
+        Args:
+            content: dict of that form.
+        """
+        try:
+            groups = [str(name) for name in content["groups"]]
+            blocks = {}
+            for name, fields in content["blocks"].items():
+                arrays = {
+                    field: None if values is None else np.array(values, "float64")
+                    for field, values in fields.items()
+                }
+                blocks[str(name)] = BlockUsage(**arrays)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                "Expected the dict of an ExpertUsage, with groups and blocks; "
+                f"received: {type(content).__name__} ({error!r})"
+            ) from error
+        return checked_usage(cls(groups, blocks))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a JSON file.
+
+        Args:
+            path: path of the file.
+        """
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "ExpertUsage":
+        """Reads a file that `save` has written.
+
+        Args:
+            path: path of the file.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(
+                f"Expected a file that ExpertUsage.save has written; received: {path} "
+                f"({error})"
+            ) from error
+
+
+def checked_usage(usage: Any) -> ExpertUsage:
+    """`usage`, if its figures can rank experts."""
+    if not isinstance(usage, ExpertUsage) or not usage.blocks or not usage.groups:
+        raise ValueError(
+            "Expected an ExpertUsage of at least one group and block; "
+            f"received: {usage!r:.200}"
+        )
+    for name, block in usage.blocks.items():
+        shape = (len(usage.groups), *np.shape(block.tokens)[1:])
+        for field, figure in block._asdict().items():
+            if figure is None and field in OPTIONAL:
+                continue
+            if np.ndim(figure) != 2 or np.shape(figure) != shape:
+                raise ValueError(
+                    f"Expected {field} of {name} with a row for each of the groups "
+                    f"{usage.groups}, {shape}; received: shape={np.shape(figure)}"
+                )
+            if not (np.isfinite(figure).all() and np.all(np.asarray(figure) >= 0)):
+                raise ValueError(
+                    f"Expected finite {field} of {name}, at least 0; received: NaN, "
+                    "inf or a negative number"
+                )
+        if not np.sum(block.tokens):
+            raise ValueError(
+                f"Expected served tokens in {name}; received: an empty usage"
+            )
+    return usage
+
+
+def routing_usage(
+    routing: Any,
+    groups: Any = None,
+    num_groups: int | None = None,
+    mask: Any = None,
+    contributions: Any = None,
+) -> BlockUsage:
+    """Counts the use of experts in one routing record.
+
+    Args:
+        routing: `Routing` of arrays (B, N, E).
+        groups: integers (B,) or (B, N), the group of each example or token, such as its
+            class or modality; negative ones do not count. None has one group.
+        num_groups: U; None is the largest number in `groups` plus one.
+        mask: boolean (B, N), False for tokens that do not count. First choices need it
+            where padding is not routed.
+        contributions: float (B, N, E), weights of experts times norms of their outputs,
+            or None.
+
+    Reference:
+        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import routing_usage
+    >>> from keras_moe.ops import Routing
+    >>> served = np.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
+    >>> usage = routing_usage(Routing(*[0.5 * served] * 4, served, 0.5 * served))
+    >>> usage.tokens.tolist(), usage.mass.tolist()
+    ([[2.0, 1.0]], [[1.0, 0.5]])
+    """
+    tokens = np.asarray(routing.dispatched, "float64")
+    if tokens.ndim != 3:
+        raise ValueError(
+            "Expected routing arrays of shape (batch, tokens, experts); "
+            f"received: shape={tokens.shape}"
+        )
+    first = np.argmax(routing.gates, axis=-1)
+    figures = {
+        "tokens": tokens,
+        "mass": routing.combined,
+        "first_choices": np.eye(tokens.shape[-1])[first],
+    }
+    if contributions is not None:
+        figures["contributions"] = contributions
+    owners = _owners(groups, mask, tokens.shape[:2])
+    largest = int(owners.max(initial=-1))
+    if num_groups is None:
+        num_groups = max(largest + 1, 1)
+    if largest >= num_groups:
+        raise ValueError(
+            f"Expected groups below num_groups={num_groups}; received: {largest}"
+        )
+    counts, sums = owners >= 0, {}
+    for name, figure in figures.items():
+        figure = np.asarray(figure, "float64")
+        if figure.shape != tokens.shape:
+            raise ValueError(
+                f"Expected {name} of shape {tokens.shape}; "
+                f"received: shape={figure.shape}"
+            )
+        if not np.isfinite(figure[counts]).all():
+            raise ValueError(f"Expected finite {name}; received: NaN or inf")
+        sums[name] = np.zeros((num_groups, tokens.shape[-1]))
+        np.add.at(sums[name], owners[counts], figure[counts])
+    return BlockUsage(**sums)
+
+
+def _owners(groups, mask, shape):
+    """The group of each token (B, N), -1 where it does not count."""
+    owners = np.zeros(shape, int) if groups is None else np.asarray(groups)
+    if owners.dtype.kind not in "iu" or owners.shape not in (shape, shape[:1]):
+        raise ValueError(
+            f"Expected groups to be integers of shape {shape[:1]} or {shape}; "
+            f"received: shape={owners.shape}, dtype={owners.dtype}"
+        )
+    if owners.ndim == 1:
+        owners = owners[:, None]
+    owners = np.broadcast_to(owners, shape)
+    if mask is None:
+        return owners
+    mask = np.asarray(mask)
+    if mask.shape != shape:
+        raise ValueError(
+            f"Expected a mask of shape {shape}; received: shape={mask.shape}"
+        )
+    return np.where(mask.astype(bool), owners, -1)
+
+
+def merged_usage(usages: Iterable[ExpertUsage]) -> ExpertUsage:
+    """Sums the usage of several passes, such as those of several batches.
+
+    Args:
+        usages: records of one model, with the same groups.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.analysis import BlockUsage, ExpertUsage, merged_usage
+    >>> block = BlockUsage(np.array([[3.0, 1.0]]), np.array([[2.0, 0.5]]))
+    >>> usage = ExpertUsage(["all"], {"block_1": block})
+    >>> merged_usage([usage, usage]).blocks["block_1"].tokens.tolist()
+    [[6.0, 2.0]]
+    """
+    usages = list(usages)
+    if not usages:
+        raise ValueError("Expected at least one usage; received: none")
+    first = usages[0]
+    for other in usages[1:]:
+        if _layout(other) != _layout(first):
+            raise ValueError(
+                "Expected usages with the same groups, blocks and experts; received: "
+                f"{_layout(first)} and {_layout(other)}"
+            )
+    blocks = {}
+    for name in first.blocks:
+        fields = zip(*(usage.blocks[name] for usage in usages))
+        sums = (None if x[0] is None else np.sum(x, axis=0) for x in fields)
+        blocks[name] = BlockUsage(*sums)
+    return ExpertUsage(list(first.groups), blocks)
+
+
+def _layout(usage):
+    blocks = {
+        name: (block.tokens.shape, *(getattr(block, x) is not None for x in OPTIONAL))
+        for name, block in usage.blocks.items()
+    }
+    return list(usage.groups), blocks
+
+
+def expert_usage(
+    model: Any,
+    inputs: Any,
+    groups: Any = None,
+    group_names: list[str] | None = None,
+    mask: Any = None,
+    contributions: bool = False,
+    batch_size: int = 32,
+    verbose: Any = "auto",
+    modality: str | None = None,
+) -> ExpertUsage:
+    """Counts how much each expert is used, in one pass over data.
+
+    Models of two modalities whose blocks are shared, such as LIMoE, are counted by
+    modality. Other models, and the tokens of one `modality`, have one group unless
+    `groups` divides them.
+
+    Args:
+        model: backbone or task with token or expert choice routers; in soft routing
+            and muMoE all experts serve all tokens.
+        inputs: the model's inputs, an array or a dict of arrays by name; or an iterable
+            of batches of these, or of tuples `(inputs, labels)`.
+        groups: integers (B,) or (B, N) for arrays, the group of each example or
+            token, such as its class; the name of an input that has them, such as
+            `"modality_ids"`; or `"labels"`, the second part of each batch. Tokens of
+            negative groups do not count.
+        group_names: names of the U groups; None numbers those of an array.
+        mask: name of an input (B, N), such as `"padding_mask"`, that is False for
+            tokens that do not count, or a dict from modalities to such names, such as
+            `{"text": "padding_mask"}`; None counts each token that is routed.
+        contributions: whether to measure the norms of experts' outputs, too, which
+            the criterion `"reap"` needs; experts then run twice.
+        batch_size: number of examples in a batch of arrays.
+        verbose: whether to show a progress bar.
+        modality: `"text"` or `"image"` to count only these tokens of an image-text
+            model; `groups` and `mask` are then those of its tokens.
+
+    Reference:
+        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+
+    Example:
+
+    >>> from keras_moe import analysis, data, models
+    >>> model = models.from_preset("vmoe_digits")
+    >>> images, labels = data.load_digits("test", image_shape=(16, 16, 1))
+    >>> usage = analysis.expert_usage(model, images, groups=labels, verbose=0)
+    >>> tokens = usage.blocks["block_1"].tokens  # of each digit, by each expert
+    >>> tokens.shape, int(tokens.sum()) == 450 * 17 * 2  # 17 tokens, K=2
+    ((10, 8), True)
+    """
+    probe = UsageProbe(model, contributions, modality=modality)
+    names = _group_names(groups, group_names)
+    bar = keras.utils.Progbar(None, unit_name="batch") if verbose else None
+    total = None
+    for number, (batch, owners) in enumerate(_batches(inputs, groups, batch_size)):
+        usage = probe.count(batch, owners, names, mask)
+        total = usage if total is None else merged_usage([total, usage])
+        if bar is not None:
+            bar.update(number + 1)
+    if total is None:
+        raise ValueError("Expected at least one batch of inputs; received: none")
+    return checked_usage(total)
+
+
+def _group_names(groups, group_names):
+    """The names of the groups, or None where they follow from the model."""
+    if groups is None:
+        if group_names is not None:
+            raise ValueError(
+                "Expected group_names=None without groups; "
+                f"received: group_names={group_names}"
+            )
+        return None
+    if group_names is not None:
+        return [str(name) for name in group_names]
+    if isinstance(groups, str):
+        raise ValueError(
+            "Expected group_names for groups that come with each batch; received: "
+            f"group_names=None, groups={groups!r}"
+        )
+    return [str(number) for number in range(int(np.max(groups, initial=0)) + 1)]
+
+
+def _batches(inputs, groups, batch_size):
+    """Pairs of a batch of inputs and its groups."""
+    batch_size = check_integer("batch_size", batch_size)
+    arrays = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+    if not all(hasattr(array, "shape") for array in arrays.values()):
+        yield from (_batch(each, groups) for each in inputs)
+        return
+    sizes = {name: len(array) for name, array in arrays.items()}
+    if groups is not None and not isinstance(groups, str):
+        sizes["groups"] = len(groups)
+    if len({*sizes.values()}) > 1:
+        raise ValueError(
+            f"Expected inputs and groups of one length; received: lengths {sizes}"
+        )
+    for start in range(0, min(sizes.values()), batch_size):
+        rows = slice(start, start + batch_size)
+        batch = {name: array[rows] for name, array in arrays.items()}
+        batch = batch if isinstance(inputs, dict) else batch["inputs"]
+        if groups is None or isinstance(groups, str):
+            yield _batch(batch, groups)
+        else:
+            yield batch, np.asarray(groups)[rows]
+
+
+def _batch(each, groups):
+    inputs, *labels = each if isinstance(each, (tuple, list)) else (each,)
+    if groups is None:
+        return inputs, None
+    if groups != LABELS:
+        return inputs, _input(inputs, "groups", groups)
+    if not labels:
+        raise ValueError(
+            "Expected batches (inputs, labels) for groups='labels'; received: only "
+            "inputs"
+        )
+    return inputs, np.asarray(labels[0])
+
+
+def _input(batch, argument, name):
+    if not isinstance(batch, dict) or name not in batch:
+        names = list(batch) if isinstance(batch, dict) else "one array"
+        raise ValueError(
+            f"Expected {argument} to be the name of an input, of {names}; "
+            f"received: {argument}={name!r}"
+        )
+    return np.asarray(batch[name])
+
+
+def _masks(inputs, mask, modalities):
+    """The mask of each modality that has one."""
+    if mask is None:
+        return {}
+    names = mask if isinstance(mask, dict) else {ALL: mask}
+    if not {*names} <= {*modalities}:
+        expected = "the name of an input" if modalities == [ALL] else "a dict of names"
+        raise ValueError(
+            f"Expected mask to be {expected} for records of {modalities}; "
+            f"received: mask={mask!r}"
+        )
+    return {key: _input(inputs, "mask", name) for key, name in names.items()}
+
+
+class UsageProbe:
+    """Counts the use of experts in batches of a model's inputs."""
+
+    def __init__(
+        self,
+        model: Any,
+        contributions: bool = False,
+        training: bool = False,
+        modality: str | None = None,
+    ):
+        backbone = getattr(model, "backbone", model)
+        routing = getattr(model, "routing", None)
+        if not routing:
+            raise ValueError(
+                "Expected a model with MoE blocks, whose `routing` has their records; "
+                f"received: {type(model).__name__} without"
+            )
+        if modality is not None:
+            every, start = list(routing), f"{modality}/"
+            routing = {key: x for key, x in routing.items() if key.startswith(start)}
+            if not routing:
+                raise ValueError(
+                    f"Expected a modality of the records {every}; received: "
+                    f"modality={modality!r}"
+                )
+        layers = {key: _moe_layer(backbone, key) for key in routing}
+        self._layers = list({id(layer): layer for layer in layers.values()}.values())
+        self._keys = _keys_by_block(layers)
+        self._without_padding = {key for key in layers if masks_padding(model, key)}
+        self._fields = list(_Counted._fields)
+        if check_bool("contributions", contributions):
+            # The context of `count` puts them there.
+            self._fields.append("affinity")
+        records = {
+            key: {name: getattr(record, name) for name in self._fields}
+            for key, record in routing.items()
+        }
+        self._records = _Records(keras.Model(model.input, records), training)
+
+    def count(
+        self,
+        inputs: Any,
+        groups: Any = None,
+        group_names: list[str] | None = None,
+        mask: Any = None,
+    ) -> ExpertUsage:
+        """The use of experts in one batch."""
+        modalities = list(next(iter(self._keys.values())))
+        if modalities != [ALL] and groups is not None:
+            raise ValueError(
+                "Expected groups=None for a model whose records are by modality; "
+                f"received: groups, records of {modalities}"
+            )
+        masks = _masks(inputs, mask, modalities)
+        count = 1 if group_names is None else len(group_names)
+        with contextlib.ExitStack() as stack:
+            if "affinity" in self._fields:
+                for layer in self._layers:
+                    stack.enter_context(layer.measuring_contributions())
+            records = self._records.predict_on_batch(inputs)
+        blocks = {}
+        for name, keys in self._keys.items():
+            usages = [
+                routing_usage(
+                    _Counted(*(records[key][x] for x in _Counted._fields)),
+                    groups,
+                    count,
+                    self._mask(key, inputs, masks.get(modality)),
+                    records[key].get("affinity"),
+                )
+                for modality, key in keys.items()
+            ]
+            # A row for each modality.
+            rows = (None if x[0] is None else np.concatenate(x) for x in zip(*usages))
+            blocks[name] = BlockUsage(*rows)
+        return ExpertUsage(group_names or modalities, blocks)
+
+    def _mask(self, key, inputs, mask):
+        """The tokens of a record that count, without padding that is not routed."""
+        if key not in self._without_padding:
+            return mask
+        padding = np.asarray(inputs["padding_mask"], bool)
+        return padding if mask is None else padding & mask.astype(bool)
+
+
+class _Counted(NamedTuple):
+    """The part of a `Routing` that counts."""
+
+    gates: Any
+    dispatched: Any
+    combined: Any
+
+
+class _Records(keras.Model):
+    """Computes the records of a model, at inference or as in training."""
+
+    def __init__(self, records, in_training):
+        # The global dtype policy may differ from the model's.
+        super().__init__(name="usage_probe", dtype="float32")
+        self.records, self.in_training = records, in_training
+
+    def call(self, inputs):
+        return self.records(inputs, training=self.in_training)
+
+
+def masks_padding(model: Any, name: str) -> bool:
+    """Whether the block of a routing record routes texts without their padding."""
+    backbone = getattr(model, "backbone", model)
+    if not isinstance(model.input, dict) or name.startswith("image/"):
+        return False
+    config = backbone.get_config()
+    return config.get("text", config).get("mask_padding", False)
+
+
+def _moe_layer(backbone, key):
+    """The MoE layer of a routing record, if its experts can be counted."""
+    is_block = key != "head" and not key.endswith("/token_mixer")
+    layer = backbone.get_layer(key).feed_forward if is_block else None
+    if getattr(getattr(layer, "router", None), "side", None) is None:
+        mixture = key if layer is None else type(layer.router).__name__
+        raise ValueError(
+            "Expected token or expert choice routers, since all experts serve all "
+            f"tokens otherwise; received: {mixture} in {type(backbone).__name__}"
+        )
+    return layer
+
+
+def _keys_by_block(layers):
+    """The keys of the records by block and modality.
+
+    A block that several records share has one for each modality, such as "text" of
+    "text/block_1"; others have the modality "all".
+    """
+    keys = {}
+    for key, layer in layers.items():
+        modality, _, block = key.rpartition("/")
+        if sum(other is layer for other in layers.values()) > 1:
+            keys.setdefault(block, {})[modality] = key
+        else:
+            keys[key] = {ALL: key}
+    return keys
