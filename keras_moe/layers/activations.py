@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_moe.ops import gelu
+from keras_moe.ops import nn
 from keras_moe.ops.entmax import entmax
 
 
@@ -26,7 +26,7 @@ def gelu_tanh(x: Any) -> Any:
     >>> float(gelu_tanh(np.zeros(1, "float32"))[0])
     0.0
     """
-    return gelu.gelu_tanh(x)
+    return nn.gelu_tanh(x)
 
 
 @keras.saving.register_keras_serializable("keras_moe")

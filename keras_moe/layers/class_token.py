@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -38,7 +38,9 @@ class ClassToken(keras.layers.Layer):
 
     def build(self, input_shape):
         self.token = self.add_weight(
-            name="token", shape=(1, 1, input_shape[-1]), initializer=Drawn("zeros")
+            name="token",
+            shape=(1, 1, input_shape[-1]),
+            initializer=FastInitializer("zeros"),
         )
 
     def call(self, tokens: Any) -> Any:

@@ -14,8 +14,8 @@ from keras_moe.layers import activations
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.entmax import entmax15_and_source
 from keras_moe.ops.expert_types import ExpertTypes
-from keras_moe.ops.routing import Routing
-from keras_moe.ops.standardize import standardize
+from keras_moe.ops.nn import standardize
+from keras_moe.ops.plans import Routing
 
 NORMALIZATIONS = ("batch", "layer", None)
 _EPSILON = 1e-5

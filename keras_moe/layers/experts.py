@@ -14,9 +14,7 @@ from keras_moe.layers.activation_layout import with_layout
 from keras_moe.layers.expert_kernels import ExpertKernels
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.dropout import dropout
-from keras_moe.ops.grouped_matmul import grouped_matmul
-from keras_moe.ops.grouped_mlp import grouped_mlp
+from keras_moe.ops.grouped import grouped_matmul, grouped_mlp
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -189,7 +187,7 @@ class Experts(ExpertKernels):
     def _drop(self, x, training):
         if not training or self.seed_generator is None:
             return x
-        return dropout(x, self.dropout, self.seed_generator)
+        return keras.random.dropout(x, self.dropout, seed=self.seed_generator)
 
     def expert_slices(self, expert: int) -> list[tuple[Any, tuple]]:
         """Parts of variables; an expert's outputs are zero if these are.

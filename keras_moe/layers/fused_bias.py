@@ -4,7 +4,7 @@ import types
 
 import keras
 
-from keras_moe.ops.linear import linear
+from keras_moe.ops.nn import linear
 
 
 def fused_bias(layer: keras.layers.Layer) -> keras.layers.Layer:

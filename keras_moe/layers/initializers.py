@@ -6,9 +6,9 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_initializer
-from keras_moe.ops.by_group import on_several_devices
-from keras_moe.ops.initial_values import host_values, unwritten_value
+from keras_moe.ops.initializers import host_values, skipped_value
 from keras_moe.ops.kernels import host_memory
+from keras_moe.ops.primitives import on_several_devices
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -35,9 +35,9 @@ class PerExpert(keras.initializers.Initializer):
         self.shared = shared
 
     def __call__(self, shape, dtype=None):
-        unwritten = unwritten_value(self.initializer, shape, dtype)
-        if unwritten is not None:
-            return unwritten
+        skipped = skipped_value(self.initializer, shape, dtype)
+        if skipped is not None:
+            return skipped
         num_experts, *shape = shape
         first = host_values(self._initializer(0), shape, dtype)
         if first is not None:

@@ -13,7 +13,7 @@ from keras_moe.layers.dropped_out import dropped_out
 from keras_moe.layers.fused_bias import fused_bias
 from keras_moe.layers.inner_call import inner_call
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -63,12 +63,12 @@ class MLP(keras.layers.Layer):
         )
 
     def build(self, input_shape):
-        small = Drawn(keras.initializers.RandomNormal(stddev=1e-6))
+        small = FastInitializer(keras.initializers.RandomNormal(stddev=1e-6))
 
         def dense(units, name):
             layer = keras.layers.Dense(
                 units,
-                kernel_initializer=Drawn("glorot_uniform"),
+                kernel_initializer=FastInitializer("glorot_uniform"),
                 bias_initializer=small,
                 dtype=self.dtype_policy,
                 name=name,

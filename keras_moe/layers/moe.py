@@ -25,7 +25,7 @@ from keras_moe.layers.nested import build_once, layer_argument
 from keras_moe.layers.zero_computation_experts import ZeroComputationExperts
 from keras_moe.ops.cost import Cost, under
 from keras_moe.ops.expert_types import expert_types
-from keras_moe.ops.routing import Routing
+from keras_moe.ops.plans import Routing
 
 DISPATCHERS = ("index", "einsum")
 

@@ -20,8 +20,8 @@ from keras_moe.checks import (
 from keras_moe.layers.expert_coefficients import check_levels
 from keras_moe.ops import multilinear as tensors
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initial_values import Drawn
-from keras_moe.ops.multilinear_costs import (
+from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.multilinear import (
     factorized_multiply_adds,
     naive_multiply_adds,
 )
@@ -114,7 +114,7 @@ class MultilinearExperts(keras.layers.Layer):
             self.add_weight(
                 name=name,
                 shape=shape,
-                initializer=Drawn(self._initializer(index, name, shape)),
+                initializer=FastInitializer(self._initializer(index, name, shape)),
             )
             for index, (name, shape) in enumerate(shapes.items())
         ]

@@ -12,7 +12,7 @@ from keras_moe.checks import check_bool
 from keras_moe.layers.expert_coefficients import ExpertCoefficients
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.factor_products import projections
+from keras_moe.ops.multilinear import projections
 
 
 class MuMoEBase(keras.layers.Layer):

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 
 def _normalize(x, gamma, beta, epsilon):
@@ -84,12 +84,18 @@ class LayerNorm(keras.layers.Layer):
     def build(self, input_shape):
         shape = (input_shape[-1],)
         self.gamma = self.add_weight(
-            name="gamma", shape=shape, initializer=Drawn("ones"), autocast=False
+            name="gamma",
+            shape=shape,
+            initializer=FastInitializer("ones"),
+            autocast=False,
         )
         self.beta = None
         if self.center:
             self.beta = self.add_weight(
-                name="beta", shape=shape, initializer=Drawn("zeros"), autocast=False
+                name="beta",
+                shape=shape,
+                initializer=FastInitializer("zeros"),
+                autocast=False,
             )
 
     def call(self, inputs: Any) -> Any:

@@ -17,8 +17,8 @@ from keras_moe.layers.interpolation import (
     linear_weights,
 )
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initial_values import Drawn
-from keras_moe.ops.linear import linear
+from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.nn import linear
 
 PADDINGS = ("valid", "same")
 # Longest side of the patches of stored weights.
@@ -175,10 +175,10 @@ class PatchEmbedding(keras.layers.Layer):
         self.kernel = self.add_weight(
             name="kernel",
             shape=(*self.patch_size, input_shape[-1], self.hidden_dim),
-            initializer=Drawn(self.kernel_initializer),
+            initializer=FastInitializer(self.kernel_initializer),
         )
         self.bias = self.add_weight(
-            name="bias", shape=(self.hidden_dim,), initializer=Drawn("zeros")
+            name="bias", shape=(self.hidden_dim,), initializer=FastInitializer("zeros")
         )
 
     def grid(self, image_shape: tuple) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from keras_moe.layers.mlp import MLP
 from keras_moe.layers.normalization import LayerNorm
 from keras_moe.layers.self_attention import SelfAttention, check_query_key_norm
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 TOKEN_POOLINGS = ("class_token", "first", "average", "patch_average")
 POOLINGS = (*TOKEN_POOLINGS, "map")
@@ -148,7 +148,9 @@ class AttentionPooling(keras.layers.Layer):
     def build(self, input_shape):
         dim = input_shape[-1]
         self.probe = self.add_weight(
-            name="probe", shape=(1, 1, dim), initializer=Drawn("glorot_uniform")
+            name="probe",
+            shape=(1, 1, dim),
+            initializer=FastInitializer("glorot_uniform"),
         )
         self.attention = self._attention(dim)
         self.attention.build((None, 1, dim), input_shape)

@@ -15,7 +15,7 @@ from keras_moe.layers.interpolation import (
     cubic_weights,
 )
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 KINDS = ("learned", "sincos")
 
@@ -166,7 +166,9 @@ class PositionEmbedding(keras.layers.Layer):
             self.embedding = self.add_weight(
                 name="embedding",
                 shape=(1, *input_shape[1:]),
-                initializer=Drawn(keras.initializers.RandomNormal(stddev=0.02)),
+                initializer=FastInitializer(
+                    keras.initializers.RandomNormal(stddev=0.02)
+                ),
             )
         else:
             table = sincos_table(self.grid, input_shape[-1])

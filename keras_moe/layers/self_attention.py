@@ -20,9 +20,8 @@ from keras_moe.compat import get_keras_mask
 from keras_moe.layers.fused_bias import fused_bias
 from keras_moe.layers.inner_call import inner_call
 from keras_moe.layers.normalization import LayerNorm
-from keras_moe.ops.attention import attend
 from keras_moe.ops.cost import Cost, under
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -177,11 +176,6 @@ class SelfAttention(keras.layers.MultiHeadAttention):
         if self.query_key_norm:
             query = inner_call(self.query_norm, query)
             key = inner_call(self.key_norm, key)
-        if self._attends_without_copies(return_attention_scores):
-            if attention_mask is not None:
-                attention_mask = ops.expand_dims(attention_mask, 1)
-            scale = 1.0 / math.sqrt(self.key_dim)
-            return attend(query, key, value, scale, attention_mask), None
         if not _multiplies_float16(self.compute_dtype):
             query, key, value = (ops.cast(x, "float32") for x in (query, key, value))
         outputs, weights = super()._compute_attention(
@@ -192,17 +186,8 @@ class SelfAttention(keras.layers.MultiHeadAttention):
     def _get_common_kwargs_for_sublayer(self):
         arguments = super()._get_common_kwargs_for_sublayer()
         for name in ("kernel_initializer", "bias_initializer"):
-            arguments[name] = Drawn(arguments[name])
+            arguments[name] = FastInitializer(arguments[name])
         return arguments
-
-    def _attends_without_copies(self, return_attention_scores):
-        return (
-            keras.backend.backend() == "torch"
-            and self.dropout == 0.0
-            and not return_attention_scores
-            # Else the user has decided about kernels, and Keras obeys.
-            and keras.config.is_flash_attention_enabled() is None
-        )
 
     def weight_shapes(self, shape: tuple[int, int]) -> dict[str, tuple]:
         """The shapes of the trained weights by path.

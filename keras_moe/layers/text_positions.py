@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_moe.checks import check_integer
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -57,7 +57,7 @@ class TextPositions(keras.layers.Layer):
             name="embedding",
             shape=(1, self.max_length, input_shape[-1]),
             # CLIP's.
-            initializer=Drawn(keras.initializers.RandomNormal(stddev=0.01)),
+            initializer=FastInitializer(keras.initializers.RandomNormal(stddev=0.01)),
         )
 
     def call(self, tokens: Any) -> Any:

@@ -12,7 +12,7 @@ from keras_moe.checks import check_initializer
 from keras_moe.layers.initializers import PerExpert
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import expert_types
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -98,7 +98,7 @@ class ZeroComputationExperts(keras.layers.Layer):
             self.vector = self.add_weight(
                 name="vector",
                 shape=shapes["vector"],
-                initializer=Drawn(self.vector_initializer),
+                initializer=FastInitializer(self.vector_initializer),
             )
 
     def call(self, tokens: Any, weights: Any) -> Any:

@@ -15,7 +15,7 @@ from keras_moe.losses.auxiliary_functions import (
     AuxiliaryFunction,
     checked_options,
 )
-from keras_moe.ops.routing import Routing
+from keras_moe.ops.plans import Routing
 
 
 @keras.saving.register_keras_serializable("keras_moe")

@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_moe.losses.chunks import Chunks
 from keras_moe.losses.pairs import Pairs, positives
-from keras_moe.ops.own_gradient import with_own_gradient
+from keras_moe.ops.primitives import custom_gradient
 
 
 def sigmoid_losses(
@@ -20,7 +20,7 @@ def sigmoid_losses(
     Each chunk of the logits is computed for the losses, and again for the gradient: a
     logit's is `-z sigmoid(-z L)`, times the gradient in its image's loss.
     """
-    return with_own_gradient(
+    return custom_gradient(
         lambda *inputs: _forward(chunk_size, *inputs),
         lambda kept, upstream: _backward(chunk_size, kept, upstream),
         *(pairs.images, pairs.texts, logit_scale, logit_bias, pairs.counted),

@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_moe.losses.chunks import Chunks
 from keras_moe.losses.pairs import Pairs, positives
-from keras_moe.ops.own_gradient import with_own_gradient
+from keras_moe.ops.primitives import custom_gradient
 
 # The logit of a pair that does not count. It is finite: infinities less infinities
 # would be NaN.
@@ -23,7 +23,7 @@ def softmax_losses(pairs: Pairs, logit_scale: Any, chunk_size: int) -> tuple[Any
     logit's is `g_i (p_ij - t_ij)`, with p the softmax, t the shares of the positives
     and g the gradient in the loss, for the images' softmax and for the texts'.
     """
-    of_images, of_texts, *_ = with_own_gradient(
+    of_images, of_texts, *_ = custom_gradient(
         lambda *inputs: _forward(chunk_size, *inputs),
         lambda kept, *upstream: _backward(chunk_size, kept, *upstream),
         *(pairs.images, pairs.texts, logit_scale, pairs.counted),

@@ -25,7 +25,7 @@ from keras_moe.models.overrides import (
     tower_families,
 )
 from keras_moe.models.saved_preset import HUB_MODELS
-from keras_moe.ops.initial_values import unwritten_values
+from keras_moe.ops.initializers import skip_init
 
 BACKBONE = "backbone"
 # The towers of models of pairs, by the kinds of their inputs.
@@ -168,11 +168,11 @@ class Blueprint:
         backbone = task_config.pop("backbone", None)
         weights = self.weights
         if backbone is None:
-            with unwritten_values(weights is not None and weights.fills_backbone()):
+            with skip_init(weights is not None and weights.fills_backbone()):
                 backbone = self.backbone.from_config(self.config)
         if self.task is None:
             return backbone
-        with unwritten_values(weights is not None and weights.fills_head()):
+        with skip_init(weights is not None and weights.fills_head()):
             return self.task(backbone, **task_config)
 
     def _sizes(self):

@@ -19,7 +19,7 @@ from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
 from keras_moe.models.backbone import MoEBackbone
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 HEAD_POSITIONS = ("final", "penultimate")
 OUTPUT_ACTIVATIONS = (None, "softmax", "sigmoid")
@@ -192,8 +192,8 @@ def predictions_layer(
     return keras.layers.Dense(
         num_classes,
         activation=activation,
-        kernel_initializer=Drawn("zeros"),
-        bias_initializer=Drawn(bias),
+        kernel_initializer=FastInitializer("zeros"),
+        bias_initializer=FastInitializer(bias),
         dtype=dtype,
         name="predictions",
     )

@@ -43,7 +43,7 @@ from keras_moe.models.model_sources import ModelSource, TaskConfig
 from keras_moe.models.quantization import quantized_head
 from keras_moe.models.task import MoETask
 from keras_moe.ops import Cost, Routing
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 
 class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
@@ -185,7 +185,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             self.representation = keras.layers.Dense(
                 representation_dim,
                 activation="tanh",
-                kernel_initializer=Drawn("glorot_uniform"),
+                kernel_initializer=FastInitializer("glorot_uniform"),
                 dtype=policy,
                 name="pre_logits",
             )

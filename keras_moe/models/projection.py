@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_moe.checks import check_bool, check_integer
-from keras_moe.ops.initial_values import Drawn
+from keras_moe.ops.initializers import FastInitializer
 
 
 def embedding_projection(
@@ -22,7 +22,7 @@ def embedding_projection(
         check_integer("projection_dim", projection_dim),
         use_bias=check_bool("projection_bias", use_bias),
         # A standard deviation of 1 / sqrt(D).
-        kernel_initializer=Drawn(
+        kernel_initializer=FastInitializer(
             keras.initializers.VarianceScaling(1.0, "fan_in", "untruncated_normal")
         ),
         dtype=dtype,

@@ -5,25 +5,23 @@ from keras_moe.ops.cost import Cost
 from keras_moe.ops.entmax import entmax
 from keras_moe.ops.expert_choice import expert_choice
 from keras_moe.ops.expert_types import EXPERT_TYPES, ExpertTypes, expert_types
-from keras_moe.ops.grouped_matmul import grouped_matmul
-from keras_moe.ops.grouped_mlp import grouped_mlp
+from keras_moe.ops.grouped import grouped_matmul, grouped_mlp
 from keras_moe.ops.plans import (
     DensePlan,
     HeterogeneousPlan,
     RaggedPlan,
+    Routing,
     RoutingPlan,
     SlotPlan,
     SoftPlan,
 )
-from keras_moe.ops.routing import Routing
-from keras_moe.ops.sinkhorn import sinkhorn
 from keras_moe.ops.sparse_transport import sparse_transport
 from keras_moe.ops.token_choice import (
     dropless_token_choice,
     selected_experts,
     token_choice,
 )
-from keras_moe.ops.transport import Transport
+from keras_moe.ops.transport import Transport, sinkhorn
 
 __all__ = [
     "EXPERT_TYPES",

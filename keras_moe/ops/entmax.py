@@ -1,4 +1,11 @@
-"""alpha-entmax: between softmax, which is dense, and sparsemax."""
+"""alpha-entmax: between softmax, which is dense, and sparsemax.
+
+With q = 1 / (alpha - 1) and z = (alpha - 1) * (logits - max(logits)),
+
+    p_i = max(z_i - tau, 0) ** q,    with tau so that the p_i sum to 1.
+
+Axes: N logits, the last axis.
+"""
 
 import numbers
 from typing import Any, NamedTuple
@@ -6,11 +13,9 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_moe.ops.empty import max_along
-from keras_moe.ops.own_gradient import with_own_gradient
-from keras_moe.ops.powers import entmax_power, real_power
+from keras_moe.ops.primitives import custom_gradient, max_along, real_power
 
-# Newton's steps for up to 512 logits and for more, up to an alpha; each step doubles
+# Newton's steps up to an alpha, for at most 512 logits and for more; each step doubles
 # the digits near the threshold. Many logits may crowd just below it, where they weigh
 # the less the smaller alpha is. Below 1.5, 40,000 inputs made to be hard, with 16,384
 # logits for the second number, have gates within 2e-6 of the exact ones.
@@ -30,9 +35,7 @@ def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
 
     `p_i = max((alpha - 1) z_i - tau, 0) ** (1 / (alpha - 1))` with the threshold tau
     at which it sums to 1. At alpha = 2 it is sparsemax; softmax is the limit at 1. The
-    threshold is found by Newton's steps on the convex norm
-    `|max((alpha - 1) z - tau, 0)|_q = 1`, q = 1 / (alpha - 1), from below, where they
-    cannot overshoot. The gradient is exact.
+    gradient is exact.
 
     Args:
         logits: float tensor; half precision is computed in float32.
@@ -41,9 +44,6 @@ def entmax(logits: Any, alpha: float = 1.5, axis: int = -1) -> Any:
 
     Returns:
         A tensor like `logits`.
-
-    Raises:
-        ValueError: if `alpha` is out of range.
 
     Reference:
         *Sparse Sequence-to-Sequence Models* (Peters, Niculae, Martins); muMoE's expert
@@ -75,11 +75,11 @@ def _entmax(scores, alpha):
     def backward(kept, upstream):
         return (entmax_gradient(*kept, upstream, alpha),)
 
-    return with_own_gradient(forward, backward, scores)
+    return custom_gradient(forward, backward, scores)
 
 
 class Source(NamedTuple):
-    """Tensors from which 1.5-entmax over the last axis is computed again.
+    """Tensors from which 1.5-entmax over the last axis can be recomputed.
 
     Attributes:
         scores: logits, (..., N).
@@ -95,9 +95,8 @@ class Source(NamedTuple):
 def entmax15_and_source(scores: Any) -> tuple[Any, Source]:
     """1.5-entmax over the last axis, whose gradient keeps the scores, and no gates.
 
-    It is for scores that are kept anyway, and for a user of the gates that keeps their
-    source, too: the gates are then computed again, twice, without a search for the
-    threshold.
+    It saves memory where the scores are kept anyway: the gates are recomputed from
+    their source, without a search for the threshold.
     """
 
     def forward(scores):
@@ -108,7 +107,7 @@ def entmax15_and_source(scores: Any) -> tuple[Any, Source]:
         return (entmax_gradient(gates_again(Source(*kept)), upstream, 1.5),)
 
     scores = ops.convert_to_tensor(scores)
-    gates, top, tau = with_own_gradient(forward, backward, scores)
+    gates, top, tau = custom_gradient(forward, backward, scores)
     return gates, Source(scores, top, tau)
 
 
@@ -122,21 +121,34 @@ def gates_again(source: Source) -> Any:
     def backward(kept, upstream):
         return entmax_gradient(*kept, upstream, 1.5), None, None
 
-    return with_own_gradient(forward, backward, *source)
+    return custom_gradient(forward, backward, *source)
 
 
 def solve(scores: Any, alpha: float) -> tuple[Any, Any, Any]:
-    """The entmax of the last axis and its threshold, without a gradient of its own."""
-    steps = _steps(alpha, scores.shape[-1])
+    """The gates of the last axis, the largest score, and tau; without a gradient."""
+    few, many = next(steps for limit, *steps in _STEPS if alpha <= limit)
+    count = scores.shape[-1]
+    steps = few if count is not None and count <= _MANY else many
     if keras.backend.backend() == "torch":
         from keras_moe.ops.kernels import entmax_torch
 
-        return entmax_torch.solve(ops.convert_to_tensor(scores), alpha, steps)
+        scores = ops.convert_to_tensor(scores)
+        return entmax_torch.solve(scores, alpha, entmax_power(alpha), steps)
     return solve_reference(scores, alpha, steps)
 
 
+def entmax_power(alpha: float) -> float:
+    """q = 1 / (alpha - 1), rounded if it is an integer but for rounding."""
+    power = 1.0 / (alpha - 1.0)
+    return float(round(power)) if abs(power - round(power)) < 1e-9 else power
+
+
 def solve_reference(scores: Any, alpha: float, steps: int) -> tuple[Any, Any, Any]:
-    """`solve` by `keras.ops`, in a given number of Newton's steps."""
+    """`solve` by `keras.ops`, in a given number of Newton's steps.
+
+    The steps solve |max(z - tau, 0)|_q = 1, a norm that is convex in tau, from below,
+    where they cannot overshoot.
+    """
     scores, power = ops.convert_to_tensor(scores), entmax_power(alpha)
     # Only differences count, and the largest becomes 0: nothing overflows.
     top = max_along(scores, axis=-1, keepdims=True)
@@ -158,7 +170,8 @@ def gates_at(scores: Any, top: Any, tau: Any, alpha: float) -> Any:
 
         scores, top, tau = map(ops.convert_to_tensor, (scores, top, tau))
         if entmax_torch.gradient_is_enough(scores):
-            return entmax_torch.gates_at(scores, top, tau, alpha)
+            power = entmax_power(alpha)
+            return entmax_torch.gates_at(scores, top, tau, alpha, power)
     rest = ops.maximum((alpha - 1.0) * (scores - top) - tau, 0.0)
     gates = real_power(rest, entmax_power(alpha))
     return gates / ops.sum(gates, axis=-1, keepdims=True)
@@ -185,11 +198,6 @@ def entmax_gradient_reference(gates: Any, upstream: Any, alpha: float) -> Any:
     mean = ops.sum(upstream * slope, axis=-1, keepdims=True)
     mean = mean / ops.sum(slope, axis=-1, keepdims=True)
     return slope * (upstream - mean)
-
-
-def _steps(alpha, count):
-    few, many = next(steps for limit, *steps in _STEPS if alpha <= limit)
-    return few if count is not None and count <= _MANY else many
 
 
 def _newton_step(rest, tau, power):

@@ -8,9 +8,8 @@ from typing import Any
 from keras import ops
 
 from keras_moe.checks import check_affinity, check_one_of
-from keras_moe.ops.empty import take
 from keras_moe.ops.plans import SlotPlan
-from keras_moe.ops.top_values import top_values
+from keras_moe.ops.primitives import take, top_values
 
 NORMALIZATIONS = (None, "after")
 

@@ -1,18 +1,22 @@
 """muMoE's forward passes: a product of expert coefficients, input and weight tensor.
 
-`y_o = sum over n_1 ... n_L, i of W[n_1, ..., n_L, i, o] a^1[n_1] ... a^L[n_L] x[i]`,
-computed in factorised form: no tensor of size N x I x O is built.
-
 Axes: L levels of hierarchy, N_l experts of a level, I inputs, O units, R ranks.
+
+    y_o = sum over n_1 ... n_L, i of W[n_1, ..., n_L, i, o] a^1[n_1] ... a^L[n_L] x[i],
+
+computed in factorised form: no tensor of size N x I x O is built. The factors W is
+made of (`factor_shapes`) are those of *Multilinear Mixture of Experts*, section 3.1.1
+and appendix C: matrices (N, R) in CP and Tucker, cores (R, N, S) of a ring in TR.
 """
 
+import itertools
 import math
-import string
 from typing import Any
 
 from keras import ops
 
-from keras_moe.ops.factor_products import merged_matmul, mixed, projections, rows
+from keras_moe.ops.entmax import Source, gates_again
+from keras_moe.ops.primitives import custom_gradient
 
 FACTORIZATIONS = ("cp", "tr", "tucker", None)
 
@@ -24,7 +28,12 @@ def factor_shapes(
     units: int,
     rank: Any,
 ) -> list[tuple[int, ...]]:
-    """The shapes of a weight tensor's factors: one per level, input, output."""
+    """The shapes of a weight tensor's factors: one per level, input, output.
+
+    CP: (N_l, R) ..., (I, R), (O, R). TR: (R_l, N_l, R_(l+1)) ..., (R_(L+1), I,
+    R_(L+2)), (R_(L+2), O, R_1). Tucker: (N_l, R_l) ..., (I, R_(L+1)), (O, R_(L+2)), and
+    the core of all ranks. None: the whole tensor.
+    """
     modes = (*num_experts, inputs, units)
     if factorization is None:
         return [modes]
@@ -44,7 +53,13 @@ def multilinear(
     projected: Any = None,
     sources: Any = None,
 ) -> Any:
-    """muMoE's forward pass of one layer."""
+    """muMoE's forward pass of one layer: equations 1 to 3, and 15 to 18 of appendix B.
+
+    `inputs` are (..., I), or (..., I - 1), to which a constant 1 is added; there is a
+    tensor (..., N_l) of `coefficients` for each level. `projected` is the product of
+    the inputs and `input_factor`, if it is known. `sources` has the `Source` of each
+    level's coefficients, which the gradient keeps instead of them.
+    """
     if factorization is None:
         return _full(inputs, coefficients, factors)
     if projected is None:
@@ -65,7 +80,7 @@ def _cp(projected, coefficients, factors, sources):
     *experts, _, output_factor = factors
     parts = [projected, *coefficients, *experts]
     sources = ((), *sources, *(() for _ in experts))
-    return merged_matmul(_scale, _scale_gradients, output_factor, parts, sources)
+    return _merged_matmul(_scale, _scale_gradients, output_factor, parts, sources)
 
 
 def _scale(projected, *pairs):
@@ -88,7 +103,7 @@ def _scale_gradients(upstream, projected, *pairs):
         for scale in scales[:level] + scales[level + 1 :]:
             others = others * scale
         coefficient_gradients.append(ops.matmul(others, ops.transpose(factor)))
-        factor_gradients.append(ops.matmul(ops.transpose(rows(a)), rows(others)))
+        factor_gradients.append(ops.matmul(ops.transpose(_rows(a)), _rows(others)))
     for scale in scales:
         upstream = upstream * scale
     return upstream, *coefficient_gradients, *factor_gradients
@@ -100,10 +115,10 @@ def _tr(projected, coefficients, factors, sources):
     *experts, input_core, output_core = factors
     chain = None
     for coefficient, core, source in zip(coefficients, experts, sources):
-        matrix = _as_core(mixed(coefficient, core, source), core)
+        matrix = _as_core(_mixed(coefficient, core, source), core)
         chain = matrix if chain is None else ops.matmul(chain, matrix)
     projected = _as_core(projected, input_core)
-    return merged_matmul(_ring, _ring_gradients, output_core, [chain, projected])
+    return _merged_matmul(_ring, _ring_gradients, output_core, [chain, projected])
 
 
 def _as_core(x, core):
@@ -163,43 +178,20 @@ def expert_matrix(factors: list[Any], index: Any, factorization: str | None) -> 
     if factorization == "cp":
         *experts, input_factor, output_factor = factors
         scale = 1.0
-        for place, factor in zip(index, experts):
-            scale = scale * factor[place]
+        for i, factor in zip(index, experts):
+            scale = scale * factor[i]
         return ops.matmul(input_factor * scale, ops.transpose(output_factor))
     if factorization == "tr":
         *experts, input_factor, output_factor = factors
         chain = None
-        for place, core in zip(index, experts):
-            matrix = core[:, place]
+        for i, core in zip(index, experts):
+            matrix = core[:, i]
             chain = matrix if chain is None else ops.matmul(chain, matrix)
         return ops.einsum("ab,bic,coa->io", chain, input_factor, output_factor)
     *experts, input_factor, output_factor, core = factors
-    for place, factor in zip(index, experts):
-        core = ops.tensordot(factor[place], core, axes=[[0], [0]])
+    for i, factor in zip(index, experts):
+        core = ops.tensordot(factor[i], core, axes=[[0], [0]])
     return ops.matmul(ops.matmul(input_factor, core), ops.transpose(output_factor))
-
-
-def dense_tensor(factors: list[Any], factorization: str | None) -> Any:
-    """The whole weight tensor (N_1, ..., N_L, I, O), for tests of small ones."""
-    if factorization is None:
-        return factors[0]
-    letters = string.ascii_lowercase
-    if factorization == "cp":
-        modes = letters[: len(factors)]
-        terms = ",".join(f"{mode}z" for mode in modes)
-        return ops.einsum(f"{terms}->{modes}", *factors)
-    if factorization == "tr":
-        count = len(factors)
-        modes, ranks = letters[:count], letters[count : 2 * count]
-        terms = ",".join(
-            f"{ranks[k]}{modes[k]}{ranks[(k + 1) % count]}" for k in range(count)
-        )
-        return ops.einsum(f"{terms}->{modes}", *factors)
-    *matrices, core = factors
-    count = len(matrices)
-    modes, ranks = letters[:count], letters[count : 2 * count]
-    terms = ",".join(f"{modes[k]}{ranks[k]}" for k in range(count))
-    return ops.einsum(f"{terms},{ranks}->{modes}", *matrices, core)
 
 
 def rank_bound(
@@ -217,3 +209,205 @@ def rank_bound(
         narrow = min(rank[: len(num_experts) + 1])
         return min(full, rank[-1] * narrow)
     return min(full, rank[-2], rank[-1])
+
+
+def factorized_multiply_adds(
+    factorization: str | None,
+    num_experts: tuple[int, ...],
+    inputs: int,
+    units: int,
+    rank: Any,
+) -> int:
+    """Multiply-adds of one token's matmuls in factorised form.
+
+    Elementwise products are not counted, as in the paper.
+    """
+    shapes = factor_shapes(factorization, num_experts, inputs, units, rank)
+    total = sum(math.prod(shape) for shape in shapes)
+    if factorization == "tr":
+        narrow, first, *others = rank
+        # The chain of matrices R_1 x R_l, then the ring's closing.
+        for following in others:
+            total += narrow * first * following
+            first = following
+    return total
+
+
+def naive_multiply_adds(
+    factorization: str | None,
+    num_experts: tuple[int, ...],
+    inputs: int,
+    units: int,
+    rank: Any,
+) -> int:
+    """Multiply-adds of one token if the weight tensor is built from its factors."""
+    modes = (*num_experts, inputs, units)
+    total = _building(factorization, modes, rank)
+    # One mode after the other; the units are left.
+    for mode in range(len(modes) - 1):
+        total += math.prod(modes[mode:])
+    return total
+
+
+def _building(factorization, modes, rank):
+    if factorization is None:
+        return 0
+    if factorization == "cp":
+        return math.prod(modes) * rank
+    total = 0
+    if factorization == "tr":
+        # A chain (R_1, built modes, R_l); the last core's other end is R_1 again.
+        for mode in range(1, len(modes)):
+            built = math.prod(modes[: mode + 1])
+            total += rank[0] * built * rank[mode] * (*rank[1:], 1)[mode]
+        return total
+    for mode, size in enumerate(modes):
+        total += math.prod(modes[:mode]) * size * math.prod(rank[mode:])
+    return total
+
+
+def projections(inputs: Any, *factors: Any) -> tuple[Any, ...]:
+    """The products of the inputs (..., I) and each factor, (..., R) or (..., R S).
+
+    A factor with I + 1 rows has a row for a constant input 1. In the backward pass the
+    factors are one: the gradient in the inputs is one matmul, not a sum of several.
+    """
+    return custom_gradient(_project, _project_gradients, inputs, *factors)
+
+
+def _project(inputs, *factors):
+    size = inputs.shape[-1]
+    outputs = []
+    for factor in factors:
+        matrix = _matrix(factor)
+        output = ops.matmul(inputs, matrix[:size])
+        outputs.append(output if matrix.shape[0] == size else output + matrix[size])
+    return tuple(outputs), (inputs, *factors)
+
+
+def _project_gradients(kept, *upstream):
+    inputs, *factors = kept
+    matrices = [_matrix(factor) for factor in factors]
+    size = inputs.shape[-1]
+    upstream = [_rows(x) for x in upstream]
+    together = ops.concatenate(upstream, axis=-1)
+    matrix = ops.concatenate([matrix[:size] for matrix in matrices], axis=-1)
+    inputs_gradient = ops.matmul(together, ops.transpose(matrix))
+    matrix_gradient = ops.matmul(ops.transpose(_rows(inputs)), together)
+    gradients, start = [ops.reshape(inputs_gradient, ops.shape(inputs))], 0
+    for factor, matrix, own in zip(factors, matrices, upstream):
+        part = matrix_gradient[:, start : start + matrix.shape[1]]
+        if matrix.shape[0] > size:
+            total = ops.sum(own, axis=0, keepdims=True)
+            part = ops.concatenate([part, total], axis=0)
+        gradients.append(_factor(part, factor))
+        start += matrix.shape[1]
+    return tuple(gradients)
+
+
+def _mixed(coefficients: Any, factor: Any, source: Any = ()) -> Any:
+    """The product of coefficients (..., N) and a factor.
+
+    The gradient keeps the `source` of the coefficients instead of them, if there is
+    one. It closes over no tensor.
+    """
+    count = len(source)
+
+    def forward(coefficients, factor, *source):
+        product = ops.matmul(coefficients, _matrix(factor))
+        return product, (factor, *(source or (coefficients,)))
+
+    def backward(kept, upstream):
+        factor, *kept = kept
+        (coefficients,) = _parts(kept, [count])
+        gradient = ops.matmul(upstream, ops.transpose(_matrix(factor)))
+        part = ops.matmul(ops.transpose(_rows(coefficients)), _rows(upstream))
+        return gradient, _factor(part, factor), *[None] * count
+
+    return custom_gradient(forward, backward, coefficients, factor, *source)
+
+
+def _merged_matmul(
+    merge: Any, gradients: Any, closing: Any, parts: list[Any], sources: Any = None
+) -> Any:
+    """`merge(*parts)` by the closing factor; only these are kept for the gradient.
+
+    The merged parts, which would be most of the layer's memory, are recomputed in the
+    backward pass; this is cheap next to the matmuls. `gradients(upstream, *parts)` are
+    those of `merge`. The gradient keeps the source of a part instead of it, if there is
+    one.
+    """
+    sources = sources or [()] * len(parts)
+    flat = [tensor for source in sources for tensor in source]
+    # Gradients close over no tensor.
+    counts = [len(source) for source in sources]
+
+    def forward(closing, *tensors):
+        parts, flat = tensors[: len(counts)], iter(tensors[len(counts) :])
+        kept = []
+        for part, count in zip(parts, counts):
+            kept += itertools.islice(flat, count) if count else [part]
+        return ops.matmul(merge(*parts), _closing_matrix(closing)), (closing, *kept)
+
+    def backward(kept, upstream):
+        closing, *kept = kept
+        parts = _parts(kept, counts)
+        matrix = ops.transpose(_closing_matrix(closing))
+        merged_gradient = ops.matmul(upstream, matrix)
+        merged = ops.transpose(_rows(merge(*parts)))
+        part = ops.matmul(merged, _rows(upstream))
+        return (
+            _closing_factor(part, closing),
+            *gradients(merged_gradient, *parts),
+            *[None] * sum(counts),
+        )
+
+    return custom_gradient(forward, backward, closing, *parts, *flat)
+
+
+def _parts(kept, counts):
+    """Parts, some of which are kept as they are, and some as a source."""
+    kept, parts = iter(kept), []
+    for count in counts:
+        if count:
+            parts.append(gates_again(Source(*itertools.islice(kept, count))))
+        else:
+            parts.append(next(kept))
+    return parts
+
+
+def _rows(x: Any) -> Any:
+    """(..., N) as a matrix."""
+    return ops.reshape(x, (-1, x.shape[-1]))
+
+
+def _matrix(factor):
+    """(R, N, S) as (N, R S); a matrix as it is."""
+    if len(factor.shape) == 2:
+        return factor
+    rank, size, following = factor.shape
+    return ops.reshape(ops.transpose(factor, (1, 0, 2)), (size, rank * following))
+
+
+def _factor(matrix, factor):
+    """A gradient in `_matrix(factor)` as one in the factor."""
+    if len(factor.shape) == 2:
+        return matrix
+    rank, size, following = factor.shape
+    return ops.transpose(ops.reshape(matrix, (size, rank, following)), (1, 0, 2))
+
+
+def _closing_matrix(factor):
+    """(O, R) as (R, O), and (S, O, R) as (R S, O)."""
+    if len(factor.shape) == 2:
+        return ops.transpose(factor)
+    last, units, first = factor.shape
+    return ops.reshape(ops.transpose(factor, (2, 0, 1)), (first * last, units))
+
+
+def _closing_factor(matrix, factor):
+    """A gradient in `_closing_matrix(factor)` as one in the factor."""
+    if len(factor.shape) == 2:
+        return ops.transpose(matrix)
+    last, units, first = factor.shape
+    return ops.transpose(ops.reshape(matrix, (first, last, units)), (1, 2, 0))

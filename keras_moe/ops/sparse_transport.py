@@ -8,9 +8,13 @@ from typing import Any
 from keras import ops
 
 from keras_moe.checks import check_integer, check_one_of, check_positive
-from keras_moe.ops.sparse_adam import adam
-from keras_moe.ops.sparse_newton import newton_of_experts, newton_of_tokens
-from keras_moe.ops.sparse_projection import FORBIDDEN, project
+from keras_moe.ops._sparse_solvers import (
+    FORBIDDEN,
+    adam,
+    newton_of_experts,
+    newton_of_tokens,
+    project,
+)
 from keras_moe.ops.transport import Transport, token_mass, with_marginals
 
 SIDES = ("expert", "token")
@@ -61,9 +65,6 @@ def sparse_transport(
     Returns:
         A `Transport`. Gradients flow through the last projection, as if potentials
         and nonzeros were constants.
-
-    Raises:
-        ValueError: if an argument is out of range, or shapes do not fit.
 
     Reference:
         - [Liu et al., 2023](https://arxiv.org/abs/2209.15466)

@@ -13,9 +13,13 @@ from keras_moe.checks import (
     check_one_of,
     check_selected,
 )
-from keras_moe.ops.empty import max_along, take
-from keras_moe.ops.plans import HeterogeneousPlan, RaggedPlan, RoutingPlan
-from keras_moe.ops.plans.choices import by_expert
+from keras_moe.ops.plans import (
+    HeterogeneousPlan,
+    RaggedPlan,
+    RoutingPlan,
+    one_hot_choices,
+)
+from keras_moe.ops.primitives import max_along, take
 
 NORMALIZATIONS = (None, "before", "after")
 PRIORITIES = ("first_come", "max_gate", "sum_gates")
@@ -166,7 +170,7 @@ def token_choice(
         ops.where(in_place, 0.0, weights),
     )
     places = ops.where(in_place, experts - num_slotted, -1)
-    return HeterogeneousPlan(plan, *by_expert(places, weights, in_place_experts))
+    return HeterogeneousPlan(plan, *one_hot_choices(places, weights, in_place_experts))
 
 
 def dropless_token_choice(
@@ -231,7 +235,7 @@ def dropless_token_choice(
         normalize_gates = None
         places = experts - num_experts
         places = places if mask is None else ops.where(routed, places, -1)
-        in_place = by_expert(places, weights, in_place_experts)
+        in_place = one_hot_choices(places, weights, in_place_experts)
         # Choices of these experts have no rows, like those of masked tokens.
         mask = experts < num_experts
         mask = mask if routed is None else ops.logical_and(mask, routed)
@@ -340,7 +344,7 @@ def selected_experts(affinity: Any, num_selected_experts: int) -> Any:
     affinity = ops.convert_to_tensor(affinity)
     check_selected(num_selected_experts, affinity.shape[-1])
     experts, weights = top_experts(affinity, affinity, num_selected_experts)
-    return by_expert(experts, weights, ops.shape(affinity)[-1])[0]
+    return one_hot_choices(experts, weights, ops.shape(affinity)[-1])[0]
 
 
 def _at_experts(available, experts):

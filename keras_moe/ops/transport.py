@@ -1,4 +1,4 @@
-"""The result of a transport solver: a plan and its marginals.
+"""Transport plans between tokens and experts, and Sinkhorn's algorithm.
 
 Axes: G groups, S group_size, E experts.
 """
@@ -6,6 +6,13 @@ Axes: G groups, S group_size, E experts.
 from typing import Any, NamedTuple
 
 from keras import ops
+
+from keras_moe.checks import check_integer, check_positive
+from keras_moe.ops.primitives import max_along
+
+# Iterations on one kernel. Between two of them an expert's scaling changes by a factor
+# of at most S, so that five stay within float32 up to ten million tokens.
+BLOCK = 5
 
 
 class Transport(NamedTuple):
@@ -44,3 +51,155 @@ def token_mass(logits: Any, mask: Any = None) -> Any:
     """The mass of each token, float32 (G, S): 1, and 0 where masked."""
     mass = ops.ones_like(logits[..., 0])
     return mass if mask is None else ops.where(ops.cast(mask, "bool"), mass, 0.0)
+
+
+def sinkhorn(
+    logits: Any,
+    iterations: int = 20,
+    tolerance: float | None = None,
+    mask: Any = None,
+) -> Transport:
+    """The balanced plan of largest affinity and entropy.
+
+    Equation 8 of *Routers in Vision Mixture of Experts*: maximises
+    `<P, logits> - <P, log P>` over plans P whose rows sum to 1 and whose columns sum
+    to S / E. Each iteration scales the columns, then the rows: rows are exact, columns
+    approach S / E.
+
+    Args:
+        logits: float32 (G, S, E); -inf forbids a pair.
+        iterations: number of iterations; the maximum with a `tolerance`.
+        tolerance: error of the experts' masses, relative to S / E, at which each group
+            stops; None runs all iterations. No gradient flows with a tolerance.
+        mask: boolean (G, S), False for tokens (padding) that have no mass.
+
+    Returns:
+        A `Transport`.
+
+    Reference:
+        *Routers in Vision Mixture of Experts*, equation 8.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.ops import sinkhorn
+    >>> logits = np.array([[[9.0, 0.0], [8.0, 0.0]]], "float32")
+    >>> plan = sinkhorn(logits, iterations=100).plan  # both would like expert 0
+    >>> np.array(plan, "float64").round(2)[0].tolist()
+    [[0.62, 0.38], [0.38, 0.62]]
+    """
+    # With P = diag(a) exp(logits) diag(b), one iteration is two matrix-vector products:
+    #
+    #     b_e = (S / E) / sum_s exp(logits)_se a_s
+    #     a_s = 1 / sum_e exp(logits)_se b_e
+    #
+    # The kernel exp(logits) overflows for large logits, as in the released code, and
+    # iterating on logarithms costs several times more. So the kernel here is
+    # exp(logits + potentials): every five iterations the scalings move into the
+    # potentials, and the kernel is made anew. The first iteration is in log space: its
+    # rows then sum to 1 and its columns to at least 1 / E, so nothing overflows and no
+    # column vanishes, however large the logits. The iterates are the same.
+    check_integer("iterations", iterations)
+    if tolerance is not None:
+        check_positive("tolerance", tolerance)
+    logits = ops.cast(logits, "float32")
+    if len(logits.shape) != 3:
+        raise ValueError(
+            "Expected logits of shape (groups, tokens, experts); "
+            f"received: logits.shape={tuple(logits.shape)}"
+        )
+    mass = token_mass(logits, mask)
+    if mask is not None:
+        logits = ops.where(ops.expand_dims(mass, -1) > 0, logits, -float("inf"))
+    num_tokens = ops.sum(mass, axis=1, keepdims=True)
+    share = num_tokens / ops.cast(ops.shape(logits)[2], "float32")
+    potentials = _first_iteration(logits, share)
+    left = iterations - 1
+    if tolerance is not None:
+        plan = _iterate_to_tolerance(logits, share, potentials, left, tolerance)
+        return with_marginals(ops.stop_gradient(plan))
+    plan = None
+    while left > 0 or plan is None:
+        *potentials, plan = _iterate(logits, share, *potentials, min(BLOCK, left))
+        left -= BLOCK
+    return with_marginals(plan)
+
+
+def _first_iteration(logits, share):
+    """The potentials of tokens (G, S) and experts (G, E) after one iteration."""
+    columns = _log_sum_exp(logits, axis=1)
+    # No token may go to the other experts.
+    reachable = columns > -float("inf")
+    expert_potential = ops.where(
+        reachable,
+        ops.log(ops.maximum(share, 1e-30)) - ops.where(reachable, columns, 0.0),
+        0.0,
+    )
+    rows = _log_sum_exp(logits + expert_potential[:, None], axis=2)
+    routable = rows > -float("inf")
+    token_potential = ops.where(routable, -ops.where(routable, rows, 0.0), 0.0)
+    return token_potential, expert_potential
+
+
+def _iterate(logits, share, token_potential, expert_potential, count):
+    """The potentials and the plan after `count` iterations on one kernel."""
+    kernel = ops.exp(logits + token_potential[..., None] + expert_potential[:, None])
+    # The potentials' rounding, which is that of large logits, leaves the rows.
+    token_scale = _divide(1.0, ops.sum(kernel, axis=2))
+    expert_scale = ops.ones_like(expert_potential)
+    for _ in range(count):
+        columns = ops.einsum("gse,gs->ge", kernel, token_scale)
+        expert_scale = _divide(share, columns)
+        rows = ops.einsum("gse,ge->gs", kernel, expert_scale)
+        token_scale = _divide(1.0, rows)
+    plan = kernel * token_scale[..., None] * expert_scale[:, None]
+    return (
+        token_potential + ops.log(token_scale),
+        expert_potential + ops.log(expert_scale),
+        plan,
+    )
+
+
+def _iterate_to_tolerance(logits, share, potentials, iterations, tolerance):
+    """The plan once each group is balanced, or after the iterations."""
+    logits = ops.stop_gradient(logits)
+
+    def unbalanced(plan):
+        columns = ops.sum(plan, axis=1)
+        return max_along(ops.abs(columns - share), axis=1) > tolerance * share[:, 0]
+
+    def proceed(token_potential, expert_potential, plan):
+        return ops.any(unbalanced(plan))
+
+    def body(*state):
+        # A group that is done stays as it is while others go on.
+        goes_on = unbalanced(state[-1])
+        following = _iterate(logits, share, *state[:-1], BLOCK)
+        return tuple(
+            ops.where(ops.reshape(goes_on, (-1, *[1] * (len(new.shape) - 1))), new, old)
+            for new, old in zip(following, state)
+        )
+
+    state = _iterate(logits, share, *map(ops.stop_gradient, potentials), 0)
+    *_, plan = ops.while_loop(
+        proceed, body, state, maximum_iterations=-(-iterations // BLOCK)
+    )
+    return plan
+
+
+def _log_sum_exp(x, axis):
+    """`logsumexp` that is -inf where all entries are, with a finite gradient."""
+    top = ops.stop_gradient(max_along(x, axis=axis, keepdims=True))
+    top = ops.where(top > -float("inf"), top, 0.0)
+    total = ops.sum(ops.exp(x - top), axis=axis)
+    positive = total > 0
+    return ops.where(
+        positive,
+        ops.log(ops.where(positive, total, 1.0)) + ops.squeeze(top, axis),
+        -float("inf"),
+    )
+
+
+def _divide(a, b):
+    """a / b, and 1 where b is 0: a token or an expert without any mass."""
+    return ops.where(b > 0, a / ops.where(b > 0, b, 1.0), 1.0)

@@ -13,8 +13,8 @@ from keras_moe.checks import (
     check_one_of,
     check_positive,
 )
-from keras_moe.ops.sinkhorn import sinkhorn
 from keras_moe.ops.sparse_transport import SOLVERS, sparse_transport
+from keras_moe.ops.transport import sinkhorn
 
 # More are a mistake: a model would compile for hours, and train for years.
 MAX_ITERATIONS = 100_000

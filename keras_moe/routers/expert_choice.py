@@ -9,9 +9,9 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_integer
-from keras_moe.ops.by_group import by_group
 from keras_moe.ops.expert_choice import NORMALIZATIONS, expert_choice
 from keras_moe.ops.plans import SlotPlan
+from keras_moe.ops.primitives import vmap_groups
 from keras_moe.routers.evaluation import check_evaluation
 from keras_moe.routers.registry import register_router
 from keras_moe.routers.sparse_router import SparseRouter
@@ -188,7 +188,7 @@ class ExpertChoiceRouter(SparseRouter):
                 affinity, gates, capacity, mask, self.normalize_gates, filled_slots
             )
 
-        return by_group(allocate, affinity, gates, mask, filled_slots)
+        return vmap_groups(allocate, affinity, gates, mask, filled_slots)
 
     def total_slots(self, num_tokens: int) -> int:
         return self.num_experts * self.group_capacity(num_tokens, None)

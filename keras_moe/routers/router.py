@@ -17,7 +17,7 @@ from keras_moe.checks import (
 )
 from keras_moe.ops.cost import Cost
 from keras_moe.ops.expert_types import ExpertTypes
-from keras_moe.ops.routing import Routing
+from keras_moe.ops.plans import Routing
 
 # An encoder decides these about its routers, and `router_options` do not.
 _ENCODER_ARGUMENTS = (

@@ -17,9 +17,8 @@ from keras_moe.checks import (
 )
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
 from keras_moe.ops.cost import Cost
-from keras_moe.ops.initial_values import Drawn
-from keras_moe.ops.plans import SoftPlan
-from keras_moe.ops.routing import Routing
+from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.plans import Routing, SoftPlan
 from keras_moe.routers.registry import register_router
 from keras_moe.routers.router import Router
 
@@ -183,7 +182,7 @@ class SoftRouter(Router):
         self.slots = self.add_weight(
             name="slots",
             shape=shapes["slots"],
-            initializer=Drawn(self.slot_initializer),
+            initializer=FastInitializer(self.slot_initializer),
             dtype="float32",
             autocast=False,
         )
@@ -191,7 +190,7 @@ class SoftRouter(Router):
             self.scale = self.add_weight(
                 name="scale",
                 shape=shapes["scale"],
-                initializer=Drawn(self.scale_initializer),
+                initializer=FastInitializer(self.scale_initializer),
                 dtype="float32",
                 autocast=False,
             )
@@ -232,7 +231,7 @@ class SoftRouter(Router):
             return ops.reshape(x, (num_groups, num_tokens, num_experts, capacity))
 
         plan = SoftPlan(by_slot(dispatch), by_slot(combine))
-        dispatched, combined = plan.served()
+        dispatched, combined = plan.assignments()
         return plan, Routing(
             by_slot(logits),
             by_slot(noisy_logits),

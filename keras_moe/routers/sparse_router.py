@@ -16,8 +16,8 @@ from keras_moe.checks import (
     check_positive,
 )
 from keras_moe.ops.capacity import ROUNDINGS, expert_capacity
-from keras_moe.ops.initial_values import Drawn
-from keras_moe.ops.routing import Routing
+from keras_moe.ops.initializers import FastInitializer
+from keras_moe.ops.plans import Routing
 from keras_moe.routers import affinities
 from keras_moe.routers.modalities import (
     allowed_experts,
@@ -266,7 +266,7 @@ class SparseRouter(Router):
         return self.add_weight(
             name=name,
             shape=shape,
-            initializer=Drawn(initializer),
+            initializer=FastInitializer(initializer),
             dtype="float32",
             autocast=False,
         )
@@ -360,7 +360,7 @@ class SparseRouter(Router):
             training=training,
             modality_ids=modality_ids,
         )
-        return plan, Routing(logits, noisy_logits, affinity, gates, *plan.served())
+        return plan, Routing(logits, noisy_logits, affinity, gates, *plan.assignments())
 
     def scale_logits(self, logits: Any) -> Any:
         """The logits as they route; `Routing.logits` keeps them as they come."""

@@ -11,8 +11,8 @@ import keras
 from keras import ops
 
 from keras_moe.checks import check_bool, check_integer, check_selected
-from keras_moe.ops.by_group import by_group
 from keras_moe.ops.plans import RaggedPlan, RoutingPlan
+from keras_moe.ops.primitives import vmap_groups
 from keras_moe.ops.token_choice import (
     NORMALIZATIONS,
     dropless_token_choice,
@@ -371,7 +371,7 @@ class TokenChoiceRouter(SparseRouter):
                 **arguments,
             )
 
-        return by_group(allocate, affinity, gates, mask, numbers)
+        return vmap_groups(allocate, affinity, gates, mask, numbers)
 
     def total_slots(self, num_tokens: int) -> int:
         return num_tokens * self.num_selected_experts

@@ -44,11 +44,11 @@ def test_a_cut_of_the_queue_is_the_plan_at_that_capacity(capacity, priority):
     # Two images compete.
     grouped, group_mask = affinity.reshape(3, 18, 32), mask.reshape(3, 18)
     plan = token_choice(grouped, grouped, 2, capacity, priority, group_mask)
-    served = np.array(plan.served()[0]).reshape(affinity.shape)
+    served = np.array(plan.assignments()[0]).reshape(affinity.shape)
     places = expert_queues(affinity, 2, priority, 2, mask)
     np.testing.assert_array_equal(served_at(places, capacity), served > 0)
     plan = expert_choice(grouped, grouped, capacity, group_mask)
-    served = np.array(plan.served()[0]).reshape(affinity.shape)
+    served = np.array(plan.assignments()[0]).reshape(affinity.shape)
     places = expert_queues(affinity, examples_per_group=2, mask=mask)
     np.testing.assert_array_equal(served_at(places, capacity), served > 0)
 

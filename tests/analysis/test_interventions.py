@@ -8,7 +8,7 @@ from keras import ops
 from keras_moe import analysis, models
 from keras_moe.analysis.ablation import ablated_part
 from keras_moe.layers import MuMoE
-from keras_moe.ops.multilinear import dense_tensor
+from tests.dense_tensor import dense_tensor
 from tests.small_models import SMALL, images, with_weights
 
 to_numpy = ops.convert_to_numpy

@@ -41,7 +41,7 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans_without_groups(plan, mask):
     plan = PLANS[plan](mask)
-    assert shapes(plan.served()) == [(0, 6, 4)] * 2
+    assert shapes(plan.assignments()) == [(0, 6, 4)] * 2
     inputs = plan.dispatch(np.zeros((0, 6, 8), "float32"))
     assert shapes(inputs) in ([(0, 4, 3, 8)], [(0, 8)])
     assert shapes(plan.combine(inputs)) == [(0, 6, 8)]

@@ -6,8 +6,8 @@ import pytest
 from keras import ops
 
 from keras_moe.layers import MultilinearExperts, MuMoE, MuMoEBlock
-from keras_moe.ops.multilinear import dense_tensor
 from tests import golden
+from tests.dense_tensor import dense_tensor
 from tests.gradients import gradient_and_outputs
 from tests.training_gradients import training_gradients
 

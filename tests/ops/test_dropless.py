@@ -57,7 +57,7 @@ def test_rows_stand_by_expert_and_serve_every_choice(
     limited = token_choice(
         gates, gates, selected, tokens, mask=mask, normalize_gates=normalize_gates
     )
-    for actual, wanted in zip(plan.served(), limited.served()):
+    for actual, wanted in zip(plan.assignments(), limited.assignments()):
         np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=1e-6)
     plan = RaggedPlan(*map(to_numpy, plan))
     num_rows = int(mask.sum()) * selected
@@ -65,7 +65,7 @@ def test_rows_stand_by_expert_and_serve_every_choice(
     assert (plan.row_tokens[num_rows:] == -1).all()
     owner = np.repeat(np.arange(experts), plan.group_sizes)
     actual = sorted(zip(owner, plan.row_tokens[:num_rows]))
-    dispatched = to_numpy(limited.served()[0]).reshape(-1, experts)
+    dispatched = to_numpy(limited.assignments()[0]).reshape(-1, experts)
     assert actual == sorted(zip(*np.nonzero(dispatched.T)))
     # Each choice finds its row again.
     kept = plan.token_rows >= 0

@@ -104,7 +104,7 @@ def test_follows_the_definition(shape, seed, ties, masked):
     expected = reference.expert_choice(affinity, gates, capacity, mask)
     for actual, wanted in zip(plan, expected):
         np.testing.assert_array_equal(actual, wanted)
-    dispatched, combined = map(to_numpy, plan.served())
+    dispatched, combined = map(to_numpy, plan.assignments())
     np.testing.assert_array_equal(dispatched, expected[1] >= 0)
     np.testing.assert_array_equal(combined, np.where(expected[1] >= 0, gates, 0))
     # Every expert serves as many as it can.

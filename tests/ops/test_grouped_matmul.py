@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_moe.ops.grouped_matmul import grouped_matmul, grouped_matmul_reference
+from keras_moe.ops.grouped import grouped_matmul, grouped_matmul_reference
 from tests.ops.programs import (
     BACKEND,
     FORMS,
@@ -189,7 +189,7 @@ def test_ragged_dot():
     # Platforms other than CPUs take this kernel.
     import jax
 
-    from keras_moe.ops.kernels import block_loops, grouped_matmul_jax
+    from keras_moe.ops.kernels import block_loops, grouped_jax
 
     rows, kernels, cotangent = example(ROWS, len(SIZES))
     sizes = np.array(SIZES, "int32")
@@ -199,8 +199,8 @@ def test_ragged_dot():
             *jax.jit(backward)(rows, kernels, sizes, cotangent),
         )
         for forward, backward in (
-            (grouped_matmul_jax.ragged_forward, grouped_matmul_jax.ragged_backward),
-            (block_loops.forward, block_loops.backward),
+            (grouped_jax.ragged_forward, grouped_jax.ragged_backward),
+            (block_loops.matmul_forward, block_loops.matmul_backward),
         )
     )
     assert_equal(actual, expected)
@@ -211,18 +211,16 @@ def test_ragged_dot():
 def test_grouped_mm(sizes):
     import torch
 
-    from keras_moe.ops.kernels import grouped_matmul_torch
+    from keras_moe.ops.kernels import grouped_torch
 
     rows, kernels, cotangent = example(ROWS, len(SIZES))
-    if not grouped_matmul_torch.kernel_is_valid(
-        torch.tensor(rows), torch.tensor(kernels)
-    ):
+    if not grouped_torch.kernel_is_valid(torch.tensor(rows), torch.tensor(kernels)):
         pytest.skip("this PyTorch has no such kernel on CPUs")
     actual, expected = (
         program(function)(rows, kernels, sizes, cotangent)
         for function in (
-            grouped_matmul_torch.with_kernel,
-            grouped_matmul_torch.with_loop,
+            grouped_torch.matmul_with_kernel,
+            grouped_torch.matmul_with_loop,
         )
     )
     assert_equal(actual, expected)
@@ -279,9 +277,9 @@ def test_shape_inference():
 
     rows, kernels = torch.ones(6, D, device="meta"), torch.ones(2, D, H, device="meta")
     sizes = torch.ones(2, dtype=torch.int32, device="meta")
-    from keras_moe.ops.kernels import grouped_matmul_torch
+    from keras_moe.ops.kernels import grouped_torch
 
-    outputs = grouped_matmul_torch.grouped_matmul(rows, kernels, sizes)
+    outputs = grouped_torch.grouped_matmul(rows, kernels, sizes)
     assert outputs.is_meta
     assert outputs.shape == (6, H)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keras_moe.layers import gelu_tanh
 from keras_moe.layers.activations import entmax15
-from keras_moe.ops.grouped_mlp import grouped_mlp, grouped_mlp_reference
+from keras_moe.ops.grouped import grouped_mlp, grouped_mlp_reference
 from tests.ops.programs import (
     BACKEND,
     FORMS,
@@ -267,25 +267,25 @@ def test_ragged_dot(kind):
     # Platforms other than CPUs take this kernel.
     import jax
 
-    from keras_moe.ops.kernels import grouped_mlp_jax, mlp_loops
+    from keras_moe.ops.kernels import block_loops, grouped_jax
 
     names, activation = WEIGHTS[kind]
     (rows, *weights), cotangent = example(ROWS, len(SIZES), names)
     rows[sum(SIZES) :] = np.nan
-    weights = dict.fromkeys(mlp_loops.Weights._fields) | dict(zip(names, weights))
-    weights, sizes = mlp_loops.Weights(**weights), np.array(SIZES, "int32")
+    weights = dict.fromkeys(block_loops.Weights._fields) | dict(zip(names, weights))
+    weights, sizes = block_loops.Weights(**weights), np.array(SIZES, "int32")
 
     def run(forward, backward, rows, sizes, weights, cotangent):
         outputs, kept = forward(rows, sizes, weights, activation, True)
         gradients = backward(rows, sizes, weights, activation, kept, cotangent)
         return [outputs, *jax.tree.leaves(gradients)]
 
-    loops = functools.partial(mlp_loops.backward, vjp=jax.vjp)
+    loops = functools.partial(block_loops.mlp_backward, vjp=jax.vjp)
     actual, expected = (
         jax.jit(functools.partial(run, *functions))(rows, sizes, weights, cotangent)
         for functions in (
-            (grouped_mlp_jax.composed_forward, grouped_mlp_jax.composed_backward),
-            (mlp_loops.forward, loops),
+            (grouped_jax.composed_forward, grouped_jax.composed_backward),
+            (block_loops.mlp_forward, loops),
         )
     )
     for x, y in zip(actual, expected, strict=True):
@@ -326,14 +326,14 @@ def test_errors(function):
                 function(**{**good, name: x.astype("float16")}, activation=gelu_tanh)
     with pytest.raises(ValueError, match=r"integer dtype; received: .*float32"):
         function(**{**good, "group_sizes": np.ones(2, "float32")}, activation=gelu_tanh)
-    with pytest.raises(ValueError, match="Expected a gate_kernel beside gate_bias"):
+    with pytest.raises(ValueError, match="Expected a gate_kernel with gate_bias"):
         function(**{**good, "gate_kernel": None}, activation=gelu_tanh)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="two kernels of PyTorch")
 @pytest.mark.parametrize("kind", ["plain", "gated, no bias"])
 def test_matmuls_on_accelerators_and_in_graphs(kind):
-    from keras_moe.ops.kernels import grouped_mlp_torch
+    from keras_moe.ops.kernels import grouped_torch
 
     names, activation = WEIGHTS[kind]
     arrays, cotangent = example(ROWS, len(SIZES), names)
@@ -351,7 +351,7 @@ def test_matmuls_on_accelerators_and_in_graphs(kind):
         outputs_and_gradients(
             functools.partial(run, function), arrays, SIZES, cotangent
         )
-        for function in (grouped_mlp_torch.with_matmuls, grouped_mlp_torch.with_loop)
+        for function in (grouped_torch.mlp_with_matmuls, grouped_torch.mlp_with_loop)
     )
     assert_equal(actual, expected, names)
 
@@ -416,13 +416,13 @@ def test_gradients_of_gradients_on_pytorch(kind, sizes):
 def test_shape_inference():
     import torch
 
-    from keras_moe.ops.kernels import grouped_mlp_torch, mlp_loops
+    from keras_moe.ops.kernels import block_loops, grouped_torch
 
     arrays, _ = example(6, 2)
     rows, hidden, output, *_ = (torch.tensor(x, device="meta") for x in arrays)
     sizes = torch.ones(2, dtype=torch.int32, device="meta")
-    weights = mlp_loops.Weights(hidden, output, None, None, None, None)
-    outputs = grouped_mlp_torch.grouped_mlp(rows, sizes, weights, gelu_tanh)
+    weights = block_loops.Weights(hidden, output, None, None, None, None)
+    outputs = grouped_torch.grouped_mlp(rows, sizes, weights, gelu_tanh)
     assert outputs.is_meta
     assert outputs.shape == (6, D)
 

@@ -76,7 +76,7 @@ def test_each_kind_serves_its_capacity_in_order(problem, seed, ties, masked, pri
     expected = np.zeros((groups, tokens, experts), "float32")
     for g, s, k in np.argwhere(kept):
         expected[g, s, expert[g, s, k]] = 1
-    dispatched, combined = map(to_numpy, plan.served())
+    dispatched, combined = map(to_numpy, plan.assignments())
     np.testing.assert_array_equal(dispatched, expected)
     np.testing.assert_array_equal(combined, expected * gates)
     assert np.all(dispatched.sum(axis=1) <= limits)
@@ -112,10 +112,10 @@ def test_dropless_is_token_choice_with_room_for_all(
     )
     plan = program(*map(keras.ops.convert_to_tensor, (gates, mask)))
     assert isinstance(plan, HeterogeneousPlan)
-    for actual, wanted in zip(plan.served(), limited.served()):
+    for actual, wanted in zip(plan.assignments(), limited.assignments()):
         np.testing.assert_allclose(to_numpy(actual), to_numpy(wanted), rtol=1e-6)
     # Rows for the first experts alone; what acts in place has none.
-    sizes = to_numpy(limited.served()[0]).sum(axis=(0, 1))[: experts - in_place]
+    sizes = to_numpy(limited.assignments()[0]).sum(axis=(0, 1))[: experts - in_place]
     np.testing.assert_array_equal(to_numpy(plan.plan.group_sizes), sizes)
     rows = to_numpy(plan.plan.row_tokens)
     assert np.all(rows[int(sizes.sum()) :] == -1)
@@ -135,7 +135,7 @@ def test_dropped_choices_by_hand():
     )
     assert to_numpy(plan.plan.token_slots).tolist() == [[[-1, 0], [-1, -1]]]
     np.testing.assert_allclose(
-        to_numpy(plan.served()[1]), [[[1 / 3, 0, 2 / 3], [0, 0, 0]]], rtol=1e-6
+        to_numpy(plan.assignments()[1]), [[[1 / 3, 0, 2 / 3], [0, 0, 0]]], rtol=1e-6
     )
 
 
@@ -167,7 +167,7 @@ def test_gradients_reach_the_gates_of_every_kind():
     def weights(gates):
         plan = token_choice(gates, gates, 2, capacity=2, in_place_experts=1)
         scale = keras.ops.convert_to_tensor([1.0, 10.0, 100.0])
-        return keras.ops.sum(plan.served()[1] * scale)
+        return keras.ops.sum(plan.assignments()[1] * scale)
 
     (actual,) = gradient(weights, gates)
     np.testing.assert_allclose(actual, [[[0, 10, 100], [1, 0, 100]]])

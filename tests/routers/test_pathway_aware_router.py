@@ -96,7 +96,7 @@ def test_removed_zero_gates_leave_the_rest_to_the_others():
     # The first token takes the zero expert (2) and expert 0, the second 0 and 1.
     x = np.array([[[1.0, 0.0, 2.0], [2.0, 1.0, 0.0]]], "float32")
     plan, _ = router(x)
-    dispatched, combined = map(to_numpy, plan.served())
+    dispatched, combined = map(to_numpy, plan.assignments())
     assert dispatched[0].tolist() == [[1, 0, 1], [1, 1, 0]]
     gate = 1 / (1 + np.exp(-1.0))
     np.testing.assert_allclose(combined[0], [[1, 0, 0], [gate, 1 - gate, 0]], rtol=1e-6)

@@ -257,8 +257,8 @@ def test_expert_choice_may_choose_from_the_whole_batch():
     _, routing = call(
         moe("softmax_expert_choice", group_size=12), tokens, training=True
     )
-    by_group = to_numpy(routing.dispatched).reshape(2, 12, 4).sum(axis=1)
-    np.testing.assert_array_equal(by_group, 3.0)
+    vmap_groups = to_numpy(routing.dispatched).reshape(2, 12, 4).sum(axis=1)
+    np.testing.assert_array_equal(vmap_groups, 3.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -343,7 +343,7 @@ def test_one_finite_logit_decides(name):
         ops.convert_to_tensor(logits), gates, side=router.side, max_nonzeros=2
     )
     plan = router.allocate(affinity, gates, training=True)
-    dispatched, combined = map(to_numpy, plan.served())
+    dispatched, combined = map(to_numpy, plan.assignments())
     assert np.isfinite(to_numpy(affinity)).all()
     own = np.isfinite(logits)
     np.testing.assert_array_equal(dispatched[own], 1.0)

@@ -27,7 +27,7 @@ from row import peer
 from runner import Report, run
 
 from keras_moe.models import from_preset
-from keras_moe.ops.initial_values import unwritten_values
+from keras_moe.ops.initializers import skip_init
 
 GIGA = 10**9
 MIB = 2**20
@@ -60,7 +60,7 @@ def own_model(preset: str, num_layers: int | None) -> keras.Model:
     overrides = {"num_layers": num_layers} if num_layers else {}
     if preset.startswith("vmoe"):
         overrides["evaluation"] = "official"
-    with unwritten_values():
+    with skip_init():
         return from_preset(
             preset,
             num_classes=NUM_CLASSES,

@@ -16,7 +16,7 @@ from gradients import forward_backward
 from keras import ops
 from runner import Report, run
 
-from keras_moe.ops.grouped_matmul import grouped_matmul
+from keras_moe.ops.grouped import grouped_matmul
 
 
 class Chain(keras.layers.Layer):

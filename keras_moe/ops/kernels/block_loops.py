@@ -1,18 +1,23 @@
-"""Grouped matmuls as loops over blocks of rows, on `keras.ops`.
+"""Grouped matmuls and MLPs as loops over blocks of rows, on `keras.ops`, for XLA.
 
 Axes: R rows, E experts, D hidden, H mlp, N blocks.
 
-XLA wants static shapes, and no padding to the busiest expert is affordable. The rows
+XLA wants static shapes, and padding to the busiest expert is too expensive. The rows
 stay where they are. Each expert's rows are cut into full blocks and one block for
 the rest, whose static size is the next one in a short table. For each size in the
 table one loop runs over the blocks of that size, as many as there happen to be, and
 updates the output in place. (One loop with a switch over the sizes copies its
 output in every step on CPUs.) A block that is longer than its rows reads its
 neighbours' rows too; their outputs are not written.
+
+For an MLP each block goes through all layers of its expert, so that its hidden rows
+stay in a cache. (A matmul of few rows is slow, and a block takes a copy of the weights:
+short tiles that waste fewer rows are slower.)
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -39,7 +44,11 @@ def block_sizes(num_rows: int | None, num_experts: int) -> tuple[int, ...]:
 def cut_into_blocks(
     group_sizes: Any, sizes: tuple[int, ...], num_rows: Any
 ) -> tuple[Any, Any]:
-    """Cuts every expert's rows into blocks, the longest possible ones first."""
+    """Cuts every expert's rows into blocks, the longest possible ones first.
+
+    Returns each block's expert, first and last row, (N, 3), sorted by size, and the
+    first block of each size.
+    """
     longest, num_experts = sizes[-1], group_sizes.shape[0]
     max_blocks = num_rows // longest + num_experts
     group_ends = ops.cumsum(group_sizes)
@@ -49,14 +58,14 @@ def cut_into_blocks(
     before = ops.cast(block_ends[None, :] <= index[:, None], "int32")
     # Past the last block there is no expert; any will do there.
     expert = ops.minimum(ops.sum(before, axis=1), num_experts - 1)
-    place = index - ops.take(block_ends - counts, expert)
-    start = ops.take(group_ends - group_sizes, expert) + place * longest
+    position = index - ops.take(block_ends - counts, expert)
+    start = ops.take(group_ends - group_sizes, expert) + position * longest
     end = ops.minimum(ops.take(group_ends, expert), start + longest)
 
     longer = (end - start)[:, None] > ops.convert_to_tensor(sizes, "int32")[None, :]
     size = ops.sum(ops.cast(longer, "int32"), axis=1)
     size = ops.where(index < block_ends[-1], size, len(sizes))
-    # One sort of size and place, packed in one number, is cheaper than an argsort.
+    # One sort of size and index, packed in one number, is cheaper than an argsort.
     order = ops.sort(size * max_blocks + index) % max_blocks
     smaller = size[None, :] < ops.arange(len(sizes) + 1, dtype="int32")[:, None]
     blocks = ops.take(ops.stack([expert, start, end], axis=1), order, axis=0)
@@ -80,7 +89,7 @@ def for_each_block(group_sizes, sizes, num_rows, outputs, update):
     """
     blocks, begins = cut_into_blocks(group_sizes, sizes, num_rows)
     begins = ops.unstack(begins, num=len(sizes) + 1)
-    for place, size in enumerate(sizes):
+    for k, size in enumerate(sizes):
 
         def body(i, *outputs, size=size):
             block = ops.reshape(slice_at(blocks, (i, 0), (1, 3)), (3,))
@@ -88,10 +97,10 @@ def for_each_block(group_sizes, sizes, num_rows, outputs, update):
             at, own = slice_of(start, end, size, num_rows)
             return i + 1, *update(size, expert, at, own, *outputs)
 
-        def unfinished(i, *outputs, end=begins[place + 1]):
+        def unfinished(i, *outputs, end=begins[k + 1]):
             return i < end
 
-        _, *outputs = ops.while_loop(unfinished, body, (begins[place], *outputs))
+        _, *outputs = ops.while_loop(unfinished, body, (begins[k], *outputs))
     return outputs
 
 
@@ -145,7 +154,7 @@ def write(outputs, at, own, values):
     return ops.slice_update(outputs, (at, 0), ops.where(own, values, old))
 
 
-def forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
+def matmul_forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
     """Each row times the kernel of its expert."""
     num_experts, _, width = kernels.shape
     sizes = block_sizes(rows.shape[0], num_experts)
@@ -160,10 +169,10 @@ def forward(rows: Any, kernels: Any, group_sizes: Any) -> Any:
     return without_padding(outputs, rows)
 
 
-def backward(
+def matmul_backward(
     rows: Any, kernels: Any, group_sizes: Any, upstream: Any
 ) -> tuple[Any, Any]:
-    """The gradient of `forward`."""
+    """The gradients of `matmul_forward` in the rows and the kernels."""
     num_experts, dim, width = kernels.shape
     sizes = block_sizes(rows.shape[0], num_experts)
     inputs, num_rows = padded(rows, sizes[-1])
@@ -192,3 +201,128 @@ def backward(
         without_padding(row_gradients, rows),
         ops.cast(kernel_gradients, kernels.dtype),
     )
+
+
+class Weights(NamedTuple):
+    """The weights of all experts, or of one; None where there is no such weight."""
+
+    hidden_kernel: Any
+    output_kernel: Any
+    hidden_bias: Any
+    output_bias: Any
+    gate_kernel: Any
+    gate_bias: Any
+
+    def linear(self, name, x):
+        """One layer of one expert."""
+        outputs = ops.matmul(x, getattr(self, f"{name}_kernel"))
+        bias = getattr(self, f"{name}_bias")
+        return outputs if bias is None else outputs + bias
+
+    def pre_activations(self, x):
+        """The hidden layer's outputs, and the gate's, which the activation reads."""
+        names = ("hidden",) if self.gate_kernel is None else ("hidden", "gate")
+        return tuple(self.linear(name, x) for name in names)
+
+    def map(self, function):
+        """The results of a function of each weight."""
+        return Weights(*(None if x is None else function(x) for x in self))
+
+
+def activate(activation, hidden, gate=None):
+    """The inputs of the output layer."""
+    return activation(hidden) if gate is None else activation(gate) * hidden
+
+
+def mlp_forward(
+    rows: Any, group_sizes: Any, weights: Weights, activation: Callable, keep: bool
+) -> tuple[Any, tuple]:
+    """Each row through the MLP of its expert.
+
+    Returns the outputs (R, D) and what the activation reads, (R, H) each, if `keep`.
+    """
+    num_experts, _, width = weights.hidden_kernel.shape
+    sizes = block_sizes(rows.shape[0], num_experts)
+    inputs, num_rows = padded(rows, sizes[-1])
+
+    def update(size, expert, at, own, *outputs):
+        own_weights = weights.map(lambda x: of_expert(x, expert))
+        kept = own_weights.pre_activations(rows_at(inputs, at, size))
+        values = own_weights.linear("output", activate(activation, *kept))
+        values = (values, *kept) if keep else (values,)
+        return tuple(
+            write(old, at, own, new) for old, new in zip(outputs, values, strict=True)
+        )
+
+    widths = [rows.shape[1]]
+    if keep:
+        widths += [width] * (1 if weights.gate_kernel is None else 2)
+    outputs = [ops.zeros((num_rows, width), rows.dtype) for width in widths]
+    outputs = for_each_block(group_sizes, sizes, num_rows, outputs, update)
+    outputs, *kept = (without_padding(x, rows) for x in outputs)
+    return outputs, tuple(kept)
+
+
+def mlp_backward(
+    rows: Any,
+    group_sizes: Any,
+    weights: Weights,
+    activation: Callable,
+    kept: tuple,
+    upstream: Any,
+    vjp: Callable,
+) -> tuple[Any, Weights]:
+    """The gradients of `mlp_forward` in the rows and the weights.
+
+    `vjp` is that of the backend: from a function and its inputs to the outputs and a
+    function from their gradient to those of the inputs.
+    """
+    num_experts = weights.hidden_kernel.shape[0]
+    sizes = block_sizes(rows.shape[0], num_experts)
+    inputs, num_rows = padded(rows, sizes[-1])
+    upstream, *kept = (padded(x, sizes[-1])[0] for x in (upstream, *kept))
+
+    def update(size, expert, at, own, row_gradients, *weight_gradients):
+        def masked(x):
+            # Zero times what a neighbour holds need not be zero.
+            return ops.where(own, x, ops.zeros((), x.dtype))
+
+        own_weights = weights.map(lambda x: of_expert(x, expert))
+        x, dy = (masked(rows_at(z, at, size)) for z in (inputs, upstream))
+        activated, pullback = vjp(
+            lambda *values: activate(activation, *values),
+            *(rows_at(z, at, size) for z in kept),
+        )
+        activated_gradient = ops.einsum("rd,hd->rh", dy, own_weights.output_kernel)
+        linear = {"output": (masked(activated), dy)}
+        dx = 0.0
+        for name, gradient in zip(("hidden", "gate"), pullback(activated_gradient)):
+            gradient = masked(gradient)
+            linear[name] = (x, gradient)
+            kernel = getattr(own_weights, f"{name}_kernel")
+            dx = dx + ops.einsum("rh,dh->rd", gradient, kernel)
+        changes = {}
+        for name, (x, dy) in linear.items():
+            changes[f"{name}_kernel"] = ops.einsum("rd,rh->dh", x, dy)
+            changes[f"{name}_bias"] = ops.sum(ops.cast(dy, "float32"), axis=0)
+        # An expert with more rows than the largest block has several blocks.
+        weight_gradients = (
+            add_to_expert(total, expert, changes[name])
+            for total, name in zip(weight_gradients, names, strict=True)
+        )
+        return write(row_gradients, at, own, dx), *weight_gradients
+
+    names = [name for name, x in zip(weights._fields, weights) if x is not None]
+    gradients = [ops.zeros((num_rows, rows.shape[1]), rows.dtype)]
+    gradients += [ops.zeros(getattr(weights, name).shape, "float32") for name in names]
+    row_gradients, *totals = for_each_block(
+        group_sizes, sizes, num_rows, gradients, update
+    )
+    totals = dict(zip(names, totals, strict=True))
+    weight_gradients = Weights(
+        *(
+            None if x is None else ops.cast(totals[name], x.dtype)
+            for name, x in zip(weights._fields, weights)
+        )
+    )
+    return without_padding(row_gradients, rows), weight_gradients

@@ -2,12 +2,11 @@
 
 import torch
 
-from keras_moe.ops.powers import entmax_power, product_exponent
+from keras_moe.ops.primitives import is_product, product
 
 
-def solve(scores, alpha, steps):
-    """See `keras_moe.ops.entmax.solve_reference`."""
-    power = entmax_power(alpha)
+def solve(scores, alpha, power, steps):
+    """See `keras_moe.ops.entmax.solve_reference`; `power` is q."""
     # An empty batch has no largest entry, and nothing to find.
     reduce = torch.amax if scores.numel() else torch.sum
     top = reduce(scores, dim=-1, keepdim=True)
@@ -23,10 +22,10 @@ def solve(scores, alpha, steps):
     return _shares(rest, power), top, tau
 
 
-def gates_at(scores, top, tau, alpha):
+def gates_at(scores, top, tau, alpha, power):
     """See `keras_moe.ops.entmax.gates_at`."""
     rest = torch.sub(scores, top).mul_(alpha - 1.0).sub_(tau).relu_()
-    return _shares(rest, entmax_power(alpha))
+    return _shares(rest, power)
 
 
 def _shares(rest, power):
@@ -66,22 +65,6 @@ def gradient(gates, upstream, alpha):
 
 
 def _power(x, exponent):
-    """x ** exponent by roots and products, each of which takes a tenth of a power."""
-    parts = product_exponent(exponent)
-    if parts is None:
-        return x.pow(exponent)
-    whole, quarters = parts
-    power = None
-    if quarters:
-        root = power = x.sqrt()
-        if quarters != 2:
-            power = root.sqrt()
-        if quarters == 3:
-            power.mul_(root)
-    while whole:
-        if whole % 2:
-            power = x if power is None else power * x
-        whole //= 2
-        if whole:
-            x = x * x
-    return power
+    if exponent == 0.5:
+        return x.sqrt()
+    return product(x, int(exponent)) if is_product(exponent) else x.pow(exponent)

@@ -1,7 +1,8 @@
-"""Tensors that stand in memory of NumPy's, which nobody else has.
+"""Tensors that share memory with NumPy arrays, so that large weights exist once.
 
-A tensor that is made of an array is a copy of it, unless the array begins at a place
-that suits vector instructions and nothing says that it may change.
+Backends copy arrays that they make tensors of, unless the array is aligned for vector
+instructions and owned by nothing else. It can go when Keras loads weights without a
+copy.
 """
 
 import math
@@ -10,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-# Bytes; XLA and TensorFlow copy what begins at another place.
+# Bytes; XLA and TensorFlow copy arrays with another alignment.
 _ALIGNMENT = 64
 
 
@@ -24,25 +25,25 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def to_tensor(values: np.ndarray) -> Any:
-    """A tensor of values that nobody changes any more, which is no copy on CPUs."""
+    """A tensor of values that must not change any more; not a copy on CPUs."""
     if keras.backend.backend() == "jax":
         import jax
 
         # `jax.numpy.asarray` compiles a copy for each shape.
         return jax.device_put(values)
     if keras.backend.backend() == "tensorflow":
-        # TensorFlow copies arrays, and takes what others give it as one.
+        # TensorFlow copies arrays, but not what converts itself to one.
         return keras.ops.convert_to_tensor(_Given(values))
     import torch
 
     return torch.from_numpy(values)
 
 
-def unwritten(shape: tuple[int, ...], dtype: str) -> Any | None:
+def lazy_zeros(shape: tuple[int, ...], dtype: str) -> Any | None:
     """A tensor of zeros that takes no memory on CPUs until it is written."""
     backend = keras.backend.backend()
     if backend == "torch":
-        return _unwritten_torch(shape, dtype)
+        return _lazy_zeros_torch(shape, dtype)
     if backend == "tensorflow":
         import tensorflow as tf
 
@@ -57,7 +58,7 @@ def unwritten(shape: tuple[int, ...], dtype: str) -> Any | None:
 
 
 def memory_of(variable: keras.Variable) -> np.ndarray | None:
-    """The memory of a weight, to be written to, or None where it has another kind."""
+    """The memory of a weight, to be written to; None if it is not on the host."""
     if keras.backend.backend() != "torch":
         return None
     import torch
@@ -67,7 +68,7 @@ def memory_of(variable: keras.Variable) -> np.ndarray | None:
     return value.numpy() if has_memory and value.dtype != torch.bfloat16 else None
 
 
-def _unwritten_torch(shape, dtype):
+def _lazy_zeros_torch(shape, dtype):
     import torch
 
     # Keras's device and PyTorch's dtype.
@@ -79,7 +80,7 @@ def _unwritten_torch(shape, dtype):
 
 
 class _Given:
-    """An object that gives an array, and is none."""
+    """An object that converts to an array."""
 
     def __init__(self, values):
         self._values = values

@@ -1,0 +1,190 @@
+"""Grouped matmul and MLP on JAX: block loops on CPUs, `lax.ragged_dot` elsewhere.
+
+Axes: R rows, E experts, D hidden, H mlp.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from keras_moe.ops.kernels import block_loops
+from keras_moe.ops.kernels.block_loops import Weights, activate
+
+# (R, D) and (R, H) to (E, D, H): the rows are ragged and summed over.
+_ROWS_TIMES_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([0], [0]), ([], [])),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+# (R, H) and (E, D, H) to (R, D).
+_ROWS_TIMES_TRANSPOSED = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([1], [2]), ([], [])),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+)
+
+
+def ragged_forward(rows, kernels, group_sizes):
+    return lax.ragged_dot(rows, kernels, group_sizes)
+
+
+def ragged_backward(rows, kernels, group_sizes, upstream):
+    return (
+        lax.ragged_dot_general(upstream, kernels, group_sizes, _ROWS_TIMES_TRANSPOSED),
+        lax.ragged_dot_general(rows, upstream, group_sizes, _ROWS_TIMES_ROWS),
+    )
+
+
+@jax.jit
+def _matmul_forward(rows, kernels, group_sizes):
+    # Block loops need a number, which a symbolic dimension is not.
+    if not isinstance(rows.shape[0], int):
+        return ragged_forward(rows, kernels, group_sizes)
+    # On CPUs ragged_dot computes every expert on every row.
+    return lax.platform_dependent(
+        rows,
+        kernels,
+        group_sizes,
+        cpu=block_loops.matmul_forward,
+        default=ragged_forward,
+    )
+
+
+@jax.jit
+def _matmul_backward(rows, kernels, group_sizes, upstream):
+    if not isinstance(rows.shape[0], int):
+        return ragged_backward(rows, kernels, group_sizes, upstream)
+    return lax.platform_dependent(
+        rows,
+        kernels,
+        group_sizes,
+        upstream,
+        cpu=block_loops.matmul_backward,
+        default=ragged_backward,
+    )
+
+
+@jax.custom_vjp
+def grouped_matmul(rows, kernels, group_sizes):
+    """See `keras_moe.ops.grouped_matmul`."""
+    return _matmul_forward(rows, kernels, group_sizes)
+
+
+grouped_matmul.defvjp(
+    lambda *inputs: (_matmul_forward(*inputs), inputs),
+    lambda inputs, upstream: (*_matmul_backward(*inputs, upstream), None),
+)
+
+
+def _owners(rows, group_sizes):
+    """The rows that an expert has (R, 1), and their experts as one-hots (R, E)."""
+    ends = jnp.cumsum(group_sizes)
+    row = jnp.arange(rows.shape[0], dtype="int32")[:, None]
+    owner = (row < ends) & (row >= ends - group_sizes)
+    return row < ends[-1], owner
+
+
+def composed_forward(rows, group_sizes, weights, activation, keep):
+    """`block_loops.mlp_forward` by a grouped matmul for each layer."""
+    own, owner = _owners(rows, group_sizes)
+    index = jnp.argmax(owner, axis=1)
+
+    def linear(name, x):
+        outputs = ragged_forward(x, getattr(weights, f"{name}_kernel"), group_sizes)
+        bias = getattr(weights, f"{name}_bias")
+        return outputs if bias is None else outputs + bias[index]
+
+    # The kernel for these platforms may read the rows of no expert.
+    rows = jnp.where(own, rows, 0)
+    names = ("hidden",) if weights.gate_kernel is None else ("hidden", "gate")
+    kept = tuple(linear(name, rows) for name in names)
+    outputs = linear("output", activate(activation, *kept))
+    return jnp.where(own, outputs, 0), kept if keep else ()
+
+
+def composed_backward(rows, group_sizes, weights, activation, kept, upstream):
+    """`block_loops.mlp_backward` by grouped matmuls."""
+    own, owner = _owners(rows, group_sizes)
+    gradients = {}
+
+    def linear(name, x, upstream):
+        dx, gradients[f"{name}_kernel"] = ragged_backward(
+            x, getattr(weights, f"{name}_kernel"), group_sizes, upstream
+        )
+        # A scatter would add in any order; this matmul is small beside the others.
+        gradients[f"{name}_bias"] = jnp.matmul(owner.T.astype(upstream.dtype), upstream)
+        return dx
+
+    rows, upstream = jnp.where(own, rows, 0), jnp.where(own, upstream, 0)
+    activated, pullback = jax.vjp(lambda *values: activate(activation, *values), *kept)
+    dx = 0.0
+    for name, dh in zip(
+        ("hidden", "gate"), pullback(linear("output", activated, upstream))
+    ):
+        dx = dx + linear(name, rows, dh)
+    weight_gradients = Weights(
+        *(
+            None if x is None else gradients[name]
+            for name, x in zip(weights._fields, weights)
+        )
+    )
+    return jnp.where(own, dx, 0), weight_gradients
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "keep"))
+def _mlp_forward(rows, group_sizes, weights, activation, keep):
+    composed = functools.partial(composed_forward, activation=activation, keep=keep)
+    # Loops need a number, which a symbolic dimension is not.
+    if not isinstance(rows.shape[0], int):
+        return composed(rows, group_sizes, weights)
+    # On CPUs ragged_dot computes every expert on every row.
+    loops = functools.partial(block_loops.mlp_forward, activation=activation, keep=keep)
+    return lax.platform_dependent(
+        rows, group_sizes, weights, cpu=loops, default=composed
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("activation",))
+def _mlp_backward(rows, group_sizes, weights, kept, upstream, activation):
+    def composed(rows, group_sizes, weights, kept, upstream):
+        return composed_backward(rows, group_sizes, weights, activation, kept, upstream)
+
+    def loops(rows, group_sizes, weights, kept, upstream):
+        return block_loops.mlp_backward(
+            rows, group_sizes, weights, activation, kept, upstream, jax.vjp
+        )
+
+    arguments = (rows, group_sizes, weights, kept, upstream)
+    if not isinstance(rows.shape[0], int):
+        return composed(*arguments)
+    return lax.platform_dependent(*arguments, cpu=loops, default=composed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_mlp(activation, rows, group_sizes, weights):
+    outputs, _ = _mlp_forward(
+        rows, group_sizes, weights, activation=activation, keep=False
+    )
+    return outputs
+
+
+def _forward_and_residuals(activation, rows, group_sizes, weights):
+    outputs, kept = _mlp_forward(
+        rows, group_sizes, weights, activation=activation, keep=True
+    )
+    return outputs, (rows, group_sizes, weights, kept)
+
+
+def _gradients(activation, residuals, upstream):
+    dx, dw = _mlp_backward(*residuals, upstream, activation=activation)
+    return dx, None, dw
+
+
+_grouped_mlp.defvjp(_forward_and_residuals, _gradients)
+
+
+def grouped_mlp(rows, group_sizes, weights, activation):
+    """See `keras_moe.ops.grouped_mlp`."""
+    return _grouped_mlp(activation, rows, group_sizes, weights)

@@ -1,0 +1,63 @@
+"""Tanh GELU and dense products on PyTorch in fewer passes than Keras's.
+
+GELU can go when PyTorch's CPU kernel for the tanh form is as fast as that for the erf
+form, and the dense product when Keras's layers call `addmm`. Both change last digits.
+"""
+
+import math
+
+import torch
+
+
+def linear(inputs, kernel, bias, axes):
+    """See `keras_moe.ops.nn.linear`."""
+    shape = (*inputs.shape[: inputs.ndim - axes], *kernel.shape[axes:])
+    kernel = kernel.reshape(math.prod(kernel.shape[:axes]), -1)
+    rows = inputs.reshape(-1, kernel.shape[0])
+    return torch.addmm(bias.reshape(-1), rows, kernel).reshape(shape)
+
+
+def linear_is_valid(inputs, kernel, bias):
+    """Whether `addmm` takes the tensors."""
+    dtypes = {inputs.dtype, kernel.dtype, bias.dtype}
+    # Keras multiplies float16 in float32 on a CPU.
+    half_on_cpu = inputs.dtype == torch.float16 and inputs.device.type == "cpu"
+    return len(dtypes) == 1 and inputs.dtype.is_floating_point and not half_on_cpu
+
+
+# `0.5 (1 + tanh(u)) = sigmoid(2 u)`, with `2 u = x (SCALE + SCALE * CUBIC * x^2)`.
+SCALE = 2 * math.sqrt(2 / math.pi)
+CUBIC = 0.044715
+
+
+def gelu_tanh(x):
+    """See `keras_moe.ops.nn.gelu_tanh`."""
+    # Other devices and compilers compute the whole form in one pass.
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    return _GeluTanh.apply(x)
+
+
+class _GeluTanh(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.full((), SCALE, dtype=exact.dtype)
+        outputs = torch.addcmul(scale, exact, exact, value=SCALE * CUBIC)
+        return outputs.mul_(exact).sigmoid_().mul_(exact).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        # PyTorch's own, which costs the same as the sigmoid's and has a gradient.
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.gelu_backward(upstream, x, approximate="tanh")
+
+    # Elementwise, the function maps tangents as it maps gradients.
+    jvp = backward

@@ -1,0 +1,146 @@
+"""GELU, dense products and standardisation against plain `keras.ops`."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_moe.ops.nn import (
+    gelu_tanh,
+    gelu_tanh_reference,
+    linear,
+    linear_reference,
+    standardize,
+)
+from tests.gradients import gradient_and_outputs
+
+DTYPES = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 3e-3}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+EXTREMES = (0.0, 1e-30, 5.0, -5.0, 30.0, -30.0, 1e18, -1e18, np.inf, np.nan)
+
+
+GENERATOR = np.random.default_rng(0)
+X = (3.0 + GENERATOR.normal(size=(4, 3, 5))).astype("float32")
+WEIGHTS = GENERATOR.normal(size=(3, 4, 3, 5)).astype("float32")
+MASK = GENERATOR.random((4, 3)) < 0.7
+EPSILON = 1e-2
+
+
+def normal(*shape):
+    return np.random.default_rng(sum(shape)).normal(size=shape).astype("float32")
+
+
+def assert_equal(function, reference, dtype, *arrays):
+    """Outputs and the gradients in all arrays are the reference's."""
+
+    def results(function):
+        def loss(*tensors):
+            outputs = function(*(ops.cast(x, dtype) for x in tensors))
+            assert keras.backend.standardize_dtype(outputs.dtype) == dtype
+            outputs = ops.cast(outputs, "float32")
+            return ops.mean(ops.sin(outputs)), (outputs,)
+
+        gradients, outputs = gradient_and_outputs(loss, *arrays)
+        return [*outputs, *(len(outputs[0]) * x for x in gradients)]
+
+    tolerance = DTYPES[dtype]
+    for actual, expected in zip(results(function), results(reference)):
+        scale = max(1.0, np.abs(expected).max(initial=0.0))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.every_backend
+@each_dtype
+def test_gelu_is_keras_own(dtype):
+    assert_equal(gelu_tanh, gelu_tanh_reference, dtype, 3 * normal(20, 30))
+    assert_equal(gelu_tanh, gelu_tanh_reference, dtype, normal(0, 30))
+
+
+@pytest.mark.every_backend
+def test_gelu_of_extreme_inputs():
+    x = np.array(EXTREMES, "float32")
+    outputs = (ops.convert_to_numpy(f(x)) for f in (gelu_tanh, gelu_tanh_reference))
+    np.testing.assert_allclose(*outputs, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.every_backend
+@each_dtype
+@pytest.mark.parametrize(
+    ("inputs", "kernel", "axes"),
+    [
+        ((2, 3, 4), (4, 5), 1),
+        ((2, 3, 4), (4, 2, 3), 1),
+        ((2, 3, 2, 2), (2, 2, 5), 2),
+        ((0, 3, 4), (4, 5), 1),
+    ],
+)
+def test_linear_is_a_product_and_a_sum(inputs, kernel, axes, dtype):
+    arrays = normal(*inputs), normal(*kernel), normal(*kernel[axes:])
+    assert_equal(
+        lambda *tensors: linear(*tensors, axes),
+        lambda *tensors: linear_reference(*tensors, axes),
+        dtype,
+        *arrays,
+    )
+
+
+@pytest.mark.backend_free
+def test_gelu_has_second_gradients_and_batches():
+    import torch
+
+    x = torch.tensor(normal(6), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(gelu_tanh, (x,))
+    slopes = torch.func.vmap(torch.func.grad(gelu_tanh))(x.detach())
+    (expected,) = torch.autograd.grad(gelu_tanh_reference(x).sum(), x)
+    torch.testing.assert_close(slopes, expected)
+    _, tangents = torch.func.jvp(gelu_tanh, (x.detach(),), (torch.ones_like(x),))
+    torch.testing.assert_close(tangents, expected)
+
+
+def standardized(x, axes, mask=None):
+    part = 1.0 if mask is None else ops.cast(mask, "float32")[..., None]
+    count = ops.sum(part * ops.ones_like(x), axes, keepdims=True)
+    mean = ops.sum(part * x, axes, keepdims=True) / count
+    centred = x - mean
+    variance = ops.sum(part * centred * centred, axes, keepdims=True) / count
+    return centred / ops.sqrt(variance + EPSILON), mean, variance
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize(
+    ("axes", "mask"), [((0, 1), None), ((-1,), None), ((0, 1), MASK)]
+)
+def test_standardize(axes, mask):
+    """All outputs have a part in the loss, padded rows too."""
+
+    def loss(function):
+        def run(x):
+            outputs = list(function(x))
+            terms = (
+                ops.sum(ops.multiply(ops.sin(y), w)) for y, w in zip(outputs, WEIGHTS)
+            )
+            return sum(terms), outputs
+
+        return run
+
+    actual = gradient_and_outputs(
+        loss(lambda x: standardize(x, axes, EPSILON, mask)), X
+    )
+    expected = gradient_and_outputs(loss(lambda x: standardized(x, axes, mask)), X)
+    for mine, theirs in zip(actual, expected):
+        for one, other in zip(mine, theirs):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_standardize_nothing_and_nan_in_the_padding():
+    x = np.where(MASK[..., None], X, np.nan)
+    y, mean, _ = standardize(x, (0, 1), EPSILON, MASK)
+    expected, expected_mean, _ = standardize(X, (0, 1), EPSILON, MASK)
+    for one, other in ((y, expected), (mean, expected_mean)):
+        one, other = ops.convert_to_numpy(one), ops.convert_to_numpy(other)
+        rows = MASK if one.shape == X.shape else ...
+        np.testing.assert_array_equal(one[rows], other[rows])
+    for empty, mask in ((X[:0], None), (X, np.zeros_like(MASK))):
+        outputs = standardize(empty, (0, 1), EPSILON, mask)
+        shapes = [tuple(value.shape) for value in outputs]
+        assert shapes == [empty.shape, (1, 1, 5), (1, 1, 5)]
