@@ -54,7 +54,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import data, models, routers, training
-from keras_moe.models.image_tower import image_tower
+from keras_moe.models.tower import image_tower
 from keras_moe.ops import Cost
 
 console = Console(width=100, force_jupyter=False)

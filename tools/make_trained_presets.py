@@ -37,9 +37,8 @@ from keras_moe.cli import evaluate, report, train
 from keras_moe.cli.commands import make_parser
 from keras_moe.cli.versions import backend_and_versions
 from keras_moe.files import write_json
-from keras_moe.models.checksums import is_weights
 from keras_moe.models.model_card import CARD, write_card
-from keras_moe.models.preset_folder import staged
+from keras_moe.models.preset_folder import is_weights, staged
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 # The figures by the kind of the model: metrics of `keras-moe evaluate`, and which of

@@ -17,29 +17,28 @@ with loaded_on_demand(
 
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.blueprint import Blueprint, resolve
-from keras_moe.models.builtin import register_builtin_presets
-from keras_moe.models.classifying import ClassProbability
 from keras_moe.models.clip import CLIPBackbone
 from keras_moe.models.contrastive_metrics import ContrastiveAccuracy
 from keras_moe.models.contrastive_model import ContrastiveModel
 from keras_moe.models.conversion import ConversionReport, ConvertedWeight
 from keras_moe.models.conversion.export import export_weights
 from keras_moe.models.description import Description, Part
-from keras_moe.models.image_classifier import ImageClassifier
+from keras_moe.models.image_classifier import ClassProbability, ImageClassifier
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.limoe import LIMoEBackbone
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
-from keras_moe.models.model_card import CardResult, ModelCard
+from keras_moe.models.model_card import CardResult, ModelCard, upload
 from keras_moe.models.presets import convert, describe, from_preset, list_presets
 from keras_moe.models.registry import (
     register_backbone,
+    register_builtin_presets,
     register_presets,
     register_task,
 )
 from keras_moe.models.task import MoETask
-from keras_moe.models.text import TextBackbone, TextTokenizer
+from keras_moe.models.text import TextBackbone
+from keras_moe.models.text_tokenizer import TextTokenizer
 from keras_moe.models.tower import Tower, TowerOutputs
-from keras_moe.models.uploading import upload
 from keras_moe.models.variants import VARIANTS, Variant
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 

@@ -9,17 +9,26 @@ from typing import Any
 
 import keras
 import keras_hub
+import numpy as np
+from keras import ops
 
 from keras_moe.checks import check_dtype, check_image_shape
-from keras_moe.layers import MoEConfig, MuMoEConfig, activations, moe_config
-from keras_moe.models import block_kinds, lora, overrides
+from keras_moe.layers import (
+    MoEConfig,
+    MoEEncoderBlock,
+    MuMoEConfig,
+    activations,
+    moe_config,
+)
+from keras_moe.models import adaptation, overrides
+from keras_moe.models.adaptation import saved_policy, settle_policies
 from keras_moe.models.description import Part
-from keras_moe.models.features import image_features
 from keras_moe.models.model import MoEModel
-from keras_moe.models.quantization import saved_policy, settle_policies
-from keras_moe.models.soft_slots import config_for_slots
+from keras_moe.models.overrides import complete_config
 from keras_moe.models.tower import Tower
 from keras_moe.ops.expert_types import ExpertTypes
+from keras_moe.routers import SoftRouter
+from keras_moe.routers.registry import router_class
 
 
 class MoEBackbone(MoEModel, keras_hub.models.Backbone):
@@ -197,10 +206,25 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         }
 
     def save_own_variables(self, store):
-        block_kinds.store_block_kinds(self, store)
+        store["moe_blocks"] = self._is_moe_block()
 
     def load_own_variables(self, store):
-        block_kinds.check_block_kinds(self, store)
+        if "moe_blocks" not in store.keys():  # noqa: SIM118
+            return
+        stored, expected = np.array(store["moe_blocks"]), self._is_moe_block()
+        if not np.array_equal(stored, expected):
+            raise ValueError(
+                "Expected weights of a model with the same blocks: "
+                f"num_layers={len(expected)}, "
+                f"moe_layers={np.flatnonzero(expected).tolist()}; received: "
+                f"num_layers={len(stored)}, "
+                f"moe_layers={np.flatnonzero(stored).tolist()}"
+            )
+
+    def _is_moe_block(self):
+        # Keras saves blocks by class and order, so that a dense and an MoE block could
+        # change places on loading: the file says which is which.
+        return np.array([name in self.routing for name in self.block_names])
 
     @classmethod
     def config_for_weights(cls, saved: dict, config: dict) -> dict:
@@ -273,7 +297,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
             ValueError: if no layer of a name can have such pairs.
         """
         names = target_layer_names or self.default_lora_layer_names()
-        lora.add_pairs(self, rank, names)
+        adaptation.add_pairs(self, rank, names)
 
     def save_lora_weights(self, filepath: str | os.PathLike) -> None:
         """Saves the low-rank pairs alone.
@@ -286,7 +310,7 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
             OSError: with the path and the bytes, if the file cannot be written. An
                 older one stays as it was.
         """
-        lora.save_pairs(self, filepath)
+        adaptation.save_pairs(self, filepath)
 
     def load_lora_weights(self, filepath: str | os.PathLike) -> None:
         """Loads low-rank pairs, after adding them where that was not done.
@@ -297,4 +321,96 @@ class MoEBackbone(MoEModel, keras_hub.models.Backbone):
         Raises:
             ValueError: if the file is damaged, or its pairs do not fit the backbone's.
         """
-        lora.load_pairs(self, filepath)
+        adaptation.load_pairs(self, filepath)
+
+
+def image_features(
+    tokens: Any, grid: tuple[int, int], class_token: bool
+) -> dict[str, Any]:
+    """The tokens themselves, pooled to one vector, and as a grid."""
+    patches = tokens[:, 1:] if class_token else tokens
+    pooled = tokens[:, 0] if class_token else ops.mean(tokens, axis=1)
+    grid = ops.reshape(patches, (-1, *grid, tokens.shape[-1]))
+    return {"tokens": tokens, "pooled": pooled, "grid": grid}
+
+
+_ZERO_COMPUTATION = ("zero_experts", "copy_experts", "constant_experts")
+_SIZES = ("image_shape", "patch_size", "max_length")
+# The number of slots follows from these, beside the size of an image or a text.
+_FIELDS = (
+    "num_experts",
+    "num_selected_experts",
+    "capacity_factor",
+    "capacity_rounding",
+    "router_options",
+)
+
+
+def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
+    """A backbone's config whose routers have the weights of another's."""
+    before, now = moe_config(saved.get("moe")), moe_config(config.get("moe"))
+    for name in _ZERO_COMPUTATION:
+        expected = getattr(before, name, 0)
+        if getattr(now, name, 0) != expected:
+            raise ValueError(
+                f"Expected {name}={expected!r}, as in the saved weights; received: "
+                f"{name}={getattr(now, name, 0)!r}. Load with load_weights=False to "
+                "start anew."
+            )
+    if before is None or before.moe_layers is None:
+        return config
+    if _is_soft(before) is None or _is_soft(now) is None:
+        return config
+    if _is_soft(before) != _is_soft(now):
+        raise ValueError(
+            f"Expected a router with the weights of router={before.router!r}; "
+            f"received: router={now.router!r}, whose weights are others. Load with "
+            "load_weights=False to start anew."
+        )
+    if not _is_soft(now):
+        return config
+    options = dict(now.router_options or before.router_options or {})
+    now = now.replace(router_options=options or None)
+    saved = complete_config(cls, saved)
+    config = {**config, "moe": now.to_dict()}
+    sizes = {name: saved[name] for name in _SIZES if name in saved}
+    expected = _num_slots(cls, saved)
+    received = _num_slots(cls, complete_config(cls, {**config, **sizes}))
+    if received not in (expected, None):
+        changed = [
+            f"{name}={getattr(now, name)!r}"
+            for name in _FIELDS
+            if getattr(now, name) != getattr(before, name)
+        ]
+        raise ValueError(
+            f"Expected arguments that keep the {expected} slots of each expert, which "
+            f"are weights of a soft router; received: {', '.join(changed)}, which make "
+            f"{received}. Load with load_weights=False to start anew."
+        )
+    complete = complete_config(cls, config)
+    is_resized = any(_sizes(complete[name]) != _sizes(saved[name]) for name in sizes)
+    if options.get("num_slots") is None and is_resized:
+        options.pop("capacity_factor", None)
+        options["num_slots"] = expected
+    return {**config, "moe": now.replace(router_options=options or None).to_dict()}
+
+
+def _is_soft(moe: Any) -> bool | None:
+    """Whether a config's routers are soft; None where there are no slots to compare."""
+    if not isinstance(moe, MoEConfig) or isinstance(moe.router, dict):
+        return None
+    return issubclass(router_class(moe.router)[0], SoftRouter)
+
+
+def _num_slots(cls, config):
+    """The slots of each expert of a soft router, or None without MoE blocks."""
+    options = moe_config(config["moe"]).router_options or {}
+    if options.get("num_slots") is not None:
+        return options["num_slots"]
+    blocks = cls.tower(config, "float32").blocks
+    soft = next((b for b in blocks if isinstance(b, MoEEncoderBlock)), None)
+    return soft and soft.feed_forward.router.slots_per_expert
+
+
+def _sizes(size):
+    return list(size) if isinstance(size, (list, tuple)) else size

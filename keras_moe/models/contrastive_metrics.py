@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_moe.losses.chunks import Chunks
 from keras_moe.losses.pairs import check_similarity, pairs_of, positives
 from keras_moe.losses.softmax_in_chunks import NEVER
-from keras_moe.models.pair_weights import one_weight
 
 
 @keras.saving.register_keras_serializable("keras_moe")
@@ -175,3 +175,24 @@ def _compared(pairs, images, texts, counted, *keys):
         ops.max(other, axis=1),
         ops.cast(of_texts, "float32"),
     )
+
+
+def weighable_labels(inputs: Any, labels: Any, sample_weight: Any) -> Any:
+    """Labels with which Keras hands on weights of arrays: without any it drops them."""
+    if sample_weight is None or not isinstance(inputs, dict):
+        return labels
+    number = len(next(iter(inputs.values())))
+    if len(sample_weight) != number:
+        raise ValueError(
+            f"Expected a sample_weight for each of {number} pairs; received: "
+            f"{len(sample_weight)}"
+        )
+    # Each pair has an image of its own.
+    return {"image_ids": np.arange(number)} if labels is None else labels
+
+
+def one_weight(sample_weight: Any) -> Any:
+    """The weights of pairs, of which Keras makes equal ones for each kind of ids."""
+    if isinstance(sample_weight, dict):
+        return next(iter(sample_weight.values()))
+    return sample_weight

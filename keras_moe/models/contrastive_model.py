@@ -19,20 +19,27 @@ from keras_moe.losses import (
     SoftmaxContrastiveLoss,
 )
 from keras_moe.losses.contrastive import IDS
-from keras_moe.models.contrastive_metrics import ContrastiveMetrics, LossOfPairs
+from keras_moe.models.contrastive_metrics import (
+    ContrastiveMetrics,
+    LossOfPairs,
+    one_weight,
+    weighable_labels,
+)
 from keras_moe.models.image_preprocessor import (
     ImagePreprocessor,
     checked_preprocessor,
 )
-from keras_moe.models.input_checks import has_no_examples, outputs_of_none
+from keras_moe.models.input_checks import (
+    check_input_names,
+    has_no_examples,
+    outputs_of_none,
+)
+from keras_moe.models.model import state_kept
 from keras_moe.models.model_sources import ModelSource, TaskConfig
 from keras_moe.models.pair_backbone import PairBackbone
-from keras_moe.models.pair_weights import one_weight, weighable_labels
 from keras_moe.models.registry import register_task
-from keras_moe.models.state_recovery import state_kept
 from keras_moe.models.task import MoETask
-from keras_moe.models.text import TextTokenizer
-from keras_moe.models.text.input_checks import check_input_names
+from keras_moe.models.text_tokenizer import TextTokenizer
 from keras_moe.processes import predict_batch
 
 

@@ -5,6 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras import ops
+
+from keras_moe.checks import check_bool, check_one_of
+from keras_moe.routers import TokenChoiceRouter
+from keras_moe.routers.pruned import METHODS, checked_kept
 
 
 def copied(
@@ -73,3 +78,139 @@ def _with_options(moe, options):
         return {**moe, "router": {**router, "config": arguments}}
     before = moe.get("router_options") or {}
     return {**moe, "router_options": {**before, **options}}
+
+
+_UNPRUNED = {"kept_experts": {}, "removed": False}
+
+
+def with_kept_experts(
+    model: Any, kept_experts: dict[str, Any], method: str, removed: bool
+) -> Any:
+    """A copy of a model whose MoE blocks keep some of their experts."""
+    check_one_of("method", method, METHODS)
+    check_bool("removed", removed)
+    if not isinstance(kept_experts, dict) or not kept_experts:
+        raise ValueError(
+            "Expected kept_experts to be a dict from blocks to experts; "
+            f"received: kept_experts={kept_experts!r}"
+        )
+    config = model.get_config()
+    towers = _towers(config["backbone"]["config"] if "backbone" in config else config)
+    backbone = getattr(model, "backbone", model)
+    layers = _moe_layers(backbone, towers)
+    for name in kept_experts:
+        if name not in layers:
+            raise ValueError(
+                "Expected the names of MoE blocks whose tokens choose experts, among "
+                f"{list(layers)}; received: {name!r} of {type(model).__name__}"
+            )
+    selections = {}
+    for prefix, tower in towers.items():
+        own = {
+            name.removeprefix(prefix): experts
+            for name, experts in kept_experts.items()
+            if name.startswith(prefix)
+        }
+        if own:
+            before = tower["moe"].get("pruning") or _UNPRUNED
+            _check_like(before, method, removed)
+            blocks = {name: layers[prefix + name] for name in own}
+            kept = before["kept_experts"]
+            blocks.update({name: layers[prefix + name] for name in kept})
+            kept, smaller = _selections(blocks, own, before, method, removed)
+            selections.update(smaller)
+            pruning = {"method": method, "kept_experts": kept, "removed": removed}
+            tower["moe"] = {**tower["moe"], "pruning": pruning}
+
+    def value(weight):
+        array = ops.convert_to_numpy(weight)
+        if id(weight) not in selections:
+            return array
+        axis, numbers = selections[id(weight)]
+        return array.take(numbers, axis=axis)
+
+    return copied(model, config, value=value)
+
+
+def _towers(config):
+    """The configs with a `moe` by what their blocks' names begin with."""
+    if "moe" in config:
+        return {"": config}
+    # A pair of towers with blocks of their own.
+    nested = {name: each for name, each in config.items() if isinstance(each, dict)}
+    return {f"{name}/": each for name, each in nested.items() if "moe" in each}
+
+
+def _moe_layers(backbone, towers):
+    """The MoE layers whose experts can be pruned by their blocks' names."""
+    layers = {}
+    for key in backbone.routing:
+        if key.endswith("/token_mixer"):
+            continue
+        # Modalities that share a block have a record each.
+        name = key.rpartition("/")[2] if "" in towers else key
+        layers[name] = backbone.get_layer(name).feed_forward
+        if not isinstance(layers[name].router, TokenChoiceRouter):
+            raise ValueError(
+                "Expected token choice routers, whose experts can be pruned; "
+                f"received: {type(layers[name].router).__name__} in {name}"
+            )
+    return layers
+
+
+def _selections(blocks, kept_experts, before, method, removed):
+    """The kept experts of blocks, and what is left of their weights."""
+    kept, selections = {}, {}
+    for name, layer in blocks.items():
+        kept[name], columns, places = _selection(
+            layer.router.num_experts,
+            kept_experts.get(name),
+            before["kept_experts"].get(name),
+            before["removed"],
+            method,
+        )
+        if removed:
+            weights = layer.experts.weights
+            selections.update({id(weight): (0, places) for weight in weights})
+        if removed and method == "router_drop":
+            selections[id(layer.router.kernel)] = (-1, columns)
+    return kept, selections
+
+
+def _check_like(before, method, removed):
+    if before["kept_experts"] and before["method"] != method:
+        raise ValueError(
+            f"Expected method={before['method']!r}, by which the model is pruned "
+            f"already; received: method={method!r}"
+        )
+    if before["removed"] and not removed:
+        raise ValueError(
+            "Expected a model that has all its experts, since they are to keep their "
+            "weights; received: one whose pruned experts are removed"
+        )
+
+
+def _selection(num_columns, experts, kept_before, removed_before, method):
+    """The kept experts, their columns in the router, and their places in the weights.
+
+    The first are numbers among the experts before any pruning.
+    """
+    columns_are_gone = removed_before and method == "router_drop"
+    if experts is None:
+        experts = kept_before
+        if columns_are_gone:
+            experts = list(range(num_columns))
+    experts = checked_kept(experts, num_columns)
+    if kept_before is None:
+        return list(experts), experts, experts
+    if columns_are_gone:
+        return [kept_before[expert] for expert in experts], experts, experts
+    if not {*experts} <= {*kept_before}:
+        raise ValueError(
+            f"Expected experts that the model has kept, among {kept_before}; "
+            f"received: kept_experts={list(experts)}"
+        )
+    places = experts
+    if removed_before:
+        places = [kept_before.index(expert) for expert in experts]
+    return list(experts), experts, places

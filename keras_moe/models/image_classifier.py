@@ -1,12 +1,14 @@
-"""Image classification on any backbone.
+"""Image classification on any backbone of images.
 
 Axes: B batch, N tokens, D hidden.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import keras
 import keras_hub
+import numpy as np
 
 from keras_moe.checks import (
     argument_names,
@@ -17,77 +19,92 @@ from keras_moe.checks import (
     check_integer,
 )
 from keras_moe.layers import LayerNorm
-from keras_moe.models import classifying, head_editing
-from keras_moe.models.classifier_config import classifier_config
-from keras_moe.models.classifier_parts import (
+from keras_moe.models.adaptation import new_head_dtype, quantized_head
+from keras_moe.models.classifier_head import (
     backbone_arguments,
     check_backbone,
     check_head,
     check_output_activation,
     check_pooling,
+    default_loss,
+    default_metrics,
     dropout_layer,
     head_layer,
+    loss_of_outputs,
     pooled_norm_layer,
     pooling_layer,
     predictions_layer,
 )
-from keras_moe.models.compile_defaults import (
-    default_loss,
-    default_metrics,
-    loss_of_outputs,
-)
+from keras_moe.models.conversion.plan import HEAD, POOLING
+from keras_moe.models.copying import copied
 from keras_moe.models.description import Part
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.input_checks import check_labels
-from keras_moe.models.model_sources import ModelSource, TaskConfig
-from keras_moe.models.quantization import quantized_head
+from keras_moe.models.model_sources import (
+    ARCHITECTURE,
+    PUBLISHED,
+    SAVED,
+    ModelSource,
+    TaskConfig,
+)
 from keras_moe.models.task import MoETask
 from keras_moe.ops import Cost, Routing
 from keras_moe.ops.initializers import FastInitializer
 
 
+class ClassProbability(NamedTuple):
+    """A class of an image and its probability.
+
+    Attributes:
+        name: name of the class, or its index as text if the model has no names.
+        probability: softmax or, for a multi-label model, sigmoid.
+        index: index of the class.
+    """
+
+    name: str
+    probability: float
+    index: int
+
+
 class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     """A backbone with pooling and a classification head.
 
-    This is the base of `ViTImageClassifier` and `MixerImageClassifier`.
+    The base of `ViTImageClassifier` and `MixerImageClassifier`.
 
-    It is compiled with defaults for its kind of labels: integer classes, or with
-    `multi_label=True` a 0-1 vector per image and a sigmoid loss summed over classes.
-    `classifier.features` is the symbolic pooled feature (B, D) that the head reads:
+    It is compiled with defaults for integer classes, or with `multi_label=True` for a
+    0-1 vector per image and a sigmoid loss summed over classes. `classifier.features`
+    is the symbolic pooled feature (B, D) that the head reads:
     `keras.Model(classifier.input, classifier.features)` extracts features.
 
     Args:
-        backbone: a `ViTBackbone` or `MixerBackbone`, as the subclass says.
+        backbone: `ViTBackbone` or `MixerBackbone`, depending on the subclass.
         num_classes: number of classes.
-        preprocessor: an `ImagePreprocessor`, which `classify` applies; or a
+        preprocessor: an `ImagePreprocessor`, which `classify` applies; a
             `keras_hub.models.Preprocessor`, which `fit`, `evaluate` and `predict`
-            apply; or another layer or callable on images, which is applied where it
-            is called alone; or None.
-        pooling: `"class_token"`, `"first"` (the first patch's token, of a backbone
-            without a class token), `"average"`, `"patch_average"` (without the class
-            token) or `"map"` (attention pooling); None takes the class token if there
-            is one, else the average.
+            apply; any other layer or callable, which you apply yourself; or None.
+        pooling: `"class_token"`, `"first"` (the first patch, without a class token),
+            `"average"`, `"patch_average"` (without the class token) or `"map"`
+            (attention pooling). None means the class token if there is one, else the
+            average.
         multi_label: whether an image may have several labels: a sigmoid instead of a
             softmax cross-entropy.
         representation_dim: size of a tanh layer between pooling and head, or None.
         head_bias: initial bias of the head: a number (V-MoE uses -10 on
             ImageNet-21k), or `"prior"` for -log(num_classes).
-        output_activation: activation of the outputs: None for logits, `"softmax"` or
-            `"sigmoid"`.
+        output_activation: None for logits, `"softmax"` or `"sigmoid"`.
         dropout: dropout rate before the head.
         head_dtype: dtype policy of the head; None takes the backbone's.
-        pooled_norm: whether the pooled vector is normalised, for a backbone without
+        pooled_norm: whether to normalise the pooled vector, for a backbone without
             `final_norm`.
-        head: a `MuMoE` layer in the place of the dense head, or before it, or a dict
-            of such a layer's arguments, whose `units` default to the classes; None has
-            the dense head alone. The classifier makes a layer of the same arguments,
-            called "head", with the dtype policy of heads.
-        head_position: `"final"`, where the head's units are the classes; or
+        head: a `MuMoE` layer, or a dict of its arguments (`units` defaults to the
+            number of classes), instead of the dense head or before it. The classifier
+            makes a layer with the same arguments, called "head". None for the dense
+            head alone.
+        head_position: `"final"`, where the units of `head` are the classes, or
             `"penultimate"`, where ReLU and the dense head follow.
-        pooling_query_key_norm: whether attention pooling normalises queries and keys;
-            None does so where the backbone does, as in V-MoE and Soft MoE; False is
-            timm's.
-        **kwargs: arguments of `keras_hub.models.ImageClassifier`.
+        pooling_query_key_norm: whether attention pooling normalises queries and keys.
+            None follows the backbone, as V-MoE and Soft MoE do; timm uses False.
+        **kwargs: `name`, `trainable` and `compile`.
 
     Input shape:
         (B, height, width, channels), in [-1, 1].
@@ -95,18 +112,21 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     Output shape:
         (B, num_classes).
 
-    Raises:
-        ValueError: if an argument is out of range or arguments do not fit together.
-
     Reference:
         *An Image is Worth 16x16 Words*; *Scaling Vision Transformers* (MAP head);
         *Multilinear Mixture of Experts*, section 4.1 (muMoE heads).
 
     Example:
 
-    >>> from keras_moe.models import ImageClassifier, ViTImageClassifier
-    >>> issubclass(ViTImageClassifier, ImageClassifier)
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe import models
+    >>> classifier = models.from_preset("vmoe_digits")
+    >>> isinstance(classifier, models.ImageClassifier)
     True
+    >>> extractor = keras.Model(classifier.input, classifier.features)
+    >>> extractor.predict(np.zeros((1, 16, 16, 1)), verbose=0).shape
+    (1, 64)
     """
 
     task_name = "image_classifier"
@@ -116,8 +136,29 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
     def config_from(
         cls, source: ModelSource, overrides: dict, backbone_config: dict
     ) -> TaskConfig:
-        """See `classifier_config`."""
-        return classifier_config(source, overrides, backbone_config)
+        # With `num_classes` the head is new, and arguments of the source's head go.
+        is_new = "num_classes" in overrides
+        if not is_new and not source.is_trained:
+            raise ValueError(
+                f"Expected num_classes, since {source.name!r} carries no trained task; "
+                "received: num_classes=None"
+            )
+        if not is_new and overrides.get("head") is not None:
+            raise ValueError(
+                "Expected num_classes beside a new head; received: "
+                f"head={overrides['head']}"
+            )
+        config, new_weights = dict(source.task_config()), ()
+        preprocessor = _preprocessor(source, config, backbone_config)
+        if source.kind == ARCHITECTURE:
+            config = _fitted(config, source, overrides, backbone_config)
+        elif is_new:
+            adapt = {SAVED: _new_head, PUBLISHED: _without_head}[source.kind]
+            config, new_weights = adapt(config, overrides)
+        config.update({"preprocessor": preprocessor, **overrides})
+        if is_new and isinstance(config["preprocessor"], ImagePreprocessor):
+            config["preprocessor"] = _renamed(config, source, overrides)
+        return TaskConfig(config, new_weights)
 
     def __init__(
         self,
@@ -257,62 +298,102 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         batch_size: int = 32,
         max_value: float | None = None,
     ) -> list:
-        """The most probable classes of images of any size.
-
-        The model's `preprocessor` prepares the images.
+        """Returns the most probable classes of images of any size.
 
         Args:
-            images: uint8 or other images, one or several, as `ImagePreprocessor` takes
-                them.
-            top: number of classes for each image.
+            images: one image or several, as `ImagePreprocessor` takes them.
+            top: number of classes per image.
             batch_size: images per batch.
             max_value: the value of white, see `ImagePreprocessor`.
 
         Returns:
             For each image a list of `ClassProbability`, the most probable first; for
-            one image (H, W, C) or (H, W) its list alone.
-
-        Raises:
-            ValueError: if the model has no `ImagePreprocessor`, or the images or
-                another argument do not fit.
+            one image (H, W, C) or (H, W) just its list.
         """
-        return classifying.classify(self, images, top, batch_size, max_value)
+        top = check_integer("top", top)
+        batch_size = check_integer("batch_size", batch_size)
+        if not isinstance(self.preprocessor, ImagePreprocessor):
+            raise ValueError(
+                "Expected a model with an ImagePreprocessor: set model.preprocessor = "
+                "keras_moe.models.ImagePreprocessor(model.input_shape[1:]); received: "
+                f"preprocessor={self.preprocessor!r}"
+            )
+        self.preprocessor.check_model(self.input_shape[1:], self.num_classes)
+        prepared = self.preprocessor(images, max_value)
+        if prepared.ndim == 3:
+            return self._classes(prepared[None], top, 1)[0]
+        return self._classes(prepared, top, batch_size)
+
+    def _classes(self, prepared, top, batch_size):
+        if not len(prepared):
+            return []
+        outputs = self.predict(prepared, batch_size=batch_size, verbose=0)
+        names = self.preprocessor.class_names
+        results = []
+        for row in self._probabilities(outputs.astype("float64")):
+            # Stable: among equals the lower index comes first.
+            order = np.argsort(-row, kind="stable")[:top].tolist()
+            results.append(
+                [
+                    ClassProbability(names[i] if names else str(i), float(row[i]), i)
+                    for i in order
+                ]
+            )
+        return results
+
+    def _probabilities(self, outputs):
+        if self.output_activation is not None:
+            return outputs
+        if self.multi_label:
+            # A sigmoid without the exponential of a large number.
+            return 0.5 * (1.0 + np.tanh(0.5 * outputs))
+        outputs = np.exp(outputs - outputs.max(axis=-1, keepdims=True))
+        return outputs / outputs.sum(axis=-1, keepdims=True)
 
     def outputs_from_head(self, head_outputs: Any) -> Any:
-        """From the outputs of the muMoE head to those of the model, at inference.
-
-        Args:
-            head_outputs: (B, units) of `classifier.head`.
-
-        Returns:
-            (B, num_classes).
-        """
+        """Maps the muMoE head's outputs (B, units) to the model's, at inference."""
         if self.head_position == "penultimate":
             head_outputs = keras.ops.relu(head_outputs)
         return self.output_dense(head_outputs)
 
     def with_logit_offsets(self, output: int, offsets: Any) -> "ImageClassifier":
-        """A new model whose final muMoE head adds to one output's logits.
+        """Returns a copy whose final muMoE head adds to one output's logits.
 
-        `logit[output] + sum over n of a_n offsets[n]`; offsets of earlier edits of the
-        same output are added to. This model stays as it is. The new one is compiled as
-        this one is, with an optimizer that starts afresh.
+        `logit[output] + sum over n of a_n offsets[n]`, with a_n the coefficient of
+        expert n (*Multilinear Mixture of Experts*, equation 5). Offsets of earlier
+        edits of the same output add up. The optimizer of the copy starts afresh.
 
         Args:
             output: index of the class.
-            offsets: (E,), a number for each expert.
-
-        Returns:
-            A model of the same class.
-
-        Raises:
-            ValueError: if the model has no final muMoE head, or an argument does not
-                fit it.
-
-        Reference:
-            *Multilinear Mixture of Experts*, equation 5.
+            offsets: (E,), one number per expert.
         """
-        return head_editing.with_logit_offsets(self, output, offsets)
+        head = self.head
+        if head is None or self.head_position != "final":
+            raise ValueError(
+                "Expected a classifier with head=MuMoE(...) as its final layer; "
+                f"received: head={head}, head_position={self.head_position!r}"
+            )
+        output = check_integer("output", output, 0)
+        experts = head.gate.expert_types.total
+        offsets = np.asarray(offsets, "float32")
+        if output >= self.num_classes or offsets.shape != (experts,):
+            raise ValueError(
+                f"Expected an output below {self.num_classes} and offsets of shape "
+                f"({experts},); received: output={output}, shape={offsets.shape}"
+            )
+        if not np.isfinite(offsets).all():
+            raise ValueError(f"Expected finite offsets; received: {offsets}")
+        before = head.edited_outputs
+        outputs = before if output in before else (*before, output)
+        config = self.get_config()
+        config["head"]["config"]["edited_outputs"] = outputs
+        edited = copied(self, config, without="logit_offsets")
+        table = np.zeros((experts, len(outputs)), "float32")
+        if before:
+            table[:, : len(before)] = keras.ops.convert_to_numpy(head.logit_offsets)
+        table[:, outputs.index(output)] += offsets
+        edited.head.logit_offsets.assign(table)
+        return edited
 
     def compile(
         self,
@@ -322,42 +403,25 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         metrics: Any = "auto",
         **kwargs,
     ) -> None:
-        """Configures training, with defaults for this task.
+        """Configures training; see `MoETask.compile` for `"auto"`.
 
-        Args:
-            optimizer: `"auto"` is AdamW at 3e-4 with weight decay 1e-4 and gradients
-                clipped to global norm 1 (not with half-precision weights).
-            loss: `"auto"` is softmax cross-entropy on integer labels, or
-                `SigmoidCrossentropy` with `multi_label`. Keras's crossentropies by
-                name, such as `"categorical_crossentropy"` on one-hot labels, take
-                the outputs as logits, unless the model has an output activation.
-            metrics: `"auto"` is the accuracy, of integer or one-hot labels as the loss
-                takes them, or with `multi_label` the area under the precision-recall
-                curve of all decisions.
-            **kwargs: arguments of `keras.Model.compile`.
+        Keras's crossentropies by name, such as `"categorical_crossentropy"` on one-hot
+        labels, take the outputs as logits, unless the model has an output activation.
         """
         loss = loss_of_outputs(loss, self.output_activation is None)
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
 
     def default_loss(self) -> keras.losses.Loss:
-        """The crossentropy for the model's kind of labels and outputs."""
+        """Softmax cross-entropy, or `SigmoidCrossentropy` with `multi_label`."""
         return default_loss(self.multi_label, self.output_activation is None)
 
     def default_metrics(self, loss: Any) -> list:
-        """The accuracy, or the area under the precision-recall curve.
-
-        Args:
-            loss: loss that the model is trained with.
-        """
+        """The accuracy, or with `multi_label` the area under precision and recall."""
         classes, from_logits = self.output_shape[-1], self.output_activation is None
         return default_metrics(loss, self.multi_label, classes, from_logits)
 
     def check_labels(self, labels: Any) -> None:
-        """Raises ValueError for labels out of range, where the loss implies their kind.
-
-        Args:
-            labels: labels of `fit` or `evaluate`.
-        """
+        """Raises ValueError for labels out of range, if the loss implies a kind."""
         check_labels(labels, self.num_classes, getattr(self, "loss", None))
 
     def get_config(self):
@@ -405,7 +469,7 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
         if pooled_norm:
             parts.append(Part("pooled_norm", "norm", *LayerNorm().cost((1, dim))))
         if representation_dim is not None:
-            cost = _dense_cost(dim, representation_dim)
+            cost = Cost.of_dense(dim, representation_dim)
             parts.append(Part("pre_logits", "dense", *cost))
             dim = representation_dim
         head = check_head(head, head_position, num_classes, 0.0)
@@ -414,11 +478,68 @@ class ImageClassifier(MoETask, keras_hub.models.ImageClassifier):
             dim = head.units
             if head_position == "final":
                 return parts
-        parts.append(Part("predictions", "dense", *_dense_cost(dim, num_classes)))
+        parts.append(Part("predictions", "dense", *Cost.of_dense(dim, num_classes)))
         return parts
 
 
-def _dense_cost(inputs, units):
-    """The cost of a dense layer for one vector."""
-    shapes = {"kernel": (inputs, units), "bias": (units,)}
-    return Cost.all_active(shapes, 2 * inputs * units)
+def _preprocessor(source, config, backbone_config):
+    """The source's preprocessor for images of the model's size, or the default one."""
+    shape = backbone_config["image_shape"]
+    if "preprocessor" not in config:
+        return ImagePreprocessor(shape, class_names=source.class_names)
+    preprocessor = config["preprocessor"]
+    if isinstance(preprocessor, ImagePreprocessor):
+        return preprocessor.adapted(shape)
+    return preprocessor
+
+
+def _renamed(config, source, overrides):
+    """The preprocessor without the names of other classes than the new head's."""
+    preprocessor = config["preprocessor"]
+    if "preprocessor" in overrides:
+        return preprocessor
+    if source.kind == SAVED:
+        # The classes are others, even where there are as many.
+        return dataclasses.replace(preprocessor, class_names=None)
+    return preprocessor.adapted(num_classes=config["num_classes"])
+
+
+def _fitted(config, source, overrides, backbone_config):
+    """A preset's arguments of the head that fit what is overridden.
+
+    A representation layer as wide as the backbone follows its width. It and the bias of
+    V-MoE's dense head are left out where a final muMoE takes this head's place.
+    """
+    config = dict(config)
+    hidden_dim = source.config.get("hidden_dim")
+    if config.get("representation_dim") == hidden_dim:
+        config["representation_dim"] = backbone_config.get("hidden_dim")
+    if overrides.get("head") and overrides.get("head_position", "final") == "final":
+        # Its experts have biases of their own.
+        config.pop("head_bias", None)
+        config.pop("representation_dim", None)
+    return config
+
+
+def _new_head(config, overrides):
+    """A saved task's arguments for a head of other classes."""
+    config = dict(config)
+    # A quantised head's layers are not those of a new one.
+    config["head_dtype"] = new_head_dtype(config.get("head_dtype"))
+    if config.get("head") and config.get("head_position") == "final":
+        # The head has as many units as there are classes now; edits concerned others.
+        head = config["head"]
+        units = {"units": overrides["num_classes"], "edited_outputs": ()}
+        config["head"] = {**head, "config": {**head["config"], **units}}
+    return config, (*HEAD, *POOLING)
+
+
+def _without_head(config, overrides):
+    """Published arguments for a new head on the source's pooling, if that stays."""
+    config, new_weights = dict(config), HEAD
+    config.pop("representation_dim", None)
+    theirs = config.get("pooling")
+    if overrides.get("pooling", theirs) != theirs or "pooled_norm" in overrides:
+        new_weights = (*HEAD, *POOLING)
+        config.pop("pooled_norm", None)
+    return config, new_weights

@@ -1,11 +1,9 @@
-"""The common base of backbones and tasks: training, presets, weights and export.
+"""The common base of backbones and tasks: training, presets, weights and export."""
 
-Axes: B batch.
-"""
-
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,12 @@ from keras_moe.compat import (
 )
 from keras_moe.models import registry
 from keras_moe.models.blueprint import Blueprint, build
-from keras_moe.models.class_property import ClassProperty
-from keras_moe.models.compilation import announcing, make_step
-from keras_moe.models.copying import config_with_router_options, copied
+from keras_moe.models.copying import (
+    config_with_router_options,
+    copied,
+    with_kept_experts,
+)
 from keras_moe.models.description import Description
-from keras_moe.models.expert_pruning import with_kept_experts
 from keras_moe.models.exporting import Exportable
 from keras_moe.models.input_checks import (
     check_inputs,
@@ -34,7 +33,6 @@ from keras_moe.models.input_checks import (
 )
 from keras_moe.models.model_card import ModelCard, write_card
 from keras_moe.models.preset_folder import staged
-from keras_moe.models.state_recovery import state_kept
 from keras_moe.models.weights_file import checked_weights, save_weights
 
 # Keras would change the bases of this class, which models share, when it builds the
@@ -42,6 +40,16 @@ from keras_moe.models.weights_file import checked_weights, save_weights
 # changes them for each task: these are made one at a time.
 inject_functional_model_class(keras_hub.models.Backbone)
 ONE_AT_A_TIME = threading.RLock()
+
+
+class ClassProperty:
+    """A read-only property of a class."""
+
+    def __init__(self, function: Callable[[type], Any]):
+        self.function = function
+
+    def __get__(self, _: Any, owner: type) -> Any:
+        return self.function(owner)
 
 
 class MoEModel(Exportable, TorchParameters):
@@ -71,13 +79,13 @@ class MoEModel(Exportable, TorchParameters):
         ahead of time.
         """
         check_training(self, x, y, kwargs.get("validation_data"))
-        with state_kept(self, training=True), announcing("fit", (y, *args), kwargs):
+        with state_kept(self, training=True):
             return self._training_method("fit")(x, y, *args, **kwargs)
 
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The loss and metrics; see `keras.Model.evaluate`, and `fit` for checks."""
         check_training(self, x, y)
-        with state_kept(self), announcing("evaluate", (y, *args), kwargs):
+        with state_kept(self):
             return self._training_method("evaluate")(x, y, *args, **kwargs)
 
     def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,20 +93,8 @@ class MoEModel(Exportable, TorchParameters):
         check_prediction(self, x)
         if has_no_examples(x):
             return outputs_of_none(self)
-        with state_kept(self), announcing("predict", args, kwargs):
+        with state_kept(self):
             return self._training_method("predict")(x, *args, **kwargs)
-
-    def make_train_function(self, force: bool = False) -> Any:
-        """Keras's own, whose first step is announced while it compiles."""
-        return make_step(self, "train_function", super().make_train_function, force)
-
-    def make_test_function(self, force: bool = False) -> Any:
-        """Keras's own, whose first step is announced while it compiles."""
-        return make_step(self, "test_function", super().make_test_function, force)
-
-    def make_predict_function(self, force: bool = False) -> Any:
-        """Keras's own, whose first step is announced while it compiles."""
-        return make_step(self, "predict_function", super().make_predict_function, force)
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
         """One step of training; see `keras.Model.train_on_batch`, and `fit`."""
@@ -194,3 +190,43 @@ class MoEModel(Exportable, TorchParameters):
         Its optimizer starts afresh. See `keras_moe.analysis.prune_experts`.
         """
         return with_kept_experts(self, kept_experts, method, removed)
+
+
+@contextlib.contextmanager
+def state_kept(model: keras.Model, training: bool = False) -> Iterator[None]:
+    """Restores a model's variables to the last complete step if the block raises.
+
+    While Keras trains on JAX, the variables are empty, and an exception leaves them so:
+    the next call would fail with "'NoneType' object is not callable". The other
+    backends need nothing.
+    """
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    optimizer = getattr(model, "optimizer", None)
+    if training and optimizer is not None and not optimizer.built:
+        # Keras would build it later, but its variables are needed here.
+        optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *model.metrics_variables]
+    if optimizer is not None:
+        variables += optimizer.variables
+    # References do not keep the memory of buffers that Keras donates.
+    before = [(variable, _value(variable)) for variable in variables]
+    try:
+        yield
+    except BaseException:
+        # After the first step the model holds the state of the last one.
+        model.jax_state_sync()
+        for variable, value in before:
+            if value is None or value.is_deleted() or _value(variable) is not None:
+                continue
+            variable.assign(value)
+        raise
+
+
+def _value(variable):
+    """The variable's array, or None while Keras has taken it out."""
+    try:
+        return variable.value
+    except TypeError:
+        return None

@@ -12,8 +12,12 @@ from keras_moe.layers import LogitScale
 from keras_moe.losses.temperature import TEMPERATURES, Temperature
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.exporting import Exportable
-from keras_moe.models.input_checks import check_inputs, is_array
-from keras_moe.models.text.input_checks import check_input_names, check_texts
+from keras_moe.models.input_checks import (
+    check_input_names,
+    check_inputs,
+    check_texts,
+    is_array,
+)
 
 # A modality's id is its place here.
 MODALITIES = ("image", "text")

@@ -1,17 +1,194 @@
-"""Preset folders on disk: written whole or not at all, and checked when read."""
+"""Which files of weights belong together, and the checksums that files must have.
+
+A preset's `metadata.json` has the SHA-256 of each file of its weights and of its
+tokenizer, and the index of shards, a `.weights.json`, that of each shard, in
+`"metadata"`. Those who do not know of them read the files all the same.
+"""
 
 import contextlib
 import contextvars
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import keras
 
-from keras_moe.models.checksums import INDEX, add_checksums, is_weights, shard_names
+from keras_moe.compat import check_file_exists, get_file
+from keras_moe.files import sha256_of, write_json
 from keras_moe.staging import previous_folder, staged_folder
+
+METADATA = "metadata.json"
+CHECKSUMS = "sha256"
+INDEX = "model.weights.json"
+# KerasHub's names: whole, one of several shards, and the head's.
+WEIGHTS_FILES = ("model.weights.h5", "model_*.weights.h5", "task.weights.h5")
+TOKENIZER = "text_tokenizer.json"
+# KerasHub's config, and the files of the vocabulary, are beside ours.
+_TOKENIZER_FILE = re.compile(r"(text_)?tokenizer\.json|assets/tokenizer/\w[\w.-]*")
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a name is that of a file of a preset's weights."""
+    return any(path.match(pattern) for pattern in WEIGHTS_FILES)
+
+
+def add_checksums(folder: str | os.PathLike) -> None:
+    """Adds the checksums of weights and of a tokenizer to a preset's metadata."""
+    folder = Path(folder)
+    path = folder / METADATA
+    if path.is_file():
+        weights = {x.name: sha256_of(x) for x in folder.iterdir() if is_weights(x)}
+        sums = dict(sorted({**weights, **_tokenizer_checksums(folder)}.items()))
+        write_json(path, {**json.loads(path.read_text("utf-8")), CHECKSUMS: sums})
+
+
+def add_tokenizer_checksums(folder: str | os.PathLike) -> None:
+    """Adds the checksums of a tokenizer to the metadata, which may be new.
+
+    Without any checksum in it, the metadata of a preset stays as it is: with some,
+    those of the weights would be missed.
+    """
+    folder = Path(folder)
+    path = folder / METADATA
+    metadata = (
+        json.loads(path.read_text("utf-8")) if path.is_file() else {CHECKSUMS: {}}
+    )
+    if CHECKSUMS in metadata:
+        sums = {**metadata[CHECKSUMS], **_tokenizer_checksums(folder)}
+        write_json(path, {**metadata, CHECKSUMS: dict(sorted(sums.items()))})
+
+
+def _tokenizer_checksums(folder):
+    paths = [*folder.glob("*.json"), *folder.glob("assets/tokenizer/*")]
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {
+        name: sha256_of(path)
+        for name, path in names.items()
+        if _TOKENIZER_FILE.fullmatch(name) and path.is_file()
+    }
+
+
+def shard_names(path: Path, content: Any) -> list[str]:
+    """The names of the shards of an index."""
+    listed = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(listed, dict):
+        raise ValueError(
+            f"Expected a weight_map of file names in {path}; received a file of "
+            "another kind"
+        )
+    entries = [x if isinstance(x, list) else [x] for x in listed.values()]
+    names = [name for entry in entries for name in entry]
+    for name in names:
+        if not _is_shard(name) or (path.name == INDEX and not is_weights(Path(name))):
+            shape = "model_*" if path.name == INDEX else "*"
+            raise ValueError(
+                f"Expected shards {shape}.weights.h5 of the same folder in {path}; "
+                f"received: {str(name)[:200]!r}"
+            )
+    return sorted(set(names))
+
+
+def _is_shard(name):
+    return (
+        isinstance(name, str)
+        and name.endswith(".weights.h5")
+        and not set(name) & set("/\\\0")
+    )
+
+
+def compare_checksums(path: Path) -> list[Path]:
+    """Compares weights with the checksums of their preset, and of their index."""
+    files, expected = [path], {}
+    if path.suffix == ".json" and path.is_file():
+        content = _read_json(path)
+        if content is _NOT_JSON:
+            raise ValueError(f"Expected whole JSON in {path}; received another file")
+        files += [path.with_name(name) for name in shard_names(path, content)]
+        expected[path] = _listed(path, content.get("metadata"), files[1:])
+    metadata = path.with_name(METADATA)
+    own = [file for file in files if is_weights(file)]
+    if own:
+        expected[metadata] = _listed(metadata, _read_json(metadata), own)
+    for file in files:
+        listed = {
+            source: sums[file.name]
+            for source, sums in expected.items()
+            if file.name in sums
+        }
+        # Keras says which file is missing.
+        received = sha256_of(file) if listed and file.is_file() else None
+        for source, sha256 in listed.items():
+            _compare(file, received, sha256, source)
+    return files
+
+
+def _compare(file, received, expected, source):
+    if received not in (None, expected):
+        raise ValueError(
+            f"Expected the file that was saved, {file} of SHA-256 {expected}; "
+            f"received: {received}. The file is damaged, or was replaced: remove "
+            f'"{CHECKSUMS}" from {source} to load it all the same'
+        )
+
+
+def compare_tokenizer(preset: str) -> None:
+    """Compares the files of a preset's tokenizer with the checksums that are there."""
+    if not check_file_exists(preset, METADATA):
+        return
+    source = Path(get_file(preset, METADATA))
+    metadata = _read_json(source)
+    if not isinstance(metadata, dict):
+        raise ValueError(f"Expected whole JSON in {source}; received another file")
+    sums = metadata.get(CHECKSUMS)
+    for name, expected in sums.items() if isinstance(sums, dict) else ():
+        # KerasHub says which file is missing.
+        if _TOKENIZER_FILE.fullmatch(name) and check_file_exists(preset, name):
+            file = get_file(preset, name)
+            _compare(file, sha256_of(file), expected, source)
+
+
+def compare_preset(folder: str | os.PathLike) -> None:
+    """Compares the weights and the tokenizer of a preset's folder with their
+    checksums.
+    """
+    for name in ("model.weights.h5", INDEX, "task.weights.h5"):
+        path = Path(folder) / name
+        # A backbone's preset has no head's file.
+        if path.is_file():
+            compare_checksums(path)
+    compare_tokenizer(os.fspath(folder))
+
+
+_NOT_JSON = object()
+
+
+def _read_json(path):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError):
+        return _NOT_JSON
+
+
+def _listed(source, metadata, files):
+    """The checksums of files, {} if there are none at all."""
+    if not isinstance(metadata, dict) or CHECKSUMS not in metadata:
+        # A file of its own, or one of Keras's or KerasHub's.
+        return {}
+    sums = metadata[CHECKSUMS]
+    for file in files:
+        received = sums.get(file.name) if isinstance(sums, dict) else sums
+        if not isinstance(received, str) or not isinstance(sums, dict):
+            raise ValueError(
+                f'Expected the SHA-256 of {file.name} in "{CHECKSUMS}" of {source}; '
+                f'received: {str(received)[:200]!r}. Remove "{CHECKSUMS}" from it to '
+                "load the file all the same"
+            )
+    return sums
+
 
 # The files of a preset folder; other files in it are the user's.
 PRESET_FILES = (

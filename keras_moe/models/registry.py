@@ -4,6 +4,8 @@ This module knows none of them, so that every module of `models` may import it.
 """
 
 import copy
+import functools
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import keras
 
 from keras_moe.checks import argument_names, check_argument_names, nearest
+from keras_moe.files import shipped_files
+from keras_moe.models.variants import VARIANTS
 
 _BACKBONES: dict[str, type] = {}
 _TASKS: dict[str, type] = {}
@@ -286,3 +290,34 @@ def task_class(
 def takes(cls: type, argument: str) -> bool:
     """Whether a class's constructor has an argument of its own of this name."""
     return argument in argument_names(cls)
+
+
+def builtin_presets() -> dict[str, dict]:
+    """Every built-in preset by name."""
+    return copy.deepcopy(_read_presets())
+
+
+@functools.cache
+def _read_presets():
+    presets = {}
+    for name, path in shipped_files("presets").items():
+        preset = json.loads(path.read_text(encoding="utf-8"))
+        config = _with_sizes(preset["config"], preset["variant"])
+        presets[name] = {**preset, "config": config}
+        if "weights" in preset:
+            # Whether or not it is there: a trained preset is never silently random.
+            presets[name]["weights"] = str(path.with_name(preset["weights"]))
+    return presets
+
+
+def _with_sizes(config, variant):
+    """The config with the sizes of a variant, or of one for each tower."""
+    if isinstance(variant, dict):
+        towers = {name: _with_sizes(config[name], variant[name]) for name in variant}
+        return {**config, **towers}
+    return {**VARIANTS[variant].config(), **config}
+
+
+def register_builtin_presets() -> None:
+    """Makes the built-in presets known by name."""
+    register_presets(_read_presets())

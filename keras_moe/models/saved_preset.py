@@ -16,8 +16,7 @@ import keras
 from keras_moe.checks import check_path, nearest
 from keras_moe.compat import check_file_exists, get_file, load_json
 from keras_moe.models import registry
-from keras_moe.models.checksums import INDEX, compare_preset
-from keras_moe.models.preset_folder import check_folder, readable
+from keras_moe.models.preset_folder import INDEX, check_folder, compare_preset, readable
 
 _WEIGHTS, _TASK, _TASK_WEIGHTS = "model.weights.h5", "task.json", "task.weights.h5"
 

@@ -3,6 +3,7 @@
 Axes: B batch.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,18 +11,13 @@ from typing import Any
 import keras
 import keras_hub
 
-from keras_moe.models import task_weights
-from keras_moe.models.compile_defaults import default_optimizer
+from keras_moe.compat import flatten_layers
+from keras_moe.models.adaptation import settle_policies
 from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_inputs
 from keras_moe.models.model import ONE_AT_A_TIME, MoEModel
 from keras_moe.models.model_sources import ModelSource, TaskConfig
-from keras_moe.models.quantization import settle_policies
-from keras_moe.models.trainer import (
-    has_keras_hub_preprocessor,
-    preprocessed_batch,
-    training_method,
-)
+from keras_moe.models.weights_file import checked_weights, save_weights
 
 
 class MoETask(MoEModel):
@@ -162,7 +158,7 @@ class MoETask(MoEModel):
             **kwargs: arguments of `keras.Model.compile`.
         """
         if isinstance(optimizer, str) and optimizer == "auto":
-            optimizer = default_optimizer(self.backbone.dtype_policy)
+            optimizer = _default_optimizer(self.backbone.dtype_policy)
         if isinstance(loss, str) and loss == "auto":
             loss = self.default_loss()
         if isinstance(metrics, str) and metrics == "auto":
@@ -208,27 +204,40 @@ class MoETask(MoEModel):
 
     def _check_inputs(self, inputs, labels=None):
         # A preprocessor of KerasHub takes other inputs, and makes the model's of them.
-        if not has_keras_hub_preprocessor(self):
+        if not self._has_keras_hub_preprocessor():
             check_inputs(self, inputs)
         if labels is not None:
             self.check_labels(labels)
 
     def _training_method(self, name: str) -> Callable:
-        return training_method(self, name)
+        # KerasHub's `fit` turns all data into one kind of dataset, to map a
+        # preprocessor over it: it knows no `PyDataset`, `DataLoader` or generator, and
+        # does not shuffle arrays. Only its own preprocessors need it.
+        owner = keras.Model
+        if self._has_keras_hub_preprocessor():
+            owner = keras_hub.models.Task
+        return functools.partial(getattr(owner, name), self)
 
     def preprocess_samples(
         self, x: Any, y: Any = None, sample_weight: Any = None
     ) -> Any:
-        """A batch for the model: as it is, without a preprocessor of KerasHub."""
-        return preprocessed_batch(self, x, y, sample_weight)
+        """Applies a preprocessor of KerasHub; without one the batch stays as it is."""
+        if self._has_keras_hub_preprocessor():
+            return keras_hub.models.Task.preprocess_samples(self, x, y, sample_weight)
+        return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     def save_task_weights(self, filepath: str | os.PathLike) -> None:
-        """Saves the weights of the head alone."""
-        task_weights.save_task_weights(self, filepath)
+        """Saves the weights of the head, without the optimizer's state.
+
+        KerasHub would store that, too: three times the size, and a warning on loading.
+        """
+        save_weights(self, filepath, objects_to_skip=_not_the_head(self))
 
     def load_task_weights(self, filepath: str | os.PathLike) -> None:
-        """Loads the weights of the head alone."""
-        task_weights.load_task_weights(self, filepath)
+        """Loads the weights of the head."""
+        skipped = _not_the_head(self)
+        with checked_weights(filepath):
+            keras.saving.load_weights(self, filepath, objects_to_skip=skipped)
 
     def enable_lora(
         self, rank: int, target_layer_names: list[str] | None = None
@@ -242,3 +251,23 @@ class MoETask(MoEModel):
             target_layer_names: argument of the backbone's `enable_lora`.
         """
         self.backbone.enable_lora(rank, target_layer_names)
+
+    def _has_keras_hub_preprocessor(self):
+        """Whether KerasHub prepares the inputs, which are not yet the model's."""
+        return isinstance(self.preprocessor, keras_hub.models.Preprocessor)
+
+
+def _not_the_head(task):
+    skipped = flatten_layers(task.backbone)
+    # There is none with compile=False.
+    optimizer = getattr(task, "optimizer", None)
+    return skipped if optimizer is None else [*skipped, optimizer]
+
+
+def _default_optimizer(policy):
+    # With bfloat16 weights beside float32 routers, TensorFlow cannot take the norm of
+    # all gradients together.
+    global_clipnorm = 1.0 if policy.variable_dtype == "float32" else None
+    return keras.optimizers.AdamW(
+        3e-4, weight_decay=1e-4, global_clipnorm=global_clipnorm
+    )

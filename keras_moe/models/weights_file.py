@@ -25,7 +25,7 @@ from keras_moe.compat import (
     save_state,
 )
 from keras_moe.files import new_file, sha256_of, write_all, write_failed
-from keras_moe.models.checksums import CHECKSUMS, compare_checksums
+from keras_moe.models.preset_folder import CHECKSUMS, compare_checksums
 
 
 class _Stream:

@@ -79,7 +79,7 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 print(keras_moe.__file__)
 from keras_moe import models
-from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.registry import builtin_presets
 
 for name, preset in builtin_presets().items():
     if "weights" in preset:

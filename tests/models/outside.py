@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_moe import models, routers
-from keras_moe.models.image_tower import image_tower
+from keras_moe.models.tower import image_tower
 from keras_moe.ops import Cost
 
 

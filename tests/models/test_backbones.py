@@ -14,7 +14,7 @@ from keras_moe.models import (
     ViTBackbone,
     ViTImageClassifier,
 )
-from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.registry import builtin_presets
 from keras_moe.routers import ROUTERS
 from tests import golden
 from tests.small_models import flat_config, images, with_weights

@@ -16,7 +16,7 @@ from keras_moe.models import (
     TextTokenizer,
     ViTBackbone,
 )
-from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.registry import builtin_presets
 from tests.calls import call
 from tests.small_models import images, with_weights
 from tests.symbolic import symbolic_model

@@ -10,7 +10,7 @@ import pytest
 
 from keras_moe import models
 from keras_moe.models import VARIANTS, ViTBackbone, ViTImageClassifier
-from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.registry import builtin_presets
 
 pytestmark = pytest.mark.usefixtures("op_by_op")
 

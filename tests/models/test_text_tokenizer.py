@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.models import TextBackbone, TextTokenizer
-from keras_moe.models.text import vocabularies
-from keras_moe.models.text.vocabularies import clip_byte_pairs
+from keras_moe.models import TextBackbone, TextTokenizer, byte_pairs
+from keras_moe.models.byte_pairs import clip_byte_pairs
 
 pytestmark = pytest.mark.backend_free
 
@@ -209,7 +208,7 @@ import importlib.util, json, sys, types
 checks = types.ModuleType("keras_moe.checks")
 checks.check_integer = lambda name, value, minimum: value
 sys.modules["keras_moe.checks"] = checks
-spec = importlib.util.spec_from_file_location("vocabularies", sys.argv[1])
+spec = importlib.util.spec_from_file_location("byte_pairs", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 captions = [a + b + " " + b + c for a in "abcdefg" for b in "hijkl" for c in "mnop"]
@@ -219,7 +218,7 @@ print(json.dumps(module.trained_byte_pairs(captions, 560).merges))
 
 def test_every_process_trains_the_same_byte_pairs():
     # Most of these pairs are as frequent as others, and hash maps differ by process.
-    command = [sys.executable, "-c", TRAIN, vocabularies.__file__]
+    command = [sys.executable, "-c", TRAIN, byte_pairs.__file__]
     outputs = {
         subprocess.run(command, capture_output=True, check=True).stdout
         for _ in range(10)

@@ -14,7 +14,7 @@ from PIL import Image
 from keras_moe import data, distribution, evaluation, models
 from keras_moe.files import sha256_of
 from keras_moe.models import registry
-from keras_moe.models.builtin import builtin_presets
+from keras_moe.models.registry import builtin_presets
 from keras_moe.training import list_recipes, load_recipe
 from tools import make_trained_presets
 

@@ -11,7 +11,7 @@ import pytest
 
 from keras_moe import files
 from keras_moe.models import weights_file
-from keras_moe.models.checksums import compare_checksums, compare_preset
+from keras_moe.models.preset_folder import compare_checksums, compare_preset
 from keras_moe.models.weights_file import (
     checked_weights,
     new_hdf5,

@@ -100,7 +100,7 @@ def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):
 # A life of a run, which ends while its tokenizer is written, or before a step.
 LIFE = """
 import os, signal, sys
-from keras_moe.models.text import tokenizer
+from keras_moe.models import text_tokenizer as tokenizer
 from keras_moe.training import train
 from tests.training.ends import Ends
 from tests.training.test_contrastive import recipe

@@ -6,7 +6,6 @@ class, and V-MoE names them. All of these are read.
 """
 
 from keras_moe.checks import check_image_shape
-from keras_moe.models.builtin import builtin_presets
 from keras_moe.models.conversion.plan import ConversionPlan
 from keras_moe.models.conversion.sizes import numbered, required, square_grid
 from keras_moe.models.conversion.weight_rules import (
@@ -16,6 +15,7 @@ from keras_moe.models.conversion.weight_rules import (
     direct,
     norm,
 )
+from keras_moe.models.registry import builtin_presets
 
 # The released V-MoEs, whose weights do not imply all arguments: the start of the name,
 # and the built-in preset with the arguments.

@@ -19,12 +19,12 @@ import sentencepiece
 from keras_moe.checks import check_bool, check_integer, check_path
 from keras_moe.compat import load_json
 from keras_moe.files import write_json
-from keras_moe.models.checksums import (
+from keras_moe.models.byte_pairs import clip_byte_pairs, trained_byte_pairs
+from keras_moe.models.preset_folder import (
     TOKENIZER,
     add_tokenizer_checksums,
     compare_tokenizer,
 )
-from keras_moe.models.text.vocabularies import clip_byte_pairs, trained_byte_pairs
 from keras_moe.ops.kernels.strings_tensorflow import call_on_strings, is_tensorflow
 
 # Half of a pair in UTF-16, which no encoding to bytes takes.
@@ -130,7 +130,7 @@ class TextTokenizer:
 
         Args:
             vocabulary: file or folder; see
-                `keras_moe.models.text.vocabularies.clip_byte_pairs`. None takes what
+                `keras_moe.models.byte_pairs.clip_byte_pairs`. None takes what
                 the package open_clip_torch ships.
             max_length: N.
 

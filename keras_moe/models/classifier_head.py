@@ -1,9 +1,10 @@
-"""The pooling and the head of a classifier: checked, and not built.
+"""The pooling, the head, the loss and the metrics of a classifier.
 
 Axes: B batch, N tokens, D hidden.
 """
 
 import math
+import warnings
 from typing import Any
 
 import keras
@@ -18,11 +19,25 @@ from keras_moe.checks import (
 from keras_moe.layers import AttentionPooling, LayerNorm, MuMoE, TokenPooling
 from keras_moe.layers.nested import layer_argument
 from keras_moe.layers.pooling import POOLINGS
+from keras_moe.losses import SigmoidCrossentropy
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.ops.initializers import FastInitializer
 
 HEAD_POSITIONS = ("final", "penultimate")
 OUTPUT_ACTIVATIONS = (None, "softmax", "sigmoid")
+# Losses that take probabilities by default, by function.
+_CROSSENTROPIES = {
+    keras.losses.binary_crossentropy: keras.losses.BinaryCrossentropy,
+    keras.losses.binary_focal_crossentropy: keras.losses.BinaryFocalCrossentropy,
+    keras.losses.categorical_crossentropy: keras.losses.CategoricalCrossentropy,
+    keras.losses.categorical_focal_crossentropy: (
+        keras.losses.CategoricalFocalCrossentropy
+    ),
+    keras.losses.sparse_categorical_crossentropy: (
+        keras.losses.SparseCategoricalCrossentropy
+    ),
+}
+_SPARSE = keras.losses.SparseCategoricalCrossentropy
 
 
 def check_backbone(backbone: Any, backbone_cls: type) -> None:
@@ -209,3 +224,62 @@ def bias_value(head_bias: Any, num_classes: int) -> float:
             f"received: head_bias={head_bias!r}"
         )
     return float(head_bias)
+
+
+def default_loss(multi_label: bool, from_logits: bool) -> keras.losses.Loss:
+    """The loss of `compile(loss="auto")`."""
+    return (SigmoidCrossentropy if multi_label else _SPARSE)(from_logits=from_logits)
+
+
+def loss_of_outputs(loss: Any, from_logits: bool) -> Any:
+    """A loss that takes logits or probabilities, as the outputs are.
+
+    Keras's crossentropies by name, and as functions, would take logits for
+    probabilities. Loss objects stay as they are; those that would do the same warn.
+    """
+    if isinstance(loss, (list, tuple, dict)):
+        return keras.tree.map_structure(
+            lambda each: loss_of_outputs(each, from_logits), loss
+        )
+    crossentropy = _crossentropy(loss)
+    if crossentropy is not None:
+        return crossentropy(from_logits=from_logits)
+    reads_logits = getattr(loss, "from_logits", from_logits)
+    if isinstance(loss, keras.losses.Loss) and reads_logits != from_logits:
+        outputs = "logits" if from_logits else "probabilities"
+        warnings.warn(
+            f"The model's outputs are {outputs}: expected a loss with "
+            f"from_logits={from_logits}; received: {type(loss).__name__}"
+            f"(from_logits={reads_logits})",
+            stacklevel=4,
+        )
+    return loss
+
+
+def _crossentropy(loss):
+    """The class of a crossentropy that is given by name or as a function, or None."""
+    if isinstance(loss, str):
+        try:
+            loss = keras.losses.get(loss)
+        except ValueError:
+            return None  # Keras knows further names, and refuses the others.
+        if type(loss) in _CROSSENTROPIES.values():
+            return type(loss)
+    return next((cls for f, cls in _CROSSENTROPIES.items() if f is loss), None)
+
+
+def default_metrics(
+    loss: Any, multi_label: bool, num_classes: int, from_logits: bool
+) -> list:
+    """The metrics of `compile(metrics="auto")`."""
+    is_sparse = any(isinstance(each, _SPARSE) for each in keras.tree.flatten(loss))
+    if multi_label and not is_sparse:
+        return [keras.metrics.AUC(curve="PR", from_logits=from_logits, name="auc")]
+    if is_sparse:
+        return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+    if num_classes == 1:
+        # Keras's own choice would take a logit for a probability.
+        threshold = 0.0 if from_logits else 0.5
+        return [keras.metrics.BinaryAccuracy("accuracy", threshold=threshold)]
+    # Keras chooses by the shape of the labels, with any loss.
+    return ["accuracy"]

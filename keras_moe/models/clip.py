@@ -12,7 +12,7 @@ from keras_moe.compat import flatten_layers, set_dtype_policy
 from keras_moe.layers import LogitScale, moe_config
 from keras_moe.losses import check_modalities
 from keras_moe.models.backbone import MoEBackbone
-from keras_moe.models.classifier_parts import check_pooling, pooling_layer
+from keras_moe.models.classifier_head import check_pooling, pooling_layer
 from keras_moe.models.description import Part
 from keras_moe.models.overrides import (
     complete_config,
@@ -25,9 +25,8 @@ from keras_moe.models.pair_backbone import (
     plain_temperature,
     text_inputs,
 )
-from keras_moe.models.projection import embedding_projection
 from keras_moe.models.registry import register_backbone
-from keras_moe.models.tower import TowerOutputs
+from keras_moe.models.tower import TowerOutputs, embedding_projection
 from keras_moe.ops import Cost
 
 # Added to the seed for the tower of texts, so that both draw for themselves.

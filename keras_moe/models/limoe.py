@@ -19,7 +19,6 @@ from keras_moe.layers import (
 )
 from keras_moe.losses import check_modalities
 from keras_moe.models.description import Part
-from keras_moe.models.image_tower import image_embedding
 from keras_moe.models.overrides import complete_config
 from keras_moe.models.pair_backbone import (
     MODALITIES,
@@ -27,16 +26,17 @@ from keras_moe.models.pair_backbone import (
     plain_temperature,
     text_inputs,
 )
-from keras_moe.models.projection import embedding_projection
 from keras_moe.models.registry import register_backbone
-from keras_moe.models.text_tower import text_embedding
 from keras_moe.models.tower import (
     Tower,
     TowerOutputs,
     block_kind,
     embedding_dropout,
+    embedding_projection,
     encoder_spec,
+    image_embedding,
     layer_cost,
+    text_embedding,
 )
 from keras_moe.ops import Cost, Routing
 from keras_moe.routers import SoftRouter

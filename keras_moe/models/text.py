@@ -10,11 +10,10 @@ import keras
 from keras_moe.checks import check_bool, check_integer, head_size
 from keras_moe.layers import SelfAttention, moe_config
 from keras_moe.models.backbone import MoEBackbone
+from keras_moe.models.input_checks import check_texts
 from keras_moe.models.overrides import complete_config
 from keras_moe.models.registry import register_backbone
-from keras_moe.models.text.input_checks import check_texts
-from keras_moe.models.text_tower import text_pooler, text_tower
-from keras_moe.models.tower import Tower
+from keras_moe.models.tower import Tower, text_pooler, text_tower
 
 
 @register_backbone
