@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 # Keras hands an implicit mask on to calls of one tensor only: a layer of several inputs
 # has to read it from its tensor.
@@ -68,6 +69,7 @@ __all__ = [
     "own_variables",
     "rate_or_schedule",
     "replaced_seed_generator",
+    "restored",
     "safe_get_h5_dataset",
     "save_state",
     "set_dtype_policy",
@@ -286,6 +288,17 @@ def count_batches(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
 def rate_or_schedule(optimizer: keras.optimizers.Optimizer) -> Any:
     """An optimizer's learning rate, or its schedule; the public one is a number."""
     return optimizer._learning_rate
+
+
+@contextlib.contextmanager
+def restored(variables: list) -> Iterator[list[np.ndarray]]:
+    """Lets variables change within the context, and restores their values after it."""
+    kept = [np.array(keras.ops.convert_to_numpy(v.value)) for v in variables]
+    try:
+        yield kept
+    finally:
+        for variable, value in zip(variables, kept):
+            variable.assign(value)
 
 
 def variable_layout(variable: keras.Variable) -> Any:

@@ -1,24 +1,37 @@
-"""Files and folders that are written as a whole, or not at all.
+"""Files and folders that are written whole or not at all, and locks.
 
-Content goes to a new name beside its target, is brought to the disk, and then takes the
-target's place. Modes follow the umask. A failure is an OSError with the path and the
-number of bytes, and leaves the older file or folder.
+Content goes to a new name next to its target, is synced to the disk, and then replaces
+the target. File modes follow the umask. A failed write is an OSError that names the
+path and the number of bytes, and leaves the older file or folder as it was.
 """
 
 import contextlib
+import datetime
+import errno
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import socket
+import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import filelock
+
+from keras_moe.checks import check_path
+
 _READ_SIZE = 1 << 22
 _PARTIAL = ".partial"
+# Seconds to wait for another process that writes the same folder.
+_PATIENCE = 600
+
+
+# Files
 
 
 def write_failed(error: OSError, path: str | os.PathLike, size: int) -> OSError:
@@ -30,9 +43,17 @@ def write_failed(error: OSError, path: str | os.PathLike, size: int) -> OSError:
     return OSError(error.errno, reason, str(path))
 
 
+def check_free_space(path: str | os.PathLike, size: int) -> None:
+    """Raises OSError if the disk has no room for a new file of `size` bytes."""
+    free = shutil.disk_usage(Path(path).absolute().parent).free
+    if size > free:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise write_failed(full, path, size)
+
+
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to write bytes to, which takes its place when all is written."""
+    """Opens a new file that replaces `path` once everything is written."""
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
     try:
@@ -40,7 +61,9 @@ def new_file(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO
             yield file
             if durable:
                 os.fsync(file.fileno())
-        replace_file(part, path, durable)
+        os.replace(part, path)
+        if durable:
+            sync_folder(path.parent)
     except OSError as error:
         if error.filename is not None:
             raise
@@ -48,15 +71,6 @@ def new_file(path: str | os.PathLike, durable: bool = True) -> Iterator[BinaryIO
         raise write_failed(error, path, size) from error
     finally:
         part.unlink(missing_ok=True)
-
-
-def replace_file(
-    new: str | os.PathLike, path: str | os.PathLike, durable: bool = True
-) -> None:
-    """Puts a file that is on the disk in the place of another one."""
-    os.replace(new, path)
-    if durable:
-        sync_folder(Path(path).parent)
 
 
 def write_all(file: BinaryIO, data: Any) -> None:
@@ -67,7 +81,7 @@ def write_all(file: BinaryIO, data: Any) -> None:
 
 
 def write_bytes(path: str | os.PathLike, data: Any, durable: bool = True) -> None:
-    """Writes a file as a whole, or leaves the one that is there."""
+    """Writes a file whole, or leaves the one that is there."""
     with new_file(path, durable) as file:
         try:
             write_all(file, data)
@@ -81,10 +95,7 @@ def write_text(path: str | os.PathLike, text: str, durable: bool = True) -> None
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Writes a JSON file as a whole, or leaves the one that is there.
-
-    NaN and infinities, which JSON does not have, become null.
-    """
+    """Writes a JSON file, in which NaN and infinities are null, as `write_bytes`."""
     write_text(path, json_text(value) + "\n")
 
 
@@ -102,7 +113,7 @@ def _without_non_finite(value):
 
 
 def sync_file(path: str | os.PathLike) -> None:
-    """Brings a file to the disk."""
+    """Syncs a file to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -111,14 +122,14 @@ def sync_file(path: str | os.PathLike) -> None:
 
 
 def sync_folder(path: str | os.PathLike) -> None:
-    """Brings the names in a folder to the disk."""
+    """Syncs the names in a folder to the disk."""
     # Windows opens no folders.
     if os.name != "nt":
         sync_file(path)
 
 
 def sync_tree(path: str | os.PathLike) -> None:
-    """Brings a folder with all that is in it to the disk."""
+    """Syncs a folder with everything in it to the disk."""
     for parent, _, names in os.walk(path):
         for name in names:
             file = os.path.join(parent, name)
@@ -146,46 +157,112 @@ def is_plain_file(folder: str | os.PathLike, name: Any) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
+def shipped_files(folder: str, suffix: str = ".json") -> dict[str, Path]:
+    """The files of a folder that ships with the library, by their names."""
+    # In the wheel the folders are inside the package, in a checkout next to it.
+    package = Path(__file__).resolve().parent
+    folders = (package / folder, package.parent / folder)
+    place = next(path for path in folders if path.is_dir())
+    return {path.stem: path for path in sorted(place.glob(f"*{suffix}"))}
+
+
+# Locks
+
+
+class FolderInUse(OSError):
+    """Another process, or thread, holds the lock of a folder."""
+
+
+@contextlib.contextmanager
+def locked(
+    path: str | os.PathLike, purpose: str, patience: float = 0.0
+) -> Iterator[None]:
+    """Holds a lock file, in which the holder writes who it is.
+
+    The system frees the lock of a process that ends or is killed.
+    """
+    path = Path(path)
+    lock = filelock.FileLock(path, timeout=patience)
+    try:
+        lock.acquire(poll_interval=0.05)
+    except filelock.Timeout as error:
+        raise FolderInUse(
+            f"Expected no one else at work on {purpose}; received: {_holder(path)}, "
+            f"which holds {path}"
+        ) from error
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    try:
+        path.write_text(
+            f"process {os.getpid()} on host {socket.gethostname()}, since {now}"
+        )
+        yield
+    finally:
+        # Before the release: afterwards the file may be the next holder's.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        lock.release()
+
+
+def _holder(path):
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if holder := path.read_text()[:200]:
+            return holder
+    return "another process"
+
+
+# Folders
+
+
+def replace_folder(new: str | os.PathLike, target: str | os.PathLike) -> None:
+    """Replaces a folder by a new one, or leaves the one that is there.
+
+    A process that is killed between the two renames leaves the older folder at
+    `previous_folder`, from which `recover_folder` brings it back.
+    """
+    new, target = Path(new), Path(target)
+    previous = previous_folder(target)
+    replaces = target.exists()
+    if replaces:
+        shutil.rmtree(previous, ignore_errors=True)
+        os.rename(target, previous)
+    try:
+        os.rename(new, target)
+    except BaseException:
+        if replaces:
+            os.rename(previous, target)
+        raise
+    sync_folder(target.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def previous_folder(target: Path) -> Path:
+    """Where `replace_folder` puts the older folder until the new one is in place."""
+    return target.with_name(f".{target.name}.previous")
+
+
+def recover_folder(target: Path) -> None:
+    """Finishes a `replace_folder` that was killed."""
+    previous = previous_folder(target)
+    if not previous.is_dir():
+        return
+    if target.is_dir() and any(target.iterdir()):
+        shutil.rmtree(previous, ignore_errors=True)
+        return
+    if target.is_dir():
+        target.rmdir()
+    os.rename(previous, target)
+
+
 def new_partial(target: str | os.PathLike) -> Path:
-    """Makes an empty folder beside a target, for the content that replaces it."""
+    """Makes an empty folder next to a target, for the content that replaces it."""
     target = Path(target)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
     partial.mkdir()
     return partial
 
 
-def replace_folder(
-    new: str | os.PathLike, target: str | os.PathLike, aside: str | os.PathLike
-) -> None:
-    """Puts a folder in the place of another one, or leaves the one that is there.
-
-    No file system exchanges two folders everywhere: a process that is killed between
-    the two renames leaves the older folder at `aside`, where its owner looks for it.
-    """
-    new, target, aside = Path(new), Path(target), Path(aside)
-    replaces = target.exists()
-    if replaces:
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(target, aside)
-    try:
-        os.rename(new, target)
-    except BaseException:
-        if replaces:
-            os.rename(aside, target)
-        raise
-    sync_folder(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def remove_folder(path: str | os.PathLike, aside: str | os.PathLike) -> None:
-    """Removes a folder at once: half of it is never at its place."""
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(path, aside)
-    shutil.rmtree(aside)
-
-
 def remove_partials(target: str | os.PathLike) -> None:
-    """Removes the folders of `new_partial` that killed processes have left."""
+    """Deletes the folders of `new_partial` that killed processes have left."""
     target = Path(target)
     # `new_partial` draws eight hexadecimal digits.
     own = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{_PARTIAL}")
@@ -194,10 +271,72 @@ def remove_partials(target: str | os.PathLike) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def shipped_files(folder: str, suffix: str = ".json") -> dict[str, Path]:
-    """The files of a folder that ships with the library, by their names."""
-    # Inside the wheel the folders lie in the package, in a checkout beside it.
-    package = Path(__file__).resolve().parent
-    folders = (package / folder, package.parent / folder)
-    place = next(path for path in folders if path.is_dir())
-    return {path.stem: path for path in sorted(place.glob(f"*{suffix}"))}
+@contextlib.contextmanager
+def staged_folder(
+    folder: str | os.PathLike,
+    kind: str,
+    is_kind: Callable[[Path], bool],
+    is_own: Callable[[Path], bool],
+    finish: Callable[[Path], None] | None = None,
+) -> Iterator[Path]:
+    """A new folder to write to, which replaces `folder` once everything is written.
+
+    If writing fails or is interrupted, `folder` stays as it was. One process at a time
+    writes it, and others wait. Files of `folder` that are not `is_own` are kept.
+    """
+    target = Path(check_path("folder", folder)).expanduser().resolve()
+    _check_target(target, kind, is_kind)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_name(f".{target.name}.saving.lock")
+    with locked(lock, f"the {kind} {folder}", _PATIENCE):
+        recover_folder(target)
+        # Another process may have written it while this one waited.
+        _check_target(target, kind, is_kind)
+        remove_partials(target)
+        staging = new_partial(target)
+        try:
+            if target.is_dir():
+                # A private folder stays private.
+                staging.chmod(stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU)
+            yield staging
+            _keep_others(target, staging, is_own)
+            if finish is not None:
+                finish(staging)
+            sync_tree(staging)
+            replace_folder(staging, target)
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            # Errors of other libraries do not name the file that was not written.
+            size = sum(path.stat().st_size for path in staging.iterdir())
+            raise write_failed(error, folder, size) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_target(target, kind, is_kind):
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ValueError(f"Expected a folder; received a file: {target}")
+    if Path.cwd().is_relative_to(target):
+        # Replacing it would leave the program in a folder that no longer exists.
+        raise ValueError(
+            f"Expected a folder for the {kind} that the program does not run in, since "
+            f"the new one replaces it; received: {target}"
+        )
+    if any(target.iterdir()) and not is_kind(target):
+        raise ValueError(
+            f"Expected a new folder, an empty one or an older {kind}, since the new "
+            f"one replaces it; received: {target}"
+        )
+
+
+def _keep_others(target, staging, is_own):
+    for path in target.iterdir() if target.is_dir() else ():
+        if is_own(path) or (staging / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, staging / path.name, symlinks=True)
+        else:
+            shutil.copy2(path, staging / path.name, follow_symlinks=False)

@@ -1,8 +1,10 @@
-"""The processes of a run: which one this is, how many there are, and what they share.
+"""The processes of a run: which one this is, how many there are, and collectives.
 
-Keras trains in several processes on JAX alone, and says nothing public of them.
+Keras trains in several processes on JAX only, and has no public functions for them.
 """
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,8 +15,7 @@ def process_shard() -> tuple[int, int]:
     """This process's index, and the number of processes: its `shard` of the data.
 
     Returns:
-        JAX's two numbers; (0, 1) with other backends, with which Keras does not train
-        in several processes.
+        JAX's process index and count; (0, 1) with other backends.
 
     Example:
 
@@ -30,13 +31,57 @@ def process_shard() -> tuple[int, int]:
 
 
 def process_index() -> int:
-    """The number of this process, from 0; process 0 writes what is written once."""
+    """The index of this process; process 0 writes what is written once."""
     return process_shard()[0]
 
 
 def process_count() -> int:
     """The number of processes of this run."""
     return process_shard()[1]
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's index among those that share a model, and their number."""
+    if keras.distribution.distribution() is None:
+        return 0, 1
+    return process_shard()
+
+
+def checked_all_gather(work: Callable[[], Any]) -> list[Any]:
+    """Calls a function in each process, and raises in all of them if one fails.
+
+    A process that failed alone would leave the others waiting in the next step. Results
+    are JSON; the processes that share a model call this together.
+    """
+    if rank_and_world_size()[1] == 1:
+        return [work()]
+    failure = None
+    try:
+        report = {"result": work()}
+    # Any error: the others wait for this process's report.
+    except Exception as error:
+        failure = error
+        kind = next((x for x, y in _ERRORS.items() if isinstance(error, y)), None)
+        name = "" if kind else f"{type(error).__name__}: "
+        report = {"error": f"{name}{error}", "kind": kind}
+    from keras_moe.ops.kernels.sharded_arrays_jax import exchange
+
+    reports = [json.loads(x) for x in exchange(json.dumps(report).encode())]
+    failed = [report for report in reports if "error" in report]
+    if not failed:
+        return [report["result"] for report in reports]
+    message = "; ".join(dict.fromkeys(report["error"] for report in failed))
+    raise _ERRORS.get(failed[0]["kind"], RuntimeError)(message) from failure
+
+
+# Errors that keep their kind in all processes.
+_ERRORS = {"ValueError": ValueError, "OSError": OSError}
+
+
+def broadcast_from_primary(work: Callable[[], Any]) -> Any:
+    """Calls a function in the first process, and returns its result in all."""
+    is_primary = rank_and_world_size()[0] == 0
+    return checked_all_gather(work if is_primary else lambda: None)[0]
 
 
 def batch_devices() -> int:

@@ -1,4 +1,4 @@
-"""Files are there as a whole, or not at all, and say what could not be written."""
+"""Files are whole or not there, and one process at a time holds a lock."""
 
 import ast
 import errno
@@ -6,14 +6,18 @@ import json
 import math
 import os
 import re
-import shutil
 import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from keras_moe import files
+from keras_moe.files import FolderInUse, locked
 
+ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.backend_free
 
 
@@ -71,13 +75,13 @@ def folder_of(path, content):
     return path
 
 
-def test_a_folder_takes_the_place_of_another(tmp_path):
-    target, aside = tmp_path / "target", tmp_path / "aside"
-    files.replace_folder(folder_of(tmp_path / "new", "first"), target, aside)
+def test_a_folder_replaces_another(tmp_path):
+    target = tmp_path / "target"
+    files.replace_folder(folder_of(tmp_path / "new", "first"), target)
     assert (target / "file").read_text() == "first"
     # A killed process may have left the folder that it put aside.
-    folder_of(aside, "left")
-    files.replace_folder(folder_of(tmp_path / "new", "second"), target, aside)
+    folder_of(files.previous_folder(target), "left")
+    files.replace_folder(folder_of(tmp_path / "new", "second"), target)
     assert (target / "file").read_text() == "second"
     assert os.listdir(tmp_path) == ["target"]
 
@@ -94,25 +98,9 @@ def test_a_folder_that_is_not_replaced_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(OSError, match="Input/output"):
-        files.replace_folder(new, target, tmp_path / "aside")
+        files.replace_folder(new, target)
     assert (target / "file").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["new", "target"]
-
-
-def test_a_folder_is_removed_at_once(tmp_path, monkeypatch):
-    aside = folder_of(tmp_path / "aside", "left")
-    folder = folder_of(tmp_path / "folder", "old")
-    removed = []
-    rmtree = shutil.rmtree
-
-    def note(path, *arguments, **options):
-        removed.append((path, folder.exists()))
-        rmtree(path, *arguments, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", note)
-    files.remove_folder(folder, aside)
-    assert removed == [(aside, True), (aside, False)]
-    assert os.listdir(tmp_path) == []
 
 
 def test_names_of_plain_files(tmp_path):
@@ -128,20 +116,108 @@ def test_names_of_plain_files(tmp_path):
         assert not files.is_plain_file(tmp_path / "folder" / "..", name)
 
 
+# Locks
+
+# Without the package's own imports, which take seconds.
+HOLDER = """
+import importlib.util, sys, types
+
+package = types.ModuleType("keras_moe")
+package.__path__ = [sys.argv[1]]
+sys.modules["keras_moe"] = package
+from keras_moe.files import locked
+
+with locked(sys.argv[2], "the folder"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def lock(tmp_path):
+    return tmp_path / ".lock"
+
+
+@pytest.fixture
+def holder(lock):
+    """Another process that holds the lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(ROOT / "keras_moe"), str(lock)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def assert_held(lock, process):
+    message = (
+        rf"at work on the folder; received: process {process} on host \S+, since "
+        rf"\d{{4}}-\d\d-\d\dT.*, which holds {lock}"
+    )
+    with pytest.raises(FolderInUse, match=message), locked(lock, "the folder"):
+        pass
+
+
+def test_a_lock_is_given_back(lock):
+    def work():
+        with locked(lock, "the folder"):
+            assert_held(lock, os.getpid())
+            raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            work()
+        assert not lock.exists()
+
+
+def test_threads_are_told_apart(lock):
+    errors = []
+
+    def second():
+        try:
+            assert_held(lock, os.getpid())
+        except BaseException as error:
+            errors.append(error)
+
+    with locked(lock, "the folder"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert errors == []
+
+
+def test_another_process_is_named_and_its_end_frees_the_lock(lock, holder):
+    assert_held(lock, holder.pid)
+    holder.stdin.close()
+    with locked(lock, "the folder", patience=60):
+        assert holder.wait(60) == 0
+
+
+def test_a_killed_process_does_not_keep_its_lock(lock, holder):
+    holder.kill()
+    with locked(lock, "the folder", patience=60):
+        assert str(os.getpid()) in lock.read_text()
+    assert not lock.exists()
+
+
+# One way to write files
+
 # Files of the package that write or rename by themselves, and why.
 WRITERS = {
-    "files.py": "this is how files are written",
-    "locks.py": "a lock's file is written in its place",
+    "files.py": "this is how files are written, and locks",
     "analysis/plots/figure.py": "matplotlib draws to memory",
     "cli/comparison.py": "a temporary folder for another process",
     "cli/main.py": "a log is appended to",
     "cli/timm_outputs.py": "a temporary folder for another process",
     "data/kept_arrays.py": "arrays go into a file of `files.new_file`",
     "models/conversion/sources.py": "Keras downloads to a folder of its own",
-    "staging.py": "a killed write is finished",
-    "training/local_storage.py": "a killed save is finished",
-    "training/orbax_storage.py": "remote objects, and Orbax",
-    "training/tensor_writer.py": "a file of a checkpoint's new folder",
+    "training/checkpoints.py": "a checkpoint is moved away before it is deleted",
 }
 RENAMING = {"os.replace", "os.rename", "shutil.move"}
 MODE = re.compile(r"[wax][bt+]*|r[bt]*\+[bt]*")

@@ -39,6 +39,7 @@ ONLY_IN = {
     # The last runs timm's models, which are PyTorch's, on any backend. It is a program
     # of its own, which imports nothing of keras_moe.
     "torch": ("ops/kernels/", "cli/timm_outputs.py"),
+    "filelock": ("files.py",),
     "keras_hub": ("models/", "compat.py"),
     "matplotlib": ("analysis/plots/",),
     "tools": (),

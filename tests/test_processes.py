@@ -1,9 +1,18 @@
-"""Batches that processes share, in one process."""
+"""Processes that share a model: batches, results, and errors of all."""
 
+import threading
+
+import keras
 import numpy as np
 import pytest
 
-from keras_moe.processes import gathered_batch
+from keras_moe import processes, training
+from keras_moe.files import locked
+from keras_moe.processes import (
+    broadcast_from_primary,
+    checked_all_gather,
+    gathered_batch,
+)
 
 pytestmark = pytest.mark.backend_free
 
@@ -11,3 +20,92 @@ pytestmark = pytest.mark.backend_free
 def test_objects_cannot_be_gathered():
     with pytest.raises(ValueError, match="arrays of numbers; received: dtype=object"):
         gathered_batch({"captions": np.array([b"a", b"bc"], object)})
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Calls a function of an index in two threads, which stand for two processes.
+
+    It returns the results, with exceptions among them.
+    """
+    index, barrier = threading.local(), threading.Barrier(2, timeout=20)
+    contents = {}
+
+    def exchange(content):
+        contents[index.value] = content
+        barrier.wait()
+        everything = [contents[0], contents[1]]
+        barrier.wait()
+        return everything
+
+    kernels = "keras_moe.ops.kernels.sharded_arrays_jax"
+    monkeypatch.setattr(f"{kernels}.exchange", exchange)
+    monkeypatch.setattr(processes, "process_shard", lambda: (index.value, 2))
+    monkeypatch.setattr(keras.distribution, "distribution", lambda: "a distribution")
+
+    def call(work):
+        results = [None, None]
+
+        def process(number):
+            index.value = number
+            try:
+                results[number] = work(number)
+            except Exception as error:
+                results[number] = error
+
+        threads = [threading.Thread(target=process, args=(n,)) for n in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    return call
+
+
+def test_all_have_the_results_of_all(both):
+    def gather(number):
+        return checked_all_gather(lambda: 10 + number)
+
+    assert both(gather) == [[10, 11]] * 2
+    assert both(lambda n: broadcast_from_primary(lambda: 10 + n)) == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (FileNotFoundError("bad"), OSError),
+        (ValueError("bad"), ValueError),
+        # Any other, too: the second process would wait forever.
+        (TypeError("bad"), RuntimeError),
+    ],
+)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_is_an_error_of_all(both, error, expected, failing):
+    def work(number):
+        if number == failing:
+            raise error
+
+    results = both(lambda number: checked_all_gather(lambda: work(number)))
+    assert [type(result) for result in results] == [expected] * 2
+    message = "TypeError: bad" if expected is RuntimeError else "bad"
+    assert [str(result) for result in results] == [message] * 2
+    assert results[failing].__cause__ is error
+    assert results[1 - failing].__cause__ is None
+
+
+def test_a_folder_in_use_is_an_error_of_all(both, tmp_path):
+    def hold(number):
+        with training.run_lock(tmp_path):
+            return number
+
+    with locked(tmp_path / ".run.lock", "the run"):
+        results = both(hold)
+    assert all(isinstance(result, OSError) for result in results)
+    assert all(f"the run in {tmp_path}; rec" in str(result) for result in results)
+    assert both(hold) == [0, 1]
+
+
+def test_a_process_alone_has_its_own_error():
+    with pytest.raises(TypeError, match="bad"):
+        checked_all_gather(lambda: (_ for _ in ()).throw(TypeError("bad")))

@@ -26,8 +26,8 @@ from keras_moe.analysis.specialisation import (
     mean_polysemanticity,
 )
 from keras_moe.checks import check_one_of
+from keras_moe.compat import restored
 from keras_moe.ops.expert_types import ExpertTypes
-from keras_moe.variables import restored
 
 # The name of all MoE blocks together.
 ALL = "all"

@@ -189,7 +189,7 @@ def report(
 def card_of(recipe: training.Recipe, trained: training.Training) -> models.ModelCard:
     """The page of the trained model: its recipe, data and score."""
     score = models.CardResult(
-        recipe.objective.headline.metric,
+        recipe.objective.monitor.metric,
         trained.score,
         recipe.data.evaluated_source,
         recipe.data.test_split,
@@ -214,7 +214,7 @@ def results_of(
         "recipe": recipe.to_dict(),
         **backend_and_versions(),
         "parameters": trained.model.count_params(),
-        "metric": recipe.objective.headline.metric,
+        "metric": recipe.objective.monitor.metric,
         "score": trained.score,
         "history": trained.history,
         "router_health": state.get("RouterHealth 1", {}).get("layers", []),

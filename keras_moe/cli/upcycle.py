@@ -11,7 +11,7 @@ from keras_moe.cli.result import Result
 from keras_moe.cli.targets import check_target
 from keras_moe.files import write_json
 from keras_moe.models.preset_folder import staged
-from keras_moe.training.upcycling_arguments import MOE_ARGUMENTS
+from keras_moe.training.upcycling import MOE_ARGUMENTS
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:

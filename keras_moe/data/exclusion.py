@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe.data.json_schema import Integer, ListOf, Record, Text, read_json
 from keras_moe.files import write_json
-from keras_moe.json_schema import Integer, ListOf, Record, Text, read_json
 
 _FILE = Record(
     {

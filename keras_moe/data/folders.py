@@ -10,9 +10,9 @@ from collections import Counter
 from pathlib import Path, PurePosixPath
 
 from keras_moe.data.examples import IndexedExamples
+from keras_moe.data.json_schema import DictOf, ListOf, Text, read_json
 from keras_moe.data.labels import Classes
 from keras_moe.data.reading import decode_image, read_or_name
-from keras_moe.json_schema import DictOf, ListOf, Text, read_json
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 LABELS = "labels.json"

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from keras_moe.files import new_file
-from keras_moe.locks import locked
+from keras_moe.files import locked, new_file
 
 # Pictures take seconds to render, and minutes where there are many.
 _PATIENCE = 600

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe.data.json_schema import DictOf, ListOf, Record, Text, read_json
 from keras_moe.files import write_json
-from keras_moe.json_schema import DictOf, ListOf, Record, Text, read_json
 
 PARENTS = DictOf(ListOf(Text()))
 # A `dataset.json`, which has classes and parents, too, has further names.

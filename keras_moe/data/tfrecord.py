@@ -25,6 +25,15 @@ from typing import Any
 import numpy as np
 
 from keras_moe.data.examples import RecordExamples, RecordFile
+from keras_moe.data.json_schema import (
+    DictOf,
+    Either,
+    Integer,
+    ListOf,
+    Record,
+    Text,
+    read_json,
+)
 from keras_moe.data.label_hierarchy import PARENTS, LabelHierarchy
 from keras_moe.data.labels import Classes
 from keras_moe.data.matching import is_of_split, matching_files
@@ -34,15 +43,6 @@ from keras_moe.data.record_writing import (
     encoded_image,
     write_records,
     write_split,
-)
-from keras_moe.json_schema import (
-    DictOf,
-    Either,
-    Integer,
-    ListOf,
-    Record,
-    Text,
-    read_json,
 )
 
 FEATURES = {"image": "image/encoded", "label": "image/class/label"}

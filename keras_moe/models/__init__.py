@@ -1,6 +1,6 @@
 """The model zoo: backbones, tasks and presets. Needs KerasHub."""
 
-from keras_moe.late_imports import loaded_on_demand
+from keras_moe.models.late_imports import loaded_on_demand
 
 # KerasHub's layers for `tf.data` alone need them. These are the names that it looks up
 # when it is imported; its cache of a tokenizer does without the base class `tf.Module`.

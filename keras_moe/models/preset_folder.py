@@ -18,8 +18,7 @@ import h5py
 import keras
 
 from keras_moe.compat import check_file_exists, get_file
-from keras_moe.files import sha256_of, write_json
-from keras_moe.staging import previous_folder, staged_folder
+from keras_moe.files import previous_folder, sha256_of, staged_folder, write_json
 
 METADATA = "metadata.json"
 CHECKSUMS = "sha256"
@@ -236,7 +235,7 @@ def readable(preset_dir: str | os.PathLike) -> Path:
     target = Path(preset_dir).expanduser()
     if target.is_dir() or not target.name:
         return target
-    previous = previous_folder(target.resolve(), _KIND)
+    previous = previous_folder(target.resolve())
     return previous if previous.is_dir() else target
 
 

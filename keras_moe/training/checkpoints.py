@@ -1,62 +1,112 @@
-"""Checkpoints of a run: found, opened, written and removed, whatever their storage."""
+"""Checkpoints of a run: written whole or not at all, found again, and restored.
 
-import importlib.util
+A checkpoint is a folder `step-00000120`; `checkpoint_files.py` has its two formats.
+"""
+
+import contextlib
+import dataclasses
+import json
 import os
-from collections.abc import Collection, Sequence
-from typing import Any
+import re
+import shutil
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import keras
+from keras import ops
 
-from keras_moe.training.agreement import first_decides, shared_by
-from keras_moe.training.local_storage import LocalStorage
-from keras_moe.training.orbax_storage import OrbaxStorage, is_orbax
-from keras_moe.training.storage import Checkpoint, Retention, Storage, is_remote
+from keras_moe.checks import check_integer
+from keras_moe.files import locked, new_partial, recover_folder
+from keras_moe.processes import (
+    broadcast_from_primary,
+    checked_all_gather,
+    rank_and_world_size,
+)
+from keras_moe.training.checkpoint_files import (
+    STATE_FILE,
+    as_path,
+    is_orbax,
+    is_remote,
+    read_orbax,
+    read_safetensors,
+    restore_orbax,
+    restore_safetensors,
+    write_orbax,
+    write_safetensors,
+)
+
+_STEP = re.compile(r"step-\d{8,}")
+# What an interrupted write leaves: ours, ours while it replaced another, and Orbax's.
+_LEFTOVER = re.compile(
+    r"\.(?P<replaced>step-\d{8,})\.previous"
+    r"|\.step-\d{8,}\.[0-9a-f]{8}\.partial"
+    r"|step-\d{8,}\.orbax-checkpoint-tmp.*"
+)
 
 
-def new_storage(folder: str | os.PathLike | Storage) -> Storage:
-    """The storage of a run's checkpoints.
+class NonFiniteValues(ValueError):
+    """A variable that was to be saved has NaN or Inf."""
 
-    Processes that share a model by a distribution of Keras call this together.
 
-    A folder that has checkpoints keeps their format. Otherwise `OrbaxStorage` has
-    those of remote folders, such as `gs://bucket/run`, and those of several processes
-    that share a model, where orbax-checkpoint is installed; `LocalStorage` has all
-    others.
+class SavedVariable(NamedTuple):
+    """The description of a variable in a checkpoint."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files are whole.
 
     Args:
-        folder: folder of the checkpoints, or a storage.
+        path: its folder.
+        step: number of training steps made before it.
+        state: everything but arrays, see `save_checkpoint`.
+        variables: path, shape and dtype of each variable, by group.
 
-    Raises:
-        ImportError: if orbax-checkpoint is needed and not installed.
-
-    Example:
-
-    >>> from keras_moe.training.checkpoints import new_storage
-    >>> type(new_storage("runs/mine/checkpoints")).__name__
-    'LocalStorage'
+    Example: see `save_checkpoint`.
     """
-    if isinstance(folder, Storage):
-        return folder
-    if is_remote(folder):
-        return OrbaxStorage(folder)
-    # Other processes may see what the first is about to remove.
-    by_orbax = first_decides(lambda: _is_by_orbax(folder))
-    return OrbaxStorage(folder) if by_orbax else LocalStorage(folder)
 
+    path: Any
+    step: int
+    state: dict
+    variables: dict[str, list[SavedVariable]]
 
-def _is_by_orbax(folder):
-    """Whether a local folder's checkpoints are those of `OrbaxStorage`."""
-    paths = LocalStorage(folder).paths()
-    if any(is_orbax(path) for path in paths):
-        return True
-    # Empty ones were begun by a storage that fills them in place, and was killed.
-    if any(any(path.iterdir()) for path in paths):
-        return False
-    return shared_by()[1] > 1 and importlib.util.find_spec("orbax") is not None
+    def restore(self, groups: dict[str, Sequence[keras.Variable]]) -> None:
+        """Assigns the saved values to variables.
+
+        They may lie on other devices, or another number of them, than when they were
+        saved. Processes that share a model call this together.
+
+        Args:
+            groups: the groups to restore, each with its variables in the order in which
+                they were saved. Groups may be left out.
+        """
+        for group, variables in groups.items():
+            saved = self.variables.get(group)
+            if saved is None or len(saved) != len(variables):
+                raise ValueError(
+                    f"Expected {len(variables)} variables of {group!r} in "
+                    f"{self.path}; received: {saved and len(saved)}"
+                )
+            for entry, variable in zip(saved, variables):
+                if not _fits(group, entry, variable):
+                    raise ValueError(
+                        f"Expected shape {tuple(variable.shape)} and {variable.dtype} "
+                        f"of {variable.path} in {self.path}; received: {entry}"
+                    )
+        if is_orbax(self.path):
+            restore_orbax(self.path, groups)
+        else:
+            restore_safetensors(self.path, groups, self.variables)
 
 
 def save_checkpoint(
-    folder: str | os.PathLike | Storage,
+    folder: str | os.PathLike,
     step: int,
     groups: dict[str, Sequence[keras.Variable]],
     state: dict,
@@ -64,87 +114,139 @@ def save_checkpoint(
     keep_every: int | None = None,
     keep_steps: Collection[int] = (),
 ) -> Any:
-    """Writes a checkpoint, and removes older ones once it is there.
+    """Writes a checkpoint, and then deletes older ones.
 
-    Where variables lie on several processes, all of these call it.
+    Processes that share a model call this together.
 
     Args:
-        folder: folder of all checkpoints of a run, or their storage.
-        step: number of steps made.
+        folder: folder of all checkpoints of a run, which may be remote, such as
+            `"gs://bucket/run"`.
+        step: number of training steps made.
         groups: variables in the order in which they will be restored, such as
             `{"model": model.variables, "optimizer": model.optimizer.variables}`.
-        state: further state, JSON.
-        keep: number of checkpoints that stay.
-        keep_every: those of steps that this divides stay, too.
-        keep_steps: those of these steps stay, too.
+        state: anything else that JSON can hold.
+        keep: how many of the newest checkpoints to keep.
+        keep_every: also keeps the checkpoints of all multiples of this step.
+        keep_steps: also keeps the checkpoints of these steps.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        NonFiniteValues: a ValueError, if a value is not finite.
-        ValueError: if the state is not JSON.
-        OSError: if it cannot be written. Nothing is left of it then, and the
-            checkpoints before are as they were.
+        ValueError: if a variable has NaN or Inf, or the state is not JSON.
+        OSError: if it cannot be written; older checkpoints are left as they were.
 
     Example:
 
     >>> import tempfile
     >>> import keras
-    >>> from keras_moe.training import find_checkpoint, restore_checkpoint
-    >>> from keras_moe.training import save_checkpoint
+    >>> from keras_moe.training import find_checkpoint, save_checkpoint
     >>> folder, weight = tempfile.mkdtemp(), keras.Variable([1.0, 2.0])
     >>> path = save_checkpoint(folder, 7, {"model": [weight]}, {"note": "good"})
     >>> changed = weight.assign([0.0, 0.0])
     >>> checkpoint = find_checkpoint(folder)
-    >>> restore_checkpoint(checkpoint, {"model": [weight]})
+    >>> checkpoint.restore({"model": [weight]})
     >>> checkpoint.step, checkpoint.state["note"], keras.ops.max(weight).item()
     (7, 'good', 2.0)
     """
-    retention = Retention(keep, keep_every, keep_steps)
-    return new_storage(folder).save(step, groups, state, retention)
+    step = check_integer("step", step, minimum=0)
+    check_integer("keep", keep)
+    if keep_every is not None:
+        check_integer("keep_every", keep_every)
+    _check_finite(groups)
+    content = {
+        "step": step,
+        "state": state,
+        "variables": {
+            group: [(v.path, tuple(v.shape), str(v.dtype)) for v in variables]
+            for group, variables in groups.items()
+        },
+    }
+    try:
+        # Metrics in the state, unlike weights, may be NaN.
+        json.dumps(content)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected a state that JSON can hold; received: state={state!r:.200} "
+            f"({error})"
+        ) from error
+    path = step_folder(folder, step)
+    if is_remote(folder) or rank_and_world_size()[1] > 1:
+        checked_all_gather(lambda: write_orbax(path, groups, content))
+    else:
+        write_safetensors(path, groups, content)
+    if rank_and_world_size()[0] == 0:
+        try:
+            _remove_older(path, keep, keep_every, keep_steps)
+        except OSError as error:
+            # The new one is whole all the same.
+            warnings.warn(
+                f"Older checkpoints could not be removed: {error}", stacklevel=2
+            )
+    return path
 
 
-def find_checkpoint(folder: str | os.PathLike | Storage) -> Checkpoint | None:
-    """The newest checkpoint that is whole.
+def find_checkpoint(folder: str | os.PathLike) -> Checkpoint | None:
+    """The newest checkpoint in a folder whose files are whole.
 
     Args:
-        folder: folder of a run's checkpoints, or their storage.
+        folder: folder of a run's checkpoints.
 
     Returns:
-        The checkpoint, or None if there never was any. A warning names newer ones whose
-        files are missing or are not what was written.
-
-    Raises:
-        ValueError: if there are checkpoints, and none is whole.
+        The checkpoint, or None if the folder has none. A warning names newer ones whose
+        files are missing or damaged; if none is whole, that is a ValueError.
 
     Example: see `save_checkpoint`.
     """
-    return new_storage(folder).newest()
+    folder = as_path(folder)
+    damaged = []
+    # Another process may still see what the first one is about to delete.
+    names = broadcast_from_primary(lambda: [x.name for x in list_checkpoints(folder)])
+    for path in reversed([folder / name for name in names]):
+        try:
+            checkpoint = open_checkpoint(path)
+        except ValueError as error:
+            damaged.append(str(error))
+            continue
+        if damaged:
+            warnings.warn(
+                f"Damaged checkpoints are skipped: {'; '.join(damaged)}. "
+                f"{path} is whole, and is used",
+                stacklevel=2,
+            )
+        return checkpoint
+    if damaged:
+        raise ValueError(f"{'; '.join(damaged)}. Remove them to start over")
+    return None
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """One checkpoint, if it is whole.
+    """Opens one checkpoint.
 
     Args:
         path: its folder.
 
     Raises:
-        ValueError: if there is none, or its files are not what was written.
+        ValueError: if there is none, or its files are missing or damaged.
 
     Example: see `save_checkpoint`.
     """
-    remote = is_remote(path)
-    place = OrbaxStorage.as_path(path) if remote else LocalStorage.as_path(path)
-    kind = OrbaxStorage if remote or is_orbax(place) else LocalStorage
-    return kind(place.parent).open(place)
+    path = as_path(path)
+    opened = []
+    try:
+        checked_all_gather(lambda: opened.append(_read(path)))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"Expected a whole checkpoint; received: {path} ({error})"
+        ) from error
+    return opened[0]
 
 
-def list_checkpoints(folder: str | os.PathLike | Storage) -> list[Any]:
-    """The folders of a run's checkpoints, oldest first; they are not looked into.
+def list_checkpoints(folder: str | os.PathLike) -> list[Any]:
+    """The folders of a run's checkpoints, oldest first, which may be damaged.
 
     Args:
-        folder: folder of a run's checkpoints, or their storage.
+        folder: folder of a run's checkpoints.
 
     Example:
 
@@ -152,47 +254,156 @@ def list_checkpoints(folder: str | os.PathLike | Storage) -> list[Any]:
     >>> list_checkpoints("nowhere")
     []
     """
-    if not isinstance(folder, Storage):
-        # Names alone, which are the same in any storage.
-        kind = OrbaxStorage if is_remote(folder) else LocalStorage
-        folder = kind(folder)
-    return folder.paths()
+    folder = as_path(folder)
+    if not folder.exists():
+        return []
+    paths = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(paths, key=_step_of)
 
 
-def restore_checkpoint(
-    checkpoint: Checkpoint, groups: dict[str, Sequence[keras.Variable]]
-) -> None:
-    """Gives variables the values of a checkpoint.
+def clean_folder(folder: str | os.PathLike, everything: bool = False) -> None:
+    """Deletes what interrupted writes left, or all checkpoints, too."""
+    folder = as_path(folder)
 
-    They may lie on other devices, or other numbers of devices, than those that were
-    saved; each process reads the pieces that it needs.
+    def clean() -> None:
+        for path in list(folder.iterdir()) if folder.exists() else ():
+            if (leftover := _LEFTOVER.fullmatch(path.name)) is None:
+                continue
+            if leftover["replaced"]:
+                recover_folder(folder / leftover["replaced"])
+            else:
+                _remove(path)
+        for path in list_checkpoints(folder) if everything else ():
+            _remove(path)
+
+    broadcast_from_primary(clean)
+
+
+@contextlib.contextmanager
+def run_lock(folder: str | os.PathLike) -> Iterator[None]:
+    """Locks the folder of a run's checkpoints, as `train` does.
+
+    Two runs that save to one folder would delete each other's checkpoints. The error
+    of the second names the process that holds the lock, its host, and since when. Of
+    processes that share a model the first holds the lock for all. Remote folders are
+    not locked.
 
     Args:
-        checkpoint: a checkpoint of `find_checkpoint`.
-        groups: the groups to restore, their variables in the order of saving. There may
-            be fewer groups than were saved.
-
-    Raises:
-        ValueError: if a group is not there, or variables differ in number or shape.
-
-    Example: see `save_checkpoint`.
-    """
-    checkpoint.storage.restore(checkpoint, groups)
-
-
-def clean_checkpoints(
-    folder: str | os.PathLike | Storage, everything: bool = False
-) -> None:
-    """Removes what writing left behind that never came to its end.
-
-    Args:
-        folder: folder of a run's checkpoints, or their storage, in which nothing is
-            being written.
-        everything: whether to remove all checkpoints, too.
+        folder: folder of the checkpoints, made if it is not there.
 
     Example:
 
-    >>> from keras_moe.training import clean_checkpoints
-    >>> clean_checkpoints("nowhere")
+    >>> import tempfile
+    >>> from keras_moe.training import run_lock
+    >>> folder = tempfile.mkdtemp()
+    >>> with run_lock(folder):
+    ...     with run_lock(folder):
+    ...         pass
+    Traceback (most recent call last):
+        ...
+    keras_moe.files.FolderInUse: Expected no one else at work on the run in ...
     """
-    new_storage(folder).clean(everything)
+    if is_remote(folder):
+        yield
+        return
+    folder = Path(folder)
+
+    def hold() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        held.enter_context(locked(folder / ".run.lock", f"the run in {folder}"))
+
+    with contextlib.ExitStack() as held:
+        broadcast_from_primary(hold)
+        yield
+
+
+def is_checkpoint(path: str | os.PathLike) -> bool:
+    """Whether a folder, or a remote path, is a checkpoint's."""
+    if is_remote(path):
+        return True
+    return (Path(path) / STATE_FILE).exists() or is_orbax(Path(path))
+
+
+def step_folder(folder: str | os.PathLike, step: int) -> Any:
+    """The folder of a step's checkpoint."""
+    return as_path(folder) / f"step-{step:08d}"
+
+
+# Folders
+
+
+def _step_of(path):
+    return int(path.name.removeprefix("step-"))
+
+
+def _remove(path):
+    if is_remote(path):
+        path.rmtree()
+    elif path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        # A part of a checkpoint must not be taken for one.
+        aside = new_partial(path)
+        os.rename(path, aside)
+        shutil.rmtree(aside)
+
+
+def _remove_older(newest, keep, keep_every, keep_steps):
+    paths = list_checkpoints(newest.parent)
+    # Newer ones are damaged: the run resumed from before them.
+    for path in paths[paths.index(newest) + 1 :]:
+        _remove(path)
+    for path in paths[: paths.index(newest) + 1][:-keep]:
+        step = _step_of(path)
+        if step not in keep_steps and (keep_every is None or step % keep_every):
+            _remove(path)
+
+
+# Variables
+
+
+def _check_finite(groups):
+    for group, variables in groups.items():
+        for variable in variables:
+            if not keras.backend.is_float_dtype(variable.dtype):
+                continue
+            if not bool(ops.all(ops.isfinite(variable.value))):
+                raise NonFiniteValues(
+                    "Expected finite values; received: NaN or Inf in "
+                    f"{group}/{variable.path}"
+                )
+
+
+def _fits(group, saved, variable):
+    same = saved.shape == tuple(variable.shape)
+    same = same and _is_float(saved.dtype) == _is_float(variable.dtype)
+    if group != "model":
+        return same
+    # Keras names "variable" those without a name.
+    names = {_name(saved.path), _name(variable.path)} - {"variable"}
+    return same and len(names) < 2
+
+
+def _is_float(dtype):
+    return "float" in keras.backend.standardize_dtype(dtype)
+
+
+def _name(path):
+    # Keras numbers layers, and variables without a name, anew in each process.
+    return path.rpartition("/")[2].rstrip("0123456789").rstrip("_")
+
+
+def _read(path):
+    """The checkpoint in a folder, if its files are what was written."""
+    content = read_orbax(path) if is_orbax(path) else read_safetensors(path)
+    try:
+        variables = {
+            group: [
+                SavedVariable(str(name), tuple(map(int, shape)), str(dtype))
+                for name, shape, dtype in entries
+            ]
+            for group, entries in content["variables"].items()
+        }
+        return Checkpoint(path, int(content["step"]), dict(content["state"]), variables)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its state is damaged: {error!r}") from error

@@ -1,4 +1,4 @@
-"""The objective of pairs: images and their captions embed alike, all others apart."""
+"""The objective of image-text models: an image and its caption embed alike."""
 
 import dataclasses
 import hashlib
@@ -13,10 +13,8 @@ from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
 from keras_moe.losses.pairs import check_similarity
 from keras_moe.models import ContrastiveAccuracy, ContrastiveModel, TextTokenizer
 from keras_moe.processes import process_index
-from keras_moe.training.data_config import DataConfig
-from keras_moe.training.datasets import Datasets, pair_datasets
-from keras_moe.training.objectives import Headline, Objective, register_objective
-from keras_moe.training.run_settings import TOKENIZER
+from keras_moe.training.data_sections import Datasets, PairData
+from keras_moe.training.objectives import Monitor, Objective, register_objective
 
 LOSSES = {"softmax": SoftmaxContrastiveLoss, "sigmoid": SigmoidContrastiveLoss}
 _CLIP, _TRAINED = "clip", "trained"
@@ -29,8 +27,8 @@ _TOKENIZER = "text_tokenizer.json"
 class Contrastive(Objective):
     """Each image finds its caption among those of the batch, and vice versa.
 
-    The headline metric is the contrastive accuracy of the test pairs within their
-    batches, see `keras_moe.models.ContrastiveAccuracy`: compare runs with the same
+    Models are compared by the contrastive accuracy of the test pairs within their
+    batches, see `keras_moe.models.ContrastiveAccuracy`; it depends on
     `evaluation_batch_size`.
 
     Args:
@@ -53,17 +51,15 @@ class Contrastive(Objective):
         evaluation_batch_size: pairs in a batch of the evaluation; None for as many as
             in training.
 
-    Raises:
-        ValueError: if a setting is unknown or out of range.
-
     Example:
 
     >>> from keras_moe.training import Contrastive
-    >>> Contrastive(tokenizer="trained", vocabulary_size=600).headline.metric
+    >>> Contrastive(tokenizer="trained", vocabulary_size=600).monitor.metric
     'val_contrastive_accuracy'
     """
 
-    headline = Headline("val_contrastive_accuracy")
+    monitor = Monitor("val_contrastive_accuracy")
+    data_section = PairData
 
     loss: str = "auto"
     multi_positive: bool = False
@@ -98,7 +94,7 @@ class Contrastive(Objective):
     def prepare(
         self,
         model: keras.Model,
-        config: DataConfig,
+        config: PairData,
         data_dir: str | None = None,
         run_folder: Path | None = None,
     ) -> None:
@@ -108,12 +104,8 @@ class Contrastive(Objective):
             model: a `ContrastiveModel`.
             config: the recipe's data.
             data_dir: folder of TensorFlow Datasets.
-            run_folder: folder of a run's checkpoints. A trained tokenizer is kept
-                there, and read from there when the run is resumed.
-
-        Raises:
-            ValueError: if there is no such tokenizer, it does not fit the model, or the
-                settings have another size than that of the preset.
+            run_folder: folder of a run's checkpoints, which keeps a trained tokenizer
+                for when the run is resumed.
         """
         if self.tokenizer is None and model.preprocessor is not None:
             self._check_no_size("the preset's tokenizer")
@@ -132,17 +124,14 @@ class Contrastive(Objective):
         model.preprocessor = tokenizer
 
     def new_tokenizer(
-        self, backbone: Any, config: DataConfig, data_dir: str | None = None
+        self, backbone: Any, config: PairData, data_dir: str | None = None
     ) -> TextTokenizer:
         """The tokenizer of the settings.
 
         Args:
-            backbone: backbone of pairs, whose sizes are the defaults.
+            backbone: an image-text backbone, whose sizes are the defaults.
             config: the recipe's data, on whose captions a tokenizer is trained.
             data_dir: folder of TensorFlow Datasets.
-
-        Raises:
-            ValueError: if there is no such tokenizer.
         """
         length = self.max_length or backbone.max_length
         name = self.tokenizer
@@ -192,33 +181,29 @@ class Contrastive(Objective):
         if self.tokenizer not in (None, _TRAINED) or merges is None:
             return {}
         digest = hashlib.sha256("\n".join(map(str, merges)).encode())
-        return {TOKENIZER: digest.hexdigest()}
-
-    def left_out(self, config: DataConfig, data_dir: str | None = None) -> None:
-        """None: a resumed run does not compare the bad pairs with those of before."""
+        return {"tokenizer_sha256": digest.hexdigest()}
 
     def datasets(
         self,
-        config: DataConfig,
+        config: PairData,
         model: keras.Model,
         batch_size: int,
         seed: int,
         data_dir: str | None = None,
         start_step: int = 0,
     ) -> Datasets:
-        return pair_datasets(
-            config,
+        return config.datasets(
             model.backbone.image_shape,
             batch_size,
-            self.evaluation_batch_size or batch_size,
-            model.preprocessor,
             seed,
+            model.preprocessor,
+            self.evaluation_batch_size or batch_size,
             data_dir,
             start_step,
         )
 
     def loss_and_metrics(
-        self, model: keras.Model, config: DataConfig
+        self, model: keras.Model, config: PairData
     ) -> tuple[Any, list]:
         loss = LOSSES.get(self.loss, type(model.default_loss()))
         return loss(

@@ -92,9 +92,6 @@ class MeanAveragePrecision(keras.metrics.Metric):
         name: the metric's name.
         dtype: dtype of the metric's variables.
 
-    Raises:
-        ValueError: if an argument is out of range.
-
     Example:
 
     >>> import numpy as np

@@ -10,9 +10,8 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_moe.compat import flatten_layers, own_variables
-from keras_moe.training.progress import ProgressCallback
-from keras_moe.variables import restored
+from keras_moe.compat import flatten_layers, own_variables, restored
+from keras_moe.training.callbacks import ProgressCallback
 
 _MARGIN = 4
 

@@ -1,7 +1,7 @@
-"""Objectives of training: labels, loss, metrics, and the metric that counts.
+"""Objectives of training: labels, loss, metrics, and the metric to compare models by.
 
-An objective is a section of a recipe, and a class that registers itself by a name, so
-that those of others stand beside these.
+An objective is a section of a recipe, and a class registered under a name; your own
+stand next to these.
 """
 
 import dataclasses
@@ -10,23 +10,19 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import keras
-import numpy as np
 
 from keras_moe import data, models
 from keras_moe.checks import check_integer, check_one_of
 from keras_moe.losses import SigmoidCrossentropy, SparseSigmoidCrossentropy
-from keras_moe.training.best_epoch import MODES
-from keras_moe.training.class_names import set_class_names
-from keras_moe.training.data_config import DataConfig
-from keras_moe.training.datasets import Datasets, image_datasets
+from keras_moe.training.callbacks import MODES
+from keras_moe.training.data_sections import DataConfig, Datasets, ImageData
 from keras_moe.training.metrics import MeanAveragePrecision, PrecisionAt1
-from keras_moe.training.model_config import ModelConfig
-from keras_moe.training.section import Section, json_copy
+from keras_moe.training.sections import ModelConfig, Section, json_copy
 
 OBJECTIVES: dict[str, type] = {}
 
 
-class Headline(NamedTuple):
+class Monitor(NamedTuple):
     """The metric by which an objective compares models.
 
     Attributes:
@@ -39,24 +35,25 @@ class Headline(NamedTuple):
 
 
 class Objective(Section):
-    """Base class of objectives: all that `train` asks of a task.
+    """Base class of objectives: everything that `train` asks of a task.
 
     A subclass is a frozen dataclass of its settings, which files and overrides reach
     as `objective.NAME`, registered by `register_objective`.
 
     Attributes:
         name: name in recipes, which `register_objective` sets.
-        headline: the metric of the history that counts.
+        monitor: the metric of the history by which models are compared.
+        data_section: the class of the recipe's `data` section.
 
     Example:
 
     >>> import dataclasses
-    >>> from keras_moe.training import Headline, Objective, Recipe, register_objective
+    >>> from keras_moe.training import Monitor, Objective, Recipe, register_objective
     >>> @register_objective("brightness")
     ... @dataclasses.dataclass(frozen=True, kw_only=True)
     ... class Brightness(Objective):
     ...     scale: float = 1.0
-    ...     headline = Headline("val_mae", "min")
+    ...     monitor = Monitor("val_mae", "min")
     ...     def model_arguments(self, num_classes):
     ...         return {"num_classes": 1}
     ...     def loss_and_metrics(self, model, data):
@@ -75,10 +72,11 @@ class Objective(Section):
     title = "objective"
 
     name: ClassVar[str]
-    headline: ClassVar[Headline]
+    monitor: ClassVar[Monitor]
+    data_section: ClassVar[type] = ImageData
 
     def num_classes(self, config: DataConfig, data_dir: str | None = None) -> int:
-        """Number of classes of the data; None where the objective has no classes.
+        """Number of classes of the data; None if the objective has no classes.
 
         Args:
             config: the recipe's data.
@@ -89,7 +87,7 @@ class Objective(Section):
     def class_names(
         self, config: DataConfig, data_dir: str | None = None
     ) -> tuple[str, ...] | None:
-        """Names of the classes in the order of the labels, or None if nobody knows.
+        """Names of the classes in the order of the labels, or None if unknown.
 
         Args:
             config: the recipe's data.
@@ -133,37 +131,24 @@ class Objective(Section):
         data_dir: str | None = None,
         run_folder: Path | None = None,
     ) -> None:
-        """Gives a new model what it takes from the data: the names of their classes.
+        """Gives a new model what it takes from the data: the class names.
 
         Args:
             model: the model, not yet compiled.
             config: the recipe's data.
             data_dir: folder of TensorFlow Datasets.
             run_folder: folder of a run's checkpoints, where an objective may keep what
-                a resumed run must have again; None for a run without checkpoints.
+                a resumed run needs again; None for a run without checkpoints.
         """
         set_class_names(model, self.class_names(config, data_dir))
 
     def taken_from_data(self, model: keras.Model) -> dict[str, str]:
-        """Digests of what `prepare` took from the data and a resumed run must have.
+        """Digests of what `prepare` took from the data, which a resumed run needs.
 
         Args:
             model: a model of this objective.
         """
         return {}
-
-    def left_out(
-        self, config: DataConfig, data_dir: str | None = None
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """The images that a search left out, see `DataConfig.left_out`.
-
-        None where nothing is searched before the run.
-
-        Args:
-            config: the recipe's data.
-            data_dir: folder of TensorFlow Datasets.
-        """
-        return config.left_out(data_dir)
 
     def datasets(
         self,
@@ -182,8 +167,8 @@ class Objective(Section):
             batch_size: examples in a batch.
             seed: seed of order and augmentation.
             data_dir: folder of TensorFlow Datasets.
-            start_step: number of batches that were trained on before. Batch n must
-                follow from the settings and n alone, or no run can be resumed exactly.
+            start_step: number of batches before, of a run that is resumed. Batch n
+                must depend on the settings and n alone, or no run resumes exactly.
         """
         raise NotImplementedError
 
@@ -192,8 +177,7 @@ class Objective(Section):
     ) -> tuple[Any, list]:
         """The loss and the weighted metrics of `compile`.
 
-        Metrics take sample weights, so that examples which fill up a batch count for
-        nothing.
+        Metrics take sample weights, so that padding in a batch does not count.
 
         Args:
             model: the model to compile.
@@ -206,14 +190,10 @@ class Objective(Section):
         return {"name": self.name, **super().to_dict()}
 
     def replace(self, **changes: Any) -> "Objective":
-        """An objective with other settings, or another with those alone.
+        """An objective with other settings, or another one.
 
         Args:
-            **changes: any setting. With another `name` those of this objective go.
-
-        Raises:
-            ValueError: if there is no such objective, or a setting is unknown or out
-                of range.
+            **changes: any setting. Another `name` drops the settings of this objective.
         """
         name = changes.pop("name", self.name)
         if name != self.name:
@@ -228,25 +208,22 @@ def register_objective(name: str) -> Callable[[type], type]:
     Args:
         name: the name; an objective of the same name is replaced.
 
-    Raises:
-        ValueError: if the class is no objective with a headline metric.
-
     Example: see `Objective`.
     """
 
     def register(cls: type) -> type:
         is_objective = isinstance(cls, type) and issubclass(cls, Objective)
-        headline = getattr(cls, "headline", None)
+        monitor = getattr(cls, "monitor", None)
         if (
             not is_objective
             or not dataclasses.is_dataclass(cls)
-            or not isinstance(headline, Headline)
+            or not isinstance(monitor, Monitor)
         ):
             raise ValueError(
-                "Expected a dataclass of Objective with a `headline`; "
-                f"received: {cls!r}, headline={headline!r}"
+                "Expected a dataclass of Objective with a `monitor`; "
+                f"received: {cls!r}, monitor={monitor!r}"
             )
-        check_one_of("mode", headline.mode, MODES)
+        check_one_of("mode", monitor.mode, MODES)
         cls.name = name
         OBJECTIVES[name] = cls
         return cls
@@ -262,14 +239,21 @@ def new_objective(settings: Mapping[str, Any]) -> Objective:
     return cls.from_settings(settings)
 
 
-class LabelledImages(Objective):
-    """Base class of objectives whose examples are images with classes.
+def set_class_names(model: Any, names: tuple[str, ...] | None) -> None:
+    """Gives a model's `ImagePreprocessor` the names of the classes it is trained on.
 
-    A subclass says how its labels are made, in `label_options`.
+    Names from its preset are those of other data: None drops them.
     """
+    preprocessor = getattr(model, "preprocessor", None)
+    if isinstance(preprocessor, models.ImagePreprocessor):
+        model.preprocessor = dataclasses.replace(preprocessor, class_names=names)
+
+
+class LabelledImages(Objective):
+    """Base class of objectives whose examples are images with classes."""
 
     def own_classes(self) -> tuple[str, ...] | None:
-        """Names of the classes where the settings determine them, or None."""
+        """Names of the classes if the settings determine them, or None."""
         return None
 
     def label_options(self, config: DataConfig) -> dict[str, Any]:
@@ -300,8 +284,7 @@ class LabelledImages(Objective):
         data_dir: str | None = None,
         start_step: int = 0,
     ) -> Datasets:
-        return image_datasets(
-            config,
+        return config.datasets(
             model.backbone.image_shape,
             batch_size,
             seed,
@@ -317,18 +300,17 @@ class LabelledImages(Objective):
 class Classification(LabelledImages):
     """One class for each image.
 
-    Labels are vectors, since mixing makes them so: the loss is the cross-entropy with
-    these, and the accuracy on test images that of their one class. Models with
+    Labels are vectors, as mixup needs, and the loss is their cross-entropy; models with
     `multi_label=True` have the sum of sigmoid losses instead.
 
     Example:
 
     >>> from keras_moe.training import Classification
-    >>> Classification().headline
-    Headline(metric='val_accuracy', mode='max')
+    >>> Classification().monitor
+    Monitor(metric='val_accuracy', mode='max')
     """
 
-    headline = Headline("val_accuracy")
+    monitor = Monitor("val_accuracy")
 
     def label_options(self, config: DataConfig) -> dict[str, Any]:
         return {"one_hot": True}
@@ -347,26 +329,22 @@ class Classification(LabelledImages):
 class MultiLabel(LabelledImages):
     """Several classes for each image.
 
-    The model has `multi_label=True`, labels stay numbers of classes unless an
-    augmentation mixes them, and the metrics are precision at 1 and mean average
-    precision.
+    The model has `multi_label=True`, labels stay class numbers unless an augmentation
+    mixes them, and the metrics are precision at 1 and mean average precision.
 
     Args:
         hierarchy: path of a file of a `keras_moe.data.LabelHierarchy`, or None.
         max_labels: largest number of labels of an image, or None for that of the data;
             see `keras_moe.data.load`.
 
-    Raises:
-        ValueError: if a setting is of another kind, or out of range.
-
     Example:
 
     >>> from keras_moe.training import MultiLabel
-    >>> MultiLabel(max_labels=4).headline.metric
+    >>> MultiLabel(max_labels=4).monitor.metric
     'val_precision_at_1'
     """
 
-    headline = Headline("val_precision_at_1")
+    monitor = Monitor("val_precision_at_1")
 
     hierarchy: str | None = None
     max_labels: int | None = None

@@ -1,17 +1,377 @@
-"""Optimizers by name, all with groups of weights."""
+"""Optimizers by name, all with groups of weights, and the recipe's section."""
 
-from typing import Any
+import dataclasses
+import difflib
+import numbers
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
+from keras import ops
 
-from keras_moe.checks import check_one_of
-from keras_moe.training.adafactor import ViTGAdafactor
-from keras_moe.training.parameter_groups import ParameterGroups
+from keras_moe.checks import (
+    check_argument_names,
+    check_integer,
+    check_not_negative,
+    check_one_of,
+    check_positive,
+)
+from keras_moe.compat import (
+    count_batches,
+    moving_averages,
+    rate_or_schedule,
+    variable_layout,
+)
+from keras_moe.training.sections import Section
+
+# Groups that may be matched by name. The weights of muMoE layers are factors, and only
+# their gates have kernels.
+NAMED_GROUPS = {
+    "experts": r"(.*/)?((zero_computation_)?experts|moe/(hidden|output))/.*",
+    "router": r"(.*/)?(router|moe/gate)/.*",
+    "head": r"(.*/)?(predictions|head)/.*",
+    "kernels": r"(.*/)?([a-z]+_)?kernel(_\d+)?",
+    "rest": r".*",
+}
+
+
+class Factors(NamedTuple):
+    """Factors of a weight's learning rate and weight decay."""
+
+    learning_rate: float = 1.0
+    weight_decay: float = 1.0
+
+
+def check_groups(groups: Any) -> list[dict]:
+    """Groups as a list of dicts, if they are well formed."""
+    if isinstance(groups, (str, dict)) or not isinstance(groups, Iterable):
+        raise ValueError(f"Expected a list of groups; received: groups={groups!r}")
+    checked = []
+    for group in groups:
+        if not hasattr(group, "items") or not isinstance(group.get("match"), str):
+            raise ValueError(
+                "Expected groups to be dicts with a string 'match'; "
+                f"received: {group!r}"
+            )
+        check_argument_names(group, ["match", *Factors._fields], "a group")
+        for name in Factors._fields:
+            check_not_negative(name, group.get(name, 1.0))
+        try:
+            re.compile(group["match"])
+        except re.error as error:
+            raise ValueError(
+                "Expected a regular expression or one of "
+                f"{', '.join(NAMED_GROUPS)}; received: match={group['match']!r} "
+                f"({error})"
+            ) from error
+        checked.append(dict(group))
+    return checked
+
+
+def group_factors(groups: Sequence[dict], paths: Sequence[str]) -> list[Factors]:
+    """The factors of each weight."""
+    factors: list[Factors | None] = [None] * len(paths)
+    for group in groups:
+        match = group["match"]
+        pattern = re.compile(NAMED_GROUPS.get(match, match))
+        matched = [i for i, path in enumerate(paths) if pattern.fullmatch(path)]
+        new = [i for i in matched if factors[i] is None]
+        if not new:
+            if matched:
+                reason = f"its {len(matched)} weights are in groups before it"
+            else:
+                names = [*NAMED_GROUPS, *paths]
+                close = difflib.get_close_matches(match, names, n=3, cutoff=0.3)
+                reason = f"nearest: {', '.join(close or paths[:3])}"
+            raise ValueError(
+                "Expected every group to have a weight, whose whole path it matches; "
+                f"received: match={match!r} ({reason})"
+            )
+        for index in new:
+            factors[index] = Factors(*(group.get(x, 1.0) for x in Factors._fields))
+    return [x or Factors() for x in factors]
+
+
+class ParameterGroups:
+    """Mixin that gives an optimizer of Keras groups of weights; it comes first."""
+
+    def __init__(
+        self,
+        *args: Any,
+        groups: Sequence[dict] = (),
+        peak_learning_rate: float | None = None,
+        **kwargs: Any,
+    ):
+        rate = args[0] if args else kwargs.get("learning_rate")
+        if isinstance(rate, numbers.Real):
+            check_not_negative("learning_rate", rate)
+        super().__init__(*args, **kwargs)
+        self.groups = check_groups(groups)
+        if peak_learning_rate is not None:
+            check_positive("peak_learning_rate", peak_learning_rate)
+        self.peak_learning_rate = peak_learning_rate
+        self._rate_scale = 1.0
+
+    def build(self, variables):
+        if self.built:
+            return
+        paths = [getattr(variable, "path", variable.name) for variable in variables]
+        self._factors = group_factors(self.groups, paths)
+        super().build(variables)
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        gradients = dict(zip(map(id, trainable_variables), grads, strict=True))
+        for factor, members in self._by_factor(
+            trainable_variables, lambda factors: factors.learning_rate
+        ):
+            super()._backend_update_step(
+                [gradients[id(variable)] for variable in members],
+                members,
+                learning_rate if factor == 1.0 else learning_rate * factor,
+            )
+
+    def _apply_weight_decay(self, variables):
+        if not self.weight_decay:
+            return
+        for factor, members in self._by_factor(variables, self._decay_factor):
+            # The optimizer decays by the learning rate, times this.
+            self._rate_scale = factor
+            try:
+                super()._apply_weight_decay(members)
+            finally:
+                self._rate_scale = 1.0
+
+    def _decay_factor(self, factors: Factors) -> float:
+        if self.peak_learning_rate is None or factors.learning_rate == 0:
+            return factors.weight_decay * factors.learning_rate
+        return factors.weight_decay / self.peak_learning_rate
+
+    def _by_factor(self, variables: Sequence, factor_of: Callable) -> list[tuple]:
+        """The non-zero factors of variables, each with its variables."""
+        members = {}
+        for variable in variables:
+            factor = factor_of(self._factors[self._get_variable_index(variable)])
+            members.setdefault(factor, []).append(variable)
+        return [(factor, chosen) for factor, chosen in members.items() if factor]
+
+    def _get_current_learning_rate(self):
+        rate = rate_or_schedule(self)
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            rate = rate(self.iterations)
+        else:
+            rate = super()._get_current_learning_rate()
+        return rate if self._rate_scale == 1.0 else rate * self._rate_scale
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        batches = self.gradient_accumulation_steps
+        if not batches:
+            super()._update_model_variables_moving_average(trainable_variables)
+            return
+        # Keras would average anew after batches that change no weight.
+        done = ops.cast(count_batches(self), "int32") + 1
+        kept = ops.where(done % batches == 0, self.ema_momentum, 1.0)
+        kept = ops.where(done <= batches, 0.0, kept)
+        for variable, average in zip(
+            trainable_variables, moving_averages(self), strict=True
+        ):
+            share = ops.cast(kept, variable.dtype)
+            average.assign(share * average + (1 - share) * variable)
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            groups=[dict(group) for group in self.groups],
+            peak_learning_rate=self.peak_learning_rate,
+        )
+        return config
+
+
+@keras.saving.register_keras_serializable("keras_moe")
+class ViTGAdafactor(ParameterGroups, keras.optimizers.Optimizer):
+    """Adafactor with the modifications of ViT-G.
+
+    With g the gradient of a matrix at update t = 1, 2, ... and b = min(1 - t^-0.8,
+    0.999):
+
+        r = b r + (1 - b) mean over columns of (g^2 + epsilon)
+        c = b c + (1 - b) mean over rows of (g^2 + epsilon)
+        u = g / sqrt(r c / mean(r))
+        m = 0.9 m + 0.1 u, kept in bfloat16
+        weight = weight - learning_rate m
+
+    Unlike Adafactor as published (and `keras.optimizers.Adafactor`), updates are
+    neither clipped by their root mean square nor multiplied by that of the weight, and
+    there is a first moment, which is not debiased. The state takes 2 bytes for each
+    weight, where Adam's takes 8.
+
+    Rows and columns are the two longest axes of a weight, the last ones of equal
+    length; each matrix along its other axes, such as the heads of attention, is
+    factored separately. So is each expert of weights (E, I, O) whose path matches
+    `per_expert`; their biases (E, O) are not factored. A weight whose second longest
+    axis is shorter than `min_dim_size_to_factor` has second moments for each element.
+
+    Args:
+        learning_rate: a number or a schedule.
+        min_dim_size_to_factor: the shortest axis that is factored.
+        beta_2_exponent: 0.8 of the formula.
+        beta_2_cap: 0.999 of the formula.
+        epsilon: added to the squares.
+        momentum: 0.9 of the formula; 0 for no first moment.
+        momentum_dtype: dtype of the first moment between updates.
+        per_expert: regular expression for the whole paths of weights whose first axis
+            is never factored.
+        weight_decay: decoupled weight decay.
+        **kwargs: `groups`, see `OptimizerConfig`; `peak_learning_rate`, by which weight
+            decay is divided; and the arguments of all optimizers of Keras.
+
+    Reference:
+        *Scaling Vision Transformers*, section 3.4, and its released code, big_vision's
+        `scale_by_adafactor`; *Adafactor*, algorithms 4 and 5; *LIMoE*, appendix A.
+
+    Example:
+
+    >>> from keras_moe.training import ViTGAdafactor
+    >>> optimizer = ViTGAdafactor(1e-3, weight_decay=1e-5, peak_learning_rate=1e-3)
+    >>> kernel = keras.Variable(keras.ops.ones((64, 128)), name="kernel")
+    >>> optimizer.build([kernel])
+    >>> [tuple(state.shape) for state in optimizer.second_moments(kernel)]
+    [(64, 1), (1, 128)]
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 1e-3,
+        min_dim_size_to_factor: int = 32,
+        beta_2_exponent: float = 0.8,
+        beta_2_cap: float = 0.999,
+        epsilon: float = 1e-30,
+        momentum: float = 0.9,
+        momentum_dtype: str = "bfloat16",
+        per_expert: str = "(.*/)?experts/.*",
+        weight_decay: float | None = None,
+        name: str = "vitg_adafactor",
+        **kwargs: Any,
+    ):
+        super().__init__(learning_rate, weight_decay=weight_decay, name=name, **kwargs)
+        self.min_dim_size_to_factor = check_integer(
+            "min_dim_size_to_factor", min_dim_size_to_factor
+        )
+        self.beta_2_exponent = check_positive("beta_2_exponent", beta_2_exponent)
+        self.epsilon = check_positive("epsilon", epsilon)
+        for argument, value in (("beta_2_cap", beta_2_cap), ("momentum", momentum)):
+            if check_not_negative(argument, value) >= 1:
+                raise ValueError(
+                    f"Expected {argument} to be below 1; received: {argument}={value!r}"
+                )
+        self.beta_2_cap, self.momentum = beta_2_cap, momentum
+        self.momentum_dtype = keras.backend.standardize_dtype(momentum_dtype)
+        self.per_expert = per_expert
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self._factored_axes = [self._axes_of(variable) for variable in variables]
+        self._second_moments, self._first_moments = [], []
+        for variable, axes in zip(variables, self._factored_axes, strict=True):
+            shapes = {"second_moment": tuple(variable.shape)}
+            if axes is not None:
+                rows, columns = axes
+                shapes = {
+                    "second_moment_rows": _without(variable.shape, columns),
+                    "second_moment_columns": _without(variable.shape, rows),
+                }
+            name = variable.path.replace("/", "_")
+            self._second_moments.append(
+                [
+                    self.add_variable(shape, dtype="float32", name=f"{name}_{what}")
+                    for what, shape in shapes.items()
+                ]
+            )
+            if self.momentum:
+                self._first_moments.append(
+                    self.add_variable(
+                        variable.shape,
+                        dtype=self.momentum_dtype,
+                        # Distributed like the weight.
+                        layout=variable_layout(variable),
+                        name=f"{name}_first_moment",
+                    )
+                )
+
+    def second_moments(self, variable: keras.Variable) -> list[keras.Variable]:
+        """The second moments of a weight: of its rows and columns, or of each element.
+
+        Args:
+            variable: one that the optimizer was built with.
+        """
+        return list(self._second_moments[self._get_variable_index(variable)])
+
+    def _axes_of(self, variable) -> tuple[int, int] | None:
+        """The second longest and the longest axis, if they are factored."""
+        first = 1 if re.fullmatch(self.per_expert, variable.path) else 0
+        sizes = tuple(variable.shape)[first:]
+        if len(sizes) < 2:
+            return None
+        # The last of equal axes, as in optax.
+        rows, columns = np.argsort(sizes, kind="stable")[-2:]
+        if sizes[rows] < self.min_dim_size_to_factor:
+            return None
+        return first + int(rows), first + int(columns)
+
+    def update_step(self, gradient, variable, learning_rate):
+        index = self._get_variable_index(variable)
+        gradient = ops.cast(gradient, "float32")
+        step = ops.cast(self.iterations + 1, "float32")
+        beta = ops.minimum(1 - step**-self.beta_2_exponent, self.beta_2_cap)
+        squares = ops.square(gradient) + self.epsilon
+
+        def moved(state, new):
+            value = beta * state + (1 - beta) * new
+            self.assign(state, value)
+            return value
+
+        states, axes = self._second_moments[index], self._factored_axes[index]
+        if axes is None:
+            update = gradient * ops.rsqrt(moved(states[0], squares))
+        else:
+            rows, columns = axes
+            by_row = moved(states[0], ops.mean(squares, columns, keepdims=True))
+            by_column = moved(states[1], ops.mean(squares, rows, keepdims=True))
+            by_row = by_row / ops.mean(by_row, rows, keepdims=True)
+            update = gradient * ops.rsqrt(by_row) * ops.rsqrt(by_column)
+        if self.momentum:
+            state = self._first_moments[index]
+            kept = self.momentum * ops.cast(state, "float32")
+            # The update itself is not rounded. (optax rounds 0.9 m, too.)
+            update = kept + (1 - self.momentum) * update
+            self.assign(state, ops.cast(update, state.dtype))
+        change = ops.cast(learning_rate, "float32") * update
+        self.assign_sub(variable, ops.cast(change, variable.dtype))
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            min_dim_size_to_factor=self.min_dim_size_to_factor,
+            beta_2_exponent=self.beta_2_exponent,
+            beta_2_cap=self.beta_2_cap,
+            epsilon=self.epsilon,
+            momentum=self.momentum,
+            momentum_dtype=self.momentum_dtype,
+            per_expert=self.per_expert,
+        )
+        return config
+
+
+def _without(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+    return tuple(1 if i == axis else size for i, size in enumerate(shape))
 
 
 def _grouped(base: type) -> type:
-    # On PyTorch Keras has classes of its own that update all weights together, and
-    # gives an instance of one of these for a class of `keras.optimizers`.
+    # On PyTorch Keras has other classes, which update all weights together, and makes
+    # an instance of one of these for a class of `keras.optimizers`.
     implementation = type(base.__new__(base))
     name = f"Grouped{base.__name__}"
     doc = f"`keras.optimizers.{base.__name__}` with `ParameterGroups`."
@@ -20,8 +380,8 @@ def _grouped(base: type) -> type:
     return keras.saving.register_keras_serializable("keras_moe")(grouped)
 
 
-# Not among these: Keras's Muon, which is two optimizers for two kinds of weights, and
-# Nadam, which has a product of momenta that every group would move on.
+# Without Muon, which is two optimizers in one, and Nadam, which has a product of
+# momenta that every group would update.
 OPTIMIZERS = {
     base.__name__.lower(): _grouped(base)
     for base in (
@@ -41,17 +401,15 @@ OPTIMIZERS = {
 
 
 def optimizer_class(name: str) -> type:
-    """Returns the class of an optimizer, with the arguments of `ParameterGroups`.
+    """The class of an optimizer, with groups of weights.
 
     Args:
-        name: `"vitg_adafactor"` for `ViTGAdafactor`, or of an optimizer of Keras, such
-            as `"adamw"`, whose weight decay is decoupled, as is all of Keras's.
+        name: `"vitg_adafactor"` for `ViTGAdafactor`, or the name of an optimizer of
+            Keras, such as `"adamw"`. Weight decay is always decoupled.
 
     Returns:
-        A class, which Keras can save and load.
-
-    Raises:
-        ValueError: if there is no such optimizer.
+        A class that Keras can save and load, with two more arguments: `groups`, see
+        `OptimizerConfig`, and `peak_learning_rate`, by which weight decay is divided.
 
     Example:
 
@@ -69,10 +427,109 @@ def make_optimizer(name: str, options: dict, **arguments: Any) -> Any:
     """An optimizer by name."""
     try:
         if twice := options.keys() & arguments.keys():
-            raise ValueError(f"the recipe itself says {', '.join(sorted(twice))}")
+            raise ValueError(f"the recipe itself sets {', '.join(sorted(twice))}")
         return optimizer_class(name)(**arguments, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(
             "Expected the name of an optimizer and its further arguments; received: "
             f"name={name!r}, options={options!r} ({error})"
         ) from error
+
+
+DECAY_TIMES = ("learning_rate", "share_of_peak")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """The optimizer of a recipe; its learning rates are the schedule's.
+
+    Args:
+        name: `"vitg_adafactor"`, or the name of a Keras optimizer; see
+            `optimizer_class`.
+        options: its other arguments, such as `{"beta_2": 0.95}`.
+        weight_decay: weight decay of all weights, times the factors of `groups`.
+        weight_decay_times: `"learning_rate"`, that of the step, as in `AdamW` of Keras
+            and PyTorch and the V-MoE release; or `"share_of_peak"`, the same divided by
+            the peak learning rate, as in big_vision.
+        groups: dicts that give weights factors for their learning rate and weight
+            decay, such as `{"match": "head", "weight_decay": 10.0}`. `match` is a
+            regular expression of whole paths, or `"experts"`, `"router"`, `"head"`,
+            `"kernels"` or `"rest"`; the first group that matches counts.
+        gradient_clipping: largest norm of all gradients together, or None.
+        gradient_accumulation_steps: number of batches into which that of a step is
+            divided to save memory. Tokens compete for experts, and losses of routers
+            are computed, within each of them.
+        ema_momentum: share that a moving average of the weights keeps in each step; the
+            model is evaluated, and left, with the averages. None for no average.
+
+    Example:
+
+    >>> from keras_moe.training import OptimizerConfig
+    >>> OptimizerConfig(weight_decay=0.1, options={"epsilon": 1e-8}).name
+    'adamw'
+    """
+
+    title = "optimizer"
+
+    name: str = "adamw"
+    options: dict = dataclasses.field(default_factory=dict)
+    weight_decay: float = 0.0
+    weight_decay_times: str = "learning_rate"
+    groups: Sequence = ()
+    gradient_clipping: float | None = 1.0
+    gradient_accumulation_steps: int = 1
+    ema_momentum: float | None = None
+
+    def __post_init__(self):
+        check_integer("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        check_not_negative("weight_decay", self.weight_decay)
+        if self.gradient_clipping is not None:
+            check_positive("gradient_clipping", self.gradient_clipping)
+        check_one_of("weight_decay_times", self.weight_decay_times, DECAY_TIMES)
+        check_groups(self.groups)
+        if check_not_negative("ema_momentum", self.ema_momentum or 0.0) >= 1:
+            raise ValueError(
+                "Expected ema_momentum to be below 1; "
+                f"received: ema_momentum={self.ema_momentum!r}"
+            )
+        super().__post_init__()
+        for name in ("use_ema", "ema_momentum", "ema_overwrite_frequency"):
+            if name in self.options:
+                raise ValueError(
+                    f"Expected no {name} in options, but ema_momentum in the section "
+                    f"itself; received: {name}={self.options[name]!r}"
+                )
+
+    def new_optimizer(
+        self,
+        learning_rate: keras.optimizers.schedules.LearningRateSchedule,
+        peak: float,
+        paths: Sequence[str],
+    ) -> Any:
+        """The optimizer.
+
+        Args:
+            learning_rate: the learning rate by step.
+            peak: the highest learning rate.
+            paths: the paths of the weights that it is to train.
+
+        """
+        # Errors now, not after the first batch.
+        group_factors(self.groups, paths)
+        batches = self.gradient_accumulation_steps
+        ema = {} if self.ema_momentum is None else {"ema_momentum": self.ema_momentum}
+        return make_optimizer(
+            self.name,
+            self.options,
+            learning_rate=learning_rate,
+            weight_decay=float(self.weight_decay),
+            peak_learning_rate=(
+                peak if self.weight_decay_times == "share_of_peak" else None
+            ),
+            groups=self.groups,
+            global_clipnorm=self.gradient_clipping,
+            # Keras refuses 1.
+            gradient_accumulation_steps=batches if batches > 1 else None,
+            use_ema=bool(ema),
+            **ema,
+        )

@@ -1,31 +1,33 @@
-"""Published training settings as data."""
+"""Recipes: published training settings as data, in files or as objects."""
 
 import dataclasses
+import difflib
+import json
 import os
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from keras_moe.checks import LARGEST_SEED, check_integer
-from keras_moe.files import write_json
-from keras_moe.training.best_epoch import BestEpoch
-from keras_moe.training.data_config import DataConfig
-from keras_moe.training.datasets import Datasets
-from keras_moe.training.model_config import ModelConfig
-from keras_moe.training.objectives import Classification, Objective, new_objective
-from keras_moe.training.optimizer_config import OptimizerConfig
-from keras_moe.training.progress import StopAfterBatches
-from keras_moe.training.schedule_config import ScheduleConfig
-from keras_moe.training.section import Section
-from keras_moe.training.setting_names import (
-    SECTIONS,
-    changes_by_section,
-    nearest_setting,
-    settings_of,
+from keras_moe.checks import LARGEST_SEED, check_integer, nearest
+from keras_moe.files import shipped_files, write_json
+from keras_moe.training.callbacks import BestEpoch, EvaluateAverages, StopAfterBatches
+from keras_moe.training.data_sections import DataConfig, Datasets, ImageData, PairData
+from keras_moe.training.objectives import (
+    OBJECTIVES,
+    Classification,
+    Objective,
+    new_objective,
 )
-from keras_moe.training.weight_averages import EvaluateAverages
+from keras_moe.training.optimizers import OptimizerConfig
+from keras_moe.training.schedules import ScheduleConfig
+from keras_moe.training.sections import ModelConfig, Section, json_copy
+
+SECTIONS = ("data", "model", "optimizer", "schedule", "objective")
+# TOML has no null.
+_NONE = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,25 +35,21 @@ class Recipe:
     """How to train a model: everything but the machine.
 
     Sections are given as objects, or as dicts of their settings, as files have them.
-    The learning rate has a warm-up and a decay, for which the number of steps must be
-    known; hence `compile` asks for it. A step is an update of the weights, with or
-    without accumulation.
+    The learning rate depends on the number of steps, which `compile` is therefore
+    given. A step is an update of the weights, with or without accumulation.
 
     Args:
         name: name of the recipe.
-        data: the images, a `DataConfig`.
+        data: the data, an `ImageData` or `PairData`, as the objective needs.
         model: the preset and its overrides, a `ModelConfig`.
         schedule: length and learning rates, a `ScheduleConfig`.
         optimizer: the optimizer, an `OptimizerConfig`.
         objective: labels, loss and metrics, an `Objective`: `Classification`,
-            `MultiLabel` or one of your own.
+            `MultiLabel`, `Contrastive` or your own.
         seed: seed of weights, noise, order and augmentation.
-        description: a line about it.
+        description: one line about it.
         reference: source of the published settings.
         notes: differences from there.
-
-    Raises:
-        ValueError: if a setting is unknown or out of range, or is not JSON.
 
     Example:
 
@@ -92,8 +90,8 @@ class Recipe:
                 f"Expected a name without folders; received: name={self.name!r}"
             )
         check_integer("seed", self.seed, 0, LARGEST_SEED)
-        for name, cls in SECTIONS.items():
-            section = _section(name, cls, getattr(self, name))
+        for name in ("objective", *SECTIONS[:-1]):
+            section = self._section(name, getattr(self, name))
             object.__setattr__(self, name, section)
         if self.data.batch_size % self._accumulated:
             raise ValueError(
@@ -101,6 +99,21 @@ class Recipe:
                 f"gradient_accumulation_steps={self._accumulated}, "
                 f"batch_size={self.data.batch_size}"
             )
+
+    def _section(self, name: str, value: Any) -> Section:
+        if name == "objective":
+            if isinstance(value, Objective):
+                return value
+            return new_objective(_settings_of(name, value))
+        classes = {
+            "data": self.objective.data_section,
+            "model": ModelConfig,
+            "optimizer": OptimizerConfig,
+            "schedule": ScheduleConfig,
+        }
+        if isinstance(value, classes[name]):
+            return value
+        return classes[name].from_settings(_settings_of(name, value))
 
     @property
     def _accumulated(self) -> int:
@@ -114,18 +127,15 @@ class Recipe:
 
         Args:
             settings: a name, and settings by section.
-
-        Raises:
-            ValueError: if a setting is unknown, missing or out of range.
         """
         names = {field.name: None for field in dataclasses.fields(cls)}
         for name, value in settings.items():
             if name not in names:
                 raise ValueError(
                     "Expected settings of a recipe; "
-                    f"received: {name}={value!r} ({nearest_setting(name, names)})"
+                    f"received: {name}={value!r} ({_nearest_setting(name, names)})"
                 )
-        # A section says itself what is missing in it.
+        # A section reports itself what is missing in it.
         needed = {"data": {}, "model": {}, "schedule": {}}
         return cls(**{**needed, **settings})
 
@@ -136,18 +146,20 @@ class Recipe:
             **overrides: settings by their dotted names, such as
                 `**{"schedule.epochs": 3, "model.num_experts": 8}`; or sections as
                 dicts of the settings to change, such as `schedule={"epochs": 3}`. A
-                dotted name that goes deeper, such as `"model.head.rank"`, changes a
-                nested setting, which is otherwise replaced as a whole. See the
-                sections' own `replace`, too.
-
-        Raises:
-            ValueError: if a setting is unknown or out of range.
+                deeper name, such as `"model.head.rank"`, changes a nested setting,
+                which is otherwise replaced as a whole. See the sections' own
+                `replace`, too.
         """
-        changes = changes_by_section(self.to_dict(), overrides)
-        for name in SECTIONS:
-            # A copy where nothing changes: what is found out about the data is not
-            # handed on.
-            changes[name] = getattr(self, name).replace(**changes.get(name, {}))
+        changes = _changes_by_section(self.to_dict(), overrides)
+        objective = self.objective.replace(**changes.pop("objective", {}))
+        sections = {name: getattr(self, name) for name in SECTIONS[:-1]}
+        if not isinstance(self.data, objective.data_section):
+            given = {k: x for k, x in self.data.to_dict().items() if x is not None}
+            sections["data"] = objective.data_section.from_settings(given)
+        for name, section in sections.items():
+            # Copies: what `left_out` has found belongs to one recipe.
+            changes[name] = section.replace(**changes.get(name, {}))
+        changes["objective"] = objective
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,20 +182,17 @@ class Recipe:
         return settings
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file that `load_recipe` reads, as a whole or not at all.
+        """Writes a JSON file that `load_recipe` reads.
 
         Args:
-            path: path of the file, whose name without suffix becomes the recipe's.
-
-        Raises:
-            ValueError: if the path does not end in `.json`.
+            path: path of a `.json` file, whose name becomes the recipe's.
         """
         if Path(path).suffix != ".json":
             raise ValueError(
                 f"Expected a path that ends in .json; received: path={str(path)!r}"
             )
         settings = self.to_dict()
-        # The file's name says it.
+        # It is the file's name.
         settings.pop("name")
         write_json(path, settings)
 
@@ -193,8 +202,8 @@ class Recipe:
         """Updates of the weights in the run.
 
         Args:
-            steps_per_epoch: batches in an epoch: with accumulation, several for each
-                update.
+            steps_per_epoch: batches in an epoch, several for each update with
+                accumulation.
         """
         return self.schedule.total_steps(steps_per_epoch, self._accumulated)
 
@@ -213,17 +222,14 @@ class Recipe:
 
         Args:
             steps_per_epoch: batches in an epoch.
-
-        Raises:
-            ValueError: as `ScheduleConfig.new_schedule`.
         """
         return self.schedule.new_schedule(steps_per_epoch, self._accumulated)
 
     def new_model(self, num_classes: int | None) -> keras.Model:
-        """The model of the objective, not yet compiled for this recipe.
+        """The model of the objective, not yet compiled.
 
         Args:
-            num_classes: number of classes of a new head; None where the objective has
+            num_classes: number of classes of a new head; None if the objective has
                 none.
         """
         return self.objective.new_model(self.model, num_classes, self.seed)
@@ -240,9 +246,6 @@ class Recipe:
             model: a model of the objective, which gets class names or a tokenizer.
             data_dir: folder of TensorFlow Datasets.
             run_folder: folder of a run's checkpoints, which keeps a trained tokenizer.
-
-        Raises:
-            ValueError: as `keras_moe.data.load` and `keras_moe.data.load_captions`.
         """
         self.objective.prepare(model, self.data, data_dir, run_folder)
 
@@ -252,10 +255,6 @@ class Recipe:
         Args:
             model: a model of the objective.
             steps_per_epoch: batches in an epoch; the schedule ends with the last one.
-
-        Raises:
-            ValueError: if the optimizer does not exist, or a group has no weights in
-                the model.
         """
         optimizer = self.optimizer.new_optimizer(
             self.learning_rate(steps_per_epoch),
@@ -263,34 +262,16 @@ class Recipe:
             [variable.path for variable in model.trainable_variables],
         )
         loss, metrics = self.objective.loss_and_metrics(model, self.data)
-        # Weighted, so that examples which fill up a batch count for nothing.
+        # Weighted, so that padding in a batch does not count.
         model.compile(
             optimizer=optimizer, loss=loss, metrics=None, weighted_metrics=metrics
         )
 
-    def compiled_model(
-        self, num_classes: int | None, steps_per_epoch: int
-    ) -> keras.Model:
-        """The compiled model.
-
-        Args:
-            num_classes: number of classes of a new head.
-            steps_per_epoch: batches in an epoch; the schedule ends with the last one.
-
-        Raises:
-            ValueError: as `keras_moe.models.from_preset`, `learning_rate` and
-                `compile`.
-        """
-        self.learning_rate(steps_per_epoch)  # Before a large model is made for nothing.
-        model = self.new_model(num_classes)
-        self.compile(model, steps_per_epoch)
-        return model
-
     def callbacks(self, start_step: int = 0) -> list[keras.callbacks.Callback]:
-        """Returns the callbacks that `fit` needs besides the compiled model, put first.
+        """The callbacks that `fit` needs, which come first.
 
         With `steps` the run ends at the last one, within an epoch if need be. With
-        `ema_momentum` the averages of the weights take the weights' place for each
+        `ema_momentum` the averages of the weights replace the weights for each
         evaluation, and at the end.
 
         Args:
@@ -305,13 +286,13 @@ class Recipe:
         return callbacks
 
     def best_epoch(self) -> BestEpoch | None:
-        """The callback that compares epochs, put after others; None if none should."""
-        schedule, headline = self.schedule, self.objective.headline
+        """The callback that compares epochs, which comes last; None for none."""
+        schedule, monitor = self.schedule, self.objective.monitor
         if schedule.patience is None and schedule.best is None:
             return None
         if schedule.monitor is None:
-            mode = schedule.monitor_mode or headline.mode
-            return BestEpoch(headline.metric, mode, schedule.patience)
+            mode = schedule.monitor_mode or monitor.mode
+            return BestEpoch(monitor.metric, mode, schedule.patience)
         return BestEpoch(schedule.monitor, schedule.monitor_mode, schedule.patience)
 
     def datasets(
@@ -323,9 +304,6 @@ class Recipe:
             model: the model, whose inputs they fit.
             data_dir: folder of TensorFlow Datasets.
             start_step: number of batches before, of a run that is resumed.
-
-        Raises:
-            ValueError: as `keras_moe.data.load`, and if no batch can be filled.
         """
         return self.objective.datasets(
             self.data,
@@ -337,18 +315,15 @@ class Recipe:
         )
 
     def num_classes(self, data_dir: str | None = None) -> int | None:
-        """Number of classes of the data, or None where the objective has none.
+        """Number of classes of the data, or None if the objective has none.
 
         Args:
             data_dir: folder of TensorFlow Datasets.
-
-        Raises:
-            ValueError: as `keras_moe.data.num_classes`.
         """
         return self.objective.num_classes(self.data, data_dir)
 
     def class_names(self, data_dir: str | None = None) -> tuple[str, ...] | None:
-        """Names of the classes in the order of the labels, or None if nobody knows.
+        """Names of the classes in the order of the labels, or None if unknown.
 
         Args:
             data_dir: folder of TensorFlow Datasets.
@@ -362,8 +337,162 @@ class Recipe:
         return self.objective.class_names(self.data, data_dir)
 
 
-def _section(name, cls, value) -> Section:
-    if isinstance(value, cls):
-        return value
-    settings = settings_of(name, value)
-    return new_objective(settings) if cls is Objective else cls.from_settings(settings)
+def list_recipes() -> dict[str, str]:
+    """The recipes that ship with the library: their names, with a line about each.
+
+    Returns:
+        A dict from name to description.
+
+    Example:
+
+    >>> from keras_moe.training import list_recipes
+    >>> "mumoe_digits" in list_recipes()
+    True
+    """
+    return {
+        name: _read(path)["description"]
+        for name, path in shipped_files("recipes", ".toml").items()
+    }
+
+
+def load_recipe(name_or_path: str | os.PathLike, **overrides: Any) -> Recipe:
+    """Reads a recipe.
+
+    A TOML file has the settings of each section under its heading, such as
+    `[schedule]`, and `"none"` for None, which TOML lacks. A JSON file has sections as
+    objects.
+
+    Args:
+        name_or_path: a name of `list_recipes`, a TOML file, or a JSON file of
+            `Recipe.save`.
+        **overrides: other settings by dotted names or sections, see `Recipe.replace`.
+
+    Returns:
+        The recipe.
+
+    Example:
+
+    >>> from keras_moe.training import load_recipe
+    >>> recipe = load_recipe(
+    ...     "mumoe_digits", **{"schedule.epochs": 9, "model.num_layers": 2}
+    ... )
+    >>> recipe.schedule.epochs, recipe.model.overrides["num_layers"]
+    (9, 2)
+    """
+    shipped = shipped_files("recipes", ".toml")
+    path = shipped.get(str(name_or_path), Path(name_or_path))
+    if not path.is_file():
+        raise ValueError(
+            "Expected the name of a recipe or a TOML or JSON file; received: "
+            f"{str(name_or_path)!r} ({nearest(str(name_or_path), list(shipped))})"
+        )
+    settings = _read(path)
+    try:
+        recipe = Recipe.from_dict({"name": path.stem, **settings})
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{error}, in {path}") from error
+    return recipe.replace(**overrides)
+
+
+def _read(path):
+    kind = "TOML" if path.suffix == ".toml" else "JSON"
+    try:
+        text = path.read_text(encoding="utf-8")
+        settings = (
+            _with_none(tomllib.loads(text)) if kind == "TOML" else json.loads(text)
+        )
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"Expected {kind} in {path}; received: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"Expected a dict of settings in {path}; received: {settings!r}"
+        )
+    return settings
+
+
+def _with_none(value):
+    if isinstance(value, dict):
+        return {key: _with_none(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_none(item) for item in value]
+    return None if value == _NONE else value
+
+
+# Dotted names
+
+
+def dotted_names(section: str) -> dict[str, str]:
+    """The dotted name of each setting in a section, by the setting's own name."""
+    classes = {
+        "data": (ImageData, PairData),
+        "model": (ModelConfig,),
+        "optimizer": (OptimizerConfig,),
+        "schedule": (ScheduleConfig,),
+        "objective": OBJECTIVES.values(),
+    }[section]
+    names = (field.name for each in classes for field in dataclasses.fields(each))
+    return {name: f"{section}.{name}" for name in names}
+
+
+def _changes_by_section(current, overrides) -> dict[str, Any]:
+    """Overrides, with those of each section together."""
+    changes: dict[str, Any] = {}
+    for name, value in overrides.items():
+        top, *rest = name.split(".")
+        if top not in current or (rest and top not in SECTIONS):
+            raise ValueError(
+                "Expected settings of a recipe; "
+                f"received: {name}={value!r} ({_nearest_setting(name, current)})"
+            )
+        if top not in SECTIONS:
+            changes[top] = value
+        elif not rest:
+            changes.setdefault(top, {}).update(_settings_of(top, value))
+        else:
+            section = changes.setdefault(top, {})
+            before = section.get(rest[0], current[top].get(rest[0]))
+            section[rest[0]] = _changed(before, name, rest[1:], value)
+    return changes
+
+
+def _settings_of(section, value) -> dict[str, Any]:
+    """The settings of a section that is an object or a dict."""
+    if isinstance(value, Section):
+        return value.to_dict()
+    if not isinstance(value, Mapping):
+        example = next(iter(dotted_names(section).values()))
+        raise ValueError(
+            f"Expected {section} to be a dict of settings, such as {example}; "
+            f"received: {section}={value!r}"
+        )
+    return dict(value)
+
+
+def _nearest_setting(name, top_level) -> str:
+    """A clause that names the settings that a name may have meant."""
+    if "." in name:
+        dotted = [x for section in SECTIONS for x in dotted_names(section).values()]
+        return nearest(name, dotted)
+    places = {name: name for name in top_level if name not in SECTIONS}
+    for section in SECTIONS:
+        places = {**dotted_names(section), **places}
+    similar = difflib.get_close_matches(name, places, n=3, cutoff=0.5)
+    close = list(dict.fromkeys(places[leaf] for leaf in similar))
+    if name in places:
+        close = [places[name]]
+    if close:
+        return f"nearest: {', '.join(close)}"
+    return nearest(name, list(top_level))
+
+
+def _changed(value, name, path, new):
+    """A setting with another value at a path inside it."""
+    if not path:
+        return new
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(
+            f"Expected a dict of settings at {name.rpartition('.')[0]}; "
+            f"received: {value!r}"
+        )
+    inside = json_copy(name, value or {})
+    return {**inside, path[0]: _changed(inside.get(path[0]), name, path[1:], new)}

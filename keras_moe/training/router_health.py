@@ -1,19 +1,24 @@
-"""Health of the routers: a probe at regular intervals, a warning on collapse.
+"""Routing while a model trains: the health of the routers, and the use of experts.
 
 Axes: B batch, N tokens, E experts.
 """
 
+import collections
 import csv
 import io
 import os
 import statistics
+import time
 import warnings
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
+from keras_moe.analysis.pruning import coverage_curves
 from keras_moe.analysis.routing import (
     DEAD,
     MAX_DEAD,
@@ -21,13 +26,19 @@ from keras_moe.analysis.routing import (
     MIN_ENTROPY,
     routing_statistics,
 )
-from keras_moe.analysis.usage import masks_padding
-from keras_moe.checks import check_bool
+from keras_moe.analysis.usage import (
+    ExpertUsage,
+    UsageProbe,
+    masks_padding,
+    merged_usage,
+)
+from keras_moe.checks import check_bool, check_integer
 from keras_moe.files import write_text
 from keras_moe.processes import batch_devices, predict_batch, process_index
-from keras_moe.training.event_file import EventFile, import_tensorboardx
-from keras_moe.training.periodic import PeriodicCallback, written_if_possible
+from keras_moe.training.callbacks import PeriodicCallback, written_if_possible
 
+# The share of tokens whose experts the logs of `UsageRecorder` count.
+_COVERED = 0.9
 COLUMNS = (
     "epoch",
     "step",
@@ -45,40 +56,35 @@ COLUMNS = (
 class RouterHealth(PeriodicCallback):
     """Routes a fixed batch of images every so many epochs or steps, and reports.
 
-    For each layer: the share of all assignments that each expert served, the entropy
-    of these shares over log E, the share of dead experts (with less than a hundredth of
-    1/E), the share of tokens that no expert served and of choices that were dropped,
-    and the mean over tokens of the largest gate; see
-    `keras_moe.analysis.routing_statistics`. Any router, and muMoE, whose coefficients
-    other than zero count as served.
+    For each layer: the share of assignments of each expert, the entropy of these shares
+    over log E, the share of dead experts (with less than a hundredth of 1/E), the share
+    of tokens without an expert and of dropped choices, and the mean over tokens of the
+    largest gate; see `keras_moe.analysis.routing_statistics`. With muMoE the non-zero
+    coefficients count as assignments.
 
-    The logs, and with them the progress line and the history, get the worst layer's:
-    `router/entropy`, `router/dead`, `router/dropped` (of the choices; of the tokens
-    where these do not choose), and the mean over layers `router/max_gate`.
+    The logs, and so the progress line and the history, get those of the worst layer:
+    `router/entropy`, `router/dead`, `router/dropped` (of the choices, or of the tokens
+    if these do not choose), and the mean over layers `router/max_gate`.
 
-    A file that cannot be written is a warning, and the run continues; its figures are
-    written with the next ones. The first of several processes writes and warns.
+    If a file cannot be written there is a warning, and its metrics are written with the
+    next ones. The first of several processes writes and warns.
 
     Args:
-        images: (B, height, width, channels), the probe; for models of texts and pairs
-            the dict that they take; the same in all processes. A batch of training's
-            size meets the capacity of training. Padding that is not routed does not
-            count.
+        images: (B, height, width, channels), the probe; for models of texts and
+            image-text models their dict of inputs; the same in all processes. A batch
+            of training's size has the capacity of training. Padding that is not routed
+            does not count.
         every: number of epochs or steps between probes.
         unit: `"epochs"` or `"steps"`.
-        training: whether to route as in training, with its capacity, noise and dropout,
-            the noise being the same each time; or as at inference, where nothing is
-            dropped by default.
+        training: whether to route as in training, with its capacity, noise (the same
+            each time) and dropout; or as at inference, where nothing is dropped by
+            default.
         csv_path: a CSV file with a row for each time and layer; None for none.
-        tensorboard: a folder for TensorBoard's events; None for none. A run that goes
-            on hides the events of the steps that it makes again.
-        min_entropy: a layer whose entropy is below has collapsed: there is a warning.
-        max_share: the same for an expert's share above it, if there are more than two.
-        max_dead: the same for a share of dead experts above it.
-
-    Raises:
-        ValueError: if an argument is out of range, or the model has no router.
-        ImportError: if `tensorboard` is given and tensorboardX is not installed.
+        tensorboard: a folder for TensorBoard's events, which needs tensorboardX; None
+            for none. A resumed run hides the events of the steps that it repeats.
+        min_entropy: entropy below which a warning says that a layer has collapsed.
+        max_share: share of an expert above which it does, with more than two experts.
+        max_dead: share of dead experts above which it does.
 
     Example:
 
@@ -114,7 +120,7 @@ class RouterHealth(PeriodicCallback):
                 f"Expected at least as many images as the {devices} devices that share "
                 f"a batch; received: {number}"
             )
-        # Each device has the same number.
+        # The same number on each device.
         number -= number % devices
         self.images = keras.tree.map_structure(lambda x: np.asarray(x)[:number], images)
         self.training = check_bool("training", training)
@@ -134,7 +140,7 @@ class RouterHealth(PeriodicCallback):
                 )
         self.layers = []
         self._events = None
-        # Rows that TensorBoard has not got yet.
+        # Rows that TensorBoard does not have yet.
         self._unwritten = []
         self._of, self._probe = None, None
 
@@ -178,7 +184,7 @@ class RouterHealth(PeriodicCallback):
     def set_state(self, state):
         super().set_state(state)
         self.layers = list(state["layers"])
-        # Rows of steps that will be made again go.
+        # Without rows of steps that will be repeated.
         if not process_index():
             self._write_csv()
 
@@ -221,7 +227,7 @@ class RouterHealth(PeriodicCallback):
             return
         events, self._events = self._events, None
         with written_if_possible(self.tensorboard):
-            # After a failure in a new file, which hides what the last one has of them.
+            # After a failure a new file, which hides what the last one has of them.
             events = events or EventFile(self.tensorboard, self._unwritten[0]["step"])
             for row in self._unwritten:
                 events.write(row["step"], _scalars(row))
@@ -229,7 +235,7 @@ class RouterHealth(PeriodicCallback):
 
 
 class _RoutingProbe(keras.Model):
-    """The routing records of a model, as they are in training if need be."""
+    """The routing records of a model, as in training if asked for."""
 
     def __init__(self, model, training):
         # The global policy is not the model's.
@@ -284,7 +290,7 @@ def _number_of_examples(inputs):
 
 def _num_selected_experts(model, name):
     backbone = getattr(model, "backbone", model)
-    # In a head or a token mixer of muMoE all experts take part.
+    # In a head or a token mixer of muMoE all experts are used.
     if name == "head" or name.endswith("/token_mixer"):
         return None
     block = backbone.get_layer(name)
@@ -307,9 +313,189 @@ def _row(name, figures):
 
 
 def _scalars(row):
-    """Returns the figures of a row that TensorBoard shows, by tag."""
+    """The metrics of a row that TensorBoard shows, by tag."""
     name = f"router/{row['layer']}"
     figures = {f"{name}/{x}": row[x] for x in COLUMNS[3:-1]}
     for expert, share in enumerate(row["expert_shares"]):
         figures[f"{name}/load/{expert}"] = share
     return {tag: x for tag, x in figures.items() if x is not None}
+
+
+class EventFile:
+    """Writes scalars for TensorBoard, at once.
+
+    TensorFlow would take seconds to import, and a GPU; `tensorboardX.SummaryWriter` has
+    a queue, whose content a killed process would lose.
+    """
+
+    def __init__(self, folder: str | os.PathLike, first_step: int = 0):
+        tensorboardx = import_tensorboardx()
+        self._event = tensorboardx.proto.event_pb2.Event
+        self._scalar = tensorboardx.summary.scalar
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Names only have seconds: another file of the same second would be replaced.
+        suffix = f".{os.getpid()}.{time.time_ns() % 10**9}"
+        self._writer = tensorboardx.event_file_writer.EventsWriter(
+            str(folder / "events"), suffix
+        )
+        log = tensorboardx.proto.event_pb2.SessionLog
+        self._append(step=first_step, session_log=log(status=log.START))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Appends scalars of a step, by their tags."""
+        for tag, value in scalars.items():
+            self._append(step=step, summary=self._scalar(tag, value))
+        self._writer.flush()
+
+    def _append(self, **fields):
+        self._writer.write_event(self._event(wall_time=time.time(), **fields))
+
+
+def import_tensorboardx() -> ModuleType:
+    """The package, or an error that says how to install it."""
+    try:
+        import tensorboardX
+    except ImportError as error:
+        raise ImportError(
+            "Expected the package tensorboardX, which writes TensorBoard's files; "
+            'install it with pip install "keras_moe[tensorboard]"'
+        ) from error
+    return tensorboardX
+
+
+class UsageRecorder(PeriodicCallback):
+    """Counts at intervals how much each expert is used, over a window of training.
+
+    Each time the next batch of the examples is routed; training is the same with it and
+    without. `usage` is the sum over the window, for
+    `keras_moe.analysis.select_experts`. *LIMoE* ranks the experts to prune by the last
+    2,500 steps, counted every 50.
+
+    The logs and the history get `usage/experts`: the number of experts that serve 90%
+    of the tokens, averaged over blocks.
+
+    Args:
+        inputs: array or dict of arrays by name, examples to route: those of training
+            count as the paper does, others count what the pruned model will see.
+        groups: integers (B,) or (B, N), the group of each example or token, such as
+            its class or modality; None is one group, or the modalities of a model
+            whose records are by modality.
+        group_names: names of the groups; None numbers them.
+        mask: argument of `keras_moe.analysis.expert_usage`.
+        every: number of steps or epochs between counts.
+        unit: `"steps"` or `"epochs"`.
+        last: length of the window in this unit.
+        batch_size: number of examples that are routed each time. A batch of training's
+            size has the capacity of training.
+        training: whether to route as in training, with its capacity, noise and dropout;
+            or as at inference, where nothing is dropped by default.
+        contributions: argument of `keras_moe.analysis.expert_usage`.
+        path: JSON file that is written when training ends, for `ExpertUsage.load`; None
+            for none.
+
+    Reference:
+        *Multimodal Contrastive Learning with LIMoE*, appendix E.4.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe import models
+    >>> from keras_moe.training import UsageRecorder
+    >>> model = models.from_preset(
+    ...     "vmoe_digits", num_classes=10, num_layers=2, load_weights=False
+    ... )
+    >>> recorder = UsageRecorder(np.zeros((4, 16, 16, 1), "float32"), batch_size=2)
+    >>> recorder.set_model(model)
+    >>> list(recorder.measure())
+    ['usage/experts']
+    >>> list(recorder.usage.blocks)
+    ['block_1']
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        groups: Any = None,
+        group_names: list[str] | None = None,
+        mask: Any = None,
+        every: int = 50,
+        unit: str = "steps",
+        last: int = 2500,
+        batch_size: int = 32,
+        training: bool = True,
+        contributions: bool = False,
+        path: str | os.PathLike | None = None,
+    ):
+        super().__init__(every, unit)
+        if check_integer("last", last) < self.every:
+            raise ValueError(
+                f"Expected last to be at least every={every}; received: last={last}"
+            )
+        arrays = inputs if isinstance(inputs, dict) else {"inputs": inputs}
+        arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        groups = None if groups is None else np.asarray(groups)
+        lengths = {len(x) if x.ndim else 0 for x in arrays.values()}
+        if groups is not None:
+            lengths.add(len(groups))
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(
+                "Expected arrays of inputs and groups of one length, at least 1; "
+                f"received: lengths {sorted(lengths)}"
+            )
+        if group_names is not None and groups is None:
+            raise ValueError(
+                "Expected group_names=None without groups; "
+                f"received: group_names={group_names}"
+            )
+        if group_names is None and groups is not None:
+            group_names = [str(number) for number in range(int(groups.max()) + 1)]
+        (self.num_examples,) = lengths
+        self.inputs = arrays if isinstance(inputs, dict) else arrays["inputs"]
+        self.groups, self.group_names, self.mask = groups, group_names, mask
+        self.batch_size = check_integer("batch_size", batch_size)
+        self.training = check_bool("training", training)
+        self.contributions = check_bool("contributions", contributions)
+        self.path = path
+        self._counts = collections.deque(maxlen=last // self.every)
+        self._next = 0
+        self._of, self._probe = None, None
+
+    @property
+    def usage(self) -> ExpertUsage:
+        """The use of each expert, summed over the window."""
+        return merged_usage(self._counts)
+
+    def measure(self):
+        if self._of is not self.model:
+            self._of = self.model
+            self._probe = UsageProbe(self.model, self.contributions, self.training)
+        # Batches of one size: after the last example comes the first.
+        rows = (self._next + np.arange(self.batch_size)) % self.num_examples
+        self._next = int(rows[-1] + 1) % self.num_examples
+        if isinstance(self.inputs, dict):
+            batch = {name: array[rows] for name, array in self.inputs.items()}
+        else:
+            batch = self.inputs[rows]
+        groups = None if self.groups is None else self.groups[rows]
+        names, mask = self.group_names, self.mask
+        self._counts.append(self._probe.count(batch, groups, names, mask))
+        curves = coverage_curves(self._counts[-1]).values()
+        needed = [np.argmax(curve.covered >= _COVERED) + 1 for curve in curves]
+        return {"usage/experts": float(statistics.fmean(needed))}
+
+    def on_train_end(self, logs=None):
+        super().on_train_end(logs)
+        if self.path is not None and self._counts:
+            with written_if_possible(self.path):
+                self.usage.save(self.path)
+
+    def get_state(self):
+        counts = [usage.to_dict() for usage in self._counts]
+        return {**super().get_state(), "counts": counts, "next": self._next}
+
+    def set_state(self, state):
+        super().set_state(state)
+        self._counts.clear()
+        self._counts.extend(map(ExpertUsage.from_dict, state["counts"]))
+        self._next = state["next"]

@@ -1,9 +1,10 @@
-"""A run: the model of a recipe, trained on its images."""
+"""A run: trains the model of a recipe on its data, and resumes it."""
 
+import hashlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,26 +13,30 @@ import numpy as np
 from keras import ops
 
 from keras_moe import data
-from keras_moe.processes import process_count, process_index
-from keras_moe.training.checkpoints import list_checkpoints
-from keras_moe.training.class_names import set_class_names
-from keras_moe.training.datasets import Datasets
-from keras_moe.training.extension import EXTENDABLE, check_extension
+from keras_moe.processes import process_index, rank_and_world_size
+from keras_moe.training.callbacks import Progress
+from keras_moe.training.checkpoint_files import is_remote
+from keras_moe.training.checkpoints import list_checkpoints, run_lock
+from keras_moe.training.data_sections import Datasets
 from keras_moe.training.non_finite import (
     NonFiniteLoss,
     StopOnNonFinite,
     first_non_finite_step,
 )
-from keras_moe.training.progress import Progress
+from keras_moe.training.objectives import set_class_names
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.run_checkpoint import RunCheckpoint
-from keras_moe.training.run_lock import holds_run_folder
-from keras_moe.training.run_settings import run_settings
-from keras_moe.training.storage import is_remote
 
-# Without checkpoints, a run is made again from its start to see where it went wrong,
-# if it is no longer than this.
+# A run without checkpoints is repeated from its start to find where it went wrong, if
+# it has at most this many steps.
 _SHORT_RUN = 1000
+# Settings that may change when a run is extended: its length, and its patience.
+_EXTENDABLE = (
+    "schedule.epochs",
+    "schedule.steps",
+    "schedule.schedule_steps",
+    "schedule.patience",
+)
 
 
 class Training(NamedTuple):
@@ -39,13 +44,13 @@ class Training(NamedTuple):
 
     Attributes:
         model: the trained model. The `class_names` of its preprocessor are those of the
-            recipe's data, or None where nobody knows them.
+            recipe's data, or None if they are unknown.
         history: lists with a value for each epoch: the loss and metrics of the
-            objective, as `loss`, `accuracy`, `val_loss` and `val_accuracy` of
-            classification; the latter are those of the test images.
-        score: the objective's headline metric, such as the accuracy of the test
-            images: that of the last epoch, or with `best="restore"` in the recipe's
-            schedule that of the best.
+            objective, such as `loss`, `accuracy`, `val_loss` and `val_accuracy` of
+            classification; the `val_` ones are those of the test data.
+        score: the objective's main metric, such as the accuracy of the test images: of
+            the last epoch, or with `best="restore"` in the recipe's schedule of the
+            best one.
     """
 
     model: keras.Model
@@ -53,7 +58,6 @@ class Training(NamedTuple):
     score: float
 
 
-@holds_run_folder
 def train(
     recipe: Recipe,
     datasets: Datasets | Callable[[int], Datasets] | None = None,
@@ -68,48 +72,48 @@ def train(
     branch_from: str | os.PathLike | None = None,
     extend: bool = False,
 ) -> Training:
-    """Trains a model as a recipe says.
+    """Trains a model by a recipe.
 
     The same recipe gives the same weights on one machine and backend: it sets all of
-    Keras's random seeds. With `checkpoint_dir` a run that was ended, by whatever,
-    resumes from its newest checkpoint when it is started again, and comes to the same
+    Keras's random seeds. With `checkpoint_dir` a run that was interrupted or killed
+    resumes from its newest checkpoint when it is started again, and ends with the same
     weights and history as one that was not; see `RunCheckpoint`.
 
     A loss that is not finite ends the run. The steps since the last checkpoint are
-    then made again to say in which layer it began.
+    then repeated to find the layer in which it began.
 
     Args:
         recipe: the settings.
-        datasets: images of your own instead of the recipe's. Or a function to
-            them from the number of steps that were made, whose `train` begins after as
-            many batches and does not end; checkpoints need this.
+        datasets: your own data instead of the recipe's. Or a function from the number
+            of steps already made to them, whose `train` starts after as many batches
+            and is infinite; checkpoints need this.
         data_dir: folder of TensorFlow Datasets.
         callbacks: callbacks for `fit`; or a function from the model and the `Datasets`
             to them, such as `RouterHealth` needs for its images.
         verbose: argument of `fit`.
         checkpoint_dir: a folder for the checkpoints of this run.
-        checkpoint_every: steps between checkpoints; None is one at each epoch's end.
-        keep_checkpoints: number of checkpoints that stay.
-        keep_every: those of steps that this divides stay, too, for branches and soups.
-        resume: whether a run whose checkpoints exist is resumed; if not, they are
-            removed.
-        branch_from: a checkpoint of another run, with which this one begins; see
+        checkpoint_every: steps between checkpoints; None saves at each epoch's end.
+        keep_checkpoints: how many of the newest checkpoints to keep.
+        keep_every: also keeps the checkpoints of all multiples of this step, for
+            branches and soups.
+        resume: whether a run that has checkpoints is resumed; if not, they are deleted.
+        branch_from: a checkpoint of another run from which this one starts; see
             `RunCheckpoint` and `cooldown_branch`.
         extend: whether the run in `checkpoint_dir` may continue, also after its end,
             with a recipe of more `epochs` or `steps`, other `schedule_steps` or more
             `patience`. It resumes from its newest checkpoint with the learning rate of
-            the longer schedule; a warning says if that differs from before, where
-            `schedule_steps` leaves it as it was. Where a run of `steps` ended within
-            an epoch, the rest of the epoch is a further row of the history.
+            the longer schedule, with a warning if that differs from before
+            (`schedule_steps` can keep it as it was). If a run of `steps` ended within
+            an epoch, the rest of the epoch is another row of the history.
 
     Returns:
-        A `Training`: the model, the history and the objective's headline metric.
+        A `Training`: the model, the history and the objective's main metric.
 
     Raises:
-        ValueError: if the recipe, model and images do not fit together; if the
-            checkpoints are of another recipe, or all corrupt; if an image cannot be
+        ValueError: if the recipe, model and data do not fit together; if the
+            checkpoints are of another recipe, or all damaged; if an image cannot be
             read, or with `unreadable="exclude"` others than when the run began; or if
-            the loss is not finite any more.
+            the loss is no longer finite.
         OSError: if the last checkpoint cannot be written; or if another process, which
             the error names, trains in `checkpoint_dir`, see `run_lock`.
 
@@ -125,107 +129,63 @@ def train(
     >>> sorted(train(recipe, verbose=0).history)
     ['accuracy', 'loss', 'val_accuracy', 'val_loss']
     """
-    if checkpoint_dir is not None and isinstance(datasets, Datasets):
+    best = recipe.schedule.best
+    for name, value in (("best", best), ("branch_from", branch_from)):
+        if value is not None and checkpoint_dir is None:
+            raise ValueError(
+                f"Expected a checkpoint_dir with {name}; "
+                f"received: {name}={value!r}, checkpoint_dir=None"
+            )
+    if checkpoint_dir is None:
+        return _Run(recipe, datasets, data_dir).train(callbacks, verbose)
+    if isinstance(datasets, Datasets):
         raise ValueError(
             "Expected a function from steps to datasets for a run with checkpoints; "
             f"received: datasets={type(datasets).__name__}"
         )
-    if branch_from is not None and checkpoint_dir is None:
-        raise ValueError(
-            "Expected a checkpoint_dir for the branch's own checkpoints; "
-            f"received: branch_from={branch_from!r}, checkpoint_dir=None"
+    with run_lock(checkpoint_dir):
+        run = _Run(
+            recipe, datasets, data_dir, _tokenizer_folder(checkpoint_dir, resume)
         )
-    keeps_best = recipe.schedule.best
-    if keeps_best is not None and checkpoint_dir is None:
-        raise ValueError(
-            "Expected a checkpoint_dir for the best epoch's checkpoint; "
-            f"received: best={keeps_best!r}, checkpoint_dir=None"
-        )
-    best = recipe.best_epoch()
-    folder = None
-    if checkpoint_dir is not None and not is_remote(checkpoint_dir):
-        folder = Path(checkpoint_dir)
-        if process_index() == 0 and not (resume and list_checkpoints(folder)):
-            shutil.rmtree(folder / "tokenizer", ignore_errors=True)
-    run = _Run(recipe, datasets, data_dir, folder)
-    model = run.new_model()
-    checkpoint, first_step = None, 0
-    if checkpoint_dir is not None:
-        checkpoint = RunCheckpoint(
+        run.checkpoint = RunCheckpoint(
             checkpoint_dir,
             run.steps_per_epoch,
             checkpoint_every,
             keep_checkpoints,
             keep_every,
-            run_settings(recipe, data_dir, datasets is not None, model),
+            run.settings(),
             restart=not resume,
             branch_from=branch_from,
-            best=None if keeps_best is None else best,
-            may_differ=EXTENDABLE if extend else (),
+            best=None if best is None else run.best,
+            may_differ=_EXTENDABLE if extend else (),
         )
-        first_step = checkpoint.restore(model)
-        if checkpoint.changed:
-            checkpoint.finished = not check_extension(
-                recipe, checkpoint.changed, run.steps_per_epoch, first_step
-            )
-        if checkpoint.finished:
-            # Averages take the weights' place, as at the end of `fit`.
-            model.optimizer.finalize_variable_values(model.trainable_weights)
-            return _training(model, checkpoint.history, recipe, checkpoint)
-    images = run.datasets(first_step)
-    test = images.test
-    if keras.distribution.distribution() is not None:
-        # Each batch is shared by the devices.
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
-        test = data.padded(x, y, weight, model=model)
-    if callable(callbacks):
-        callbacks = callbacks(model, images)
-    every = [*recipe.callbacks(first_step), *callbacks, StopOnNonFinite()]
-    if best is not None:
-        every.append(best)
-    if checkpoint is None:
-        Progress().hand_to(every)
-    else:
-        if best is not None:
-            # Unless the checkpoint has a state of its own.
-            best.count_from(len(checkpoint.history.get("loss", ())))
-        every = checkpoint.around(every)
-    if first_step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
-        # Makes the metrics' variables, which other backends have before the first step
-        # and whose values are in the checkpoint.
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
-        model.evaluate(x, y, sample_weight=weight, steps=1, verbose=0)
-    try:
-        with data.reading_errors():
-            history = model.fit(
-                images.train,
-                epochs=recipe.passes(run.steps_per_epoch),
-                initial_epoch=first_step // run.steps_per_epoch,
-                steps_per_epoch=run.steps_per_epoch,
-                validation_data=test,
-                shuffle=False,  # The batches come shuffled.
-                callbacks=every,
-                verbose=verbose,
-            ).history
-    except NonFiniteLoss as error:
-        del model
-        raise ValueError(_diagnosis(error, run, checkpoint, verbose)) from error
-    if checkpoint is not None:
-        history = checkpoint.history
-    return _training(model, history, recipe, checkpoint)
+        return run.train(callbacks, verbose)
+
+
+def _tokenizer_folder(checkpoint_dir, resume):
+    """Where a trained tokenizer is kept; None for remote runs."""
+    if is_remote(checkpoint_dir):
+        return None
+    folder = Path(checkpoint_dir)
+    if process_index() == 0 and not (resume and list_checkpoints(folder)):
+        shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+    return folder
 
 
 class _Run:
-    """The model that a recipe begins with, and its batches from any step on."""
+    """A recipe's model and data, and the checkpoints from which they resume."""
 
-    def __init__(self, recipe, datasets, data_dir, folder):
+    def __init__(self, recipe, datasets, data_dir, folder=None):
         self.recipe, self.own_datasets, self.data_dir = recipe, datasets, data_dir
         self.folder = folder
+        self.best = recipe.best_epoch()
+        self.checkpoint = None
         self.model = None
         self._opened = {}
+        self.new_model()
 
-    def new_model(self):
-        """Returns the compiled model at step 0; the last one is dropped."""
+    def new_model(self) -> None:
+        """Makes the compiled model at step 0; the last one is dropped."""
         recipe = self.recipe
         # One at a time is in memory.
         self.model = None
@@ -235,14 +195,13 @@ class _Run:
             recipe.prepare(self.model, self.data_dir, self.folder)
         else:
             self.model = recipe.new_model(self.datasets(0).num_classes)
-            # Nobody knows whether they are the preset's.
+            # The preset's may not be those of the data.
             set_class_names(self.model, None)
         self.steps_per_epoch = self.datasets(0).steps_per_epoch
         recipe.compile(self.model, self.steps_per_epoch)
-        return self.model
 
-    def datasets(self, step):
-        """Returns the batches after so many steps."""
+    def datasets(self, step: int) -> Datasets:
+        """The batches after so many steps."""
         if isinstance(self.own_datasets, Datasets):
             return self.own_datasets
         if step not in self._opened:
@@ -253,60 +212,158 @@ class _Run:
             )
         return self._opened[step]
 
-    def batches(self, step):
-        """Yields the batches after so many steps, as NumPy arrays, without end."""
+    def batches(self, step: int) -> Iterator[tuple]:
+        """The batches after so many steps, as NumPy arrays, infinitely."""
         while True:
             for batch in self.datasets(step).train:
                 x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
                 x, y = keras.tree.map_structure(_to_numpy, (x, y))
                 yield x, y, weight
 
+    def settings(self) -> dict[str, Any]:
+        """Everything that a run depends on, as its checkpoints keep it.
+
+        With `unreadable="exclude"` this includes the images that were left out: whether
+        a file can be read may change, and the batches depend on it.
+        """
+        recipe = self.recipe
+        settings = recipe.settings()
+        for name in ("description", "reference", "notes"):
+            del settings[name]
+        if self.own_datasets is not None:
+            return settings
+        left_out = None
+        if recipe.data.unreadable is not None:
+            left_out = recipe.data.left_out(self.data_dir)
+        if left_out is not None:
+            settings["unreadable_images"] = {
+                split: {
+                    "left_out": len(indices),
+                    "sha256": hashlib.sha256(indices.astype("<i8")).hexdigest(),
+                }
+                for split, indices in zip(("train", "test"), left_out)
+            }
+        return settings | recipe.objective.taken_from_data(self.model)
+
+    def train(self, callbacks, verbose) -> Training:
+        """Trains from the newest checkpoint to the end."""
+        checkpoint = self.checkpoint
+        step = 0 if checkpoint is None else checkpoint.restore(self.model)
+        if checkpoint is not None and checkpoint.changed:
+            checkpoint.finished = not self._is_extended(checkpoint.changed, step)
+        if checkpoint is not None and checkpoint.finished:
+            # Averages replace the weights, as at the end of `fit`.
+            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
+            return self._result(checkpoint.history)
+        try:
+            with data.reading_errors():
+                history = self._fit(step, callbacks, verbose)
+        except NonFiniteLoss as error:
+            raise ValueError(self._diagnosis(error, verbose)) from error
+        return self._result(history if checkpoint is None else checkpoint.history)
+
+    def _fit(self, step, callbacks, verbose):
+        images, model = self.datasets(step), self.model
+        test = images.test
+        if keras.distribution.distribution() is not None:
+            # The devices share each batch.
+            x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
+            test = data.padded(x, y, weight, model=model)
+        callbacks = self._callbacks(step, callbacks, images)
+        if step % self.steps_per_epoch and keras.backend.backend() == "tensorflow":
+            # Makes the metrics' variables, which other backends have before the first
+            # step and whose values are in the checkpoint.
+            x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
+            model.evaluate(x, y, sample_weight=weight, steps=1, verbose=0)
+        return model.fit(
+            images.train,
+            epochs=self.recipe.passes(self.steps_per_epoch),
+            initial_epoch=step // self.steps_per_epoch,
+            steps_per_epoch=self.steps_per_epoch,
+            validation_data=test,
+            shuffle=False,  # The batches come shuffled.
+            callbacks=callbacks,
+            verbose=verbose,
+        ).history
+
+    def _callbacks(self, step, callbacks, images):
+        if callable(callbacks):
+            callbacks = callbacks(self.model, images)
+        callbacks = [*self.recipe.callbacks(step), *callbacks, StopOnNonFinite()]
+        if self.best is not None:
+            callbacks.append(self.best)
+        if self.checkpoint is None:
+            Progress().hand_to(callbacks)
+            return callbacks
+        if self.best is not None:
+            # Unless the checkpoint has a state of its own.
+            self.best.count_from(len(self.checkpoint.history.get("loss", ())))
+        return self.checkpoint.around(callbacks)
+
+    def _is_extended(self, before, batches):
+        """Whether a longer run has steps left; warns if the learning rate jumps."""
+        recipe, steps_per_epoch = self.recipe, self.steps_per_epoch
+        old = recipe.replace(**before)
+        total, old_total = (x.total_steps(steps_per_epoch) for x in (recipe, old))
+        if total < old_total:
+            raise ValueError(
+                f"Expected a run of at least {old_total} steps to extend; "
+                f"received: {total} steps"
+            )
+        step = batches // recipe.optimizer.gradient_accumulation_steps
+        rates = [float(x.learning_rate(steps_per_epoch)(step)) for x in (old, recipe)]
+        if abs(rates[1] - rates[0]) > 1e-6 * recipe.schedule.learning_rate:
+            warnings.warn(
+                f"After step {step} the learning rate goes from {rates[0]:.3g} to "
+                f"{rates[1]:.3g}, that of a run of {total} steps with decay="
+                f"{recipe.schedule.decay!r}; with schedule_steps="
+                f"{old.schedule.schedule_steps or old_total} it goes on with "
+                "final_learning_rate",
+                stacklevel=4,
+            )
+        return step < total
+
+    def _diagnosis(self, error, verbose):
+        """What went wrong, where it began, and what is left."""
+        origin, checkpoint = None, self.checkpoint
+        good = checkpoint and checkpoint.last
+        alone = rank_and_world_size()[1] == 1
+        if alone and (good or error.step <= _SHORT_RUN):
+            self.new_model()
+            step = 0 if checkpoint is None else checkpoint.restore(self.model)
+            batches = self.batches(step)
+            origin = first_non_finite_step(self.model, batches, error, step, verbose)
+        epoch = (error.step - 1) // self.steps_per_epoch + 1
+        parts = [f"{error}, in epoch {epoch}"]
+        if origin is not None:
+            parts.append(f"The first NaN or Inf was {origin[1]}, in step {origin[0]}")
+        elif alone:
+            parts.append("With checkpoints, one would see where it began")
+        if good:
+            parts.append(f"The last good checkpoint is {good}")
+        rate = self.recipe.schedule.learning_rate
+        parts.append(f"Try less than learning_rate={rate}")
+        return ". ".join(parts)
+
+    def _result(self, history):
+        row = -1
+        if self.recipe.schedule.best == "restore":
+            if rank_and_world_size()[1] > 1:
+                # Another process may not have written its part of the checkpoint yet.
+                warnings.warn(
+                    "The model is that of the last epoch, as several processes share "
+                    "its weights: train(...) again with these checkpoints, in one "
+                    "process without a distribution, restores the best",
+                    stacklevel=4,
+                )
+            elif self.checkpoint.restore_best(self.model):
+                row = self.checkpoint.best_row
+        history = {name: [float(x) for x in values] for name, values in history.items()}
+        score = history[self.recipe.objective.monitor.metric][row]
+        return Training(self.model, history, score)
+
 
 def _to_numpy(value):
     if value is None:
         return None
     return ops.convert_to_numpy(value) if ops.is_tensor(value) else np.asarray(value)
-
-
-def _diagnosis(error, run, checkpoint, verbose):
-    """Returns a message with what went wrong, where, and what is left."""
-    recipe = run.recipe
-    origin = None
-    good = checkpoint and checkpoint.last
-    alone = _has_all_weights()
-    if alone and (good or error.step <= _SHORT_RUN):
-        model = run.new_model()
-        step = 0 if checkpoint is None else checkpoint.restore(model)
-        batches = run.batches(step)
-        origin = first_non_finite_step(model, batches, error, step, verbose)
-    epoch = (error.step - 1) // run.steps_per_epoch + 1
-    parts = [f"{error}, in epoch {epoch}"]
-    if origin is not None:
-        parts.append(f"The first NaN or Inf was {origin[1]}, in step {origin[0]}")
-    elif alone:
-        parts.append("With checkpoints, one would see where it began")
-    if good:
-        parts.append(f"The last good checkpoint is {good}")
-    parts.append(f"Try less than learning_rate={recipe.schedule.learning_rate}")
-    return ". ".join(parts)
-
-
-def _has_all_weights():
-    """Whether this process has all weights: alone, or without a distribution."""
-    return keras.distribution.distribution() is None or process_count() == 1
-
-
-def _training(model, history, recipe, checkpoint):
-    history = {name: [float(x) for x in values] for name, values in history.items()}
-    row = -1
-    if recipe.schedule.best == "restore" and _has_all_weights():
-        row = checkpoint.best_row if checkpoint.restore_best(model) else -1
-    elif recipe.schedule.best == "restore":
-        # No process of several has waited for the others' pieces of it.
-        warnings.warn(
-            "The model is that of the last epoch, as several processes share its "
-            "weights: train(...) again with these checkpoints, in one process without "
-            "a distribution, gives that of the best",
-            stacklevel=3,
-        )
-    return Training(model, history, history[recipe.objective.headline.metric][row])

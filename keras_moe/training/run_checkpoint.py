@@ -14,12 +14,17 @@ import numpy as np
 
 from keras_moe._version import __version__
 from keras_moe.checks import check_integer
-from keras_moe.training.best_epoch import BestEpoch
-from keras_moe.training.checkpoints import new_storage, open_checkpoint
+from keras_moe.training.callbacks import BestEpoch, Progress
+from keras_moe.training.checkpoints import (
+    Checkpoint,
+    NonFiniteValues,
+    clean_folder,
+    find_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+    step_folder,
+)
 from keras_moe.training.non_finite import NonFiniteLoss
-from keras_moe.training.progress import Progress
-from keras_moe.training.storage import Checkpoint, Retention, Storage
-from keras_moe.training.tensor_writer import NonFiniteValues
 
 # Entries of a state without which a run cannot be resumed.
 _STATE = {
@@ -34,40 +39,39 @@ _STATE = {
 
 
 class RunCheckpoint(keras.callbacks.Callback):
-    """Saves all that a run is: at its epochs' ends, or every so many steps.
+    """Saves a run at the end of its epochs, or every so many steps, and resumes it.
 
-    Weights, the optimizer's variables, seeds of layers, running means of the metrics,
-    Python's and NumPy's random state, the history, and the state of other callbacks,
-    if they have the methods `get_state`, which returns JSON, and `set_state`. A run
-    that is resumed there, with batches from `step` on, is the run that never stopped:
-    bit for bit, where the backend computes the same twice.
+    A checkpoint holds the weights, the optimizer's variables, the seeds of layers, the
+    running means of metrics, Python's and NumPy's random states, the history, and the
+    state of other callbacks that have the methods `get_state`, which returns JSON, and
+    `set_state`. A run that resumes from it, with batches from `step` on, continues as
+    if it had never stopped: bit for bit, where the backend is deterministic.
 
-    A checkpoint that cannot be written leaves those before as they are. There is a
-    warning, and the next one is tried; for the last one of the run an error. Weights
-    that are not finite are never saved.
+    If a checkpoint cannot be written, older ones stay as they are, and the run goes on
+    with a warning; for the last checkpoint of the run it is an error. Weights that are
+    not finite are never saved.
 
     Args:
-        folder: folder of the run's checkpoints, and of nothing else, which may be
-            remote, as `"gs://bucket/run"`; or a `Storage`. See `new_storage`.
+        folder: folder of the run's checkpoints, and of nothing else. It may be remote,
+            such as `"gs://bucket/run"`.
         steps_per_epoch: steps in an epoch.
         every: steps between checkpoints; None saves at the end of each epoch. The end
-            of the run is saved always.
-        keep: number of checkpoints that stay.
-        keep_every: those of steps that this divides stay, too, for branches and soups.
-        settings: JSON, such as a recipe's `settings()`. A run with others is refused.
-        restart: whether to remove the checkpoints that are there, and begin anew.
+            of the run is always saved.
+        keep: how many of the newest checkpoints to keep.
+        keep_every: also keeps the checkpoints of all multiples of this step, for
+            branches and soups.
+        settings: JSON, such as a recipe's `settings()`. A run with other settings is
+            refused.
+        restart: whether to delete the checkpoints that are there, and start over.
         branch_from: the folder of another run's checkpoint, such as
-            `"runs/long/checkpoints/step-00650000"`. Where `folder` has no checkpoint
-            yet, the run resumes from there, whatever the other's settings, and its
-            history begins.
+            `"runs/long/checkpoints/step-00650000"`. If `folder` has no checkpoint yet,
+            the run resumes from there, whatever the other run's settings, with a new
+            history.
         best: the callback that compares epochs, one of those in `around`. The
-            checkpoint of the best epoch is then written at its end and stays beside
+            checkpoint of the best epoch is then written at its end and kept next to
             the newest ones, see `restore_best`.
-        may_differ: names of settings that may be others than those of the run, which
-            are then `changed`.
-
-    Raises:
-        ValueError: if a number is out of range.
+        may_differ: names of settings that may differ from those of the run; the old
+            values are then in `changed`.
 
     Example:
 
@@ -97,7 +101,7 @@ class RunCheckpoint(keras.callbacks.Callback):
 
     def __init__(
         self,
-        folder: str | os.PathLike | Storage,
+        folder: str | os.PathLike,
         steps_per_epoch: int,
         every: int | None = None,
         keep: int = 3,
@@ -109,10 +113,13 @@ class RunCheckpoint(keras.callbacks.Callback):
         may_differ: Collection[str] = (),
     ):
         super().__init__()
-        self.storage = new_storage(folder)
+        self.folder = folder
         self.steps_per_epoch = check_integer("steps_per_epoch", steps_per_epoch)
         self.every = None if every is None else check_integer("every", every)
-        self.retention = Retention(keep, keep_every).check()
+        self.keep = check_integer("keep", keep)
+        if keep_every is not None:
+            check_integer("keep_every", keep_every)
+        self.keep_every = keep_every
         # The form in which a checkpoint gives them back.
         self.settings = json.loads(json.dumps(dict(settings or {})))
         self.restart = restart
@@ -135,25 +142,25 @@ class RunCheckpoint(keras.callbacks.Callback):
         self._callbacks = []
 
     def restore(self, model: keras.Model) -> int:
-        """Gives a compiled model the state of the newest checkpoint that is whole.
+        """Restores a compiled model from the newest checkpoint that is whole.
 
         Within an epoch, the metrics' running means are restored when `fit` begins. On
         TensorFlow they do not exist before the first batch: call
         `model.evaluate(..., steps=1)` once before.
 
         Args:
-            model: compiled as the run's was.
+            model: a model compiled as the run's was.
 
         Returns:
-            How many steps were made: 0 if there is no checkpoint.
+            The number of steps made: 0 if there is no checkpoint.
 
         Raises:
             ValueError: if the settings differ, no checkpoint is whole, or the one to
-                begin with is none of a run, such as those of `save_checkpoint` alone.
+                start from was not written by a `RunCheckpoint`.
         """
-        self.storage.clean(everything=self.restart)
-        # Not looked for: another process may still be removing them.
-        checkpoint = None if self.restart else self.storage.newest()
+        clean_folder(self.folder, everything=self.restart)
+        # Not looked for: another process may still be deleting them.
+        checkpoint = None if self.restart else find_checkpoint(self.folder)
         # Only once: a run that is restored again keeps its checkpoints.
         self.restart = False
         if checkpoint is None and self.branch_from is None:
@@ -161,7 +168,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         if checkpoint is None:
             checkpoint = open_checkpoint(self.branch_from)
             _check_state(checkpoint)
-            # Neither what that run measured is this one's, nor its place in an epoch.
+            # The other run's measurements and position in its epoch are not ours.
             begun = {"finished": False, "history": {}, "callbacks": {}, "best": None}
             state = {**checkpoint.state, **begun}
             checkpoint = dataclasses.replace(checkpoint, state=state)
@@ -170,7 +177,7 @@ class RunCheckpoint(keras.callbacks.Callback):
             self._check(checkpoint)
         state = checkpoint.state
         model.optimizer.build(model.trainable_variables)
-        checkpoint.storage.restore(checkpoint, _groups(model))
+        checkpoint.restore(_groups(model))
         self._restored, self.last = checkpoint, checkpoint.path
         self.progress.step, self.finished = checkpoint.step, state["finished"]
         self.history = {name: list(values) for name, values in state["history"].items()}
@@ -180,13 +187,13 @@ class RunCheckpoint(keras.callbacks.Callback):
         return checkpoint.step
 
     def restore_best(self, model: keras.Model) -> bool:
-        """Gives a compiled model the weights of the best epoch, once `fit` is over.
+        """Restores the weights of the best epoch, once `fit` is over.
 
-        There is a warning, and the model stays, if there is no best epoch or its
-        checkpoint is not whole.
+        If there is no best epoch, or its checkpoint is damaged, the model keeps those
+        of the last epoch, with a warning.
 
         Args:
-            model: compiled as the run's was.
+            model: a model compiled as the run's was.
 
         Returns:
             Whether the model has them.
@@ -194,17 +201,17 @@ class RunCheckpoint(keras.callbacks.Callback):
         if self.best_step is None:
             warnings.warn(
                 "The model is that of the last epoch: there is no checkpoint of a best "
-                f"one in {self.storage.folder}",
+                f"one in {self.folder}",
                 stacklevel=2,
             )
             return False
         try:
-            checkpoint = self.storage.open(self.storage.path_of(self.best_step))
+            checkpoint = open_checkpoint(step_folder(self.folder, self.best_step))
         except ValueError as error:
             warnings.warn(f"The model is that of the last epoch: {error}", stacklevel=2)
             return False
-        self.storage.restore(checkpoint, _groups(model))
-        # Averages take the weights' place, as at the end of `fit`.
+        checkpoint.restore(_groups(model))
+        # Averages replace the weights, as at the end of `fit`.
         model.optimizer.finalize_variable_values(model.trainable_weights)
         return True
 
@@ -236,7 +243,7 @@ class RunCheckpoint(keras.callbacks.Callback):
             return
         if self.is_within_epoch and not self._begins_metrics:
             metrics = {"metrics": self.model.metrics_variables}
-            checkpoint.storage.restore(checkpoint, metrics)
+            checkpoint.restore(metrics)
         _set_random_state(checkpoint.state["random"])
 
     def on_epoch_end(self, epoch, logs=None):
@@ -283,8 +290,9 @@ class RunCheckpoint(keras.callbacks.Callback):
             "versions": _versions(),
         }
         try:
-            retention = self.retention._replace(steps=best[:1])
-            path = self.storage.save(step, groups, state, retention)
+            path = save_checkpoint(
+                self.folder, step, groups, state, self.keep, self.keep_every, best[:1]
+            )
         except NonFiniteValues as error:
             raise NonFiniteLoss(step, str(error)) from error
         except OSError as error:
@@ -321,7 +329,7 @@ class RunCheckpoint(keras.callbacks.Callback):
         ]
         if different:
             raise ValueError(
-                f"Expected the settings of the run in {self.storage.folder}; received: "
+                f"Expected the settings of the run in {self.folder}; received: "
                 f"{', '.join(different)}. Take another folder, begin anew, or extend "
                 "the run if its length alone differs"
             )

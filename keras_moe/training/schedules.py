@@ -1,4 +1,7 @@
-"""Learning rates that rise from zero to a peak, and fall until the last step."""
+"""Learning rates: the recipe's section, and schedules with a warm-up and a decay."""
+
+import dataclasses
+from typing import Any
 
 import keras
 from keras import ops
@@ -9,15 +12,17 @@ from keras_moe.checks import (
     check_one_of,
     check_positive,
 )
+from keras_moe.training.callbacks import check_best
+from keras_moe.training.sections import Section
 
 DECAYS = ("cosine", "linear", "rsqrt", "constant")
-# The run's length changes nothing in these before the cooldown.
+# Before the cooldown these do not depend on the run's length.
 OPEN_ENDED = ("rsqrt", "constant")
 
 
 @keras.saving.register_keras_serializable("keras_moe")
 class WarmupLinearDecay(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises on a line from 0 to a peak, then falls on a line to the last step.
+    """Rises linearly from 0 to a peak, then falls linearly until the last step.
 
     Keras's own schedules with a warm-up fall along a cosine.
 
@@ -29,9 +34,6 @@ class WarmupLinearDecay(keras.optimizers.schedules.LearningRateSchedule):
 
     Call arguments:
         step: the number of steps that were made before.
-
-    Raises:
-        ValueError: if an argument is out of range.
 
     Example:
 
@@ -74,30 +76,27 @@ class WarmupCooldown(keras.optimizers.schedules.LearningRateSchedule):
 
         peak step / w                            for step < w
         peak / sqrt(1 + (step - w) / s)          for w <= step <= T - n
-        on a line to `final`                     for T - n <= step <= T
+        linearly to `final`                      for T - n <= step <= T
 
-    The rate before the cooldown does not depend on T: from any checkpoint a run may be
-    resumed, or branch off into a cooldown.
+    The rate before the cooldown does not depend on T: a run may be extended, or branch
+    off into a cooldown, from any checkpoint.
 
     Args:
         peak: the learning rate at the end of the warm-up.
         total_steps: the last step of the cooldown.
         warmup_steps: number of steps for which it rises.
-        timescale: number of steps after the warm-up at which the rate is
-            peak / sqrt(2); None for a constant rate.
+        timescale: number of steps after the warm-up until the rate is peak / sqrt(2);
+            None for a constant rate.
         cooldown_steps: number of steps for which it falls linearly; 0 for no cooldown.
         final: the learning rate after the cooldown.
 
     Call arguments:
         step: the number of steps that were made before.
 
-    Raises:
-        ValueError: if an argument is out of range.
-
     Reference:
         *Scaling Vision Transformers*, section 3.5, in the form of the V-MoE release
-        (`big_vision_rsqrt_schedule`). big_vision's own goes on dividing by the square
-        root during the cooldown, which is no line then.
+        (`big_vision_rsqrt_schedule`). big_vision's own also divides by the square root
+        during the cooldown, which is then not linear.
 
     Example:
 
@@ -185,10 +184,6 @@ def warmup_schedule(
     Returns:
         The schedule.
 
-    Raises:
-        ValueError: if an argument is out of range, as is a warm-up as long as the run,
-            or if there is a cooldown and the decay has none.
-
     Example:
 
     >>> from keras_moe.training import warmup_schedule
@@ -253,4 +248,141 @@ def check_length(
             f"Expected final_learning_rate > 0 for the {total - steps} steps of a run "
             f"after its schedule; received: final_learning_rate={final!r}, "
             f"schedule_steps={steps}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Section):
+    """The length of a run, its learning rates, and which of its epochs is the best.
+
+    A step is an update of the weights, with or without accumulation.
+
+    Args:
+        learning_rate: the learning rate at the end of the warm-up.
+        epochs: passes over the training data, or None with `steps`.
+        steps: number of steps, instead of `epochs`.
+        warmup_steps: steps in which the learning rate rises linearly from 0.
+        decay: `"cosine"` or `"linear"`, to `final_learning_rate` at the last step;
+            `"rsqrt"`, a reciprocal square root, or `"constant"`.
+        timescale: number of steps after the warm-up until the learning rate of
+            `"rsqrt"` is 0.71 of its peak.
+        cooldown_steps: the last steps, in which the learning rate of `"rsqrt"` or
+            `"constant"` falls linearly to `final_learning_rate`.
+        final_learning_rate: the learning rate after the last step of the schedule.
+        schedule_steps: steps of the schedule, if it is shorter than the run, which then
+            continues with `final_learning_rate`. None for all steps of the run.
+        monitor: a metric of the history by which epochs are compared; None for the
+            objective's main metric.
+        monitor_mode: `"max"` or `"min"`, see `BestEpoch`.
+        patience: epochs without a better one after which the run ends; None for never.
+        best: `"keep"` keeps the checkpoint of the best epoch next to the newest ones;
+            `"restore"` also restores its weights at the end. None for neither.
+
+    Example:
+
+    >>> from keras_moe.training import ScheduleConfig
+    >>> config = ScheduleConfig(learning_rate=1e-3, epochs=2)
+    >>> config.replace(steps=80).epochs is None
+    True
+    """
+
+    title = "schedule"
+
+    learning_rate: float
+    epochs: int | None = None
+    steps: int | None = None
+    warmup_steps: int = 0
+    decay: str = "cosine"
+    timescale: int = 10_000
+    cooldown_steps: int = 0
+    final_learning_rate: float = 0.0
+    schedule_steps: int | None = None
+    monitor: str | None = None
+    monitor_mode: str | None = None
+    patience: int | None = None
+    best: str | None = None
+
+    def __post_init__(self):
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(
+                "Expected either epochs or steps; "
+                f"received: epochs={self.epochs!r}, steps={self.steps!r}"
+            )
+        length = "steps" if self.epochs is None else "epochs"
+        for name in ("timescale", length):
+            check_integer(name, getattr(self, name))
+        for name in ("warmup_steps", "cooldown_steps"):
+            check_integer(name, getattr(self, name), minimum=0)
+        check_not_negative("final_learning_rate", self.final_learning_rate)
+        check_positive("learning_rate", self.learning_rate)
+        check_one_of("decay", self.decay, DECAYS)
+        check_cooldown(self.decay, self.cooldown_steps, self.final_learning_rate)
+        if self.schedule_steps is not None:
+            check_integer("schedule_steps", self.schedule_steps)
+        check_best(self.monitor, self.monitor_mode, self.patience, self.best)
+        super().__post_init__()
+
+    def replace(self, **changes: Any) -> "ScheduleConfig":
+        """A schedule with other settings.
+
+        Args:
+            **changes: any setting. `epochs` and `steps` replace each other.
+        """
+        for name, other in (("epochs", "steps"), ("steps", "epochs")):
+            if changes.get(name) is not None:
+                changes.setdefault(other, None)
+        return super().replace(**changes)
+
+    def total_steps(self, steps_per_epoch: int, accumulated: int = 1) -> int:
+        """Updates of the weights in the run.
+
+        Args:
+            steps_per_epoch: batches in an epoch.
+            accumulated: batches for each update.
+        """
+        batches = check_integer("steps_per_epoch", steps_per_epoch)
+        if self.steps is not None:
+            return self.steps
+        return self.epochs * batches // accumulated
+
+    def passes(self, steps_per_epoch: int, accumulated: int = 1) -> int:
+        """Number of epochs that `fit` needs; the last may end early.
+
+        Args:
+            steps_per_epoch: batches in an epoch.
+            accumulated: batches for each update.
+        """
+        batches = check_integer("steps_per_epoch", steps_per_epoch)
+        if self.epochs is not None:
+            return self.epochs
+        return -(-self.steps * accumulated // batches)
+
+    def new_schedule(
+        self, steps_per_epoch: int, accumulated: int = 1
+    ) -> keras.optimizers.schedules.LearningRateSchedule:
+        """The learning rate by step.
+
+        Args:
+            steps_per_epoch: batches in an epoch.
+            accumulated: batches for each update.
+        """
+        total = self.total_steps(steps_per_epoch, accumulated)
+        steps = self.schedule_steps or total
+        check_length(
+            steps, total, self.decay, self.cooldown_steps, self.final_learning_rate
+        )
+        if self.warmup_steps >= steps:
+            raise ValueError(
+                f"Expected a warm-up shorter than the run, which has {steps} steps "
+                f"(epochs={self.epochs}, {steps_per_epoch} batches in an epoch); "
+                f"received: warmup_steps={self.warmup_steps}"
+            )
+        return warmup_schedule(
+            self.decay,
+            self.learning_rate,
+            steps,
+            self.warmup_steps,
+            self.final_learning_rate,
+            self.timescale,
+            self.cooldown_steps,
         )

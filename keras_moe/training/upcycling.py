@@ -9,20 +9,76 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_moe.checks import check_not_negative
+from keras_moe.checks import (
+    argument_names,
+    check_argument_names,
+    check_bool,
+    check_integer,
+    check_not_negative,
+    check_one_of,
+)
 from keras_moe.compat import flatten_layers
-from keras_moe.models import Blueprint, convert, describe, registry
+from keras_moe.layers.expert_coefficients import check_levels, total_experts
+from keras_moe.layers.mumoe_config import MUMOE
+from keras_moe.models import Blueprint, convert, registry
 from keras_moe.models.conversion import is_convertible
 from keras_moe.models.overrides import apply_overrides, tower_families
-from keras_moe.training.upcycled_weights import carry_state, copy_weights
-from keras_moe.training.upcycling_arguments import upcycling_overrides
-from keras_moe.training.upcycling_report import (
+from keras_moe.routers import ROUTERS, SoftRouter, TokenChoiceRouter
+from keras_moe.training.upcycled import (
     UpcyclingReport,
+    carry_state,
+    copy_weights,
     example_inputs,
-    largest_differences,
-    modality_reports,
-    preserves,
+    report_of,
 )
+
+# `normalize_gates` of `upcycle`, `mask_padding` of text towers, MoE layers' arguments.
+UPCYCLING_PRESETS = {
+    # *CLIP-UP*, Table 3 and section 2.2; gates are normalised in appendix B.3 alone.
+    "clip_up": {
+        "normalize_gates": False,
+        "noise_std": 0.0,
+        "auxiliary_losses": {"load_balance": 0.01, "router_z": 1e-4},
+        "num_selected_experts": 2,
+        # The paper's 2.0 is Switch's convention, C = 2.0 S / E whatever K is; here C is
+        # K times the factor.
+        "capacity_factor": 1.0,
+        "priority": "first_come",
+        # Appendix B.3: the text encoder routes padding, which takes up capacity.
+        "mask_padding": False,
+    }
+}
+
+
+# Arguments of a backbone that an upcycled model may take.
+MOE_ARGUMENTS = (
+    "router_options",
+    "num_selected_experts",
+    "capacity_factor",
+    "evaluation",
+    "eval_capacity_factor",
+    "eval_capacity",
+    "dropless",
+    "capacity_rounding",
+    "capacity_multiple_of",
+    "priority",
+    "noise_std",
+    "examples_per_group",
+    "auxiliary_losses",
+    "expert_dropout",
+    "dispatcher",
+    "zero_experts",
+    "copy_experts",
+    "constant_experts",
+    "tau",
+    "gating_residual",
+    "num_modalities",
+    "expert_pools",
+    "mask_padding",
+    "seed",
+)
+# Arguments of `upcycle` that each tower may have of its own.
+_OF_TOWERS = ("num_experts", "moe_layers", "router", "normalize_gates", "preset")
 
 
 def upcycle(
@@ -39,29 +95,29 @@ def upcycle(
     towers: Any = None,
     **moe_arguments,
 ) -> tuple[Any, UpcyclingReport]:
-    """Turns a dense model into its mixture of experts.
+    """Turns a dense model into a mixture of experts.
 
-    Every expert starts as a copy of the dense MLP in its place, routers start fresh,
-    and everything else is unchanged. With gates that sum to one and no token dropped
-    the copies together do what the MLP did, so that training continues where it was:
-    the case of token choice as it is by default here. Expert choice leaves tokens out,
-    and soft routing mixes them: the function changes.
+    Every expert starts as a copy of the dense MLP that it replaces, routers start
+    fresh, and everything else is unchanged. If gates sum to one and no token is
+    dropped, the copies together compute what the MLP did, so that training continues
+    where it was: so it is with token choice and the defaults here. Expert choice leaves
+    tokens out, and soft routing mixes them, which changes the function.
 
     Args:
         dense_model: model without MoE blocks: a `ViTBackbone`, a `MixerBackbone` or an
             image classifier on one; a `TextBackbone`; a `CLIPBackbone` with two towers,
             a `LIMoEBackbone` with one for both modalities, or a `ContrastiveModel` on
             either; or a backbone of KerasHub: `ViTBackbone`, or a `CLIPBackbone` or
-            `SigLIPBackbone`, whose vision encoder is taken.
+            `SigLIPBackbone`, of which the vision encoder is taken.
         num_experts: E, at least 2; with muMoE also one number for each level.
         moe_layers: the blocks to upcycle; see `keras_moe.layers.resolve_moe_layers`.
-        router: router that `keras_moe.routers.get` knows; or `"mumoe"`, whose experts
+        router: a router that `keras_moe.routers.get` knows; or `"mumoe"`, whose experts
             all start as the best approximation of the MLP that the ranks in
-            `router_options` hold (a truncated singular value decomposition): the report
-            says how near.
-        noise: standard deviation of normal noise on each expert's weights, as a share
-            of the standard deviation of the weight; experts then differ at once. With
-            muMoE of the first level's expert factors.
+            `router_options` can hold (a truncated singular value decomposition); the
+            report has the difference.
+        noise: standard deviation of normal noise on each expert's weights, relative to
+            the standard deviation of the weight, so that experts differ at once. With
+            muMoE, noise on the first level's expert factors.
         normalize_gates: divide a token's combine weights by their sum after routing.
             With K = 1 that makes each of them 1, and auxiliary losses alone train the
             router. None does, unless the preset says otherwise.
@@ -76,8 +132,8 @@ def upcycle(
         carry_optimizer: give the new model the state of a compiled dense one's
             optimizer, too: iterations, and slots, which are tiled as the weights are.
         images: (B, height, width, channels), at least one, for the report's difference;
-            for texts and pairs the dict that the backbone takes; None takes four
-            examples of noise.
+            for texts and image-text models the dict that the backbone takes; None uses
+            four examples of noise.
         noise_seed: seed of `noise`.
         towers: towers of a `CLIPBackbone` to upcycle: None for both, a tuple such as
             `("image",)`, which leaves the other tower as it is, or a dict from tower to
@@ -85,17 +141,16 @@ def upcycle(
             `{"image": {"num_experts": 16}, "text": {}}`. None for models of one tower.
         **moe_arguments: further arguments of the backbone that concern its MoE
             layers, such as `num_selected_experts=1`, or `zero_experts=1` for MoE++;
-            the backbone's defaults otherwise, whatever the dense model's are.
+            the others are the backbone's defaults, whatever the dense model's are.
 
     Returns:
-        `(model, report)`. The dense model is left as it was. The new one is
-        compiled alike, and frozen layers stay frozen. The report of a model of pairs
-        has results by modality, too.
+        `(model, report)`. The dense model is left as it was. The new one is compiled
+        alike, and frozen layers stay frozen. The report of an image-text model has
+        results by modality, too.
 
     Raises:
         ValueError: if the model is not dense or unknown, has low-rank pairs or is
-            quantised, an argument is out of range, or there is no optimizer to carry
-            over.
+            quantised, or there is no optimizer to carry over.
 
     Reference:
         *Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints*,
@@ -112,26 +167,23 @@ def upcycle(
     (('block_1', 'block_3'), True)
     """
     check_not_negative("noise", noise)
-    original = dense_model
-    dense_model = _as_own(original)
-    if carry_optimizer and dense_model is not original:
+    own_model = _as_own(dense_model)
+    if carry_optimizer and own_model is not dense_model:
         raise ValueError(
             "Expected a model of this library for carry_optimizer=True; "
-            f"received: {type(original).__name__}"
+            f"received: {type(dense_model).__name__}"
         )
+    dense_model = own_model
     backbone = getattr(dense_model, "backbone", dense_model)
-    overrides = upcycling_overrides(
-        type(backbone),
-        towers,
-        {
-            "num_experts": num_experts,
-            "moe_layers": moe_layers,
-            "router": router,
-            "normalize_gates": normalize_gates,
-            "preset": preset,
-            **moe_arguments,
-        },
-    )
+    arguments = {
+        "num_experts": num_experts,
+        "moe_layers": moe_layers,
+        "router": router,
+        "normalize_gates": normalize_gates,
+        "preset": preset,
+        **moe_arguments,
+    }
+    overrides = upcycling_overrides(type(backbone), towers, arguments)
     if images is None:
         images = example_inputs(backbone)
     _check_inputs(backbone, images)
@@ -142,14 +194,7 @@ def upcycle(
             f"received: {type(dense_model).__name__} without an optimizer"
         )
     sparse_model = _sparse_twin(dense_model, overrides, moe_arguments)
-    sparse_backbone = getattr(sparse_model, "backbone", sparse_model)
-    blocks = [name for name in sparse_backbone.routing if name not in backbone.routing]
-    for tower, arguments in overrides.items():
-        if not _names_of(tower, blocks):
-            raise ValueError(
-                "Expected at least one block to upcycle; received: "
-                f"moe_layers={arguments['moe_layers']}"
-            )
+    blocks = _new_blocks(dense_model, sparse_model, overrides)
     copy_weights(dense_model, sparse_model, noise, noise_seed)
     _freeze(dense_model, sparse_model)
     if getattr(dense_model, "compiled", False):
@@ -158,21 +203,21 @@ def upcycle(
     if carry_optimizer and dense_model.optimizer.built:
         sparse_model.optimizer.build(sparse_model.trainable_variables)
         slots = carry_state(dense_model.optimizer, sparse_model.optimizer)
-
-    description = describe(sparse_model)
-    differences = largest_differences(dense_model, sparse_model, images)
-    report = UpcyclingReport(
-        blocks=tuple(blocks),
-        dense_parameters=describe(dense_model).parameters,
-        parameters=description.parameters,
-        active_parameters=description.active_parameters,
-        largest_difference=max(differences[0].values()),
-        largest_token_difference=max(differences[1].values()),
-        preserved=preserves(sparse_backbone, blocks, noise),
-        slots=slots,
-        modalities=modality_reports(sparse_backbone, blocks, differences, noise),
-    )
+    report = report_of(dense_model, sparse_model, blocks, images, noise, slots)
     return sparse_model, report
+
+
+def _new_blocks(dense_model, sparse_model, overrides):
+    """The names of the blocks that got experts, at least one in each tower."""
+    dense, sparse = (getattr(x, "backbone", x) for x in (dense_model, sparse_model))
+    blocks = [name for name in sparse.routing if name not in dense.routing]
+    for tower, arguments in overrides.items():
+        if not _names_of(tower, blocks):
+            raise ValueError(
+                "Expected at least one block to upcycle; received: "
+                f"moe_layers={arguments['moe_layers']}"
+            )
+    return blocks
 
 
 def _check_inputs(backbone, inputs):
@@ -278,3 +323,88 @@ def _compile(dense_model, sparse_model):
             f"that is not compiled; received: {error}"
         ) from error
     sparse_model.compile(loss=dense_model.loss, **config)
+
+
+# Arguments
+
+
+def upcycling_overrides(backbone: type, towers: Any, arguments: dict) -> dict:
+    """Overrides that make a dense backbone sparse, by tower."""
+    families = tower_families(backbone)
+    if not families:
+        if towers is not None:
+            raise ValueError(
+                f"Expected towers=None for {backbone.__name__}, which has one tower; "
+                f"received: towers={towers!r}"
+            )
+        return {None: _expert_overrides(backbone, **arguments)}
+    if towers is None:
+        towers = tuple(families)
+    if not isinstance(towers, (dict, tuple, list)) or not towers:
+        raise ValueError(
+            f"Expected towers to name some of {list(families)}, or to be a dict of "
+            f"arguments by tower; received: towers={towers!r}"
+        )
+    overrides = {}
+    for name in towers:
+        check_one_of("towers", name, tuple(families))
+        own = towers[name] if isinstance(towers, dict) else {}
+        if not isinstance(own, dict):
+            raise ValueError(
+                "Expected a dict of arguments for each tower; received: "
+                f"towers[{name!r}]={own!r}"
+            )
+        check_argument_names(own, (*_OF_TOWERS, *MOE_ARGUMENTS), "towers")
+        overrides[name] = _expert_overrides(families[name], **{**arguments, **own})
+        if "seed" not in own:
+            # That of all towers is the pair's: each derives one of its own from it.
+            overrides[name].pop("seed", None)
+    return overrides
+
+
+def _expert_overrides(
+    cls, num_experts, moe_layers, router, normalize_gates, preset, **moe_arguments
+):
+    """Checked overrides of one tower."""
+    check_one_of("router", router, [*ROUTERS, MUMOE])
+    is_mumoe = router == MUMOE
+    # One expert is the dense MLP.
+    if not is_mumoe:
+        check_integer("num_experts", num_experts, minimum=2)
+    elif total_experts(check_levels(num_experts)) < 2:
+        raise ValueError(
+            f"Expected at least two experts; received: num_experts={num_experts}"
+        )
+    check_argument_names(moe_arguments, MOE_ARGUMENTS, "MoE layers")
+    settings = upcycling_settings(preset, router)
+    normalizes = settings.pop("normalize_gates", True)
+    if normalize_gates is not None:
+        normalizes = check_bool("normalize_gates", normalize_gates)
+    moe_arguments = {**settings, **moe_arguments}
+    if "mask_padding" not in argument_names(cls):
+        # Images have no padding.
+        moe_arguments.pop("mask_padding", None)
+    options = dict(moe_arguments.pop("router_options", None) or {})
+    is_soft = not is_mumoe and issubclass(ROUTERS[router][0], SoftRouter)
+    if normalizes and not is_mumoe and not is_soft:
+        options.setdefault("normalize_gates", "after")
+    return {
+        "moe_layers": moe_layers,
+        "num_experts": num_experts,
+        "router": router,
+        "router_options": options,
+        **moe_arguments,
+    }
+
+
+def upcycling_settings(preset: str | None, router: str) -> dict:
+    """Arguments of `upcycle` by the name of a preset."""
+    if preset is None:
+        return {}
+    check_one_of("preset", preset, UPCYCLING_PRESETS)
+    if router == MUMOE or ROUTERS[router][0] is not TokenChoiceRouter:
+        raise ValueError(
+            f"Expected a token choice router for preset={preset!r}; "
+            f"received: router={router!r}"
+        )
+    return dict(UPCYCLING_PRESETS[preset])

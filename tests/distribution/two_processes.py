@@ -25,7 +25,7 @@ import tensorflow as tf  # noqa: E402
 
 from keras_moe import distribution, models, training  # noqa: E402
 from keras_moe.processes import gathered_batch  # noqa: E402
-from keras_moe.training.periodic import unchanged  # noqa: E402
+from keras_moe.training.callbacks import unchanged  # noqa: E402
 from tests.forks import run_forked  # noqa: E402
 
 CONFIG = {

@@ -761,7 +761,7 @@ def test_an_interrupted_save_leaves_the_old_preset_whole(tmp_path, monkeypatch, 
 
 @pytest.mark.backend_free
 def test_a_save_killed_between_its_renames_loses_nothing(tmp_path):
-    folder, previous = tmp_path / "preset", tmp_path / ".preset.previous-preset"
+    folder, previous = tmp_path / "preset", tmp_path / ".preset.previous"
     model = digits_model()
     model.save_to_preset(folder)
     expected = model.predict(images(), verbose=0)
@@ -782,12 +782,12 @@ def test_a_save_killed_between_its_renames_loses_nothing(tmp_path):
 @pytest.mark.backend_free
 def test_reading_never_deletes(saved, tmp_path):
     folder = broken(saved[0], tmp_path)
-    for name in (".copy.previous", ".copy.previous-preset"):
+    for name in (".copy.previous", ".copy.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
     models.from_preset(str(folder))
     assert (tmp_path / ".copy.previous" / "notes.txt").exists()
-    assert (tmp_path / ".copy.previous-preset" / "notes.txt").exists()
+    assert (tmp_path / ".copy.partial" / "notes.txt").exists()
 
 
 @pytest.mark.backend_free

@@ -16,8 +16,8 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_moe import models, staging
-from keras_moe.locks import FolderInUse
+from keras_moe import files, models
+from keras_moe.files import FolderInUse
 from keras_moe.models.preset_folder import staged
 from keras_moe.training import greedy_soup
 from tests.small_models import SMALL
@@ -159,7 +159,7 @@ def test_writers_of_one_folder_take_turns(presets, tmp_path):
 
 @backend_free
 def test_a_writer_that_takes_too_long_is_named(presets, tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "_PATIENCE", 0.1)
+    monkeypatch.setattr(files, "_PATIENCE", 0.1)
     with staged(tmp_path / "one") as folder:
         shutil.copy(presets / "whole" / "config.json", folder)
         (message,) = in_thread(lambda: staged(tmp_path / "one").__enter__())
@@ -214,7 +214,7 @@ def test_pipes_and_broken_paths_are_refused(copies):
 
 @backend_free
 def test_an_empty_folder_does_not_cost_the_older_preset(presets, tmp_path):
-    target, previous = tmp_path / "one", tmp_path / ".one.previous-preset"
+    target, previous = tmp_path / "one", tmp_path / ".one.previous"
     shutil.copytree(presets / "whole", previous)
     target.mkdir()
 

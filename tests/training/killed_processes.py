@@ -27,9 +27,9 @@ os.environ.update(
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+import orbax.checkpoint as ocp  # noqa: E402
 
 from keras_moe import training  # noqa: E402
-from keras_moe.training.orbax_storage import OrbaxStorage  # noqa: E402
 
 # Seconds in which a life of both processes must end.
 PATIENCE = 50
@@ -95,7 +95,7 @@ def kill_before(owner, name, place):
     work = getattr(owner, name)
 
     def killed(self, path, *args, **kwargs):
-        if os.fspath(path).endswith(place):
+        if place in os.fspath(path):
             os.killpg(0, signal.SIGKILL)
         return work(self, path, *args, **kwargs)
 
@@ -104,10 +104,10 @@ def kill_before(owner, name, place):
 
 # Which process comes to the moment, and which it is.
 KILLS = (
-    # The first checkpoint's folder is there, with nothing in it.
-    (1, OrbaxStorage, "_write_arrays", "step-00000001"),
-    # The arrays of both are there, within the second epoch, and no manifest.
-    (0, OrbaxStorage, "_commit", "step-00000005"),
+    # The first checkpoint, of which the other process may have begun to write.
+    (1, ocp.Checkpointer, "save", "step-00000001"),
+    # The arrays of both are there, within the second epoch, and the checkpoint is not.
+    (0, ocp.CompositeCheckpointHandler, "finalize", "step-00000005"),
 )
 
 
@@ -150,15 +150,14 @@ def live(folder, kill=None):
 def main():
     begin = time.perf_counter()
     lives = [live(ROOT / "whole")]
-    unfinished = []
+    finished = []
     for kill in KILLS:
         lives.append(live(ROOT / "killed", kill))
-        paths = sorted((ROOT / "killed").glob("step-*"))
-        unfinished.append([x.name for x in paths if not (x / "manifest.json").exists()])
+        finished.append([x.name for x in training.list_checkpoints(ROOT / "killed")])
     lives.append(live(ROOT / "killed"))
     results = {
         "lives": lives,
-        "unfinished": unfinished,
+        "finished": finished,
         "seconds": time.perf_counter() - begin,
     }
     print("RESULTS " + json.dumps(results))

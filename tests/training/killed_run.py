@@ -109,7 +109,7 @@ def newest(folder):
 
 
 def is_writing(folder):
-    return any(folder.glob(".writing-*"))
+    return any(folder.glob(".step-*.partial"))
 
 
 def check_alive(child):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from keras_moe.training import Datasets, Recipe
-from keras_moe.training.setting_names import SECTIONS, dotted_names
+from keras_moe.training.recipes import SECTIONS, dotted_names
 
 PLACES = {
     **{

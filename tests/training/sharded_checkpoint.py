@@ -1,16 +1,15 @@
 """Two processes on loopback, which save a sharded model, and restore it.
 
-Arguments: the port of the first, a folder, and storages, each of which has a folder of
-its own there. They restore on another layout, and compare; and each writes how many
-weights were split there.
+Arguments: the port of the first, and a folder. They restore on another layout, also
+what one process has written, and compare; each writes how many weights were split.
 """
 
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 PORT, FOLDER = sys.argv[1], Path(sys.argv[2])
-STORAGES = sys.argv[3:]
 os.environ.update(
     KERAS_BACKEND="jax",
     JAX_PLATFORMS="cpu",
@@ -25,8 +24,10 @@ sys.modules["tensorflow"] = None
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+import orbax.checkpoint  # noqa: E402
 
 from keras_moe import distribution, models, training  # noqa: E402
+from keras_moe.training import checkpoint_files  # noqa: E402
 from tests.forks import run_forked  # noqa: E402
 
 CONFIG = {
@@ -66,6 +67,22 @@ def values(model):
     ]
 
 
+def write_alone(model, arrays):
+    """Writes the same checkpoint as one process does."""
+    arrays = iter(arrays)
+    whole = {
+        group: [SimpleNamespace(path=v.path, value=next(arrays)) for v in variables]
+        for group, variables in groups(model).items()
+    }
+    described = {
+        group: [(v.path, tuple(v.shape), str(v.dtype)) for v in variables]
+        for group, variables in groups(model).items()
+    }
+    content = {"step": 1, "state": {}, "variables": described}
+    path = FOLDER / "one" / "step-00000001"
+    checkpoint_files.write_safetensors(path, whole, content)
+
+
 def work(number):
     # Before anything asks for devices.
     keras.distribution.initialize(f"127.0.0.1:{PORT}", 2, number)
@@ -77,14 +94,15 @@ def work(number):
     expected = values(model)
     other = make(model_parallel=2)
     before = [variable.value.sharding for variable in other.variables]
-    for storage in STORAGES:
-        run = FOLDER / storage
-        getattr(training, storage)(run).save(1, groups(model), {})
+    training.save_checkpoint(FOLDER / "several", 1, groups(model), {})
+    if number == 0:
+        write_alone(model, expected)
+    for name in ("several", "one"):
         # A collective, so that the first process has committed.
         values(model)
         for variable in other.variables:
             variable.assign(np.zeros(variable.shape))
-        training.restore_checkpoint(training.find_checkpoint(run), groups(other))
+        training.find_checkpoint(FOLDER / name).restore(groups(other))
         for a, b in zip(values(other), expected, strict=True):
             np.testing.assert_array_equal(a, b)
         assert [variable.value.sharding for variable in other.variables] == before
@@ -96,5 +114,5 @@ def work(number):
 
 if __name__ == "__main__":
     # Imported once for both.
-    _ = models.ViTBackbone, training.LocalStorage, training.OrbaxStorage
+    _ = models.ViTBackbone, training.RunCheckpoint, orbax.checkpoint
     run_forked(work, 2)

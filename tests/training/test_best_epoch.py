@@ -134,14 +134,10 @@ def test_one_process_of_several_restores_the_best_once_it_is_alone(
     mine = recipe(monitor="score", patience=1, best="restore")
     expected = run(tmp_path, mine)
     assert expected.score == expected.history["val_accuracy"][1]
-    # Such as the first of two, of which each has every second image.
-    monkeypatch.setattr(training.run, "process_count", lambda: 2)
-    assert_same(run(tmp_path, mine), expected)
-    monkeypatch.setattr(keras.distribution, "distribution", lambda: "a distribution")
+    # Such as the first of two.
+    monkeypatch.setattr(training.run, "rank_and_world_size", lambda: (0, 2))
     with pytest.warns(UserWarning, match=r"last epoch, as several processes"):
-        actual = training.run._training(
-            expected.model, expected.history, mine, training.RunCheckpoint(tmp_path, 7)
-        )
+        actual = run(tmp_path, mine)
     assert actual.score == expected.history["val_accuracy"][-1]
 
 
@@ -149,14 +145,14 @@ def test_one_process_of_several_restores_the_best_once_it_is_alone(
 def test_a_best_checkpoint_that_cannot_be_written_leaves_the_one_before(
     tmp_path, monkeypatch
 ):
-    save = training.LocalStorage.save
+    save = training.save_checkpoint
 
-    def full_disk(storage, step, *args, **options):
+    def full_disk(folder, step, *args, **options):
         if step == 35:
             raise OSError("No space left on device")
-        return save(storage, step, *args, **options)
+        return save(folder, step, *args, **options)
 
-    monkeypatch.setattr(training.LocalStorage, "save", full_disk)
+    monkeypatch.setattr(training.run_checkpoint, "save_checkpoint", full_disk)
     mine = recipe(monitor="score", best="restore")
     with pytest.warns(UserWarning, match="checkpoint of step 35"):
         actual = run(tmp_path, mine, keep_checkpoints=1)

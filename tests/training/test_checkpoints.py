@@ -1,25 +1,39 @@
-"""Checkpoints are whole or not there, and are what was written."""
+"""Checkpoints are whole or not there, and are what was written, in both formats."""
 
 import errno
-import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import keras
-import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_moe import training
-from keras_moe.training import tensor_writer
-from keras_moe.training.array_pieces import assign_pieces, opened_pieces
+from keras_moe import processes, training
+from keras_moe.files import FolderInUse
+from keras_moe.training import checkpoint_files, checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 to_numpy = keras.ops.convert_to_numpy
 backend_free = pytest.mark.backend_free
+
+
+@pytest.fixture
+def by_orbax(monkeypatch):
+    """Checkpoints are written as those of several processes are."""
+    pytest.importorskip("orbax.checkpoint")
+    monkeypatch.setattr(checkpoints, "write_safetensors", checkpoint_files.write_orbax)
+
+
+@pytest.fixture(params=["safetensors", "orbax"])
+def kind(request):
+    """Each of the two formats."""
+    if request.param == "orbax":
+        request.getfixturevalue("by_orbax")
+    return request.param
 
 
 def variables(seed=0):
@@ -40,16 +54,14 @@ def variables(seed=0):
     return [*made, keras.Variable(seed, dtype="int32", trainable=False)]
 
 
-def save(folder, step, seed=0, keep=3):
-    state = {"seed": seed}
-    return training.save_checkpoint(
-        folder, step, {"model": variables(seed)}, state, keep
-    )
+def save(folder, step, seed=0, **options):
+    groups = {"model": variables(seed), "optimizer": variables(seed + 50)[:2]}
+    return training.save_checkpoint(folder, step, groups, {"seed": seed}, **options)
 
 
 def restored(checkpoint):
     made = variables(99)
-    training.restore_checkpoint(checkpoint, {"model": made})
+    checkpoint.restore({"model": made})
     return made
 
 
@@ -63,33 +75,28 @@ def names(folder):
 
 
 @pytest.mark.every_backend
-def test_what_is_saved_comes_back(tmp_path):
+def test_what_is_saved_comes_back(tmp_path, kind):
     save(tmp_path, 5, seed=1)
     actual = training.find_checkpoint(tmp_path)
     assert (actual.step, actual.state) == (5, {"seed": 1})
     assert_same(restored(actual), variables(1))
-    assert actual.variables["model"][2]["dtype"] == "bfloat16"
+    assert actual.variables["model"][2].dtype == "bfloat16"
+    # One group alone, and of another dtype.
+    wide = keras.Variable(np.zeros((3, 5)), dtype="bfloat16", name="w0")
+    actual.restore({"optimizer": [wide, variables(0)[1]]})
+    expected = keras.ops.cast(variables(51)[0].value, "bfloat16")
+    np.testing.assert_array_equal(to_numpy(wide.value), to_numpy(expected))
+    assert (checkpoint_files.is_orbax(actual.path)) == (kind == "orbax")
 
 
 @backend_free
-def test_the_arrays_are_a_safetensors_file(tmp_path):
-    from safetensors.numpy import load_file
-
-    path = save(tmp_path, 5, seed=1)
-    (file,) = path.glob("arrays-*.safetensors")
-    actual = load_file(file)
-    key = next(name for name in actual if name.startswith("model/00000/"))
-    np.testing.assert_array_equal(actual[key], to_numpy(variables(1)[0].value))
-
-
-@backend_free
-def test_the_last_ones_are_kept(tmp_path):
-    for step in range(5):
-        save(tmp_path, step, keep=2)
-    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+def test_the_newest_and_chosen_ones_are_kept(tmp_path, kind):
+    for step in range(6):
+        save(tmp_path, step, keep=2, keep_every=3, keep_steps=(1,))
+    assert names(tmp_path) == [f"step-0000000{step}" for step in (0, 1, 3, 4, 5)]
     # A run that went on from an older one comes to the same step again.
-    save(tmp_path, 3, seed=7, keep=2)
-    assert names(tmp_path) == ["step-00000003"]
+    save(tmp_path, 4, seed=7, keep=1)
+    assert names(tmp_path) == ["step-00000004"]
     assert training.find_checkpoint(tmp_path).state == {"seed": 7}
 
 
@@ -104,165 +111,151 @@ def cut(path):
 
 
 @backend_free
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
-@pytest.mark.parametrize("name", ["arrays", "state.json", "manifest.json"])
-def test_a_corrupt_checkpoint_is_skipped_with_a_warning(tmp_path, name, damage):
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", flip),
+        ("optimizer.safetensors", cut),
+        ("model.safetensors", Path.unlink),
+        ("state.json", cut),
+        ("state.json", Path.unlink),
+    ],
+)
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, name, damage):
     for step in (1, 2, 3):
         save(tmp_path, step, seed=step)
-    (file,) = (tmp_path / "step-00000003").glob(f"{name}*")
-    damage(file)
+    damage(tmp_path / "step-00000003" / name)
     with pytest.warns(UserWarning, match=r"step-00000003 \(.*step-00000002 is whole"):
         actual = training.find_checkpoint(tmp_path)
     assert actual.step == 2
     assert_same(restored(actual), variables(2))
-    # A corrupt one does not stand in the way.
+    # A damaged one does not stand in the way.
     save(tmp_path, 3, seed=4)
     assert training.find_checkpoint(tmp_path).state == {"seed": 4}
 
 
 @backend_free
-@pytest.mark.parametrize(
-    "name",
-    ["../outside.json", "{folder}/outside.json", "in/outside.json", "link", "..", ""],
-)
-def test_names_outside_the_folder_are_refused(tmp_path, name):
+def test_an_unfinished_checkpoint_of_orbax_is_skipped(tmp_path, by_orbax):
+    for step in (1, 2):
+        save(tmp_path, step, seed=step)
+    (tmp_path / "step-00000002" / "_CHECKPOINT_METADATA").unlink()
+    with pytest.warns(UserWarning, match=r"step-00000002 \(.*step-00000001 is whole"):
+        assert training.find_checkpoint(tmp_path).step == 1
+    shutil.rmtree(tmp_path / "step-00000001" / "state")
+    with pytest.raises(ValueError, match="Remove them to start over"):
+        training.find_checkpoint(tmp_path)
+
+
+@backend_free
+@pytest.mark.parametrize("group", ["../outside", "in/outside", "link", ".."])
+def test_names_outside_the_folder_are_refused(tmp_path, group):
     path = save(tmp_path, 1)
-    outside = tmp_path / "outside.json"
-    outside.write_text("{}")
-    (path / "link").symlink_to(outside)
-    (path / "in").mkdir()
-    (path / "in" / "outside.json").write_text("{}")
+    (path / "link.safetensors").symlink_to(path / "model.safetensors")
+    for folder in (tmp_path, path / "in"):
+        folder.mkdir(exist_ok=True)
+        shutil.copy(path / "model.safetensors", folder / "outside.safetensors")
+    content = json.loads((path / "state.json").read_text())
+    content["variables"][group] = content["variables"]["model"]
     # An attacker would write matching checksums.
-    digest = hashlib.sha256(b"{}").hexdigest()
-    name = name.format(folder=tmp_path)
-    rewritten(path, {name: {"sha256": digest, "bytes": 2}})
-    with pytest.raises(ValueError, match=f"no link; received: {name!r}"):
+    content["sha256"][f"{group}.safetensors"] = content["sha256"]["model.safetensors"]
+    (path / "state.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"no link; received: '{group}.safetensors'"):
         training.open_checkpoint(path)
-    # Without it all is right.
-    rewritten(path, {})
-    training.open_checkpoint(path)
-
-
-@backend_free
-def test_files_of_a_checkpoint_are_no_links(tmp_path):
-    path = save(tmp_path, 1)
-    for name in [file.name for file in path.iterdir()]:
-        os.rename(path / name, tmp_path / "moved")
-        (path / name).symlink_to(tmp_path / "moved")
-        with pytest.raises(ValueError, match=f"no link; received: '{name}'"):
-            training.open_checkpoint(path)
-        os.replace(tmp_path / "moved", path / name)
-    training.open_checkpoint(path)
-
-
-@backend_free
-def test_the_state_is_among_the_files_that_are_compared(tmp_path):
-    path = save(tmp_path, 1)
-    rewritten(path, {}, without="state.json")
-    with pytest.raises(ValueError, match=r"no state\.json"):
-        training.open_checkpoint(path)
-
-
-def rewritten(path, further, without=None):
-    """A manifest with other files, whose own checksum is right."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["sha256"]
-    manifest["files"] = {
-        name: entry
-        for name, entry in manifest["files"].items()
-        if name != without and (name.startswith("arrays-") or name == "state.json")
-    } | further
-    text = json.dumps(manifest, sort_keys=True)
-    manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def signed(manifest):
-    """The text of a manifest whose own checksum is right."""
-    text = json.dumps(manifest, sort_keys=True)
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return json.dumps({**manifest, "sha256": sha256})
-
-
-MANIFEST = {"format": 1, "step": 2, "files": {}}
 
 
 @backend_free
 @pytest.mark.parametrize(
     "text",
     [
-        "null", "5", '"abc"', "[" * 100_000, "{}",
-        signed({**MANIFEST, "files": "state.json"}),
-        signed({**MANIFEST, "files": {"state.json": 5}}),
-        signed({**MANIFEST, "step": [2]}),
+        "null", "5", "[" * 100_000, "{}",
+        '{"step": 1, "state": {}, "variables": [1], "sha256": {}}',
+        '{"step": 1, "state": {}, "variables": {"model": [5]}, "sha256": {}}',
+        '{"step": [1], "state": {}, "variables": {}, "sha256": {}}',
+        '{"step": 1, "state": 5, "variables": {}, "sha256": {}}',
+        '{"step": 1, "state": {}, "variables": {}, "sha256": 5}',
     ],
 )  # fmt: skip
-def test_manifests_of_another_kind_do_not_hide_older_checkpoints(tmp_path, text):
+def test_states_of_another_kind_do_not_hide_older_checkpoints(tmp_path, text):
     save(tmp_path, 1)
     path = save(tmp_path, 2)
-    (path / "manifest.json").write_text(text)
-    with pytest.raises(ValueError, match=r"step-00000002 \(manifest\.json"):
+    (path / "state.json").write_text(text)
+    with pytest.raises(ValueError, match=r"step-00000002 \(.*(damaged|no link)"):
         training.open_checkpoint(path)
     with pytest.warns(UserWarning, match="step-00000001 is whole"):
         assert training.find_checkpoint(tmp_path).step == 1
 
 
 @backend_free
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
-    os.rename(save(tmp_path, 1), tmp_path / "step-00000007")
-    with pytest.raises(ValueError, match=r"manifest\.json is of step 1"):
-        training.find_checkpoint(tmp_path)
-    # Elsewhere it may have any name.
-    os.rename(tmp_path / "step-00000007", tmp_path / "best")
-    assert training.open_checkpoint(tmp_path / "best").step == 1
-
-
-@backend_free
 @pytest.mark.parametrize(
-    "text",
+    "content",
     [
-        "null", "[" * 100_000, '{"state": {}, "variables": [1]}',
-        '{"state": {}, "variables": {"model": [5]}}',
+        b"", b"{}", b"\xff" * 200,
+        (1 << 60).to_bytes(8, "little") + b"{}",
+        (100_000).to_bytes(8, "little") + b"[" * 100_000,
     ],
 )  # fmt: skip
-def test_states_of_another_kind_are_refused(tmp_path, text):
+def test_arrays_of_another_kind_are_refused(tmp_path, content):
     path = save(tmp_path, 1)
-    (path / "state.json").write_text(text)
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    rewritten(path, {"state.json": {"sha256": sha256, "bytes": len(text)}})
-    with pytest.raises(ValueError, match=r"step-00000001 \(state\.json"):
-        training.find_checkpoint(tmp_path)
+    checkpoint = training.open_checkpoint(path)
+    (path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"Expected the variables of a checkpoint in"):
+        restored(checkpoint)
 
 
 @backend_free
-def test_if_all_are_corrupt_nothing_begins_anew_by_itself(tmp_path):
+def test_if_all_are_damaged_nothing_starts_over_by_itself(tmp_path):
     assert training.find_checkpoint(tmp_path) is None
     cut(save(tmp_path, 1) / "state.json")
-    with pytest.raises(ValueError, match=r"step-00000001 \(state.json is not what"):
+    with pytest.raises(ValueError, match=r"step-00000001 \(state.json is damaged"):
         training.find_checkpoint(tmp_path)
 
 
 @backend_free
-@pytest.mark.parametrize("failing", ["os.fsync", "os.rename", "write", "json"])
+@pytest.mark.parametrize("failing", ["os.fsync", "os.rename", "save_file"])
 def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch, failing):
     save(tmp_path, 1, seed=1)
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if failing == "write":
-        monkeypatch.setattr("keras_moe.training.local_storage.write_tensors", full)
-    elif failing == "json":
-        monkeypatch.setattr("keras_moe.training.local_storage._write", full)
-    else:
-        monkeypatch.setattr(failing, full)
+    if failing == "save_file":
+        failing = "keras_moe.training.checkpoint_files.save_file"
+    monkeypatch.setattr(failing, full)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2, seed=2)
     monkeypatch.undo()
     assert names(tmp_path) == ["step-00000001"]
     assert_same(restored(training.find_checkpoint(tmp_path)), variables(1))
-    save(tmp_path, 2, seed=2)
-    assert training.find_checkpoint(tmp_path).step == 2
+
+
+@backend_free
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch, kind):
+    save(tmp_path, 1, seed=1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=9))
+    message = r"No space left on device; received: \d+ bytes to write, and 9 bytes free"
+    with pytest.raises(OSError, match=message):
+        save(tmp_path, 2, seed=2)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    assert training.find_checkpoint(tmp_path).state == {"seed": 1}
+
+
+@backend_free
+def test_a_failed_write_of_orbax_leaves_the_checkpoints_before(
+    tmp_path, monkeypatch, by_orbax
+):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    save(tmp_path, 1, seed=1)
+
+    def full(self, *arguments, **options):
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ocp.Checkpointer, "save", full)
+        with pytest.raises(OSError, match="could not be written: RESOURCE_EXHAUSTED"):
+            save(tmp_path, 2, seed=2)
+    assert names(tmp_path) == ["step-00000001"]
 
 
 LIMITED = """
@@ -301,7 +294,6 @@ print("WARNINGS", [str(x.message) for x in told if "checkpoint" in str(x.message
 
 @backend_free
 def test_a_run_goes_on_when_the_disk_is_full(tmp_path):
-    save(tmp_path / "other", 1)
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path / "run")],
         cwd=ROOT,
@@ -318,27 +310,26 @@ def test_a_run_goes_on_when_the_disk_is_full(tmp_path):
 
 
 @backend_free
-def test_what_was_being_written_is_removed_at_the_next_start(tmp_path):
-    save(tmp_path, 1)
-    stale = tmp_path / ".writing-step-00000002"
-    stale.mkdir()
-    (stale / "arrays-00000-of-00001.safetensors").write_bytes(b"half")
-    assert training.find_checkpoint(tmp_path).step == 1
-    training.clean_checkpoints(tmp_path)
-    assert names(tmp_path) == ["step-00000001"]
-    training.clean_checkpoints(tmp_path, everything=True)
-    assert names(tmp_path) == []
-
-
-@backend_free
-def test_links_and_files_among_the_unfinished_are_removed(tmp_path):
+def test_what_interrupted_writes_left_is_deleted_at_the_next_start(tmp_path):
     kept, run = tmp_path / "kept", tmp_path / "run"
     save(kept, 1)
-    run.mkdir()
-    (run / ".writing-link").symlink_to(kept)
-    (run / ".writing-dangling").symlink_to(run / "nowhere")
-    (run / ".writing-file").write_text("")
-    training.clean_checkpoints(run)
+    save(run, 1)
+    for name in (
+        ".step-00000002.0123abcd.partial",
+        "step-00000002.orbax-checkpoint-tmp",
+    ):
+        (run / name).mkdir()
+        (run / name / "model.safetensors").write_bytes(b"half")
+    (run / ".step-00000003.0123abcd.partial").symlink_to(kept)
+    (run / ".step-00000004.0123abcd.partial").write_text("")
+    # Killed while it was replaced, and after that.
+    shutil.copytree(save(run, 5), run / ".step-00000005.previous")
+    os.rename(save(run, 6), run / ".step-00000006.previous")
+    assert training.find_checkpoint(run).step == 5
+    checkpoints.clean_folder(run)
+    assert names(run) == ["step-00000001", "step-00000005", "step-00000006"]
+    assert training.find_checkpoint(run).step == 6
+    checkpoints.clean_folder(run, everything=True)
     assert names(run) == []
     assert names(kept) == ["step-00000001"]
 
@@ -347,10 +338,8 @@ def test_links_and_files_among_the_unfinished_are_removed(tmp_path):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
     save(tmp_path, 1)
-    bad = keras.Variable(np.full((3,), value), dtype="float32")
-    with pytest.raises(
-        tensor_writer.NonFiniteValues, match="NaN or Inf in model/00000"
-    ):
+    bad = keras.Variable(np.full((3,), value), dtype="float32", name="bad")
+    with pytest.raises(checkpoints.NonFiniteValues, match="NaN or Inf in model/bad"):
         training.save_checkpoint(tmp_path, 2, {"model": [bad]}, {})
     assert names(tmp_path) == ["step-00000001"]
 
@@ -360,105 +349,40 @@ def test_other_variables_are_refused(tmp_path):
     save(tmp_path, 1)
     checkpoint = training.find_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"Expected 1 variables of 'model' .*: 5"):
-        training.restore_checkpoint(checkpoint, {"model": variables()[:1]})
+        checkpoint.restore({"model": variables()[:1]})
     with pytest.raises(ValueError, match=r"variables of 'other' .*: None"):
-        training.restore_checkpoint(checkpoint, {"other": variables()})
+        checkpoint.restore({"other": variables()})
     with pytest.raises(ValueError, match=r"Expected shape \(3, 5\)"):
-        training.restore_checkpoint(checkpoint, {"model": [variables()[0]] * 5})
+        checkpoint.restore({"model": [variables()[0]] * 5})
     for other in (
         keras.Variable(np.zeros((3, 5), "int32"), trainable=False, name="w0"),
         keras.Variable(np.zeros((3, 5), "float32"), name="bias"),
     ):
         with pytest.raises(ValueError, match=f"of {other.path} in .*w0"):
-            training.restore_checkpoint(
-                checkpoint, {"model": [other, *variables()[1:]]}
-            )
+            checkpoint.restore({"model": [other, *variables()[1:]]})
 
 
 @backend_free
 def test_nothing_that_is_read_can_run_code(tmp_path):
-    path = save(tmp_path, 1)
-    kinds = {file.suffix for file in path.iterdir()}
-    assert kinds == {".json", ".safetensors"}
-
-
-def tensors(**entries):
-    """A safetensors file of four floats, with a header of one's own."""
-    header = json.dumps(entries).encode()
-    return len(header).to_bytes(8, "little") + header + bytes(16)
-
-
-F32 = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    assert names(save(tmp_path, 1)) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    ]
 
 
 @backend_free
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"", b"{}", json.dumps({"a": 1}).encode(), b"\xff" * 200,
-        (1 << 60).to_bytes(8, "little") + b"{}",
-        (100_000).to_bytes(8, "little") + b"[" * 100_000,
-        tensors(**{"model/0/w@0": {**F32, "data_offsets": [0, 160]}}),
-        tensors(**{"model/0/w@0": {**F32, "data_offsets": [-16, 0]}}),
-        tensors(**{"model/0/w@0": {**F32, "shape": [2**62, 4]}}),
-        tensors(**{"model/0/w@0": {**F32, "dtype": "pickle"}}),
-        # Names that are no pieces.
-        tensors(w=F32), tensors(**{"model/first/w@0": F32}),
-        tensors(**{"model/0/w@zero": F32}),
-    ],
-    ids=lambda content: content[:24].decode("latin-1"),
-)  # fmt: skip
-def test_files_of_another_kind_are_refused(tmp_path, content):
-    (tmp_path / "arrays.safetensors").write_bytes(content)
-    message = r"safetensors file of a checkpoint; received: .*arrays\.safetensors"
-    with (
-        pytest.raises(ValueError, match=message),
-        opened_pieces([tmp_path / "arrays.safetensors"]),
-    ):
-        pass
+def test_remote_folders_are_read_by_orbax(tmp_path, monkeypatch):
+    pytest.importorskip("orbax.checkpoint")
+    for name in ("gs://bucket/run", Path("gs://bucket/run")):
+        path = checkpoints.step_folder(name, 3)
+        assert os.fspath(path) == "gs://bucket/run/step-00000003"
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r"keras-moe\[orbax\]"):
+        training.find_checkpoint("gs://bucket/run")
 
 
-@backend_free
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("model/0/w@2", "all of a variable"),
-        ("model/0/w@-2", "all of a variable"),
-        ("model/0/w@0,0", "1 axes"),
-        ("model/1/w@0", "all of a variable"),
-    ],
-)
-def test_pieces_that_are_not_the_variable_are_refused(tmp_path, name, message):
-    path = training.save_checkpoint(
-        tmp_path,
-        1,
-        {"model": [keras.Variable(np.ones(4), name="w", trainable=False)]},
-        {},
-    )
-    (file,) = path.glob("*.safetensors")
-    file.write_bytes(tensors(**{name: F32}))
-    entry = {
-        "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-        "bytes": file.stat().st_size,
-    }
-    rewritten(path, {file.name: entry})
-    checkpoint = training.open_checkpoint(path)
-    variable = keras.Variable(np.ones(4), name="w", trainable=False)
-    with pytest.raises(ValueError, match=f"Expected {message}; received"):
-        training.restore_checkpoint(checkpoint, {"model": [variable]})
-
-
-@backend_free
-def test_eight_bit_floats_are_their_bits(tmp_path):
-    values = np.array([0.5, -2.0, 448.0], ml_dtypes.float8_e4m3fn)
-    tensor = tensor_writer.Tensor(
-        "model/00000/w@0", (3,), "float8_e4m3fn", lambda: values
-    )
-    tensor_writer.write_tensors(tmp_path / "one.safetensors", [tensor])
-    variable = keras.Variable(np.zeros(3), dtype="float32", name="w")
-    with opened_pieces([tmp_path / "one.safetensors"]) as pieces:
-        assign_pieces(variable, pieces["model", 0], "float8_e4m3fn")
-    assert to_numpy(variable.value).tolist() == [0.5, -2.0, 448.0]
+# Runs
 
 
 def small_model():
@@ -466,6 +390,47 @@ def small_model():
     model.compile("sgd", "mse")
     model.optimizer.build(model.trainable_variables)
     return model
+
+
+def run(folder, epochs, end_at=None):
+    """A run of two steps in an epoch, which may end before a step."""
+
+    class Ends(keras.callbacks.Callback):
+        seen = 0
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.seen == end_at:
+                raise KeyboardInterrupt
+            self.seen += 1
+
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((2,)), keras.layers.Dropout(0.5, seed=1)]
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    checkpoint = training.RunCheckpoint(folder, 2, every=1)
+    step = checkpoint.restore(model)
+    x = np.random.default_rng(0).normal(size=(4, 2))
+    model.fit(
+        x,
+        x[:, :1],
+        batch_size=2,
+        shuffle=False,
+        epochs=epochs,
+        initial_epoch=step // 2,
+        callbacks=checkpoint.around([Ends()]),
+        verbose=0,
+    )
+    return model, checkpoint.history
+
+
+@backend_free
+def test_a_run_resumes_exactly(tmp_path, kind):
+    expected, history = run(tmp_path / "whole", 3)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "ended", 3, end_at=2)
+    actual, again = run(tmp_path / "ended", 3)
+    assert again == history
+    assert_same(actual.variables, expected.variables)
 
 
 @backend_free
@@ -490,7 +455,7 @@ def test_a_state_is_json(tmp_path):
 
 
 @backend_free
-def test_settings_of_ones_own_may_have_any_names(tmp_path):
+def test_your_own_settings_may_have_any_names(tmp_path):
     settings = {"preset": "vmoe_b16", "note": "mine"}
 
     def run(epochs, **changes):
@@ -507,3 +472,52 @@ def test_settings_of_ones_own_may_have_any_names(tmp_path):
     assert [run(1), run(2)] == [0, 1]
     with pytest.raises(ValueError, match=r"note='other' \(there 'mine'\)"):
         run(3, note="other")
+
+
+# Locks
+
+RECIPE = training.Recipe(
+    "tiny",
+    data={"batch_size": 512},
+    model={
+        "preset": "vmoe_digits",
+        "load_weights": False,
+        "num_layers": 1,
+        "hidden_dim": 8,
+        "moe_layers": None,
+    },
+    schedule={"epochs": 1, "learning_rate": 1e-3},
+)
+
+
+@backend_free
+def test_a_second_training_is_refused_before_it_touches_the_first(tmp_path):
+    folder = tmp_path / "run"
+    with training.run_lock(folder):
+        (folder / "step-00000001").mkdir()
+        for resume in (True, False):
+            message = f"run in {folder}; received: process {os.getpid()} on host"
+            with pytest.raises(FolderInUse, match=message):
+                training.train(RECIPE, checkpoint_dir=folder, resume=resume)
+        assert (folder / "step-00000001").exists()
+    assert names(folder) == ["step-00000001"]
+
+
+@backend_free
+def test_processes_that_train_one_model_share_its_folder(tmp_path, monkeypatch):
+    with training.run_lock(tmp_path):
+        monkeypatch.setattr(processes, "process_shard", lambda: (1, 2))
+        monkeypatch.setattr(keras.distribution, "distribution", lambda: "a layout")
+        monkeypatch.setattr(
+            "keras_moe.ops.kernels.sharded_arrays_jax.exchange", lambda x: [x] * 2
+        )
+        with training.run_lock(tmp_path):
+            assert names(tmp_path) == [".run.lock"]
+
+
+@backend_free
+def test_a_remote_folder_is_not_locked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("gs://bucket/run", Path("gs://bucket/run")):
+        with training.run_lock(folder):
+            assert names(tmp_path) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from keras_moe.training.run_settings import run_settings
 
 from keras_moe import data, models
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
@@ -20,7 +21,6 @@ from keras_moe.training import (
     load_recipe,
     train,
 )
-from keras_moe.training.run_settings import run_settings
 from tests.training.ends import Ends
 from tests.training.pair_folder import write_pairs
 
@@ -91,7 +91,7 @@ def test_a_run_trains_and_goes_on_exactly(folder, tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / "whole" / "tokenizer")
         with pytest.raises(ValueError, match="tokenizer_sha256"):
             train(mine, checkpoint_dir=tmp_path / "whole", **options)
-    # The headline is that of `evaluate`.
+    # The monitored metric is that of `evaluate`.
     test = mine.datasets(whole.model).test
     values = whole.model.evaluate(test, verbose=0, return_dict=True)
     assert values["contrastive_accuracy"] == pytest.approx(whole.score)

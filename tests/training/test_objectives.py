@@ -1,4 +1,4 @@
-"""Objectives own labels, loss, metrics and headline; `train` knows none by name."""
+"""Objectives own labels, loss, metrics and monitor; `train` knows none by name."""
 
 import ast
 import dataclasses
@@ -13,7 +13,7 @@ from keras_moe import models, training
 from keras_moe.training import (
     Classification,
     Datasets,
-    Headline,
+    Monitor,
     MultiLabel,
     Objective,
     Recipe,
@@ -31,7 +31,7 @@ SMALL = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "image_shape": (8, 8, 1
 class Brightness(Objective):
     """Regression from outside the package: the mean of the pixels, times a factor."""
 
-    headline = Headline("val_error", "min")
+    monitor = Monitor("val_error", "min")
 
     scale: float = 1.0
 
@@ -86,7 +86,7 @@ def test_an_objective_from_outside_trains(tmp_path):
     predicted = actual.model.predict(images, verbose=0)
     assert predicted.shape == (24, 1)
     assert actual.score == pytest.approx(np.abs(predicted - targets).mean(), rel=1e-4)
-    # Its headline metric says which epoch is the best: the lowest.
+    # Its monitor says which epoch is the best: the lowest.
     state = training.find_checkpoint(tmp_path / "run").state
     errors = actual.history["val_error"]
     assert state["best"][1] == int(np.argmin(errors))
@@ -120,7 +120,7 @@ def test_train_knows_no_objective_by_name():
     names |= {cls.name for cls in (Classification, MultiLabel)}
     names |= {"accuracy", "val_accuracy", "num_labels"}
     package = Path(training.__file__).parent
-    for file in ("run.py", "run_checkpoint.py", "run_settings.py", "non_finite.py"):
+    for file in ("run.py", "run_checkpoint.py", "non_finite.py"):
         tree = ast.parse((package / file).read_text())
         words = {getattr(node, "id", None) for node in ast.walk(tree)}
         words |= {getattr(node, "attr", None) for node in ast.walk(tree)}
@@ -133,19 +133,19 @@ def test_train_knows_no_objective_by_name():
 @backend_free
 def test_what_is_no_objective_is_refused():
     class NoDataclass(Objective):
-        headline = Headline("val_loss", "min")
+        monitor = Monitor("val_loss", "min")
 
     @dataclasses.dataclass(frozen=True)
-    class NoHeadline(Objective):
+    class NoMonitor(Objective):
         pass
 
-    for cls in (NoDataclass, NoHeadline, dict):
+    for cls in (NoDataclass, NoMonitor, dict):
         with pytest.raises(ValueError, match="Expected a dataclass of Objective"):
             register_objective("test_none")(cls)
 
     @dataclasses.dataclass(frozen=True)
     class Most(Objective):
-        headline = Headline("val_loss", "most")
+        monitor = Monitor("val_loss", "most")
 
     with pytest.raises(ValueError, match="mode='most'"):
         register_objective("test_none")(Most)
@@ -185,7 +185,7 @@ def test_a_hierarchy_determines_the_classes(tmp_path):
 
 
 @backend_free
-def test_a_metric_to_monitor_takes_the_headlines_place():
+def test_a_metric_to_monitor_replaces_the_objectives():
     several = recipe().replace(
         objective={"name": "multi_label"}, schedule={"patience": 1, "best": None}
     )

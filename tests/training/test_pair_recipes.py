@@ -9,7 +9,7 @@ from keras_moe import models
 from keras_moe.data.pairs.mixture import batch_sizes
 from keras_moe.models import ContrastiveModel
 from keras_moe.training import Contrastive, cooldown_branch, list_recipes, load_recipe
-from keras_moe.training.parameter_groups import group_factors
+from keras_moe.training.optimizers import group_factors
 from tests.symbolic import symbolic_model
 
 pytestmark = pytest.mark.backend_free

@@ -10,8 +10,7 @@ from keras_moe.training import (
     WarmupLinearDecay,
     optimizer_class,
 )
-from keras_moe.training.optimizers import OPTIMIZERS
-from keras_moe.training.parameter_groups import NAMED_GROUPS, group_factors
+from keras_moe.training.optimizers import NAMED_GROUPS, OPTIMIZERS, group_factors
 from tests.symbolic import symbolic_model
 
 backend_free = pytest.mark.backend_free

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_moe import training
-from keras_moe.training.progress import Progress, ProgressCallback, StopAfterBatches
+from keras_moe.training.callbacks import Progress, ProgressCallback, StopAfterBatches
 
 pytestmark = pytest.mark.backend_free
 

@@ -23,7 +23,7 @@ from keras_moe.training import (
     train,
     warmup_schedule,
 )
-from keras_moe.training.parameter_groups import group_factors
+from keras_moe.training.optimizers import group_factors
 from tests.symbolic import symbolic_model
 from tests.training.recipe_settings import changed, short_recipe
 
@@ -323,7 +323,7 @@ def test_a_warm_up_as_long_as_the_run_is_refused():
     mixer = load_recipe("mumoe_mixer_s16", schedule={"epochs": 2})
     message = r"2 steps .epochs=2, 1 batches .*; received: warmup_steps=10000"
     with pytest.raises(ValueError, match=message):
-        mixer.compiled_model(num_classes=10, steps_per_epoch=1)
+        mixer.learning_rate(steps_per_epoch=1)
     with pytest.raises(ValueError, match="run of 9 steps; received: warmup_steps=9"):
         warmup_schedule("cosine", 0.1, 9, 9)
 
@@ -357,13 +357,15 @@ def test_gradients_are_clipped_together():
 
 @backend_free
 def test_the_optimizer_is_the_recipes():
-    model = recipe(
+    mine = recipe(
         dtype="mixed_float16",
         gradient_clipping=2.0,
         weight_decay=0.3,
         optimizer_options={"beta_2": 0.9},
         seed=5,
-    ).compiled_model(num_classes=10, steps_per_epoch=10)
+    )
+    model = mine.new_model(num_classes=10)
+    mine.compile(model, steps_per_epoch=10)
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     inner = model.optimizer.inner_optimizer
     assert isinstance(inner, keras.optimizers.AdamW)
@@ -617,7 +619,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     refused("split='dev'", recipe(test_split="dev").datasets, linear_model())
     refused("source='digit'", train, recipe(data="digit"))
     wrong = recipe(model_arguments={"num_layer": 1})
-    refused("num_layer=1 .nearest: num_layers", wrong.compiled_model, 10, 1)
+    refused("num_layer=1 .nearest: num_layers", wrong.new_model, 10)
     path = tmp_path / "bad.json"
     for text, message in (
         ("{", "Expected JSON in .*bad.json"),

@@ -50,7 +50,7 @@ def fit(model, *callbacks, epochs=3, **options):
 def test_every_router_has_figures(name):
     health = training.RouterHealth(IMAGES[:4], min_entropy=0.0, max_share=1.0)
     health.set_model(classifier(**ROUTERS[name]))
-    with training.periodic.unchanged(health.model):
+    with training.callbacks.unchanged(health.model):
         figures = health.measure()
     assert all(np.isfinite(list(figures.values())))
     # In float64, of up to some thousand tokens.

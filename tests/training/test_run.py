@@ -1,7 +1,5 @@
 """Runs that end too early go on; runs that go wrong say where."""
 
-import json
-
 import keras
 import numpy as np
 import pytest
@@ -123,7 +121,7 @@ def test_a_branch_is_the_run_until_it_leaves_it(quick, tmp_path):
     # Ended and begun again, it goes on from its own checkpoints.
     again = run(tmp_path / "branch", Ends(0), mine=branch, branch_from=start)
     assert again.history == actual.history
-    with pytest.raises(ValueError, match="that is whole; received"):
+    with pytest.raises(ValueError, match="Expected a whole checkpoint; received"):
         run(tmp_path / "b", mine=branch, branch_from=start.with_name("step-00000005"))
     with pytest.raises(ValueError, match="Expected a checkpoint_dir"):
         train(branch, branch_from=start)
@@ -293,8 +291,7 @@ def test_a_run_says_where_it_went_wrong(monkeypatch, tmp_path, every):
     assert ("The last good checkpoint is" in message) == (every is not None)
     if every is not None:
         assert [x.name for x in training.list_checkpoints(folder)] == ["step-00000002"]
-        state = json.loads((folder / "step-00000002" / "state.json").read_text())
-        assert state["state"]["finished"] is False
+        assert training.find_checkpoint(folder).state["finished"] is False
 
 
 class _FallsToZero(keras.layers.Layer):

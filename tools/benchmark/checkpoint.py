@@ -2,11 +2,10 @@
 
     python tools/benchmark/checkpoint.py --preset vit_b16 --folder /data/scratch
 
-Saving is `save_checkpoint`: checksums, a check for NaN, everything on the disk before
-the rename, and read again. The plain copy is `np.save` and `fsync` of each array.
-Restoring is `find_checkpoint`, which verifies the checksums, and `restore_checkpoint`;
-the plain one `np.load` and `assign`. A file that was written lately is read from
-memory.
+Saving is `save_checkpoint`: checksums, a check for NaN, and everything on the disk
+before the rename. The plain copy is `np.save` and `fsync` of each array. Restoring is
+`find_checkpoint`, which verifies the checksums, and `Checkpoint.restore`; the plain one
+`np.load` and `assign`. A file that was written lately is read from memory.
 """
 
 import os
@@ -52,7 +51,7 @@ def compare(model: keras.Model, folder: Path, report: Report) -> None:
                 os.fsync(file.fileno())
 
     def restore():
-        training.restore_checkpoint(training.find_checkpoint(folder / "run"), groups)
+        training.find_checkpoint(folder / "run").restore(groups)
 
     def read():
         for index, variable in enumerate(model.variables):
@@ -61,7 +60,7 @@ def compare(model: keras.Model, folder: Path, report: Report) -> None:
     title = f"{model.name}, {size:.0f} MB in {len(model.variables)} arrays"
     for action, candidates in (
         ("save", {"np.save + fsync": copy, "save_checkpoint": save}),
-        ("restore", {"np.load": read, "restore_checkpoint": restore}),
+        ("restore", {"np.load": read, "Checkpoint.restore": restore}),
     ):
         report.compare(
             f"{title}: {action}", candidates, next(iter(candidates)), MB=size

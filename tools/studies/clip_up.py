@@ -34,7 +34,7 @@ from tools.studies.pair_training import PairTraining, recipe_of
 from tools.studies.study import Run, Study
 
 DENSE_FIRST, DENSE = "dense, before it is upcycled", "dense"
-METRIC = Contrastive.headline.metric
+METRIC = Contrastive.monitor.metric
 SCRATCH, UPCYCLED = "from scratch", "upcycled"
 
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_moe import data, evaluation, training
-from keras_moe.training.upcycled_weights import copy_weights
+from keras_moe.training.upcycled import copy_weights
 from tools.studies.pair_measures import (
     health_figures,
     retrieval_figures,

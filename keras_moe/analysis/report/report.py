@@ -24,8 +24,7 @@ from keras_moe.analysis.report.section import (
 )
 from keras_moe.analysis.report.subject import make_subject
 from keras_moe.checks import check_integer
-from keras_moe.files import is_plain_file, write_json, write_text
-from keras_moe.staging import staged_folder
+from keras_moe.files import is_plain_file, staged_folder, write_json, write_text
 
 PAGE, DATA = "report.html", "report.json"
 # Dots per inch of pictures: 3.5 inches are wide enough for a model card.

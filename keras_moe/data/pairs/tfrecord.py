@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_moe.data.json_schema import DictOf, Integer, Record, Text, read_json
 from keras_moe.data.pairs.captions import checked_captions, encoded
 from keras_moe.data.pairs.records import record_pairs
 from keras_moe.data.pairs.source import PairSource
@@ -37,7 +38,6 @@ from keras_moe.data.record_writing import (
     write_split,
 )
 from keras_moe.data.tfrecord import check_first, sidecar_path, split_files
-from keras_moe.json_schema import DictOf, Integer, Record, Text, read_json
 
 IMAGE, CAPTIONS = "image/encoded", "image/captions"
 TOKENS = {"token_ids": "image/token_ids", "padding_mask": "image/padding_mask"}

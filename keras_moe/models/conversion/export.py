@@ -6,13 +6,12 @@ import re
 import keras
 
 from keras_moe.checks import check_one_of
-from keras_moe.files import write_failed, write_json
+from keras_moe.files import staged_folder, write_failed, write_json
 from keras_moe.models.conversion.clip_parts import OPENCLIP_CONFIG
 from keras_moe.models.conversion.exported_towers import ExportedModel
 from keras_moe.models.conversion.openclip_export import openclip_files
 from keras_moe.models.conversion.published_tensors import library as required_library
 from keras_moe.models.conversion.transformers_export import transformers_files
-from keras_moe.staging import staged_folder
 
 _FORMATS = {
     "transformers": (transformers_files, "model.safetensors", "config.json"),

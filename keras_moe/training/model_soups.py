@@ -1,7 +1,4 @@
-"""Model soups: the weights of several checkpoints, averaged greedily.
-
-And the branches of a run whose checkpoints these are.
-"""
+"""Model soups: weights of several checkpoints, averaged; and branches of a run."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -13,18 +10,21 @@ import numpy as np
 from keras_moe import models
 from keras_moe.checks import check_bool, check_integer
 from keras_moe.models.weights_file import checked_weights
-from keras_moe.training.checkpoints import open_checkpoint, restore_checkpoint
+from keras_moe.training.checkpoints import (
+    is_checkpoint,
+    is_remote,
+    open_checkpoint,
+)
 from keras_moe.training.recipes import Recipe
 from keras_moe.training.schedules import OPEN_ENDED
-from keras_moe.training.storage import is_remote
 
 
 class Soup(NamedTuple):
     """The ingredients of a soup.
 
     Attributes:
-        ingredients: positions of checkpoints in the order in which they were added; one
-            that was added n times stands there n times, and counts n times.
+        ingredients: indices of checkpoints in the order in which they were added; one
+            that was added several times is there as often, and counts as often.
         scores: the metric after each was added.
         single_scores: the metric of each checkpoint alone.
     """
@@ -43,31 +43,27 @@ def greedy_soup(
 ) -> Soup:
     """Averages those checkpoints into a model that are best together.
 
-    Begins with the best checkpoint. Each round tries to add each of them to the average
+    Starts with the best checkpoint. Each round tries to add each of them to the average
     and keeps the one that gives the highest metric, until none raises it. A round
     evaluates the model once for each checkpoint.
 
     Only floats are averaged: integers are those of the best checkpoint, and seeds stay
-    the model's. Beside the model two sets of its weights are in memory, whatever the
-    number of checkpoints, and a third while one is read that is no `.weights.h5`.
+    the model's. Next to the model two sets of its weights are in memory, whatever the
+    number of checkpoints.
 
     Args:
-        model: model of the checkpoints' shapes. It ends up with the soup's weights, or,
-            if there is an error, with those that it had. Its optimizer is left alone.
+        model: a model of the checkpoints' shapes. It ends up with the soup's weights,
+            or after an error with those that it had. Its optimizer is left alone.
         checkpoints: files `.weights.h5` or `.keras`, folders of `save_to_preset` or of
-            a run's checkpoints, or lists of arrays as `model.get_weights()` gives them,
-            in any mixture.
-        metric: function of the model, with a checkpoint's or a soup's weights, to a
-            number of which more is better, on validation data.
+            a run's checkpoints, or lists of arrays as from `model.get_weights()`, in
+            any mixture.
+        metric: function of the model, with the weights of a checkpoint or a soup, to a
+            number on validation data, higher is better.
         replacement: whether a checkpoint may be added more than once.
         max_ingredients: the longest list of ingredients.
 
     Returns:
         A `Soup`.
-
-    Raises:
-        ValueError: if there is no checkpoint, one does not fit the model, the model is
-            quantised, or the metric is not finite.
 
     Reference:
         *LIMoE*, appendix A.3; *Model soups*, section 2.
@@ -96,61 +92,79 @@ def greedy_soup(
             )
     before = [keras.ops.convert_to_numpy(x) for x in model.variables]
     weights = {id(x) for x in model.weights}
-    averaged = [x for x in model.weights if keras.backend.is_float_dtype(x.dtype)]
     done = False
-
-    def score(position):
-        value = float(metric(model))
-        if not np.isfinite(value):
-            raise ValueError(
-                f"Expected a finite metric; received: {value} with checkpoint "
-                f"{_name(checkpoints, position)}"
-            )
-        return value
-
-    def taste(position):
-        """The metric of the soup with one more checkpoint, which the model then is."""
-        _load(model, checkpoints, position)
-        for variable, total in zip(averaged, totals, strict=True):
-            variable.assign((total + _numpy(variable)) / (len(ingredients) + 1))
-        return score(position)
-
-    def add(position):
-        _load(model, checkpoints, position)
-        for variable, total in zip(averaged, totals, strict=True):
-            total += _numpy(variable)
-        ingredients.append(position)
-
     try:
-        totals = [np.zeros(x.shape, "float32") for x in averaged]
-        ingredients: list[int] = []
-        singles = []
-        for position in range(len(checkpoints)):
-            _load(model, checkpoints, position)
-            singles.append(score(position))
-        add(int(np.argmax(singles)))
-        scores = [max(singles)]
-        while len(ingredients) < max_ingredients:
-            candidates = {
-                position: taste(position)
-                for position in range(len(checkpoints))
-                if replacement or position not in ingredients
-            }
-            if not candidates or max(candidates.values()) <= scores[-1]:
-                break
-            best = max(candidates, key=candidates.get)
-            add(best)
-            scores.append(candidates[best])
-        # Integers are its own.
-        _load(model, checkpoints, ingredients[0])
-        for variable, total in zip(averaged, totals, strict=True):
-            variable.assign(total / len(ingredients))
+        soup = _cook(_Pot(model, checkpoints, metric), replacement, max_ingredients)
         done = True
     finally:
         for variable, value in zip(model.variables, before, strict=True):
             if not done or id(variable) not in weights:
                 variable.assign(value)
-    return Soup(tuple(ingredients), tuple(scores), tuple(singles))
+    return soup
+
+
+def _cook(pot, replacement, max_ingredients):
+    count = range(len(pot.checkpoints))
+    singles = [pot.score_alone(position) for position in count]
+    pot.add(int(np.argmax(singles)))
+    scores = [max(singles)]
+    while len(pot.ingredients) < max_ingredients:
+        candidates = {
+            position: pot.score_with(position)
+            for position in count
+            if replacement or position not in pot.ingredients
+        }
+        if not candidates or max(candidates.values()) <= scores[-1]:
+            break
+        best = max(candidates, key=candidates.get)
+        pot.add(best)
+        scores.append(candidates[best])
+    pot.serve()
+    return Soup(tuple(pot.ingredients), tuple(scores), tuple(singles))
+
+
+class _Pot:
+    """The sum of the ingredients so far, and a model to try them with."""
+
+    def __init__(self, model, checkpoints, metric):
+        self.model, self.checkpoints, self.metric = model, checkpoints, metric
+        floats = (x for x in model.weights if keras.backend.is_float_dtype(x.dtype))
+        self.averaged = list(floats)
+        self.totals = [np.zeros(x.shape, "float32") for x in self.averaged]
+        self.ingredients: list[int] = []
+
+    def score_alone(self, position: int) -> float:
+        _load(self.model, self.checkpoints, position)
+        return self._score(position)
+
+    def score_with(self, position: int) -> float:
+        """The metric of the soup with one more checkpoint."""
+        _load(self.model, self.checkpoints, position)
+        for variable, total in zip(self.averaged, self.totals, strict=True):
+            mean = (total + _numpy(variable)) / (len(self.ingredients) + 1)
+            variable.assign(mean)
+        return self._score(position)
+
+    def add(self, position: int) -> None:
+        _load(self.model, self.checkpoints, position)
+        for variable, total in zip(self.averaged, self.totals, strict=True):
+            total += _numpy(variable)
+        self.ingredients.append(position)
+
+    def serve(self) -> None:
+        """Gives the model the soup's weights, and the best checkpoint's integers."""
+        _load(self.model, self.checkpoints, self.ingredients[0])
+        for variable, total in zip(self.averaged, self.totals, strict=True):
+            variable.assign(total / len(self.ingredients))
+
+    def _score(self, position):
+        value = float(self.metric(self.model))
+        if not np.isfinite(value):
+            raise ValueError(
+                f"Expected a finite metric; received: {value} with checkpoint "
+                f"{_name(self.checkpoints, position)}"
+            )
+        return value
 
 
 def cooldown_branch(
@@ -160,8 +174,8 @@ def cooldown_branch(
 
     Up to that step both have the same learning rates, so that the branch continues from
     the run's checkpoint there: `train(branch, checkpoint_dir=..., branch_from=...)`
-    takes its weights, optimizer and place in the data. Branches of several lengths, or
-    with other data, are what `greedy_soup` mixes.
+    takes over its weights, optimizer and position in the data. `greedy_soup` mixes
+    branches of several lengths, or with other data.
 
     Args:
         recipe: the run's.
@@ -173,10 +187,6 @@ def cooldown_branch(
 
     Returns:
         The recipe, named after the branch unless there is a `name`.
-
-    Raises:
-        ValueError: if the run's learning rates depend on its length, or the branch
-            would start in its warm-up or cooldown.
 
     Reference:
         *LIMoE*, appendix A.3: after 700k steps a branch of 125k, and three of 40k from
@@ -237,16 +247,15 @@ def _load(model: keras.Model, checkpoints: Sequence, position: int) -> None:
         _assign(model.weights, [np.asarray(array) for array in checkpoint], name)
         return
     path = os.fspath(checkpoint)
-    remote = is_remote(path)
-    if not remote and not os.path.exists(path):
+    if not is_remote(path) and not os.path.exists(path):
         raise ValueError(
             "Expected a file of weights, or the folder of a preset or a checkpoint; "
             f"received: checkpoint {name}"
         )
     try:
-        if remote or os.path.exists(os.path.join(path, "manifest.json")):
+        if is_checkpoint(path):
             variables = [*model.trainable_variables, *model.non_trainable_variables]
-            restore_checkpoint(open_checkpoint(path), {"model": variables})
+            open_checkpoint(path).restore({"model": variables})
             return
         if path.endswith(".weights.h5"):
             optimizer = getattr(model, "optimizer", None)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from keras_moe.late_imports import loaded_on_demand
+from keras_moe.models.late_imports import loaded_on_demand
 
 pytestmark = pytest.mark.backend_free
 

@@ -1,4 +1,4 @@
-"""Evaluation while a model is trained: few-shot now, others by the same interface."""
+"""Evaluation while a model trains: few-shot, zero-shot, retrieval, or your own."""
 
 import numbers
 import os
@@ -7,33 +7,40 @@ from typing import Any
 
 import keras
 
+from keras_moe.checks import check_integer
 from keras_moe.evaluation.few_shot import SEEDS, few_shot_from_model
+from keras_moe.evaluation.pair_models import encode_pairs, zero_shot_from_model
+from keras_moe.evaluation.prompts import (
+    PUBLISHED_NAMES,
+    read_class_names,
+    read_templates,
+)
+from keras_moe.evaluation.retrieval import KS
 from keras_moe.evaluation.ridge_regression import L2S
+from keras_moe.evaluation.similarities import check_ks
 from keras_moe.files import write_json
 from keras_moe.processes import process_index
-from keras_moe.training.periodic import PeriodicCallback, written_if_possible
-from keras_moe.training.weight_averages import averages_in_place
+from keras_moe.training.callbacks import (
+    PeriodicCallback,
+    averages_in_place,
+    written_if_possible,
+)
 
 
 class PeriodicEvaluation(PeriodicCallback):
     """Evaluates a model every so many epochs or steps.
 
-    An evaluator is any callable that takes the model and returns a dict from names to
-    numbers. It may predict and evaluate with the model, and must not change its
-    weights; where the optimizer keeps averages of these, it sees the averages. Its
-    figures have its name before theirs, such as `"few_shot/5_shot"`, in
-    the logs, the history and `records`.
+    An evaluator is any callable from the model to a dict of numbers. It may predict and
+    evaluate with the model, and must not change its weights; if the optimizer keeps
+    averages of these, it sees the averages. In the logs, the history and `records` its
+    metrics are prefixed with its name, such as `"few_shot/5_shot"`.
 
     Args:
         evaluators: callables by name.
         every: number of epochs or steps between evaluations.
         unit: `"epochs"` or `"steps"`.
-        path: a JSON file for `records`, which the first process writes each time; None
-            for none. Where it cannot be written there is a warning, and all of them are
-            tried next time.
-
-    Raises:
-        ValueError: if there is no evaluator, or an argument is out of range.
+        path: a JSON file for `records`, written by the first process each time; None
+            for none. If it cannot be written there is a warning.
 
     Example:
 
@@ -95,7 +102,7 @@ class PeriodicEvaluation(PeriodicCallback):
 class FewShot:
     """An evaluator: k-shot accuracy of the features that a classifier's head reads.
 
-    Features of a model of pairs are its embeddings of images.
+    The features of an image-text model are its image embeddings.
 
     Args:
         train_data: the pool from which shots are drawn, see
@@ -108,10 +115,7 @@ class FewShot:
         batch_size: size of the batches of data given as arrays.
 
     Returns:
-        Called with a model, the mean accuracy over the seeds by k, as `"5_shot"`.
-
-    Raises:
-        ValueError: if a model has no features.
+        When called with a model, the mean accuracy over the seeds, as `"5_shot"`.
 
     Example:
 
@@ -170,3 +174,101 @@ def _feature_model(model):
             f"received: {type(model).__name__}"
         )
     return keras.Model(model.input, features)
+
+
+class ZeroShot:
+    """An evaluator: zero-shot accuracies of an image-text model.
+
+    Args:
+        data: tuple of arrays (images, labels), or an iterable of batches of them, which
+            is read each time; the same in all processes.
+        class_names: names; see `keras_moe.evaluation.read_class_names`.
+        templates: templates; see `keras_moe.evaluation.read_templates`.
+        ks: values of k; None takes 1, and 5 where there are as many classes.
+        batch_size: number of images and of texts that are embedded at a time.
+
+    Returns:
+        When called with a model, the accuracies, as `"top_1"`, `"top_5"` and
+        `"mean_per_class"`.
+
+    Example:
+
+    ```python
+    digits = data.load("digits", "test", (32, 32, 3))
+    zero_shot = ZeroShot(digits, list("0123456789"), "the digit {}")
+    PeriodicEvaluation({"zero_shot": zero_shot}, every=5)
+    ```
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        class_names: Any,
+        templates: Any = "ours",
+        ks: Sequence[int] | None = None,
+        batch_size: int = 64,
+    ):
+        self.data = data if isinstance(data, tuple) else (data, None)
+        # Mistakes show now, not after an epoch.
+        names = read_class_names(class_names)
+        is_published = isinstance(class_names, str) and class_names in PUBLISHED_NAMES
+        self.options = {
+            # Published names may have duplicates, your own may not.
+            "class_names": class_names if is_published else names,
+            "templates": read_templates(templates),
+            "ks": None if ks is None else check_ks(ks, len(names), "classes"),
+            "batch_size": batch_size,
+        }
+
+    def __call__(self, model: keras.Model) -> dict[str, float]:
+        return zero_shot_from_model(model, *self.data, **self.options).figures()
+
+
+class Retrieval:
+    """An evaluator: recalls of an image-text model, and its contrastive accuracy.
+
+    Args:
+        pairs: all pairs of all captions, read each time; see
+            `keras_moe.evaluation.encode_pairs`. The same in all processes.
+        ks: values of k; None for those of 1, 5 and 10 that are at most the numbers of
+            images and texts.
+        contrastive_batch_size: batch size of the contrastive accuracy, at most the
+            number of images; None leaves it out.
+        batch_size: number of images and of texts that are embedded at a time.
+
+    Returns:
+        When called with a model, the recalls, as `"image_to_text_r1"`, and
+        `"contrastive_accuracy"`.
+
+    Example:
+
+    ```python
+    pairs = data.load_pairs("emoji", "test", captions="all", tokenizer=tokenizer)
+    PeriodicEvaluation({"retrieval": Retrieval(pairs)}, every=5)
+    ```
+    """
+
+    def __init__(
+        self,
+        pairs: Any,
+        ks: Sequence[int] | None = None,
+        contrastive_batch_size: int | None = None,
+        batch_size: int = 64,
+    ):
+        self.pairs, self.ks = pairs, None if ks is None else check_ks(ks)
+        if contrastive_batch_size is not None:
+            check_integer("contrastive_batch_size", contrastive_batch_size)
+        self.contrastive_batch_size = contrastive_batch_size
+        self.batch_size = batch_size
+
+    def __call__(self, model: keras.Model) -> dict[str, float]:
+        embeddings = encode_pairs(model, self.pairs, self.batch_size)
+        num_images = len(embeddings.images)
+        fewest = min(num_images, len(embeddings.texts))
+        ks = self.ks or [k for k in KS if k <= fewest]
+        figures = embeddings.retrieval(ks).figures()
+        if self.contrastive_batch_size is not None:
+            size = min(self.contrastive_batch_size, num_images)
+            accuracy = embeddings.contrastive_accuracy(size)
+            figures["contrastive_accuracy"] = accuracy.accuracy
+        return figures

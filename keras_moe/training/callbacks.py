@@ -1,0 +1,373 @@
+"""Callbacks: the count of steps, periodic measurements, averages, the best epoch."""
+
+import contextlib
+import math
+import os
+import random
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_moe.checks import check_integer, check_one_of
+from keras_moe.compat import moving_averages, own_variables, restored
+
+UNITS = ("epochs", "steps")
+MODES = ("max", "min")
+BEST = ("keep", "restore")
+
+
+class Progress:
+    """The number of steps that a run has made, and the epoch that it is in.
+
+    A run shares one with its callbacks, each of which reports the batches that it sees;
+    the count follows `fit`'s batch numbers, however many callbacks report.
+    """
+
+    def __init__(self, step: int = 0):
+        self.step = step
+        self.epoch = 0
+        self._before_epoch = step
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Notes that an epoch begins; its first batch is number 0."""
+        self.epoch = epoch
+        self._before_epoch = self.step
+
+    def begin_step(self, batch: int) -> None:
+        """Notes that a batch begins."""
+        self.step = self.step_of(batch)
+
+    def step_of(self, batch: int) -> int:
+        """The number of steps after a batch of this epoch."""
+        return self._before_epoch + batch + 1
+
+    def hand_to(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
+        """Makes the callbacks of a run read this count instead of their own."""
+        for callback in callbacks:
+            if isinstance(callback, ProgressCallback):
+                callback.progress = self
+
+
+class ProgressCallback(keras.callbacks.Callback):
+    """Base class of callbacks that need the number of steps, in a run or alone.
+
+    Subclasses that override a method call this class's first.
+    """
+
+    def __init__(self, step: int = 0):
+        super().__init__()
+        self.progress = Progress(step)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.progress.begin_epoch(epoch)
+
+    # Not at the batch's end: such a callback makes JAX wait for each step.
+    def on_train_batch_begin(self, batch, logs=None):
+        self.progress.begin_step(batch)
+
+
+class StopAfterBatches(ProgressCallback):
+    """Ends `fit` after so many batches of a run."""
+
+    def __init__(self, batches: int, step: int = 0):
+        super().__init__(step)
+        self.batches = batches
+
+    def on_train_batch_begin(self, batch, logs=None):
+        super().on_train_batch_begin(batch, logs)
+        # `fit` reads this once the batch is done.
+        if self.progress.step >= self.batches:
+            self.model.stop_training = True
+
+
+class PeriodicCallback(ProgressCallback):
+    """Measures every so many epochs or steps; subclasses implement `measure`.
+
+    The metrics are in the logs at the end of the epoch, and so in the progress line, in
+    the history, and for callbacks after this one. Training is the same, bit for bit,
+    with it and without.
+    """
+
+    def __init__(self, every: int = 1, unit: str = "epochs"):
+        super().__init__()
+        self.every = check_integer("every", every)
+        self.unit = check_one_of("unit", unit, UNITS)
+        self.records = []
+        # The step of the newest record.
+        self._measured = 0
+
+    def measure(self) -> dict[str, float]:
+        """The metrics of `self.model` as it is."""
+        raise NotImplementedError
+
+    def on_train_batch_begin(self, batch, logs=None):
+        super().on_train_batch_begin(batch, logs)
+        if self.unit == "steps":
+            # This batch's own step is not counted yet.
+            self._measure_if_due(self.progress.step - 1)
+
+    def on_epoch_end(self, epoch, logs=None):
+        step = self.progress.step
+        if self.unit == "steps":
+            self._measure_if_due(step)
+        elif (epoch + 1) % self.every == 0:
+            self._measure(step)
+        # The last of several in an epoch.
+        last = self.records[-1] if self.records else {"epoch": 0}
+        if logs is not None and last["epoch"] == epoch + 1:
+            logs.update({k: v for k, v in last.items() if k not in ("epoch", "step")})
+
+    def get_state(self) -> dict:
+        """The state that a checkpoint of the run keeps, JSON."""
+        return {"measured": self._measured, "records": list(self.records)}
+
+    def set_state(self, state: dict) -> None:
+        """Continues from the state of a checkpoint."""
+        self._measured = state["measured"]
+        self.records = list(state["records"])
+
+    def _measure_if_due(self, step):
+        if step and step % self.every == 0 and step != self._measured:
+            self._measure(step)
+
+    def _measure(self, step):
+        with unchanged(self.model):
+            metrics = self.measure()
+        self._measured = step
+        record = {"epoch": self.progress.epoch + 1, "step": step, **metrics}
+        self.records.append(record)
+        self.measured(record)
+
+    def measured(self, record: dict[str, Any]) -> None:
+        """Called with each new record, after the model is restored."""
+
+
+@contextlib.contextmanager
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """Restores seeds, running metrics and random states after the context.
+
+    Within it, the variables of a model in training on JAX have their current values.
+    """
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()
+    variables = [*model.non_trainable_variables, *model.metrics_variables]
+    states = random.getstate(), np.random.get_state()
+    try:
+        with restored(variables):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def written_if_possible(path: str | os.PathLike) -> Iterator[None]:
+    """Turns an OSError in the context into a warning, so that the run goes on."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"{os.fspath(path)} could not be written: {error}; the run goes on",
+            stacklevel=4,
+        )
+
+
+class EvaluateAverages(keras.callbacks.Callback):
+    """Replaces the weights by their averages for each evaluation within `fit`.
+
+    The optimizer keeps them with `use_ema=True`. `keras.callbacks.SwapEMAWeights` goes
+    through NumPy, which is impossible if the weights are spread over processes, and on
+    TensorFlow adds and subtracts, which rounds.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe.training import EvaluateAverages
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+    >>> x = keras.ops.ones((4, 1))
+    >>> history = model.fit(
+    ...     x, x, validation_data=(x, x), callbacks=[EvaluateAverages()], verbose=0
+    ... )
+    """
+
+    def on_train_begin(self, logs=None):
+        if not _keeper(self.model).use_ema:
+            raise ValueError("Expected an optimizer with use_ema=True; received: False")
+
+    def on_test_begin(self, logs=None):
+        _exchange(self.model)
+
+    def on_test_end(self, logs=None):
+        _exchange(self.model)
+
+
+@contextlib.contextmanager
+def averages_in_place(model: keras.Model) -> Iterator[None]:
+    """Replaces the weights of a model in training by their averages in the context."""
+    optimizer = _keeper(model)
+    if optimizer is None or not (optimizer.use_ema and optimizer.built):
+        yield
+        return
+    _exchange(model)
+    try:
+        yield
+    finally:
+        _exchange(model)
+
+
+def _keeper(model):
+    optimizer = getattr(model, "optimizer", None)
+    # One that scales losses wraps another.
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _exchange(model):
+    optimizer = _keeper(model)
+    for weight, average in zip(
+        own_variables(optimizer, trainable=True),
+        moving_averages(optimizer),
+        strict=True,
+    ):
+        # A copy: on some backends a variable's value changes with it.
+        value = ops.copy(weight.value)
+        weight.assign(average.value)
+        average.assign(value)
+
+
+class BestEpoch(keras.callbacks.Callback):
+    """Finds the best epoch, and ends a run that no longer improves.
+
+    Unlike `keras.callbacks.EarlyStopping` it has a state for `RunCheckpoint`: a run
+    that was killed stops after the same epoch as one that was not.
+
+    Args:
+        monitor: name of a metric as the history has it, such as `"val_accuracy"` or
+            `"few_shot/10_shot"`. One with a slash may be measured in some epochs only,
+            and only these count. There is a warning at the end if it never was, or was
+            always NaN.
+        mode: `"max"` or `"min"`, what is better; None is `"min"` for names that end
+            with "loss", and `"max"` for others.
+        patience: epochs without a better one after which the run ends; None for never.
+
+    Attributes:
+        value: the metric of the best epoch, None before the first.
+        row: index of the best epoch in the lists of the history.
+        improved: whether the epoch that has just ended is the best.
+
+    Example:
+
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_moe.training import BestEpoch
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> model.compile(keras.optimizers.SGD(0.0), "mse")
+    >>> x, best = np.ones((4, 1)), BestEpoch("loss", patience=2)
+    >>> history = model.fit(x, x, epochs=9, verbose=0, callbacks=[best]).history
+    >>> len(history["loss"]), best.row
+    (3, 0)
+    """
+
+    def __init__(
+        self, monitor: str, mode: str | None = None, patience: int | None = None
+    ):
+        super().__init__()
+        check_monitor(monitor, mode, patience, "mode")
+        self.monitor = monitor
+        self.mode = mode or ("min" if monitor.endswith("loss") else "max")
+        self.patience = patience
+        self.value, self.row = None, None
+        self.improved = False
+        self._epochs = 0
+        self._wait = 0
+        self._known = []
+
+    def count_from(self, rows: int) -> None:
+        """Sets the number of epochs of a run that began without this callback.
+
+        Args:
+            rows: number of epochs in its history.
+        """
+        self._epochs = rows
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.improved = False
+
+    def on_epoch_end(self, epoch, logs=None):
+        row, self._epochs = self._epochs, self._epochs + 1
+        self._known = sorted({*self._known, *(logs or {})})
+        value = (logs or {}).get(self.monitor)
+        if value is None:
+            if "/" not in self.monitor:
+                raise ValueError(
+                    f"Expected monitor to be one of {sorted(logs or {})}; "
+                    f"received: monitor={self.monitor!r}"
+                )
+            return
+        value = float(value)
+        if self._is_better(value):
+            self.value, self.row, self.improved = value, row, True
+            self._wait = 0
+            return
+        self._wait += 1
+        if self.patience is not None and self._wait >= self.patience:
+            self.model.stop_training = True
+
+    def on_train_end(self, logs=None):
+        if self.value is not None or not self._epochs:
+            return
+        reason = "was always NaN" if self._wait else "never came"
+        warnings.warn(
+            f"No epoch is the best: monitor={self.monitor!r} {reason}; the metrics "
+            f"were {self._known}",
+            stacklevel=2,
+        )
+
+    def _is_better(self, value):
+        if self.value is None or math.isnan(value):
+            return not math.isnan(value)
+        return value > self.value if self.mode == "max" else value < self.value
+
+    def get_state(self) -> dict:
+        """The state that a checkpoint of the run keeps, JSON."""
+        return {
+            "value": self.value,
+            "row": self.row,
+            "epochs": self._epochs,
+            "wait": self._wait,
+        }
+
+    def set_state(self, state: dict) -> None:
+        """Continues from the state of a checkpoint."""
+        self.value, self.row = state["value"], state["row"]
+        self._epochs, self._wait = state["epochs"], state["wait"]
+
+
+def check_monitor(
+    monitor: Any, mode: Any, patience: Any, mode_name: str = "monitor_mode"
+) -> None:
+    """Raises ValueError if an argument of `BestEpoch` is out of range."""
+    if not isinstance(monitor, str) or not monitor:
+        raise ValueError(
+            f"Expected the name of a metric; received: monitor={monitor!r}"
+        )
+    if mode is not None:
+        check_one_of(mode_name, mode, MODES)
+    if patience is not None:
+        check_integer("patience", patience)
+
+
+def check_best(monitor: Any, mode: Any, patience: Any, best: Any) -> None:
+    """Raises ValueError if settings of a recipe about the best epoch do not fit."""
+    if best is not None:
+        check_one_of("best", best, BEST)
+    check_monitor("loss" if monitor is None else monitor, mode, patience)
+    if patience is best is None and (monitor, mode) != (None, None):
+        raise ValueError(
+            "Expected patience or best with monitor and monitor_mode; received: "
+            f"monitor={monitor!r}, monitor_mode={mode!r}, patience=None, best=None"
+        )

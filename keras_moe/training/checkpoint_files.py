@@ -1,0 +1,234 @@
+"""The two formats of a checkpoint's files.
+
+One process writes
+
+- `model.safetensors`, `optimizer.safetensors`, ...: the variables of each group, named
+  `INDEX/PATH`;
+- `state.json`: everything but arrays, and the SHA-256 of each of these files.
+
+Processes that share a model, and remote folders such as `gs://bucket/run`, write
+through Orbax instead: an item for each group, and one for the same state. Any backend
+reads both, on other devices and on another number of processes.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from keras import ops
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from keras_moe.files import (
+    check_free_space,
+    is_plain_file,
+    new_partial,
+    replace_folder,
+    sha256_of,
+    sync_file,
+    sync_folder,
+    write_text,
+)
+from keras_moe.processes import rank_and_world_size
+
+STATE_FILE = "state.json"
+# The item of Orbax that has the state.
+_STATE = "state"
+# `pathlib` turns two slashes into one.
+_REMOTE = re.compile(r"(?P<scheme>[a-z][a-z0-9]+):/+(?P<rest>.*)")
+
+
+def is_remote(folder: str | os.PathLike) -> bool:
+    """Whether a folder is in an object store, such as `gs://bucket/run`."""
+    return _REMOTE.fullmatch(os.fspath(folder)) is not None
+
+
+def as_path(folder: str | os.PathLike) -> Any:
+    """The path object of a local or remote folder."""
+    remote = _REMOTE.fullmatch(os.fspath(folder))
+    if remote is None:
+        return Path(folder)
+    _orbax()
+    from etils import epath
+
+    return epath.Path(f"{remote['scheme']}://{remote['rest']}")
+
+
+# Safetensors
+
+
+def write_safetensors(path: Path, groups: dict, content: dict) -> None:
+    """Writes a checkpoint whole, or leaves what was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writing = new_partial(path)
+    try:
+        sums = {}
+        for group, variables in groups.items():
+            arrays = {
+                f"{index:05d}/{variable.path}": np.asarray(
+                    ops.convert_to_numpy(variable.value), order="C"
+                )
+                for index, variable in enumerate(variables)
+            }
+            file = writing / f"{group}.safetensors"
+            check_free_space(file, sum(array.nbytes for array in arrays.values()))
+            try:
+                save_file(arrays, file)
+            except SafetensorError as error:
+                raise OSError(f"{file} could not be written: {error}") from error
+            sync_file(file)
+            sums[file.name] = sha256_of(file)
+        write_text(writing / STATE_FILE, json.dumps({**content, "sha256": sums}))
+        sync_folder(writing)
+        replace_folder(writing, path)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def read_safetensors(path: Path) -> dict:
+    """The content of a checkpoint's state, once its files were checked."""
+    _check_plain_file(path, STATE_FILE)
+    try:
+        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        sums = dict(content["sha256"])
+        names = [f"{group}.safetensors" for group in content["variables"]]
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{STATE_FILE} is damaged: {error!r}") from error
+    for name in names:
+        _check_plain_file(path, name)
+        if sha256_of(path / name) != sums.get(name):
+            raise ValueError(f"{name} is damaged")
+    return content
+
+
+def restore_safetensors(path: Path, groups: dict, saved: dict) -> None:
+    """Assigns the arrays of a checkpoint to variables."""
+    for group, variables in groups.items():
+        file_path = path / f"{group}.safetensors"
+        try:
+            with safe_open(file_path, framework="np") as file:
+                for index, variable in enumerate(variables):
+                    name = f"{index:05d}/{saved[group][index].path}"
+                    variable.assign(file.get_tensor(name))
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(
+                f"Expected the variables of a checkpoint in {file_path}; "
+                f"received: {error}"
+            ) from error
+
+
+def _check_plain_file(path, name):
+    """Refuses names that lead out of the folder: anyone may have written it."""
+    if not is_plain_file(path, name):
+        raise ValueError(
+            f"expected a file in the folder itself, and no link; received: {name!r}"
+        )
+
+
+# Orbax
+
+
+def _orbax():
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError(
+            "Expected the package orbax-checkpoint, for checkpoints of several "
+            "processes and in remote folders; install it with "
+            'pip install "keras-moe[orbax]"'
+        ) from error
+    return ocp
+
+
+def _checkpointer():
+    ocp = _orbax()
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+
+
+def is_orbax(path: Any) -> bool:
+    """Whether a folder has a checkpoint that Orbax has finished."""
+    return (path / "_CHECKPOINT_METADATA").exists()
+
+
+def write_orbax(path: Any, groups: dict, content: dict) -> None:
+    """Writes a checkpoint together with the other processes."""
+    ocp = _orbax()
+    values = {
+        group: {name: _value_to_save(x.value) for name, x in _numbered(variables)}
+        for group, variables in groups.items()
+        if _numbered(variables)
+    }
+    if not is_remote(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        arrays = [array for group in values.values() for array in group.values()]
+        size = sum(array.nbytes for array in arrays)
+        check_free_space(path, size // rank_and_world_size()[1])
+    args = {group: ocp.args.PyTreeSave(x) for group, x in values.items()}
+    args[_STATE] = ocp.args.JsonSave(content)
+    try:
+        _checkpointer().save(_absolute(path), ocp.args.Composite(**args), force=True)
+    except Exception as error:
+        # TensorStore reports a full disk as a ValueError.
+        raise OSError(f"{path} could not be written: {error}") from error
+
+
+def read_orbax(path: Any) -> dict:
+    """The content of a checkpoint's state."""
+    ocp = _orbax()
+    args = ocp.args.Composite(**{_STATE: ocp.args.JsonRestore()})
+    try:
+        return _checkpointer().restore(_absolute(path), args)[_STATE]
+    except Exception as error:
+        raise ValueError(f"{error}") from error
+
+
+def restore_orbax(path: Any, groups: dict) -> None:
+    """Assigns the arrays of a checkpoint to variables."""
+    ocp = _orbax()
+    args = {}
+    for group, variables in groups.items():
+        named = {name: _restore_args(x.value) for name, x in _numbered(variables)}
+        if named:
+            args[group] = ocp.args.PyTreeRestore(restore_args=named)
+    values = _checkpointer().restore(_absolute(path), ocp.args.Composite(**args))
+    for group in args:
+        for name, variable in _numbered(groups[group]):
+            variable.assign(values[group][name])
+
+
+def _absolute(path):
+    # Orbax takes no relative paths.
+    return path if is_remote(path) else path.absolute()
+
+
+def _numbered(variables):
+    """Variables by number, without empty ones, which Orbax refuses."""
+    return [(f"{i:05d}", x) for i, x in enumerate(variables) if 0 not in x.shape]
+
+
+def _is_sharded(value):
+    """Whether each process writes and reads its pieces of an array."""
+    if not hasattr(type(value), "addressable_shards"):
+        return False
+    return rank_and_world_size()[1] == 1 or not value.is_fully_addressable
+
+
+def _value_to_save(value):
+    if not _is_sharded(value):
+        return np.asarray(ops.convert_to_numpy(value))
+    from keras_moe.ops.kernels.sharded_arrays_jax import with_shards
+
+    return with_shards(value)
+
+
+def _restore_args(value):
+    ocp = _orbax()
+    if not _is_sharded(value):
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(
+        sharding=value.sharding, global_shape=value.shape, dtype=value.dtype
+    )

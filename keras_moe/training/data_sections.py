@@ -1,0 +1,399 @@
+"""The section `data` of a recipe, by kind of data, and the batches that follow from it.
+
+An objective names the kind of data that it learns from.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe import data
+from keras_moe.checks import check_integer, check_one_of
+from keras_moe.data.augmentation import LABEL_MIXING_NAMES
+from keras_moe.data.pairs.opening import (
+    EMOJI_OPTIONS,
+    SourceOptions,
+    is_emoji,
+    open_all,
+)
+from keras_moe.processes import process_shard
+from keras_moe.training.sections import Section
+
+_PAIR_OPTIONS = ("captions", "templates", "style", "language", "size")
+
+
+class Datasets(NamedTuple):
+    """The batches of a run.
+
+    Attributes:
+        train: batches of inputs and targets, in any form that `fit` takes with
+            `steps_per_epoch`: those of one epoch, or an infinite stream. Images are in
+            [-1, 1], labels as the objective's loss takes them.
+        test: the same for evaluation, with labels that are not mixed.
+        num_classes: the number of classes, or None if the objective has none.
+        steps_per_epoch: batches of `train` in an epoch.
+    """
+
+    train: Any
+    test: Any
+    num_classes: int | None
+    steps_per_epoch: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Settings that all kinds of data have; see `ImageData` and `PairData`.
+
+    Args:
+        batch_size: examples in a step.
+        source: the source of the examples, see `keras_moe.data.load`.
+        train_split: the split to train on.
+        test_split: the split to evaluate on after each epoch.
+        augment: names of augmentations, or dicts of a name and its options, in order;
+            see `keras_moe.data.load`.
+        exclude: a file of examples not to train on, or a list of such files, see
+            `keras_moe.data.load`.
+        unreadable: `"exclude"` leaves out images that cannot be read, which are looked
+            for before the run, see `keras_moe.data.load`; None ends the run at one,
+            with the name of its file.
+
+    Example:
+
+    >>> from keras_moe.training import ImageData
+    >>> config = ImageData(source="tfds:imagenet2012", batch_size=4096)
+    >>> config.replace(source="digits", batch_size=64).test_split
+    'test'
+    """
+
+    title = "data"
+
+    batch_size: int
+    source: str = "digits"
+    train_split: str = "train"
+    test_split: str = "test"
+    augment: Sequence = ()
+    exclude: str | Sequence | None = None
+    unreadable: str | None = None
+
+    def __post_init__(self):
+        check_integer("batch_size", self.batch_size)
+        if self.unreadable is not None:
+            check_one_of("unreadable", self.unreadable, ("exclude",))
+        super().__post_init__()
+
+    def replace(self, **changes: Any) -> "DataConfig":
+        """Data with other settings.
+
+        Args:
+            **changes: any setting. With another `source` the splits are again "train"
+                and "test", unless they are given, too.
+        """
+        if changes.get("source", self.source) != self.source:
+            changes = {"train_split": "train", "test_split": "test", **changes}
+        return super().replace(**changes)
+
+    @property
+    def evaluated_source(self) -> str:
+        """The source of the examples to evaluate on."""
+        return self.source
+
+    def left_out(
+        self, data_dir: str | None = None
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Examples that a search before the run left out; None without a search.
+
+        Args:
+            data_dir: folder of TensorFlow Datasets.
+        """
+        return None
+
+    def _steps_per_epoch(self, count: int, batch_size: int) -> int:
+        if count < batch_size:
+            raise ValueError(
+                "Expected a batch no larger than the examples to train on; "
+                f"received: batch_size={self.batch_size}, source={self.source!r}, "
+                f"train_split={self.train_split!r}"
+            )
+        return count // batch_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageData(DataConfig):
+    """Images with their classes; the arguments are those of `DataConfig`.
+
+    Example: see `DataConfig`.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        # Images that `left_out` has searched for, by `data_dir`.
+        object.__setattr__(self, "_left_out", {})
+
+    @property
+    def mixes_labels(self) -> bool:
+        """Whether an augmentation makes vectors of labels, such as mixup."""
+        names = [x.get("name") if isinstance(x, dict) else x for x in self.augment]
+        return any(name in LABEL_MIXING_NAMES for name in names)
+
+    def left_out(self, data_dir: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The images that `exclude` and `unreadable` leave out.
+
+        All images may be decoded to find them: this object does so once.
+
+        Args:
+            data_dir: folder of TensorFlow Datasets.
+
+        Returns:
+            Sorted indices, int64, of the training and of the test images.
+        """
+        if data_dir not in self._left_out:
+            self._left_out[data_dir] = tuple(
+                data.excluded_examples(
+                    self.source, split, data_dir, exclude, self.unreadable or "raise"
+                )
+                for split, exclude in (
+                    (self.train_split, self.exclude or ()),
+                    (self.test_split, ()),
+                )
+            )
+        return self._left_out[data_dir]
+
+    def datasets(
+        self,
+        image_shape: tuple[int, int, int],
+        batch_size: int,
+        seed: int,
+        num_classes: int | None,
+        data_dir: str | None = None,
+        start_step: int = 0,
+        **labels: Any,
+    ) -> Datasets:
+        """The batches of a run.
+
+        Args:
+            image_shape: (height, width, channels).
+            batch_size: images in a batch, fewer than in a step with accumulation.
+            seed: seed of order and augmentation.
+            num_classes: number of classes.
+            data_dir: folder of TensorFlow Datasets.
+            start_step: number of batches before, of a run that is resumed.
+            **labels: arguments of `keras_moe.data.load` that make the labels.
+        """
+        exclude, exclude_from_test = self.left_out(data_dir)
+        count = data.num_examples(self.source, self.train_split, data_dir, exclude)
+        common = {
+            "image_shape": tuple(image_shape),
+            "batch_size": batch_size,
+            "seed": seed,
+            "data_dir": data_dir,
+            "shard": process_shard(),
+            **labels,
+        }
+        steps = self._steps_per_epoch(count, batch_size)
+        train = data.load(
+            self.source,
+            self.train_split,
+            augment=self.augment,
+            shuffle=True,
+            repeat=True,
+            start_batch=start_step,
+            exclude=exclude,
+            **common,
+        )
+        test = data.load(
+            self.source,
+            self.test_split,
+            shuffle=False,
+            exclude=exclude_from_test,
+            **common,
+        )
+        return Datasets(train, test, num_classes, steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairData(DataConfig):
+    """Images with their captions.
+
+    Args:
+        batch_size: pairs in a step.
+        source: the source of the pairs, see `keras_moe.data.load_pairs`; or a dict from
+            sources to weights, such as `{"webdataset:a/*.tar": 3, "folder:b": 1}`,
+            which are mixed.
+        train_split: see `DataConfig`, as `test_split`, `augment`, `exclude` and
+            `unreadable`.
+        captions: which caption of an image: `"random"` draws one in each pass,
+            `"first"` takes the first, and with `"all"` each makes a pair. None is
+            `"random"` in training.
+        templates: captions of a source of classes, with `{}` for the class's name: a
+            string, a list of strings, or the path of a file. None for the name.
+        style: drawings of the emoji; None for OpenMoji's.
+        language: language of the emoji's names; None for English.
+        size: side at which emoji are drawn; None for that of the images.
+        epoch_size: number of pairs in an epoch; None counts those of the source, for
+            which archives are read once.
+        test_source: the source of pairs to evaluate on, which has `test_split`; None
+            for `source`, or for the first source of a mixture.
+
+    Example:
+
+    >>> from keras_moe.training import PairData
+    >>> PairData(batch_size=8, source={"emoji": 3, "digits": 1}).evaluated_source
+    'emoji'
+    """
+
+    source: str | dict = "digits"
+    captions: str | None = None
+    templates: str | Sequence | None = None
+    style: str | None = None
+    language: str | None = None
+    size: int | None = None
+    epoch_size: int | None = None
+    test_source: str | None = None
+
+    def __post_init__(self):
+        _check_source(self.source)
+        for name in ("style", "language", "test_source"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(
+                    f"Expected {name} to be a string or None; "
+                    f"received: {name}={value!r}"
+                )
+        for name in ("size", "epoch_size"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
+        # Checks the rest, as far as no data are needed.
+        data.PairOptions(**self.pair_options())
+        super().__post_init__()
+
+    def replace(self, **changes: Any) -> "PairData":
+        """Pairs with other settings.
+
+        Args:
+            **changes: any setting. With another `source` the splits are again "train"
+                and "test", the test source is that source, and options of the emoji
+                are None without any, unless they are given, too.
+        """
+        if changes.get("source", self.source) != self.source:
+            changes = {"test_source": None, **changes}
+            if not any(is_emoji(name) for name in _sources(changes["source"])):
+                changes = {**dict.fromkeys(EMOJI_OPTIONS), **changes}
+        return super().replace(**changes)
+
+    def pair_options(self) -> dict[str, Any]:
+        """The options of `keras_moe.data.load_pairs` that are set.
+
+        Example:
+
+        >>> from keras_moe.training import PairData
+        >>> PairData(batch_size=8, source="emoji", captions="first").pair_options()
+        {'captions': 'first'}
+        """
+        options = {name: getattr(self, name) for name in (*_PAIR_OPTIONS, "unreadable")}
+        return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def evaluated_source(self) -> str:
+        """The source of the pairs to evaluate on."""
+        return self.test_source or next(iter(_sources(self.source)))
+
+    def test_pair_options(self, data_dir: str | None = None) -> dict[str, Any]:
+        """The options of `keras_moe.data.load_pairs` for the pairs to evaluate on.
+
+        They are the same in each evaluation, with the first of the captions if training
+        draws one. Templates are those of the classes in a mixture, and other options
+        those of its emoji.
+
+        Args:
+            data_dir: folder of TensorFlow Datasets.
+        """
+        options = self.pair_options()
+        if options.get("captions", "random") == "random":
+            options["captions"] = "first"
+        source, split = self.evaluated_source, self.test_split
+        if "templates" in options and source != self.source:
+            (pairs,) = open_all(source, split, SourceOptions(data_dir=data_dir))
+            if not pairs.has_classes:
+                del options["templates"]
+        if source != self.source and not is_emoji(source):
+            options = {k: x for k, x in options.items() if k not in EMOJI_OPTIONS}
+        return options
+
+    def datasets(
+        self,
+        image_shape: tuple[int, int, int],
+        batch_size: int,
+        seed: int,
+        tokenizer: Any,
+        test_batch_size: int,
+        data_dir: str | None = None,
+        start_step: int = 0,
+    ) -> Datasets:
+        """The batches of a run.
+
+        Args:
+            image_shape: (height, width, channels).
+            batch_size: pairs in a batch, fewer than in a step with accumulation.
+            seed: seed of order and augmentation.
+            tokenizer: the model's `TextTokenizer`.
+            test_batch_size: pairs in a batch of the evaluation.
+            data_dir: folder of TensorFlow Datasets.
+            start_step: number of batches before, of a run that is resumed.
+        """
+        options, exclude = self.pair_options(), self.exclude or ()
+        count = self.epoch_size or data.num_pairs(
+            self.source, self.train_split, data_dir, exclude=exclude, **options
+        )
+        steps = self._steps_per_epoch(count, batch_size)
+        common = {
+            "image_shape": tuple(image_shape),
+            "tokenizer": tokenizer,
+            "seed": seed,
+            "data_dir": data_dir,
+            "shard": process_shard(),
+        }
+        train = data.load_pairs(
+            self.source,
+            self.train_split,
+            batch_size=batch_size,
+            augment=self.augment,
+            shuffle=True,
+            repeat=True,
+            start_batch=start_step,
+            exclude=exclude,
+            **common,
+            **options,
+        )
+        test = data.load_pairs(
+            self.evaluated_source,
+            self.test_split,
+            batch_size=test_batch_size,
+            shuffle=False,
+            **common,
+            **self.test_pair_options(data_dir),
+        )
+        return Datasets(train, test, None, steps)
+
+
+def _sources(source):
+    """The names in a source, which may be a mixture."""
+    return source if isinstance(source, dict) else [source]
+
+
+def _check_source(source):
+    """Raises ValueError unless `source` is a name, or a dict of positive weights."""
+    if isinstance(source, str):
+        return
+    weights = source.values() if isinstance(source, dict) else ()
+    are_numbers = all(
+        isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
+        for x in weights
+    )
+    if not weights or not are_numbers or not all(isinstance(x, str) for x in source):
+        raise ValueError(
+            "Expected source to be a name, or a dict from names to weights above 0; "
+            f"received: source={source!r}"
+        )

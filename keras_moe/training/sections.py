@@ -1,0 +1,150 @@
+"""Sections of a recipe: settings that a file has under one heading."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from keras_moe.checks import check_argument_names, check_bool, check_dtype
+
+
+class Section:
+    """Base class of a recipe's sections: frozen dataclasses whose values are JSON.
+
+    A subclass checks its settings in `__post_init__`, and calls this class's there.
+    """
+
+    title: ClassVar[str] = "settings"
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            for kind, article in ((str, "a string"), (dict, "a dict")):
+                if field.type is kind and not isinstance(value, kind):
+                    raise ValueError(
+                        f"Expected {field.name} to be {article}; "
+                        f"received: {field.name}={value!r}"
+                    )
+            # A copy of our own, the same as if it came from a file.
+            object.__setattr__(self, field.name, json_copy(field.name, value))
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> "Section":
+        """Makes a section from the settings of a file.
+
+        Args:
+            settings: a dict from name to value.
+        """
+        fields = dataclasses.fields(cls)
+        owner = f"the section {cls.title!r} of a recipe"
+        check_argument_names(settings, [field.name for field in fields], owner)
+        missing = [
+            field.name
+            for field in fields
+            if field.name not in settings
+            and field.default is field.default_factory is dataclasses.MISSING
+        ]
+        if missing:
+            raise ValueError(
+                f"Expected {', '.join(map(repr, missing))} in {owner}; "
+                f"received: {dict(settings)}"
+            )
+        return cls(**settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings, JSON-serialisable, as `from_settings` takes them."""
+        return dataclasses.asdict(self)
+
+    def replace(self, **changes: Any) -> "Section":
+        """A section with other settings.
+
+        Args:
+            **changes: any setting.
+        """
+        return type(self).from_settings({**self.to_dict(), **changes})
+
+
+def json_copy(name: str, value: Any) -> Any:
+    """A copy of a value as JSON gives it back."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected {name} to be JSON; received: {name}={value!r}"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """The model that a recipe trains.
+
+    In a file, and in `to_dict`, the overrides stand next to the preset:
+    `{"preset": "vmoe_b16", "num_experts": 8}`.
+
+    Args:
+        preset: name that `keras_moe.models.from_preset` takes.
+        dtype: the dtype policy. With `"mixed_float16"` losses are scaled.
+        load_weights: whether training starts from the preset's weights, if it has any,
+            or from initial ones.
+        overrides: arguments that override the preset's, such as `{"num_experts": 8}`.
+            The number of classes follows from the data, and the seed is the recipe's.
+
+    Example:
+
+    >>> from keras_moe.training import ModelConfig
+    >>> config = ModelConfig.from_settings({"preset": "vmoe_b16", "num_experts": 8})
+    >>> config.replace(router="soft").overrides
+    {'num_experts': 8, 'router': 'soft'}
+    """
+
+    title = "model"
+
+    preset: str
+    dtype: str = "float32"
+    load_weights: bool = True
+    overrides: dict = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_bool("load_weights", self.load_weights)
+        check_dtype("dtype", self.dtype)
+        # These follow from the data and from the recipe itself.
+        for name in ("num_classes", "seed"):
+            if name in self.overrides:
+                raise ValueError(
+                    f"Expected no {name} of the model, which the recipe or its data "
+                    f"determine; received: {name}={self.overrides[name]!r}"
+                )
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> "ModelConfig":
+        """Makes the section from the settings of a file.
+
+        Args:
+            settings: the preset, the dtype, `load_weights`, and any arguments that
+                override the preset's.
+        """
+        own = {
+            name: settings[name]
+            for name in ("preset", "dtype", "load_weights")
+            if name in settings
+        }
+        overrides = {name: x for name, x in settings.items() if name not in own}
+        return super().from_settings({**own, "overrides": overrides})
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        """A model with other settings.
+
+        Args:
+            **changes: any setting. Another `preset` comes with its weights, unless
+                `load_weights=False` is among them.
+        """
+        if changes.get("preset", self.preset) != self.preset:
+            changes = {"load_weights": True, **changes}
+        return super().replace(**changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings, JSON-serialisable, as `from_settings` takes them."""
+        settings = super().to_dict()
+        overrides = settings.pop("overrides")
+        return {**settings, **overrides}

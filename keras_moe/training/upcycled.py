@@ -1,0 +1,418 @@
+"""The upcycled model: its weights and optimizer slots, and how near its function is.
+
+Axes: B batch, N tokens, E experts, K selected experts, D hidden, H mlp; of muMoE N_l
+experts of a level, I inputs, O units, R ranks.
+"""
+
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from keras_moe.compat import own_variables
+from keras_moe.layers import MultilinearExperts, MuMoEBlock
+from keras_moe.layers.activations import entmax15
+from keras_moe.models import describe
+from keras_moe.models.pair_backbone import MODALITIES, PairBackbone
+from keras_moe.routers import TokenChoiceRouter
+
+# The end of an expert weight's path, and of the dense one it is tiled from.
+_TILED = {
+    f"moe/experts/{layer}_{kind}": f"mlp/{layer}/{kind}"
+    for layer in ("hidden", "output")
+    for kind in ("kernel", "bias")
+}
+# Lists of an optimizer that are not one kind of slot.
+_NOT_SLOTS = ("_variables", "_trainable_variables")
+
+
+def copy_weights(
+    dense_model: keras.Model, sparse_model: keras.Model, noise: float, seed: int
+) -> None:
+    """Gives a sparse model the weights of the dense one; MLPs become all experts."""
+    dense = {weight.path: weight for weight in dense_model.weights}
+    generator = np.random.default_rng(seed)
+    _copy_to_mumoe(dense_model, sparse_model, noise, generator)
+    for weight in sparse_model.weights:
+        source = dense.get(weight.path)
+        if source is not None:
+            # A copy: on JAX two models would share, and donate, one buffer.
+            weight.assign(keras.ops.convert_to_numpy(source))
+            continue
+        end = next((end for end in _TILED if weight.path.endswith(end)), None)
+        if end is None:
+            continue  # The routers' own.
+        source = dense[weight.path.removesuffix(end) + _TILED[end]]
+        value = keras.ops.convert_to_numpy(source).astype("float32")
+        scale = noise * value.std()
+        tiled = np.repeat(value[None], weight.shape[0], axis=0)
+        if scale:
+            tiled += generator.normal(scale=scale, size=tiled.shape).astype("float32")
+        weight.assign(tiled)
+
+
+def _copy_to_mumoe(dense_model, sparse_model, noise, generator):
+    dense, sparse = (
+        getattr(model, "backbone", model) for model in (dense_model, sparse_model)
+    )
+    # Modalities that share a block have two names for it.
+    blocks = {id(sparse.get_layer(name)): name for name in sparse.routing}
+    for name in blocks.values():
+        block = sparse.get_layer(name).feed_forward
+        mlp = dense.get_layer(name).feed_forward
+        if not isinstance(block, MuMoEBlock) or isinstance(mlp, MuMoEBlock):
+            continue
+        for layer, experts in (
+            (mlp.hidden, block.hidden),
+            (mlp.output_dense, block.output_experts),
+        ):
+            kernel, bias = (
+                keras.ops.convert_to_numpy(keras.ops.cast(weight, "float32"))
+                for weight in (layer.kernel, layer.bias)
+            )
+            values = factors_of_dense(kernel, bias, experts, noise, generator)
+            for factor, value in zip(experts.factors, values):
+                factor.assign(value)
+
+
+def carry_state(dense: Any, sparse: Any) -> int:
+    """Copies one optimizer's state; the slots of MLPs become those of all experts."""
+    carried = 0
+    if hasattr(dense, "inner_optimizer"):
+        carried += carry_state(dense.inner_optimizer, sparse.inner_optimizer)
+    dense_paths = [weight.path for weight in own_variables(dense, trainable=True)]
+    sparse_paths = [weight.path for weight in own_variables(sparse, trainable=True)]
+    places = {path: place for place, path in enumerate(dense_paths)}
+    for name, slots in vars(dense).items():
+        # A kind of slot is a list with one for each trainable variable.
+        if isinstance(slots, keras.Variable):
+            # Such as the iterations and the scale of a loss.
+            getattr(sparse, name).assign(keras.ops.convert_to_numpy(slots))
+            carried += 1
+            continue
+        if name in _NOT_SLOTS or not _is_slots(slots, len(dense_paths)):
+            continue
+        for path, slot in zip(sparse_paths, getattr(sparse, name)):
+            end = None
+            if path not in places:
+                end = next((end for end in _TILED if path.endswith(end)), None)
+            if end is not None:
+                path = path.removesuffix(end) + _TILED[end]
+            if path not in places:
+                continue  # A router's.
+            value = keras.ops.convert_to_numpy(slots[places[path]])
+            if end is not None:
+                value = np.broadcast_to(value, slot.shape)
+            slot.assign(value)
+            carried += 1
+    return carried
+
+
+def _is_slots(value, length):
+    is_list = isinstance(value, (list, tuple)) and len(value) == length
+    return is_list and all(isinstance(slot, keras.Variable) for slot in value)
+
+
+def factors_of_dense(
+    kernel: np.ndarray,
+    bias: np.ndarray,
+    experts: MultilinearExperts,
+    noise: float,
+    generator: np.random.Generator,
+) -> list[np.ndarray]:
+    """Factors with which each expert is the dense layer's best approximation.
+
+    The matrix with its bias as the last row has a truncated singular value
+    decomposition of as many components as the ranks hold. Coefficients that sum to 1
+    then give the dense layer, up to rounding if all its components fit.
+    """
+    matrix = np.concatenate([kernel, bias[None]]).astype("float64")
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    root = np.sqrt(values)
+    of_input, of_output = left * root, right.T * root
+
+    def component(index):
+        """(I + 1,) and (O,). Beyond the matrix's they add nothing, but may learn."""
+        if index < len(values):
+            return of_input[:, index], of_output[:, index]
+        scale = root[0] / np.sqrt(len(left))
+        return generator.normal(scale=scale, size=len(left)), 0.0
+
+    factors = [np.zeros(tuple(factor.shape)) for factor in experts.factors]
+    levels = len(experts.num_experts)
+    if experts.factorization is None:
+        factors[0][...] = matrix
+    else:
+        fill = {"cp": _fill_cp, "tr": _fill_tr}.get(experts.factorization, _fill_tucker)
+        fill(factors[:levels], factors[levels:], component)
+    if noise:
+        # Noise goes to expert factors that are not zero, or to each matrix of a tensor.
+        draw = generator.normal(scale=noise, size=factors[0].shape)
+        factors[0] = factors[0] * (1.0 + draw)
+    return [factor.astype("float32") for factor in factors]
+
+
+def _fill_cp(of_experts, others, component):
+    for factor in of_experts:
+        factor[...] = 1.0
+    inputs, outputs = others
+    for rank in range(outputs.shape[1]):
+        inputs[:, rank], outputs[:, rank] = component(rank)
+
+
+def _fill_tr(of_experts, others, component):
+    # The experts' chain is an identity of the narrowest rank.
+    width = min(min(factor.shape[0], factor.shape[2]) for factor in of_experts)
+    for factor in of_experts:
+        for index in range(min(factor.shape[0], factor.shape[2])):
+            factor[index, :, index] = 1.0
+    inputs, outputs = others
+    for index in range(width * outputs.shape[0]):
+        column, row = divmod(index, width)
+        inputs[row, :, column], outputs[column, :, row] = component(index)
+
+
+def _fill_tucker(of_experts, others, component):
+    for factor in of_experts:
+        factor[:, 0] = 1.0
+    inputs, outputs, core = others
+    first = (0,) * len(of_experts)
+    for rank in range(min(inputs.shape[1], outputs.shape[1])):
+        inputs[:, rank], outputs[:, rank] = component(rank)
+        core[(*first, rank, rank)] = 1.0
+
+
+# Report
+
+
+class ModalityReport(NamedTuple):
+    """The result of upcycling for one modality of an image-text model.
+
+    Attributes:
+        blocks: the names of the modality's blocks that became mixtures of experts.
+        largest_difference: between the embeddings before and after, at inference.
+        largest_token_difference: between the tokens after the last block, without
+            padding.
+        preserved: whether in theory the modality's function is the same.
+    """
+
+    blocks: tuple[str, ...]
+    largest_difference: float
+    largest_token_difference: float
+    preserved: bool
+
+    def to_dict(self) -> dict:
+        """The report as plain data, for JSON."""
+        return {**self._asdict(), "blocks": list(self.blocks)}
+
+
+class UpcyclingReport(NamedTuple):
+    """The result of upcycling.
+
+    Attributes:
+        blocks: the names of the blocks that became mixtures of experts; by modality in
+            image-text models, such as `"image/block_1"`.
+        dense_parameters: parameters before.
+        parameters: parameters after.
+        active_parameters: parameters after that each token uses.
+        largest_difference: between the outputs before and after, at inference.
+        largest_token_difference: between the backbone's tokens, which a head that is
+            still zero would hide.
+        preserved: whether in theory the function is the same.
+        slots: variables of the optimizer that were carried over.
+        modalities: a `ModalityReport` for each modality of an image-text model; empty
+            otherwise.
+    """
+
+    blocks: tuple[str, ...]
+    dense_parameters: int
+    parameters: int
+    active_parameters: int
+    largest_difference: float
+    largest_token_difference: float
+    preserved: bool
+    slots: int
+    modalities: dict[str, ModalityReport] = {}
+
+    def to_dict(self) -> dict:
+        """The report as plain data, for JSON."""
+        modalities = {name: each.to_dict() for name, each in self.modalities.items()}
+        return {
+            **self._asdict(),
+            "blocks": list(self.blocks),
+            "modalities": modalities,
+        }
+
+    def print(self, console: Console | None = None) -> None:
+        """Prints the report as a table."""
+        table = Table("sparse upcycling", "")
+        table.add_row("blocks with experts", ", ".join(self.blocks))
+        table.add_row("parameters before", f"{self.dense_parameters:,}")
+        table.add_row("parameters after", f"{self.parameters:,}")
+        table.add_row("active per token", f"{self.active_parameters:,}")
+        table.add_row("largest difference of outputs", f"{self.largest_difference:.2e}")
+        tokens = f"{self.largest_token_difference:.2e}"
+        table.add_row("largest difference of tokens", tokens)
+        for name, each in self.modalities.items():
+            table.add_row(
+                f"largest difference, {name}",
+                f"{each.largest_difference:.2e} "
+                f"(tokens {each.largest_token_difference:.2e})",
+            )
+        table.add_row("the function, in theory", _theory(self.preserved))
+        for name, each in self.modalities.items():
+            table.add_row(f"the function, {name}", _theory(each.preserved))
+        table.add_row("optimizer variables carried over", str(self.slots))
+        (console or Console()).print(table)
+
+
+def _theory(preserved):
+    return "the same" if preserved else "not the same"
+
+
+def report_of(
+    dense_model: keras.Model,
+    sparse_model: keras.Model,
+    blocks: list[str],
+    inputs: Any,
+    noise: float,
+    slots: int,
+) -> UpcyclingReport:
+    """Compares a sparse model with the dense one on inputs."""
+    description = describe(sparse_model)
+    differences = largest_differences(dense_model, sparse_model, inputs)
+    backbone = getattr(sparse_model, "backbone", sparse_model)
+    return UpcyclingReport(
+        blocks=tuple(blocks),
+        dense_parameters=describe(dense_model).parameters,
+        parameters=description.parameters,
+        active_parameters=description.active_parameters,
+        largest_difference=max(differences[0].values()),
+        largest_token_difference=max(differences[1].values()),
+        preserved=preserves(backbone, blocks, noise),
+        slots=slots,
+        modalities=modality_reports(backbone, blocks, differences, noise),
+    )
+
+
+def example_inputs(backbone: keras.Model, examples: int = 4) -> Any:
+    """Noise that a backbone of images, of texts or of pairs takes."""
+    generator = np.random.default_rng(0)
+
+    def images():
+        shape = (examples, *backbone.image_shape)
+        return generator.normal(size=shape).astype("float32")
+
+    if not isinstance(backbone.input, dict):
+        return images()
+    config = backbone.get_config()
+    config = config.get("text", config)
+    shape = (examples, config["max_length"])
+    token_ids = generator.integers(config["vocabulary_size"], size=shape, dtype="int32")
+    if config.get("end_of_text_id") is not None:
+        token_ids[:, -1] = config["end_of_text_id"]
+    inputs = {"token_ids": token_ids, "padding_mask": np.ones(shape, bool)}
+    if "images" in backbone.input:
+        inputs["images"] = images()
+    return inputs
+
+
+def largest_differences(
+    dense_model: keras.Model, sparse_model: keras.Model, inputs: Any
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The largest differences between two models' outputs, and their tokens."""
+    before, after = (_results(model, inputs) for model in (dense_model, sparse_model))
+    return tuple(
+        {
+            name: float(np.abs(value - after[part][name]).max())
+            for name, value in before[part].items()
+        }
+        for part in ("outputs", "tokens")
+    )
+
+
+def _results(model, inputs):
+    """Float arrays of outputs and tokens by modality."""
+    backbone = getattr(model, "backbone", model)
+    if not isinstance(backbone, PairBackbone):
+        results = {
+            "outputs": {"": model.predict(inputs, verbose=0)},
+            "tokens": {"": backbone.predict(inputs, verbose=0)},
+        }
+        if isinstance(backbone.input, dict):
+            # A padding token's vector has no meaning.
+            tokens = results["tokens"][""]["tokens"]
+            results["tokens"][""] = tokens[np.asarray(inputs["padding_mask"], bool)]
+            results["outputs"][""] = results["outputs"][""]["pooled"]
+    else:
+        names = {name: _last_block(backbone, name) for name in MODALITIES}
+        features = backbone.features
+        results = keras.Model(
+            backbone.input,
+            {
+                "outputs": {
+                    name: features[f"{name}_embeddings"] for name in MODALITIES
+                },
+                "tokens": {name: features[names[name]] for name in MODALITIES},
+            },
+        ).predict(inputs, verbose=0)
+        mask = np.asarray(inputs["padding_mask"], bool)
+        results["tokens"]["text"] = results["tokens"]["text"][mask]
+    return {
+        part: {name: value.astype("float32") for name, value in values.items()}
+        for part, values in results.items()
+    }
+
+
+def _last_block(backbone, modality):
+    """The name of a modality's last block."""
+    names = [name for name in backbone.features if name.startswith(f"{modality}/")]
+    return names[-1]
+
+
+def modality_reports(
+    backbone: keras.Model,
+    blocks: list[str],
+    differences: tuple[dict[str, float], dict[str, float]],
+    noise: float,
+) -> dict[str, ModalityReport]:
+    """The results by modality, for a backbone of pairs; none for others."""
+    if not isinstance(backbone, PairBackbone):
+        return {}
+    reports = {}
+    for modality in MODALITIES:
+        own = tuple(name for name in blocks if name.startswith(f"{modality}/"))
+        reports[modality] = ModalityReport(
+            own,
+            *(each[modality] for each in differences),
+            preserves(backbone, own, noise),
+        )
+    return reports
+
+
+def preserves(backbone: keras.Model, blocks: Any, noise: float) -> bool:
+    """Whether the theory says that a sparse backbone does what the dense one did."""
+    layers = [backbone.get_layer(name).feed_forward for name in blocks]
+    return not layers or (noise == 0 and all(map(_preserves, layers)))
+
+
+def _preserves(layer):
+    """Whether equal experts in this layer do what the MLP did."""
+    router = layer.router
+    if isinstance(layer, MuMoEBlock):
+        # Coefficients that sum to one, and room for all of the matrices.
+        sums_to_one = router.activation in (entmax15, keras.activations.softmax)
+        return sums_to_one and all(
+            experts.holds_any_matrix for experts in (layer.hidden, layer.output_experts)
+        )
+    if not isinstance(router, TokenChoiceRouter) or router.normalize_gates is None:
+        return False
+    if router.expert_types.zero_computation:
+        return False
+    factor = router.eval_capacity_factor
+    if factor is None:
+        return router.serves_every_token(False)
+    # So large a capacity drops nobody.
+    return factor * router.num_selected_experts >= router.num_experts
