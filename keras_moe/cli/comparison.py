@@ -14,8 +14,7 @@ import keras
 import numpy as np
 
 from keras_moe import models
-from keras_moe.models.conversion import sources
-from keras_moe.models.conversion.timm_names import image_normalization
+from keras_moe.models.conversion import hub_model, image_normalization, open_folder
 
 # Largest difference between two frameworks on one image, over the outputs' size; the
 # second in half precision.
@@ -93,7 +92,7 @@ def timm_outputs(source: str, images: np.ndarray) -> np.ndarray:
     """
     if not os.path.isdir(source) and not source.startswith("hf://"):
         raise Uncompared("a file without its folder does not tell timm's architecture")
-    file, config = sources.open_folder(source)
+    file, config = open_folder(source)
     with file:
         files = sorted({file[name].file for name in file})
     if "architecture" not in config:
@@ -137,7 +136,7 @@ def run_timm(folder: Path) -> None:
 
 def keras_hub_outputs(source: str, images: np.ndarray) -> np.ndarray | None:
     """The outputs of KerasHub's model: the classifier's, if the preset has one."""
-    other = sources.hub_model(source)
+    other = hub_model(source)
     if hasattr(other, "get_vision_embeddings"):
         outputs = other.get_vision_embeddings(images)
     elif isinstance(other.input, dict):

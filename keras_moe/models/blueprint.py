@@ -13,8 +13,7 @@ import keras
 
 from keras_moe.checks import argument_names, check_bool, check_one_of
 from keras_moe.models import registry
-from keras_moe.models.conversion import is_convertible
-from keras_moe.models.conversion.plan import HEAD, POOLING
+from keras_moe.models.conversion import HEAD, POOLING, is_convertible
 from keras_moe.models.description import Description
 from keras_moe.models.model_sources import SAVED, Weights, open_model_source
 from keras_moe.models.overrides import (

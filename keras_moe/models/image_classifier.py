@@ -35,7 +35,7 @@ from keras_moe.models.classifier_head import (
     pooling_layer,
     predictions_layer,
 )
-from keras_moe.models.conversion.plan import HEAD, POOLING
+from keras_moe.models.conversion import HEAD, POOLING
 from keras_moe.models.copying import copied
 from keras_moe.models.description import Part
 from keras_moe.models.image_preprocessor import ImagePreprocessor

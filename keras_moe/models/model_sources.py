@@ -134,28 +134,28 @@ class _Published(ModelSource):
 
     def __init__(self, source, overrides, load_weights, tower):
         opened = open_source(source, overrides, load_weights, tower)
-        self._file, self._plan = opened
+        self._file, self._spec = opened
         self._load_weights = load_weights
         is_path = isinstance(source, (str, os.PathLike))
         self.name = os.fspath(source) if is_path else self._file.path
-        self.backbone = registry.backbone_class(self._plan.backbone)
-        self.config = self._plan.arguments
+        self.backbone = registry.backbone_class(self._spec.backbone)
+        self.config = self._spec.arguments
         self.label = (
-            f"those of a {self.backbone.__name__}, by the names of {self._plan.scheme}"
+            f"those of a {self.backbone.__name__}, by the names of {self._spec.scheme}"
         )
         self.task = registry.task_class(self.backbone)
-        self.is_trained = self._plan.task_arguments is not None
+        self.is_trained = self._spec.task_arguments is not None
 
     def label_of(self, backbone):
         return f"weights of a {backbone.__name__}"
 
     def task_config(self):
-        config = (self._plan.task_arguments or {}) if self.task else {}
-        return {**config, "preprocessor": self._plan.preprocessor()}
+        config = (self._spec.task_arguments or {}) if self.task else {}
+        return {**config, "preprocessor": self._spec.preprocessor()}
 
     def weights(self, new_weights=()):
         return PublishedWeights(
-            self.name, self._file, self._plan, new_weights, self._load_weights
+            self.name, self._file, self._spec, new_weights, self._load_weights
         )
 
 

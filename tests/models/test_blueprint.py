@@ -145,7 +145,7 @@ def test_a_preset_brings_its_head(sources):
 
 
 def test_a_source_is_closed_when_its_arguments_are_refused(monkeypatch):
-    from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
+    from keras_moe.models.conversion._readers import NpzCheckpoint
 
     closed = []
     close = NpzCheckpoint.close

@@ -1,18 +1,30 @@
-"""Published weights as models of this library."""
+"""Published weights as models of this library: a file for each source."""
 
-from keras_moe.models.conversion.published_weights import PublishedWeights
-from keras_moe.models.conversion.report import ConversionReport, ConvertedWeight
+from keras_moe.models.conversion._spec import HEAD, POOLING
+from keras_moe.models.conversion._timm import image_normalization
+from keras_moe.models.conversion.published_weights import (
+    ConversionReport,
+    ConvertedWeight,
+    PublishedWeights,
+)
 from keras_moe.models.conversion.sources import (
     check_convertible,
+    hub_model,
     is_convertible,
+    open_folder,
     open_source,
 )
 
 __all__ = [
+    "HEAD",
+    "POOLING",
     "ConversionReport",
     "ConvertedWeight",
     "PublishedWeights",
     "check_convertible",
+    "hub_model",
+    "image_normalization",
     "is_convertible",
+    "open_folder",
     "open_source",
 ]

@@ -1,33 +1,49 @@
-"""Weights in the formats of other libraries: written whole, or not at all."""
+"""Writes weights in other libraries' formats: as a whole, or not at all.
+
+Axes: D hidden.
+"""
 
 import os
 import re
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from keras_moe.checks import check_one_of
 from keras_moe.files import staged_folder, write_failed, write_json
-from keras_moe.models.conversion.clip_parts import OPENCLIP_CONFIG
-from keras_moe.models.conversion.exported_towers import ExportedModel
-from keras_moe.models.conversion.openclip_export import openclip_files
-from keras_moe.models.conversion.published_tensors import library as required_library
-from keras_moe.models.conversion.transformers_export import transformers_files
+from keras_moe.models.conversion import _openclip, _transformers
+from keras_moe.models.conversion._configs import CLIP_IMAGES
+from keras_moe.models.conversion._readers import optional_library
+from keras_moe.models.conversion._rules import Normalization
+from keras_moe.models.conversion._spec import ACTIVATIONS
+from keras_moe.models.conversion.published_weights import KERNEL, POSITIONS
 
 _FORMATS = {
-    "transformers": (transformers_files, "model.safetensors", "config.json"),
-    "open_clip": (openclip_files, "open_clip_model.safetensors", OPENCLIP_CONFIG),
+    "transformers": (
+        _transformers.transformers_files,
+        "model.safetensors",
+        _transformers.CONFIG_NAME,
+    ),
+    "open_clip": (
+        _openclip.openclip_files,
+        "open_clip_model.safetensors",
+        _openclip.CONFIG_NAME,
+    ),
 }
+# This library's names of activations -> those of transformers' configs.
+_ACTIVATIONS = {own: name for name, own in reversed(ACTIVATIONS.items())}
 
 
 def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) -> None:
     """Writes a CLIP, a SigLIP or a tower of one as another library loads it.
 
-    `transformers` holds `CLIPModel`, `SiglipModel` and their towers, and `open_clip`
-    pairs with image towers of its own kind. Weights are float32, in one `.safetensors`
+    `transformers` loads `CLIPModel`, `SiglipModel` and their towers, and `open_clip`
+    pairs with its own image towers. Weights are float32, in one `.safetensors`
     file beside a config. Converted weights come back bit for bit, with one exception:
-    where the normalisation of CLIP's images has become part of the patch embedding,
+    where the normalisation of CLIP's images is folded into the patch embedding,
     kernels that the source has in half precision come back exactly, and others up to
-    rounding, since float32 has not the digits for both.
+    rounding, since float32 has not enough digits for both.
 
     A patch embedding with a bias, which CLIP does not have, changes the positions by
     it, unless the bias is that of CLIP's normalisation. The tokenizer stays with the
@@ -37,8 +53,8 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
         model: `CLIPBackbone`, `ViTBackbone`, `TextBackbone`, or a task around one.
         library: library that loads the weights, `"transformers"` or `"open_clip"`.
         folder: a new folder, an empty one, or an older export, whose weights and
-            configs are replaced when all files of the new one are written. Other files
-            in it are kept.
+            configs are replaced once all new files are written. Other files in it are
+            kept.
 
     Raises:
         ImportError: without the package safetensors:
@@ -66,10 +82,7 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
     'TextBackbone'
     """
     check_one_of("library", library, tuple(_FORMATS))
-    required_library("safetensors")
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
+    optional_library("safetensors")
     files_of, weights_name, config_name = _FORMATS[library]
     tensors, files = files_of(ExportedModel.of(model))
     own = {weights_name, *files}
@@ -79,21 +92,209 @@ def export_weights(model: keras.Model, library: str, folder: str | os.PathLike) 
         lambda path: _is_export(path, config_name),
         lambda path: path.name in own,
     ) as staging:
-        path = staging / weights_name
-        try:
-            save_file(tensors, str(path), metadata={"format": "pt"})
-        except SafetensorError as error:
-            number = re.search(r"\(os error (\d+)\)", str(error))
-            if number is None:
-                raise
-            reason = OSError(int(number[1]), os.strerror(int(number[1])))
-            size = sum(array.nbytes for array in tensors.values())
-            raise write_failed(reason, path, size) from error
+        _save(tensors, staging / weights_name)
         for name, content in files.items():
             write_json(staging / name, content)
 
 
+def _save(tensors, path):
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file(tensors, str(path), metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        reason = OSError(int(number[1]), os.strerror(int(number[1])))
+        size = sum(array.nbytes for array in tensors.values())
+        raise write_failed(reason, path, size) from error
+
+
 def _is_export(folder, config_name):
     names = {path.name for path in folder.iterdir()}
-    # A preset of this library has this, too.
+    # A preset of this library has such a config, too.
     return config_name in names and "metadata.json" not in names
+
+
+class ExportedTower(NamedTuple):
+    """A tower to export.
+
+    Attributes:
+        config: arguments of the backbone.
+        values: values of the weights by their paths in the backbone, or in the
+            classifier around it.
+        pooling: pooling of an image tower, or None for a backbone alone.
+        projection_dim: size of an image tower's projection, or None.
+        images: `Normalization` of an image tower's images.
+    """
+
+    config: dict
+    values: dict[str, np.ndarray]
+    pooling: str | None = None
+    projection_dim: int | None = None
+    images: Normalization | None = None
+
+    def check(self, kind: str, **wanted: Any) -> None:
+        """Raises ValueError unless a format has towers with such arguments."""
+        if self.config["moe"] is not None:
+            raise ValueError(
+                f"Expected a dense tower for {kind}, which has no experts; received: "
+                f"moe={self.config['moe']}"
+            )
+        if self.config["activation"] not in _ACTIVATIONS:
+            raise ValueError(
+                f"Expected an activation of {sorted(_ACTIVATIONS)} for {kind}; "
+                f"received: activation={self.config['activation']!r}"
+            )
+        values = {**self.config, "image_pooling": self.pooling}
+        for name, value in wanted.items():
+            if values[name] != value:
+                raise ValueError(
+                    f"Expected {name}={value!r} for {kind}; received: "
+                    f"{name}={values[name]!r}"
+                )
+
+    def square(self, name: str, kind: str) -> int:
+        """The side of the images or of the patches."""
+        value = self.config[name]
+        height, width = (value, value) if isinstance(value, int) else value[:2]
+        if height != width:
+            raise ValueError(f"Expected squares for {kind}; received: {name}={value}")
+        return height
+
+    @property
+    def activation(self) -> str:
+        """transformers' name of the activation."""
+        return _ACTIVATIONS[self.config["activation"]]
+
+    def without_patch_bias(self) -> tuple[dict[str, np.ndarray], Normalization]:
+        """The weights without a bias of the patches, which CLIP does not have.
+
+        A bias that came with the normalisation of CLIP's images is removed with it:
+        the kernel is again one for such images, with the fewest digits that give the
+        same product. Any other bias becomes part of the positions.
+        """
+        values = dict(self.values)
+        bias, kernel = values.pop("patch_embedding/bias"), values[KERNEL]
+        if not bias.any():
+            return values, self.images
+        if self.images.is_default and kernel.shape[2] == len(CLIP_IMAGES.mean):
+            divisor = 2.0 * np.array(CLIP_IMAGES.std, "float32")[:, None]
+            original = _dividend(kernel, divisor)
+            mean, std = (np.array(x, "float64") for x in CLIP_IMAGES)
+            sums = original.sum(axis=(0, 1), dtype="float64")
+            if np.allclose(((0.5 - mean) / std) @ sums, bias, rtol=1e-4, atol=1e-6):
+                values[KERNEL] = original
+                return values, CLIP_IMAGES
+        positions = values[POSITIONS].copy()
+        positions[:, int(self.config["class_token"]) :] += bias
+        values[POSITIONS] = positions
+        return values, self.images
+
+
+def _dividend(quotient, divisor):
+    """The float32 with the fewest digits that gives this quotient."""
+    nearest = quotient * divisor
+    best, score = nearest, np.full(nearest.shape, -1, "int64")
+    for steps in (0, 1, -1):
+        candidate = nearest.view("int32") + np.int32(steps)
+        value = candidate.view("float32")
+        # The last bit that is set.
+        digits = (candidate & -candidate).astype("int64")
+        is_better = (value / divisor == quotient) & (digits > score)
+        best = np.where(is_better, value, best)
+        score = np.where(is_better, digits, score)
+    return np.where(quotient == 0, quotient, best)
+
+
+class ExportedModel(NamedTuple):
+    """A model to export.
+
+    Attributes:
+        towers: its towers by name, `"image"` and `"text"`.
+        logits: `"log_scale"` and `"bias"` of a pair's logits.
+        preprocessor: `ImagePreprocessor` of the images, or None.
+    """
+
+    towers: dict[str, ExportedTower]
+    logits: dict[str, np.ndarray]
+    preprocessor: Any = None
+
+    @classmethod
+    def of(cls, model: keras.Model) -> "ExportedModel":
+        """The parts of a model."""
+        backbone = getattr(model, "backbone", model)
+        names = {base.__name__ for base in type(backbone).__mro__}
+        if not names & {"CLIPBackbone", "TextBackbone", "ViTBackbone"}:
+            raise ValueError(
+                "Expected a CLIPBackbone, a ViTBackbone, a TextBackbone or a task "
+                f"around one; received: {type(backbone).__name__}"
+            )
+        values, config = _values(model), backbone.get_config()
+        preprocessor = getattr(model, "image_preprocessor", None)
+        if "CLIPBackbone" in names:
+            towers = _pair_towers(config, values, preprocessor)
+            return cls(towers, _below(values, "logit_scale/"), preprocessor)
+        if "TextBackbone" in names:
+            return cls({"text": ExportedTower(config, values)}, {})
+        pooling = size = None
+        if model is not backbone:
+            head = model.get_config()
+            pooling, size = head["pooling"], head["num_classes"]
+            preprocessor = model.preprocessor
+        images = _images(config, preprocessor)
+        tower = ExportedTower(config, values, pooling, size, images)
+        return cls({"image": tower}, {}, preprocessor)
+
+
+def _values(model):
+    return {
+        weight.path: np.array(
+            keras.ops.convert_to_numpy(keras.ops.cast(weight.value, "float32"))
+        )
+        for weight in model.weights
+        if "seed_generator" not in weight.path
+    }
+
+
+def _below(values, prefix):
+    return {
+        path.removeprefix(prefix): value
+        for path, value in values.items()
+        if path.startswith(prefix)
+    }
+
+
+def _pair_towers(config, values, preprocessor):
+    pooling = config["image_pooling"]
+    if pooling is None:
+        pooling = "class_token" if config["image"]["class_token"] else "average"
+    image = {
+        path.replace("projection/", "predictions/"): value
+        for path, value in _below(values, "image/").items()
+    }
+    text = dict(config["text"])
+    if config["projection_dim"] is not None:
+        text.update({k: config[k] for k in ("projection_dim", "projection_bias")})
+    return {
+        "image": ExportedTower(
+            config["image"],
+            image,
+            pooling,
+            config["projection_dim"],
+            _images(config["image"], preprocessor),
+        ),
+        "text": ExportedTower(text, _below(values, "text/")),
+    }
+
+
+def _images(config, preprocessor):
+    """The normalisation of a model's images."""
+    parts = ((0.5,), (0.5,))
+    if preprocessor is not None:
+        parts = preprocessor.mean, preprocessor.std
+    channels = config["image_shape"][2]
+    # One number is that of all channels.
+    return Normalization(*(tuple(x) * (channels // len(x)) for x in parts))

@@ -1,22 +1,183 @@
-"""Published weights fill a model of this library, one tensor at a time."""
+"""Fills a model with published weights, one tensor at a time, and reports it."""
 
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from keras_moe.models.conversion.image_sizes import KERNEL, ImageSizes
-from keras_moe.models.conversion.plan import ConversionPlan
-from keras_moe.models.conversion.published_tensors import FLOATS, PublishedTensors
-from keras_moe.models.conversion.report import (
-    ConversionReport,
-    ConvertedWeight,
-    licence,
-)
-from keras_moe.models.conversion.weight_rules import Filled
+from keras_moe.checks import check_pair
+from keras_moe.files import write_json
+from keras_moe.layers import fold_channels, resize_positions
+from keras_moe.models.conversion._readers import FLOATS, PublishedTensors
+from keras_moe.models.conversion._rules import Filled, PatchKernel
+from keras_moe.models.conversion._spec import ConversionSpec
+
+KERNEL, POSITIONS = "patch_embedding/kernel", "position_embedding/embedding"
+_GOOGLE, _PER_MODEL = "Apache-2.0", "as its model card says"
+_LICENCES = {
+    "(Google)": _GOOGLE,
+    "(timm)": f"{_PER_MODEL} (mostly Apache-2.0)",
+    "(OpenCLIP)": f"{_PER_MODEL} (OpenAI's: MIT)",
+    "(transformers)": f"{_PER_MODEL} (OpenAI's: MIT)",
+    "(KerasHub)": f"{_PER_MODEL} (per preset)",
+}
+
+
+class ConvertedWeight(NamedTuple):
+    """A weight of the model, and the tensors that it was made of.
+
+    Attributes:
+        weight: path of the weight in the model.
+        shape: shape of the weight.
+        sources: shapes of the tensors that were read, by name.
+        how: steps from the tensors to the weight, in a few words.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    sources: dict[str, tuple[int, ...]]
+    how: str
+
+
+class ConversionReport(NamedTuple):
+    """The report of a conversion.
+
+    Attributes:
+        source: name of the source.
+        scheme: naming scheme, which tells who published the weights.
+        licence: licence of the weights, as far as it follows from the scheme.
+        backbone: class of the backbone.
+        arguments: arguments of the backbone, as the source has them.
+        weights: a `ConvertedWeight` for each weight that was filled.
+        new: weights that keep their initial values, such as those of a new head.
+        ignored: tensors of the source that no weight takes, with the reason.
+        notes: remarks for the user.
+        nbytes: bytes of all tensors that were read.
+    """
+
+    source: str
+    scheme: str
+    licence: str
+    backbone: str
+    arguments: dict
+    weights: list[ConvertedWeight]
+    new: list[str]
+    ignored: dict[str, str]
+    notes: list[str]
+    nbytes: int
+
+    def to_dict(self) -> dict:
+        """A JSON-serialisable dict."""
+        content = self._asdict()
+        content["weights"] = [weight._asdict() for weight in self.weights]
+        return content
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the report as JSON."""
+        write_json(path, self.to_dict())
+
+    def print(self, console: Console | None = None) -> None:
+        """Prints a table of all weights, and the tensors that were left out."""
+        console = console or Console()
+        table = Table(title=f"{self.source}: {self.scheme}, {self.licence}")
+        for column in ("weight", "shape", "from", "how"):
+            table.add_column(column, overflow="fold")
+        for weight in self.weights:
+            sources = "\n".join(
+                f"{name} {list(shape)}" for name, shape in weight.sources.items()
+            )
+            table.add_row(weight.weight, str(list(weight.shape)), sources, weight.how)
+        for name in self.new:
+            table.add_row(name, "", "", "new: initial values")
+        console.print(table)
+        reasons = {}
+        for reason in self.ignored.values():
+            reasons[reason] = reasons.get(reason, 0) + 1
+        for reason, count in reasons.items():
+            console.print(f"left out: {count} tensors, {reason}", markup=False)
+        for note in self.notes:
+            console.print(f"note: {note}", markup=False)
+
+
+class _ImageSizes(NamedTuple):
+    """The sizes of an image tower: those of the source, or of the model to fill.
+
+    Attributes:
+        prefix: start of the paths of the tower's weights.
+        patch_size: (height, width) of a patch.
+        channels: number of the images' channels.
+        grid: number of patches down and across.
+        class_token: whether there is a class token.
+        interpolation: interpolation that resizes positions and patches.
+    """
+
+    prefix: str
+    patch_size: tuple[int, int]
+    channels: int
+    grid: tuple[int, int]
+    class_token: bool
+    interpolation: str
+
+    @classmethod
+    def of(cls, config: dict) -> "_ImageSizes | None":
+        """The sizes in the arguments of a backbone; None without images."""
+        prefix = ""
+        if isinstance(config.get("image"), dict):
+            prefix, config = "image/", config["image"]
+        if "image_shape" not in config:
+            return None
+        height, width, channels = config["image_shape"]
+        patch_size = check_pair("patch_size", config["patch_size"])
+        return cls(
+            prefix,
+            patch_size,
+            channels,
+            (height // patch_size[0], width // patch_size[1]),
+            config.get("class_token", False),
+            config.get("position_interpolation", "bilinear"),
+        )
+
+    def shape_of(self, path: str, shape: tuple) -> tuple:
+        """The shape of a weight in a tower of these sizes."""
+        if path == self.prefix + KERNEL:
+            return (*self.patch_size, self.channels, shape[3])
+        if path == self.prefix + POSITIONS:
+            rows, columns = self.grid
+            return (1, rows * columns + self.class_token, shape[2])
+        return shape
+
+    def rule_for(self, rule, target: "_ImageSizes"):
+        """A weight's rule, for a tower with other patches."""
+        if isinstance(rule, PatchKernel) and target.patch_size != self.patch_size:
+            return dataclasses.replace(
+                rule, patch_size=target.patch_size, interpolation=target.interpolation
+            )
+        return rule
+
+    def fit(
+        self, value: np.ndarray, path: str, target: "_ImageSizes"
+    ) -> tuple[np.ndarray, str]:
+        """A weight for a tower of other sizes, and the steps that it took."""
+        if path == self.prefix + KERNEL:
+            how = []
+            if target.patch_size != self.patch_size:
+                how.append(f"resized from {self.patch_size} to {target.patch_size}")
+            if target.channels != self.channels:
+                value = fold_channels(value, target.channels)
+                how.append(f"folded to {target.channels} channels")
+            return value, ", ".join(how)
+        if path == self.prefix + POSITIONS and target.grid != self.grid:
+            kind = target.interpolation
+            table = resize_positions(value, self.grid, target.grid, kind)
+            return table, f"resized from {self.grid} to {target.grid}, {kind}"
+        return value, ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,24 +187,24 @@ class PublishedWeights:
     Args:
         source: name of the source, for the report.
         file: tensors of the source.
-        plan: rules that make the model's weights of them.
+        spec: rules that turn them into the model's weights.
         new_weights: prefixes of the paths of weights that keep their initial values.
-        is_wanted: whether values are read; False compares names and shapes alone.
+        load_weights: whether values are read; False compares names and shapes only.
     """
 
     source: str
     file: PublishedTensors
-    plan: ConversionPlan
+    spec: ConversionSpec
     new_weights: tuple[str, ...] = ()
-    is_wanted: bool = True
+    load_weights: bool = True
 
     def fills_backbone(self) -> bool:
         """Whether no initial value is kept: `load` refuses a weight without a rule."""
-        return self.is_wanted
+        return self.load_weights
 
     def fills_head(self) -> bool:
         """Whether no initial value of the task around the backbone is kept."""
-        return self.is_wanted and not self.new_weights
+        return self.load_weights and not self.new_weights
 
     def load(
         self,
@@ -60,56 +221,62 @@ class PublishedWeights:
             ValueError: naming file and tensor, if a tensor is missing, left over, of
                 another shape or not finite.
         """
-        file, plan = self.file, self.plan
-        weights = [w for w in model.weights if keras.backend.is_float_dtype(w.dtype)]
-        sizes = ImageSizes.of(plan.arguments)
-        steps, new, ignored = self._match(weights, sizes, hasattr(model, "backbone"))
-        target = ImageSizes.of(getattr(model, "backbone", model).get_config())
+        file, spec = self.file, self.spec
+        sizes = _ImageSizes.of(spec.arguments)
+        steps, new, ignored = self._match(model, sizes)
+        target = _ImageSizes.of(getattr(model, "backbone", model).get_config())
         done, nbytes = [], 0
-        for number, (weight, rule, shape) in enumerate(steps if self.is_wanted else ()):
+        for number, (weight, rule, shape) in enumerate(
+            steps if self.load_weights else ()
+        ):
             if progress is not None:
                 progress(number, len(steps), weight.path)
-            how = ""
-            if sizes is not None:
-                rule = sizes.rule_for(rule, target)
-            value = rule.make(functools.partial(_read, file), shape)
-            if sizes is not None:
-                value, how = sizes.fit(value, weight.path, target)
-            value = np.asarray(value, "float32", order="C")
-            if not _is_finite(value):
-                raise ValueError(
-                    f"Expected finite values for {weight.path!r}; received others, "
-                    f"made of {list(rule.names)} in {file.path}"
-                )
-            weight.assign(value)
-            del value
+            how = self._fill(weight, rule, shape, sizes, target)
             sources = {name: file[name].shape for name in rule.names}
             nbytes += sum(file[name].nbytes for name in rule.names)
-            how = how or _how(rule)
             done.append(ConvertedWeight(weight.path, tuple(weight.shape), sources, how))
         return ConversionReport(
             self.source,
-            plan.scheme,
-            licence(plan.scheme),
-            plan.backbone,
-            plan.arguments,
+            spec.scheme,
+            next(x for end, x in _LICENCES.items() if spec.scheme.endswith(end)),
+            spec.backbone,
+            spec.arguments,
             done,
             new,
             ignored,
-            [*plan.notes, *_notes(plan)],
+            [*spec.notes, *_normalization_notes(spec, sizes)],
             nbytes,
         )
 
-    def _match(self, weights, sizes, is_task):
-        """The assignment of tensors to weights: all are compared, and none is read."""
-        file, plan, replaced = self.file, self.plan, self.new_weights
+    def _fill(self, weight, rule, shape, sizes, target):
+        """Assigns a weight, and returns the steps that made it."""
+        how = ""
+        if sizes is not None:
+            rule = sizes.rule_for(rule, target)
+        value = rule.make(functools.partial(_read, self.file), shape)
+        if sizes is not None:
+            value, how = sizes.fit(value, weight.path, target)
+        value = np.asarray(value, "float32", order="C")
+        if not _is_finite(value):
+            raise ValueError(
+                f"Expected finite values for {weight.path!r}; received others, "
+                f"made of {list(rule.names)} in {self.file.path}"
+            )
+        weight.assign(value)
+        return how or _how(rule)
+
+    def _match(self, model, sizes):
+        """Pairs weights and rules: everything is compared, and nothing is read."""
+        file, spec, replaced = self.file, self.spec, self.new_weights
+        weights = [w for w in model.weights if keras.backend.is_float_dtype(w.dtype)]
+        # A backbone's own pooling does not belong to a head.
+        is_task = hasattr(model, "backbone")
         steps, new, used = [], [], set()
         for weight in weights:
-            # A backbone's own pooling is none of a head.
             if is_task and weight.path.startswith(replaced):
                 new.append(weight.path)
                 continue
-            rule = plan.rules.get(weight.path)
+            rule = spec.rules.get(weight.path)
             if rule is None:
                 raise ValueError(
                     f"Expected a tensor of {file.path} for each weight; received: none "
@@ -122,16 +289,15 @@ class PublishedWeights:
                 _check_tensor(file, name, expected, weight)
             used.update(rule.names)
             steps.append((weight, rule, shape))
-        ignored = dict(plan.ignored or {})
-        for path, rule in plan.rules.items():
+        ignored = dict(spec.ignored)
+        for path, rule in spec.rules.items():
             if path.startswith(replaced):
-                for name in rule.names:
-                    if name not in used:
-                        ignored.setdefault(name, "of a head that is not wanted")
+                for name in set(rule.names) - used:
+                    ignored.setdefault(name, "of a head that is not wanted")
         left = sorted(set(file) - used - set(ignored))
         if left:
             raise ValueError(
-                "Expected a weight of ours for each tensor; received: "
+                "Expected a weight for each tensor; received: "
                 f"{len(left)} left over in {file[left[0]].file}: {left[:5]}"
             )
         kept = {name: ignored[name] for name in sorted(ignored) if name in file}
@@ -141,7 +307,7 @@ class PublishedWeights:
         """Does nothing: `load` compares names and shapes."""
 
     def explained(self) -> contextlib.AbstractContextManager:
-        """Errors within are raised as they are: they name the file."""
+        """Errors are raised unchanged: they name the file."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
@@ -149,15 +315,14 @@ class PublishedWeights:
         self.file.close()
 
 
-def _notes(plan):
-    sizes = ImageSizes.of(plan.arguments)
-    rule = None if sizes is None else plan.rules.get(sizes.place + KERNEL)
-    normalization = getattr(rule, "normalization", None)
-    if normalization is not None:
+def _normalization_notes(spec, sizes):
+    rule = None if sizes is None else spec.rules.get(sizes.prefix + KERNEL)
+    images = getattr(rule, "normalization", None)
+    if images is not None:
         yield (
             "images are in [-1, 1]: the source's normalisation, "
-            f"mean={normalization.mean} and std={normalization.std} of [0, 1], has "
-            "become part of the patch embedding"
+            f"mean={images.mean} and std={images.std} of [0, 1], is folded into the "
+            "patch embedding"
         )
 
 
@@ -166,12 +331,12 @@ def _is_finite(array):
     if not array.size:
         return True
     largest = float(np.finfo("float32").max)
-    # A NaN is neither; extremes need no memory.
+    # False for NaN, too; and extremes need no memory.
     return -largest <= float(array.min()) and float(array.max()) <= largest
 
 
 def _read(file, name, rows=None):
-    """The values of a tensor; refuses what is no number."""
+    """The values of a tensor, if they are finite."""
     array = file.read(name, rows)
     if not _is_finite(array):
         raise ValueError(

@@ -11,66 +11,58 @@ import keras_hub
 
 from keras_moe.checks import check_path
 from keras_moe.compat import check_file_exists, get_file
-from keras_moe.models.conversion import keras_hub_names
-from keras_moe.models.conversion.clip_names import clip_plan
-from keras_moe.models.conversion.configs import (
-    CONFIG,
-    PREPROCESSOR,
-    check_types,
-    read_object,
+from keras_moe.models.conversion import _openclip, _timm, _transformers
+from keras_moe.models.conversion._configs import check_types, read_object
+from keras_moe.models.conversion._google import google_spec
+from keras_moe.models.conversion._keras_hub import (
+    CLASSES,
+    WITH_PRESETS,
+    keras_hub_spec,
 )
-from keras_moe.models.conversion.google_names import google_plan
-from keras_moe.models.conversion.google_pair_names import google_pair_plan
-from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
-from keras_moe.models.conversion.plan import ConversionPlan
-from keras_moe.models.conversion.published_tensors import PublishedTensors
-from keras_moe.models.conversion.safetensors_checkpoint import (
+from keras_moe.models.conversion._readers import (
+    NpzCheckpoint,
+    PublishedTensors,
     SafetensorsCheckpoint,
     read_index,
 )
-from keras_moe.models.conversion.timm_names import timm_plan
-from keras_moe.models.conversion.vmoe_checkpoint import (
+from keras_moe.models.conversion._spec import LOGIT_NAMES, ConversionSpec, pair_spec
+from keras_moe.models.conversion._timm import timm_spec
+from keras_moe.models.conversion._vmoe_checkpoint import (
     VMoECheckpoint,
+    read_vmoe_index,
     shard_path,
-)
-from keras_moe.models.conversion.vmoe_checkpoint import (
-    read_index as read_vmoe_index,
 )
 
 # Public buckets are served here, too.
 GOOGLE_STORAGE = "https://storage.googleapis.com"
 _VMOE_BUCKET = "gs://vmoe_checkpoints/"
-# Files whose reading runs code of their makers.
+# Reading these runs code in them.
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npy")
 _INDEX = ".safetensors.index.json"
-_CLIP_TYPES = tuple(
-    f"{model}{tower}"
-    for model in ("clip", "siglip", "siglip2")
-    for tower in ("", "_vision_model", "_text_model")
+_WEIGHTS = tuple(
+    f"{stem}{end}"
+    for stem in (
+        "model",
+        "open_clip_model",
+        "open_clip_pytorch_model",
+        "diffusion_pytorch_model",
+    )
+    for end in (".safetensors", _INDEX)
 )
+# timm and transformers share the name of their config.
+_CONFIG = {**_timm.CONFIG, **_transformers.CONFIG}
 
 
 def is_convertible(source: Any) -> bool:
     """Whether `source` is a published checkpoint that `convert` reads.
 
-    Args:
-        source: source of `from_preset`.
-
-    Raises:
-        ValueError: if it is one that is refused, such as a pickle.
+    Raises ValueError if it is one that is refused, such as a pickle.
     """
     return _kind(source) is not None
 
 
 def check_convertible(source: Any) -> None:
-    """Refuses what `convert` cannot read.
-
-    Args:
-        source: source of `convert`.
-
-    Raises:
-        ValueError: if it is no checkpoint of others, or one that is refused.
-    """
+    """Raises ValueError unless `convert` can read the source."""
     check_path("source", source)
     if _kind(source) is None:
         raise ValueError(
@@ -81,9 +73,96 @@ def check_convertible(source: Any) -> None:
         )
 
 
+def open_source(
+    source: Any,
+    overrides: dict,
+    load_weights: bool = True,
+    tower: str | None = None,
+) -> tuple[PublishedTensors, ConversionSpec]:
+    """Opens a source of `convert`: its tensors, which the caller closes, and its spec.
+
+    `tower` is `"image"` or `"text"` for one tower of an image-text model.
+    """
+    check_convertible(source)
+    kind = _kind(source)
+    if kind == "hub":
+        return keras_hub_spec(hub_model(source, load_weights), tower)
+    text = os.fspath(source)
+    if kind in ("npz", "vmoe") and os.path.isdir(text):
+        # A V-MoE checkpoint may lie beside a folder of its name.
+        text = text if os.path.isfile(f"{text}.index") else _only_checkpoint(text)
+    config = {}
+    if kind == "npz":
+        file, name = NpzCheckpoint(local(text)), Path(text).stem
+    elif kind == "vmoe":
+        prefix = text.removesuffix(".index")
+        file, name = VMoECheckpoint(_local_vmoe(prefix)), Path(prefix).name
+    elif kind == "safetensors":
+        if "://" not in text:
+            config = _configs(str(Path(text).parent))
+        file, name = SafetensorsCheckpoint(local(text)), Path(text).stem
+    else:
+        file, config = open_folder(text)
+        name = text
+    try:
+        spec = (
+            google_spec(file, name, overrides, tower)
+            or timm_spec(file, config, overrides)
+            or _clip_spec(file, config, overrides, tower)
+        )
+        if spec is None:
+            raise ValueError(
+                "Expected the names of a ViT, V-MoE, Soft MoE, MLP-Mixer, CLIP or "
+                f"SigLIP; received: {len(file)} tensors such as {sorted(file)[:3]} in "
+                f"{file.path}"
+            )
+    except BaseException:
+        file.close()
+        raise
+    return file, spec
+
+
+def _clip_spec(file, config, overrides, tower):
+    """The spec of both towers of a CLIP or SigLIP, or of one; None for other names."""
+    towers = _transformers.transformers_towers(file) | _openclip.openclip_towers(file)
+    if not towers:
+        return None
+    if tower is not None and tower not in towers:
+        raise ValueError(
+            f"Expected weights with the {tower} tower of a CLIP or SigLIP; received: "
+            f"only the {' and '.join(towers)} tower in {file.path}"
+        )
+    if tower is not None and len(towers) > 1:
+        return towers[tower](file, config, overrides)
+    if len(towers) == 1:
+        ((tower, make_spec),) = towers.items()
+        spec = make_spec(file, config, overrides)
+        spec.notes += _missing_tower(tower, config)
+        return spec
+    specs = {
+        name: make_spec(file, config, {**overrides, **(overrides.get(name) or {})})
+        for name, make_spec in towers.items()
+    }
+    return pair_spec(file, **specs, log_scale=LOGIT_NAMES[0], bias=LOGIT_NAMES[1])
+
+
+def _missing_tower(tower, config):
+    """A note, if the config describes a pair of towers."""
+    other, parts = {
+        "image": ("text", ("text_config", "text_cfg")),
+        "text": ("image", ("vision_config", "vision_cfg")),
+    }[tower]
+    if not any(part in config.get("model_cfg", config) for part in parts):
+        return ()
+    return (f"the {other} tower is missing: the model is the {tower} tower alone",)
+
+
+# What a source is
+
+
 def _kind(source):
     """`"npz"`, `"vmoe"`, `"safetensors"`, `"folder"`, `"hub"` or None."""
-    if isinstance(source, keras_hub_names.CLASSES):
+    if isinstance(source, CLASSES):
         return "hub"
     if not isinstance(source, (str, os.PathLike)):
         return None
@@ -110,21 +189,14 @@ def _kind(source):
 
 
 def _is_hub_preset(name):
-    return any(
-        name in cls.presets
-        for cls in (
-            keras_hub.models.ViTBackbone,
-            keras_hub.models.CLIPBackbone,
-            keras_hub.models.SigLIPBackbone,
-        )
-    )
+    return any(name in cls.presets for cls in WITH_PRESETS)
 
 
 def _pickle(source):
     return ValueError(
         "Expected weights as .safetensors or .npz, since reading a pickle runs the "
-        f"code in it; received: {source}. Where the publisher has no other file, "
-        "convert it with safetensors.torch.save_file where you trust it."
+        f"code in it; received: {source}. If the publisher has no other file and you "
+        "trust it, convert it with safetensors.torch.save_file."
     )
 
 
@@ -132,27 +204,31 @@ def _folder_kind(folder):
     try:
         config = _json(folder, "config.json")
     except ValueError:
-        # Without weights of others it is a preset: its loader names what is wrong.
+        # Without published weights it is a preset: its loader names what is wrong.
         if _weights_file(folder) is None:
             return None
         raise
     if "registered_name" in config:
         package, _, name = str(config["registered_name"]).rpartition(">")
-        names = [cls.__name__ for cls in keras_hub_names.CLASSES]
+        names = [cls.__name__ for cls in CLASSES]
         return "hub" if package == "keras_hub" and name in names else None
     is_clip = isinstance(config.get("vision_config"), dict)
-    is_clip = is_clip or config.get("model_type") in _CLIP_TYPES
+    is_clip = is_clip or config.get("model_type") in _transformers.MODEL_TYPES
     if is_clip or isinstance(config.get("architecture"), str):
         return "folder"
-    if _has(folder, "open_clip_config.json"):
+    if _has(folder, _openclip.CONFIG_NAME):
         return "folder"
-    # The names in a file may be enough without a config.
-    is_local = "://" not in folder and not config
-    if is_local and _weights_file(folder) is not None:
+    # Without a config, the names in a local file may be enough.
+    if "://" in folder or config:
+        return None
+    if _weights_file(folder) is not None:
         return "folder"
-    if is_local and any(Path(folder).glob("*.bin")):
+    if any(Path(folder).glob("*.bin")):
         raise _pickle(folder)
     return None
+
+
+# Files in folders and behind handles
 
 
 def _has(folder, name):
@@ -163,7 +239,7 @@ def _has(folder, name):
 
 
 def _json(folder, name, types=None):
-    """The content of a JSON file, `{}` where there is none; a damaged one raises."""
+    """The content of a JSON file, `{}` without it; a damaged one raises ValueError."""
     if not _has(folder, name):
         return {}
     content = read_object(get_file(folder, name))
@@ -171,100 +247,33 @@ def _json(folder, name, types=None):
 
 
 def _only_checkpoint(folder):
-    """The `.npz` or the V-MoE checkpoint of a local folder, if it has one such file."""
+    """The `.npz` or the V-MoE checkpoint of a local folder with one such file."""
     paths = [x for x in Path(folder).iterdir() if x.suffix in (".npz", ".index")]
     return str(paths[0]) if len(paths) == 1 else None
 
 
 def _weights_file(folder):
-    for stem in (
-        "model",
-        "open_clip_model",
-        "open_clip_pytorch_model",
-        "diffusion_pytorch_model",
-    ):
-        for name in (f"{stem}.safetensors", f"{stem}{_INDEX}"):
-            if _has(folder, name):
-                return name
+    for name in _WEIGHTS:
+        if _has(folder, name):
+            return name
     if "://" in folder:
         return None
     only = [path.name for path in Path(folder).glob("*.safetensors")]
     return only[0] if len(only) == 1 else None
 
 
-def open_source(
-    source: Any,
-    overrides: dict,
-    load_weights: bool = True,
-    tower: str | None = None,
-) -> tuple[PublishedTensors, ConversionPlan]:
-    """Opens a source and plans its conversion.
-
-    Args:
-        source: source of `convert`.
-        overrides: arguments of the user.
-        load_weights: whether values are read beside names and shapes.
-        tower: `"image"` or `"text"` for one tower of a model of pairs; None for the
-            source's own.
-
-    Returns:
-        The tensors, to be closed, and the plan.
-
-    Raises:
-        ValueError: if the source is none that can be converted.
-    """
-    check_convertible(source)
-    kind = _kind(source)
-    if kind == "hub":
-        return keras_hub_names.keras_hub_plan(hub_model(source, load_weights), tower)
-    text = os.fspath(source)
-    if kind in ("npz", "vmoe") and os.path.isdir(text):
-        # A V-MoE checkpoint may lie beside a folder of its name.
-        text = text if os.path.isfile(f"{text}.index") else _only_checkpoint(text)
-    config = {}
-    if kind == "npz":
-        file, name = NpzCheckpoint(local(text)), Path(text).stem
-    elif kind == "vmoe":
-        prefix = text.removesuffix(".index")
-        file, name = VMoECheckpoint(_local_vmoe(prefix)), Path(prefix).name
-    elif kind == "safetensors":
-        beside = "://" not in text
-        config = _configs(str(Path(text).parent)) if beside else {}
-        file, name = SafetensorsCheckpoint(local(text)), Path(text).stem
-    else:
-        file, config = open_folder(text)
-        name = text
-    try:
-        for find in (
-            lambda: google_pair_plan(file, name, overrides, tower),
-            lambda: google_plan(file, name, overrides),
-            lambda: timm_plan(file, config, overrides),
-            lambda: clip_plan(file, config, overrides, tower),
-        ):
-            plan = find()
-            if plan is not None:
-                return file, plan
-        raise ValueError(
-            "Expected the names of a ViT, V-MoE, Soft MoE, MLP-Mixer, CLIP or SigLIP; "
-            f"received: {len(file)} tensors such as {sorted(file)[:3]} in {file.path}"
-        )
-    except BaseException:
-        file.close()
-        raise
-
-
 def _configs(folder):
     """timm's, transformers' or OpenCLIP's config, with the preprocessor's."""
     config = {
-        **_json(folder, "config.json", CONFIG),
-        **_json(folder, "open_clip_config.json", CONFIG),
+        **_json(folder, "config.json", _CONFIG),
+        **_json(folder, _openclip.CONFIG_NAME, _openclip.CONFIG),
     }
-    preprocessor = _json(folder, "preprocessor_config.json", PREPROCESSOR)
+    preprocessor = _json(folder, "preprocessor_config.json", _transformers.PREPROCESSOR)
     return {**config, "preprocessor": preprocessor} if preprocessor else config
 
 
 def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
-    """Opens a folder of PyTorch's world; never a pickle in it."""
+    """Opens the `.safetensors` and the config of a folder; never a pickle in it."""
     config, name = _configs(folder), _weights_file(folder)
     if name is None:
         raise _pickle(f"{folder}, which has no .safetensors")
@@ -277,7 +286,7 @@ def open_folder(folder: str) -> tuple[SafetensorsCheckpoint, dict]:
 
 def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
     """KerasHub's own model of a source; a classifier's preset gives the classifier."""
-    if isinstance(source, keras_hub_names.CLASSES):
+    if isinstance(source, CLASSES):
         return source
     source = os.fspath(source)
     cls = keras_hub.models.Backbone
@@ -287,8 +296,11 @@ def hub_model(source: Any, load_weights: bool = True) -> keras.Model:
     return cls.from_preset(source, load_weights=load_weights)
 
 
+# Downloads
+
+
 def _local_vmoe(prefix):
-    """The prefix on disk; of a remote one all files are downloaded."""
+    """The prefix on disk; all files of a remote one are downloaded."""
     if "://" not in prefix:
         return prefix
     index = local(f"{prefix}.index")
@@ -302,23 +314,23 @@ def local(address: str) -> str:
     """The path on disk of a file at `gs://` or `https://`, downloaded once."""
     if "://" not in address:
         return address
-    scheme, _, place = address.partition("://")
-    if scheme not in ("gs", "http", "https") or ".." in place.split("/"):
+    scheme, _, path = address.partition("://")
+    if scheme not in ("gs", "http", "https") or ".." in path.split("/"):
         raise ValueError(f"Expected gs:// or https://; received: {address!r}")
-    url = f"{GOOGLE_STORAGE}/{place}" if scheme == "gs" else address
-    # Where Keras keeps what it downloads.
+    url = f"{GOOGLE_STORAGE}/{path}" if scheme == "gs" else address
+    # Where Keras keeps its downloads.
     home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
-    target = home / "keras_moe" / scheme / place
+    target = home / "keras_moe" / scheme / path
     if target.is_file():
         return str(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     # An interrupted download leaves no file that looks whole.
     folder = tempfile.mkdtemp(prefix=".partial.", dir=target.parent)
     try:
-        path = keras.utils.get_file(
+        file = keras.utils.get_file(
             fname=target.name, origin=url, cache_dir=folder, cache_subdir="."
         )
-        os.replace(path, target)
+        os.replace(file, target)
     except Exception as error:
         raise ValueError(
             f"Expected a file that can be downloaded from {url}; received: {error}"

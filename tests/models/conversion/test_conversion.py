@@ -14,9 +14,8 @@ import pytest
 from keras_moe import models
 from keras_moe.layers import resize_patch_kernel
 from keras_moe.models.conversion import PublishedWeights
-from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
-from keras_moe.models.conversion.safetensors_checkpoint import SafetensorsCheckpoint
-from keras_moe.models.conversion.vmoe_checkpoint import VMoECheckpoint
+from keras_moe.models.conversion._readers import NpzCheckpoint, SafetensorsCheckpoint
+from keras_moe.models.conversion._vmoe_checkpoint import VMoECheckpoint
 from tests import golden
 from tests.models.conversion.writers import write_folder, write_vmoe
 

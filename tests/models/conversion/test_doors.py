@@ -141,7 +141,7 @@ def test_describing_reads_no_weight(monkeypatch):
     def read(*_):
         raise AssertionError("read")
 
-    from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
+    from keras_moe.models.conversion._readers import NpzCheckpoint
 
     monkeypatch.setattr(NpzCheckpoint, "read", read)
     description = models.describe(str(CHECKPOINTS / "vit_classic.npz"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keras_moe import models
-from keras_moe.models.conversion.npz_checkpoint import NpzCheckpoint
+from keras_moe.models.conversion._readers import NpzCheckpoint
 from tests.models.conversion.test_conversion import timm_folder
 from tests.models.conversion.test_refusals import classic, refused, vmoe_arrays
 from tests.models.conversion.writers import write_vmoe

@@ -14,8 +14,8 @@ import pytest
 
 from keras_moe import models
 from keras_moe.models.conversion import sources
-from keras_moe.models.conversion.safetensors_checkpoint import SafetensorsCheckpoint
-from keras_moe.models.conversion.vmoe_checkpoint import VMoECheckpoint
+from keras_moe.models.conversion._readers import SafetensorsCheckpoint
+from keras_moe.models.conversion._vmoe_checkpoint import VMoECheckpoint
 from tests import golden
 from tests.models.conversion.test_conversion import clip_tensors, timm_folder
 from tests.models.conversion.writers import write_folder, write_vmoe

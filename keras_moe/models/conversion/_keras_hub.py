@@ -1,0 +1,440 @@
+"""KerasHub's ViT, CLIP and SigLIP, as models in memory."""
+
+import re
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+
+from keras_moe.models.conversion import _configs
+from keras_moe.models.conversion._readers import PublishedTensors, TensorInfo
+from keras_moe.models.conversion._rules import (
+    Direct,
+    Filled,
+    Positions,
+    direct,
+    norm,
+    patches,
+    renamed,
+    without_projection,
+)
+from keras_moe.models.conversion._spec import (
+    LOGIT_NAMES,
+    POSITION_IDS,
+    ConversionSpec,
+    pair_spec,
+)
+
+_hub = keras_hub.models
+_TEXTS = (_hub.CLIPTextEncoder, _hub.SigLIPTextEncoder)
+_PAIRS = (_hub.CLIPBackbone, _hub.SigLIPBackbone)
+CLASSES = (
+    _hub.ViTBackbone,
+    _hub.ViTImageClassifier,
+    _hub.CLIPVisionEncoder,
+    _hub.SigLIPVisionEncoder,
+    *_TEXTS,
+    *_PAIRS,
+)
+WITH_PRESETS = (_hub.ViTBackbone, *_PAIRS)
+# The parts of a block: norms, attention and the MLP's layers.
+_VIT_BLOCK = ("ln_1", "ln_2", "mha", "mlp/dense_1", "mlp/dense_2")
+_CLIP_BLOCK = ("layer_norm_1", "layer_norm_2", "attention", "dense_1", "dense_2")
+_SIGLIP_BLOCK = ("layer_norm1", "layer_norm2", "self_attn", "mlp/fc1", "mlp/fc2")
+# A model's name may come before these.
+_ROOTS = (
+    "vit_patching_and_embedding/|vit_encoder/|encoder_block_|embedding/|"
+    "pre_layer_norm/|post_layer_norm/|layer_norm/|head/|pre_logits/|predictions/|"
+    "vision_projection/|text_projection/"
+)
+_CLIP_EPSILON = 1e-5
+
+
+class KerasHubModel(PublishedTensors):
+    """The weights of a model in memory, or of some layers of it, by their paths.
+
+    Args:
+        model: a model of KerasHub.
+        layers: dict from the start of names to layers; None takes the model.
+    """
+
+    def __init__(self, model: keras.Model, layers: dict[str, list] | None = None):
+        label = f"{type(model).__name__} {model.name!r}"
+        super().__init__(label, {})
+        self._weights = {}
+        for start, parts in (layers or {"": [model]}).items():
+            for weight in (weight for part in parts for weight in part.weights):
+                name = start + weight.path
+                if "seed_generator" in name:
+                    continue
+                if name in self:
+                    raise ValueError(
+                        f"Expected a path for each weight of {label}; received: "
+                        f"{name!r} twice"
+                    )
+                self._weights[name] = weight
+                dtype = keras.backend.standardize_dtype(weight.dtype)
+                self._tensors[name] = TensorInfo(tuple(weight.shape), dtype, label)
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        array = self._weights[name].value
+        if self[name].dtype == "bfloat16":
+            array = keras.ops.cast(array, "float32")
+        # A copy: on some backends the array is the weight's own memory.
+        array = np.array(keras.ops.convert_to_numpy(array))
+        return array if rows is None else array[rows]
+
+
+def keras_hub_spec(
+    model: keras.Model, tower: str | None
+) -> tuple[PublishedTensors, ConversionSpec]:
+    """The weights of a KerasHub model, and their spec."""
+    if isinstance(model, _PAIRS):
+        return _both_towers(model) if tower is None else _one_tower(model, tower)
+    own = "text" if isinstance(model, _TEXTS) else "image"
+    if tower not in (None, own):
+        raise ValueError(
+            f"Expected a model of KerasHub with a {tower} tower; received: "
+            f"{type(model).__name__} {model.name!r}"
+        )
+    encoder, around = model, None
+    if isinstance(model, _hub.ViTImageClassifier):
+        encoder, around = model.backbone, model
+    file = KerasHubModel(model)
+    return file, _spec(model, encoder, around, file)
+
+
+def _layers(model, tower):
+    """The layers of a tower: its encoder, and CLIP's projection."""
+    encoder, projection = {
+        "image": ("vision_encoder", "vision_projection"),
+        "text": ("text_encoder", "text_projection"),
+    }[tower]
+    layers = [getattr(model, encoder)]
+    if isinstance(model, _hub.CLIPBackbone):
+        layers.append(getattr(model, projection))
+    return layers
+
+
+def _around(model):
+    return model if isinstance(model, _hub.CLIPBackbone) else None
+
+
+def _one_tower(model, tower):
+    layers = _layers(model, tower)
+    file = KerasHubModel(model, {"": layers})
+    spec = _spec(model, layers[0], _around(model), file)
+    other = "image" if tower == "text" else "text"
+    spec.notes += (f"the {other} tower and the logits' scale are left out",)
+    return file, spec
+
+
+def _both_towers(model):
+    """The weights of a pair, whose towers have the same paths."""
+    layers = {tower: _layers(model, tower) for tower in ("image", "text")}
+    head = model.clip_head if _around(model) else model.siglip_head
+    parts = {f"{tower}/": layers[tower] for tower in layers}
+    file = KerasHubModel(model, {**parts, "": [head]})
+    specs = {}
+    for tower, (encoder, *_) in layers.items():
+        own = [name for name in file if name.startswith(f"{tower}/")]
+        specs[tower] = _spec(model, encoder, _around(model), own)
+    scalars = [next((x for x in file if x.endswith(end)), None) for end in LOGIT_NAMES]
+    return file, pair_spec(file, **specs, log_scale=scalars[0], bias=scalars[1])
+
+
+def _spec(model, encoder, around, names):
+    """The spec of an encoder within a model, with the full names of weights."""
+    if isinstance(encoder, _TEXTS):
+        spec = _text_spec(encoder, around)
+    elif isinstance(encoder, _hub.ViTBackbone):
+        spec = _vit_spec(encoder, around)
+    else:
+        spec = _image_spec(encoder, around, _probe(names))
+    full = _full_names(names)
+    spec.ignored = {full.get(x, x): reason for x, reason in spec.ignored.items()}
+    # Layers without biases: zeros do the same.
+    present = {
+        path: rule
+        for path, rule in spec.rules.items()
+        if not path.endswith("bias") or set(rule.names) <= set(full)
+    }
+    rules = renamed(present, lambda name: full.get(name, name))
+    spec.rules = {**dict.fromkeys(spec.rules, Filled()), **rules}
+    if "image_shape" in spec.arguments:
+        spec.preprocessing, notes = _preprocessing(
+            getattr(model, "preprocessor", None), spec.arguments["image_shape"][2]
+        )
+        spec.notes += notes
+    if type(encoder.dtype_policy) is keras.DTypePolicy:
+        spec.arguments["dtype"] = encoder.dtype_policy.name
+    return spec
+
+
+def _full_names(names):
+    """The weights' full names by those without the models' own."""
+    full = {}
+    for name in names:
+        if match := re.search(rf"(?:^|[_/])((?:{_ROOTS}).*)$", name):
+            full.setdefault(match[1], name)
+    return full
+
+
+def _probe(names):
+    """The short name of SigLIP's probe, which has none of its own."""
+    found = [name for name in _full_names(names) if re.fullmatch(r"head/[^/]+", name)]
+    return (found or ["head/variable"])[0]
+
+
+def _hub_norm(path, name):
+    return norm(path, name, "gamma", "beta")
+
+
+def _attention(path, name):
+    rules = {}
+    for part in ("query", "key", "value", "attention_output"):
+        rules.update(direct(f"{path}/{part}", f"{name}/{part}/"))
+    return rules
+
+
+def _block(path, block, names):
+    """Rules of an encoder block, from the names of its parts."""
+    first, second, attention, hidden, output = (f"{block}/{name}" for name in names)
+    return {
+        **_hub_norm(f"{path}/mixer_norm", f"{first}/"),
+        **_hub_norm(f"{path}/feed_forward_norm", f"{second}/"),
+        **direct(f"{path}/mlp/hidden", f"{hidden}/"),
+        **direct(f"{path}/mlp/output", f"{output}/"),
+        **_attention(f"{path}/attention", attention),
+    }
+
+
+def _encoder_blocks(encoder, is_clip):
+    names = _CLIP_BLOCK if is_clip else _SIGLIP_BLOCK
+    rules = {}
+    for i in range(encoder.num_layers):
+        rules.update(_block(f"block_{i}", f"encoder_block_{i}", names))
+    return rules
+
+
+def _hub_patches(name, has_bias):
+    return patches(f"{name}kernel", f"{name}bias" if has_bias else None, torch=False)
+
+
+def _image_shape(encoder):
+    shape = tuple(encoder.image_shape)
+    if getattr(encoder, "data_format", "channels_last") == "channels_first":
+        return (*shape[1:], shape[0])
+    return shape
+
+
+def _vit_spec(encoder, classifier):
+    embedding = "vit_patching_and_embedding/"
+    rules = {
+        **_hub_patches(f"{embedding}patch_embedding/", encoder.use_patch_bias),
+        "position_embedding/embedding": Positions(
+            f"{embedding}position_embedding/embeddings", axes=1
+        ),
+        **_hub_norm("final_norm", "vit_encoder/ln/"),
+    }
+    if encoder.use_class_token:
+        rules["class_token/token"] = Direct(f"{embedding}class_token")
+    for i in range(encoder.num_layers):
+        block = f"vit_encoder/transformer_block_{i + 1}"
+        rules.update(_block(f"block_{i}", block, _VIT_BLOCK))
+    task = None
+    if classifier is not None:
+        task = _classifier_arguments(classifier, encoder)
+        rules.update(direct("predictions", "predictions/"))
+        if classifier.intermediate_dim is not None:
+            rules.update(direct("pre_logits", "pre_logits/"))
+    arguments = {
+        "image_shape": _image_shape(encoder),
+        "patch_size": tuple(encoder.patch_size),
+        "hidden_dim": encoder.hidden_dim,
+        "num_layers": encoder.num_layers,
+        "num_heads": encoder.num_heads,
+        "mlp_dim": encoder.mlp_dim,
+        "class_token": encoder.use_class_token,
+        "activation": "gelu",
+        "layer_norm_epsilon": encoder.layer_norm_epsilon,
+        "dropout_rate": encoder.dropout_rate,
+        "attention_dropout": encoder.attention_dropout,
+    }
+    return ConversionSpec("ViT (KerasHub)", "ViTBackbone", arguments, rules, task)
+
+
+def _classifier_arguments(classifier, encoder):
+    activation = classifier.activation
+    if callable(activation):
+        activation = keras.activations.serialize(activation)
+    if activation not in (None, "linear", "softmax", "sigmoid"):
+        raise ValueError(
+            "Expected a classifier's activation of None, 'linear', 'softmax' or "
+            f"'sigmoid'; received: activation={classifier.activation!r} of KerasHub's "
+            f"{type(classifier).__name__}"
+        )
+    arguments = {
+        "num_classes": classifier.num_classes,
+        "pooling": {"token": "class_token", "gap": "average"}[classifier.pooling],
+        "output_activation": None if activation == "linear" else activation,
+        "multi_label": activation == "sigmoid",
+        "representation_dim": classifier.intermediate_dim,
+        "dropout": classifier.dropout,
+    }
+    policy = classifier.output_dense.dtype_policy
+    if type(policy) is keras.DTypePolicy and policy != encoder.dtype_policy:
+        arguments["head_dtype"] = policy.name
+    return arguments
+
+
+def _image_spec(encoder, clip, probe):
+    """An image tower of CLIP or SigLIP."""
+    is_clip = isinstance(encoder, _hub.CLIPVisionEncoder)
+    embedding = "embedding/"
+    rules = {
+        **_hub_patches(f"{embedding}patch_embedding/", not is_clip),
+        "position_embedding/embedding": Positions(
+            f"{embedding}position_embedding/embeddings",
+            axes=1,
+            ids=f"{embedding}position_ids",
+        ),
+        **_hub_norm("final_norm", "layer_norm/" if is_clip else "post_layer_norm/"),
+        **_encoder_blocks(encoder, is_clip),
+    }
+    if is_clip:
+        rules["class_token/token"] = Direct(f"{embedding}class_embedding", axes=2)
+        rules.update(_hub_norm("embedding_norm", "pre_layer_norm/"))
+    elif encoder.layer_norm_epsilon != 1e-6:
+        raise ValueError(
+            "Expected layer_norm_epsilon=1e-6, which KerasHub's last norm always "
+            f"has; received: {encoder.layer_norm_epsilon}"
+        )
+    else:
+        rules.update(
+            {
+                "pooler/probe": Direct(probe),
+                **_attention("pooler/attention", "head/attention"),
+                **_hub_norm("pooler/norm", "head/layernorm/"),
+                **direct("pooler/mlp/hidden", "head/mlp/fc1/"),
+                **direct("pooler/mlp/output", "head/mlp/fc2/"),
+                **without_projection(),
+            }
+        )
+    task = None if is_clip else {"num_classes": encoder.hidden_dim, "pooling": "map"}
+    if clip is not None:
+        rules["predictions/kernel"] = Direct("vision_projection/kernel")
+        rules["predictions/bias"] = Filled()
+        task = {"num_classes": clip.projection_dim, "pooling": "class_token"}
+    arguments = {
+        "image_shape": _image_shape(encoder),
+        "patch_size": encoder.patch_size,
+        "hidden_dim": encoder.hidden_dim,
+        "num_layers": encoder.num_layers,
+        "num_heads": encoder.num_heads,
+        "mlp_dim": encoder.intermediate_dim,
+        "class_token": is_clip,
+        "embedding_norm": is_clip,
+        "activation": _activation(encoder),
+        "layer_norm_epsilon": _CLIP_EPSILON if is_clip else encoder.layer_norm_epsilon,
+    }
+    scheme = f"{'CLIP' if is_clip else 'SigLIP'} (KerasHub)"
+    return ConversionSpec(scheme, "ViTBackbone", arguments, rules, task)
+
+
+def _text_spec(encoder, clip):
+    """A text tower of CLIP or SigLIP."""
+    is_clip = isinstance(encoder, _hub.CLIPTextEncoder)
+    rules = {
+        "token_embedding/embeddings": Direct("embedding/token_embedding/embeddings"),
+        "text_positions/embedding": Direct(
+            "embedding/position_embedding/embeddings", axes=1
+        ),
+        **_hub_norm("final_norm", "layer_norm/" if is_clip else "post_layer_norm/"),
+        **_encoder_blocks(encoder, is_clip),
+    }
+    arguments = {
+        "vocabulary_size": encoder.vocabulary_size,
+        "max_length": encoder.max_sequence_length,
+        "hidden_dim": encoder.hidden_dim,
+        "num_layers": encoder.num_layers,
+        "num_heads": encoder.num_heads,
+        "mlp_dim": encoder.intermediate_dim,
+        "activation": _activation(encoder),
+        "layer_norm_epsilon": _CLIP_EPSILON if is_clip else encoder.layer_norm_epsilon,
+    }
+    notes = ()
+    if is_clip:
+        notes = ("the last norm has epsilon 1e-5, as in CLIP; KerasHub's has 1e-6",)
+        if clip is not None:
+            arguments["projection_dim"] = clip.projection_dim
+            rules["projection/kernel"] = Direct("text_projection/kernel")
+    else:
+        arguments.update(causal=False, pooling="last", mask_padding=False)
+        arguments.update(projection_dim=encoder.projection_dim, projection_bias=True)
+        rules.update(direct("projection", "head/"))
+    return ConversionSpec(
+        f"{'CLIP' if is_clip else 'SigLIP'} (KerasHub)",
+        "TextBackbone",
+        arguments,
+        rules,
+        ignored={"embedding/position_ids": POSITION_IDS},
+        notes=notes,
+    )
+
+
+def _activation(encoder):
+    """This library's name of an encoder's activation."""
+    name = encoder.intermediate_activation
+    activation = "gelu_tanh" if name == "gelu_approximate" else name
+    try:
+        # The first two are this library's own.
+        known = activation in ("gelu_tanh", "quick_gelu") or callable(
+            keras.activations.get(activation)
+        )
+    except ValueError:
+        known = False
+    if not isinstance(activation, str) or not known:
+        raise ValueError(
+            "Expected an activation by a name that Keras knows; received: "
+            f"{name!r} in KerasHub's encoder"
+        )
+    return activation
+
+
+def _preprocessing(
+    preprocessor: Any, channels: int
+) -> tuple[dict | None, tuple[str, ...]]:
+    """Arguments of `ImagePreprocessor`, or None; and notes."""
+    if preprocessor is None:
+        return None, ()
+    converter = getattr(preprocessor, "image_converter", None)
+    lost = (
+        "the task's preprocessor is not carried over: the model takes the images "
+        "that it made",
+    )
+    if converter is None or converter.scale is None:
+        return None, lost
+    # Pixels x in [0, 1] become 255 x scale + offset.
+    std = 1.0 / (255.0 * np.asarray(converter.scale, "float64"))
+    mean = -std * np.asarray(0.0 if converter.offset is None else converter.offset)
+    is_valid = np.isfinite(std).all() and np.all(std > 0)
+    if not is_valid or std.size not in (1, channels):
+        return None, lost
+    arguments, notes = _configs.interpolation(converter.interpolation)
+    if arguments["interpolation"] == "bilinear":
+        arguments["antialias"] = bool(converter.antialias)
+    pads = getattr(converter, "pad_to_aspect_ratio", False)
+    if pads:
+        notes += ("preprocessor: the middle of the image, which the source pads",)
+    arguments.update(
+        mean=mean.ravel().tolist(),
+        std=std.ravel().tolist(),
+        center_crop=1.0 if converter.crop_to_aspect_ratio or pads else None,
+    )
+    return arguments, (
+        *notes,
+        "the task's preprocessor has become model.preprocessor, which classify "
+        "applies; fit and predict do not",
+    )

@@ -1,0 +1,573 @@
+"""OpenCLIP's image and text towers: from its checkpoints, and to them."""
+
+from typing import Any
+
+from keras_moe.models.conversion import _configs
+from keras_moe.models.conversion._configs import CLIP_IMAGES, agree, normalization
+from keras_moe.models.conversion._readers import PublishedTensors
+from keras_moe.models.conversion._rules import (
+    BlockNames,
+    Direct,
+    Filled,
+    Matrix,
+    Normalization,
+    Positions,
+    Vector,
+    block_rules,
+    linear,
+    norm,
+    patches,
+    renamed,
+    tensors_of,
+)
+from keras_moe.models.conversion._spec import (
+    LOGIT_NAMES,
+    ConversionSpec,
+    activation_of,
+    clip_image_arguments,
+    ignored,
+    numbered,
+    required,
+    usual_heads,
+)
+from keras_moe.models.conversion._timm import timm_spec
+
+CONFIG_NAME = "open_clip_config.json"
+# The entries of that file that are read.
+CONFIG = {
+    "model_cfg": {
+        "embed_dim": _configs.SIZE,
+        "quick_gelu": _configs.BOOL,
+        "vision_cfg": {"width": _configs.SIZE, "head_width": _configs.SIZE},
+        "text_cfg": {
+            "width": _configs.SIZE,
+            "heads": _configs.SIZE,
+            "layers": _configs.SIZE,
+            "vocab_size": _configs.SIZE,
+            "context_length": _configs.SIZE,
+            "no_causal_mask": _configs.BOOL,
+            "pool_type": _configs.TEXT,
+            "eos_id": _configs.COUNT,
+        },
+    },
+    "preprocess_cfg": {
+        "mean": _configs.MEAN,
+        "std": _configs.STD,
+        "interpolation": _configs.optional(_configs.TEXT),
+        "resize_mode": _configs.optional(_configs.TEXT),
+    },
+}
+# Arguments of towers that do not matter here, follow from the tensors or are read
+# below; and the supported values of others.
+_VISION_FREE = (
+    "layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size",
+    "ls_init_value", "patch_dropout", "attn_pooler_queries", "attn_pooler_heads",
+    "n_queries", "output_tokens", "timm_model_pretrained", "timm_pool", "timm_proj",
+    "timm_proj_bias", "timm_drop", "timm_drop_path", "timm_use_rope",
+)  # fmt: skip
+_VISION_VALUES = {
+    "pool_type": ("tok",),
+    "pos_embed_type": ("learnable",),
+    "act_kwargs": (None, {}),
+    "norm_kwargs": (None, {}),
+    "timm_model_name": (None, ""),
+    "block_type": (None, "default"),
+    **dict.fromkeys(
+        (
+            "attentional_pool", "final_ln_after_pool", "global_average_pool",
+            "input_patchnorm", "no_ln_pre", "qk_norm", "scaled_cosine_attn",
+            "scale_heads", "scale_attn_inner", "scale_attn", "scale_fc",
+        ),
+        (None, False),
+    ),
+}  # fmt: skip
+# A text is pooled at one token: norms before and after pooling are the same.
+_TEXT_FREE = (
+    "context_length", "vocab_size", "width", "layers", "mlp_ratio", "ls_init_value",
+    "heads", "hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs", "pad_id",
+    "eos_id", "no_causal_mask", "final_ln_after_pool", "proj_bias", "output_tokens",
+    "hf_model_pretrained", "hf_proj_type", "hf_pooler_type", "norm_kwargs",
+)  # fmt: skip
+_TEXT_VALUES = {
+    "act_kwargs": (None, {}, {"approximate": "none"}, {"approximate": "tanh"}),
+    "block_type": (None, "default"),
+    "hf_model_name": (None, ""),
+    "pool_type": ("argmax", "eos", "first", "last"),
+    "proj_type": ("linear", "none"),
+    **dict.fromkeys(
+        (
+            "embed_cls", "qk_norm", "scaled_cosine_attn", "scale_heads",
+            "scale_attn_inner", "scale_attn", "scale_fc",
+        ),
+        (None, False),
+    ),
+}  # fmt: skip
+_BLOCK = BlockNames(
+    norms=("ln_1.", "ln_2."),
+    mlp=("mlp.c_fc.", "mlp.c_proj."),
+    # PyTorch's own attention: `in_proj_weight`, `in_proj_bias`.
+    queries=("attn.in_proj_",),
+    output="attn.out_proj.",
+    scales=("ls_1.gamma", "ls_2.gamma"),
+)
+# Numbers that OpenAI's files have in addition to the weights.
+_OPENAI_NUMBERS = ("input_resolution", "context_length", "vocab_size")
+_TEXT_NAMES = (
+    "positional_embedding",
+    "text_projection",
+    "attn_mask",
+    "token_embedding.",
+    "ln_final.",
+    "transformer.",
+    # Later versions have `text.` instead.
+    "text.",
+    *_OPENAI_NUMBERS,
+)
+_VISUAL, _VISUAL_BLOCKS = "visual.", "visual.transformer.resblocks."
+_TRUNK, _HEAD = "visual.trunk.", "visual.head."
+# PyTorch's default.
+_EPSILON = 1e-5
+
+
+def openclip_towers(file) -> dict:
+    """The functions that make the specs of a file's towers, by `"image"`, `"text"`."""
+    towers = {}
+    if any(name.startswith(_TRUNK) for name in file):
+        towers["image"] = _timm_image_spec
+    elif any(name.startswith(_VISUAL) for name in file):
+        towers["image"] = _image_spec
+    if _text_root(file) is not None:
+        towers["text"] = _text_spec
+    return towers
+
+
+def _check_config(name, config, free, values, file):
+    for argument, value in config.items():
+        if argument not in free and value not in values.get(argument, ()):
+            raise ValueError(
+                f"Expected one of OpenCLIP's own towers in the config of {file.path}; "
+                f"received: {name}.{argument}={value!r}"
+            )
+
+
+def _preprocessing(cfg):
+    """Arguments of `ImagePreprocessor`, and notes."""
+    arguments, notes = _configs.interpolation(cfg.get("interpolation") or "bicubic")
+    mode = cfg.get("resize_mode") or "shortest"
+    if mode == "longest":
+        notes += ("preprocessor: the middle of the image, which the source pads",)
+    return {**arguments, "center_crop": None if mode == "squash" else 1.0}, notes
+
+
+# Image towers
+
+
+def _image_spec(file, config, overrides):
+    num_layers = numbered(file, _VISUAL_BLOCKS)
+    model = config.get("model_cfg", {})
+    vision = model.get("vision_cfg", {})
+    _check_config("vision_cfg", vision, _VISION_FREE, _VISION_VALUES, file)
+    width = required(file, f"{_VISUAL}conv1.weight", 4)[0]
+    agree(file, vision, CONFIG_NAME, width=width, layers=num_layers)
+    activation = None
+    if model:
+        activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
+    arguments = {
+        **clip_image_arguments(
+            file,
+            kernel=f"{_VISUAL}conv1.weight",
+            positions=f"{_VISUAL}positional_embedding",
+            mlp=f"{_VISUAL_BLOCKS}0.mlp.c_fc.weight",
+            class_token=True,
+            num_layers=num_layers,
+            num_heads=_num_heads(file, vision, width),
+            overrides=overrides,
+        ),
+        "embedding_norm": True,
+        "layer_norm_epsilon": _EPSILON,
+        "activation": activation_of(activation, file, overrides),
+    }
+    cfg = config.get("preprocess_cfg", {})
+    images = normalization(
+        arguments["image_shape"][2],
+        cfg.get("mean"),
+        cfg.get("std"),
+        config.get("preprocessor", {}),
+        CLIP_IMAGES,
+    )
+    bias = f"{_VISUAL}conv1.bias"
+    rules = _image_rules(num_layers, images, bias if bias in file else None, file)
+    task = None
+    if f"{_VISUAL}proj" in file:
+        # (D, embedding), as here.
+        size = required(file, f"{_VISUAL}proj", 2)[1]
+        agree(file, model, CONFIG_NAME, embed_dim=size)
+        rules["predictions/kernel"] = Direct(f"{_VISUAL}proj")
+        rules["predictions/bias"] = Filled()
+        task = {"num_classes": size, "pooling": "class_token"}
+    preprocessing, notes = _preprocessing(cfg)
+    return ConversionSpec(
+        "CLIP (OpenCLIP)",
+        "ViTBackbone",
+        arguments,
+        rules,
+        task,
+        ignored(file, text=_TEXT_NAMES, logits=LOGIT_NAMES),
+        notes,
+        preprocessing,
+    )
+
+
+def _num_heads(file, vision, width):
+    """The heads of the config; None without a width in it."""
+    if "width" not in vision:
+        return None
+    heads, rest = divmod(width, vision.get("head_width", 64))
+    if rest:
+        raise ValueError(
+            f"Expected a head_width that divides width={width} in the config of "
+            f"{file.path}; received: head_width={vision.get('head_width', 64)}"
+        )
+    return heads
+
+
+def _image_rules(
+    num_layers: int,
+    images: Normalization | None = None,
+    bias: str | None = None,
+    file: Any = (),
+) -> dict:
+    """Rules of an image tower without its projection."""
+    rules = {
+        **patches(f"{_VISUAL}conv1.weight", bias, True, images),
+        "class_token/token": Direct(f"{_VISUAL}class_embedding", axes=2),
+        "position_embedding/embedding": Positions(
+            f"{_VISUAL}positional_embedding", axes=1
+        ),
+        **norm("embedding_norm", f"{_VISUAL}ln_pre."),
+        **norm("final_norm", f"{_VISUAL}ln_post."),
+    }
+    for i in range(num_layers):
+        rules.update(block_rules(file, f"block_{i}", f"{_VISUAL_BLOCKS}{i}.", _BLOCK))
+    return rules
+
+
+class _Trunk(PublishedTensors):
+    """The tensors of timm's model in a file, under timm's names."""
+
+    def __init__(self, file):
+        names = [name for name in file if name.startswith(_TRUNK)]
+        super().__init__(file.path, {x.removeprefix(_TRUNK): file[x] for x in names})
+
+
+def _timm_image_spec(file, config, overrides):
+    """An image tower of timm, as in OpenCLIP's SigLIPs."""
+    vision = config.get("model_cfg", {}).get("vision_cfg", {})
+    cfg = config.get("preprocess_cfg", {})
+    timm = {
+        "pretrained_cfg": {
+            "mean": cfg.get("mean", list(CLIP_IMAGES.mean)),
+            "std": cfg.get("std", list(CLIP_IMAGES.std)),
+        }
+    }
+    if vision.get("timm_model_name"):
+        timm["architecture"] = vision["timm_model_name"]
+    trunk = _Trunk(file)
+    pool = vision.get("timm_pool") or ("map" if "attn_pool.q.weight" in trunk else None)
+    if pool is not None:
+        timm["global_pool"] = pool
+    spec = timm_spec(trunk, timm, overrides)
+    if spec is None:
+        raise ValueError(
+            "Expected an image tower of timm that is a plain ViT; received: "
+            f"{len(trunk)} tensors such as {_TRUNK + min(trunk)!r} in {file.path}"
+        )
+    spec.scheme = "CLIP (OpenCLIP)"
+    spec.rules = renamed(spec.rules, _TRUNK.__add__)
+    projection = f"{_HEAD}proj."
+    if f"{projection}weight" in file:
+        has_token = spec.arguments["class_token"]
+        default = {"pooling": "class_token" if has_token else "average"}
+        size = required(file, f"{projection}weight", 2)[0]
+        spec.task_arguments = {**(spec.task_arguments or default), "num_classes": size}
+        bias = f"{projection}bias"
+        spec.rules["predictions/kernel"] = Matrix(f"{projection}weight")
+        spec.rules["predictions/bias"] = Vector(bias) if bias in file else Filled()
+    elif unknown := sorted(name for name in file if name.startswith(_HEAD)):
+        raise ValueError(
+            "Expected a linear projection of images or none; received: "
+            f"{unknown[0]!r} in {file.path}"
+        )
+    spec.ignored = ignored(file, text=("text.",), logits=LOGIT_NAMES)
+    spec.preprocessing, notes = _preprocessing(cfg)
+    spec.notes += notes
+    return spec
+
+
+# Text towers
+
+
+def _text_root(file):
+    """The start of a text tower's names; None without one."""
+    for root in ("text.", ""):
+        if any(
+            f"{root}{name}" in file
+            # A text tower of transformers, which is refused by its name.
+            for name in (
+                "token_embedding.weight",
+                "transformer.embeddings.word_embeddings.weight",
+            )
+        ):
+            return root
+    return None
+
+
+def _text_spec(file, config, overrides):
+    root = _text_root(file)
+    model = config.get("model_cfg", {})
+    text = model.get("text_cfg", {})
+    _check_text(text, model, file)
+    blocks = f"{root}transformer.resblocks."
+    num_layers = numbered(file, blocks)
+    vocabulary_size, hidden_dim = required(file, f"{root}token_embedding.weight", 2)
+    max_length = required(file, f"{root}positional_embedding", 2)[0]
+    agree(
+        file,
+        text,
+        CONFIG_NAME,
+        vocab_size=vocabulary_size,
+        context_length=max_length,
+        width=hidden_dim,
+        layers=num_layers,
+    )
+    activation, heads = None, overrides.get("num_heads")
+    if model:
+        activation, heads = _text_activation(model, text, file), text.get("heads", 8)
+    # Without a config it is a tower like OpenAI's.
+    causal = not text.get("no_causal_mask", False)
+    pool = text.get("pool_type", "argmax")
+    projection, projection_rules = _projection(file, root)
+    if projection:
+        agree(file, model, CONFIG_NAME, embed_dim=projection["projection_dim"])
+    arguments = {
+        "vocabulary_size": vocabulary_size,
+        "max_length": max_length,
+        "hidden_dim": hidden_dim,
+        "num_layers": num_layers,
+        "num_heads": heads or usual_heads(hidden_dim, file.path),
+        "mlp_dim": required(file, f"{blocks}0.mlp.c_fc.weight", 2)[0],
+        "causal": causal,
+        "pooling": "end_of_text" if pool in ("argmax", "eos") else pool,
+        "end_of_text_id": text.get("eos_id", 2) if pool == "eos" else None,
+        # After the end of a causal text padding changes nothing; elsewhere OpenCLIP
+        # has no mask.
+        "mask_padding": causal and pool != "last",
+        "layer_norm_epsilon": (text.get("norm_kwargs") or {}).get("eps", _EPSILON),
+        "activation": activation_of(activation, file, overrides),
+        **projection,
+    }
+    notes = ()
+    if not model:
+        notes = (
+            "assumed: causal attention and pooling at the largest id (no config says "
+            "otherwise)",
+        )
+    left = ignored(file, image=(_VISUAL,), logits=LOGIT_NAMES)
+    left.update(dict.fromkeys(_OPENAI_NUMBERS, "a number that the shapes imply"))
+    left[f"{root}attn_mask"] = "the mask of causal attention"
+    return ConversionSpec(
+        "CLIP (OpenCLIP)",
+        "TextBackbone",
+        arguments,
+        {**_text_rules(root, num_layers, file), **projection_rules},
+        ignored=left,
+        notes=notes,
+    )
+
+
+def _check_text(text, model, file):
+    """Refuses towers that `TextBackbone` does not compute."""
+    if "text_arch" in model:
+        text = {**text, "text_arch": model["text_arch"]}
+    _check_config("text_cfg", text, _TEXT_FREE, _TEXT_VALUES, file)
+    if (norm_kwargs := text.get("norm_kwargs")) and set(norm_kwargs) != {"eps"}:
+        raise ValueError(
+            f"Expected no arguments of norms but eps in the config of {file.path}; "
+            f"received: text_cfg.norm_kwargs={norm_kwargs!r}"
+        )
+
+
+def _text_activation(model, text, file):
+    approximate = (text.get("act_kwargs") or {}).get("approximate", "none")
+    if not model.get("quick_gelu"):
+        return "gelu" if approximate == "none" else "gelu_pytorch_tanh"
+    if text.get("act_kwargs"):
+        raise ValueError(
+            "Expected no act_kwargs together with quick_gelu in the config of "
+            f"{file.path}; received: text_cfg.act_kwargs={text['act_kwargs']!r}"
+        )
+    return "quick_gelu"
+
+
+def _text_rules(root: str, num_layers: int, file: Any = ()) -> dict:
+    """Rules of a text tower without its projection."""
+    rules = {
+        "token_embedding/embeddings": Direct(f"{root}token_embedding.weight"),
+        "text_positions/embedding": Direct(f"{root}positional_embedding", axes=1),
+        **norm("final_norm", f"{root}ln_final."),
+    }
+    for i in range(num_layers):
+        block = f"{root}transformer.resblocks.{i}."
+        rules.update(block_rules(file, f"block_{i}", block, _BLOCK))
+    return rules
+
+
+def _projection(file, root):
+    """Arguments and rules of the text projection."""
+    name = f"{root}text_projection"
+    if name in file:
+        # (D, embedding), as here.
+        size = required(file, name, 2)[1]
+        return {"projection_dim": size}, {"projection/kernel": Direct(name)}
+    if f"{name}.weight" not in file:
+        return {}, {}
+    has_bias = f"{name}.bias" in file
+    rules = linear("projection", f"{name}.")
+    if not has_bias:
+        del rules["projection/bias"]
+    size = required(file, f"{name}.weight", 2)[0]
+    return {"projection_dim": size, "projection_bias": has_bias}, rules
+
+
+# Export
+
+
+def openclip_files(model: Any) -> tuple[dict, dict[str, Any]]:
+    """The tensors and the JSON files of an `ExportedModel`."""
+    if len(model.towers) < 2:
+        raise ValueError(
+            "Expected a CLIPBackbone, since OpenCLIP loads pairs of towers only; "
+            f"received: the {next(iter(model.towers))} tower. 'transformers' loads it."
+        )
+    image, text = model.towers["image"], model.towers["text"]
+    images, vision_cfg, image_range = _exported_image(image)
+    texts, text_cfg = _exported_text(text)
+    config = {
+        "embed_dim": image.projection_dim,
+        "vision_cfg": vision_cfg,
+        "text_cfg": text_cfg,
+    }
+    activations = image.config["activation"], text.config["activation"]
+    if "quick_gelu" in activations:
+        if len(set(activations)) > 1:
+            raise ValueError(
+                "Expected activation='quick_gelu' of both towers or of none for "
+                f"OpenCLIP; received: {activations[0]!r} and {activations[1]!r}"
+            )
+        config["quick_gelu"] = True
+    elif activations[1] == "gelu_tanh":
+        text_cfg["act_kwargs"] = {"approximate": "tanh"}
+    tensors = {**images, **texts, "logit_scale": model.logits["log_scale"]}
+    if "bias" in model.logits:
+        tensors["logit_bias"] = model.logits["bias"]
+        config["init_logit_bias"] = float(model.logits["bias"])
+    squashes = model.preprocessor is not None and model.preprocessor.center_crop is None
+    preprocess_cfg = {
+        "mean": list(image_range.mean),
+        "std": list(image_range.std),
+        "interpolation": getattr(model.preprocessor, "interpolation", "bicubic"),
+        "resize_mode": "squash" if squashes else "shortest",
+    }
+    files = {CONFIG_NAME: {"model_cfg": config, "preprocess_cfg": preprocess_cfg}}
+    return tensors, files
+
+
+def _exported_image(tower):
+    kind = "the image tower of OpenCLIP"
+    config = tower.config
+    tower.check(
+        kind,
+        position_embedding="learned",
+        query_key_norm=False,
+        final_norm=True,
+        embedding_norm=True,
+        class_token=True,
+        image_pooling="class_token",
+        layer_norm_epsilon=_EPSILON,
+    )
+    if config["activation"] == "gelu_tanh" or tower.projection_dim is None:
+        raise ValueError(
+            f"Expected activation 'gelu' or 'quick_gelu' and a projection for "
+            f"{kind}; received: activation={config['activation']!r}, "
+            f"projection_dim={tower.projection_dim}"
+        )
+    if config["image_shape"][2] != 3:
+        raise ValueError(
+            f"Expected images of 3 channels for {kind}; received: "
+            f"image_shape={config['image_shape']}"
+        )
+    width = config["hidden_dim"]
+    content = {
+        "image_size": tower.square("image_shape", kind),
+        "patch_size": tower.square("patch_size", kind),
+        "width": width,
+        "layers": config["num_layers"],
+        "head_width": width // config["num_heads"],
+        "mlp_ratio": _mlp_ratio(config["mlp_dim"], width),
+    }
+    values, image_range = tower.without_patch_bias()
+    rules = _image_rules(config["num_layers"])
+    del rules["patch_embedding/bias"]
+    rules["predictions/kernel"] = Direct(f"{_VISUAL}proj")
+    if "predictions/bias" in values:
+        rules["predictions/bias"] = Filled()
+    return tensors_of(rules, values, kind), content, image_range
+
+
+def _exported_text(tower):
+    kind = "the text tower of OpenCLIP"
+    config = tower.config
+    tower.check(kind, final_norm=True)
+    pooling, end = config["pooling"], config["end_of_text_id"]
+    if pooling not in ("end_of_text", "first", "last"):
+        raise ValueError(
+            "Expected pooling of 'end_of_text', 'first' or 'last' for "
+            f"{kind}; received: pooling={pooling!r}"
+        )
+    if config["mask_padding"] and (pooling == "last" or not config["causal"]):
+        raise ValueError(
+            f"Expected mask_padding=False for {kind}, which attends to padding; "
+            f"received: mask_padding=True, causal={config['causal']}, "
+            f"pooling={pooling!r}"
+        )
+    content = {
+        "context_length": config["max_length"],
+        "vocab_size": config["vocabulary_size"],
+        "width": config["hidden_dim"],
+        "heads": config["num_heads"],
+        "layers": config["num_layers"],
+        "mlp_ratio": _mlp_ratio(config["mlp_dim"], config["hidden_dim"]),
+    }
+    if not config["causal"]:
+        content["no_causal_mask"] = True
+    if pooling != "end_of_text":
+        content["pool_type"] = pooling
+    elif end is not None:
+        content.update(pool_type="eos", eos_id=end)
+    if config["layer_norm_epsilon"] != _EPSILON:
+        content["norm_kwargs"] = {"eps": config["layer_norm_epsilon"]}
+    rules = _text_rules("", config["num_layers"])
+    if config["projection_bias"]:
+        content["proj_bias"] = True
+        rules.update(linear("projection", "text_projection."))
+    elif config["projection_dim"] is not None:
+        rules["projection/kernel"] = Direct("text_projection")
+    else:
+        content["proj_type"] = "none"
+    return tensors_of(rules, tower.values, kind), content
+
+
+def _mlp_ratio(mlp_dim, width):
+    """The ratio for which OpenCLIP's int(width * ratio) is `mlp_dim`."""
+    ratio = mlp_dim / width
+    return ratio if int(width * ratio) == mlp_dim else (mlp_dim + 0.5) / width

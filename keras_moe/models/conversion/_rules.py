@@ -1,0 +1,428 @@
+"""Rules that make a weight from a checkpoint's tensors, and tensors from a weight.
+
+A rule has the names of the tensors it reads, the shapes they need for a weight of a
+given shape, and both directions: `make` a weight, and the `tensor` it came from. Shapes
+are compared before anything is read. Axes: D hidden, N tokens.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_moe.layers import resize_patch_kernel
+
+
+class Normalization(NamedTuple):
+    """The normalisation of images: (pixels in [0, 1] - mean) / std."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it gives [-1, 1], the range of this library's models."""
+        return all(abs(x - 0.5) < 1e-6 for x in (*self.mean, *self.std))
+
+
+@dataclass(frozen=True)
+class Direct:
+    """The tensor as it is, or without the weight's leading axes of size 1.
+
+    Args:
+        axes: number of leading axes of size 1 that the tensor lacks.
+    """
+
+    name: str
+    axes: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that are read."""
+        return (self.name,)
+
+    def shapes(self, target: tuple) -> dict[str, tuple]:
+        """The tensors' shapes for a weight of shape `target`."""
+        return {self.name: target[self.axes :]}
+
+    def make(self, read: Callable, target: tuple) -> np.ndarray:
+        """The weight; `read(name, rows=None)` returns a tensor."""
+        return read(self.name).reshape(target)
+
+    def tensor(self, value: np.ndarray) -> np.ndarray:
+        """The tensor, or the part of it, that `make` turns into this weight."""
+        return value.reshape(value.shape[self.axes :])
+
+
+@dataclass(frozen=True)
+class Scalar(Direct):
+    """One number, stored with axes of size 1."""
+
+    shape: tuple[int, ...] = ()
+
+    def shapes(self, target):
+        return {self.name: self.shape}
+
+
+@dataclass(frozen=True)
+class Vector(Direct):
+    """PyTorch's bias, or one of several in one tensor.
+
+    Args:
+        part: index among those that are stored together.
+        parts: number of those that are stored together.
+        scale: name of factors on the outputs (LayerScale), folded into the weight.
+    """
+
+    part: int = 0
+    parts: int = 1
+    scale: str | None = None
+
+    @property
+    def names(self):
+        return (self.name, self.scale) if self.scale else (self.name,)
+
+    def shapes(self, target):
+        return self._shapes(math.prod(target))
+
+    def make(self, read, target):
+        bias = read(self.name, self._rows(math.prod(target)))
+        return self._scaled(read, bias).reshape(target)
+
+    def tensor(self, value):
+        return value.reshape(-1)
+
+    def _shapes(self, rows, *columns):
+        shapes = {self.name: (self.parts * rows, *columns)}
+        return {**shapes, self.scale: (rows,)} if self.scale else shapes
+
+    def _rows(self, rows):
+        if self.parts == 1:
+            return None
+        return slice(self.part * rows, (self.part + 1) * rows)
+
+    def _scaled(self, read, array):
+        return array * read(self.scale) if self.scale else array
+
+
+@dataclass(frozen=True)
+class Matrix(Vector):
+    """PyTorch's kernel (outputs, inputs), or one of several in one tensor.
+
+    Args:
+        inputs: number of the weight's input axes: 1, or 2 (heads, head size) for the
+            output of attention.
+    """
+
+    inputs: int = 1
+
+    def shapes(self, target):
+        inputs, outputs = target[: self.inputs], target[self.inputs :]
+        return self._shapes(math.prod(outputs), math.prod(inputs))
+
+    def make(self, read, target):
+        rows = self._rows(math.prod(target[self.inputs :]))
+        return self._scaled(read, read(self.name, rows).T).reshape(target)
+
+    def tensor(self, value):
+        inputs = math.prod(value.shape[: self.inputs])
+        return value.reshape(inputs, -1).T
+
+
+@dataclass(frozen=True)
+class PatchKernel(Direct):
+    """The convolution that embeds patches, with the images' normalisation folded in.
+
+    Args:
+        torch: whether it is stored as (D, channels, height, width).
+        normalization: `Normalization` of the source's images, or None.
+        patch_size: patch size to which the kernel is resized, or None.
+        interpolation: argument of `keras_moe.layers.resize_patch_kernel`.
+    """
+
+    torch: bool = False
+    normalization: Normalization | None = None
+    patch_size: tuple[int, int] | None = None
+    interpolation: str = "bilinear"
+
+    def shapes(self, target):
+        height, width, channels, dim = target
+        if self.torch:
+            return {self.name: (dim, channels, height, width)}
+        return {self.name: target}
+
+    def make(self, read, target):
+        kernel = self._kernel(read)
+        if self.normalization is None:
+            return kernel
+        # Pixels x in [-1, 1] are (x + 1) / 2 in [0, 1], so that
+        # ((x + 1) / 2 - mean) / std = x / (2 std) + (0.5 - mean) / std.
+        std = np.array(self.normalization.std, "float32")
+        return kernel.astype("float32") / (2.0 * std[:, None])
+
+    def tensor(self, value):
+        return value.transpose(3, 2, 0, 1) if self.torch else value
+
+    def _kernel(self, read):
+        kernel = read(self.name)
+        if self.torch:
+            kernel = kernel.transpose(2, 3, 1, 0)
+        if self.patch_size is None:
+            return kernel
+        kernel = kernel.astype("float32")
+        return resize_patch_kernel(kernel, self.patch_size, self.interpolation)
+
+
+@dataclass(frozen=True)
+class PatchBias(PatchKernel):
+    """That convolution's bias: the stored one, if any, plus that of normalisation.
+
+    Args:
+        name: name of the kernel.
+        bias: name of the bias, or None.
+    """
+
+    bias: str | None = None
+
+    @property
+    def names(self):
+        # The kernel belongs to its own weight.
+        return (self.bias,) if self.bias else ()
+
+    def shapes(self, target):
+        return {self.bias: target} if self.bias else {}
+
+    def make(self, read, target):
+        bias = read(self.bias) if self.bias else np.zeros(target, "float32")
+        if self.normalization is None:
+            return bias
+        mean, std = (np.array(x, "float64") for x in self.normalization)
+        # A resized kernel has other sums.
+        sums = self._kernel(read).sum(axis=(0, 1), dtype="float64")
+        return (bias + ((0.5 - mean) / std) @ sums).astype("float32")
+
+    def tensor(self, value):
+        return value
+
+
+@dataclass(frozen=True)
+class Positions(Direct):
+    """A table of position embeddings.
+
+    Args:
+        without_class_token: whether it has no row for the class token, which then gets
+            zeros.
+        ids: name of the rows' numbers, which KerasHub stores, or None.
+    """
+
+    without_class_token: bool = False
+    ids: str | None = None
+
+    @property
+    def names(self):
+        return (self.name, self.ids) if self.ids else (self.name,)
+
+    def shapes(self, target):
+        one, rows, dim = target
+        rows -= self.without_class_token
+        shapes = {self.name: (one, rows, dim)[self.axes :]}
+        return {**shapes, self.ids: (1, rows)} if self.ids else shapes
+
+    def make(self, read, target):
+        table = read(self.name)
+        if self.ids:
+            table = table[read(self.ids)[0]]
+        table = table.reshape(1, *table.shape[-2:])
+        if self.without_class_token:
+            table = np.pad(table, ((0, 0), (1, 0), (0, 0)))
+        return table
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Values without a tensor: `"zeros"`, or `"identity"` for a matrix."""
+
+    value: str = "zeros"
+    names = ()
+
+    def shapes(self, target: tuple) -> dict[str, tuple]:
+        """Nothing is read."""
+        return {}
+
+    def make(self, read: Callable, target: tuple) -> np.ndarray:
+        """The weight."""
+        if self.value == "identity":
+            return np.eye(*target, dtype="float32")
+        return np.zeros(target, "float32")
+
+
+def renamed(rules: dict, rename: Callable[[str], str]) -> dict:
+    """The same rules for tensors with other names."""
+    result = {}
+    for path, rule in rules.items():
+        names = {
+            field: rename(getattr(rule, field))
+            for field in ("name", "ids", "bias", "scale")
+            if getattr(rule, field, None) is not None
+        }
+        result[path] = dataclasses.replace(rule, **names)
+    return result
+
+
+def tensors_of(rules: dict, values: dict[str, np.ndarray], library: str) -> dict:
+    """The inverse: the tensors from which the rules would make the weights."""
+    parts = {}
+    if missing := sorted(set(rules) - set(values)):
+        raise ValueError(
+            f"Expected a model with all weights of {library}; received: none at "
+            f"{missing[0]!r}"
+        )
+    for path, value in values.items():
+        if path not in rules:
+            raise ValueError(
+                f"Expected a model with the weights of {library} only; received: "
+                f"another one at {path!r}"
+            )
+        rule = rules[path]
+        if isinstance(rule, Filled):
+            if not np.array_equal(value, rule.make(None, value.shape)):
+                raise ValueError(
+                    f"Expected {path!r} to be {rule.value}, since {library} has no "
+                    "tensor for it; received other values"
+                )
+            continue
+        (name,) = rule.names
+        parts.setdefault(name, {})[getattr(rule, "part", 0)] = rule.tensor(value)
+    return {
+        name: np.ascontiguousarray(
+            np.concatenate([pieces[i] for i in sorted(pieces)])
+            if len(pieces) > 1
+            else pieces[0]
+        )
+        for name, pieces in parts.items()
+    }
+
+
+# Rules of layers
+
+
+def norm(path: str, name: str, scale: str = "weight", offset: str = "bias") -> dict:
+    """Rules of a normalisation layer."""
+    return {
+        f"{path}/gamma": Direct(f"{name}{scale}"),
+        f"{path}/beta": Direct(f"{name}{offset}"),
+    }
+
+
+def direct(path: str, name: str) -> dict:
+    """Rules of a kernel and a bias that are stored as in the model."""
+    return {
+        f"{path}/kernel": Direct(f"{name}kernel"),
+        f"{path}/bias": Direct(f"{name}bias"),
+    }
+
+
+def linear(
+    path: str, name: str, has_bias: bool = True, inputs: int = 1, **part: Any
+) -> dict:
+    """Rules of a PyTorch linear layer; `part` has arguments of `Vector`."""
+    return {
+        f"{path}/kernel": Matrix(f"{name}weight", inputs=inputs, **part),
+        f"{path}/bias": Vector(f"{name}bias", **part) if has_bias else Filled(),
+    }
+
+
+def patches(
+    kernel: str, bias: str | None, torch: bool, images: Normalization | None = None
+) -> dict:
+    """Rules of the patch embedding."""
+    return {
+        "patch_embedding/kernel": PatchKernel(
+            kernel, torch=torch, normalization=images
+        ),
+        "patch_embedding/bias": PatchBias(
+            kernel, torch=torch, normalization=images, bias=bias
+        ),
+    }
+
+
+def without_projection() -> dict:
+    """Rules of a classifier whose outputs are the pooled vector itself."""
+    return {"predictions/kernel": Filled("identity"), "predictions/bias": Filled()}
+
+
+# Blocks of PyTorch's ViTs: one structure, each library's names
+
+
+class BlockNames(NamedTuple):
+    """The names of a block's parts, without the block's own prefix.
+
+    Attributes:
+        norms: norms before attention and before the MLP.
+        mlp: the MLP's two layers.
+        queries: queries, keys and values; one name if they are one matrix.
+        output: attention's output.
+        scales: LayerScale's factors on the outputs of attention and of the MLP, which
+            some models have.
+        query_key_norms: norms of queries and of keys, which some models have.
+    """
+
+    norms: tuple[str, str]
+    mlp: tuple[str, str]
+    queries: tuple[str, ...]
+    output: str
+    scales: tuple[str, str] = ("", "")
+    query_key_norms: tuple[str, str] = ("", "")
+
+    def query_key_norm(self, file, block: str) -> bool:
+        """Whether a block in `file` normalises queries and keys."""
+        name = self.query_key_norms[0]
+        return bool(name) and f"{block}{name}weight" in file
+
+
+def block_rules(
+    file, path: str, block: str, names: BlockNames, query_bias: bool = True
+) -> dict:
+    """Rules of a dense encoder block."""
+    first, second = (
+        name if name in file else None
+        for name in (f"{block}{scale}" for scale in names.scales)
+    )
+    hidden, output = (f"{block}{name}" for name in names.mlp)
+    rules = {}
+    if names.query_key_norm(file, block):
+        for projection, name in zip(("query", "key"), names.query_key_norms):
+            rules.update(norm(f"{path}/attention/{projection}_norm", f"{block}{name}"))
+    return {
+        **rules,
+        **norm(f"{path}/mixer_norm", f"{block}{names.norms[0]}"),
+        **norm(f"{path}/feed_forward_norm", f"{block}{names.norms[1]}"),
+        **linear(f"{path}/mlp/hidden", hidden),
+        **linear(f"{path}/mlp/output", output, scale=second),
+        **attention_rules(
+            f"{path}/attention",
+            [f"{block}{name}" for name in names.queries],
+            f"{block}{names.output}",
+            query_bias,
+            first,
+        ),
+    }
+
+
+def attention_rules(
+    path: str,
+    queries: list[str],
+    output: str,
+    query_bias: bool = True,
+    scale: str | None = None,
+) -> dict:
+    """Rules of attention, its queries, keys and values in one matrix or three."""
+    rules = linear(f"{path}/attention_output", output, inputs=2, scale=scale)
+    for part, projection in enumerate(("query", "key", "value")):
+        fused = {"part": part, "parts": 3} if len(queries) == 1 else {}
+        name = queries[0] if fused else queries[part]
+        rules.update(linear(f"{path}/{projection}", name, query_bias, **fused))
+    return rules

@@ -1,0 +1,266 @@
+"""`ConversionSpec`: which model a checkpoint holds, and the rules for its weights."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from keras_moe.losses.temperature import TEMPERATURES
+from keras_moe.models.conversion._rules import Filled, Scalar
+from keras_moe.models.image_preprocessor import ImagePreprocessor
+
+# Prefixes of a classifier's weights: those that a new head replaces, and those that
+# a backbone does not have.
+HEAD = ("predictions/", "pre_logits/")
+POOLING = ("pooler/", "pooled_norm/")
+
+
+@dataclass
+class ConversionSpec:
+    """The model in a checkpoint and the rules for its weights.
+
+    Args:
+        scheme: naming scheme, such as `"ViT (timm)"`.
+        backbone: name of the class, such as `"ViTBackbone"`.
+        arguments: arguments of the backbone.
+        rules: rule for each weight of the model, by its path.
+        task_arguments: arguments of the classifier; None if there is no head.
+        ignored: tensors that the model does not have, with the reason.
+        notes: remarks for the user.
+        preprocessing: arguments of `ImagePreprocessor` without the images' shape; None
+            where the source's images are not known.
+    """
+
+    scheme: str
+    backbone: str
+    arguments: dict
+    rules: dict
+    task_arguments: dict | None = None
+    ignored: dict = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    preprocessing: dict | None = None
+
+    def preprocessor(self) -> ImagePreprocessor | None:
+        """The preprocessor of the source's images, or None where it is not known."""
+        if self.preprocessing is None:
+            return None
+        image = self.arguments.get("image", self.arguments)
+        return ImagePreprocessor(image["image_shape"], **self.preprocessing)
+
+
+# Sizes that follow from names and shapes
+
+# The usual heads of published encoders by hidden dim.
+_HEADS = {
+    192: 3, 256: 4, 384: 6, 512: 8, 640: 10, 768: 12, 896: 14, 1024: 16, 1152: 16,
+    1280: 16, 1408: 16, 1664: 16,
+}  # fmt: skip
+
+
+def usual_heads(hidden_dim: int, where: str) -> int:
+    """The number of heads that published encoders of this size have."""
+    if hidden_dim not in _HEADS:
+        raise ValueError(
+            f"Expected num_heads=..., which the weights in {where} do not tell; "
+            f"received: an encoder of hidden_dim={hidden_dim} without it"
+        )
+    return _HEADS[hidden_dim]
+
+
+def required(file, name: str, axes: int) -> tuple:
+    """The shape of a tensor that must be there, with so many axes."""
+    if name not in file:
+        raise ValueError(
+            f"Expected the tensor {name!r} in {file.path}; received: "
+            f"{len(file)} tensors without it, such as {sorted(file)[:3]}"
+        )
+    shape = file[name].shape
+    if len(shape) != axes:
+        raise ValueError(
+            f"Expected {axes} axes of {name!r} in {file.path}; received: shape={shape}"
+        )
+    return shape
+
+
+def numbered(file, prefix: str) -> int:
+    """The number of blocks, whose names are the prefix and a number from 0."""
+    pattern = re.compile(rf"{re.escape(prefix)}(\d+)[./]")
+    numbers = {int(m[1]) for name in file if (m := pattern.match(name))}
+    if numbers != set(range(len(numbers))) or not numbers:
+        raise ValueError(
+            f"Expected blocks {prefix}0, {prefix}1, ... in {file.path}; received: "
+            f"{sorted(numbers)}"
+        )
+    return len(numbers)
+
+
+def square_grid(num_positions: int, class_token: bool, where: str) -> int:
+    """The side of the square of patches in a table with a row for each token."""
+    num_patches = num_positions - class_token
+    grid = round(max(num_patches, 0) ** 0.5)
+    if grid < 1 or grid * grid != num_patches:
+        raise ValueError(
+            f"Expected position embeddings of a square of patches in {where}; "
+            f"received: {num_patches} patches"
+        )
+    return grid
+
+
+def patch_arguments(kernel_shape: tuple) -> dict:
+    """`patch_size` and `hidden_dim` of a kernel (height, width, channels, D)."""
+    height, width, _, dim = kernel_shape
+    size = height if height == width else (height, width)
+    return {"patch_size": size, "hidden_dim": dim}
+
+
+# Image-text models
+
+# The names of transformers' and OpenCLIP's configs -> this library's.
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+LOGIT_NAMES = ("logit_scale", "logit_bias")
+_REASONS = {
+    "image": "of the image tower",
+    "text": "of the text tower",
+    "logits": "of the logits of pairs",
+}
+POSITION_IDS = "the numbers 0, 1, 2, ..."
+
+
+def activation_of(name: str | None, file: Any, overrides: dict) -> Any:
+    """The activation of a tower of CLIP or SigLIP."""
+    if "activation" in overrides:
+        return overrides["activation"]
+    if name not in ACTIVATIONS:
+        raise ValueError(
+            "Expected activation='quick_gelu' (OpenAI's weights) or 'gelu' (most of "
+            f"OpenCLIP's), which neither weights nor config of {file.path} tell; "
+            f"received: {name!r}"
+        )
+    return ACTIVATIONS[name]
+
+
+def ignored(file: Any, **prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The tensors of the `image` tower, the `text` tower or the `logits`."""
+    return {
+        name: _REASONS[part]
+        for part, starts in prefixes.items()
+        for name in file
+        if name.startswith(starts)
+    }
+
+
+def clip_image_arguments(
+    file: Any,
+    kernel: str,
+    positions: str,
+    mlp: str,
+    class_token: bool,
+    num_layers: int,
+    num_heads: int | None,
+    overrides: dict,
+) -> dict:
+    """Arguments that follow from the tensors of an image tower of CLIP or SigLIP."""
+    hidden_dim, channels, height, width = required(file, kernel, 4)
+    rows, _ = required(file, positions, 2)
+    grid = square_grid(rows, class_token, f"{positions!r} in {file.path}")
+    num_heads = num_heads or overrides.get("num_heads")
+    return {
+        "image_shape": (grid * height, grid * width, channels),
+        **patch_arguments((height, width, channels, hidden_dim)),
+        "num_layers": num_layers,
+        "num_heads": num_heads or usual_heads(hidden_dim, file.path),
+        "mlp_dim": required(file, mlp, 2)[0],
+        "class_token": class_token,
+        "position_interpolation": "bicubic",
+    }
+
+
+def pair_spec(
+    file: Any,
+    image: ConversionSpec,
+    text: ConversionSpec,
+    log_scale: str,
+    bias: str,
+) -> ConversionSpec:
+    """The spec of a `CLIPBackbone`, from those of its towers."""
+    task = dict(image.task_arguments or {})
+    pooling = task.pop("pooling", None)
+    size = task.pop("num_classes", image.arguments["hidden_dim"])
+    if task:
+        raise ValueError(
+            f"Expected an image tower of {file.path} whose pooled vector is projected "
+            f"directly; received: {task}"
+        )
+    rules = {}
+    for path, rule in image.rules.items():
+        rules["image/" + path.replace("predictions/", "projection/")] = rule
+    rules.update({f"text/{path}": rule for path, rule in text.rules.items()})
+    image_arguments, text_arguments = dict(image.arguments), dict(text.arguments)
+    shared = {"projection_dim": None}
+    identity = Filled("identity")
+    if rules.get("image/projection/kernel", identity) == identity:
+        for name in ("kernel", "bias"):
+            rules.pop(f"image/projection/{name}", None)
+    else:
+        shared = _projections(rules, text_arguments, size, file)
+    rules["logit_scale/log_scale"] = _scalar(file, log_scale)
+    if bias in file:
+        rules["logit_scale/bias"] = _scalar(file, bias)
+    dtypes = {part.pop("dtype", None) for part in (image_arguments, text_arguments)}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"Expected towers of one dtype policy in {file.path}; received: {dtypes}"
+        )
+    if None not in dtypes:
+        (shared["dtype"],) = dtypes
+    used = {name for rule in rules.values() for name in rule.names}
+    left = {**image.ignored, **text.ignored}
+    return ConversionSpec(
+        image.scheme,
+        "CLIPBackbone",
+        {
+            "image": image_arguments,
+            "text": text_arguments,
+            "image_pooling": pooling if pooling == "map" else None,
+            "temperature": TEMPERATURES["siglip" if bias in file else "clip"]._asdict(),
+            **shared,
+        },
+        rules,
+        ignored={name: reason for name, reason in left.items() if name not in used},
+        notes=tuple(dict.fromkeys((*image.notes, *text.notes))),
+        preprocessing=image.preprocessing,
+    )
+
+
+def _projections(rules, text_arguments, size, file):
+    """The pair's arguments of its two projections, instead of the towers' own."""
+    text_size = text_arguments.pop("projection_dim", None)
+    text_arguments.pop("projection_bias", None)
+    if text_size != size:
+        raise ValueError(
+            f"Expected projections of one size in {file.path}; received: images to "
+            f"{size}, texts to {text_size}"
+        )
+    biases = [f"{tower}/projection/bias" for tower in ("image", "text")]
+    has_bias = any(not isinstance(rules.get(x, Filled()), Filled) for x in biases)
+    for path in biases:
+        # If one tower has a bias, that of the other one is 0.
+        rule = rules.pop(path, Filled())
+        if has_bias:
+            rules[path] = rule
+    return {"projection_dim": size, "projection_bias": has_bias}
+
+
+def _scalar(file, name):
+    shape = file[name].shape if name in file else ()
+    if np.prod(shape, dtype="int64") != 1:
+        raise ValueError(
+            f"Expected one number as {name!r} in {file.path}; received: shape={shape}"
+        )
+    return Scalar(name, shape=shape)

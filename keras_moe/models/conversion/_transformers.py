@@ -1,0 +1,500 @@
+"""transformers' CLIP and SigLIP: from its checkpoints, and to them."""
+
+from typing import Any
+
+from keras_moe.models.conversion import _configs
+from keras_moe.models.conversion._configs import CLIP_IMAGES, agree, normalization
+from keras_moe.models.conversion._rules import (
+    BlockNames,
+    Direct,
+    Filled,
+    Matrix,
+    Normalization,
+    Positions,
+    attention_rules,
+    block_rules,
+    linear,
+    norm,
+    patches,
+    tensors_of,
+    without_projection,
+)
+from keras_moe.models.conversion._spec import (
+    LOGIT_NAMES,
+    POSITION_IDS,
+    ConversionSpec,
+    activation_of,
+    clip_image_arguments,
+    ignored,
+    numbered,
+    required,
+    usual_heads,
+)
+
+CONFIG_NAME = "config.json"
+_TOWER = {
+    "hidden_size": _configs.SIZE,
+    "intermediate_size": _configs.SIZE,
+    "num_hidden_layers": _configs.SIZE,
+    "num_attention_heads": _configs.SIZE,
+    "hidden_act": _configs.TEXT,
+    "layer_norm_eps": _configs.EPSILON,
+}
+_TEXT_TOWER = {
+    **_TOWER,
+    "vocab_size": _configs.SIZE,
+    "max_position_embeddings": _configs.SIZE,
+    "eos_token_id": _configs.optional(_configs.COUNT),
+}
+# The entries of `config.json` and of `preprocessor_config.json` that are read.
+CONFIG = {
+    **_TEXT_TOWER,
+    "id2label": _configs.LABELS,
+    "vision_config": _TOWER,
+    "text_config": _TEXT_TOWER,
+}
+PREPROCESSOR = {
+    "image_mean": _configs.MEAN,
+    "image_std": _configs.STD,
+    "do_normalize": _configs.BOOL,
+    "do_rescale": _configs.BOOL,
+    "rescale_factor": _configs.EPSILON,
+    "do_center_crop": _configs.BOOL,
+    "resample": _configs.COUNT,
+}
+MODEL_TYPES = tuple(
+    f"{model}{tower}"
+    for model in ("clip", "siglip", "siglip2")
+    for tower in ("", "_vision_model", "_text_model")
+)
+# Defaults, which configs leave out.
+_CLIP_TEXT = {
+    "num_attention_heads": 8,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+    "eos_token_id": 49407,
+}
+_SIGLIP_TEXT = {
+    "num_attention_heads": 12,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+# The id of OpenAI's releases, which stands for the largest id of each text.
+_LARGEST = 2
+_BLOCK = BlockNames(
+    norms=("layer_norm1.", "layer_norm2."),
+    mlp=("mlp.fc1.", "mlp.fc2."),
+    queries=tuple(f"self_attn.{name}_proj." for name in "qkv"),
+    output="self_attn.out_proj.",
+)
+_PATCHES, _TOKENS = "embeddings.patch_embedding.", "embeddings.token_embedding.weight"
+_POSITIONS = "embeddings.position_embedding.weight"
+
+
+def transformers_towers(file) -> dict:
+    """The functions that make the specs of a file's towers, by `"image"`, `"text"`."""
+    towers = {}
+    if _root(file, "vision_model.", f"{_PATCHES}weight") is not None:
+        towers["image"] = _image_spec
+    if _root(file, "text_model.", _TOKENS) is not None:
+        towers["text"] = _text_spec
+    return towers
+
+
+def _root(file, root, name):
+    """The start of a tower's names, which a tower alone lacks; None without it."""
+    return next((start for start in (root, "") if f"{start}{name}" in file), None)
+
+
+def _image_spec(file, config, overrides):
+    root = _root(file, "vision_model.", f"{_PATCHES}weight")
+    kernel, positions = f"{root}{_PATCHES}weight", f"{root}{_POSITIONS}"
+    mlp = f"{root}encoder.layers.0.mlp.fc1.weight"
+    if len(file[kernel].shape) == 2:
+        raise ValueError(
+            "Expected a SigLIP 2 of one image size; received: one for images of any "
+            f"shape (NaFlex) in {file.path}"
+        )
+    vision = config.get("vision_config") or config
+    num_layers = numbered(file, f"{root}encoder.layers.")
+    is_clip = f"{root}embeddings.class_embedding" in file
+    agree(
+        file,
+        vision,
+        CONFIG_NAME,
+        hidden_size=required(file, kernel, 4)[0],
+        num_hidden_layers=num_layers,
+        intermediate_size=required(file, mlp, 2)[0],
+    )
+    activation = vision.get("hidden_act")
+    if activation is None and config.keys() - {"preprocessor"}:
+        activation = "quick_gelu" if is_clip else "gelu_pytorch_tanh"
+    arguments = {
+        **clip_image_arguments(
+            file,
+            kernel=kernel,
+            positions=positions,
+            mlp=mlp,
+            class_token=is_clip,
+            num_layers=num_layers,
+            num_heads=vision.get("num_attention_heads"),
+            overrides=overrides,
+        ),
+        "embedding_norm": f"{root}pre_layrnorm.weight" in file,
+        "layer_norm_epsilon": vision.get("layer_norm_eps", 1e-5 if is_clip else 1e-6),
+        "activation": activation_of(activation, file, overrides),
+    }
+    preprocessor = config.get("preprocessor", {})
+    images = normalization(
+        arguments["image_shape"][2],
+        preprocessor.get("image_mean"),
+        preprocessor.get("image_std"),
+        preprocessor,
+        CLIP_IMAGES if is_clip else None,
+    )
+    bias = f"{root}{_PATCHES}bias"
+    rules = _image_rules(root, arguments, images, bias if bias in file else None)
+    task = None
+    if "visual_projection.weight" in file:
+        rules["predictions/kernel"] = Matrix("visual_projection.weight")
+        rules["predictions/bias"] = Filled()
+        size = required(file, "visual_projection.weight", 2)[0]
+        task = {"num_classes": size, "pooling": "class_token"}
+    elif f"{root}head.probe" in file:
+        rules.update({**_pooler_rules(f"{root}head."), **without_projection()})
+        task = {"num_classes": arguments["hidden_dim"], "pooling": "map"}
+    left = ignored(file, text=("text_model.", "text_projection."), logits=LOGIT_NAMES)
+    left[f"{root}embeddings.position_ids"] = POSITION_IDS
+    preprocessing, notes = _preprocessing(preprocessor, is_clip)
+    return ConversionSpec(
+        "CLIP (transformers)" if is_clip else "SigLIP (transformers)",
+        "ViTBackbone",
+        arguments,
+        rules,
+        task,
+        left,
+        notes,
+        preprocessing,
+    )
+
+
+def _image_rules(
+    root: str,
+    arguments: dict,
+    images: Normalization | None = None,
+    bias: str | None = None,
+) -> dict:
+    """Rules of an image tower without its head."""
+    rules = {
+        **patches(f"{root}{_PATCHES}weight", bias, True, images),
+        "position_embedding/embedding": Positions(f"{root}{_POSITIONS}", axes=1),
+        **norm("final_norm", f"{root}post_layernorm."),
+    }
+    if arguments["class_token"]:
+        token = Direct(f"{root}embeddings.class_embedding", axes=2)
+        rules["class_token/token"] = token
+    if arguments["embedding_norm"]:
+        # Misspelt in the release.
+        rules.update(norm("embedding_norm", f"{root}pre_layrnorm."))
+    for i in range(arguments["num_layers"]):
+        block = f"{root}encoder.layers.{i}."
+        rules.update(block_rules((), f"block_{i}", block, _BLOCK))
+    return rules
+
+
+def _pooler_rules(head: str) -> dict:
+    """Rules of SigLIP's attention pooling."""
+    return {
+        "pooler/probe": Direct(f"{head}probe"),
+        **norm("pooler/norm", f"{head}layernorm."),
+        **linear("pooler/mlp/hidden", f"{head}mlp.fc1."),
+        **linear("pooler/mlp/output", f"{head}mlp.fc2."),
+        **attention_rules(
+            "pooler/attention",
+            [f"{head}attention.in_proj_"],
+            f"{head}attention.out_proj.",
+        ),
+    }
+
+
+def _preprocessing(preprocessor, is_clip):
+    """Arguments of `ImagePreprocessor`, and notes."""
+    arguments, notes = _configs.interpolation(preprocessor.get("resample", 3))
+    size = preprocessor.get("size")
+    squashes = not is_clip
+    if size:
+        squashes = isinstance(size, dict) and "height" in size
+    size, crop = _edge(size), _edge(preprocessor.get("crop_size"))
+    share = None if squashes else 1.0
+    if share and size and crop and preprocessor.get("do_center_crop", is_clip):
+        share = min(crop / size, 1.0)
+    return {**arguments, "center_crop": share}, notes
+
+
+def _edge(size):
+    """The shorter edge in one of transformers' forms of a size."""
+    if isinstance(size, dict):
+        size = size.get("shortest_edge") or size.get("height")
+    return size if type(size) is int and size > 0 else None
+
+
+# Text towers
+
+
+def _text_spec(file, config, overrides):
+    root = _root(file, "text_model.", _TOKENS)
+    is_siglip = f"{root}head.weight" in file
+    text = config.get("text_config")
+    if text is None:
+        # An image tower's entries say nothing about texts.
+        text = {} if "vision_config" in config else config
+    vocabulary_size, hidden_dim = required(file, f"{root}{_TOKENS}", 2)
+    num_layers = numbered(file, f"{root}encoder.layers.")
+    sizes = {
+        "vocab_size": vocabulary_size,
+        "hidden_size": hidden_dim,
+        "max_position_embeddings": required(file, f"{root}{_POSITIONS}", 2)[0],
+        "num_hidden_layers": num_layers,
+        "intermediate_size": required(
+            file, f"{root}encoder.layers.0.mlp.fc1.weight", 2
+        )[0],
+    }
+    agree(file, text, CONFIG_NAME, **sizes)
+    defaults = _SIGLIP_TEXT if is_siglip else _CLIP_TEXT
+    settings = {**defaults, **text} if config.keys() - {"preprocessor"} else {}
+    heads = settings.get("num_attention_heads") or overrides.get("num_heads")
+    epsilon = settings.get("layer_norm_eps", defaults["layer_norm_eps"])
+    arguments = {
+        "vocabulary_size": vocabulary_size,
+        "max_length": sizes["max_position_embeddings"],
+        "hidden_dim": hidden_dim,
+        "num_layers": num_layers,
+        "num_heads": heads or usual_heads(hidden_dim, file.path),
+        "mlp_dim": sizes["intermediate_size"],
+        "layer_norm_epsilon": epsilon,
+        "activation": activation_of(settings.get("hidden_act"), file, overrides),
+    }
+    rules, notes = _text_rules(root, num_layers), ()
+    if is_siglip:
+        arguments.update(causal=False, pooling="last", mask_padding=False)
+        arguments["projection_dim"] = required(file, f"{root}head.weight", 2)[0]
+        arguments["projection_bias"] = True
+        rules.update(_text_projection(root, is_siglip))
+    else:
+        arguments["end_of_text_id"], notes = _end_of_text(
+            settings, vocabulary_size, file, overrides
+        )
+        if "text_projection.weight" in file:
+            size = required(file, "text_projection.weight", 2)[0]
+            arguments["projection_dim"] = size
+            rules.update(_text_projection(root, is_siglip))
+    left = ignored(
+        file, image=("vision_model.", "visual_projection."), logits=LOGIT_NAMES
+    )
+    left[f"{root}embeddings.position_ids"] = POSITION_IDS
+    return ConversionSpec(
+        "SigLIP (transformers)" if is_siglip else "CLIP (transformers)",
+        "TextBackbone",
+        arguments,
+        rules,
+        ignored=left,
+        notes=notes,
+    )
+
+
+def _text_rules(root: str, num_layers: int) -> dict:
+    """Rules of a text tower without its projection."""
+    rules = {
+        "token_embedding/embeddings": Direct(f"{root}{_TOKENS}"),
+        "text_positions/embedding": Direct(f"{root}{_POSITIONS}", axes=1),
+        **norm("final_norm", f"{root}final_layer_norm."),
+    }
+    for i in range(num_layers):
+        block = f"{root}encoder.layers.{i}."
+        rules.update(block_rules((), f"block_{i}", block, _BLOCK))
+    return rules
+
+
+def _text_projection(root: str, is_siglip: bool) -> dict:
+    if is_siglip:
+        return linear("projection", f"{root}head.")
+    return {"projection/kernel": Matrix("text_projection.weight")}
+
+
+def _end_of_text(settings, vocabulary_size, file, overrides):
+    """The id at which CLIP pools, None for the largest of each text; and notes."""
+    if "end_of_text_id" in overrides:
+        return overrides["end_of_text_id"], ()
+    end = settings.get("eos_token_id", _LARGEST)
+    if end == _LARGEST:
+        if settings:
+            return None, ()
+        return None, ("assumed: pooling at the largest id (no config says otherwise)",)
+    if end is None or end >= vocabulary_size:
+        raise ValueError(
+            f"Expected eos_token_id below vocab_size={vocabulary_size} in the config "
+            f"of {file.path}, or end_of_text_id=... (None for the largest id of each "
+            f"text); received: eos_token_id={end}"
+        )
+    return end, ()
+
+
+# Export
+
+
+def transformers_files(model: Any) -> tuple[dict, dict[str, Any]]:
+    """The tensors and the JSON files of an `ExportedModel`."""
+    towers = model.towers
+    if "image" in towers:
+        is_clip = towers["image"].config["class_token"]
+    else:
+        is_clip = towers["text"].config["causal"]
+    tensors, configs, files = {}, {}, {}
+    if "image" in towers:
+        images, configs["vision"], image_range = _exported_image(
+            towers["image"], is_clip
+        )
+        tensors.update(images)
+        files["preprocessor_config.json"] = _exported_preprocessor(
+            model.preprocessor, configs["vision"]["image_size"], image_range, is_clip
+        )
+    if "text" in towers:
+        texts, configs["text"] = _exported_text(towers["text"], is_clip)
+        tensors.update(texts)
+    if model.logits:
+        tensors.update(_exported_logits(model.logits, is_clip))
+    config = _exported_config(configs, is_clip)
+    files[CONFIG_NAME] = {"dtype": "float32", **config}
+    return tensors, files
+
+
+def _tower_config(tower):
+    config = tower.config
+    return {
+        "hidden_size": config["hidden_dim"],
+        "intermediate_size": config["mlp_dim"],
+        "num_hidden_layers": config["num_layers"],
+        "num_attention_heads": config["num_heads"],
+        "hidden_act": tower.activation,
+        "layer_norm_eps": config["layer_norm_epsilon"],
+    }
+
+
+def _exported_image(tower, is_clip):
+    kind = f"the image tower of transformers' {'CLIP' if is_clip else 'SigLIP'}"
+    wanted = {
+        "position_embedding": "learned",
+        "query_key_norm": False,
+        "final_norm": True,
+        "embedding_norm": is_clip,
+        "class_token": is_clip,
+    }
+    if tower.pooling is not None or not is_clip:
+        wanted["image_pooling"] = "class_token" if is_clip else "map"
+    tower.check(kind, **wanted)
+    config = {
+        "model_type": "clip_vision_model" if is_clip else "siglip_vision_model",
+        **_tower_config(tower),
+        "image_size": tower.square("image_shape", kind),
+        "patch_size": tower.square("patch_size", kind),
+        "num_channels": tower.config["image_shape"][2],
+    }
+    root = "vision_model."
+    values, image_range = tower.values, tower.images
+    if not is_clip:
+        rules = _image_rules(root, tower.config, bias=f"{root}{_PATCHES}bias")
+        rules.update(_pooler_rules(f"{root}head."))
+        if "predictions/kernel" in values:
+            rules.update(without_projection())
+        return tensors_of(rules, values, kind), config, image_range
+    values, image_range = tower.without_patch_bias()
+    rules = _image_rules(root, tower.config)
+    del rules["patch_embedding/bias"]
+    if tower.projection_dim is not None:
+        config["projection_dim"] = tower.projection_dim
+        rules["predictions/kernel"] = Matrix("visual_projection.weight")
+        if "predictions/bias" in values:
+            rules["predictions/bias"] = Filled()
+    return tensors_of(rules, values, kind), config, image_range
+
+
+def _exported_text(tower, is_clip):
+    kind = f"the text tower of transformers' {'CLIP' if is_clip else 'SigLIP'}"
+    config, root = tower.config, "text_model."
+    wanted = {"causal": is_clip, "final_norm": True}
+    if is_clip:
+        wanted.update(pooling="end_of_text", projection_bias=False)
+    else:
+        wanted.update(pooling="last", mask_padding=False, projection_bias=True)
+    tower.check(kind, **wanted)
+    content = {
+        "model_type": "clip_text_model" if is_clip else "siglip_text_model",
+        **_tower_config(tower),
+        "vocab_size": config["vocabulary_size"],
+        "max_position_embeddings": config["max_length"],
+    }
+    rules = _text_rules(root, config["num_layers"])
+    if config["projection_dim"] is not None:
+        rules.update(_text_projection(root, not is_clip))
+        size = "projection_dim" if is_clip else "projection_size"
+        content[size] = config["projection_dim"]
+    if is_clip:
+        end = config["end_of_text_id"]
+        if end == _LARGEST:
+            raise ValueError(
+                f"Expected another end_of_text_id than {_LARGEST}, which stands for "
+                f"the largest id in {kind}; received: end_of_text_id={end}"
+            )
+        content["eos_token_id"] = _LARGEST if end is None else end
+    return tensors_of(rules, tower.values, kind), content
+
+
+def _exported_logits(logits, is_clip):
+    if is_clip == ("bias" in logits):
+        raise ValueError(
+            "Expected a bias of the logits for transformers' SigLIP, and none for its "
+            f"CLIP; received: class_token={is_clip} and the logits' {sorted(logits)}"
+        )
+    shape = () if is_clip else (1,)
+    names = {"log_scale": "logit_scale", "bias": "logit_bias"}
+    return {names[name]: value.reshape(shape) for name, value in logits.items()}
+
+
+def _exported_config(configs, is_clip):
+    family, title = ("clip", "CLIP") if is_clip else ("siglip", "Siglip")
+    if len(configs) == 1:
+        ((name, config),) = configs.items()
+        projected = "WithProjection" if "projection_dim" in config else ""
+        return {"architectures": [f"{title}{name.title()}Model{projected}"], **config}
+    content = {
+        "architectures": [f"{title}Model"],
+        "model_type": family,
+        "text_config": configs["text"],
+        "vision_config": configs["vision"],
+    }
+    if is_clip:
+        content["projection_dim"] = configs["vision"].get("projection_dim")
+    return content
+
+
+def _exported_preprocessor(preprocessor, side, image_range, is_clip):
+    crop = getattr(preprocessor, "center_crop", 1.0 if is_clip else None)
+    interpolation = getattr(preprocessor, "interpolation", "bicubic")
+    content = {
+        "image_processor_type": f"{'CLIP' if is_clip else 'Siglip'}ImageProcessor",
+        "do_resize": True,
+        "resample": {"bilinear": 2, "bicubic": 3}[interpolation],
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(image_range.mean),
+        "image_std": list(image_range.std),
+    }
+    if crop is None:
+        return {**content, "size": {"height": side, "width": side}}
+    return {
+        **content,
+        "size": {"shortest_edge": round(side / crop)},
+        "do_center_crop": True,
+        "crop_size": {"height": side, "width": side},
+    }
