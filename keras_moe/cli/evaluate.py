@@ -32,7 +32,7 @@ from keras_moe.cli.overrides import FIRST, model_overrides
 from keras_moe.cli.prediction import accuracy, predict
 from keras_moe.cli.result import Result, show_all
 from keras_moe.evaluation.average_precision import mean_of_defined
-from keras_moe.evaluation.class_subsets import NUM_CLASSES
+from keras_moe.evaluation.zero_shot import NUM_CLASSES
 from keras_moe.models import registry
 
 METRICS = ("accuracy", "average_precision", "few_shot")

@@ -14,7 +14,7 @@ from keras_moe.checks import check_argument_names
 from keras_moe.cli.prediction import predict
 from keras_moe.data.sources import open_source
 from keras_moe.data.unreadable import check_unreadable
-from keras_moe.evaluation.pair_models import names_in_subset
+from keras_moe.evaluation.image_text import names_in_subset
 from keras_moe.evaluation.retrieval import KS
 
 # Those of images with captions, and those of images with one label each.

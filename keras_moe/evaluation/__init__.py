@@ -6,31 +6,25 @@ from keras_moe.evaluation.average_precision import (
     precision_at_1,
     streamed_average_precision,
 )
-from keras_moe.evaluation.class_subsets import ClassSubset, read_class_subset
 from keras_moe.evaluation.few_shot import (
     FewShotResult,
+    RidgeClassifier,
     best_l2,
     few_shot,
+    few_shot_accuracies,
     few_shot_from_model,
+    ridge_regression,
     sample_shots,
 )
-from keras_moe.evaluation.pair_baselines import (
-    kernel_ridge_embeddings,
-    nearest_caption_embeddings,
-)
-from keras_moe.evaluation.pair_models import (
+from keras_moe.evaluation.image_text import (
     PairEmbeddings,
     contrastive_accuracy_from_model,
     encode_classes,
     encode_pairs,
+    kernel_ridge_embeddings,
+    nearest_caption_embeddings,
     retrieval_from_model,
     zero_shot_from_model,
-)
-from keras_moe.evaluation.prompts import (
-    TEMPLATES,
-    prompts,
-    read_class_names,
-    read_templates,
 )
 from keras_moe.evaluation.retrieval import (
     ContrastiveAccuracyResult,
@@ -38,14 +32,15 @@ from keras_moe.evaluation.retrieval import (
     contrastive_accuracy,
     retrieval,
 )
-from keras_moe.evaluation.ridge_regression import (
-    RidgeClassifier,
-    few_shot_accuracies,
-    ridge_regression,
-)
 from keras_moe.evaluation.zero_shot import (
+    TEMPLATES,
+    ClassSubset,
     ZeroShotResult,
     class_embeddings,
+    prompts,
+    read_class_names,
+    read_class_subset,
+    read_templates,
     zero_shot,
 )
 

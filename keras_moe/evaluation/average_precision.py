@@ -25,9 +25,6 @@ def precision_at_1(
         sample_weight: (N,), or None for ones.
         sparse_labels: whether labels are numbers of classes.
 
-    Raises:
-        ValueError: if shapes do not fit together, or no weight is positive.
-
     Example:
 
     >>> from keras_moe.evaluation import precision_at_1
@@ -55,9 +52,6 @@ def average_precision(
 
     Returns:
         float64 (C,), NaN for classes without examples.
-
-    Raises:
-        ValueError: if shapes do not fit together, or no weight is positive.
 
     Example:
 
@@ -104,10 +98,6 @@ def mean_average_precision(
             `"examples"`, where classes are ranked, as in mAP@k of JFT. Classes or
             examples without positives are left out.
 
-    Raises:
-        ValueError: if shapes do not fit together, no weight is positive, or there are
-            no positives.
-
     Example:
 
     >>> from keras_moe.evaluation import mean_average_precision
@@ -144,10 +134,6 @@ def streamed_average_precision(
 
     Returns:
         float64 (C,), NaN for classes without examples.
-
-    Raises:
-        ValueError: if shapes do not fit together, or there are no batches, or not the
-            same twice.
 
     Example:
 

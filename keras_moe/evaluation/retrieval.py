@@ -1,5 +1,10 @@
 """Retrieval of texts by images and of images by texts, and contrastive accuracy.
 
+Cosine similarities are exact, so that a tie is a tie on every machine: unit vectors are
+rounded to multiples of 2^-26, by 2^-27 at most. All sums of their products are then
+multiples of 2^-52 below 2, which float64 holds, so that a similarity is the same in any
+order of summation, and with it in any chunk and on any processor.
+
 Axes: N images, M texts, P embedding, K values of k, B batch.
 """
 
@@ -9,15 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_moe.checks import check_integer
-from keras_moe.evaluation.feature_checks import check_labels, to_numpy
-from keras_moe.evaluation.similarities import (
-    CHUNK_SIZE,
-    check_embeddings,
-    check_ks,
-    count_before,
-    unit_vectors,
-)
+from keras_moe.evaluation._features import NAMED, check_labels, check_matrix, to_numpy
 
+_STEPS = 2.0**26
+CHUNK_SIZE = 2048
 KS = (1, 5, 10)
 BATCH_SIZE = 1024
 
@@ -51,13 +51,13 @@ class RetrievalResult(NamedTuple):
 
 
 class ContrastiveAccuracyResult(NamedTuple):
-    """How often a pair finds itself among the pairs of a batch.
+    """How often a pair is found among the pairs of a batch.
 
     Fields:
         image_to_text: share of images whose nearest text of the batch is theirs.
         text_to_image: share of texts whose nearest image of the batch is theirs.
-        batch_size: number of pairs of a batch.
-        num_pairs: number of pairs that were counted, those of whole batches.
+        batch_size: number of pairs in a batch.
+        num_pairs: number of pairs in whole batches, which were counted.
     """
 
     image_to_text: float
@@ -87,17 +87,17 @@ def retrieval(
     chunk_size: int = CHUNK_SIZE,
     text_ids: Any = None,
 ) -> RetrievalResult:
-    """R@k of both directions by cosine similarity, with any number of texts an image.
+    """R@k in both directions by cosine similarity, with any number of texts per image.
 
     This is the protocol of COCO and Flickr30k: an image is a hit if any of its own
-    texts is among the k nearest, a text if its image is. There a caption of one image
-    that another has, too, is wrong for the other, although nothing tells them apart;
-    with `text_ids`, texts of one id belong to all images that have one of them. All
-    texts remain candidates. Where similarities are equal, the lower index is nearer, so
-    that embeddings that are all alike have the recall of chance. Similarities are
-    computed chunk by chunk and only counted: memory grows with N + M, and with the
-    pairs that `text_ids` make. They are exact (see
-    `keras_moe.evaluation.similarities`), and so ranks do not depend on `chunk_size`.
+    texts is among the k nearest, a text if its image is. There, an image's caption is
+    wrong for another image with the same caption. With `text_ids`, texts of one id
+    belong to all images that have one of them; all texts remain candidates.
+
+    Of equal similarities the lower index is nearer, so that equal embeddings have the
+    recall of chance. Similarities are computed in chunks and only counted: memory grows
+    with N + M, and with the pairs that `text_ids` make. They are exact, so that ranks
+    do not depend on `chunk_size`.
 
     Args:
         image_embeddings: (N, P), of any length other than 0.
@@ -110,10 +110,6 @@ def retrieval(
 
     Returns:
         A `RetrievalResult`.
-
-    Raises:
-        ValueError: if embeddings have the wrong shape, are not finite or 0, if an image
-            has no text or a text no image, or a k is above N or M.
 
     Example:
 
@@ -149,10 +145,10 @@ def contrastive_accuracy(
 ) -> ContrastiveAccuracyResult:
     """How often the nearest text of a batch is an image's own, and the reverse.
 
-    Batches are consecutive pairs. Chance depends on their size, so that the pairs of a
-    last batch that is not whole do not count. Where similarities are equal, the
-    lower index is nearer, so that a collapsed model has the accuracy of chance; the
-    metric `keras_moe.models.ContrastiveAccuracy` counts a tie as wrong.
+    Batches are consecutive pairs. Chance depends on their size, so an incomplete last
+    batch does not count. Of equal similarities the lower index is nearer, so that a
+    collapsed model has the accuracy of chance; the metric
+    `keras_moe.models.ContrastiveAccuracy` counts a tie as wrong.
 
     Args:
         image_embeddings: (M, P), of any length other than 0.
@@ -165,10 +161,6 @@ def contrastive_accuracy(
 
     Returns:
         A `ContrastiveAccuracyResult`.
-
-    Raises:
-        ValueError: if embeddings have the wrong shape, are not finite or 0, if ids do
-            not fit, or there are fewer pairs than `batch_size`.
 
     Example:
 
@@ -289,3 +281,76 @@ def _best(rows, columns, similarities):
     order = np.lexsort((columns, -similarities, rows))
     _, first = np.unique(rows[order], return_index=True)
     return columns[order[first]], similarities[order[first]]
+
+
+# Similarities
+
+
+def check_embeddings(name: str, embeddings: Any, dim: int | None = None) -> np.ndarray:
+    """Embeddings (N, P) of dim `dim`, if they are finite and none is 0."""
+    embeddings = check_matrix(name, embeddings)
+    if dim is not None and embeddings.shape[1] != dim:
+        raise ValueError(
+            f"Expected {name} of dim {dim}, as the others; "
+            f"received: shape={embeddings.shape}"
+        )
+    for start in range(0, len(embeddings), CHUNK_SIZE):
+        lengths = norms(embeddings[start : start + CHUNK_SIZE].astype("float64"))
+        bad = start + np.flatnonzero(~(np.isfinite(lengths) & (lengths > 0)))
+        if bad.size:
+            raise ValueError(
+                f"Expected finite {name}, none of them 0; received: others, first at "
+                f"indices {bad[:NAMED].tolist()}"
+            )
+    return embeddings
+
+
+def check_ks(
+    ks: Any, highest: int | None = None, what: str = "", counts: str = ""
+) -> tuple[int, ...]:
+    """Values of k from 1 to `highest` as a tuple, at least one."""
+    if not isinstance(ks, (Sequence, np.ndarray)) or isinstance(ks, (str, bytes)):
+        raise ValueError(f"Expected ks, a sequence of integers; received: ks={ks!r}")
+    ks = tuple(check_integer("ks", k) for k in ks)
+    if not ks or (highest is not None and max(ks) > highest):
+        limit = "" if highest is None else f" to {highest}, the number of {what}"
+        received = f"ks={ks}" + (f", {counts}" if counts else "")
+        raise ValueError(f"Expected values of k from 1{limit}; received: {received}")
+    return ks
+
+
+def unit_vectors(embeddings: np.ndarray) -> np.ndarray:
+    """Embeddings of length 1, rounded so that their products are exact; float64."""
+    embeddings = np.ascontiguousarray(embeddings, "float64")
+    units = embeddings / norms(embeddings)[:, None]
+    units *= _STEPS
+    np.rint(units, out=units)
+    units /= _STEPS
+    return units
+
+
+def count_before(
+    similarities: np.ndarray, own: np.ndarray, own_column: np.ndarray, start: int = 0
+) -> np.ndarray:
+    """For each row, the number of columns that are ranked before its own.
+
+    Those with a higher similarity, or the same one and a lower number.
+    """
+    stop = start + similarities.shape[1]
+    # Where equal ones count, "at least" is "more than the next lower number".
+    limit = np.where(own_column >= stop, np.nextafter(own, -np.inf), own)
+    is_higher = similarities > limit[:, None]
+    count = is_higher.view("uint8").sum(axis=1, dtype="int64")
+    rows = np.flatnonzero((start <= own_column) & (own_column < stop))
+    if rows.size:
+        is_equal = similarities[rows] == own[rows, None]
+        is_equal &= np.arange(start, stop) < own_column[rows, None]
+        count[rows] += is_equal.sum(axis=1)
+    return count
+
+
+def norms(embeddings: np.ndarray) -> np.ndarray:
+    """The lengths (N,) of embeddings (N, P)."""
+    # A NaN or an infinity is one of the norm; huge values do not overflow float64.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.sqrt(np.square(embeddings).sum(axis=1))

@@ -1,15 +1,21 @@
 """Zero-shot classification: images are compared with texts that name the classes.
 
-Axes: N images, C classes, T templates, P embedding, K values of k.
+Axes: N images, C classes, S classes of a subset, T templates, P embedding, K values
+of k.
 """
 
-from collections.abc import Sequence
+import importlib.util
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_moe.evaluation.feature_checks import check_labels, check_real
-from keras_moe.evaluation.similarities import (
+from keras_moe.checks import check_one_of
+from keras_moe.evaluation._features import check_labels, check_real
+from keras_moe.evaluation.retrieval import (
     CHUNK_SIZE,
     check_embeddings,
     check_ks,
@@ -17,8 +23,235 @@ from keras_moe.evaluation.similarities import (
     norms,
     unit_vectors,
 )
+from keras_moe.templates import PLACE, Template, fill, read_lines
+from keras_moe.templates import read_templates as check_templates
 
 KS = (1, 5)
+NUM_CLASSES = 1000
+SUBSETS = ("imagenet_a", "imagenet_r")
+TEMPLATES = {
+    "name": (PLACE,),
+    "ours": (
+        "a photo of a {}.",
+        "a picture of the {}.",
+        "a drawing of a {}.",
+        "a small image of a {}.",
+        "a {} on a plain background.",
+        "{}",
+    ),
+}
+# Templates and names of an installed open_clip.
+PUBLISHED = {
+    "imagenet": "OPENAI_IMAGENET_TEMPLATES",
+    "simple": "SIMPLE_IMAGENET_TEMPLATES",
+}
+PUBLISHED_NAMES = {"imagenet": "IMAGENET_CLASSNAMES"}
+
+
+def read_templates(templates: str | os.PathLike | Sequence[Template]) -> tuple:
+    """Reads templates of prompts from a set, a file or a sequence, and checks them.
+
+    Args:
+        templates: `"ours"`, six for photos and drawings; `"name"`, the bare name;
+            `"imagenet"`, CLIP's 80, or `"simple"`, 7 of them, from an installed
+            open_clip; one text with a `{}`; a file, JSON with a list of texts or one
+            text a line; or a sequence of texts, each with one `{}`, and of functions
+            from a name to a text.
+
+    Returns:
+        A tuple of texts and functions.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ImportError: if open_clip is needed and not installed.
+
+    Example:
+
+    >>> from keras_moe.evaluation import read_templates
+    >>> read_templates("a sketch of a {}")
+    ('a sketch of a {}',)
+    """
+    if isinstance(templates, str) and templates in TEMPLATES:
+        return TEMPLATES[templates]
+    if isinstance(templates, str) and templates in PUBLISHED:
+        return _published(PUBLISHED[templates])
+    return check_templates(templates, (*TEMPLATES, *PUBLISHED))
+
+
+def read_class_names(class_names: str | os.PathLike | Sequence[str]) -> tuple[str, ...]:
+    """Reads class names, in the order of the labels, from a file or a sequence.
+
+    Args:
+        class_names: a file, JSON with a list of names or one name a line; a sequence of
+            names; or `"imagenet"`, OpenAI's names of the 1,000 classes from an
+            installed open_clip, two of which appear twice as published.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ImportError: if open_clip is needed and not installed.
+
+    Example:
+
+    >>> from keras_moe.evaluation import read_class_names
+    >>> read_class_names(["zero", "one"])
+    ('zero', 'one')
+    """
+    if isinstance(class_names, str) and class_names in PUBLISHED_NAMES:
+        return _published(PUBLISHED_NAMES[class_names])
+    if isinstance(class_names, (str, os.PathLike)):
+        class_names = read_lines(class_names, "class names", PUBLISHED_NAMES)
+    is_ordered = isinstance(class_names, Iterable)
+    if not is_ordered or isinstance(class_names, (bytes, Mapping, Set)):
+        raise ValueError(
+            "Expected a file of class names, or a sequence of names; received: "
+            f"{class_names!r:.100}"
+        )
+    names = tuple(class_names)
+    bad = [name for name in names if not isinstance(name, str) or not name.strip()]
+    if bad or not names:
+        raise ValueError(
+            "Expected class names, not empty; received: "
+            f"{bad[0] if bad else list(names)!r}"
+        )
+    places = {}
+    for place, name in enumerate(names):
+        if places.setdefault(name, place) != place:
+            raise ValueError(
+                f"Expected each class name once; received: {name!r} for classes "
+                f"{places[name]} and {place}"
+            )
+    return names
+
+
+def prompts(class_names: Sequence[str], templates: Sequence[Template]) -> list[str]:
+    """The texts of all classes: first all templates of the first class, and so on.
+
+    Args:
+        class_names: C names.
+        templates: T templates, or anything that `read_templates` takes.
+
+    Returns:
+        C * T texts.
+
+    Example:
+
+    >>> from keras_moe.evaluation import prompts
+    >>> prompts(["cat", "dog"], ["a {}", lambda name: f"two {name}s"])
+    ['a cat', 'two cats', 'a dog', 'two dogs']
+    """
+    if isinstance(class_names, str):
+        raise ValueError(
+            f"Expected a sequence of class names; received: class_names={class_names!r}"
+        )
+    templates = read_templates(templates)
+    return [fill(template, name) for name in class_names for template in templates]
+
+
+def _published(name: str) -> tuple:
+    """A constant of open_clip, without importing the package."""
+    package = importlib.util.find_spec("open_clip")
+    if package is None:
+        raise ImportError(
+            f"{name} comes from open_clip, which is not installed: "
+            "pip install open_clip_torch"
+        )
+    path = Path(package.submodule_search_locations[0]) / "zero_shot_metadata.py"
+    spec = importlib.util.spec_from_file_location("_open_clip_metadata", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return tuple(getattr(module, name))
+
+
+# Some of ImageNet's classes
+
+
+class ClassSubset(NamedTuple):
+    """Some of ImageNet's 1,000 classes, among which a model chooses.
+
+    Attributes:
+        name: name of the subset, for errors.
+        numbers: int (S,), the numbers of its classes among the 1,000.
+        wordnet_ids: the S names of their folders, such as `"n01498041"`.
+    """
+
+    name: str
+    numbers: np.ndarray
+    wordnet_ids: tuple[str, ...]
+
+    def places(
+        self, class_names: Sequence[str] | None = None, num_classes: int = NUM_CLASSES
+    ) -> np.ndarray:
+        """The index in the subset of each class of a data set, -1 for other classes.
+
+        Args:
+            class_names: names of the data's classes, WordNet ids as in TensorFlow
+                Datasets and in the folders; None takes ImageNet's numbers.
+            num_classes: number of the data's classes if they have no names.
+        """
+        place = {name: s for s, name in enumerate(self.wordnet_ids)}
+        keys = class_names or ()
+        if class_names is None and num_classes == NUM_CLASSES:
+            place = {number: s for s, number in enumerate(self.numbers.tolist())}
+            keys = range(NUM_CLASSES)
+        places = np.array([place.get(key, -1) for key in keys], int)
+        if not np.any(places >= 0):
+            raise ValueError(
+                f"Expected data with classes of {self.name}, named by WordNet ids, or "
+                f"with ImageNet's {NUM_CLASSES:,} classes; received: "
+                f"{list(keys[:3]) or num_classes} as classes"
+            )
+        return places
+
+    def labels(self, labels: Any, places: np.ndarray | None = None) -> np.ndarray:
+        """The labels of a data set as labels in the subset.
+
+        Args:
+            labels: (N,) integers, numbers of the data's classes.
+            places: result of `places` for the data; None takes ImageNet's numbers.
+        """
+        places = self.places() if places is None else places
+        labels = check_labels("labels", labels, None, len(places))
+        found = places[labels]
+        if np.any(found < 0):
+            raise ValueError(
+                f"Expected only images of the {len(self.numbers)} classes of "
+                f"{self.name}; received: an image of class {labels[found < 0][0]}"
+            )
+        return found
+
+
+def read_class_subset(name: str) -> ClassSubset:
+    """Reads the classes of a variant of ImageNet that has fewer than 1,000.
+
+    On ImageNet-A and ImageNet-R a model that knows all 1,000 classes chooses among
+    their 200 only: its other outputs are left out. ImageNet-V2 has all classes.
+
+    Args:
+        name: `"imagenet_a"` or `"imagenet_r"`.
+
+    Returns:
+        A `ClassSubset`.
+
+    Reference:
+        The released evaluations of *Natural Adversarial Examples* and *The Many Faces
+        of Robustness*.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.evaluation import read_class_subset
+    >>> subset = read_class_subset("imagenet_a")
+    >>> logits = np.zeros((2, 1000))
+    >>> logits[:, subset.numbers].shape, subset.labels([6, 988]).tolist()
+    ((2, 200), [0, 199])
+    """
+    check_one_of("class_subset", name, SUBSETS)
+    path = Path(__file__).with_name("imagenet_subsets.json")
+    numbers = json.loads(path.read_text(encoding="utf-8"))[name]
+    return ClassSubset(name, np.array([*numbers.values()]), tuple(numbers))
+
+
+# Accuracy
 
 
 class ZeroShotResult(NamedTuple):
@@ -47,20 +280,16 @@ class ZeroShotResult(NamedTuple):
 
 
 def class_embeddings(prompt_embeddings: Any) -> np.ndarray:
-    """One vector for each class from the embeddings of its prompts.
+    """Averages the embeddings of each class's prompts.
 
-    Each prompt's embedding is divided by its length, a class's are averaged, and the
-    average is divided by its length, as in CLIP's classifier.
+    Embeddings are divided by their lengths, averaged, and divided by the length of the
+    average, as in CLIP's classifier.
 
     Args:
         prompt_embeddings: (C, T, P), those of T templates for each class.
 
     Returns:
         Unit vectors, float64 (C, P).
-
-    Raises:
-        ValueError: if the shape is wrong, an embedding is not finite or 0, or those of
-            a class cancel.
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*, 3.1.4.
@@ -97,23 +326,18 @@ def zero_shot(
     classes: Any,
     ks: Sequence[int] | None = None,
 ) -> ZeroShotResult:
-    """Accuracy of taking the class whose embedding is nearest to an image's.
+    """Accuracy of choosing the class whose embedding is nearest to an image's.
 
-    Among equal cosine similarities the class with the lower number is nearer.
+    Of equal cosine similarities the lower class number wins.
 
     Args:
         image_embeddings: (N, P), of any length other than 0.
         labels: (N,) integers in [0, C).
-        classes: (C, P), as of `class_embeddings`.
-        ks: values of k, none above C. None takes 1, and 5 where there are as many
-            classes.
+        classes: (C, P), such as those of `class_embeddings`.
+        ks: values of k, none above C. None takes 1, and 5 if there are as many classes.
 
     Returns:
         A `ZeroShotResult`.
-
-    Raises:
-        ValueError: if embeddings have the wrong shape, are not finite or 0, if a label
-            is out of range, or a k is above C.
 
     Example:
 

@@ -8,16 +8,14 @@ from typing import Any
 import keras
 
 from keras_moe.checks import check_integer
-from keras_moe.evaluation.few_shot import SEEDS, few_shot_from_model
-from keras_moe.evaluation.pair_models import encode_pairs, zero_shot_from_model
-from keras_moe.evaluation.prompts import (
+from keras_moe.evaluation.few_shot import L2S, SEEDS, few_shot_from_model
+from keras_moe.evaluation.image_text import encode_pairs, zero_shot_from_model
+from keras_moe.evaluation.retrieval import KS, check_ks
+from keras_moe.evaluation.zero_shot import (
     PUBLISHED_NAMES,
     read_class_names,
     read_templates,
 )
-from keras_moe.evaluation.retrieval import KS
-from keras_moe.evaluation.ridge_regression import L2S
-from keras_moe.evaluation.similarities import check_ks
 from keras_moe.files import write_json
 from keras_moe.processes import process_index
 from keras_moe.training.callbacks import (

@@ -17,7 +17,7 @@ from keras_moe.evaluation import (
     ridge_regression,
     sample_shots,
 )
-from keras_moe.evaluation.ridge_regression import count_correct
+from keras_moe.evaluation.few_shot import count_correct
 from tests import golden
 
 backend_free = pytest.mark.backend_free
@@ -238,7 +238,7 @@ def test_result_can_be_printed_and_stored():
 @backend_free
 def test_accuracies_in_chunks(monkeypatch):
     # The package's attribute of this name is the function.
-    module = sys.modules["keras_moe.evaluation.ridge_regression"]
+    module = sys.modules["keras_moe.evaluation.few_shot"]
     train, test = clusters(spread=1.0), clusters(seed=1, spread=1.0)
     expected = few_shot_accuracies(*train, *test, 3)
     monkeypatch.setattr(module, "_CHUNK", 7)

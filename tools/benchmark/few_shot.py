@@ -21,7 +21,7 @@ import numpy as np
 from runner import Report, run
 
 from keras_moe.evaluation import few_shot_accuracies
-from keras_moe.evaluation.ridge_regression import L2S
+from keras_moe.evaluation.few_shot import L2S
 
 PEER = "big_vision's algorithm"
 

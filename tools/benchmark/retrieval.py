@@ -18,7 +18,7 @@ import numpy as np
 from runner import Report, run
 
 from keras_moe import evaluation, models
-from keras_moe.evaluation.similarities import CHUNK_SIZE
+from keras_moe.evaluation.retrieval import CHUNK_SIZE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

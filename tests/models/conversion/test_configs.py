@@ -138,10 +138,10 @@ def test_what_is_assumed_without_a_config_is_reported(tmp_path):
 
 
 def test_assumed_heads_are_reported(tmp_path):
-    from keras_moe.models.conversion.timm_names import _assumed
+    from keras_moe.models.conversion._timm import _assumptions
 
-    arguments = {"num_heads": 12, "layer_norm_epsilon": 1e-6}
-    notes = "\n".join(_assumed({}, False, True, arguments, None))
+    arguments = {"class_token": True, "num_heads": 12, "layer_norm_epsilon": 1e-6}
+    notes = "\n".join(_assumptions({}, arguments, heads_are_known=False))
     assert "num_heads=12" in notes
 
 

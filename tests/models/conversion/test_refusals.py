@@ -84,7 +84,7 @@ def test_a_truncated_or_foreign_npz(tmp_path):
     path.write_bytes(content[: len(content) // 2])
     refused(str(path), "vit.npz", "truncated")
     path.write_bytes(b"PK not a zip file")
-    refused(str(path), "vit.npz", "of another kind")
+    refused(str(path), "vit.npz", "another format")
     refused(str(tmp_path / "none.npz"), "none.npz")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("embedding/kernel.npy", b"not an array")

@@ -1,45 +1,52 @@
-"""Evaluation of models of pairs, whose towers embed images and texts one by one.
+"""Evaluation of image-text models, and baselines that they have to beat.
 
-Each image and each text is embedded once; nothing but embeddings stays in memory.
-A model is anything with `encode_images` and `encode_text`, as
-`keras_moe.models.ContrastiveModel`. In several processes all of them evaluate together,
-with the same data.
+A model is anything with `encode_images` and `encode_text`, such as
+`keras_moe.models.ContrastiveModel`. Each image and each text is embedded once, and only
+embeddings stay in memory. In several processes all of them evaluate together, with the
+same data.
 
-Axes: N images, M texts, P embedding, B batch.
+Axes: N images, M texts, P embedding, B batch, T training images, V words.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from keras_moe.checks import check_integer
-from keras_moe.evaluation.class_subsets import (
-    NUM_CLASSES,
-    ClassSubset,
-    read_class_subset,
-)
-from keras_moe.evaluation.feature_checks import to_numpy
-from keras_moe.evaluation.feature_extraction import extract_features
-from keras_moe.evaluation.prompts import prompts, read_class_names, read_templates
+from keras_moe.checks import check_integer, check_positive
+from keras_moe.evaluation._features import extract_features, to_numpy
 from keras_moe.evaluation.retrieval import (
     BATCH_SIZE,
+    CHUNK_SIZE,
     KS,
     ContrastiveAccuracyResult,
     RetrievalResult,
     contrastive_accuracy,
     retrieval,
 )
-from keras_moe.evaluation.similarities import CHUNK_SIZE
-from keras_moe.evaluation.zero_shot import ZeroShotResult, class_embeddings, zero_shot
+from keras_moe.evaluation.zero_shot import (
+    NUM_CLASSES,
+    ClassSubset,
+    ZeroShotResult,
+    class_embeddings,
+    prompts,
+    read_class_names,
+    read_class_subset,
+    read_templates,
+    zero_shot,
+)
 from keras_moe.templates import Template
 
 TEXTS = ("token_ids", "padding_mask")
+# Images that a baseline compares at a time.
+_CHUNK = 256
+_WORD = re.compile(r"\w+")
 
 
 class PairEmbeddings(NamedTuple):
-    """Embeddings of pairs, in which each image is there once.
+    """Embeddings of pairs, each image once.
 
     Fields:
         images: (N, P).
@@ -58,8 +65,8 @@ class PairEmbeddings(NamedTuple):
     ) -> RetrievalResult:
         """Recalls; see `keras_moe.evaluation.retrieval`.
 
-        Equal captions of several images belong to all of these, by `text_ids`. The
-        protocol of COCO, where only a caption's own image is a hit, is that of
+        By `text_ids`, a caption of several images belongs to all of them. For COCO's
+        protocol, where only a caption's own image is a hit, use
         `self._replace(text_ids=None)`.
         """
         return retrieval(
@@ -71,8 +78,8 @@ class PairEmbeddings(NamedTuple):
     ) -> ContrastiveAccuracyResult:
         """Accuracies by batch; see `keras_moe.evaluation.contrastive_accuracy`.
 
-        Each image is there once, with the first of its texts: with all of them a batch
-        would have fewer images, and be easier.
+        Each image counts once, with its first text: with all texts a batch would have
+        fewer images, and be easier.
         """
         _, first = np.unique(self.image_of_text, return_index=True)
         text_ids = None if self.text_ids is None else self.text_ids[first]
@@ -85,7 +92,7 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
     """Embeds the images and the texts of pairs, batch by batch.
 
     Args:
-        model: model of pairs.
+        model: image-text model.
         pairs: an iterable of batches `(inputs, ids)`, such as one pass of
             `keras_moe.data.load_pairs` with `captions="all"` and `shuffle=False`, which
             is read once; or one tuple of arrays. `inputs` is a dict of `"images"` and
@@ -93,9 +100,6 @@ def encode_pairs(model: Any, pairs: Any, batch_size: int = 64) -> PairEmbeddings
             with integers `"image_ids"`, equal for pairs of one image, and `"text_ids"`,
             or None.
         batch_size: number of images and of texts that are embedded at a time.
-
-    Raises:
-        ValueError: if there are no pairs, or batches of another kind.
 
     Example:
 
@@ -154,10 +158,10 @@ def zero_shot_from_model(
     verbose: int = 0,
     class_subset: str | None = None,
 ) -> ZeroShotResult:
-    """Zero-shot accuracies of a model of pairs; see `keras_moe.evaluation.zero_shot`.
+    """Zero-shot accuracy of an image-text model; see `keras_moe.evaluation.zero_shot`.
 
     Args:
-        model: model of pairs, whose `encode_text` takes captions.
+        model: image-text model whose `encode_text` takes captions.
         images: images (N, height, width, channels); or an iterable of batches
             `(images, labels)`, such as `keras_moe.data.load`, which is read once.
         labels: (N,) integers; None if `images` has them.
@@ -170,9 +174,6 @@ def zero_shot_from_model(
         class_subset: `"imagenet_a"` or `"imagenet_r"`, the classes of the 1,000 named
             among which the model chooses; see
             `keras_moe.evaluation.read_class_subset`. None takes all classes.
-
-    Raises:
-        ValueError: if names, templates, images or labels are of the wrong kind.
 
     Example:
 
@@ -222,10 +223,10 @@ def encode_classes(
     templates: str | Sequence[Template] = "ours",
     batch_size: int = 64,
 ) -> np.ndarray:
-    """The embeddings of classes by which a model of pairs classifies images.
+    """The class embeddings by which an image-text model classifies images.
 
     Args:
-        model: model of pairs, whose `encode_text` takes captions.
+        model: image-text model whose `encode_text` takes captions.
         class_names: names of C classes; see `keras_moe.evaluation.read_class_names`.
         templates: templates; see `keras_moe.evaluation.read_templates`.
         batch_size: number of texts that are embedded at a time.
@@ -236,7 +237,7 @@ def encode_classes(
     Example:
 
     >>> import numpy as np
-    >>> from keras_moe.evaluation.pair_models import encode_classes
+    >>> from keras_moe.evaluation import encode_classes
     >>> class Lengths:
     ...     def encode_text(self, texts, batch_size):
     ...         return np.array([[len(text), 0.0] for text in texts])
@@ -255,10 +256,10 @@ def retrieval_from_model(
     batch_size: int = 64,
     chunk_size: int = CHUNK_SIZE,
 ) -> RetrievalResult:
-    """Recalls of a model of pairs; see `keras_moe.evaluation.retrieval`.
+    """Recalls of an image-text model; see `keras_moe.evaluation.retrieval`.
 
     Args:
-        model: model of pairs.
+        model: image-text model.
         pairs: all pairs of all captions; see `encode_pairs`.
         ks: values of k.
         batch_size: number of images and of texts that are embedded at a time.
@@ -286,7 +287,7 @@ def contrastive_accuracy_from_model(
     """Accuracies by batch; see `keras_moe.evaluation.contrastive_accuracy`.
 
     Args:
-        model: model of pairs.
+        model: image-text model.
         pairs: pairs; see `encode_pairs`.
         contrastive_batch_size: number of images that are compared with each other, each
             with its first text.
@@ -382,3 +383,173 @@ def _check_batch(batch):
 def _as_strings(captions):
     texts = [x.decode("utf-8") if isinstance(x, bytes) else str(x) for x in captions]
     return np.array(texts, object)
+
+
+# Baselines
+
+
+def nearest_caption_embeddings(
+    train_images: Any,
+    train_captions: Sequence[str],
+    images: Any,
+    captions: Sequence[str],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings of a baseline that knows only pixels and words.
+
+    An image is represented by the caption of the training image nearest to it in
+    pixels, and a caption by its words: `keras_moe.evaluation.retrieval` of the result
+    is the recall of looking up the nearest training image, and then the caption that
+    shares most words with its caption. If test images have near twins among the
+    training images, this is far above chance, and the number that a model has to beat.
+
+    Args:
+        train_images: (T, height, width, channels), of any range.
+        train_captions: T strings.
+        images: (N, height, width, channels), of the same range.
+        captions: M strings.
+
+    Returns:
+        Image embeddings (N, V) and text embeddings (M, V), float32 unit vectors of
+        words. A caption without a word of letters or digits is a word of its own.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.evaluation import nearest_caption_embeddings, retrieval
+    >>> train = np.array([0.0, 1.0]).reshape(2, 1, 1, 1)
+    >>> test = np.array([0.1, 0.8]).reshape(2, 1, 1, 1)
+    >>> embeddings = nearest_caption_embeddings(
+    ...     train, ["black cat", "white dog"], test, ["a black cat", "a white dog"]
+    ... )
+    >>> retrieval(*embeddings, ks=(1,)).image_to_text.tolist()
+    [1.0]
+    """
+    known, pixels = _pixels(train_images, train_captions, images, captions)
+    words = [_words(caption) for caption in captions]
+    known_words = [_words(caption) for caption in train_captions]
+    place = {}
+    for word in (word for row in (*known_words, *words) for word in row):
+        place.setdefault(word, len(place))
+    nearest = _nearest(known, pixels)
+    return (
+        _vectors([known_words[index] for index in nearest], place),
+        _vectors(words, place),
+    )
+
+
+def kernel_ridge_embeddings(
+    train_images: Any,
+    train_captions: Sequence[str],
+    images: Any,
+    captions: Sequence[str],
+    width: float = 1.0,
+    penalty: float = 0.01,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings of a kernel ridge regression from pixels to parts of words.
+
+    A caption is the TF-IDF vector of its runs of two to four letters, and an image is
+    the vector that the regression predicts: `K(X, T) (K(T, T) + penalty I)^-1 Y`, with
+    the training captions' vectors `Y`, the kernel `K(a, b) = exp(-d(a, b) / (width m))`
+    of sums `d` of absolute differences, and the median `m` of the training
+    images'. It takes seconds to fit, and on small sets it is hard to beat.
+
+    Args:
+        train_images: (T, height, width, channels), of any range; time and memory grow
+            with the square of T.
+        train_captions: T strings.
+        images: (N, height, width, channels), of the same range.
+        captions: M strings.
+        width: width of the kernel, as a multiple of the median distance.
+        penalty: penalty of the regression.
+
+    Returns:
+        Image embeddings (N, V) and text embeddings (M, V), float32, for
+        `keras_moe.evaluation.retrieval`.
+
+    Raises:
+        ImportError: if scikit-learn is not installed.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_moe.evaluation import kernel_ridge_embeddings, retrieval
+    >>> train = np.array([0.0, 1.0]).reshape(2, 1, 1, 1)
+    >>> test = np.array([0.1, 0.8]).reshape(2, 1, 1, 1)
+    >>> embeddings = kernel_ridge_embeddings(
+    ...     train, ["black cat", "white dog"], test, ["a black cat", "a white dog"]
+    ... )
+    >>> retrieval(*embeddings, ks=(1,)).image_to_text.tolist()
+    [1.0]
+    """
+    for name, value in (("width", width), ("penalty", penalty)):
+        check_positive(name, value)
+    known, pixels = _pixels(train_images, train_captions, images, captions)
+    try:
+        from sklearn.feature_extraction.text import TfidfVectorizer
+        from sklearn.metrics.pairwise import manhattan_distances
+    except ImportError as error:
+        raise ImportError(
+            'The baseline is scikit-learn\'s: pip install "keras-moe[digits]"'
+        ) from error
+    vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4))
+    # The inverse frequencies are those of all captions: a test caption may have none of
+    # the parts of the training captions, and is a vector all the same.
+    vectors.fit([*train_captions, *captions])
+    distances = manhattan_distances(known)
+    scale = float(np.median(distances)) * width or 1.0
+    kernel = np.exp(-distances / scale)
+    kernel[np.diag_indices_from(kernel)] += penalty
+    similar = np.exp(-manhattan_distances(pixels, known) / scale)
+    weights = np.linalg.solve(kernel, similar.T).T
+    predicted = weights @ vectors.transform(train_captions)
+    texts = vectors.transform(captions).toarray()
+    return predicted.astype("float32"), texts.astype("float32")
+
+
+def _pixels(train_images, train_captions, images, captions):
+    """The rows of training images and of images, if they fit the captions."""
+    known, pixels = _rows("train_images", train_images), _rows("images", images)
+    if known.shape[1] != pixels.shape[1] or len(known) != len(train_captions):
+        raise ValueError(
+            "Expected images of one shape, and a caption for each training image; "
+            f"received: train_images.shape={np.shape(train_images)}, "
+            f"images.shape={np.shape(images)}, {len(train_captions)} train_captions"
+        )
+    if not len(captions):
+        raise ValueError("Expected captions; received: captions=[]")
+    for caption in (*train_captions, *captions):
+        if not isinstance(caption, str):
+            raise ValueError(f"Expected strings as captions; received: {caption!r}")
+    return known, pixels
+
+
+def _rows(name, images):
+    images = to_numpy(images)
+    if images.ndim != 4 or not len(images):
+        raise ValueError(
+            f"Expected {name} (batch, height, width, channels); "
+            f"received: {name}.shape={images.shape}"
+        )
+    # Enough for sums of squares, of bytes, too.
+    return images.reshape(len(images), -1).astype("float32")
+
+
+def _words(caption):
+    return sorted(set(_WORD.findall(caption.lower())) or {caption})
+
+
+def _nearest(known, pixels):
+    """The index of the nearest of the known rows, by squared distance."""
+    norms = np.sum(np.square(known), axis=1)
+    nearest = []
+    for first in range(0, len(pixels), _CHUNK):
+        products = pixels[first : first + _CHUNK] @ known.T
+        nearest.extend(np.argmin(norms - 2 * products, axis=1))
+    return nearest
+
+
+def _vectors(rows, place):
+    vectors = np.zeros((len(rows), len(place)), "float32")
+    for vector, words in zip(vectors, rows):
+        vector[[place[word] for word in words]] = len(words) ** -0.5
+    return vectors
