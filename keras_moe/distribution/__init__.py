@@ -1,9 +1,8 @@
 """Models on many devices: meshes and layout maps for `keras.distribution`."""
 
-from keras_moe.distribution.auto import auto
+from keras_moe.distribution.auto import auto, gathered
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.costs import Costs, costs
-from keras_moe.distribution.gathering import gathered
 from keras_moe.distribution.layouts import Layouts, layouts
 
 __all__ = [

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_moe.checks import check_bool
 from keras_moe.distribution.layouts import Layouts, layouts
@@ -11,8 +12,8 @@ from keras_moe.distribution.layouts import Layouts, layouts
 INSTEAD = {
     "tensorflow": "make the model and compile it with jit_compile=False within the "
     "scope of a tf.distribute.MirroredStrategy, which is data parallel",
-    "torch": "wrap the model in torch.nn.parallel.DistributedDataParallel in a "
-    "training loop of your own, which is data parallel",
+    "torch": "wrap the model in torch.nn.parallel.DistributedDataParallel in your own "
+    "training loop, which is data parallel",
 }
 
 
@@ -27,15 +28,15 @@ def auto(
 ) -> keras.distribution.DataParallel | keras.distribution.ModelParallel:
     """A distribution under which a model trains on many devices, on JAX.
 
-    Make the model after `keras.distribution.set_distribution(auto(...))`, or within
+    Create the model after `keras.distribution.set_distribution(auto(...))`, or within
     its `scope()`, so that each weight is created where it stays.
 
-    The batch is split over all devices that do not share an image by
-    `model_parallel`. Experts are split over the devices of that batch axis, so that
-    attention is computed once, and tokens travel to their experts and back (all-to-all)
-    where experts have a capacity and whole groups lie on each device: the batch should
-    have a multiple of as many groups. Without capacity (`dropless=True`, and token
-    choice at inference) the numbers are the same, but every device gathers the
+    The batch is split over all devices, except that `model_parallel` of them share an
+    image. Experts are split over the devices of that batch axis: attention is computed
+    once, and tokens travel to their experts and back (all-to-all) if experts have a
+    capacity and each device has whole groups, so the number of groups in the batch
+    should be a multiple of the devices. Without capacity (`dropless=True`, and token
+    choice at inference) the results are the same, but every device gathers the
     experts and runs all rows; with fewer groups it gathers the tokens.
 
     Args:
@@ -43,21 +44,19 @@ def auto(
             `keras_moe.models.describe`. No weight is allocated for it.
         devices: devices of `keras.distribution.list_devices()`; None takes all.
         expert_parallel: number of devices over which experts are split: `"batch"` is
-            the whole batch axis, a smaller number an axis of its own, over which other
-            groups of devices have the same experts; 1 has all experts everywhere. None
-            is `"batch"` where this divides the experts, else 1.
+            the whole batch axis, a smaller number a separate axis, and other groups of
+            devices have the same experts; 1 puts all experts on each device. None
+            is `"batch"` if this divides the experts, else 1.
         model_parallel: number of devices over which attention's heads and the MLPs' and
             experts' hidden units are split.
-        batch_size: images of all devices together, which are checked, or None.
-        auto_shard_dataset: whether Keras deals the batches of a `tf.data.Dataset` among
-            processes; not where each has its own part, as those of recipes do.
+        batch_size: images of all devices together, to be checked, or None.
+        auto_shard_dataset: whether Keras splits a `tf.data.Dataset` over processes; not
+            if each process has its own part already, as in recipes.
         **overrides: arguments of the model that differ from the preset; and
-            `load_weights=False` for a model without its weights, which they need not
-            fit.
+            `load_weights=False` if the preset's weights need not fit them.
 
     Returns:
-        A `keras.distribution.ModelParallel`, or a `DataParallel` where no weight is
-        split.
+        A `keras.distribution.ModelParallel`, or a `DataParallel` if no weight is split.
 
     Raises:
         ValueError: if the backend is not JAX; if numbers do not divide each other; or
@@ -106,8 +105,7 @@ def _distribution(rules, devices, auto_shard_dataset):
         return keras.distribution.DataParallel(
             device_mesh=mesh, auto_shard_dataset=auto_shard_dataset
         )
-    # JAX has an array on each of two meshes in one program, if these have the same
-    # devices in the same order.
+    # One JAX program may use two meshes of the same devices in the same order.
     expert_mesh = mesh
     if rules.expert_mesh != rules.mesh:
         expert_mesh = _mesh(rules.expert_mesh, devices)
@@ -142,6 +140,36 @@ def check_paths(rules: Layouts, paths: list[str]) -> None:
             )
     if rules.weights and not matched:
         raise ValueError(
-            "Expected rules of which one at least matches a weight; received: "
+            "Expected rules of which at least one matches a weight; received: "
             f"rules={list(rules.weights)}, paths={paths}"
         )
+
+
+def gathered(variable: Any) -> np.ndarray:
+    """The whole value of a variable, on every process.
+
+    Keras saves and reads values that one process can see. If a distribution spans
+    several processes, all of them must call this, for the same variables in the same
+    order; one may then save the value. Meanwhile every device holds the whole value.
+
+    Args:
+        variable: `keras.Variable` on any devices.
+
+    Returns:
+        A NumPy array.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_moe import distribution
+    >>> distribution.gathered(keras.Variable([1.0, 2.0])).tolist()
+    [1.0, 2.0]
+    """
+    value = variable.value
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        everywhere = keras.distribution.TensorLayout(
+            [None] * len(variable.shape), distribution.device_mesh
+        )
+        value = keras.distribution.distribute_tensor(value, everywhere)
+    return keras.ops.convert_to_numpy(value)

@@ -8,7 +8,7 @@ from keras_moe.checks import check_integer
 
 
 class Chip(NamedTuple):
-    """An accelerator among others of its kind.
+    """An accelerator of a pod or a node.
 
     Attributes:
         name: name of the chip.
@@ -17,9 +17,9 @@ class Chip(NamedTuple):
         memory_bandwidth: bytes a second of the memory.
         links: number of links to its neighbours.
         link_bandwidth: bytes a second that one link sends; it receives as many.
-        torus: dimensions of the torus that the links form; 0 is a switch, over which
-            every chip reaches every other directly.
-        source: publication of the figures.
+        torus: dimensions of the torus that the links form; 0 for a switch, which
+            connects all chips directly.
+        source: where the figures are published.
 
     Example:
 
@@ -46,15 +46,14 @@ class Chip(NamedTuple):
     def all_to_all_bandwidth(self, num_devices: int, all_devices: int = 0) -> float:
         """Bytes a second that each of several chips sends if all send to all.
 
-        Half of the data that the chips of a line of n send crosses its middle, n / 4 of
-        a chip's data over one link: 4 / n of a link is left to each chip. A ring, which
-        a torus has in each of its dimensions, has two such places, and 8 / n. The
-        longest dimension decides. A part of a larger torus has lines only.
+        In a line of n chips half of all data crosses the middle: n / 4 times a chip's
+        data over one link, which leaves 4 / n of a link for each chip. A ring, which a
+        torus has in each dimension, has two such cuts, hence 8 / n. The longest
+        dimension decides. A part of a larger torus has lines only.
 
         Args:
-            num_devices: number of chips; they are taken as near to a cube as their
-                number allows.
-            all_devices: chips of the whole torus; 0 for `num_devices`.
+            num_devices: number of chips, in the shape nearest to a cube.
+            all_devices: number of chips in the whole torus; 0 for `num_devices`.
         """
         if self.torus == 0:
             return self.bandwidth
@@ -64,7 +63,7 @@ class Chip(NamedTuple):
 
 
 def torus_sides(num_devices: int, dimensions: int) -> tuple[int, ...]:
-    """The sides of the torus that is nearest to a cube."""
+    """The sides of the torus nearest to a cube."""
     check_integer("num_devices", num_devices)
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     tori = (
@@ -95,7 +94,7 @@ CHIPS = {
             "Google Cloud, TPU v5p: 459 TFLOP/s, 95 GB, 2765 GB/s, 4800 Gbit/s",
         ),
         Chip(
-            # The data sheet counts sparse operations, twice as many, and both ways.
+            # The data sheet counts sparse operations, and both directions.
             "h200", 989.5e12, 141e9, 4800e9, 18, 25e9, 0,
             "NVIDIA H200 data sheet, SXM: 1979 TFLOP/s with sparsity, 141 GB, "
             "4.8 TB/s, NVLink 900 GB/s in both directions",

@@ -1,6 +1,6 @@
 """The arithmetic of a training step on many devices, without any of them.
 
-Axes: D hidden, E experts.
+Axes: B batch, N tokens, D hidden, H mlp, E experts, C capacity, S group_size.
 """
 
 import math
@@ -11,19 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe.checks import check_integer, check_one_of, check_positive
-from keras_moe.distribution.block_costs import (
-    Share,
-    activation_bytes,
-    expert_slots,
-    model_parallel_bytes,
-)
 from keras_moe.distribution.chips import CHIPS, Chip
 from keras_moe.distribution.layouts import BATCH, MODEL, layouts_of_blocks
-from keras_moe.layers import MoE
+from keras_moe.layers import MLP, MoE, SelfAttention
 from keras_moe.models.blueprint import resolve
 from keras_moe.ops.cost import under
 
-# Length of a weight's two largest axes from which Adafactor keeps their sums.
+# Length of a weight's two largest axes from which on Adafactor factors its moment.
 FACTORED_FROM = 32
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes that an optimizer keeps for a weight of a shape.
@@ -33,6 +27,12 @@ OPTIMIZERS = {
     "adam": lambda shape: 8 * math.prod(shape),
     "adafactor": lambda shape: 2 * math.prod(shape) + 4 * _factored(shape),
 }
+# Numbers that a block keeps for its gradient: of a token's D, of an attention weight
+# and of a hidden unit.
+PER_TOKEN, PER_PAIR, PER_HIDDEN_UNIT = 11, 3, 3
+# A router's logits, noisy logits and gates, in float32.
+ROUTING_BYTES = 3 * 4
+ALL_TO_ALL = "all-to-all (tokens)"
 
 
 class Costs(NamedTuple):
@@ -88,7 +88,7 @@ class Costs(NamedTuple):
 
     @property
     def step_seconds(self) -> tuple[float, float]:
-        """A step's time if sending hides behind computing, and if it does not."""
+        """A step's time if sending overlaps with computing, and if it does not."""
         compute, sending = self.seconds["compute"], self.communication_seconds
         return max(compute, sending), compute + sending
 
@@ -126,11 +126,8 @@ class Costs(NamedTuple):
             rate = f"{size / seconds / 1e9:,.0f} GB/s" if seconds else ""
             step.add_row(name, f"{size / 1e9:,.3f} GB", rate, f"{1e3 * seconds:,.1f}")
         step.add_section()
-        hidden, exposed = self.step_seconds
-        for name, seconds in (
-            ("step, sending behind computing", hidden),
-            ("step, one after the other", exposed),
-        ):
+        names = "step, sending while computing", "step, one after the other"
+        for name, seconds in zip(names, self.step_seconds):
             rate = f"{self.batch_size / seconds:,.0f} images/s"
             step.add_row(name, "", rate, f"{1e3 * seconds:,.1f}")
         console.print(step)
@@ -154,14 +151,14 @@ def costs(
     """The costs of a training step under a layout of `auto`, on paper.
 
     Memory: float32 weights, gradients of the same size, the optimizer's state, and the
-    activations kept for the gradient (`block_costs.activation_bytes`); with
-    `rematerialize=True` the inputs of blocks alone, and all of one block at a time. A
-    compiler may need less, as it fuses, or more, for its own copies.
+    activations kept for the gradient; with `rematerialize=True` only the inputs of
+    blocks, and all activations of one block at a time. A compiler may need less, since
+    it fuses, or more, for its own copies.
 
-    Traffic: tokens travel to experts and back, for the gradient again, and once more
-    with `rematerialize`: a device sends (n - 1) / n of its slots' tokens, if n devices
-    deal the experts among them. The sum of gradients over n devices makes 2 (n - 1) / n
-    of a gradient's bytes leave each, which float32 has.
+    Traffic: tokens travel to experts and back, again for the gradient, and once more
+    with `rematerialize`: a device sends (n - 1) / n of its slots' tokens if n devices
+    share the experts. To sum gradients over n devices, each sends 2 (n - 1) / n of a
+    float32 gradient's bytes.
 
     Time: forward FLOPs as `describe` counts them times three, and for blocks once more
     with `rematerialize`, at a share of the peak that you assume; traffic at the links'
@@ -176,26 +173,20 @@ def costs(
         model_parallel: argument of `auto`.
         optimizer: name of the optimizer, `"sgd"`, `"momentum"`, `"adam"` (two float32
             moments) or `"adafactor"` (a bfloat16 moment; the sums of second moments
-            over rows and columns where both are 32 at least). Embeddings and heads are
-            counted as if they were not factored.
+            over rows and columns if both are at least 32). Embeddings and heads are
+            counted as not factored.
         dtype: dtype of tokens and products, `"bfloat16"` under mixed precision, or
             `"float32"`; weights stay float32.
         utilization: share of the chip's peak that matmuls reach; measure it.
         text_tokens: tokens of a text that goes through the same blocks with each image,
-            whose embedding is not counted; 0 for models of pairs, which have texts of
+            whose embedding is not counted; 0 for image-text models, whose texts have
             their own length.
-        num_classes: number of classes of a head, which is counted, too.
+        num_classes: number of classes of a head, which is then counted.
         load_weights: argument of `auto`.
         **overrides: arguments of the model that differ from the preset.
 
     Returns:
         `Costs`.
-
-    Raises:
-        ValueError: see `layouts`; if groups of tokens do not lie whole on each device;
-            if `text_tokens` goes with a model of texts;
-            if experts without capacity would be gathered on several devices; or for
-            muMoE blocks, whose intermediates are not counted.
 
     Reference:
         *GShard*, section 3; *Megatron-LM*, section 3; *Reducing Activation
@@ -219,92 +210,29 @@ def costs(
         raise ValueError(
             f"Expected a share of the peak; received: utilization={utilization!r}"
         )
-    check_integer("text_tokens", text_tokens, minimum=0)
     batch_size = check_integer("batch_size", batch_size)
     overrides["num_classes"] = num_classes
-    options = {"load_weights": load_weights, "counts_only": True}
-    with resolve(model_or_preset, overrides, **options) as blueprint:
+    with resolve(
+        model_or_preset, overrides, load_weights=load_weights, counts_only=True
+    ) as blueprint:
         towers, model = blueprint.unbuilt_towers(), blueprint.describe()
-    if text_tokens and model.example != "image":
-        raise ValueError(
-            "Expected text_tokens=0 for a model that has texts of its own; received: "
-            f"text_tokens={text_tokens}"
-        )
+    texts = _texts(text_tokens, model)
     blocks = [block for tower in towers for block in tower.blocks]
     layouts = layouts_of_blocks(
         blocks, num_devices, expert_parallel, model_parallel, batch_size
     )
-    batch_devices = layouts.mesh[BATCH]
-    _check_capacity(blocks, batch_devices)
-    # Each block with the share of its tower.
-    shared, shapes, block_flops, described_flops = [], {}, 0, 0
-    for tower in towers:
-        dim, num_tokens = tower.hidden_dim, sum(tower.sequences)
-        sequences = (*tower.sequences, *((text_tokens,) if text_tokens else ()))
-        share = Share(
-            batch_size // batch_devices,
-            batch_size,
-            sequences,
-            num_tokens,
-            dim,
-            model_parallel,
-            itemsize,
-        )
-        for block in tower.blocks:
-            shared.append((block, share))
-            block_shapes = block.weight_shapes((num_tokens, dim))
-            shapes.update(under(f"{tower.prefix}{block.name}", block_shapes))
-            flops = [block.cost((n, dim)).flops for n in sequences]
-            block_flops += sum(flops)
-            described_flops += sum(flops[: len(tower.sequences)])
-
-    # Weights of blocks, which a layout may split, by path; the rest as one vector.
-    listed = sum(map(math.prod, shapes.values()))
-    shapes["rest"] = (model.parameters - listed,)
-    weights = _split(shapes, layouts, OPTIMIZERS[optimizer])
-
+    _check_capacity(blocks, layouts.mesh[BATCH])
+    shared = _with_shares(towers, texts, batch_size, layouts, itemsize)
     rematerialize = any(block.rematerialize for block in blocks)
-    kept = [activation_bytes(block, share) for block, share in shared]
-    if rematerialize:
-        inputs = sum(share.tokens * share.dim for _, share in shared) * itemsize
-        activations = inputs + max(kept)
-    else:
-        activations = sum(kept)
-    memory = {
-        "weights": 4 * weights.parameters,
-        "gradients": 4 * weights.parameters,
-        f"optimizer ({optimizer})": weights.state_bytes,
-        "activations": activations,
-    }
-
-    # Forward, again if rematerialised, and for the gradient.
-    passes = 3 if rematerialize else 2
-    sent = sum(expert_slots(block, share) * share.dim for block, share in shared)
-    tokens_sent = 2 * passes * sent * itemsize
-    summed = sum(model_parallel_bytes(block, share) for block, share in shared)
-    expert_devices = weights.expert_devices
-    traffic = {
-        "all-to-all (tokens)": tokens_sent * (expert_devices - 1) // expert_devices,
-        "all-reduce (gradients)": round(weights.summed_bytes),
-        "all-reduce (heads, hidden units)": round(
-            passes * summed * _ring(model_parallel)
-        ),
-    }
-    other_flops = sum(part.flops for part in model.parts) - described_flops
-    flops = 3 * other_flops + (4 if rematerialize else 3) * block_flops
-    flops *= batch_size / num_devices
-    rates = [
-        chip.all_to_all_bandwidth(expert_devices, num_devices),
-        chip.bandwidth,
-        chip.bandwidth,
-    ]
+    weights = _device_weights(towers, model, layouts, OPTIMIZERS[optimizer])
+    memory = weights.memory(optimizer)
+    memory["activations"] = _activations(shared, itemsize, rematerialize)
+    traffic = _traffic(shared, weights, itemsize, model_parallel, rematerialize)
+    flops = _flops(towers, model, texts, rematerialize) * batch_size / num_devices
     seconds = {"compute": flops / (chip.peak_flops * utilization)}
-    seconds.update(
-        {name: size / rate for (name, size), rate in zip(traffic.items(), rates)}
-    )
-    layout = f"experts over {expert_devices}, heads over {model_parallel}"
-    if rematerialize:
-        layout += ", rematerialised"
+    seconds.update(_seconds(traffic, chip, weights.expert_devices, num_devices))
+    layout = f"experts over {weights.expert_devices}, heads over {model_parallel}"
+    layout += ", rematerialised" if rematerialize else ""
     return Costs(
         model.name,
         chip,
@@ -321,6 +249,84 @@ def costs(
     )
 
 
+def _texts(text_tokens, model):
+    """The lengths of the texts that go with each image."""
+    check_integer("text_tokens", text_tokens, minimum=0)
+    if text_tokens and model.example != "image":
+        raise ValueError(
+            "Expected text_tokens=0 for a model that has its own texts; received: "
+            f"text_tokens={text_tokens}"
+        )
+    return (text_tokens,) if text_tokens else ()
+
+
+def _with_shares(towers, texts, batch_size, layouts, itemsize):
+    """Each block with the share of each device in its tower's batch."""
+    shared = []
+    for tower in towers:
+        share = Share(
+            batch_size // layouts.mesh[BATCH],
+            batch_size,
+            (*tower.sequences, *texts),
+            sum(tower.sequences),
+            tower.hidden_dim,
+            layouts.mesh.get(MODEL, 1),
+            itemsize,
+        )
+        shared += [(block, share) for block in tower.blocks]
+    return shared
+
+
+def _activations(shared, itemsize, rematerialize):
+    """The bytes that all blocks keep for the gradient."""
+    kept = [activation_bytes(block, share) for block, share in shared]
+    if not rematerialize:
+        return sum(kept)
+    # The inputs of all blocks, and the rest of one.
+    inputs = sum(share.tokens * share.dim for _, share in shared) * itemsize
+    return inputs + max(kept)
+
+
+def _traffic(shared, weights, itemsize, model_parallel, rematerialize):
+    """The bytes that leave a device in a step, by purpose."""
+    # Forward, again if rematerialised, and for the gradient.
+    passes = 3 if rematerialize else 2
+    slots = sum(expert_slots(block, share) * share.dim for block, share in shared)
+    # To the experts and back.
+    sent = 2 * passes * slots * itemsize
+    summed = sum(model_parallel_bytes(block, share) for block, share in shared)
+    devices = weights.expert_devices
+    return {
+        ALL_TO_ALL: sent * (devices - 1) // devices,
+        "all-reduce (gradients)": round(weights.summed_bytes),
+        "all-reduce (heads, hidden units)": round(
+            passes * summed * _ring(model_parallel)
+        ),
+    }
+
+
+def _seconds(traffic, chip, expert_devices, num_devices):
+    rates = dict.fromkeys(traffic, chip.bandwidth)
+    rates[ALL_TO_ALL] = chip.all_to_all_bandwidth(expert_devices, num_devices)
+    return {name: size / rates[name] for name, size in traffic.items()}
+
+
+def _flops(towers, model, texts, rematerialize):
+    """The FLOPs of a training step for one image and its texts."""
+    block_flops = described_flops = 0
+    for tower in towers:
+        for block in tower.blocks:
+            flops = [
+                block.cost((n, tower.hidden_dim)).flops
+                for n in (*tower.sequences, *texts)
+            ]
+            block_flops += sum(flops)
+            described_flops += sum(flops[: len(tower.sequences)])
+    other_flops = sum(part.flops for part in model.parts) - described_flops
+    # Twice as many backward, and blocks once more if rematerialised.
+    return 3 * other_flops + (4 if rematerialize else 3) * block_flops
+
+
 class _DeviceWeights(NamedTuple):
     """The weights of one device.
 
@@ -328,7 +334,7 @@ class _DeviceWeights(NamedTuple):
         parameters: number of parameters.
         state_bytes: bytes of the optimizer's state.
         summed_bytes: bytes that leave the device for the sum of the gradients.
-        expert_devices: number of devices among which the experts are dealt.
+        expert_devices: number of devices that share the experts.
     """
 
     parameters: int
@@ -336,14 +342,33 @@ class _DeviceWeights(NamedTuple):
     summed_bytes: float
     expert_devices: int
 
+    def memory(self, optimizer: str) -> dict[str, int]:
+        """The bytes of weights, float32, of their gradients and optimizer's state."""
+        size = 4 * self.parameters
+        return {
+            "weights": size,
+            "gradients": size,
+            f"optimizer ({optimizer})": self.state_bytes,
+        }
 
-def _split(shapes, layouts, state_of_shape):
-    """The weights of one device, from the shapes of all weights by path."""
+
+def _device_weights(towers, model, layouts, state_of_shape):
+    """The weights of one device."""
+    # Weights of blocks, which a layout may split, by path; the rest as one vector.
+    shapes = {}
+    for tower in towers:
+        for block in tower.blocks:
+            own = block.weight_shapes((sum(tower.sequences), tower.hidden_dim))
+            shapes.update(under(f"{tower.prefix}{block.name}", own))
+    shapes["rest"] = (model.parameters - sum(map(math.prod, shapes.values())),)
     sizes = {None: 1, **layouts.mesh, **layouts.expert_mesh}
     parameters = state_bytes = summed_bytes = 0
     expert_devices = 1
     for path, shape in shapes.items():
-        axes = _axes(layouts, path, shape)
+        matching = [
+            x for rule, x in layouts.weights.items() if re.fullmatch(rule, path)
+        ]
+        axes = matching[0] if matching else (None,) * len(shape)
         parts = [sizes[axis] for axis in axes]
         local = tuple(size // part for size, part in zip(shape, parts))
         parameters += math.prod(local)
@@ -357,16 +382,8 @@ def _split(shapes, layouts, state_of_shape):
     return _DeviceWeights(parameters, state_bytes, summed_bytes, expert_devices)
 
 
-def _axes(layouts, path, shape):
-    """The axes of the mesh over which a weight is split; None where it is not."""
-    for rule, axes in layouts.weights.items():
-        if re.fullmatch(rule, path):
-            return axes
-    return (None,) * len(shape)
-
-
 def _ring(num_devices):
-    """The bytes that leave a device for a sum over several, per byte of a summand."""
+    """The bytes that a device sends for a sum over several, per byte of a summand."""
     return 2 * (num_devices - 1) / num_devices
 
 
@@ -389,7 +406,103 @@ def _check_capacity(blocks, batch_devices):
             and moe.router.group_capacity(moe.group_size or 1, True) is None
         ):
             raise ValueError(
-                "Expected experts with a capacity, without which every device runs all "
-                f"rows; received: dropless=True, {batch_devices} devices share the "
+                "Expected experts with a capacity, since without one every device runs "
+                f"all rows; received: dropless=True, {batch_devices} devices share the "
                 "batch"
             )
+
+
+# Blocks
+
+
+class Share(NamedTuple):
+    """The share of a device in the batch.
+
+    Attributes:
+        images: number of images.
+        batch_size: images of all devices together.
+        sequences: tokens of an image, and of a text that goes with it.
+        grouped: tokens of an image, by which layers count the size of a group.
+        dim: D.
+        model_parallel: number of devices over which heads and hidden units are split.
+        itemsize: bytes of a number in the tokens' dtype.
+    """
+
+    images: int
+    batch_size: int
+    sequences: tuple
+    grouped: int
+    dim: int
+    model_parallel: int
+    itemsize: int
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of the share."""
+        return self.images * sum(self.sequences)
+
+
+def expert_slots(block: Any, share: Share) -> int:
+    """The slots of all experts for a device's tokens, while training."""
+    moe = block.feed_forward
+    if not isinstance(moe, MoE):
+        return 0
+    router = moe.router
+    if router.groups_per_example(True):
+        num_groups, size = share.images, sum(share.sequences)
+    else:
+        images = share.batch_size
+        if moe.group_size is not None:
+            images = min(images, moe.group_size // share.grouped)
+        # Images with their texts.
+        size = images * sum(share.sequences)
+        num_groups, rest = divmod(share.tokens, size)
+        if rest:
+            raise ValueError(
+                "Expected whole groups on each device; received: groups of "
+                f"{size} tokens, {share.tokens} tokens on each device"
+            )
+    capacity = router.group_capacity(size, True)
+    if capacity is None:
+        return num_groups * router.total_slots(size)
+    return num_groups * moe.experts.num_experts * capacity
+
+
+def activation_bytes(block: Any, share: Share) -> int:
+    """The bytes that a block keeps for its gradient on each device."""
+    split, dim = share.model_parallel, share.dim
+    mixer, feed_forward = block.token_mixer, block.feed_forward
+    numbers = PER_TOKEN * dim * share.tokens
+    if isinstance(mixer, SelfAttention):
+        pairs = share.images * sum(length**2 for length in share.sequences)
+        numbers += PER_PAIR * mixer.num_heads * pairs // split
+    elif isinstance(mixer, MLP):
+        numbers += PER_HIDDEN_UNIT * mixer.mlp_dim * dim * share.images // split
+    else:
+        raise ValueError(
+            "Expected a block with attention or MLPs; received: "
+            f"token_mixer={type(mixer).__name__}"
+        )
+    routing = 0
+    if isinstance(feed_forward, MLP):
+        numbers += PER_HIDDEN_UNIT * feed_forward.mlp_dim * share.tokens // split
+    elif isinstance(feed_forward, MoE):
+        slots, experts = expert_slots(block, share), feed_forward.experts
+        hidden = (PER_HIDDEN_UNIT + experts.gated) * experts.mlp_dim
+        numbers += slots * hidden // split + slots * 2 * dim
+        routing = share.tokens * feed_forward.router.num_experts * ROUTING_BYTES
+    else:
+        raise ValueError(
+            "Expected a block with an MLP or an MoE layer; received: "
+            f"feed_forward={type(feed_forward).__name__}"
+        )
+    return numbers * share.itemsize + routing
+
+
+def model_parallel_bytes(block: Any, share: Share) -> int:
+    """The activations of a block that are summed over the devices of its heads.
+
+    The token mixer's and the feed-forward layer's outputs; as many for the gradient.
+    """
+    slots = expert_slots(block, share) or share.tokens
+    return (share.tokens + slots) * share.dim * share.itemsize

@@ -11,11 +11,10 @@ from keras_moe.models.blueprint import resolve
 
 BATCH, EXPERT, MODEL = "batch", "expert", "model"
 # The part of the batch axis whose devices hold the same experts, if experts are split
-# over the rest of it only.
+# over a part of it.
 REPLICA = "replica"
 
-# Tables of path -> axes. The first word of a path is what Keras calls the model or the
-# block; the rest names the layer.
+# Tables of path -> axes, without the names of model and block.
 ATTENTION_WEIGHTS = {
     "attention/(query|key|value)/kernel": (None, MODEL, None),
     "attention/(query|key|value)/bias": (MODEL, None),
@@ -25,7 +24,7 @@ ATTENTION_ACTIVATIONS = {
     "attention/(query|key|value)/output": (BATCH, None, MODEL, None),
     "attention/output": (BATCH, None, None),
 }
-# The same for a Mixer's MLPs across the tokens, which lie along the second axis there.
+# For a Mixer's MLPs across tokens, too, whose second axis has the tokens.
 MLP_WEIGHTS = {
     "{mlp}/hidden/kernel": (None, MODEL),
     "{mlp}/hidden/bias": (MODEL,),
@@ -35,7 +34,7 @@ MLP_ACTIVATIONS = {
     "{mlp}/hidden/output": (BATCH, None, MODEL),
     "{mlp}/output": (BATCH, None, None),
 }
-# The names include the weights of LoRA and int8 with the same axes.
+# With the weights of LoRA and int8.
 EXPERT_WEIGHTS = {
     "experts/(hidden|gate)_(kernel|lora_b)": (EXPERT, None, MODEL),
     "experts/(hidden|gate)_(bias|scale)": (EXPERT, MODEL),
@@ -57,13 +56,12 @@ class Layouts(NamedTuple):
     """The layout of a model on devices.
 
     Attributes:
-        mesh: dict from axis to size, of the mesh of the data and of all weights but the
-            experts.
+        mesh: dict from axis to size, for the data and all weights but the experts.
         expert_mesh: dict for the same devices in the same order, with the batch axis
-            cut into `"replica"` and `"expert"` where the experts are split over a part
+            split into `"replica"` and `"expert"` if the experts are split over a part
             of it; else `mesh`.
-        weights: dict from regular expression of paths to axes; a weight that matches
-            none is on every device.
+        weights: dict from regular expression of paths to axes; other weights are on
+            every device.
         activations: dict of the same kind for the outputs of layers.
 
     Example:
@@ -80,11 +78,7 @@ class Layouts(NamedTuple):
     activations: dict
 
     def on_expert_mesh(self, axes: tuple) -> bool:
-        """Whether the axes of a rule are those of `expert_mesh`.
-
-        Args:
-            axes: axes of a rule.
-        """
+        """Whether a rule's axes are those of `expert_mesh`."""
         return EXPERT in axes or REPLICA in axes
 
 
@@ -97,7 +91,7 @@ def layouts(
     load_weights: bool = True,
     **overrides: Any,
 ) -> Layouts:
-    """The rules by which `auto` lays out a model, without any device or weight.
+    """The rules by which `auto` lays out a model; needs no device and no weight.
 
     Args:
         model_or_preset: argument of `auto`.
@@ -110,9 +104,6 @@ def layouts(
 
     Returns:
         `Layouts`.
-
-    Raises:
-        ValueError: as `auto`.
 
     Reference:
         *GShard*, section 3, for experts on the batch's devices; *Megatron-LM*, section
@@ -198,7 +189,7 @@ def layouts_of_blocks(
 
 
 def _parts(blocks):
-    """The layers that can be split, each with the name of its kind."""
+    """The layers that can be split, with their kinds."""
     parts = []
     for block in blocks:
         if isinstance(block.token_mixer, SelfAttention):
@@ -222,8 +213,8 @@ def _expert_devices(expert_parallel, batch_devices, experts):
     expert_parallel = check_integer("expert_parallel", expert_parallel)
     if expert_parallel > 1 and not experts:
         raise ValueError(
-            "Expected expert_parallel=1 or None for a model without experts that have "
-            "tokens dispatched to them (in a muMoE block every expert takes part); "
+            "Expected expert_parallel=1 or None for a model without experts to which "
+            "tokens are dispatched (in a muMoE block every expert takes part); "
             f"received: expert_parallel={expert_parallel}"
         )
     if batch_devices % expert_parallel:
@@ -263,7 +254,7 @@ def _on_mesh(table, names, keep_whole=False):
     rules = {}
     for path, axes in table.items():
         axes = tuple(names.get(axis) for axis in axes)
-        # An activation may have to be made whole on each device.
+        # Activations may have to be whole on each device.
         if keep_whole or any(axes):
             rules[f"(.*/)?{path}"] = axes
     return rules
