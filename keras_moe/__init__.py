@@ -5,11 +5,25 @@ import sys
 from pathlib import PurePath
 
 from keras_moe._version import __version__
-from keras_moe.backend import import_keras
+
+
+def import_keras() -> None:
+    """Imports Keras, which needs an installed backend."""
+    try:
+        import keras  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name not in ("jax", "tensorflow", "torch"):
+            raise
+        raise ImportError(
+            "Expected an installed backend of Keras, which is TensorFlow unless the "
+            'environment names another: pip install "keras-moe[jax]" and set '
+            "KERAS_BACKEND=jax (or tensorflow, torch) before Keras is imported; "
+            f"received: no module {error.name!r}"
+        ) from error
 
 
 def _is_program() -> bool:
-    """Whether this process is `keras-moe`, which prints help before Keras is there."""
+    """Whether this process is `keras-moe`, which prints help without Keras."""
     script = PurePath(next(iter(sys.argv), "")).name
     return script in ("keras-moe", "keras-moe.exe") or "keras_moe.cli" in sys.orig_argv
 
@@ -19,8 +33,7 @@ if not _is_program():
     from keras_moe import layers, losses, ops, routers
 
 _CORE = ("layers", "losses", "ops", "routers")
-# These need more than Keras (KerasHub, tf.data, matplotlib), so they are imported
-# when they are first used.
+# These need more than Keras (KerasHub, tf.data, matplotlib): imported at first use.
 _LAZY = ("analysis", "data", "distribution", "evaluation", "models", "training")
 
 __all__ = [*_LAZY, "__version__", "layers", "losses", "ops", "routers"]

@@ -1,4 +1,4 @@
-"""Checks of arguments, whose errors have the expected and the received value."""
+"""Checks of arguments: errors with the expected and the received value."""
 
 import difflib
 import inspect
@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-# NumPy's, and with it that of `keras.utils.set_random_seed`.
+# The largest that NumPy and `keras.utils.set_random_seed` accept.
 LARGEST_SEED = 2**32 - 1
 
 
@@ -28,7 +28,7 @@ def check_integer(
 
 
 def check_seed(name: str, seed: Any) -> int | None:
-    """`seed`, if it is None or an integer that all random generators take."""
+    """`seed`, if it is None or an integer that all random generators accept."""
     return None if seed is None else check_integer(name, seed, 0, LARGEST_SEED)
 
 
@@ -85,8 +85,7 @@ def head_size(num_heads: Any, hidden_dim: int) -> int:
 
 def check_positive(name: str, value: Any) -> float:
     """`value` as a float, if it is a positive finite number."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
+    if not _is_finite(value) or value <= 0:
         raise ValueError(
             f"Expected {name} to be a finite number, {name} > 0; "
             f"received: {name}={value!r}"
@@ -96,8 +95,7 @@ def check_positive(name: str, value: Any) -> float:
 
 def check_number(name: str, value: Any) -> float:
     """`value` as a float, if it is a finite number."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not -float("inf") < value < float("inf"):
+    if not _is_finite(value):
         raise ValueError(
             f"Expected {name} to be a finite number; received: {name}={value!r}"
         )
@@ -106,8 +104,7 @@ def check_number(name: str, value: Any) -> float:
 
 def check_not_negative(name: str, value: Any) -> float:
     """`value`, if it is a finite number of at least 0."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < float("inf"):
+    if not _is_finite(value) or value < 0:
         raise ValueError(
             f"Expected {name} to be a finite number, {name} >= 0; "
             f"received: {name}={value!r}"
@@ -117,10 +114,14 @@ def check_not_negative(name: str, value: Any) -> float:
 
 def check_dropout(name: str, rate: float) -> float:
     """`rate`, if it is a number in [0, 1)."""
-    is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
-    if not is_number or not 0 <= rate < 1:
+    if not _is_finite(rate) or not 0 <= rate < 1:
         raise ValueError(f"Expected {name} in [0, 1); received: {name}={rate!r}")
     return rate
+
+
+def _is_finite(value):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and -float("inf") < value < float("inf")
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -144,10 +145,10 @@ def check_one_of(name: str, value: Any, allowed: Any) -> Any:
 def check_class_labels(
     labels: Any, num_classes: int, ignored: int | None = None
 ) -> None:
-    """Checks the numbers of classes in a NumPy array, in one pass over it."""
+    """Checks class labels, if they are a NumPy array."""
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iufb":
         return
-    # The range does not contain NaN.
+    # False for NaN.
     fits = (labels >= 0) & (labels < num_classes)
     if labels.dtype.kind == "f":
         fits &= labels == np.floor(labels)
@@ -178,7 +179,7 @@ def check_ids(name: str, ids: Any, shape: tuple) -> None:
 
 
 def _check_like(name, value, shapes, kinds, expected):
-    """Checks that the dtype of an array is of one of the kinds, and its shape fits."""
+    """Checks the kind of dtype and the shape of an array."""
     dtype = keras.backend.standardize_dtype(value.dtype)
     fits = any(_fits_shape(value.shape, shape) for shape in shapes)
     if not fits or not dtype.startswith(kinds):
@@ -190,14 +191,14 @@ def _check_like(name, value, shapes, kinds, expected):
 
 
 def _fits_shape(received, expected):
-    # A size that is not known yet fits any other.
+    # Unknown sizes fit any other.
     return len(received) == len(expected) and all(
         a == b or None in (a, b) for a, b in zip(received, expected)
     )
 
 
 def check_disjoint(name: str, pools: Any) -> None:
-    """Checks that no two of several sequences have a value in common."""
+    """Checks that no two sequences have a value in common."""
     values = [value for pool in pools or () for value in {*pool}]
     if len(set(values)) < len(values):
         raise ValueError(
@@ -206,7 +207,7 @@ def check_disjoint(name: str, pools: Any) -> None:
 
 
 def check_path(name: str, path: Any) -> Any:
-    """`path`, if it has no NUL, which Python refuses without the path."""
+    """`path`, if it has no NUL, for which Python's error does not name the path."""
     if "\0" in str(path):
         raise ValueError(f"Expected a path without NUL; received: {name}={str(path)!r}")
     return path

@@ -94,10 +94,10 @@ def batch_devices() -> int:
 
 
 def gathered_batch(batch: Any) -> Any:
-    """The batch of all processes, from the part that each has read."""
+    """The batch of all processes, from the part that each has."""
     batch = keras.tree.map_structure(np.asarray, batch)
     if any(array.dtype.hasobject for array in keras.tree.flatten(batch)):
-        # Bytes of pointers mean nothing to other processes.
+        # Their bytes are pointers.
         raise ValueError("Expected arrays of numbers; received: dtype=object")
     if process_count() == 1:
         return batch
@@ -112,11 +112,10 @@ def gathered_batch(batch: Any) -> Any:
 
 
 def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> Any:
-    """The outputs of a model for a batch, whole on each of several processes.
+    """`model.predict_on_batch`, with whole outputs on each of several processes.
 
-    Without a distribution of Keras this is `model.predict_on_batch`. With one, the
-    devices of all processes share the batch, and their outputs are gathered. Keras's
-    `predict` fails there: no process has all outputs.
+    With a distribution of Keras the devices of all processes share the batch, and their
+    outputs are gathered; Keras's own `predict` fails there.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -143,7 +142,7 @@ def predict_batch(model: keras.Model, inputs: Any, size: int | None = None) -> A
 
 
 class _WholeOutputs(keras.Model):
-    """A model whose outputs lie as a whole on each device."""
+    """A model whose outputs are whole on each device."""
 
     def __init__(self, model):
         # The global policy is not the model's.

@@ -1,7 +1,4 @@
-"""Templates of texts about a class, each with one place for its name.
-
-A template is a text with one `{}`, or a function from a name to a text.
-"""
+"""Prompt templates: texts with one `{}` for a class name, or functions of the name."""
 
 import json
 import os
@@ -12,27 +9,14 @@ from typing import Any
 Template = str | Callable[[str], str]
 
 PLACE = "{}"
-# No template holds it by chance.
+# Unlikely in any template.
 _PROBE = "\N{BLACK STAR}\N{WHITE STAR}"
 
 
 def read_templates(templates: Any, sets: Sequence[str] = ()) -> tuple[Template, ...]:
-    """Templates from themselves or from a file, checked.
-
-    Args:
-        templates: one text with a `{}`; a file, JSON with a list of texts or one text a
-            line; or a sequence of texts and functions.
-        sets: names that the caller knows in the place of a file, for errors.
-
-    Raises:
-        ValueError: if there are none, one has no place for the name or several, or a
-            file is not there or not UTF-8.
-
-    Example:
-
-    >>> from keras_moe.templates import read_templates
-    >>> read_templates("a photo of a {}.")
-    ('a photo of a {}.',)
+    """Checks templates: one text with a `{}`, a sequence of texts and functions, or a
+    file with a JSON list of texts or one text a line. `sets` are other names, for
+    errors.
     """
     if isinstance(templates, str) and PLACE in templates:
         templates = (templates,)
@@ -63,14 +47,14 @@ def fill(template: Template, name: str) -> str:
     """The text of a template for a name."""
     if callable(template):
         return template(name)
-    # Not by `format`: names and templates may have braces of their own.
+    # Not `format`: names and templates may have other braces.
     return template.replace(PLACE, name)
 
 
 def read_lines(
     path: str | os.PathLike, what: str, sets: Sequence[str] = ()
 ) -> list[str]:
-    """The texts of a file, one a line, without blanks at its ends, or a JSON list."""
+    """The texts of a file: its lines, or a JSON list."""
     path = Path(path).expanduser()
     if not path.is_file():
         known = f", or one of {sorted(sets)}" if sets else ""
@@ -78,7 +62,7 @@ def read_lines(
             f"Expected {what}, or their file{known}; received: {os.fspath(path)!r}"
         )
     try:
-        # Editors may write a byte order mark, which is no part of the first line.
+        # Editors may write a byte order mark.
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix != ".json":
             lines = (line.strip() for line in text.splitlines())

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from keras_moe.backend import import_keras
+from keras_moe import import_keras
 from keras_moe.cli.commands import make_parser
 from keras_moe.cli.native_log import divert_native_log
 from keras_moe.cli.parser import STDOUT, Parser

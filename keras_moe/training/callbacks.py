@@ -355,16 +355,14 @@ def check_monitor(
         raise ValueError(
             f"Expected the name of a metric; received: monitor={monitor!r}"
         )
-    if mode is not None:
-        check_one_of(mode_name, mode, MODES)
+    check_one_of(mode_name, mode, (None, *MODES))
     if patience is not None:
         check_integer("patience", patience)
 
 
 def check_best(monitor: Any, mode: Any, patience: Any, best: Any) -> None:
     """Raises ValueError if settings of a recipe about the best epoch do not fit."""
-    if best is not None:
-        check_one_of("best", best, BEST)
+    check_one_of("best", best, (None, *BEST))
     check_monitor("loss" if monitor is None else monitor, mode, patience)
     if patience is best is None and (monitor, mode) != (None, None):
         raise ValueError(

@@ -137,17 +137,17 @@ def train(
                 f"received: {name}={value!r}, checkpoint_dir=None"
             )
     if checkpoint_dir is None:
-        return _Run(recipe, datasets, data_dir).train(callbacks, verbose)
+        run = _Run(recipe, datasets, data_dir)
+        return _trained(run, None, callbacks, verbose)
     if isinstance(datasets, Datasets):
         raise ValueError(
             "Expected a function from steps to datasets for a run with checkpoints; "
             f"received: datasets={type(datasets).__name__}"
         )
     with run_lock(checkpoint_dir):
-        run = _Run(
-            recipe, datasets, data_dir, _tokenizer_folder(checkpoint_dir, resume)
-        )
-        run.checkpoint = RunCheckpoint(
+        folder = _tokenizer_folder(checkpoint_dir, resume)
+        run = _Run(recipe, datasets, data_dir, folder)
+        checkpoint = RunCheckpoint(
             checkpoint_dir,
             run.steps_per_epoch,
             checkpoint_every,
@@ -159,7 +159,7 @@ def train(
             best=None if best is None else run.best,
             may_differ=_EXTENDABLE if extend else (),
         )
-        return run.train(callbacks, verbose)
+        return _trained(run, checkpoint, callbacks, verbose)
 
 
 def _tokenizer_folder(checkpoint_dir, resume):
@@ -173,13 +173,14 @@ def _tokenizer_folder(checkpoint_dir, resume):
 
 
 class _Run:
-    """A recipe's model and data, and the checkpoints from which they resume."""
+    """The model that a recipe starts with, and its batches from any step on."""
 
     def __init__(self, recipe, datasets, data_dir, folder=None):
-        self.recipe, self.own_datasets, self.data_dir = recipe, datasets, data_dir
+        self.recipe = recipe
+        self.own_datasets = datasets
+        self.data_dir = data_dir
         self.folder = folder
         self.best = recipe.best_epoch()
-        self.checkpoint = None
         self.model = None
         self._opened = {}
         self.new_model()
@@ -245,122 +246,129 @@ class _Run:
             }
         return settings | recipe.objective.taken_from_data(self.model)
 
-    def train(self, callbacks, verbose) -> Training:
-        """Trains from the newest checkpoint to the end."""
-        checkpoint = self.checkpoint
-        step = 0 if checkpoint is None else checkpoint.restore(self.model)
-        if checkpoint is not None and checkpoint.changed:
-            checkpoint.finished = not self._is_extended(checkpoint.changed, step)
-        if checkpoint is not None and checkpoint.finished:
-            # Averages replace the weights, as at the end of `fit`.
-            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
-            return self._result(checkpoint.history)
-        try:
-            with data.reading_errors():
-                history = self._fit(step, callbacks, verbose)
-        except NonFiniteLoss as error:
-            raise ValueError(self._diagnosis(error, verbose)) from error
-        return self._result(history if checkpoint is None else checkpoint.history)
 
-    def _fit(self, step, callbacks, verbose):
-        images, model = self.datasets(step), self.model
-        test = images.test
-        if keras.distribution.distribution() is not None:
-            # The devices share each batch.
-            x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
-            test = data.padded(x, y, weight, model=model)
-        callbacks = self._callbacks(step, callbacks, images)
-        if step % self.steps_per_epoch and keras.backend.backend() == "tensorflow":
-            # Makes the metrics' variables, which other backends have before the first
-            # step and whose values are in the checkpoint.
-            x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
-            model.evaluate(x, y, sample_weight=weight, steps=1, verbose=0)
-        return model.fit(
-            images.train,
-            epochs=self.recipe.passes(self.steps_per_epoch),
-            initial_epoch=step // self.steps_per_epoch,
-            steps_per_epoch=self.steps_per_epoch,
-            validation_data=test,
-            shuffle=False,  # The batches come shuffled.
-            callbacks=callbacks,
-            verbose=verbose,
-        ).history
+def _trained(run, checkpoint, callbacks, verbose) -> Training:
+    """Trains from the newest checkpoint to the end."""
+    step = 0 if checkpoint is None else checkpoint.restore(run.model)
+    if checkpoint is not None and checkpoint.changed:
+        checkpoint.finished = not _is_extended(run, checkpoint.changed, step)
+    if checkpoint is not None and checkpoint.finished:
+        # Averages replace the weights, as at the end of `fit`.
+        run.model.optimizer.finalize_variable_values(run.model.trainable_weights)
+        return _result(run, checkpoint, checkpoint.history)
+    try:
+        with data.reading_errors():
+            history = _fit(run, checkpoint, step, callbacks, verbose)
+    except NonFiniteLoss as error:
+        raise ValueError(_diagnosis(run, checkpoint, error, verbose)) from error
+    if checkpoint is not None:
+        history = checkpoint.history
+    return _result(run, checkpoint, history)
 
-    def _callbacks(self, step, callbacks, images):
-        if callable(callbacks):
-            callbacks = callbacks(self.model, images)
-        callbacks = [*self.recipe.callbacks(step), *callbacks, StopOnNonFinite()]
-        if self.best is not None:
-            callbacks.append(self.best)
-        if self.checkpoint is None:
-            Progress().hand_to(callbacks)
-            return callbacks
-        if self.best is not None:
-            # Unless the checkpoint has a state of its own.
-            self.best.count_from(len(self.checkpoint.history.get("loss", ())))
-        return self.checkpoint.around(callbacks)
 
-    def _is_extended(self, before, batches):
-        """Whether a longer run has steps left; warns if the learning rate jumps."""
-        recipe, steps_per_epoch = self.recipe, self.steps_per_epoch
-        old = recipe.replace(**before)
-        total, old_total = (x.total_steps(steps_per_epoch) for x in (recipe, old))
-        if total < old_total:
-            raise ValueError(
-                f"Expected a run of at least {old_total} steps to extend; "
-                f"received: {total} steps"
-            )
-        step = batches // recipe.optimizer.gradient_accumulation_steps
-        rates = [float(x.learning_rate(steps_per_epoch)(step)) for x in (old, recipe)]
-        if abs(rates[1] - rates[0]) > 1e-6 * recipe.schedule.learning_rate:
+def _fit(run, checkpoint, step, callbacks, verbose):
+    images, model = run.datasets(step), run.model
+    test = images.test
+    if keras.distribution.distribution() is not None:
+        # The devices share each batch.
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
+        test = data.padded(x, y, weight, model=model)
+    if callable(callbacks):
+        callbacks = callbacks(model, images)
+    callbacks = _all_callbacks(run, checkpoint, step, callbacks)
+    if step % run.steps_per_epoch and keras.backend.backend() == "tensorflow":
+        # Makes the metrics' variables, which other backends have before the first step
+        # and whose values are in the checkpoint.
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(test)
+        model.evaluate(x, y, sample_weight=weight, steps=1, verbose=0)
+    return model.fit(
+        images.train,
+        epochs=run.recipe.passes(run.steps_per_epoch),
+        initial_epoch=step // run.steps_per_epoch,
+        steps_per_epoch=run.steps_per_epoch,
+        validation_data=test,
+        shuffle=False,  # The batches come shuffled.
+        callbacks=callbacks,
+        verbose=verbose,
+    ).history
+
+
+def _all_callbacks(run, checkpoint, step, callbacks):
+    callbacks = [*run.recipe.callbacks(step), *callbacks, StopOnNonFinite()]
+    if run.best is not None:
+        callbacks.append(run.best)
+    if checkpoint is None:
+        Progress().hand_to(callbacks)
+        return callbacks
+    if run.best is not None:
+        # Unless the checkpoint has a state of its own.
+        run.best.count_from(len(checkpoint.history.get("loss", ())))
+    return checkpoint.around(callbacks)
+
+
+def _is_extended(run, before, batches):
+    """Whether a longer run has steps left; warns if the learning rate jumps."""
+    recipe, steps_per_epoch = run.recipe, run.steps_per_epoch
+    old = recipe.replace(**before)
+    total, old_total = (x.total_steps(steps_per_epoch) for x in (recipe, old))
+    if total < old_total:
+        raise ValueError(
+            f"Expected a run of at least {old_total} steps to extend; "
+            f"received: {total} steps"
+        )
+    step = batches // recipe.optimizer.gradient_accumulation_steps
+    rates = [float(x.learning_rate(steps_per_epoch)(step)) for x in (old, recipe)]
+    if abs(rates[1] - rates[0]) > 1e-6 * recipe.schedule.learning_rate:
+        warnings.warn(
+            f"After step {step} the learning rate goes from {rates[0]:.3g} to "
+            f"{rates[1]:.3g}, that of a run of {total} steps with decay="
+            f"{recipe.schedule.decay!r}; with schedule_steps="
+            f"{old.schedule.schedule_steps or old_total} it goes on with "
+            "final_learning_rate",
+            stacklevel=4,
+        )
+    return step < total
+
+
+def _diagnosis(run, checkpoint, error, verbose):
+    """What went wrong, where it began, and what is left."""
+    origin = None
+    good = checkpoint and checkpoint.last
+    alone = rank_and_world_size()[1] == 1
+    if alone and (good or error.step <= _SHORT_RUN):
+        run.new_model()
+        step = 0 if checkpoint is None else checkpoint.restore(run.model)
+        batches = run.batches(step)
+        origin = first_non_finite_step(run.model, batches, error, step, verbose)
+    epoch = (error.step - 1) // run.steps_per_epoch + 1
+    parts = [f"{error}, in epoch {epoch}"]
+    if origin is not None:
+        parts.append(f"The first NaN or Inf was {origin[1]}, in step {origin[0]}")
+    elif alone:
+        parts.append("With checkpoints, one would see where it began")
+    if good:
+        parts.append(f"The last good checkpoint is {good}")
+    rate = run.recipe.schedule.learning_rate
+    parts.append(f"Try less than learning_rate={rate}")
+    return ". ".join(parts)
+
+
+def _result(run, checkpoint, history):
+    row = -1
+    if run.recipe.schedule.best == "restore":
+        if rank_and_world_size()[1] > 1:
+            # Another process may not have written its part of the checkpoint yet.
             warnings.warn(
-                f"After step {step} the learning rate goes from {rates[0]:.3g} to "
-                f"{rates[1]:.3g}, that of a run of {total} steps with decay="
-                f"{recipe.schedule.decay!r}; with schedule_steps="
-                f"{old.schedule.schedule_steps or old_total} it goes on with "
-                "final_learning_rate",
+                "The model is that of the last epoch, as several processes share "
+                "its weights: train(...) again with these checkpoints, in one "
+                "process without a distribution, restores the best",
                 stacklevel=4,
             )
-        return step < total
-
-    def _diagnosis(self, error, verbose):
-        """What went wrong, where it began, and what is left."""
-        origin, checkpoint = None, self.checkpoint
-        good = checkpoint and checkpoint.last
-        alone = rank_and_world_size()[1] == 1
-        if alone and (good or error.step <= _SHORT_RUN):
-            self.new_model()
-            step = 0 if checkpoint is None else checkpoint.restore(self.model)
-            batches = self.batches(step)
-            origin = first_non_finite_step(self.model, batches, error, step, verbose)
-        epoch = (error.step - 1) // self.steps_per_epoch + 1
-        parts = [f"{error}, in epoch {epoch}"]
-        if origin is not None:
-            parts.append(f"The first NaN or Inf was {origin[1]}, in step {origin[0]}")
-        elif alone:
-            parts.append("With checkpoints, one would see where it began")
-        if good:
-            parts.append(f"The last good checkpoint is {good}")
-        rate = self.recipe.schedule.learning_rate
-        parts.append(f"Try less than learning_rate={rate}")
-        return ". ".join(parts)
-
-    def _result(self, history):
-        row = -1
-        if self.recipe.schedule.best == "restore":
-            if rank_and_world_size()[1] > 1:
-                # Another process may not have written its part of the checkpoint yet.
-                warnings.warn(
-                    "The model is that of the last epoch, as several processes share "
-                    "its weights: train(...) again with these checkpoints, in one "
-                    "process without a distribution, restores the best",
-                    stacklevel=4,
-                )
-            elif self.checkpoint.restore_best(self.model):
-                row = self.checkpoint.best_row
-        history = {name: [float(x) for x in values] for name, values in history.items()}
-        score = history[self.recipe.objective.monitor.metric][row]
-        return Training(self.model, history, score)
+        elif checkpoint.restore_best(run.model):
+            row = checkpoint.best_row
+    history = {name: [float(x) for x in values] for name, values in history.items()}
+    score = history[run.recipe.objective.monitor.metric][row]
+    return Training(run.model, history, score)
 
 
 def _to_numpy(value):
