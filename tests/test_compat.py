@@ -106,7 +106,6 @@ def private_uses(sources: dict[str, str]) -> list[str]:
     ]
 
 
-@pytest.mark.backend_free
 def test_private_attributes_are_read_in_compat_alone():
     sources = {
         path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
@@ -116,7 +115,6 @@ def test_private_attributes_are_read_in_compat_alone():
     assert private_uses(sources) == []
 
 
-@pytest.mark.backend_free
 def test_a_planted_use_is_seen():
     sources = {
         "a.py": "class A:\n    def _own(self):\n        self._x = self._tracker",

@@ -18,7 +18,6 @@ from keras_moe import files
 from keras_moe.files import FolderInUse, locked
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.backend_free
 
 
 def test_what_is_written_is_there_as_a_whole(tmp_path):

@@ -14,8 +14,6 @@ from keras_moe.processes import (
     gathered_batch,
 )
 
-pytestmark = pytest.mark.backend_free
-
 
 def test_objects_cannot_be_gathered():
     with pytest.raises(ValueError, match="arrays of numbers; received: dtype=object"):

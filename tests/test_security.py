@@ -16,8 +16,6 @@ RUN_CODE_MODULES = {"pickle", "cPickle", "dill", "joblib", "marshal", "shelve"}
 # Keywords with the one value that keeps code from running.
 SAFE = {"allow_pickle": False, "safe_mode": True, "weights_only": True}
 
-pytestmark = pytest.mark.backend_free
-
 
 def breaches(source: str) -> list[str]:
     """Returns a line for each place that would run loaded code."""

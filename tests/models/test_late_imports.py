@@ -9,8 +9,6 @@ import pytest
 
 from keras_moe.models.late_imports import loaded_on_demand
 
-pytestmark = pytest.mark.backend_free
-
 NAME = "late_example"
 
 

@@ -120,7 +120,6 @@ def test_large_gradients_are_not_clipped():
     np.testing.assert_allclose(to_numpy(weight), -np.sqrt(1000), rtol=1e-4)
 
 
-@pytest.mark.backend_free
 def test_memory_beside_adam():
     shapes = {"experts/hidden_kernel": (8, 64, 256), "experts/hidden_bias": (8, 256)}
     weights = [variable(p, np.zeros(s, "float32")) for p, s in shapes.items()]
@@ -168,7 +167,6 @@ def test_state_is_saved_with_the_model(tmp_path):
         np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     "argument",
     [

@@ -12,7 +12,6 @@ from tests.training.ends import Ends
 from tests.training.recipe_settings import changed, noise, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
-backend_free = pytest.mark.backend_free
 SCORES = [0.1, 0.5, 0.4, 0.5, 0.6, 0.2, 0.1]
 
 
@@ -78,7 +77,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("ema_momentum", [None, 0.9])
 def test_a_killed_run_stops_and_finds_its_best_epoch_like_another(
     tmp_path, ema_momentum
@@ -110,7 +108,6 @@ def test_a_killed_run_stops_and_finds_its_best_epoch_like_another(
     )
 
 
-@backend_free
 def test_the_best_epoch_is_kept_beside_the_newest(tmp_path):
     newest = run(tmp_path, recipe(monitor="score", best="keep"), keep_checkpoints=1)
     assert names(tmp_path) == ["step-00000035", "step-00000042"]
@@ -127,7 +124,6 @@ def test_the_best_epoch_is_kept_beside_the_newest(tmp_path):
         assert not checkpoint.restore_best(newest.model)
 
 
-@backend_free
 def test_one_process_of_several_restores_the_best_once_it_is_alone(
     tmp_path, monkeypatch
 ):
@@ -141,7 +137,6 @@ def test_one_process_of_several_restores_the_best_once_it_is_alone(
     assert actual.score == expected.history["val_accuracy"][-1]
 
 
-@backend_free
 def test_a_best_checkpoint_that_cannot_be_written_leaves_the_one_before(
     tmp_path, monkeypatch
 ):
@@ -160,7 +155,6 @@ def test_a_best_checkpoint_that_cannot_be_written_leaves_the_one_before(
     assert actual.score == actual.history["val_accuracy"][1]
 
 
-@backend_free
 def test_what_is_better():
     def rows(values, **options):
         best = BestEpoch("x/y", **options)
@@ -183,7 +177,6 @@ def test_what_is_better():
     assert BestEpoch("val_accuracy").mode == "max"
 
 
-@backend_free
 @pytest.mark.parametrize(
     ("monitor", "reason"),
     [("few_shot/10_sht", "never came"), ("score/nan", "was always NaN")],
@@ -203,7 +196,6 @@ def test_a_run_without_a_best_epoch_says_so(tmp_path, monitor, reason):
     assert actual.score == actual.history["val_accuracy"][-1]
 
 
-@backend_free
 def test_bad_settings(tmp_path):
     for settings, message in (
         ({"best": "newest"}, "best='newest'"),
@@ -227,7 +219,6 @@ def test_bad_settings(tmp_path):
         recipe(schedule_steps=10).learning_rate(7)
 
 
-@backend_free
 def test_settings_come_back(tmp_path, monkeypatch):
     mine = recipe(
         monitor="val_loss",
@@ -257,7 +248,6 @@ def test_settings_come_back(tmp_path, monkeypatch):
 # Longer runs
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("short", "long"),
     [
@@ -290,7 +280,6 @@ def test_a_longer_run_is_the_one_that_had_been_longer(tmp_path, short, long):
         run(tmp_path, changed(mine, epochs=4, learning_rate=0.5), extend=True)
 
 
-@backend_free
 def test_a_schedule_that_begins_again_is_told(tmp_path):
     run(tmp_path, recipe(epochs=2))
     message = r"step 14 the learning rate goes from 0 to 0\.00\d+, .*21 steps.*steps=14"
@@ -300,7 +289,6 @@ def test_a_schedule_that_begins_again_is_told(tmp_path):
     assert int(actual.model.optimizer.iterations) == 21
 
 
-@backend_free
 def test_a_run_that_ended_within_an_epoch_goes_on(tmp_path):
     settings = {"decay": "constant", "epochs": None}
     run(tmp_path, recipe(steps=9, **settings))
@@ -314,7 +302,6 @@ def test_a_run_that_ended_within_an_epoch_goes_on(tmp_path):
     assert actual.history["val_loss"][-1] == whole.history["val_loss"][-1]
 
 
-@backend_free
 def test_a_run_that_stopped_early_goes_on_with_more_patience(tmp_path):
     run(tmp_path, recipe(monitor="score", patience=1))
     mine = recipe(monitor="score", patience=2)
@@ -323,7 +310,6 @@ def test_a_run_that_stopped_early_goes_on_with_more_patience(tmp_path):
     assert len(actual.history["score"]) == 4
 
 
-@backend_free
 def test_rows_of_an_extended_run_are_those_of_its_whole_history(tmp_path):
     run(tmp_path, recipe(epochs=2, decay="constant"))
     run(tmp_path, recipe(epochs=4, decay="constant", patience=5), extend=True)

@@ -18,7 +18,6 @@ from keras_moe.training import checkpoint_files, checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 to_numpy = keras.ops.convert_to_numpy
-backend_free = pytest.mark.backend_free
 
 
 @pytest.fixture
@@ -89,7 +88,6 @@ def test_what_is_saved_comes_back(tmp_path, kind):
     assert (checkpoint_files.is_orbax(actual.path)) == (kind == "orbax")
 
 
-@backend_free
 def test_the_newest_and_chosen_ones_are_kept(tmp_path, kind):
     for step in range(6):
         save(tmp_path, step, keep=2, keep_every=3, keep_steps=(1,))
@@ -110,7 +108,6 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@backend_free
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -134,7 +131,6 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, name, damage):
     assert training.find_checkpoint(tmp_path).state == {"seed": 4}
 
 
-@backend_free
 def test_an_unfinished_checkpoint_of_orbax_is_skipped(tmp_path, by_orbax):
     for step in (1, 2):
         save(tmp_path, step, seed=step)
@@ -146,7 +142,6 @@ def test_an_unfinished_checkpoint_of_orbax_is_skipped(tmp_path, by_orbax):
         training.find_checkpoint(tmp_path)
 
 
-@backend_free
 @pytest.mark.parametrize("group", ["../outside", "in/outside", "link", ".."])
 def test_names_outside_the_folder_are_refused(tmp_path, group):
     path = save(tmp_path, 1)
@@ -163,7 +158,6 @@ def test_names_outside_the_folder_are_refused(tmp_path, group):
         training.open_checkpoint(path)
 
 
-@backend_free
 @pytest.mark.parametrize(
     "text",
     [
@@ -185,7 +179,6 @@ def test_states_of_another_kind_do_not_hide_older_checkpoints(tmp_path, text):
         assert training.find_checkpoint(tmp_path).step == 1
 
 
-@backend_free
 @pytest.mark.parametrize(
     "content",
     [
@@ -202,7 +195,6 @@ def test_arrays_of_another_kind_are_refused(tmp_path, content):
         restored(checkpoint)
 
 
-@backend_free
 def test_if_all_are_damaged_nothing_starts_over_by_itself(tmp_path):
     assert training.find_checkpoint(tmp_path) is None
     cut(save(tmp_path, 1) / "state.json")
@@ -210,7 +202,6 @@ def test_if_all_are_damaged_nothing_starts_over_by_itself(tmp_path):
         training.find_checkpoint(tmp_path)
 
 
-@backend_free
 @pytest.mark.parametrize("failing", ["os.fsync", "os.rename", "save_file"])
 def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch, failing):
     save(tmp_path, 1, seed=1)
@@ -228,7 +219,6 @@ def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch, fai
     assert_same(restored(training.find_checkpoint(tmp_path)), variables(1))
 
 
-@backend_free
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch, kind):
     save(tmp_path, 1, seed=1)
     usage = shutil.disk_usage(tmp_path)
@@ -241,7 +231,6 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch
     assert training.find_checkpoint(tmp_path).state == {"seed": 1}
 
 
-@backend_free
 def test_a_failed_write_of_orbax_leaves_the_checkpoints_before(
     tmp_path, monkeypatch, by_orbax
 ):
@@ -292,7 +281,6 @@ print("WARNINGS", [str(x.message) for x in told if "checkpoint" in str(x.message
 """
 
 
-@backend_free
 def test_a_run_goes_on_when_the_disk_is_full(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path / "run")],
@@ -309,7 +297,6 @@ def test_a_run_goes_on_when_the_disk_is_full(tmp_path):
     assert names(tmp_path / "run") == []
 
 
-@backend_free
 def test_what_interrupted_writes_left_is_deleted_at_the_next_start(tmp_path):
     kept, run = tmp_path / "kept", tmp_path / "run"
     save(kept, 1)
@@ -334,7 +321,6 @@ def test_what_interrupted_writes_left_is_deleted_at_the_next_start(tmp_path):
     assert names(kept) == ["step-00000001"]
 
 
-@backend_free
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
     save(tmp_path, 1)
@@ -344,7 +330,6 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, value):
     assert names(tmp_path) == ["step-00000001"]
 
 
-@backend_free
 def test_other_variables_are_refused(tmp_path):
     save(tmp_path, 1)
     checkpoint = training.find_checkpoint(tmp_path)
@@ -362,7 +347,6 @@ def test_other_variables_are_refused(tmp_path):
             checkpoint.restore({"model": [other, *variables()[1:]]})
 
 
-@backend_free
 def test_nothing_that_is_read_can_run_code(tmp_path):
     assert names(save(tmp_path, 1)) == [
         "model.safetensors",
@@ -371,7 +355,6 @@ def test_nothing_that_is_read_can_run_code(tmp_path):
     ]
 
 
-@backend_free
 def test_remote_folders_are_read_by_orbax(tmp_path, monkeypatch):
     pytest.importorskip("orbax.checkpoint")
     for name in ("gs://bucket/run", Path("gs://bucket/run")):
@@ -423,7 +406,6 @@ def run(folder, epochs, end_at=None):
     return model, checkpoint.history
 
 
-@backend_free
 def test_a_run_resumes_exactly(tmp_path, kind):
     expected, history = run(tmp_path / "whole", 3)
     with pytest.raises(KeyboardInterrupt):
@@ -433,7 +415,6 @@ def test_a_run_resumes_exactly(tmp_path, kind):
     assert_same(actual.variables, expected.variables)
 
 
-@backend_free
 def test_a_checkpoint_of_no_run_is_refused_by_a_run(tmp_path):
     model = small_model()
     groups = {"model": model.variables, "optimizer": model.optimizer.variables}
@@ -446,7 +427,6 @@ def test_a_checkpoint_of_no_run_is_refused_by_a_run(tmp_path):
         branch.restore(model)
 
 
-@backend_free
 def test_a_state_is_json(tmp_path):
     model = small_model()
     with pytest.raises(ValueError, match=r"that JSON can hold; .*state=\{'x': <"):
@@ -454,7 +434,6 @@ def test_a_state_is_json(tmp_path):
     assert training.find_checkpoint(tmp_path) is None
 
 
-@backend_free
 def test_your_own_settings_may_have_any_names(tmp_path):
     settings = {"preset": "vmoe_b16", "note": "mine"}
 
@@ -490,7 +469,6 @@ RECIPE = training.Recipe(
 )
 
 
-@backend_free
 def test_a_second_training_is_refused_before_it_touches_the_first(tmp_path):
     folder = tmp_path / "run"
     with training.run_lock(folder):
@@ -503,7 +481,6 @@ def test_a_second_training_is_refused_before_it_touches_the_first(tmp_path):
     assert names(folder) == ["step-00000001"]
 
 
-@backend_free
 def test_processes_that_train_one_model_share_its_folder(tmp_path, monkeypatch):
     with training.run_lock(tmp_path):
         monkeypatch.setattr(processes, "process_shard", lambda: (1, 2))
@@ -515,7 +492,6 @@ def test_processes_that_train_one_model_share_its_folder(tmp_path, monkeypatch):
             assert names(tmp_path) == [".run.lock"]
 
 
-@backend_free
 def test_a_remote_folder_is_not_locked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("gs://bucket/run", Path("gs://bucket/run")):

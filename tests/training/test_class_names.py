@@ -8,7 +8,7 @@ from keras_moe import data
 from keras_moe.training import Datasets, train
 from tests.training.recipe_settings import short_recipe
 
-pytestmark = [pytest.mark.backend_free, pytest.mark.usefixtures("op_by_op")]
+pytestmark = pytest.mark.usefixtures("op_by_op")
 
 # One name for each digit.
 NAMES = tuple("abcdefghij")

@@ -9,7 +9,6 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from keras_moe.training.run_settings import run_settings
 
 from keras_moe import data, models
 from keras_moe.losses import SigmoidContrastiveLoss, SoftmaxContrastiveLoss
@@ -25,7 +24,6 @@ from tests.training.ends import Ends
 from tests.training.pair_folder import write_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
-backend_free = pytest.mark.backend_free
 TINY = {
     "image_shape": [8, 8, 3],
     "patch_size": 4,
@@ -124,7 +122,6 @@ train(recipe(source), checkpoint_dir=folder, checkpoint_every=1, callbacks=[Kill
 """
 
 
-@backend_free
 def test_a_killed_run_keeps_its_vocabulary_and_goes_on(folder, tmp_path):
     options = {"verbose": 0, "checkpoint_every": 1}
     whole = train(recipe(folder), checkpoint_dir=tmp_path / "whole", **options)
@@ -146,7 +143,6 @@ def test_a_killed_run_keeps_its_vocabulary_and_goes_on(folder, tmp_path):
         np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (one, other)))
 
 
-@backend_free
 def test_pairs_of_ones_own_and_a_loss_that_is_not_finite(folder):
     mine = recipe(folder, **{"schedule.epochs": 1})
     model = mine.new_model(None)
@@ -161,7 +157,6 @@ def test_pairs_of_ones_own_and_a_loss_that_is_not_finite(folder):
         train(mine, bad, verbose=0)
 
 
-@backend_free
 def test_tokenizers(folder, tmp_path):
     mine = recipe(folder)
     model = mine.new_model(None)
@@ -214,7 +209,6 @@ def test_tokenizers(folder, tmp_path):
             Contrastive(tokenizer=name).prepare(model, mine.data)
 
 
-@backend_free
 def test_the_loss_is_the_models_or_that_of_the_settings(folder):
     model = recipe(folder).new_model(None)
     settings = {"chunk_size": 2, "similarity_dtype": "bfloat16", "multi_positive": True}
@@ -231,7 +225,6 @@ def test_the_loss_is_the_models_or_that_of_the_settings(folder):
         mine.compile(model, 2)
 
 
-@backend_free
 def test_captions_of_training_and_of_the_evaluation(folder):
     mine = recipe(folder, **{"objective.evaluation_batch_size": 9})
     model = mine.new_model(None)
@@ -264,7 +257,6 @@ def test_captions_of_training_and_of_the_evaluation(folder):
         large.datasets(model)
 
 
-@backend_free
 def test_a_mixture_is_trained_and_its_first_source_evaluated(folder):
     mine = recipe(
         folder,
@@ -295,7 +287,6 @@ def test_a_mixture_is_trained_and_its_first_source_evaluated(folder):
     assert "language" not in options
 
 
-@backend_free
 def test_settings_come_back(tmp_path):
     mixed = {"tfds:coco_captions": 3, "emoji": 1.5}
     mine = recipe(
@@ -318,16 +309,13 @@ def test_settings_come_back(tmp_path):
         tokenizer="clip", chunk_size=128, evaluation_batch_size=8
     )
     # Bad pairs are met where they are read: there is no search before a run.
-    assert "unreadable_images" not in run_settings(mine)
-    # Recipes of classes have no settings of pairs, and neither have their checkpoints.
-    settings = load_recipe("vmoe_digits").settings()
-    assert not {f"data.{name}" for name in mine.data.pair_options()} & set(settings) - {
-        "data.unreadable"
-    }
+    assert mine.data.left_out() is None
+    # Recipes of classes have no settings of pairs.
+    with pytest.raises(ValueError, match="received: captions='first'"):
+        load_recipe("vmoe_digits", **{"data.captions": "first"})
     assert mine.data.replace(source="emoji").source == "emoji"
 
 
-@backend_free
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -17,7 +17,6 @@ from keras_moe.training.checkpoint_files import is_orbax
 ROOT = Path(__file__).resolve().parents[2]
 
 pytest.importorskip("orbax.checkpoint")
-pytestmark = pytest.mark.backend_free
 
 
 def arrays_of(checkpoint):

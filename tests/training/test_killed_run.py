@@ -6,13 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from keras_moe import training
 
 ROOT = Path(__file__).resolve().parents[2]
-
-pytestmark = pytest.mark.backend_free
 
 
 def test_a_run_killed_at_random_moments_goes_on_bit_for_bit(tmp_path):

@@ -66,7 +66,6 @@ def test_probabilities_are_their_logits():
     assert np.isfinite(float(metric.result()))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("sparse_labels", [False, True])
 def test_fit_reports_them(sparse_labels):
     dense, sparse, logits, weights = drawn()
@@ -99,7 +98,6 @@ def test_fit_reports_them(sparse_labels):
     )
 
 
-@pytest.mark.backend_free
 def test_configs_and_bad_input():
     for metric in (
         PrecisionAt1(sparse_labels=True, name="p"),

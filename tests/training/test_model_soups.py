@@ -16,7 +16,6 @@ from keras_moe.training import (
 )
 from tests.training.recipe_settings import short_recipe
 
-backend_free = pytest.mark.backend_free
 to_numpy = keras.ops.convert_to_numpy
 
 
@@ -64,7 +63,6 @@ def greedily(target, replacement):
         last = value(chosen)
 
 
-@backend_free
 @pytest.mark.parametrize("replacement", [True, False])
 def test_rounds_of_the_greedy_search(replacement):
     for target in ((1.4, 0.3), (1.1, 1.9), (0.0, 0.0)):
@@ -80,7 +78,6 @@ def test_rounds_of_the_greedy_search(replacement):
         assert closeness(target)(model) == pytest.approx(soup.scores[-1], abs=1e-5)
 
 
-@backend_free
 def test_the_best_of_all_mixtures():
     # Twice the first and once the second is the target: no other mixture of three is
     # as good, and the greedy search finds it.
@@ -109,7 +106,6 @@ def test_the_best_of_all_mixtures():
     assert short.ingredients == (0, 1)
 
 
-@pytest.mark.backend_free
 def test_files_of_every_kind(tmp_path, op_by_op):
     """Each alone is the checkpoint; and what is no float is not averaged."""
     settings = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "num_heads": 2}
@@ -158,7 +154,6 @@ def test_files_of_every_kind(tmp_path, op_by_op):
         assert to_numpy(seed).tolist() == value
 
 
-@backend_free
 def test_an_error_leaves_the_model_as_it_was(tmp_path):
     model = point_model()
     before = model.get_weights()
@@ -191,7 +186,6 @@ def test_an_error_leaves_the_model_as_it_was(tmp_path):
         np.testing.assert_array_equal(model.get_weights()[0], before[0])
 
 
-@backend_free
 def test_quantised_models_are_refused():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.quantize("int8")
@@ -214,7 +208,6 @@ RUN = {
 }
 
 
-@backend_free
 def test_branches_of_a_run():
     run = short_recipe(name="run", **RUN)
     branch = cooldown_branch(run, 600, 80, data={"source": "folder:other"})
@@ -229,7 +222,6 @@ def test_branches_of_a_run():
     assert cooldown_branch(epochs, 500, 10).schedule.epochs is None
 
 
-@backend_free
 def test_what_is_no_branch_is_refused():
     run = short_recipe(name="run", **RUN)
     cosine = run.replace(schedule={"decay": "cosine", "cooldown_steps": 0})
@@ -243,7 +235,6 @@ def test_what_is_no_branch_is_refused():
             cooldown_branch(recipe, *arguments)
 
 
-@pytest.mark.backend_free
 def test_checkpoints_of_a_run_make_a_soup(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")])
     for step, value in enumerate((1.0, 3.0)):

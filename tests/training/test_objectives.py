@@ -22,7 +22,6 @@ from keras_moe.training import (
 )
 from tests.training.ends import Ends
 
-backend_free = pytest.mark.backend_free
 SMALL = {"num_layers": 2, "hidden_dim": 8, "mlp_dim": 8, "image_shape": (8, 8, 1)}
 
 
@@ -73,7 +72,6 @@ def recipe(**objective):
     )
 
 
-@pytest.mark.backend_free
 def test_an_objective_from_outside_trains(tmp_path):
     mine = recipe(scale=3.0)
     assert mine.objective == Brightness(scale=3.0)
@@ -107,14 +105,12 @@ def test_an_objective_from_outside_trains(tmp_path):
     assert again.history == actual.history
 
 
-@backend_free
 def test_a_loss_of_it_that_is_not_finite_says_where():
     mine = recipe(scale=1e30).replace(schedule={"best": None})
     with pytest.raises(ValueError, match="The first NaN or Inf was in the loss"):
         train(mine, verbose=0)
 
 
-@backend_free
 def test_train_knows_no_objective_by_name():
     names = {cls.__name__ for cls in (Classification, MultiLabel)}
     names |= {cls.name for cls in (Classification, MultiLabel)}
@@ -130,7 +126,6 @@ def test_train_knows_no_objective_by_name():
         assert not words & names, file
 
 
-@backend_free
 def test_what_is_no_objective_is_refused():
     class NoDataclass(Objective):
         monitor = Monitor("val_loss", "min")
@@ -153,7 +148,6 @@ def test_what_is_no_objective_is_refused():
         recipe().replace(**{"objective.name": "test_none"})
 
 
-@backend_free
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -171,7 +165,6 @@ def test_several_labels_are_checked_at_the_door(settings, message):
         recipe().replace(objective={"name": "multi_label", **settings})
 
 
-@backend_free
 def test_a_hierarchy_determines_the_classes(tmp_path):
     path = tmp_path / "classes.json"
     path.write_text('{"classes": ["plant", "tree"], "parents": {"tree": ["plant"]}}')
@@ -184,7 +177,6 @@ def test_a_hierarchy_determines_the_classes(tmp_path):
         assert objective.class_names(config)[:2] == ("0", "1")
 
 
-@backend_free
 def test_a_metric_to_monitor_replaces_the_objectives():
     several = recipe().replace(
         objective={"name": "multi_label"}, schedule={"patience": 1, "best": None}
@@ -197,7 +189,6 @@ def test_a_metric_to_monitor_replaces_the_objectives():
     assert (best.monitor, best.mode) == ("val_error", "min")
 
 
-@backend_free
 def test_models_know_nothing_of_training():
     model = models.from_preset(
         "vmoe_digits", num_classes=3, **SMALL, load_weights=False

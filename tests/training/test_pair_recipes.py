@@ -12,7 +12,6 @@ from keras_moe.training import Contrastive, cooldown_branch, list_recipes, load_
 from keras_moe.training.optimizers import group_factors
 from tests.symbolic import symbolic_model
 
-pytestmark = pytest.mark.backend_free
 SIZES = ("s32", "s16", "b32", "b16", "l32", "l16")
 EMOJI = ("limoe_emoji", "clip_emoji", "clip_up_emoji")
 # Peak, batch, steps, epochs, warm-up, decay, cooldown, weight decay, its factor,

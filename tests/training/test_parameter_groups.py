@@ -13,7 +13,6 @@ from keras_moe.training import (
 from keras_moe.training.optimizers import NAMED_GROUPS, OPTIMIZERS, group_factors
 from tests.symbolic import symbolic_model
 
-backend_free = pytest.mark.backend_free
 to_numpy = keras.ops.convert_to_numpy
 
 
@@ -44,7 +43,6 @@ GROUPS = [
 # Which weights
 
 
-@backend_free
 def test_the_first_match_counts():
     paths = ["one/kernel", "one/bias", "two/kernel", "two/bias"]
     actual = group_factors(GROUPS, paths)
@@ -56,7 +54,6 @@ def test_the_first_match_counts():
     ]
 
 
-@backend_free
 @pytest.mark.parametrize(
     ("preset", "arguments", "names"),
     [
@@ -92,7 +89,6 @@ def test_names_of_groups(preset, arguments, names):
         assert not groups["experts"] & groups["router"]
 
 
-@backend_free
 def test_what_is_no_group_is_refused():
     make = optimizer_class("adamw")
     for groups, message in (
@@ -250,7 +246,6 @@ def test_a_compiled_model_keeps_its_groups(tmp_path):
         np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
 
 
-@backend_free
 def test_names_of_optimizers():
     assert optimizer_class("AdamW") is optimizer_class("adamw")
     assert optimizer_class("vitg_adafactor") is ViTGAdafactor

@@ -2,12 +2,9 @@
 
 import keras
 import numpy as np
-import pytest
 
 from keras_moe import training
 from keras_moe.training.callbacks import Progress, ProgressCallback, StopAfterBatches
-
-pytestmark = pytest.mark.backend_free
 
 X = np.ones((6, 1), "float32")
 

@@ -27,7 +27,6 @@ from keras_moe.training.optimizers import group_factors
 from tests.symbolic import symbolic_model
 from tests.training.recipe_settings import changed, short_recipe
 
-backend_free = pytest.mark.backend_free
 to_numpy = keras.ops.convert_to_numpy
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -70,7 +69,6 @@ def linear(monkeypatch):
 # The files
 
 
-@backend_free
 def test_table_7():
     mixer, clip = load_recipe("mumoe_mixer_s16"), load_recipe("mumoe_clip_b32")
     for actual, expected in (
@@ -101,7 +99,6 @@ def test_table_7():
     assert clip.data.augment == ["random_resized_crop"]
 
 
-@backend_free
 def test_celeb_a_is_the_papers():
     actual = load_recipe("mumoe_celeb_a")
     head = actual.model.overrides["head"]
@@ -130,7 +127,6 @@ PUBLISHED = {
 }
 
 
-@backend_free
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_settings(name):
     actual = load_recipe(name)
@@ -155,7 +151,6 @@ def test_published_settings(name):
     assert schedule.timescale == 10_000
 
 
-@backend_free
 def test_published_mixing_and_heads():
     strengths = {}
     for name in ("vmoe_b16_i21k", "vmoe_s32_i1k"):
@@ -186,7 +181,6 @@ def test_published_mixing_and_heads():
     assert load_recipe("routers_jft").optimizer.groups == []
 
 
-@backend_free
 @pytest.mark.parametrize("name", list_recipes())
 def test_shipped_recipes_make_models(name):
     """All that a run needs but the data, with no weight in memory."""
@@ -221,7 +215,6 @@ def test_shipped_recipes_make_models(name):
         assert factors.weight_decay == (100.0 if head else float(decays)), path
 
 
-@backend_free
 def test_a_recipe_is_its_file(tmp_path):
     nested = {"head": {"name": "mumoe", "num_experts": [4, 2]}}
     settings = {"augment": ["flip", {"name": "mixup", "alpha": 0.5}]}
@@ -240,7 +233,6 @@ def test_a_recipe_is_its_file(tmp_path):
         first.save(tmp_path / "mine.toml")
 
 
-@backend_free
 def test_overrides():
     mixer = load_recipe("mumoe_mixer_s16", **{"model.num_layers": 2})
     assert mixer.model.overrides["num_layers"] == 2
@@ -258,7 +250,6 @@ def test_overrides():
     assert mixer.replace(schedule=slow, seed=3).seed == 3
 
 
-@backend_free
 def test_nested_overrides():
     clip = load_recipe(
         "mumoe_clip_b32",
@@ -282,7 +273,6 @@ def test_nested_overrides():
         clip.replace(**{"schedule.epochs.more": 1})
 
 
-@backend_free
 def test_another_objective_has_its_own_settings():
     several = recipe(objective={"name": "multi_label", "max_labels": 4})
     assert several.objective == MultiLabel(max_labels=4)
@@ -296,7 +286,6 @@ def test_another_objective_has_its_own_settings():
 # Schedule and optimizer
 
 
-@backend_free
 @pytest.mark.parametrize("warmup", [0, 20])
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_learning_rates(decay, warmup):
@@ -318,7 +307,6 @@ def test_learning_rates(decay, warmup):
         np.testing.assert_allclose(rates, [expected(s) for s in steps], atol=1e-6)
 
 
-@backend_free
 def test_a_warm_up_as_long_as_the_run_is_refused():
     mixer = load_recipe("mumoe_mixer_s16", schedule={"epochs": 2})
     message = r"2 steps .epochs=2, 1 batches .*; received: warmup_steps=10000"
@@ -355,7 +343,6 @@ def test_gradients_are_clipped_together():
     assert norm == pytest.approx(0.1 * 0.5, rel=1e-4)
 
 
-@backend_free
 def test_the_optimizer_is_the_recipes():
     mine = recipe(
         dtype="mixed_float16",
@@ -381,7 +368,6 @@ def test_the_optimizer_is_the_recipes():
     assert chosen == ["auto"]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("augment", [(), ("mixup",)], ids=["numbers", "vectors"])
 def test_several_labels_and_their_hierarchy(augment, tmp_path):
     digits = [str(digit) for digit in range(10)]
@@ -416,7 +402,6 @@ def test_several_labels_and_their_hierarchy(augment, tmp_path):
     assert actual.history["val_loss"][-1] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.backend_free
 def test_groups_and_decay_reach_the_optimizer():
     model = linear_model()
     mine = recipe(
@@ -461,7 +446,6 @@ def fitted(mine, count=1024):
     return model, history["val_loss"], loss
 
 
-@pytest.mark.backend_free
 def test_a_run_of_steps_ends_there():
     mine = recipe(epochs=None, steps=20, batch_size=64, gradient_accumulation_steps=2)
     assert mine.total_steps(32) == 20
@@ -490,7 +474,6 @@ def test_averages_are_evaluated_and_kept():
     assert averaged_losses[-1] == pytest.approx(loss, rel=1e-5)
 
 
-@backend_free
 def test_epochs_and_steps_take_each_others_place():
     run = recipe(epochs=None, steps=10)
     two = changed(run, epochs=2).schedule
@@ -502,7 +485,6 @@ def test_epochs_and_steps_take_each_others_place():
 # Training
 
 
-@pytest.mark.backend_free
 def test_training_with_mixed_labels(linear):
     mine = recipe(
         augment=[{"name": "mixup", "alpha": 1.0}], epochs=2, learning_rate=0.05
@@ -535,7 +517,6 @@ def test_training_with_mixed_labels(linear):
     assert again.history == actual.history
 
 
-@backend_free
 def test_datasets_begin_at_a_step():
     mine = recipe(augment=["flip", "mixup"])
     whole = list(mine.datasets(linear_model()).train.take(13).as_numpy_iterator())
@@ -555,7 +536,6 @@ def test_a_loss_that_is_not_finite_ends_the_training(linear):
 # Errors
 
 
-@backend_free
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -589,7 +569,6 @@ def test_settings_out_of_range_are_refused(settings, message):
         recipe(**settings)
 
 
-@backend_free
 def test_what_does_not_fit_is_refused(tmp_path):
     def refused(message, function, *arguments, **settings):
         with pytest.raises(ValueError, match=message):

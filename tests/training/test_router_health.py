@@ -69,7 +69,6 @@ def test_every_router_has_figures(name):
         assert inference.measure()["router/dropped"] == 0
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("mask_padding", [True, False])
 def test_pairs_have_figures_by_modality(mask_padding):
     blocks = {k: x for k, x in VIT.items() if k not in ("image_shape", "patch_size")}
@@ -172,7 +171,6 @@ def _events(folder, hidden_from):
     return values
 
 
-@pytest.mark.backend_free
 def test_a_collapse_is_told():
     model = classifier(noise_std=0.0)
     router = model.backbone.get_layer("block_1").feed_forward.router
@@ -186,7 +184,6 @@ def test_a_collapse_is_told():
     assert health.layers[0]["dead_experts"] == 0.5
 
 
-@pytest.mark.backend_free
 def test_what_was_measured_goes_on_with_the_run(tmp_path):
     path = tmp_path / "health.csv"
     health = training.RouterHealth(IMAGES[:4], csv_path=path, min_entropy=0.0)
@@ -201,7 +198,6 @@ def test_what_was_measured_goes_on_with_the_run(tmp_path):
     assert again.records == health.records[:1]
 
 
-@pytest.mark.backend_free
 def test_a_run_that_goes_on_hides_the_events_of_steps_made_again(tmp_path):
     model, hidden_from = classifier(), []
     for step in (3, 2):
@@ -215,7 +211,6 @@ def test_a_run_that_goes_on_hides_the_events_of_steps_made_again(tmp_path):
     assert sorted(hidden_from) == [2, 3]
 
 
-@pytest.mark.backend_free
 def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX")
     path, board = tmp_path / "health.csv", tmp_path / "board"
@@ -255,14 +250,12 @@ def test_a_full_disk_costs_figures_of_no_run(tmp_path, monkeypatch):
     assert {step for _, step in _events(board, [])} == {1, 2, 3}
 
 
-@pytest.mark.backend_free
 def test_tensorboard_names_the_package_that_it_needs(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"keras_moe\[tensorboard\]"):
         training.RouterHealth(IMAGES[:4], tensorboard=tmp_path)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -279,7 +272,6 @@ def test_health_checks_its_arguments(options, message):
         training.RouterHealth(**{"images": IMAGES, **options})
 
 
-@pytest.mark.backend_free
 def test_what_cannot_be_evaluated_is_refused():
     with pytest.raises(ValueError, match=r"at least one evaluator; .*evaluators=\{\}"):
         training.PeriodicEvaluation({})

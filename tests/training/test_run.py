@@ -10,7 +10,6 @@ from tests.training.ends import Ends
 from tests.training.recipe_settings import noise, short_recipe
 
 to_numpy = keras.ops.convert_to_numpy
-backend_free = pytest.mark.backend_free
 
 
 def tokens_model(self=None, num_classes=10):
@@ -67,7 +66,7 @@ def run(folder, *callbacks, every=3, mine=None, **options):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, marks=backend_free),
+        {},
         # 14 batches of 96 in an epoch; the run ends within the second.
         {
             "epochs": None,
@@ -104,7 +103,6 @@ def test_a_run_goes_on_as_if_it_had_not_ended(small, tmp_path, settings):
     )
 
 
-@backend_free
 def test_a_branch_is_the_run_until_it_leaves_it(quick, tmp_path):
     long = recipe(decay="constant", epochs=None, steps=12)
     run(tmp_path / "long", mine=long, keep_checkpoints=9)
@@ -127,7 +125,6 @@ def test_a_branch_is_the_run_until_it_leaves_it(quick, tmp_path):
         train(branch, branch_from=start)
 
 
-@backend_free
 def test_early_stopping_ends_a_run_for_good(quick, tmp_path):
     stop = keras.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=100.0)
     mine = recipe(epochs=4)
@@ -139,7 +136,6 @@ def test_early_stopping_ends_a_run_for_good(quick, tmp_path):
     assert run(tmp_path, Ends(0), mine=mine).history == first.history
 
 
-@backend_free
 def test_another_recipe_is_refused_by_its_differences(quick, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, Ends(4))
@@ -154,14 +150,12 @@ def test_another_recipe_is_refused_by_its_differences(quick, tmp_path):
     assert len(again.history["loss"]) == 2
 
 
-@backend_free
 def test_datasets_of_ones_own_must_say_where_they_begin(small, tmp_path):
     datasets = recipe().datasets(tokens_model())
     with pytest.raises(ValueError, match="Expected a function from steps to datasets"):
         run(tmp_path, datasets=datasets)
 
 
-@backend_free
 def test_another_version_is_told(quick, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, Ends(4))
@@ -257,7 +251,6 @@ def test_a_gradient_that_is_not_finite_is_found():
     assert np.isfinite(model.train_on_batch(X, Y)[0])
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("every", [None, 2])
 def test_a_run_says_where_it_went_wrong(monkeypatch, tmp_path, every):
     def model_with_root(self, num_classes):
@@ -307,7 +300,6 @@ class _FallsToZero(keras.layers.Layer):
         return x + 0.0 * keras.ops.log(keras.ops.stop_gradient(self.left))
 
 
-@backend_free
 def test_checkpoints_to_keep_and_averages_to_look_at(quick, tmp_path):
     seen = []
 

@@ -7,8 +7,6 @@ import pytest
 
 from keras_moe.training import WarmupCooldown, warmup_schedule
 
-pytestmark = pytest.mark.backend_free
-
 
 def rates(schedule, steps):
     return [float(schedule(step)) for step in steps]

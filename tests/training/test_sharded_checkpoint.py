@@ -11,7 +11,6 @@ from keras_moe import training
 from tests.forks import run_script
 
 pytest.importorskip("orbax.checkpoint")
-pytestmark = pytest.mark.backend_free
 
 
 def test_two_processes_write_a_checkpoint_that_any_layout_reads(tmp_path):

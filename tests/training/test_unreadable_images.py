@@ -40,7 +40,6 @@ def recipe_of(path, **settings):
     )
 
 
-@pytest.mark.backend_free
 def test_an_image_ends_a_run_by_name_or_is_left_out(path):
     recipe = recipe_of(path)
     with pytest.raises(ValueError, match=f"can be decoded; received: {path}$"):
@@ -52,7 +51,6 @@ def test_an_image_ends_a_run_by_name_or_is_left_out(path):
     assert len(trained.history["val_loss"]) == 1
 
 
-@pytest.mark.backend_free
 def test_a_run_whose_images_are_others_is_refused(path, tmp_path, monkeypatch):
     def run(settings):
         train(settings, verbose=0, checkpoint_dir=tmp_path / "run")

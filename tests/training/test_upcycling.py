@@ -136,7 +136,6 @@ def test_the_function_is_preserved_where_theory_says_so(kind, arguments, preserv
     assert not any("/moe/" in path for path in before)
 
 
-@pytest.mark.backend_free
 def test_experts_are_copies_and_noise_makes_them_differ():
     dense = with_weights(MAKERS["vit"]())
     kernel = by_path(dense)["block_1/mlp/hidden/kernel"]
@@ -155,7 +154,6 @@ def test_experts_are_copies_and_noise_makes_them_differ():
     assert np.abs(noise[0] - noise[1]).max() > 0
 
 
-@pytest.mark.backend_free
 def test_backbones_and_policies():
     backbone = with_weights(MAKERS["vit"](dtype="bfloat16")).backbone
     sparse, report = training.upcycle(backbone, num_experts=2, moe_layers=[0])
@@ -164,7 +162,6 @@ def test_backbones_and_policies():
     assert report.largest_difference < 0.1
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
 def test_the_optimizer_is_carried_over(optimizer):
     dense = MAKERS["vit"]()
@@ -210,7 +207,6 @@ def test_the_optimizer_is_carried_over(optimizer):
     assert int(sparse.optimizer.iterations) == 4
 
 
-@pytest.mark.backend_free
 @pytest.mark.usefixtures("traced")
 def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
     """The upcycled model starts at the dense accuracy, and ends no lower."""
@@ -250,7 +246,6 @@ def test_dense_to_moe_to_fine_tuned_on_real_digits(tmp_path):
     assert end >= start
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -268,7 +263,6 @@ def test_bad_arguments_are_refused(arguments, message):
         training.upcycle(MAKERS["vit"](), **arguments)
 
 
-@pytest.mark.backend_free
 def test_models_that_cannot_be_upcycled_are_refused():
     with pytest.raises(ValueError, match="block_1"):
         training.upcycle(MAKERS["vit"](moe_layers=[1], num_experts=2))
@@ -276,7 +270,6 @@ def test_models_that_cannot_be_upcycled_are_refused():
         training.upcycle(MAKERS["vit"]().backbone, carry_optimizer=True)
 
 
-@pytest.mark.backend_free
 def test_the_report_prints_and_is_plain_data():
     import json
 
@@ -291,7 +284,6 @@ def test_the_report_prints_and_is_plain_data():
     assert json.loads(json.dumps(report.to_dict()))["slots"] == 0
 
 
-@pytest.mark.backend_free
 def test_models_of_keras_hub_are_upcycled():
     import keras_hub
 
@@ -309,7 +301,6 @@ def test_models_of_keras_hub_are_upcycled():
         training.upcycle(keras.Sequential([keras.layers.Dense(2)]))
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_vision_encoders_of_keras_hub_are_upcycled(kind):
     from keras_hub import models as hub
@@ -337,7 +328,6 @@ def compiled(**kwargs):
     return model
 
 
-@pytest.mark.backend_free
 def test_what_was_compiled_is_compiled_alike():
     loss = keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")
     dense = compiled(loss=lambda y, x: loss(y, x), metrics=["accuracy"])
@@ -352,7 +342,6 @@ def test_what_was_compiled_is_compiled_alike():
     assert "accuracy" in result
 
 
-@pytest.mark.backend_free
 def test_accumulated_and_scaled_optimizers_are_carried_over():
     dense = compiled(optimizer=keras.optimizers.Adam(gradient_accumulation_steps=2))
     sparse, _ = training.upcycle(dense, num_experts=2, carry_optimizer=True)
@@ -370,7 +359,6 @@ def test_accumulated_and_scaled_optimizers_are_carried_over():
     assert max(float(keras.ops.max(slot)) for slot in inner._velocities) > 0
 
 
-@pytest.mark.backend_free
 def test_frozen_layers_stay_frozen_and_keep_their_slots():
     dense = compiled()
     dense.backbone.get_layer("block_0").trainable = False
@@ -383,7 +371,6 @@ def test_frozen_layers_stay_frozen_and_keep_their_slots():
     assert report.slots > 2 * len(paths) - 10
 
 
-@pytest.mark.backend_free
 def test_a_dense_models_own_moe_settings_do_not_count():
     dense = MAKERS["vit"](
         num_layers=4, expert_mlp_dim=32, dropless=True, num_selected_experts=1
@@ -394,7 +381,6 @@ def test_a_dense_models_own_moe_settings_do_not_count():
     assert experts.mlp_dim == SIZES["mlp_dim"]
 
 
-@pytest.mark.backend_free
 def test_adapted_and_quantised_models_are_refused():
     adapted = MAKERS["vit"]()
     adapted.enable_lora(2)
@@ -414,7 +400,6 @@ def test_adapted_and_quantised_models_are_refused():
         training.upcycle(hub, carry_optimizer=True)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -429,7 +414,6 @@ def test_arguments_without_a_meaning(arguments, message):
         training.upcycle(MAKERS["vit"](), **arguments)
 
 
-@pytest.mark.backend_free
 def test_the_settings_of_clip_up_are_one_argument():
     dense = with_weights(MAKERS["vit"]())
     spelt_out = {
@@ -468,7 +452,6 @@ def test_the_settings_of_clip_up_are_one_argument():
             training.upcycle(dense, **arguments)
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -483,7 +466,6 @@ def test_models_of_another_kind(model, name):
         training.upcycle(model)
 
 
-@pytest.mark.backend_free
 def test_towards_moe_plus_plus():
     dense = models.from_preset(
         "vmoe_digits", num_classes=10, moe_layers=None, num_layers=2, seed=0,

@@ -84,7 +84,6 @@ def test_the_function_is_preserved_by_modality(
         np.testing.assert_array_equal(after[path], np.stack([mlp] * 4))
 
 
-@pytest.mark.backend_free
 def test_each_tower_has_settings_of_its_own(dense):
     towers = {"image": {"num_experts": 3, "preset": "clip_up"}, "text": {}}
     sparse, report = training.upcycle(
@@ -113,7 +112,6 @@ def test_each_tower_has_settings_of_its_own(dense):
         training.upcycle(first)
 
 
-@pytest.mark.backend_free
 def test_texts_alone_are_upcycled():
     dense = with_weights(TextBackbone(**TEXT))
     texts = {name: PAIRS[name] for name in ("token_ids", "padding_mask")}
@@ -126,7 +124,6 @@ def test_texts_alone_are_upcycled():
         assert (report.largest_token_difference < 1e-4) == preserved
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize("kind", ["clip", "limoe"])
 def test_the_optimizer_is_carried_over(kind):
     keras.utils.set_random_seed(1)
@@ -165,7 +162,6 @@ def test_the_optimizer_is_carried_over(kind):
     assert int(sparse.optimizer.iterations) == 2
 
 
-@pytest.mark.backend_free
 def test_the_report_prints_and_is_plain_data(dense):
     _, report = training.upcycle(dense["clip"], num_experts=2, towers=("text",))
     console = Console(record=True, width=100)
@@ -179,7 +175,6 @@ def test_the_report_prints_and_is_plain_data(dense):
     assert plain["modalities"]["image"]["preserved"] is True
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [

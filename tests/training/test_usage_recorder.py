@@ -33,7 +33,6 @@ def fit(model, *callbacks):
     ).history  # fmt: skip
 
 
-@pytest.mark.backend_free
 def test_the_window_has_the_last_counts_and_training_is_the_same(tmp_path):
     recorder = UsageRecorder(
         images(*SHAPE), LABELS, ["a", "b", "c"], every=2, last=4, batch_size=4,
@@ -53,7 +52,6 @@ def test_the_window_has_the_last_counts_and_training_is_the_same(tmp_path):
     assert pruned.predict(images(*SHAPE), verbose=0).shape == (6, 3)
 
 
-@pytest.mark.backend_free
 def test_batches_follow_in_turn_and_count_like_a_pass():
     model = classifier()
     recorder = UsageRecorder(
@@ -71,7 +69,6 @@ def test_batches_follow_in_turn_and_count_like_a_pass():
     assert recorder.usage.blocks["block_1"].tokens.sum() == actual.tokens.sum()
 
 
-@pytest.mark.backend_free
 def test_a_run_goes_on_from_its_state():
     model = classifier()
     recorders = [
@@ -89,7 +86,6 @@ def test_a_run_goes_on_from_its_state():
     assert first.usage.to_dict() == second.usage.to_dict()
 
 
-@pytest.mark.backend_free
 def test_routing_is_that_of_training():
     # Half of the choices find no slot.
     model = classifier(capacity_factor=0.5, noise_std=0.0)
@@ -105,7 +101,6 @@ def test_routing_is_that_of_training():
     assert totals[1] < 0.7 * totals[0]
 
 
-@pytest.mark.backend_free
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,7 +118,6 @@ def test_bad_arguments_are_refused(arguments, message):
         UsageRecorder(**{"inputs": images(*SHAPE), **arguments})
 
 
-@pytest.mark.backend_free
 def test_nothing_counted_and_nothing_to_count_are_errors():
     recorder = UsageRecorder(images(*SHAPE))
     with pytest.raises(ValueError, match="at least one usage"):
