@@ -10,7 +10,7 @@ Each row is measured in interleaved rounds: the ratio is the median of the round
 ratios, with its quartiles. `!` marks a row during which other programs took more than a
 twentieth of the machine's time. Each backend is a process of its own, and a row that
 fails, or a peer that is not installed, is named in the table. `tools/benchmark/rows.py`
-has the rows and their goals, `docs/performance.md` a dated table.
+has the rows and their goals, `RESULTS.md` a dated table.
 """
 
 import os
