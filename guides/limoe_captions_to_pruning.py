@@ -317,11 +317,11 @@ print("The saved encoder embeds as before:", same)
 # ## What to do next
 #
 # - Train it yourself: `keras-moe train limoe_emoji` takes minutes, and
-#   [LIMoE on emoji and clip art](../docs/emoji.md) compares it with its dense twin and
+#   [Studies](../docs/studies.md) compares it with its dense twin and
 #   with regressions, over several seeds.
 # - The entropy thresholds decide how many experts a modality takes:
-#   [Contrastive losses](../docs/contrastive.md) has the auxiliary losses.
-# - Pairs of your own come from folders, tar files and records: [Data](../docs/data.md)
-#   and [Pairs](../docs/pairs.md).
+#   [Image-text models](../docs/image_text.md) has the auxiliary losses.
+# - Your own pairs can come from folders, tar files and records: [Data](../docs/data.md)
+#   and [Image-text models](../docs/image_text.md).
 # - More criteria and methods are in [Pruning](../docs/pruning.md), with classes in the
 #   place of modalities, too.

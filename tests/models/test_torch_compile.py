@@ -1,4 +1,4 @@
-"""Models under `torch.compile`, as docs/torch_compile.md has it."""
+"""Models under `torch.compile`, as docs/keras.md describes it."""
 
 import keras
 import numpy as np
