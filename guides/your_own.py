@@ -44,6 +44,7 @@ os.environ.setdefault("KERAS_BACKEND", backend)
 SMALL = os.environ.get("KERAS_MOE_GUIDE_SMALL") == "1"
 
 # %%
+import dataclasses
 import tempfile
 
 import keras
@@ -54,7 +55,6 @@ from rich.console import Console
 from rich.table import Table
 
 from keras_moe import data, models, routers, training
-from keras_moe.models.tower import image_tower
 from keras_moe.ops import Cost
 
 console = Console(width=100, force_jupyter=False)
@@ -209,9 +209,9 @@ class NeighbourAverage(keras.layers.Layer):
 
 
 # %% [markdown]
-# The backbone's constructor names its arguments, `moe` among them, and hands them on as
-# a dict; `tower` makes the layers of such a dict, not built. A task is one line. The
-# preset is an architecture by name.
+# A dataclass names the backbone's arguments in addition to those that all encoders of
+# images have, `moe` among them; `tower` makes the layers of such a config, not built. A
+# task is one line. The preset is an architecture by name.
 
 # %%
 PRESET = {
@@ -229,55 +229,34 @@ PRESET = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolConfig(models.ImageConfig):
+    """The arguments of `PoolBackbone`: those of all encoders of images, and ours."""
+
+    patch_size: int = 16
+    hidden_dim: int = 192
+    mlp_dim: int = 768
+    position_embedding: str | None = "learned"
+
+
 @models.register_backbone(presets={"pool_digits": PRESET})
 @keras.saving.register_keras_serializable("my_package")
-class PoolBackbone(models.MoEBackbone):
+class PoolBackbone(models.ImageBackbone):
     """Blocks of averages over neighbours, and dense MLPs or experts."""
 
-    def __init__(
-        self,
-        image_shape=(224, 224, 3),
-        patch_size=16,
-        hidden_dim=192,
-        num_layers=12,
-        mlp_dim=768,
-        position_embedding="learned",
-        activation="gelu_tanh",
-        dropout_rate=0.0,
-        stochastic_depth=0.0,
-        layer_norm_epsilon=1e-6,
-        moe=None,
-        rematerialize=False,
-        seed=None,
-        dtype=None,
-        **kwargs,
-    ):
-        config = {
-            "image_shape": image_shape,
-            "patch_size": patch_size,
-            "hidden_dim": hidden_dim,
-            "num_layers": num_layers,
-            "mlp_dim": mlp_dim,
-            "position_embedding": position_embedding,
-            "activation": activation,
-            "dropout_rate": dropout_rate,
-            "stochastic_depth": stochastic_depth,
-            "layer_norm_epsilon": layer_norm_epsilon,
-            "moe": moe,
-            "rematerialize": rematerialize,
-            "seed": seed,
-        }
-        super().__init__(config, dtype=dtype, **kwargs)
+    config_class = PoolConfig
 
     @classmethod
     def tower(cls, config, dtype=None):
-        height, width, _ = config["image_shape"]
-        grid = height // config["patch_size"], width // config["patch_size"]
+        height, width, _ = config.image_shape
+        grid = height // config.patch_size, width // config.patch_size
 
         def token_mixer(spec, index):
             return NeighbourAverage(grid, dtype=dtype, name="average")
 
-        return image_tower(config, dtype, token_mixer)
+        return models.image_tower(
+            config, dtype, token_mixer, position_embedding=config.position_embedding
+        )
 
 
 @models.register_task

@@ -3,7 +3,7 @@
 from keras_moe.layers.activations import gelu_tanh, quick_gelu
 from keras_moe.layers.class_token import ClassToken
 from keras_moe.layers.encoder_block import EncoderBlock, MoEEncoderBlock
-from keras_moe.layers.encoder_spec import EncoderSpec
+from keras_moe.layers.encoder_spec import EncoderConfig, EncoderSpec
 from keras_moe.layers.expert_coefficients import ExpertCoefficients
 from keras_moe.layers.experts import Experts
 from keras_moe.layers.initializers import PerExpert
@@ -41,6 +41,7 @@ __all__ = [
     "AttentionPooling",
     "ClassToken",
     "EncoderBlock",
+    "EncoderConfig",
     "EncoderSpec",
     "ExpertCoefficients",
     "Experts",

@@ -15,7 +15,8 @@ with loaded_on_demand(
 ):
     import keras_hub  # noqa: F401
 
-from keras_moe.models.backbone import MoEBackbone
+from keras_moe.models.backbone import ImageBackbone, MoEBackbone
+from keras_moe.models.backbone_config import ImageConfig, TransformerConfig
 from keras_moe.models.blueprint import Blueprint, resolve
 from keras_moe.models.clip import CLIPBackbone
 from keras_moe.models.contrastive_metrics import ContrastiveAccuracy
@@ -38,7 +39,7 @@ from keras_moe.models.registry import (
 from keras_moe.models.task import MoETask
 from keras_moe.models.text import TextBackbone
 from keras_moe.models.text_tokenizer import TextTokenizer
-from keras_moe.models.tower import Tower, TowerOutputs
+from keras_moe.models.tower import Tower, TowerOutputs, image_tower
 from keras_moe.models.variants import VARIANTS, Variant
 from keras_moe.models.vit import ViTBackbone, ViTImageClassifier
 
@@ -53,7 +54,9 @@ __all__ = [
     "ConversionReport",
     "ConvertedWeight",
     "Description",
+    "ImageBackbone",
     "ImageClassifier",
+    "ImageConfig",
     "ImagePreprocessor",
     "LIMoEBackbone",
     "MixerBackbone",
@@ -66,6 +69,7 @@ __all__ = [
     "TextTokenizer",
     "Tower",
     "TowerOutputs",
+    "TransformerConfig",
     "Variant",
     "ViTBackbone",
     "ViTImageClassifier",
@@ -73,6 +77,7 @@ __all__ = [
     "describe",
     "export_weights",
     "from_preset",
+    "image_tower",
     "list_presets",
     "register_backbone",
     "register_presets",

@@ -3,34 +3,127 @@
 Axes: B batch, N tokens, D hidden, P embedding.
 """
 
+import copy
+import dataclasses
 from typing import Any
 
 import keras
 
 from keras_moe.checks import check_bool, check_integer, check_one_of, check_seed
 from keras_moe.compat import flatten_layers, set_dtype_policy
-from keras_moe.layers import LogitScale, moe_config
+from keras_moe.layers import LogitScale
 from keras_moe.losses import check_modalities
 from keras_moe.models.backbone import MoEBackbone
 from keras_moe.models.classifier_head import check_pooling, pooling_layer
 from keras_moe.models.description import Part
-from keras_moe.models.overrides import (
-    complete_config,
-    tower_config,
-    tower_families,
-)
+from keras_moe.models.overrides import tower_config, tower_families
 from keras_moe.models.pair_backbone import (
     MODALITIES,
     PairBackbone,
     plain_temperature,
-    text_inputs,
 )
-from keras_moe.models.registry import register_backbone
-from keras_moe.models.tower import TowerOutputs, embedding_projection
+from keras_moe.models.registry import backbone_class, register_backbone
+from keras_moe.models.tower import TowerOutputs, embedding_projection, text_inputs
 from keras_moe.ops import Cost
 
+# The families of the towers by argument.
+_TOWERS = {"image": "ViTBackbone", "text": "TextBackbone"}
 # Added to the seed for the tower of texts, so that both draw for themselves.
 _TEXT_SEED = 500_009
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CLIPConfig:
+    """The arguments of `CLIPBackbone`.
+
+    Args:
+        image: arguments of `ViTBackbone` by name, those of `moe` also flatly; or a
+            `ViTBackbone`, whose weights are copied (not by `from_preset`).
+        text: arguments of `TextBackbone`, likewise. Its `projection_dim` and
+            `projection_bias` follow from those below, unless `projection_dim` is None.
+        projection_dim: P, to which both towers' pooled vectors are projected. None
+            means no projection of images, and that of `text` for texts, as in SigLIP.
+        projection_bias: whether the projections have biases.
+        image_pooling: pooling of the images' tokens, as in `ImageClassifier`: None
+            takes the class token, or the average without one; `"map"` is SigLIP's.
+        temperature: scale of the similarities at the start, its bound, and their bias:
+            a `keras_moe.losses.Temperature`, a dict of its fields, or the name of a
+            published one, such as `"clip"` or `"siglip"`. With a bias the default loss
+            is the sigmoid loss.
+        seed: seed of noise, dropout and stochastic depth in both towers, unless a tower
+            has its own.
+    """
+
+    image: Any = None
+    text: Any = None
+    projection_dim: int | None = 512
+    projection_bias: bool = False
+    image_pooling: str | None = None
+    temperature: Any = "clip"
+    seed: int | None = None
+
+    def __post_init__(self):
+        check_seed("seed", self.seed)
+        check_bool("projection_bias", self.projection_bias)
+        if self.projection_dim is not None:
+            check_integer("projection_dim", self.projection_dim)
+        elif self.projection_bias:
+            raise ValueError(
+                "Expected projection_dim beside projection_bias=True; received: "
+                "projection_dim=None"
+            )
+        values = {"temperature": plain_temperature(self.temperature)}
+        for name, family in _TOWERS.items():
+            values[name] = self._tower(name, backbone_class(family))
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if self.embedding_size("image") != self.embedding_size("text"):
+            raise ValueError(
+                "Expected embeddings of one size, or a projection_dim; received: "
+                f"projection_dim={self.projection_dim}, images of "
+                f"{self.embedding_size('image')}, texts of "
+                f"{self.embedding_size('text')}"
+            )
+        check_pooling(self.image_pooling, self.image.class_token)
+
+    def _tower(self, name, family):
+        """The config of a tower."""
+        tower = getattr(self, name)
+        if isinstance(tower, keras.Model):
+            tower = tower.arguments
+        config = family.make_config(tower_config(family, name, tower or {}))
+        _check_one_modality(name, config.moe)
+        if name == "image" or self.projection_dim is None:
+            return config
+        if config.projection_dim not in (None, self.projection_dim):
+            raise ValueError(
+                "Expected the text's projection_dim to be that of the pair, "
+                f"{self.projection_dim}; received: text={{'projection_dim': "
+                f"{config.projection_dim}}}"
+            )
+        return dataclasses.replace(
+            config,
+            projection_dim=self.projection_dim,
+            projection_bias=self.projection_bias,
+        )
+
+    def embedding_size(self, modality: str) -> int:
+        """P of a modality."""
+        if modality == "image":
+            return self.projection_dim or self.image.hidden_dim
+        return self.text.projection_dim or self.text.hidden_dim
+
+    def to_dict(self) -> dict:
+        """The arguments as plain values, which make an equal config."""
+        values = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
+        for name in _TOWERS:
+            values[name] = values[name].to_dict()
+        if self.projection_dim is not None:
+            # They follow from the pair's, which may be overridden.
+            values["text"].update(projection_dim=None, projection_bias=False)
+        return copy.deepcopy(values)
 
 
 @register_backbone
@@ -46,28 +139,13 @@ class CLIPBackbone(PairBackbone):
     selected experts: C = 2.0 S / E. With K = 2 it is `capacity_factor=1.0` here, where
     C = S K c / E, and its 4.0 is 2.0.
 
-    `from_preset` takes overrides by tower, such as `image={"num_experts": 16}`, or a
-    name of the towers' own, which holds for each tower that has it: `num_experts=16`
-    for both, `image_shape=(336, 336, 3)` for the images'.
+    `from_preset` takes overrides by tower, such as `image={"num_experts": 16}`, or an
+    argument of the towers for each tower that has it: `num_experts=16` for both,
+    `image_shape=(336, 336, 3)` for the images'.
 
     Args:
-        image: arguments of `ViTBackbone` by name, those of `moe` also flatly; or a
-            `ViTBackbone`, whose weights are copied (not by `from_preset`).
-        text: arguments of `TextBackbone`, likewise. Its `projection_dim` and
-            `projection_bias` follow from those below, unless `projection_dim` is None.
-        projection_dim: P, to which both towers' pooled vectors are projected; None has
-            no projection of images, and texts have that of `text`, as in SigLIP.
-        projection_bias: whether the projections have biases.
-        image_pooling: pooling of the images' tokens, as in `ImageClassifier`: None
-            takes the class token, or the average without one; `"map"` is SigLIP's.
-        temperature: scale of the similarities at the start, its bound, and their bias:
-            a `keras_moe.losses.Temperature`, a dict of its fields, or the name of a
-            published one, such as `"clip"` or `"siglip"`. With a bias the default loss
-            is the sigmoid loss.
-        seed: seed of noise, dropout and stochastic depth in both towers, unless a tower
-            has one of its own.
         dtype: dtype policy; routing and embeddings are float32 under each.
-        **kwargs: arguments of `keras_hub.models.Backbone`.
+        **kwargs: `name` and `trainable`.
 
     Input shape:
         A dict: `"images"` (B, height, width, channels), `"token_ids"`, integers (B, N),
@@ -76,9 +154,6 @@ class CLIPBackbone(PairBackbone):
     Output shape:
         A dict: `"image_embeddings"` and `"text_embeddings"`, unit vectors, float32
         (B, P).
-
-    Raises:
-        ValueError: if an argument is out of range or arguments do not fit together.
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*;
@@ -107,85 +182,27 @@ class CLIPBackbone(PairBackbone):
     ['image/block_1']
     """
 
-    # The families of the towers by argument, for overrides and descriptions.
-    towers = {"image": "ViTBackbone", "text": "TextBackbone"}
+    config_class = CLIPConfig
+    # For overrides and descriptions.
+    towers = _TOWERS
 
-    def __init__(
-        self,
-        image: Any = None,
-        text: Any = None,
-        projection_dim: int | None = 512,
-        projection_bias: bool = False,
-        image_pooling: str | None = None,
-        temperature: Any = "clip",
-        seed: int | None = None,
-        dtype: Any = None,
-        **kwargs,
-    ):
-        super().__init__(
-            {
-                "image": _config_of(image),
-                "text": _config_of(text),
-                "projection_dim": projection_dim,
-                "projection_bias": projection_bias,
-                "image_pooling": image_pooling,
-                "temperature": temperature,
-                "seed": seed,
-            },
-            dtype=dtype,
-            **kwargs,
-        )
-        for modality, tower in (("image", image), ("text", text)):
+    def __init__(self, *, dtype: Any = None, **kwargs):
+        super().__init__(dtype=dtype, **kwargs)
+        for modality in _TOWERS:
+            tower = kwargs.get(modality)
             if isinstance(tower, keras.Model):
                 _copy_weights(tower, self.tower_backbone(modality), modality)
 
     @classmethod
-    def _plain_config(cls, config):
-        check_seed("seed", config["seed"])
-        check_bool("projection_bias", config["projection_bias"])
-        config = {**config, "temperature": plain_temperature(config["temperature"])}
-        for name, family in tower_families(cls).items():
-            tower = tower_config(family, name, config[name] or {})
-            config[name] = family._plain_config(complete_config(family, tower))
-            _check_one_modality(name, config[name]["moe"])
-        text, projection_dim = config["text"], config["projection_dim"]
-        if projection_dim is not None:
-            check_integer("projection_dim", projection_dim)
-            if text["projection_dim"] not in (None, projection_dim):
-                raise ValueError(
-                    "Expected the text's projection_dim to be that of the pair, "
-                    f"{projection_dim}; received: text={{'projection_dim': "
-                    f"{text['projection_dim']}}}"
-                )
-            text["projection_dim"] = projection_dim
-            text["projection_bias"] = config["projection_bias"]
-        elif config["projection_bias"]:
-            raise ValueError(
-                "Expected projection_dim beside projection_bias=True; received: "
-                "projection_dim=None"
-            )
-        sizes = _embedding_sizes(config)
-        if sizes["image"] != sizes["text"]:
-            raise ValueError(
-                "Expected embeddings of one size, or a projection_dim; received: "
-                f"projection_dim={projection_dim}, images of {sizes['image']}, texts "
-                f"of {sizes['text']}"
-            )
-        check_pooling(config["image_pooling"], config["image"]["class_token"])
-        return config
-
-    @classmethod
     def _functional(cls, config, dtype):
         inputs = {
-            "images": keras.Input(config["image"]["image_shape"], name="images"),
+            "images": keras.Input(config.image.image_shape, name="images"),
             **text_inputs(),
         }
         image = _image_encoder(config, dtype)(inputs["images"])
         names = ("token_ids", "padding_mask")
         text = _text_encoder(config, dtype)({name: inputs[name] for name in names})
-        logit_scale = LogitScale(
-            **config["temperature"], dtype=dtype, name="logit_scale"
-        )
+        logit_scale = LogitScale(**config.temperature, dtype=dtype, name="logit_scale")
         outputs = logit_scale(
             {
                 "image_embeddings": image["embedding"],
@@ -208,28 +225,14 @@ class CLIPBackbone(PairBackbone):
         return self.get_layer(modality).get_layer(name)
 
     def tower_backbone(self, modality: str) -> MoEBackbone:
-        """The backbone of one modality, which shares this one's weights.
-
-        Args:
-            modality: modality, `"image"` or `"text"`.
-
-        Raises:
-            ValueError: if `modality` is unknown.
-        """
+        """The backbone of `"image"` or `"text"`, which shares this one's weights."""
         check_one_of("modality", modality, MODALITIES)
         return self.get_layer(modality).tower_backbone
-
-    def get_config(self):
-        config = super().get_config()
-        if config["projection_dim"] is not None:
-            # They follow from the pair's, which may be overridden.
-            config["text"].update(projection_dim=None, projection_bias=False)
-        return config
 
     @property
     def moe(self) -> dict:
         """Which blocks are mixtures of experts, and of what, by tower."""
-        return {name: self.tower_backbone(name).moe for name in MODALITIES}
+        return {"image": self.config.image.moe, "text": self.config.text.moe}
 
     @property
     def block_names(self) -> list[str]:
@@ -243,7 +246,7 @@ class CLIPBackbone(PairBackbone):
     @property
     def image_shape(self) -> tuple:
         """(height, width, channels)."""
-        return self._config["image"]["image_shape"]
+        return self.config.image.image_shape
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -253,11 +256,11 @@ class CLIPBackbone(PairBackbone):
     @property
     def hidden_dim(self) -> int:
         """P, the size of the embeddings."""
-        return _embedding_sizes(self._config)["text"]
+        return self.config.embedding_size("text")
 
     @property
     def _text_config(self):
-        return self._config["text"]
+        return self.config.text
 
     @classmethod
     def config_for_weights(cls, saved: dict, config: dict) -> dict:
@@ -269,36 +272,30 @@ class CLIPBackbone(PairBackbone):
 
     @classmethod
     def unbuilt_blocks(cls, **config) -> list:
-        config = complete_config(cls, config)
+        """The blocks of a backbone with these arguments, not built."""
+        config = cls.make_config(config)
+        image, text = (backbone_class(family) for family in _TOWERS.values())
         return [
-            block
-            for name, family in tower_families(cls).items()
-            for block in family.unbuilt_blocks(**config[name])
+            *image.tower(config.image, "float32").blocks,
+            *text.tower(config.text, "float32").blocks,
         ]
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        config = cls._plain_config(complete_config(cls, config))
-        parts, num_tokens, dims = [], 0, {}
+        """The parts of a backbone with their costs, the number of tokens N, and P."""
+        config = cls.make_config(config)
+        parts, num_tokens = [], 0
         for name, family in tower_families(cls).items():
-            of_tower, tokens, dims[name] = family.describe_parts(**config[name])
+            tower = getattr(config, name)
+            of_tower, tokens, dim = family.describe_parts(**tower.to_dict())
             parts += [part._replace(name=f"{name}/{part.name}") for part in of_tower]
             if name == "image":
-                parts += _image_parts(config, (tokens, dims[name]))
+                parts += _image_parts(config, (tokens, dim))
             num_tokens += tokens
-        logit_scale = LogitScale(**config["temperature"])
-        size = _embedding_sizes(config)["text"]
-        parts.append(Part("logit_scale", "scale", *logit_scale.cost((size,))))
+        size = config.embedding_size("text")
+        cost = LogitScale(**config.temperature).cost((size,))
+        parts.append(Part("logit_scale", "scale", *cost))
         return parts, num_tokens, size
-
-
-def _config_of(tower):
-    """The arguments of a tower, from a dict, a backbone or None."""
-    if isinstance(tower, keras.Model):
-        config = tower.get_config()
-        not_own = ("name", "trainable", "dtype")
-        return {k: v for k, v in config.items() if k not in not_own}
-    return tower
 
 
 def _copy_weights(source, target, modality):
@@ -317,7 +314,7 @@ def _copy_weights(source, target, modality):
             raise ValueError(
                 f"Expected {modality} to be a backbone with the weights of its config, "
                 "neither quantised nor with low-rank pairs: save it to a preset and "
-                f"load it first; received: layer {layer.name!r} of others"
+                f"load it first; received: other weights in layer {layer.name!r}"
             )
         for weight, other in zip(weights, others):
             # Through an array: on JAX both variables would share one buffer.
@@ -327,7 +324,6 @@ def _copy_weights(source, target, modality):
 
 def _check_one_modality(name, moe):
     """Raises ValueError for experts that tell modalities apart in a tower of one."""
-    moe = moe_config(moe)
     count = getattr(moe, "modality_count", None)
     if count is not None:
         raise ValueError(
@@ -346,26 +342,16 @@ def _check_one_modality(name, moe):
             ) from error
 
 
-def _embedding_sizes(config):
-    """P of each modality."""
-    text = config["text"]
-    return {
-        "image": config["projection_dim"] or config["image"]["hidden_dim"],
-        "text": text["projection_dim"] or text["hidden_dim"],
-    }
-
-
 def _tower_backbone(config, modality, dtype):
-    """The backbone of a tower, in whose name its weights' paths begin."""
-    seed = config["seed"]
-    tower = dict(config[modality])
-    if tower["seed"] is None and seed is not None:
-        tower["seed"] = seed + MODALITIES.index(modality) * _TEXT_SEED
-    return tower_families(CLIPBackbone)[modality](**tower, dtype=dtype)
+    """The backbone of a tower, with whose name its weights' paths begin."""
+    arguments = getattr(config, modality).to_dict()
+    if arguments["seed"] is None and config.seed is not None:
+        arguments["seed"] = config.seed + MODALITIES.index(modality) * _TEXT_SEED
+    return backbone_class(_TOWERS[modality])(**arguments, dtype=dtype)
 
 
 def _encoder_model(backbone, embedding, modality):
-    """A tower as one model with all that is asked of it."""
+    """A tower as one model with all its outputs."""
     outputs = {
         "embedding": embedding,
         "routing": backbone.routing,
@@ -397,13 +383,12 @@ def _text_encoder(config, dtype):
 
 def _image_head(config, dtype):
     """The pooling and the projection of images, not built."""
-    image = config["image"]
-    pooling = check_pooling(config["image_pooling"], image["class_token"])
-    pooler = pooling_layer(image, pooling, None, dtype)
-    if config["projection_dim"] is None:
+    pooling = check_pooling(config.image_pooling, config.image.class_token)
+    pooler = pooling_layer(config.image.to_dict(), pooling, None, dtype)
+    if config.projection_dim is None:
         return pooler, None
     projection = embedding_projection(
-        config["projection_dim"], config["projection_bias"], dtype
+        config.projection_dim, config.projection_bias, dtype
     )
     return pooler, projection
 

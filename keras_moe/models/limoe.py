@@ -3,28 +3,25 @@
 Axes: B batch, N tokens (images' before texts'), D hidden, P embedding.
 """
 
+import dataclasses
 from typing import Any
 
 import keras
 from keras import ops
 
-from keras_moe.checks import check_bool, check_integer, check_seed, head_size
-from keras_moe.layers import (
-    LayerNorm,
-    LogitScale,
-    MaskedPooling,
-    MoEConfig,
-    SelfAttention,
-    moe_config,
-)
+from keras_moe.checks import check_integer
+from keras_moe.layers import EncoderSpec, LogitScale, MaskedPooling, MoEConfig
 from keras_moe.losses import check_modalities
+from keras_moe.models.backbone_config import (
+    ImageConfig,
+    TokenIdsConfig,
+    TransformerConfig,
+)
 from keras_moe.models.description import Part
-from keras_moe.models.overrides import complete_config
 from keras_moe.models.pair_backbone import (
     MODALITIES,
     PairBackbone,
     plain_temperature,
-    text_inputs,
 )
 from keras_moe.models.registry import register_backbone
 from keras_moe.models.tower import (
@@ -33,13 +30,51 @@ from keras_moe.models.tower import (
     block_kind,
     embedding_dropout,
     embedding_projection,
-    encoder_spec,
+    final_norm_layer,
     image_embedding,
     layer_cost,
     text_embedding,
+    text_inputs,
 )
 from keras_moe.ops import Cost, Routing
 from keras_moe.routers import SoftRouter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LIMoEConfig(TransformerConfig, TokenIdsConfig, ImageConfig):
+    """The arguments of `LIMoEBackbone`.
+
+    Args:
+        patch_size: size of a patch, an int or (height, width). Images that it does not
+            divide are padded with zeros: 288 pixels are 21 patches of 14.
+        mask_padding: whether padding is masked: no token attends to it, and it is
+            neither routed nor averaged. The paper routes it. Either way a text has at
+            least one token that is not padding.
+        projection_dim: P.
+        temperature: scale of the similarities at the start, its bound, and their bias;
+            see `CLIPBackbone`.
+    """
+
+    vocabulary_size: int = 32000
+    max_length: int = 16
+    mask_padding: bool = False
+    projection_dim: int = 512
+    temperature: Any = "limoe"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._set(
+            projection_dim=check_integer("projection_dim", self.projection_dim),
+            temperature=plain_temperature(self.temperature),
+        )
+        count = getattr(self.moe, "modality_count", None)
+        if count not in (None, len(MODALITIES)):
+            raise ValueError(
+                f"Expected a moe for {len(MODALITIES)} modalities, images and texts; "
+                f"received: one for {count}"
+            )
+        if isinstance(self.moe, MoEConfig) and self.moe.auxiliary_losses != "auto":
+            check_modalities(self.moe.auxiliary_losses, len(MODALITIES))
 
 
 @register_backbone
@@ -54,47 +89,19 @@ class LIMoEBackbone(PairBackbone):
     its experts, which `moe` adds: without, it is the dense one-tower model.
 
     Routers tell modalities apart by ids, 0 for images and 1 for texts, if `moe` says
-    so: `num_modalities=2` gives each a kernel of its own, `expert_pools` experts of its
-    own (appendix E.3), and `priority` says which tokens a full expert serves: those of
+    so: `num_modalities=2` gives each its own kernel, `expert_pools` its own experts
+    (appendix E.3), and `priority` decides which tokens a full expert serves: those with
     the largest gates (appendix E.1), `[0, 1]` images first, `[1, 0]` texts first, or
     `"shuffled"` (figure 6).
 
-    The published text is without these points, which are this library's own: padding is
-    like any other token unless `mask_padding`, dropout and pre-norms are as in ViT, and
-    a last norm comes before the average, as in ViT, with the same weights for both
-    modalities.
+    The paper leaves these points open: here padding is like any other token unless
+    `mask_padding`, dropout and pre-norms are as in ViT, and a last norm, shared by both
+    modalities, comes before the average, as in ViT.
 
     Args:
-        image_shape: (height, width, channels).
-        patch_size: size of a patch, an int or (height, width). Images of which it is no
-            divisor get zeros around them: 288 pixels are 21 patches of 14.
-        vocabulary_size: V, the number of token ids.
-        max_length: N of the longest text, its special tokens included.
-        hidden_dim: D.
-        num_layers: number of blocks.
-        num_heads: number of attention heads, a divisor of D.
-        mlp_dim: H.
-        projection_dim: P.
-        mask_padding: whether no token attends to padding, which is neither routed nor
-            averaged. The paper routes it. In both cases a text has at least one token
-            that is no padding.
-        activation: activation of the feed-forward layers.
-        dropout_rate: dropout rate on embeddings, attention outputs and dense
-            feed-forward layers.
-        attention_dropout: dropout rate on attention weights.
-        stochastic_depth: drop rate of the last block, to which the rate grows linearly
-            from 0 at the first block; see `keras_moe.layers.EncoderBlock`.
-        layer_norm_epsilon: epsilon of all normalisations.
-        temperature: scale of the similarities at the start, its bound, and their bias;
-            see `CLIPBackbone`.
-        moe: `MoEConfig`, or a dict of its fields: which blocks are mixtures of experts,
-            and of what; None for a dense model.
-        rematerialize: whether training keeps only the blocks' inputs for the gradient:
-            less memory, more time; see `keras_moe.layers.EncoderBlock`.
-        seed: seed of noise, dropout and stochastic depth, each site with one of its own
-            that follows from it; weights draw from Keras's global seed.
         dtype: dtype policy; routing and embeddings are float32 under each.
-        **kwargs: arguments of `keras_hub.models.Backbone`.
+        **kwargs: `name` and `trainable`. `moe` must not name soft routing, which would
+            mix images with texts.
 
     Input shape:
         A dict: `"images"` (B, height, width, channels), `"token_ids"`, integers (B, N),
@@ -104,10 +111,6 @@ class LIMoEBackbone(PairBackbone):
     Output shape:
         A dict: `"image_embeddings"` and `"text_embeddings"`, unit vectors, float32
         (B, P).
-
-    Raises:
-        ValueError: if an argument is out of range or arguments do not fit together, or
-            for soft routing, which would mix images with texts.
 
     Reference:
         *Multimodal Contrastive Learning with LIMoE: the Language-Image Mixture of
@@ -133,103 +136,13 @@ class LIMoEBackbone(PairBackbone):
     ['image/block_1', 'text/block_1']
     """
 
-    def __init__(
-        self,
-        image_shape: tuple = (224, 224, 3),
-        patch_size: Any = 32,
-        vocabulary_size: int = 32000,
-        max_length: int = 16,
-        hidden_dim: int = 768,
-        num_layers: int = 12,
-        num_heads: int = 12,
-        mlp_dim: int = 3072,
-        projection_dim: int = 512,
-        mask_padding: bool = False,
-        activation: Any = "gelu_tanh",
-        dropout_rate: float = 0.0,
-        attention_dropout: float = 0.0,
-        stochastic_depth: float = 0.0,
-        layer_norm_epsilon: float = 1e-6,
-        temperature: Any = "limoe",
-        moe: Any = None,
-        rematerialize: bool = False,
-        seed: int | None = None,
-        dtype: Any = None,
-        **kwargs,
-    ):
-        super().__init__(
-            {
-                "image_shape": image_shape,
-                "patch_size": patch_size,
-                "vocabulary_size": vocabulary_size,
-                "max_length": max_length,
-                "hidden_dim": hidden_dim,
-                "num_layers": num_layers,
-                "num_heads": num_heads,
-                "mlp_dim": mlp_dim,
-                "projection_dim": projection_dim,
-                "mask_padding": mask_padding,
-                "activation": activation,
-                "dropout_rate": dropout_rate,
-                "attention_dropout": attention_dropout,
-                "stochastic_depth": stochastic_depth,
-                "layer_norm_epsilon": layer_norm_epsilon,
-                "temperature": temperature,
-                "moe": moe,
-                "rematerialize": rematerialize,
-                "seed": seed,
-            },
-            dtype=dtype,
-            **kwargs,
-        )
+    config_class = LIMoEConfig
 
     @classmethod
-    def _checked_sizes(cls, config):
-        names = ("vocabulary_size", "max_length", "projection_dim")
-        return {
-            **super()._checked_sizes(config),
-            **{name: check_integer(name, config[name]) for name in names},
-            "temperature": plain_temperature(config["temperature"]),
-        }
-
-    @classmethod
-    def _plain_config(cls, config):
-        config = super()._plain_config(config)
-        moe = moe_config(config["moe"])
-        count = getattr(moe, "modality_count", None)
-        if count not in (None, len(MODALITIES)):
-            raise ValueError(
-                f"Expected a moe for {len(MODALITIES)} modalities, images and texts; "
-                f"received: one for {count}"
-            )
-        if isinstance(moe, MoEConfig) and moe.auxiliary_losses != "auto":
-            check_modalities(moe.auxiliary_losses, len(MODALITIES))
-        return config
-
-    @classmethod
-    def tower(cls, config: dict, dtype: Any = None) -> Tower:
-        check_seed("seed", config["seed"])
-        hidden_dim = check_integer("hidden_dim", config["hidden_dim"])
-        key_dim = head_size(config["num_heads"], hidden_dim)
-        _, num_patches = image_embedding(_padded(config), dtype)
-        max_length = check_integer("max_length", config["max_length"])
-        spec = encoder_spec(config, num_patches + max_length, dtype)
-        epsilon = config["layer_norm_epsilon"]
-
-        def attention(index):
-            return SelfAttention(
-                config["num_heads"],
-                key_dim,
-                layer_norm_epsilon=epsilon,
-                dropout=config["attention_dropout"],
-                # A seed of its own: both dropouts would drop alike otherwise.
-                seed=spec.seed_of(index, 1),
-                dtype=dtype,
-                name="attention",
-            )
-
-        final_norm = LayerNorm(epsilon, dtype=dtype, name="final_norm")
-        blocks = spec.blocks(attention)
+    def tower(cls, config: LIMoEConfig, dtype: Any = None) -> Tower:
+        _, num_patches = _image_embedding(config, dtype)
+        spec = EncoderSpec.of(config, num_patches + config.max_length, dtype)
+        blocks = spec.blocks(lambda index: config.attention(spec, index))
         for block in blocks:
             if isinstance(getattr(block.feed_forward, "router", None), SoftRouter):
                 raise ValueError(
@@ -237,14 +150,13 @@ class LIMoEBackbone(PairBackbone):
                     "routing would mix images with texts; received: "
                     f"router={block.feed_forward.router.summary!r}"
                 )
-        # Each modality has an embedding of its own, before this tower.
-        return Tower((), blocks, final_norm)
+        # Each modality has its own embedding, before this tower.
+        return Tower((), blocks, final_norm_layer(config, dtype))
 
     @classmethod
     def _functional(cls, config, dtype):
-        check_bool("mask_padding", config["mask_padding"])
         layers = {layer.name: layer for layer in _layers(cls, config, dtype)}
-        images = keras.Input(config["image_shape"], name="images")
+        images = keras.Input(config.image_shape, name="images")
         inputs = {"images": images, **text_inputs()}
         outputs, encoded = _run(layers.__getitem__, config, inputs)
         return inputs, outputs, encoded
@@ -256,24 +168,34 @@ class LIMoEBackbone(PairBackbone):
         else:
             inputs = {k: x for k, x in self.input.items() if k != "images"}
             by_name = inputs
-        outputs, _ = _run(self.get_layer, self._config, by_name)
+        outputs, _ = _run(self.get_layer, self.config, by_name)
         return inputs, outputs[f"{modality}_embeddings"]
+
+    @property
+    def image_shape(self) -> tuple:
+        """(height, width, channels)."""
+        return self.config.image_shape
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The number of patches down and across."""
+        return self.get_layer("patch_embedding").grid(self.image_shape)
 
     @property
     def block_names(self) -> list[str]:
         """The names of the blocks, as the images' routing has them."""
-        return [f"image/block_{index}" for index in range(self._config["num_layers"])]
+        return [f"image/{name}" for name in super().block_names]
 
     @classmethod
     def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
-        config = complete_config(cls, config)
-        config = {**config, **cls._checked_sizes(config)}
-        tower, dim = cls.tower(config, "float32"), config["hidden_dim"]
-        max_length = config["max_length"]
-        patches, num_patches = image_embedding(_padded(config), "float32")
+        """The parts of a backbone with their costs, the number of tokens N, and D."""
+        config = cls.make_config(config)
+        tower, dim = cls.tower(config, "float32"), config.hidden_dim
+        max_length = config.max_length
+        patches, num_patches = _image_embedding(config, "float32")
         parts = []
         for modality, layers, shape in (
-            ("image", patches, config["image_shape"]),
+            ("image", patches, config.image_shape),
             ("text", text_embedding(config, "float32"), (max_length,)),
         ):
             part = Tower(layers, ()).parts(shape)[0][0]
@@ -284,40 +206,38 @@ class LIMoEBackbone(PairBackbone):
             cost = costs[0]._replace(flops=sum(each.flops for each in costs))
             kind = "norm" if layer is tower.final_norm else block_kind(layer)
             parts.append(Part(layer.name, kind, *cost))
-        cost = Cost.of_dense(dim, config["projection_dim"], use_bias=False)
+        cost = Cost.of_dense(dim, config.projection_dim, use_bias=False)
         parts += [Part(f"{name}_projection", "dense", *cost) for name in MODALITIES]
-        logit_scale = LogitScale(**config["temperature"])
-        cost = logit_scale.cost((config["projection_dim"],))
+        cost = LogitScale(**config.temperature).cost((config.projection_dim,))
         parts.append(Part("logit_scale", "scale", *cost))
         return parts, num_patches + max_length, dim
 
     @classmethod
     def sequence_lengths(cls, **config) -> tuple[int, ...]:
-        config = complete_config(cls, config)
-        _, num_patches = image_embedding(_padded(config), "float32")
-        return num_patches, config["max_length"]
+        """The lengths of an example's sequences, whose tokens attend to each other."""
+        config = cls.make_config(config)
+        return _image_embedding(config, "float32")[1], config.max_length
 
 
-def _padded(config):
-    """The arguments of the images' embedding."""
-    return {**config, "patch_padding": "same", "position_embedding": "learned"}
+def _image_embedding(config, dtype):
+    return image_embedding(config, dtype, padding="same", position_embedding="learned")
 
 
 def _layers(cls, config, dtype):
     """All layers of a backbone, not built."""
     tower = cls.tower(config, dtype)
     layers = [
-        *image_embedding(_padded(config), dtype)[0],
+        *_image_embedding(config, dtype)[0],
         *text_embedding(config, dtype),
         embedding_dropout(config, dtype),
         *tower.layers,
-        LogitScale(**config["temperature"], dtype=dtype, name="logit_scale"),
+        LogitScale(**config.temperature, dtype=dtype, name="logit_scale"),
     ]
     for name in MODALITIES:
         layers += [
             MaskedPooling("average", dtype=dtype, name=f"{name}_pooler"),
             embedding_projection(
-                config["projection_dim"], dtype=dtype, name=f"{name}_projection"
+                config.projection_dim, dtype=dtype, name=f"{name}_projection"
             ),
         ]
     return layers
@@ -340,8 +260,8 @@ def _run(layer, config, inputs):
     ]
     # Images have a known number of tokens, and come first.
     boundaries = (tokens["image"].shape[1],) if len(tokens) > 1 else ()
-    is_masked = config["mask_padding"] and "text" in tokens
-    blocks = [layer(f"block_{index}") for index in range(config["num_layers"])]
+    is_masked = config.mask_padding and "text" in tokens
+    blocks = [layer(f"block_{index}") for index in range(config.num_layers)]
     encoded = Tower((), tuple(blocks), layer("final_norm")).encode(
         layer("embedding_dropout")(_concatenated(tokens.values())),
         _concatenated(masks.values()) if is_masked else None,
@@ -369,7 +289,7 @@ def _run(layer, config, inputs):
 
 
 def _runs(modalities, boundaries):
-    """The places of each modality's tokens."""
+    """Slices of each modality's tokens."""
     if not boundaries:
         return dict.fromkeys(modalities, slice(None))
     (num_images,) = boundaries

@@ -47,8 +47,8 @@ class PairBackbone(MoEBackbone):
     example = "pair"
     pipeline_tag = "zero-shot-image-classification"
 
-    def __init__(self, config: dict, dtype: Any = None, **kwargs):
-        super().__init__(config, dtype=dtype, **kwargs)
+    def __init__(self, *, dtype: Any = None, **kwargs):
+        super().__init__(dtype=dtype, **kwargs)
         # A plain attribute: Keras would track the models, whose layers it has.
         object.__setattr__(self, "_encoders", {})
 
@@ -74,15 +74,6 @@ class PairBackbone(MoEBackbone):
         """The layer with the learned scale and bias of the similarities."""
         return self.get_layer("logit_scale")
 
-    @property
-    def features(self) -> dict:
-        """Symbolic features by name, for `keras.Model(backbone.input, ...)`.
-
-        The outputs `"image_embeddings"` and `"text_embeddings"` (B, P), and by modality
-        the tokens behind each block, such as `"text/block_0"` (B, N, D).
-        """
-        return {**self.output, **self._block_tokens}
-
     def get_layer(self, name: str | None = None, index: int | None = None) -> Any:
         """A layer by name; see `keras.Model.get_layer`."""
         modality, slash, inner = str(name).partition("/")
@@ -97,16 +88,16 @@ class PairBackbone(MoEBackbone):
     @property
     def vocabulary_size(self) -> int:
         """V."""
-        return self._text_config["vocabulary_size"]
+        return self._text_config.vocabulary_size
 
     @property
     def max_length(self) -> int:
         """N of the longest text."""
-        return self._text_config["max_length"]
+        return self._text_config.max_length
 
     @property
     def _text_config(self):
-        return self._config
+        return self.config
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         # Batches of datasets are seen here first.
@@ -141,19 +132,11 @@ class PairBackbone(MoEBackbone):
         config = self._text_config
         check_texts(
             inputs,
-            config["vocabulary_size"],
-            config["max_length"],
+            config.vocabulary_size,
+            config.max_length,
             _INPUTS["text"],
-            config.get("end_of_text_id"),
+            getattr(config, "end_of_text_id", None),
         )
-
-
-def text_inputs() -> dict[str, keras.KerasTensor]:
-    """Symbolic inputs of texts by name."""
-    return {
-        "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
-        "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),
-    }
 
 
 def plain_temperature(temperature: Any) -> dict[str, Any]:

@@ -3,17 +3,94 @@
 Axes: B batch, N tokens, D hidden, H mlp, V vocabulary.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import keras
 
-from keras_moe.checks import check_bool, check_integer, head_size
-from keras_moe.layers import SelfAttention, moe_config
+from keras_moe.checks import check_bool, check_integer, check_one_of
+from keras_moe.layers import AttentionPooling, EncoderSpec, MaskedPooling
+from keras_moe.layers.masked_pooling import MASKED_POOLINGS
 from keras_moe.models.backbone import MoEBackbone
+from keras_moe.models.backbone_config import TokenIdsConfig, TransformerConfig
+from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_texts
-from keras_moe.models.overrides import complete_config
 from keras_moe.models.registry import register_backbone
-from keras_moe.models.tower import Tower, text_pooler, text_tower
+from keras_moe.models.tower import (
+    Tower,
+    embedding_dropout,
+    embedding_projection,
+    final_norm_layer,
+    text_embedding,
+    text_inputs,
+)
+from keras_moe.ops import Cost
+
+TEXT_POOLINGS = (*MASKED_POOLINGS, "map")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConfig(TransformerConfig, TokenIdsConfig):
+    """The arguments of `TextBackbone`.
+
+    Args:
+        mask_padding: whether padding is masked: no token attends to it, and it is
+            neither routed nor pooled. False treats padding as any other token, as
+            SigLIP does: `"last"` is then the last of all.
+        causal: whether a token attends only to itself and the tokens before it.
+        pooling: pooling of a text's tokens: `"first"`, `"last"`, `"end_of_text"`,
+            `"average"` or `"max"`, see `keras_moe.layers.MaskedPooling`; or `"map"`, a
+            learned probe that attends to them, see `keras_moe.layers.AttentionPooling`.
+        end_of_text_id: id of the token that `"end_of_text"` takes; None takes the
+            largest id of each text, as published CLIP weights do.
+        projection_dim: size of the projection of the pooled vector; None for none.
+        projection_bias: whether the projection has a bias, as in SigLIP.
+        final_norm: whether the last block's tokens are normalised.
+        activation: activation of the feed-forward layers; OpenAI's weights have
+            `"quick_gelu"`, most others `"gelu"`.
+    """
+
+    causal: bool = True
+    pooling: str = "end_of_text"
+    end_of_text_id: int | None = None
+    projection_dim: int | None = None
+    projection_bias: bool = False
+    final_norm: bool = True
+    # Those of CLIP-B.
+    hidden_dim: int = 512
+    num_heads: int = 8
+    mlp_dim: int = 2048
+    activation: Any = "quick_gelu"
+    layer_norm_epsilon: float = 1e-5
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("final_norm", "projection_bias"):
+            check_bool(name, getattr(self, name))
+        check_one_of("pooling", self.pooling, TEXT_POOLINGS)
+        if self.end_of_text_id is not None:
+            self._check_end_of_text_id()
+        if self.projection_dim is not None:
+            check_integer("projection_dim", self.projection_dim)
+        elif self.projection_bias:
+            raise ValueError(
+                "Expected projection_dim beside projection_bias=True; received: "
+                "projection_dim=None"
+            )
+
+    def _check_end_of_text_id(self):
+        if check_integer("end_of_text_id", self.end_of_text_id, 0) >= (
+            self.vocabulary_size
+        ):
+            raise ValueError(
+                f"Expected end_of_text_id below vocabulary_size={self.vocabulary_size};"
+                f" received: end_of_text_id={self.end_of_text_id}"
+            )
+        if self.pooling == "map":
+            raise ValueError(
+                "Expected end_of_text_id=None for pooling='map'; received: "
+                f"end_of_text_id={self.end_of_text_id}"
+            )
 
 
 @register_backbone
@@ -26,51 +103,15 @@ class TextBackbone(MoEBackbone):
     CLIP-B, whose embeddings also need `projection_dim=512`.
 
     `backbone.routing` holds the symbolic routing record of each MoE block, and
-    `backbone.features` `"tokens"`, `"pooled"` and the tokens behind each block, as
-    those of `ViTBackbone` do.
+    `backbone.features` `"tokens"`, `"pooled"` and the tokens after each block.
 
     At inference padding changes no result with token choice, the default: a text has
     the same tokens whatever follows it in its row. Routers whose capacity follows from
     the number of tokens, such as expert choice, count padding there.
 
     Args:
-        vocabulary_size: V, the number of token ids.
-        max_length: N of the longest text, its special tokens included.
-        hidden_dim: D.
-        num_layers: number of blocks.
-        num_heads: number of attention heads, a divisor of D.
-        mlp_dim: H.
-        causal: whether a token attends to itself and the tokens before it alone.
-        pooling: pooling of a text's tokens: `"first"`, `"last"`, `"end_of_text"`,
-            `"average"` or `"max"`, see `keras_moe.layers.MaskedPooling`; or `"map"`, a
-            learned probe that attends to them, see `keras_moe.layers.AttentionPooling`.
-        end_of_text_id: id of the token that `"end_of_text"` takes; None takes the
-            largest id of each text, as published CLIP weights do.
-        mask_padding: whether no token attends to padding, which is neither routed nor
-            pooled. False treats padding as any other token, as SigLIP does: `"last"` is
-            then the last of all.
-        projection_dim: size of the projection of the pooled vector; None for none.
-        projection_bias: whether the projection has a bias, as in SigLIP.
-        final_norm: whether the last block's tokens are normalised.
-        activation: activation of the feed-forward layers; OpenAI's weights have
-            `"quick_gelu"`, most others `"gelu"`.
-        dropout_rate: dropout rate on embeddings, attention outputs and dense
-            feed-forward layers.
-        attention_dropout: dropout rate on attention weights.
-        stochastic_depth: drop rate of the last block, to which the rate grows linearly
-            from 0 at the first block; see `keras_moe.layers.EncoderBlock`.
-        query_key_norm: whether queries and keys are normalised in each head, as in
-            Soft MoE.
-        layer_norm_epsilon: epsilon of all normalisations.
-        moe: `MoEConfig` or `MuMoEConfig`, or a dict of its fields: which blocks are
-            mixtures of experts, and of what; None for a dense model. With
-            `num_modalities` or `expert_pools` the inputs have `"modality_ids"`, too.
-        rematerialize: whether training keeps only the blocks' inputs for the gradient:
-            less memory, more time; see `keras_moe.layers.EncoderBlock`.
-        seed: seed of noise, dropout and stochastic depth, each site with one of its own
-            that follows from it; weights draw from Keras's global seed.
         dtype: dtype policy; routing is float32 under each.
-        **kwargs: arguments of `keras_hub.models.Backbone`.
+        **kwargs: `name` and `trainable`.
 
     Input shape:
         A dict: `"token_ids"`, integers (B, N), N up to `max_length`;
@@ -80,9 +121,6 @@ class TextBackbone(MoEBackbone):
     Output shape:
         A dict: `"tokens"` (B, N, D), normalised, and `"pooled"` (B, D), or
         (B, projection_dim).
-
-    Raises:
-        ValueError: if an argument is out of range or arguments do not fit together.
 
     Reference:
         *Learning Transferable Visual Models From Natural Language Supervision*,
@@ -104,126 +142,40 @@ class TextBackbone(MoEBackbone):
     ['block_1']
     """
 
+    config_class = TextConfig
     example = "text"
-    pipeline_tag = "feature-extraction"
 
-    def __init__(
-        self,
-        vocabulary_size: int = 49408,
-        max_length: int = 77,
-        hidden_dim: int = 512,
-        num_layers: int = 12,
-        num_heads: int = 8,
-        mlp_dim: int = 2048,
-        causal: bool = True,
-        pooling: str = "end_of_text",
-        end_of_text_id: int | None = None,
-        mask_padding: bool = True,
-        projection_dim: int | None = None,
-        projection_bias: bool = False,
-        final_norm: bool = True,
-        activation: Any = "quick_gelu",
-        dropout_rate: float = 0.0,
-        attention_dropout: float = 0.0,
-        stochastic_depth: float = 0.0,
-        query_key_norm: bool = False,
-        layer_norm_epsilon: float = 1e-5,
-        moe: Any = None,
-        rematerialize: bool = False,
-        seed: int | None = None,
-        dtype: Any = None,
-        **kwargs,
-    ):
-        super().__init__(
-            {
-                "vocabulary_size": vocabulary_size,
-                "max_length": max_length,
-                "hidden_dim": hidden_dim,
-                "num_layers": num_layers,
-                "num_heads": num_heads,
-                "mlp_dim": mlp_dim,
-                "causal": causal,
-                "pooling": pooling,
-                "end_of_text_id": end_of_text_id,
-                "mask_padding": mask_padding,
-                "projection_dim": projection_dim,
-                "projection_bias": projection_bias,
-                "final_norm": final_norm,
-                "activation": activation,
-                "dropout_rate": dropout_rate,
-                "attention_dropout": attention_dropout,
-                "stochastic_depth": stochastic_depth,
-                "query_key_norm": query_key_norm,
-                "layer_norm_epsilon": layer_norm_epsilon,
-                "moe": moe,
-                "rematerialize": rematerialize,
-                "seed": seed,
-            },
-            dtype=dtype,
-            **kwargs,
+    @classmethod
+    def tower(cls, config: TextConfig, dtype: Any = None) -> Tower:
+        spec = EncoderSpec.of(config, config.max_length, dtype)
+        return Tower(
+            (*text_embedding(config, dtype), embedding_dropout(config, dtype)),
+            spec.blocks(lambda index: config.attention(spec, index, config.causal)),
+            final_norm_layer(config, dtype) if config.final_norm else None,
         )
 
     @classmethod
-    def tower(cls, config: dict, dtype: Any = None) -> Tower:
-        hidden_dim = check_integer("hidden_dim", config["hidden_dim"])
-        key_dim = head_size(config["num_heads"], hidden_dim)
-
-        def attention(spec, index):
-            return SelfAttention(
-                config["num_heads"],
-                key_dim,
-                query_key_norm=config["query_key_norm"],
-                layer_norm_epsilon=config["layer_norm_epsilon"],
-                dropout=config["attention_dropout"],
-                # A seed of its own: both dropouts would drop alike otherwise.
-                seed=spec.seed_of(index, 1),
-                causal=config["causal"],
-                dtype=dtype,
-                name="attention",
-            )
-
-        return text_tower(config, dtype, attention)
-
-    @classmethod
-    def _checked_sizes(cls, config):
-        names = ("vocabulary_size", "max_length")
-        return {name: check_integer(name, config[name]) for name in names}
-
-    @classmethod
     def _functional(cls, config, dtype):
-        check_bool("mask_padding", config["mask_padding"])
-        tower, pooler = cls.tower(config, dtype), text_pooler(config, dtype)
-        inputs = {
-            "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
-            "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),
-        }
-        if getattr(moe_config(config["moe"]), "modality_count", None) is not None:
+        tower, pooler = cls.tower(config, dtype), TextPooler.of(config, dtype)
+        inputs = text_inputs()
+        if getattr(config.moe, "modality_count", None) is not None:
             ids = keras.Input((None,), dtype="int32", name="modality_ids")
             inputs["modality_ids"] = ids
-        mask = inputs["padding_mask"] if config["mask_padding"] else None
+        mask = inputs["padding_mask"] if config.mask_padding else None
         token_ids = inputs["token_ids"]
         encoded = tower(token_ids, mask, inputs.get("modality_ids"))
         pooled = pooler(encoded.tokens, mask, token_ids)
         return inputs, {"tokens": encoded.tokens, "pooled": pooled}, encoded
 
     @property
-    def features(self) -> dict:
-        """Symbolic features by name, for `keras.Model(backbone.input, ...)`.
-
-        `"tokens"` (B, N, D) and `"pooled"` are the outputs, and `"block_0"`, ...
-        (B, N, D) the tokens behind each block.
-        """
-        return {**self.output, **self._block_tokens}
-
-    @property
     def vocabulary_size(self) -> int:
         """V."""
-        return self._config["vocabulary_size"]
+        return self.config.vocabulary_size
 
     @property
     def max_length(self) -> int:
         """N of the longest text."""
-        return self._config["max_length"]
+        return self.config.max_length
 
     @property
     def token_embedding(self) -> keras.layers.Layer:
@@ -231,20 +183,74 @@ class TextBackbone(MoEBackbone):
         return self.get_layer("token_embedding")
 
     def _check_inputs(self, inputs, labels=None):
-        config = self._config
         check_texts(
             inputs,
-            config["vocabulary_size"],
-            config["max_length"],
+            self.vocabulary_size,
+            self.max_length,
             tuple(self.input),
-            config["end_of_text_id"],
-            may_be_empty=not config["mask_padding"],
+            self.config.end_of_text_id,
+            may_be_empty=not self.config.mask_padding,
         )
 
     @classmethod
-    def describe_parts(cls, **config) -> tuple:
-        config = complete_config(cls, config)
+    def describe_parts(cls, **config) -> tuple[list[Part], int, int]:
+        """The parts of a backbone with their costs, the number of tokens N, and D."""
+        config = cls.make_config(config)
         tower = cls.tower(config, "float32")
-        parts, num_tokens, dim = tower.parts((config["max_length"],))
-        pooler = text_pooler(config, "float32")
+        parts, num_tokens, dim = tower.parts((config.max_length,))
+        pooler = TextPooler.of(config, "float32")
         return parts + pooler.parts((num_tokens, dim)), num_tokens, dim
+
+
+class TextPooler(NamedTuple):
+    """The layers from a text's tokens to one vector, not built.
+
+    Attributes:
+        pooling: `MaskedPooling` or `AttentionPooling`.
+        projection: dense layer on the pooled vector, or None.
+    """
+
+    pooling: keras.layers.Layer
+    projection: keras.layers.Dense | None = None
+
+    @classmethod
+    def of(cls, config: TextConfig, dtype: Any) -> "TextPooler":
+        """The pooling and the projection of a backbone."""
+        if config.pooling == "map":
+            pooling = AttentionPooling(
+                config.num_heads,
+                config.mlp_dim,
+                activation=config.activation,
+                layer_norm_epsilon=config.layer_norm_epsilon,
+                dtype=dtype,
+                name="pooler",
+            )
+        else:
+            pooling = MaskedPooling(
+                config.pooling, config.end_of_text_id, dtype=dtype, name="pooler"
+            )
+        if config.projection_dim is None:
+            return cls(pooling)
+        return cls(
+            pooling,
+            embedding_projection(config.projection_dim, config.projection_bias, dtype),
+        )
+
+    def __call__(self, tokens: Any, mask: Any = None, token_ids: Any = None) -> Any:
+        """Pools tokens."""
+        arguments = {} if mask is None else {"mask": mask}
+        if getattr(self.pooling, "pooling", None) == "end_of_text":
+            arguments["token_ids"] = token_ids
+        pooled = self.pooling(tokens, **arguments)
+        return pooled if self.projection is None else self.projection(pooled)
+
+    def parts(self, shape: tuple[int, int]) -> list[Part]:
+        """The parts with their costs."""
+        parts, cost = [], self.pooling.cost(shape)
+        if cost.parameters:
+            parts.append(Part("pooler", "MAP", *cost))
+        if self.projection is not None:
+            dense = self.projection
+            cost = Cost.of_dense(shape[-1], dense.units, dense.use_bias)
+            parts.append(Part("projection", "dense", *cost))
+        return parts

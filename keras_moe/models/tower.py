@@ -1,6 +1,6 @@
 """A tower: embedding, blocks and last norm of one encoder.
 
-Axes: B batch, N tokens, D hidden, E experts.
+Axes: B batch, N tokens, D hidden, E experts, P embedding, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -8,44 +8,23 @@ from typing import Any, NamedTuple
 
 import keras
 
-from keras_moe.checks import (
-    check_bool,
-    check_dropout,
-    check_image_shape,
-    check_integer,
-    check_one_of,
-    check_seed,
-)
+from keras_moe.checks import check_bool, check_integer, check_one_of
 from keras_moe.layers import (
-    AttentionPooling,
     ClassToken,
+    EncoderConfig,
     EncoderSpec,
     LayerNorm,
-    MaskedPooling,
     MoEEncoderBlock,
     PatchEmbedding,
     PositionEmbedding,
     TextPositions,
     TokenEmbedding,
-    moe_config,
 )
-from keras_moe.layers.masked_pooling import MASKED_POOLINGS
 from keras_moe.layers.position_embedding import KINDS
+from keras_moe.models.backbone_config import ImageConfig, TokenIdsConfig
 from keras_moe.models.description import Part
 from keras_moe.ops import Cost
 from keras_moe.ops.initializers import FastInitializer
-
-# The settings of an encoder that are arguments of its backbone.
-_SETTINGS = (
-    "num_layers",
-    "mlp_dim",
-    "activation",
-    "dropout_rate",
-    "stochastic_depth",
-    "layer_norm_epsilon",
-    "rematerialize",
-    "seed",
-)
 
 
 class TowerOutputs(NamedTuple):
@@ -54,9 +33,9 @@ class TowerOutputs(NamedTuple):
     Attributes:
         tokens: (B, N, D), normalised if the tower has a last norm.
         routing: `Routing` of each MoE block by the block's name; a token mixer with
-            experts has a record of its own, with channels (B, D, E), such as
+            experts has its own record, with channels (B, D, E), such as
             "block_0/token_mixer".
-        block_tokens: (B, N, D) behind each block by its name.
+        block_tokens: (B, N, D) after each block, by its name.
     """
 
     tokens: Any
@@ -113,7 +92,7 @@ class Tower(NamedTuple):
             tokens: (B, N, D).
             mask: boolean (B, N), False for padding, or None.
             modality_ids: integers (B, N), or None.
-            boundaries: places at which the tokens of an example are cut: they attend
+            boundaries: positions at which the tokens of an example are cut: they attend
                 within their own run only.
         """
         if modality_ids is None:
@@ -179,43 +158,119 @@ class Tower(NamedTuple):
         return parts, *shape
 
 
-def encoder_spec(config: dict, num_tokens: int, dtype: Any) -> EncoderSpec:
-    """The settings of an encoder's blocks, from the arguments of its backbone."""
-    settings = {name: config[name] for name in _SETTINGS}
-    moe = moe_config(config["moe"])
-    return EncoderSpec(num_tokens=num_tokens, moe=moe, dtype=dtype, **settings)
+def image_tower(
+    config: ImageConfig,
+    dtype: Any,
+    token_mixer: Callable[[EncoderSpec, int], keras.layers.Layer],
+    final_norm: bool = True,
+    **embedding: Any,
+) -> Tower:
+    """The tower of a backbone of images, not built.
+
+    Args:
+        config: arguments of the backbone.
+        dtype: dtype policy.
+        token_mixer: function from an `EncoderSpec` and a block's index to the layer
+            through which its tokens see each other.
+        final_norm: whether the last block's tokens are normalised.
+        **embedding: arguments of `image_embedding`, such as `class_token=True`.
+
+    Example:
+
+    >>> from keras_moe.layers import TokenMLP
+    >>> from keras_moe.models import ImageConfig, image_tower
+    >>> config = ImageConfig(
+    ...     image_shape=(8, 8, 3), patch_size=4, hidden_dim=8, num_layers=1, mlp_dim=16
+    ... )
+    >>> tower = image_tower(config, None, lambda spec, index: TokenMLP(4))
+    >>> [layer.name for layer in tower.layers]
+    ['patch_embedding', 'embedding_dropout', 'block_0', 'final_norm']
+    """
+    layers, num_tokens = image_embedding(config, dtype, **embedding)
+    spec = EncoderSpec.of(config, num_tokens, dtype)
+    return Tower(
+        (*layers, embedding_dropout(config, dtype)),
+        spec.blocks(lambda index: token_mixer(spec, index)),
+        final_norm_layer(config, dtype) if final_norm else None,
+    )
 
 
-def block_kind(block: keras.layers.Layer) -> str:
-    """Kind of a block for descriptions: "dense", or its experts and router."""
-    if not isinstance(block, MoEEncoderBlock):
-        return "dense"
-    router = block.feed_forward.router
-    return f"MoE {router.expert_types}, {router.summary}"
+def image_embedding(
+    config: ImageConfig,
+    dtype: Any,
+    *,
+    padding: str = "valid",
+    class_token: bool = False,
+    position_embedding: str | None = None,
+    position_interpolation: str = "bilinear",
+    norm: bool = False,
+) -> tuple[tuple, int]:
+    """The layers from images to tokens but dropout, not built, and N."""
+    patches = PatchEmbedding(
+        config.hidden_dim,
+        config.patch_size,
+        interpolation=position_interpolation,
+        padding=padding,
+        dtype=dtype,
+        name="patch_embedding",
+    )
+    rows, columns = patches.grid(config.image_shape)
+    layers = [patches]
+    if class_token:
+        layers.append(ClassToken(dtype=dtype, name="class_token"))
+    if position_embedding is not None:
+        check_one_of("position_embedding", position_embedding, KINDS)
+        layers.append(
+            PositionEmbedding(
+                (rows, columns),
+                position_embedding,
+                interpolation=position_interpolation,
+                dtype=dtype,
+                name="position_embedding",
+            )
+        )
+    if norm:
+        layers.append(
+            LayerNorm(config.layer_norm_epsilon, dtype=dtype, name="embedding_norm")
+        )
+    return tuple(layers), rows * columns + int(class_token)
 
 
-def embedding_dropout(config: dict, dtype: Any) -> keras.layers.Dropout:
+def text_inputs() -> dict[str, keras.KerasTensor]:
+    """Symbolic inputs of texts by name."""
+    return {
+        "token_ids": keras.Input((None,), dtype="int32", name="token_ids"),
+        "padding_mask": keras.Input((None,), dtype="bool", name="padding_mask"),
+    }
+
+
+def text_embedding(config: TokenIdsConfig, dtype: Any) -> tuple:
+    """The layers from token ids (B, N) to tokens (B, N, D) but dropout, not built."""
+    return (
+        TokenEmbedding(
+            config.vocabulary_size,
+            config.hidden_dim,
+            dtype=dtype,
+            name="token_embedding",
+        ),
+        TextPositions(config.max_length, dtype=dtype, name="text_positions"),
+    )
+
+
+def embedding_dropout(config: EncoderConfig, dtype: Any) -> keras.layers.Dropout:
     """The dropout on an encoder's embedded tokens, not built."""
     return keras.layers.Dropout(
-        check_dropout("dropout_rate", config["dropout_rate"]),
+        config.dropout_rate,
         # The first of the encoder's sites.
-        seed=config["seed"],
+        seed=config.seed,
         dtype=dtype,
         name="embedding_dropout",
     )
 
 
-def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:
-    """The cost of a layer that is not built.
-
-    A layer without a method `cost`, such as one of Keras, is built as a copy: its
-    parameters count, but no FLOPs.
-    """
-    if hasattr(layer, "cost"):
-        return layer.cost(shape)
-    copy = type(layer).from_config(layer.get_config())
-    copy.build((None, *shape))
-    return Cost.all_active({w.path: tuple(w.shape) for w in copy.trainable_weights})
+def final_norm_layer(config: EncoderConfig, dtype: Any) -> LayerNorm:
+    """The normalisation of the last block's tokens, not built."""
+    return LayerNorm(config.layer_norm_epsilon, dtype=dtype, name="final_norm")
 
 
 def embedding_projection(
@@ -237,168 +292,22 @@ def embedding_projection(
     )
 
 
-_SWITCHES = ("class_token", "embedding_norm", "final_norm")
+def block_kind(block: keras.layers.Layer) -> str:
+    """Kind of a block for descriptions: "dense", or its experts and router."""
+    if not isinstance(block, MoEEncoderBlock):
+        return "dense"
+    router = block.feed_forward.router
+    return f"MoE {router.expert_types}, {router.summary}"
 
 
-def image_tower(
-    config: dict,
-    dtype: Any,
-    token_mixer: Callable[[EncoderSpec, int], keras.layers.Layer],
-) -> Tower:
-    """The tower of a backbone of images, not built."""
-    # Before seeds and layers are made of it.
-    check_seed("seed", config["seed"])
-    embedding, num_tokens = image_embedding(config, dtype)
-    embedding += (embedding_dropout(config, dtype),)
-    spec = encoder_spec(config, num_tokens, dtype)
-    blocks = spec.blocks(lambda index: token_mixer(spec, index))
-    final_norm = None
-    if config.get("final_norm", True):
-        epsilon = config["layer_norm_epsilon"]
-        final_norm = LayerNorm(epsilon, dtype=dtype, name="final_norm")
-    return Tower(embedding, blocks, final_norm)
+def layer_cost(layer: keras.layers.Layer, shape: tuple) -> Cost:
+    """The cost of a layer that is not built.
 
-
-def image_embedding(config: dict, dtype: Any) -> tuple[tuple, int]:
-    """The layers from images to tokens but dropout, not built, and the tokens'
-    number.
+    A layer without a method `cost`, such as one of Keras, is built as a copy: its
+    parameters count, but no FLOPs.
     """
-    image_shape = check_image_shape(config["image_shape"])
-    hidden_dim = check_integer("hidden_dim", config["hidden_dim"])
-    for name in _SWITCHES:
-        check_bool(name, config.get(name, False))
-    epsilon = config["layer_norm_epsilon"]
-    interpolation = config.get("position_interpolation", "bilinear")
-    patches = PatchEmbedding(
-        hidden_dim,
-        config["patch_size"],
-        interpolation=interpolation,
-        padding=config.get("patch_padding", "valid"),
-        dtype=dtype,
-        name="patch_embedding",
-    )
-    rows, columns = patches.grid(image_shape)
-    has_class_token = config.get("class_token", False)
-    embedding = [patches]
-    if has_class_token:
-        embedding.append(ClassToken(dtype=dtype, name="class_token"))
-    if config.get("position_embedding") is not None:
-        check_one_of("position_embedding", config["position_embedding"], KINDS)
-        embedding.append(
-            PositionEmbedding(
-                (rows, columns),
-                config["position_embedding"],
-                interpolation=interpolation,
-                dtype=dtype,
-                name="position_embedding",
-            )
-        )
-    if config.get("embedding_norm", False):
-        embedding.append(LayerNorm(epsilon, dtype=dtype, name="embedding_norm"))
-    return tuple(embedding), rows * columns + int(has_class_token)
-
-
-TEXT_POOLINGS = (*MASKED_POOLINGS, "map")
-
-
-def text_embedding(config: dict, dtype: Any) -> tuple:
-    """The layers from token ids (B, N) to tokens (B, N, D) but dropout, not built."""
-    return (
-        TokenEmbedding(
-            config["vocabulary_size"],
-            config["hidden_dim"],
-            dtype=dtype,
-            name="token_embedding",
-        ),
-        TextPositions(config["max_length"], dtype=dtype, name="text_positions"),
-    )
-
-
-def text_tower(
-    config: dict,
-    dtype: Any,
-    token_mixer: Callable[[EncoderSpec, int], keras.layers.Layer],
-) -> Tower:
-    """The tower of a backbone of texts, not built."""
-    # Before seeds and layers are made of it.
-    check_seed("seed", config["seed"])
-    max_length = check_integer("max_length", config["max_length"])
-    spec = encoder_spec(config, max_length, dtype)
-    final_norm = None
-    if check_bool("final_norm", config.get("final_norm", True)):
-        epsilon = config["layer_norm_epsilon"]
-        final_norm = LayerNorm(epsilon, dtype=dtype, name="final_norm")
-    embedding = (*text_embedding(config, dtype), embedding_dropout(config, dtype))
-    blocks = spec.blocks(lambda index: token_mixer(spec, index))
-    return Tower(embedding, blocks, final_norm)
-
-
-class TextPooler(NamedTuple):
-    """The layers from a text's tokens to one vector, not built.
-
-    Attributes:
-        pooling: `MaskedPooling` or `AttentionPooling`.
-        projection: dense layer on the pooled vector, or None.
-    """
-
-    pooling: keras.layers.Layer
-    projection: keras.layers.Dense | None = None
-
-    def __call__(self, tokens: Any, mask: Any = None, token_ids: Any = None) -> Any:
-        """Pools tokens."""
-        arguments = {} if mask is None else {"mask": mask}
-        if getattr(self.pooling, "pooling", None) == "end_of_text":
-            arguments["token_ids"] = token_ids
-        pooled = self.pooling(tokens, **arguments)
-        return pooled if self.projection is None else self.projection(pooled)
-
-    def parts(self, shape: tuple[int, int]) -> list[Part]:
-        """The parts with their costs."""
-        parts, cost = [], self.pooling.cost(shape)
-        if cost.parameters:
-            parts.append(Part("pooler", "MAP", *cost))
-        if self.projection is not None:
-            dense = self.projection
-            cost = Cost.of_dense(shape[-1], dense.units, dense.use_bias)
-            parts.append(Part("projection", "dense", *cost))
-        return parts
-
-
-def text_pooler(config: dict, dtype: Any) -> TextPooler:
-    """The pooling and the projection of a backbone of texts, not built."""
-    pooling = check_one_of("pooling", config["pooling"], TEXT_POOLINGS)
-    end_of_text_id = config["end_of_text_id"]
-    if end_of_text_id is not None:
-        check_integer("end_of_text_id", end_of_text_id, 0)
-        if end_of_text_id >= config["vocabulary_size"]:
-            raise ValueError(
-                "Expected end_of_text_id below vocabulary_size="
-                f"{config['vocabulary_size']}; received: "
-                f"end_of_text_id={end_of_text_id}"
-            )
-    if pooling == "map":
-        if end_of_text_id is not None:
-            raise ValueError(
-                "Expected end_of_text_id=None for pooling='map'; received: "
-                f"end_of_text_id={end_of_text_id}"
-            )
-        pooler = AttentionPooling(
-            config["num_heads"],
-            config["mlp_dim"],
-            activation=config["activation"],
-            layer_norm_epsilon=config["layer_norm_epsilon"],
-            dtype=dtype,
-            name="pooler",
-        )
-    else:
-        pooler = MaskedPooling(pooling, end_of_text_id, dtype=dtype, name="pooler")
-    use_bias = check_bool("projection_bias", config["projection_bias"])
-    if config["projection_dim"] is None:
-        if use_bias:
-            raise ValueError(
-                "Expected projection_dim beside projection_bias=True; received: "
-                "projection_dim=None"
-            )
-        return TextPooler(pooler)
-    projection = embedding_projection(config["projection_dim"], use_bias, dtype)
-    return TextPooler(pooler, projection)
+    if hasattr(layer, "cost"):
+        return layer.cost(shape)
+    copy = type(layer).from_config(layer.get_config())
+    copy.build((None, *shape))
+    return Cost.all_active({w.path: tuple(w.shape) for w in copy.trainable_weights})

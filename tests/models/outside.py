@@ -1,10 +1,11 @@
 """A family and a router as a user writes them, outside the package."""
 
+import dataclasses
+
 import keras
 from keras import ops
 
 from keras_moe import models, routers
-from keras_moe.models.tower import image_tower
 from keras_moe.ops import Cost
 
 
@@ -33,21 +34,22 @@ SIZES = {"image_shape": [16, 8, 3], "patch_size": 4, "hidden_dim": 8, "mlp_dim":
 PRESET = {"description": "Neighbours", "config": {**SIZES, "moe_layers": [1]}}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeighbourConfig(models.ImageConfig):
+    patch_size: int = 16
+    hidden_dim: int = 64
+    num_layers: int = 2
+    mlp_dim: int = 128
+
+
 @models.register_backbone(presets={"neighbours_tiny": PRESET})
 @keras.saving.register_keras_serializable("outside")
-class NeighbourBackbone(models.MoEBackbone):
-    def __init__(self, image_shape=(224, 224, 3), patch_size=16, hidden_dim=64,
-                 num_layers=2, mlp_dim=128, activation="gelu", dropout_rate=0.0,
-                 stochastic_depth=0.0, layer_norm_epsilon=1e-6, rematerialize=False,
-                 moe=None, seed=None, dtype=None, **kwargs):  # fmt: skip
-        config = dict(locals())
-        for name in ("self", "__class__", "dtype", "kwargs"):
-            del config[name]
-        super().__init__(config, dtype=dtype, **kwargs)
+class NeighbourBackbone(models.ImageBackbone):
+    config_class = NeighbourConfig
 
     @classmethod
     def tower(cls, config, dtype=None):
-        return image_tower(
+        return models.image_tower(
             config, dtype, lambda spec, index: NeighbourMixing(dtype=dtype, name="mix")
         )
 

@@ -155,7 +155,7 @@ def test_a_save_of_pairs_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "pairs.lora.h5"
     model.backbone.save_lora_weights(path)
     before = path.read_bytes()
-    pairs = [*lora.low_rank_pairs(model.backbone).items(), ("broken", object())]
+    pairs = [*adaptation.low_rank_pairs(model.backbone).items(), ("broken", object())]
     monkeypatch.setattr(lora, "low_rank_pairs", lambda _: dict(pairs))
     with pytest.raises(Exception, match=r"."):
         model.backbone.save_lora_weights(path)
@@ -210,7 +210,7 @@ def test_files_of_other_things_are_named(tmp_path, attributes):
     with h5py.File(path, "w") as file:
         file.attrs.update(attributes)
     with pytest.raises(ValueError, match=f"target_layer_names and rank in {path}"):
-        lora.load_pairs(None, path)
+        adaptation.load_pairs(None, path)
 
 
 @pytest.mark.backend_free
@@ -221,4 +221,4 @@ def test_pairs_in_another_file_are_not_read(tmp_path):
         file.attrs.update({"rank": 2, "target_layer_names": ["query"]})
         file.create_dataset("x", (4,), "float32", external=[(str(other), 0, 16)])
     with pytest.raises(ValueError, match=rf"{path}.*another file"):
-        lora.load_pairs(None, path)
+        adaptation.load_pairs(None, path)

@@ -1,0 +1,92 @@
+"""The slots of soft routers, which are weights, and keep their number.
+
+Axes: N tokens, E experts, C capacity.
+"""
+
+from typing import Any
+
+from keras_moe.layers import MoEConfig, MoEEncoderBlock, moe_config
+from keras_moe.models.overrides import complete_config
+from keras_moe.routers import SoftRouter
+from keras_moe.routers.registry import router_class
+
+_ZERO_COMPUTATION = ("zero_experts", "copy_experts", "constant_experts")
+_SIZES = ("image_shape", "patch_size", "max_length")
+# The number of slots follows from these, beside the size of an image or a text.
+_FIELDS = (
+    "num_experts",
+    "num_selected_experts",
+    "capacity_factor",
+    "capacity_rounding",
+    "router_options",
+)
+
+
+def config_for_slots(cls: type, saved: dict, config: dict) -> dict:
+    """A backbone's config whose routers have the weights of another's."""
+    before, now = moe_config(saved.get("moe")), moe_config(config.get("moe"))
+    for name in _ZERO_COMPUTATION:
+        expected = getattr(before, name, 0)
+        if getattr(now, name, 0) != expected:
+            raise ValueError(
+                f"Expected {name}={expected!r}, as in the saved weights; received: "
+                f"{name}={getattr(now, name, 0)!r}. Load with load_weights=False to "
+                "start anew."
+            )
+    if before is None or before.moe_layers is None:
+        return config
+    if _is_soft(before) is None or _is_soft(now) is None:
+        return config
+    if _is_soft(before) != _is_soft(now):
+        raise ValueError(
+            f"Expected a router with the weights of router={before.router!r}; "
+            f"received: router={now.router!r}, whose weights are others. Load with "
+            "load_weights=False to start anew."
+        )
+    if not _is_soft(now):
+        return config
+    options = dict(now.router_options or before.router_options or {})
+    now = now.replace(router_options=options or None)
+    saved = complete_config(cls, saved)
+    config = {**config, "moe": now.to_dict()}
+    sizes = {name: saved[name] for name in _SIZES if name in saved}
+    expected = _num_slots(cls, saved)
+    received = _num_slots(cls, complete_config(cls, {**config, **sizes}))
+    if received not in (expected, None):
+        changed = [
+            f"{name}={getattr(now, name)!r}"
+            for name in _FIELDS
+            if getattr(now, name) != getattr(before, name)
+        ]
+        raise ValueError(
+            f"Expected arguments that keep the {expected} slots of each expert, which "
+            f"are weights of a soft router; received: {', '.join(changed)}, which make "
+            f"{received}. Load with load_weights=False to start anew."
+        )
+    complete = complete_config(cls, config)
+    is_resized = any(_sizes(complete[name]) != _sizes(saved[name]) for name in sizes)
+    if options.get("num_slots") is None and is_resized:
+        options.pop("capacity_factor", None)
+        options["num_slots"] = expected
+    return {**config, "moe": now.replace(router_options=options or None).to_dict()}
+
+
+def _is_soft(moe: Any) -> bool | None:
+    """Whether a config's routers are soft; None where there are no slots to compare."""
+    if not isinstance(moe, MoEConfig) or isinstance(moe.router, dict):
+        return None
+    return issubclass(router_class(moe.router)[0], SoftRouter)
+
+
+def _num_slots(cls, config):
+    """The slots of each expert of a soft router, or None without MoE blocks."""
+    options = moe_config(config["moe"]).router_options or {}
+    if options.get("num_slots") is not None:
+        return options["num_slots"]
+    blocks = cls.unbuilt_blocks(**config)
+    soft = next((b for b in blocks if isinstance(b, MoEEncoderBlock)), None)
+    return soft and soft.feed_forward.router.slots_per_expert
+
+
+def _sizes(size):
+    return list(size) if isinstance(size, (list, tuple)) else size
