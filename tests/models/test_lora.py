@@ -11,7 +11,7 @@ from keras_moe.models import (
     MixerBackbone,
     ViTBackbone,
     ViTImageClassifier,
-    lora,
+    adaptation,
 )
 from tests.small_models import SMALL
 
@@ -156,7 +156,7 @@ def test_a_save_of_pairs_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     model.backbone.save_lora_weights(path)
     before = path.read_bytes()
     pairs = [*adaptation.low_rank_pairs(model.backbone).items(), ("broken", object())]
-    monkeypatch.setattr(lora, "low_rank_pairs", lambda _: dict(pairs))
+    monkeypatch.setattr(adaptation, "low_rank_pairs", lambda _: dict(pairs))
     with pytest.raises(Exception, match=r"."):
         model.backbone.save_lora_weights(path)
     assert path.read_bytes() == before
