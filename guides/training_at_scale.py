@@ -175,7 +175,7 @@ plt.show()
 
 # %%
 S = 8 * model.num_tokens
-block = models.presets.unbuilt_blocks("vmoe_h14")[1]
+block = models.resolve("vmoe_h14").unbuilt_blocks()[1]
 router = block.feed_forward.router
 C = router.group_capacity(S, training=True)
 groups = BATCH // CHIPS // 8

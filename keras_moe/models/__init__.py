@@ -17,7 +17,6 @@ with loaded_on_demand(
 
 from keras_moe.models.backbone import ImageBackbone, MoEBackbone
 from keras_moe.models.backbone_config import ImageConfig, TransformerConfig
-from keras_moe.models.blueprint import Blueprint, resolve
 from keras_moe.models.clip import CLIPBackbone
 from keras_moe.models.contrastive_metrics import ContrastiveAccuracy
 from keras_moe.models.contrastive_model import ContrastiveModel
@@ -29,7 +28,14 @@ from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.limoe import LIMoEBackbone
 from keras_moe.models.mixer import MixerBackbone, MixerImageClassifier
 from keras_moe.models.model_card import CardResult, ModelCard, upload
-from keras_moe.models.presets import convert, describe, from_preset, list_presets
+from keras_moe.models.presets import (
+    Blueprint,
+    convert,
+    describe,
+    from_preset,
+    list_presets,
+    resolve,
+)
 from keras_moe.models.registry import (
     register_backbone,
     register_builtin_presets,

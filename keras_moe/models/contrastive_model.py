@@ -35,9 +35,9 @@ from keras_moe.models.input_checks import (
     outputs_of_none,
 )
 from keras_moe.models.model import state_kept
-from keras_moe.models.model_sources import ModelSource, TaskConfig
 from keras_moe.models.pair_backbone import PairBackbone
 from keras_moe.models.registry import register_task
+from keras_moe.models.source import ModelSource, TaskConfig
 from keras_moe.models.task import MoETask
 from keras_moe.models.text_tokenizer import TextTokenizer
 from keras_moe.processes import predict_batch

@@ -40,7 +40,7 @@ from keras_moe.models.copying import copied
 from keras_moe.models.description import Part
 from keras_moe.models.image_preprocessor import ImagePreprocessor
 from keras_moe.models.input_checks import check_labels
-from keras_moe.models.model_sources import (
+from keras_moe.models.source import (
     ARCHITECTURE,
     PUBLISHED,
     SAVED,

@@ -1,8 +1,8 @@
-"""Which files of weights belong together, and the checksums that files must have.
+"""Preset folders on disk: written whole or not at all, and checked when read.
 
 A preset's `metadata.json` has the SHA-256 of each file of its weights and of its
 tokenizer, and the index of shards, a `.weights.json`, that of each shard, in
-`"metadata"`. Those who do not know of them read the files all the same.
+`"metadata"`. Other libraries ignore them and read the files all the same.
 """
 
 import contextlib
@@ -17,9 +17,15 @@ from typing import Any
 import h5py
 import keras
 
+from keras_moe.checks import check_path, nearest
 from keras_moe.compat import check_file_exists, get_file
 from keras_moe.files import previous_folder, sha256_of, staged_folder, write_json
+from keras_moe.models import registry
 
+HUB_MODELS = (
+    "KerasHub's ViT, CLIP and SigLIP become models of this library, see "
+    "keras_moe.models.convert; its other backbones do not"
+)
 METADATA = "metadata.json"
 CHECKSUMS = "sha256"
 INDEX = "model.weights.json"
@@ -304,3 +310,49 @@ def _has_head(path):
     """Whether the task of a file has weights beside its backbone's."""
     name = json.loads(path.read_text(encoding="utf-8"))["registered_name"]
     return getattr(keras.saving.get_registered_object(str(name)), "has_head", True)
+
+
+def check_preset(preset: str | os.PathLike) -> str:
+    """The handle, or the folder to read from."""
+    if not isinstance(preset, (str, os.PathLike)):
+        raise ValueError(
+            f"Expected the name of a preset; received: {preset!r}. {HUB_MODELS}"
+        )
+    if "://" in str(preset):
+        return str(preset)
+    folder = readable(check_path("preset", preset))
+    if not folder.is_dir():
+        raise ValueError(
+            "Expected a built-in preset, a folder or a handle such as hf://user/name; "
+            f"received: preset={str(preset)!r} "
+            f"({nearest(str(preset), list(registry.presets()))})"
+        )
+    for path in folder.iterdir():
+        # Opening a pipe waits for a writer, which may never come.
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"Expected files in a preset's folder; received: {path}")
+    check_folder(folder)
+    return str(folder)
+
+
+@contextlib.contextmanager
+def explained(preset: str, name: str | None = None, advice: str = "") -> Iterator[None]:
+    """Says which preset an error comes from: Keras's own do not."""
+    received = f"preset={str(name or preset)!r}"
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
+        if str(preset) in str(error) or received in str(error):
+            raise
+        raise ValueError(
+            "Expected a preset whose files fit together and fit the arguments"
+            f"{advice and f' ({advice})'}; received: {received}, which failed with "
+            f"{type(error).__name__}: {error}"
+        ) from error

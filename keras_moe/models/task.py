@@ -16,7 +16,7 @@ from keras_moe.models.adaptation import settle_policies
 from keras_moe.models.description import Part
 from keras_moe.models.input_checks import check_inputs
 from keras_moe.models.model import ONE_AT_A_TIME, MoEModel
-from keras_moe.models.model_sources import ModelSource, TaskConfig
+from keras_moe.models.source import ModelSource, TaskConfig
 from keras_moe.models.weights_file import checked_weights, save_weights
 
 

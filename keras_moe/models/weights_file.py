@@ -10,8 +10,9 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import h5py
 import keras
@@ -21,11 +22,22 @@ from keras_moe.compat import (
     H5IOStore,
     ShardedH5IOStore,
     ask_to_proceed_with_overwrite,
+    check_file_exists,
+    get_file,
     safe_get_h5_dataset,
     save_state,
 )
 from keras_moe.files import new_file, sha256_of, write_all, write_failed
-from keras_moe.models.preset_folder import CHECKSUMS, compare_checksums
+from keras_moe.models.preset_folder import (
+    CHECKSUMS,
+    INDEX,
+    compare_checksums,
+    compare_preset,
+    explained,
+)
+
+# The remedy where arguments other than the saved ones do not fit the weights.
+LOAD_ANEW = "load_weights=False makes a model of these arguments with initial weights"
 
 
 class _Stream:
@@ -290,3 +302,61 @@ def _visit(hdf5, use):
         use(path, safe_get_h5_dataset(hdf5, path)[()])
 
     hdf5.visititems(read)
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """The weights of a saved preset.
+
+    Args:
+        path: folder to read from, or handle.
+        has_head: whether those of the task around the backbone are loaded, too.
+        is_wanted: whether the weights are loaded; False keeps the initial ones.
+        name: name of the preset in messages; None takes the path.
+    """
+
+    path: str
+    has_head: bool
+    is_wanted: bool = True
+    name: str | None = None
+
+    def fills_backbone(self) -> bool:
+        """Whether no initial value of the backbone is kept."""
+        return self.is_wanted
+
+    def fills_head(self) -> bool:
+        """Whether no initial value of the task around the backbone is kept."""
+        wanted = self.is_wanted and self.has_head
+        return wanted and check_file_exists(self.path, "task.weights.h5")
+
+    def load(self, model: keras.Model, progress: Any = None) -> None:
+        """Fills the weights of a model that is like the saved one."""
+        if not self.is_wanted:
+            return
+        backbone = getattr(model, "backbone", model)
+        with explained(self.path, self.name, LOAD_ANEW):
+            if self.fills_head():
+                model.load_task_weights(get_file(self.path, "task.weights.h5"))
+            backbone.load_weights(self._backbone_file())
+
+    def _backbone_file(self):
+        if check_file_exists(self.path, "model.weights.h5"):
+            return get_file(self.path, "model.weights.h5")
+        index = get_file(self.path, INDEX)
+        weight_map = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        for files in weight_map.values():
+            for name in [files] if isinstance(files, str) else files:
+                get_file(self.path, name)
+        return index
+
+    def check(self) -> None:
+        """Compares the weights of a folder with its checksums."""
+        if self.is_wanted and "://" not in self.path:
+            compare_preset(self.path)
+
+    def explained(self) -> contextlib.AbstractContextManager:
+        """Errors within name the preset."""
+        return explained(self.path, self.name)
+
+    def close(self) -> None:
+        """Does nothing: no file stays open."""

@@ -1,16 +1,24 @@
-"""Where models come from, before overrides: presets, folders, published weights."""
+"""What a source offers before overrides: class, config, task and weights.
+
+A source is a registered preset, a folder or handle that `save_to_preset` has written,
+or weights that others have published.
+"""
 
 import contextlib
 import copy
 import os
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import keras
 
+from keras_moe.compat import check_file_exists, load_json
 from keras_moe.models import registry
 from keras_moe.models.conversion import PublishedWeights, is_convertible, open_source
-from keras_moe.models.saved_preset import SavedWeights, explained, read_preset
+from keras_moe.models.preset_folder import HUB_MODELS, check_preset, explained
+from keras_moe.models.weights_file import LOAD_ANEW, SavedWeights
 
+TASK = "task.json"
 ARCHITECTURE, SAVED, PUBLISHED = "architecture", "saved", "published"
 
 
@@ -175,3 +183,72 @@ def open_model_source(
     if is_convertible(source):
         return _Published(source, overrides, load_weights and not counts_only, tower)
     return _Saved(source, load_weights)
+
+
+class SavedPreset(NamedTuple):
+    """The configs of a saved preset.
+
+    Attributes:
+        path: folder to read from, or handle.
+        backbone: class of the backbone.
+        config: arguments of the backbone.
+        task: class of the saved task, or None.
+        saved_task: arguments of the task, as they were saved.
+    """
+
+    path: str
+    backbone: type
+    config: dict[str, Any]
+    task: type | None
+    saved_task: dict[str, Any]
+
+    def task_config(self) -> dict[str, Any]:
+        """Arguments of the task beside its backbone, with its preprocessor made."""
+        config = {k: v for k, v in self.saved_task.items() if k != "backbone"}
+        if isinstance(config.get("preprocessor"), dict):
+            with explained(self.path):
+                preprocessor = keras.saving.deserialize_keras_object(
+                    config["preprocessor"]
+                )
+                if hasattr(preprocessor, "load_preset_assets"):
+                    # Such as a tokenizer's vocabulary.
+                    preprocessor.load_preset_assets(self.path)
+            config["preprocessor"] = preprocessor
+        return config
+
+
+def read_preset(preset: str | os.PathLike, name: str | None = None) -> SavedPreset:
+    """Reads the configs of a preset, and none of its weights."""
+    if name is not None and "://" not in str(preset) and not Path(preset).is_dir():
+        raise ValueError(
+            f"Expected the weights of preset={name!r} in {preset}; received: no such "
+            f"folder. The installation is not whole; {LOAD_ANEW}"
+        )
+    path = check_preset(preset)
+    with explained(path):
+        content = load_json(path)
+        backbone = _registered(content)
+        if backbone is None or not registry.is_registered(backbone):
+            raise ValueError(
+                "Expected a preset of a registered backbone, one of "
+                f"{registry.backbone_names()}; received: "
+                f"{content.get('registered_name')!r} in {path}. {HUB_MODELS}"
+            )
+        config = content["config"]
+        if not check_file_exists(path, TASK):
+            return SavedPreset(path, backbone, config, None, {})
+        content = load_json(path, TASK)
+        task = _registered(content)
+        if task is None:
+            raise ValueError(
+                "Expected a task that is registered with Keras; received: "
+                f"{content.get('registered_name')!r} in {path}/{TASK}"
+            )
+        # Tasks of other libraries know no blueprint.
+        task = task if registry.is_task(task) else None
+        return SavedPreset(path, backbone, config, task, content["config"])
+
+
+def _registered(content):
+    """The class that a file of a preset names, or None."""
+    return keras.saving.get_registered_object(str(content.get("registered_name")))
